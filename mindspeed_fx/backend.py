@@ -1,0 +1,190 @@
+"""What happens, in order, when ``torch.compile(model, backend="mindspeed")`` calls us.
+
+    Dynamo graph -> capture -> captured passes -> AOTAutograd -> joint passes -> cut -> partitioned passes -> lowering -> codegen
+
+With codegen "inductor" the steps sit in Inductor's hooks (one composite object per hook, known to its caches by
+:func:`identity`); with "eager" the same steps run around AOTAutograd alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import pathlib
+import time
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+from mindspeed_fx._version import __version__
+from mindspeed_fx.capture import capture
+from mindspeed_fx.kernels.lower import lower
+from mindspeed_fx.options import OptionError, Options
+from mindspeed_fx.partition.cut import Partitioner, cut
+from mindspeed_fx.passes import registered
+from mindspeed_fx.passes.pipeline import Pipeline
+from mindspeed_fx.report import recorder
+from mindspeed_fx.report.code import readable
+
+log = logging.getLogger("mindspeed_fx")
+
+
+def mindspeed(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None) -> Callable:
+    """The ``torch.compile`` backend.
+
+    Args:
+        gm: Dynamo graph.
+        example_inputs: fake inputs.
+        options: see :class:`mindspeed_fx.options.Options`; the environment fills in the rest.
+        mode: refused; Inductor's settings go through ``options["inductor"]``.
+
+    Raises:
+        OptionError: a bad option, or an unknown pass name.
+        PassError, CheckError: a pass broke its contract, or rewrote nothing under ``strict``.
+    """
+    if mode not in (None, "default"):
+        raise OptionError(f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead')
+    return Compilation(Options.parse(options).resolve(device_of(example_inputs))).compile(gm, example_inputs)
+
+
+def device_of(example_inputs: Sequence[Any]) -> str:
+    """Target of a graph: the device type of its inputs, "npu" for torch_npu's; "cpu" without tensors."""
+    types = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} - {"cpu", "meta"}
+    device = sorted(types)[0] if types else "cpu"
+    return "npu" if device == "privateuseone" else device
+
+
+class Compilation:
+    """One Dynamo graph on its way; holds what the hooks share."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.pipeline = Pipeline(options)
+        why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
+        why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * compat.bisecting()
+        self.caches = not why
+        effective = {**options.as_dict(), "passes": [p.name for p in self.pipeline.passes], "caches": "on" if self.caches else f"off: {', '.join(why)}"}
+        self.record = recorder.begin(options.as_dict(), effective, compat.rank())
+        self.readable = readable if recorder.wants_text(options.as_dict()) else None
+        _log_once(json.dumps({"mindspeed_fx": __version__, **effective}, default=str))
+
+    def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        start = time.perf_counter()
+        if self.options.codegen == "eager":
+            self.capture(gm)
+            compiled = compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition)
+        else:
+            name = identity(self.options)
+            compiled = compat.compile_with_inductor(
+                gm,
+                inputs,
+                inner=self.run_inductor,
+                pre_grad=_Captured(self, gm, name),
+                partitioner=Partitioner(self.prepare_joint, self.options.memory_budget, name),
+                config=dict(self.options.inductor),
+                caches=self.caches,
+            )
+        self.record.seconds["compile"] = time.perf_counter() - start
+        if self.options.strict and self.record.runs:
+            self.pipeline.require_named(self.record)
+        recorder.finish(self.record)
+        return compiled
+
+    # ---------------------------------------------------------------- the steps
+
+    def capture(self, gm: fx.GraphModule) -> None:
+        """Dynamo graph -> canonical graph with the captured passes applied, in place."""
+        self._snapshot("dynamo", gm)
+        with self._timed("capture"):
+            captured = capture(gm)
+        with self._timed("passes"):
+            self.pipeline.run("captured", "captured", captured, self.record, self.readable)
+        compat.replace_graph(gm, captured)
+
+    def prepare_joint(self, joint: fx.GraphModule) -> None:
+        """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
+        with self._timed("passes"):
+            self.pipeline.run("joint", "joint", joint, self.record, self.readable)
+        if self.options.codegen == "inductor":
+            with self._timed("lowering"):
+                self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=compat.inductor_decompositions())
+
+    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.prepare_joint(joint)
+        return cut(joint, inputs, self.options.memory_budget, **kwargs)
+
+    def finish_side(self, gm: fx.GraphModule, side: str) -> None:
+        """Partitioned passes and lowering of one forward, backward or inference graph."""
+        inductor = self.options.codegen == "inductor"
+        with self._timed("passes"):
+            if side == "inference":
+                self.pipeline.run("joint", side, gm, self.record, self.readable)
+            self.pipeline.run("partitioned", side, gm, self.record, self.readable)
+        with self._timed("lowering"):
+            table = compat.inductor_decompositions() if inductor else None
+            self.record.lowered += lower(gm, self.options.target, side, inline_references=inductor, decompositions=table)
+        self._snapshot(side, gm)
+        recorder.finish(self.record)
+
+    def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> fx.GraphModule:
+        self.finish_side(gm, side)
+        return gm
+
+    def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
+        self.finish_side(gm, "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward")
+        return compile(gm, inputs, **kwargs)
+
+    # ---------------------------------------------------------------- bookkeeping
+
+    def _timed(self, name: str) -> Any:
+        return recorder.timed(self.record, name)
+
+    def _snapshot(self, stage: str, gm: fx.GraphModule) -> None:
+        if self.readable is not None:
+            self.record.stages[stage] = self.readable(gm)
+
+
+class _Captured(compat.CustomPass):
+    """Inductor's pre-grad hook: capture and the captured passes. Called for nested graphs too, which capture reaches by
+    itself, so only the graph it was made for counts."""
+
+    def __init__(self, compilation: Compilation, gm: fx.GraphModule, name: str):
+        self.compilation, self.name = compilation, name
+        gm.meta["mindspeed_fx"] = name
+
+    def __call__(self, graph: fx.Graph) -> None:
+        gm = graph.owning_module
+        if gm.meta.pop("mindspeed_fx", None) == self.name:
+            self.compilation.capture(gm)
+
+    def uuid(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple:
+        return (str, (self.name,))
+
+
+def identity(options: Options) -> str:
+    """What compile caches know this backend by: package sources, options, and the sources of every pass."""
+    parts = [_package_hash(), json.dumps(options.as_dict(), sort_keys=True, default=str), *(p.name + p.source_hash() for p in registered())]
+    return "mindspeed_fx-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _package_hash() -> str:
+    digest = hashlib.sha256(__version__.encode())
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    log.info("effective options: %s", text)
+
+
+compat.register_bisector()

@@ -1,0 +1,237 @@
+"""One spelling for each meaning in a captured graph, bitwise: no rewrite here changes a value or a gradient.
+
+* in-place and ``out=`` operators on a fresh intermediate become functional; the ones that touch an input, a view or
+  a value across a change of grad mode stay, and :func:`annotate` marks what they touch, so that no pass reads it late
+* casts (``float``, ``type_as``, ``to(other)`` ...) become ``aten.to.dtype``; casts, dropouts and expands that do
+  nothing disappear
+* ``square(x)``, ``x * x`` and ``x ** 2`` become ``pow(x, 2)``
+* ``chunk``, ``split``, ``tensor_split`` become ``split_with_sizes``
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Callable
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+
+aten = torch.ops.aten
+
+
+def normalize(gm: fx.GraphModule) -> fx.GraphModule:
+    """Canonical spelling for ``gm`` and the bodies of its higher-order operators, in place."""
+    for body in bodies(gm):
+        normalize(body)
+    annotate(gm)
+    _functionalize(gm)
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in _SPELLINGS and isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
+            _SPELLINGS[node.target](node)
+    drop_dead(gm)
+    gm.recompile()
+    annotate(gm)
+    return gm
+
+
+def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Graphs that higher-order operators of ``gm`` run as part of the forward (an autograd.Function's own backward is not one)."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and compat.is_higher_order(node.target):
+            graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+            graphs = [g for g in graphs if isinstance(g, fx.GraphModule)]
+            found += graphs[:1] if compat.is_autograd_function(node.target) else graphs
+    return found
+
+
+def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> None:
+    """Write what a matcher must know into ``node.meta``.
+
+    ``grad_enabled``: autograd records this node. ``needs_grad``: a gradient flows into this value. ``mutated``: the
+    value's memory is changed in place by some node of the graph.
+    """
+    grad_enabled = True
+    owners: dict[int, list[fx.Node]] = {}
+    mutated: set[int] = set()
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and compat.is_grad_mode_switch(node.target):
+            grad_enabled = bool(node.args[0])
+        node.meta["grad_enabled"] = grad_enabled
+        node.meta["mutated"] = False
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            owners.setdefault(compat.storage_of(value), []).append(node)
+        if node.op == "placeholder":
+            flows = node.meta.get("requires_grad", True) and _differentiable(value)
+        else:
+            flows = grad_enabled and node.target is not aten.detach.default and _differentiable(value)
+            flows = flows and any(a.meta.get("needs_grad") for a in node.all_input_nodes)
+        node.meta["needs_grad"] = bool(flows)
+        for written in written_nodes(node):
+            if isinstance(written.meta.get("val"), torch.Tensor):
+                mutated.add(compat.storage_of(written.meta["val"]))
+    for storage in mutated:
+        for node in owners.get(storage, ()):
+            node.meta["mutated"] = True
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory ``node`` changes in place."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
+            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return found
+
+
+def _differentiable(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_differentiable(v) for v in value)
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+# --------------------------------------------------------------------------- in-place -> functional
+
+
+def _functionalize(gm: fx.GraphModule) -> None:
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    for n in gm.graph.nodes:
+        if isinstance(n.meta.get("val"), torch.Tensor):
+            sharing.setdefault(compat.storage_of(n.meta["val"]), []).append(n)
+    for node in list(gm.graph.nodes):
+        written = written_nodes(node)
+        functional = _functional_form(node) if len(written) == 1 else None
+        if functional is None:
+            continue
+        buffer = written[0]
+        peers = [p for p in sharing[compat.storage_of(buffer.meta["val"])] if p is not node and p is not buffer]
+        live_peers = [p for p in peers if order[p] < order[node] and any(order[u] >= order[node] for u in p.users)]
+        owned = buffer.op == "call_function" and not any(p.op in ("placeholder", "get_attr") for p in peers)
+        same_mode = buffer.meta["grad_enabled"] == node.meta["grad_enabled"]
+        if not owned or live_peers or not same_mode:
+            continue
+        target, args, kwargs = functional
+        with gm.graph.inserting_after(node):
+            new = gm.graph.call_function(target, args, kwargs)
+        new.meta = dict(node.meta)
+        order[new] = order[node]
+        buffer.replace_all_uses_with(new, delete_user_cb=lambda u: u is not new and u is not node and order[u] > order[node])
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        storage = compat.storage_of(buffer.meta["val"])
+        sharing[storage] = [new if p is node else p for p in sharing[storage] if p is not buffer]
+
+
+def _functional_form(node: fx.Node) -> tuple[Callable, tuple, dict] | None:
+    """The functional operator that computes what the in-place or ``out=`` ``node`` computes; None if there is none."""
+    packet, overload = node.target._schema.name.split("::")[1], node.target._overloadname
+    if node.target.namespace != "aten":
+        return None
+    value = node.meta.get("val")
+    if packet.endswith("_") and not packet.startswith("_"):
+        functional = getattr(getattr(aten, packet[:-1], None), overload, None)
+        args, kwargs, buffer = node.args, dict(node.kwargs), node.args[0]
+    elif "out" in node.kwargs:
+        plain = "default" if overload == "out" else overload.removesuffix("_out")
+        functional = getattr(getattr(aten, packet, None), plain, None)
+        args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "out"}
+        buffer = node.kwargs["out"]
+    else:
+        return None
+    if functional is None or torch.Tag.nondeterministic_seeded in functional.tags:
+        return None
+    with compat.fake_like(value):
+        computed = functional(*_values(args), **_values(kwargs))
+    before = buffer.meta["val"]
+    if not isinstance(computed, torch.Tensor) or (computed.dtype, computed.shape, computed.stride()) != (before.dtype, before.shape, before.stride()):
+        return None
+    return functional, args, kwargs
+
+
+def _values(tree: Any) -> Any:
+    return fx.map_arg(tree, lambda n: n.meta.get("val"))
+
+
+# --------------------------------------------------------------------------- spellings
+
+
+def _replace(node: fx.Node, target: Callable, args: tuple) -> None:
+    node.target, node.args, node.kwargs = target, args, {}
+
+
+def _bypass(node: fx.Node, source: fx.Node) -> None:
+    node.replace_all_uses_with(source)
+
+
+def _same_storage(node: fx.Node, source: Any) -> bool:
+    a, b = node.meta.get("val"), source.meta.get("val") if isinstance(source, fx.Node) else None
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and compat.storage_of(a) == compat.storage_of(b)
+
+
+def _cast(node: fx.Node) -> None:
+    source, value = node.args[0], node.meta["val"]
+    if value is source.meta["val"] or (value.dtype == source.meta["val"].dtype and _same_storage(node, source)):
+        _bypass(node, source)
+    elif value.device == source.meta["val"].device and node.kwargs.get("memory_format") in (None, torch.preserve_format):
+        copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
+        if value.dtype != source.meta["val"].dtype and not copies:
+            _replace(node, aten.to.dtype, (source, value.dtype))
+
+
+def _bypass_if_alias(node: fx.Node) -> None:
+    source = node.args[0]
+    a, b = node.meta["val"], source.meta["val"]
+    if _same_storage(node, source) and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and a.storage_offset() == b.storage_offset():
+        _bypass(node, source)
+
+
+def _dropout(node: fx.Node) -> None:
+    p, training = node.args[1], node.args[2]
+    if (p == 0 or not training) and not node.meta["mutated"] and not node.args[0].meta["mutated"]:
+        _bypass(node, node.args[0])
+        node.graph.erase_node(node)  # draws no random numbers, which its tag alone cannot tell
+
+
+def _square(node: fx.Node) -> None:
+    same = len(node.args) == 1 or node.args[0] is node.args[1]
+    if same and not node.kwargs and _differentiable(node.meta["val"]) and node.meta["val"].dtype == node.args[0].meta["val"].dtype:
+        _replace(node, aten.pow.Tensor_Scalar, (node.args[0], 2))
+
+
+def _split(node: fx.Node) -> None:
+    source = node.args[0]
+    names = [a.name for a in node.target._schema.arguments]
+    dim = node.args[names.index("dim")] if len(node.args) > names.index("dim") else node.kwargs.get("dim", 0)
+    sizes = [piece.shape[dim] for piece in node.meta["val"]]
+    if all(isinstance(s, int) for s in sizes):
+        _replace(node, aten.split_with_sizes.default, (source, sizes, dim % source.meta["val"].dim()))
+
+
+_SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
+    **{op: _cast for op in (aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.to.device, aten._to_copy.default, aten.type_as.default)},
+    **{op: _bypass_if_alias for op in (aten.contiguous.default, aten.alias.default, aten.expand.default, aten.reshape.default, aten.view.default)},
+    **{op: _split for op in (aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.tensor_split.sections, aten.tensor_split.indices)},
+    aten.dropout.default: _dropout,
+    aten.mul.Tensor: _square,
+    aten.square.default: _square,
+}
+
+
+def drop_dead(gm: fx.GraphModule) -> None:
+    """Remove nodes without users; switches, mutations, random numbers and higher-order operators stay."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node.users or node.op not in ("call_function", "get_attr"):
+            continue
+        pure = node.op == "get_attr" or node.target is operator.getitem
+        if isinstance(node.target, torch._ops.OpOverload):
+            pure = not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+            pure = pure and not compat.has_side_effect(node.target)
+        if pure:
+            gm.graph.erase_node(node)

@@ -1,0 +1,106 @@
+"""Dynamo graph -> pre-autograd ATen graph, whatever the spelling.
+
+``make_fx(pre_dispatch=True)`` gives one operator per meaning (method, function and operator spellings meet), before
+autograd and before decomposition. Two things need care, both done here:
+
+* A higher-order operator (``autograd.Function``, checkpoint, wrap ...) must stay one node with its bodies: tracing
+  through ``autograd_function_apply`` would record its forward under ``no_grad`` and lose the gradient silently.
+  Its bodies are captured on their own, so matchers read them in the same spelling.
+* Values are the fake tensors that Dynamo already made (``meta["example_value"]``), under their own fake mode and the
+  Python dispatcher; otherwise symbolic sizes turn into constants or into symbols without a source.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+
+
+class CaptureError(RuntimeError):
+    """The graph could not be brought into canonical form; the message says at which node."""
+
+
+def trace(gm: fx.GraphModule, values: list[Any] | None = None) -> fx.GraphModule:
+    """The pre-autograd ATen graph of ``gm``; inputs, outputs and attributes keep their order and names.
+
+    Args:
+        gm: a graph as Dynamo makes it; every placeholder has ``meta["example_value"]`` unless ``values`` is given.
+        values: fake tensors and symbolic numbers for the placeholders.
+
+    Returns:
+        A new graph module. ``meta["val"]`` holds the fake value of every node, ``meta["stack_trace"]`` and
+        ``meta["nn_module_stack"]`` say where it came from.
+    """
+    if values is None:
+        values = [example_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and compat.is_higher_order(node.target):
+            _capture_bodies(gm, node)
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    with compat.tracing_fake(values):
+        captured = compat.make_fx_pre_dispatch(_Recorder(gm).run, values, names=[n.name for n in inputs])
+    for node, value in zip(captured.graph.nodes, values):
+        node.meta["requires_grad"] = isinstance(value, torch.Tensor) and value.requires_grad
+    return captured
+
+
+def example_value(node: fx.Node) -> Any:
+    """The fake tensor or symbolic number that Dynamo, or an earlier trace, recorded for ``node``."""
+    for key in ("example_value", "val"):
+        if key in node.meta:
+            return node.meta[key]
+    raise CaptureError(f"graph input {node.name} carries no example value; the mindspeed backend must be called by torch.compile")
+
+
+def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> None:
+    """Replace the bodies of one higher-order operator by their captured form, where their inputs are known."""
+    bodies = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr" and isinstance(_attribute(gm, a.target), fx.GraphModule)]
+    operands = [a for a in node.args if a not in bodies]
+    # An autograd.Function's backward takes gradients, not the operands: only its forward body is captured.
+    for body in bodies[:1] if compat.is_autograd_function(node.target) else bodies:
+        module = _attribute(gm, body.target)
+        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        values = [example_value(a) if isinstance(a, fx.Node) else a for a in operands]
+        if len(inputs) == len(values):
+            _set_attribute(gm, body.target, trace(module, values))
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the Dynamo graph on fake values while ``make_fx`` records; keeps higher-order operators whole."""
+
+    def __init__(self, gm: fx.GraphModule):
+        super().__init__(gm, garbage_collect_values=False)
+        self.node: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
+    def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if isinstance(value, torch.Tensor):
+            return compat.record_attribute(value)
+        return value
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if compat.is_autocast_switch(target):
+            return compat.switch_autocast(target, args)
+        if compat.is_higher_order(target):
+            return compat.record_opaque(target, args, kwargs, example_value(self.node))
+        return super().call_function(target, args, kwargs)
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _set_attribute(gm: fx.GraphModule, target: str, value: Any) -> None:
+    *path, last = target.split(".")
+    setattr(_attribute(gm, ".".join(path)) if path else gm, last, value)

@@ -1,0 +1,93 @@
+"""What an operator is: a schema in the ``mindspeed::`` namespace, a reference, a gradient, and a kernel per target.
+
+Forward and backward are two explicit operators, so that a fused backward survives AOTAutograd and no target's missing
+autograd can drop a gradient. An operator file calls :func:`operator` for each of the two and
+``torch.library.register_autograd`` to tie them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import torch
+
+LIBRARY = torch.library.Library("mindspeed", "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One way to run an operator on one target."""
+
+    kernel: str
+    """What runs, as reports show it, e.g. "aten flash attention"."""
+    build: Callable[..., Any]
+    """Plain torch function with the operator's signature; its trace replaces the operator's node."""
+    supports: Callable[..., str | None]
+    """Called with the node's fake arguments; None when this kernel can run them, else the reason it cannot."""
+
+
+@dataclass
+class Operator:
+    """One ``mindspeed::`` operator, forward or backward."""
+
+    overload: torch._ops.OpOverload
+    reference: Callable[..., Any]
+    """The definition in plain torch: what runs where no target has a better kernel."""
+    lowerings: dict[str, list[Lowering]] = field(default_factory=dict)
+    """Target -> kernels in order of preference; the reference comes last, unnamed."""
+
+    @property
+    def name(self) -> str:
+        return str(self.overload).removesuffix(".default")
+
+    def lower(self, target: str) -> Callable[[Callable], Callable]:
+        """Decorator: the function is a kernel for ``target``; ``lower.supports`` is set by the caller."""
+
+        def add(kernel: str, supports: Callable[..., str | None]) -> Callable[[Callable], Callable]:
+            def wrap(build: Callable) -> Callable:
+                self.lowerings.setdefault(target, []).append(Lowering(kernel, build, supports))
+                return build
+
+            return wrap
+
+        return add
+
+    def choose(self, target: str, args: tuple, kwargs: dict) -> tuple[Lowering | None, list[str]]:
+        """The first kernel of ``target`` that supports these fake arguments, and why the ones before it do not."""
+        reasons = []
+        for lowering in self.lowerings.get(target, ()):
+            reason = lowering.supports(*args, **kwargs)
+            if reason is None:
+                return lowering, reasons
+            reasons.append(f"{lowering.kernel}: {reason}")
+        return None, reasons
+
+
+REGISTRY: dict[torch._ops.OpOverload, Operator] = {}
+"""Every operator, by overload."""
+
+
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable], Operator]:
+    """Define ``mindspeed::<schema>``; the decorated function is its reference and its implementation on every device.
+
+    Args:
+        schema: "name(Tensor x, ...) -> ...", as ``torch.library`` takes it.
+        fake: shapes, dtypes and strides of the results from fake arguments.
+    """
+
+    def wrap(reference: Callable) -> Operator:
+        name = schema.split("(")[0].strip()
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mindspeed::{name}", fake, lib=LIBRARY)
+        made = Operator(getattr(torch.ops.mindspeed, name).default, reference)
+        REGISTRY[made.overload] = made
+        return made
+
+    return wrap
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for the 16-bit types, else the type itself: the precision in which every reference computes."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

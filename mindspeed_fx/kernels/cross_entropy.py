@@ -1,0 +1,75 @@
+"""Cross-entropy of token logits, per token, with ignored targets and label smoothing.
+
+Source: ``torch.nn.functional.cross_entropy``; ``npu_cross_entropy_loss`` of torch_npu. The logits are read in their
+own type and widened on the fly: no float32 copy of 16-bit logits exists, forward or backward, and the backward keeps
+nothing but the logits and one number per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+
+
+def _fake(logits, target, ignore_index, label_smoothing):
+    dtype = accumulation_dtype(logits.dtype)
+    return logits.new_empty(target.shape, dtype=dtype), logits.new_empty(target.shape, dtype=dtype)
+
+
+@operator("cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor, Tensor)", _fake)
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropy per token.
+
+    Args:
+        logits: [tokens, vocab], float.
+        target: [tokens], int64; ``ignore_index`` marks tokens with zero loss and gradient.
+        label_smoothing: weight in [0, 1) of the uniform distribution.
+
+    Returns:
+        loss and log-sum-exp, each [tokens] in float32 (float64 for float64 logits).
+    """
+    wide = logits.to(accumulation_dtype(logits.dtype))
+    top = wide.amax(-1, keepdim=True)
+    lse = (wide - top).exp().sum(-1).log() + top.squeeze(-1)
+    kept = target != ignore_index
+    picked = logits.gather(-1, target.where(kept, 0).unsqueeze(-1)).squeeze(-1).to(wide.dtype)
+    loss = lse - picked
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - wide.mean(-1))
+    return loss.where(kept, 0.0), lse
+
+
+def _fake_backward(grad, logits, target, lse, ignore_index, label_smoothing):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+@operator("cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing) -> Tensor", _fake_backward)
+def cross_entropy_backward(grad, logits, target, lse, ignore_index, label_smoothing):
+    """Gradient of :func:`cross_entropy` for the logits: grad * (softmax - (1 - s) onehot - s / vocab), in their type."""
+    wide = logits.to(lse.dtype)
+    grad = grad.where(target != ignore_index, 0.0).unsqueeze(-1)
+    hit = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)
+    p = (wide - lse.unsqueeze(-1)).exp()
+    p = p - torch.where(hit, 1.0 - label_smoothing, 0.0)
+    if label_smoothing:
+        p = p - label_smoothing / logits.shape[-1]
+    return (p * grad).to(logits.dtype)
+
+
+def _setup(ctx, inputs, output):
+    logits, target, ctx.ignore_index, ctx.label_smoothing = inputs
+    ctx.save_for_backward(logits, target, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _grad_lse):
+    if grad is None:
+        return None, None, None, None
+    logits, target, lse = ctx.saved_tensors
+    return torch.ops.mindspeed.cross_entropy_backward(grad, logits, target, lse, ctx.ignore_index, ctx.label_smoothing), None, None, None
+
+
+torch.library.register_autograd("mindspeed::cross_entropy", _backward, setup_context=_setup, lib=LIBRARY)

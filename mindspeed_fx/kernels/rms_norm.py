@@ -1,0 +1,84 @@
+"""RMSNorm over the last dimension: ``y = x / sqrt(mean(x^2) + eps) * weight``.
+
+Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"; ``npu_rms_norm`` of torch_npu.
+Statistics and products are computed in float32 for 16-bit inputs. ``cast_first`` tells where the result returns to
+the type of ``x``: before the weight (Llama, Hugging Face) or after it (``torch.nn.RMSNorm``, the NPU kernel).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+
+
+def _result_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
+    return torch.promote_types(x.dtype, weight.dtype) if weight is not None and cast_first else x.dtype
+
+
+def _fake(x, weight, eps, cast_first):
+    y = torch.empty(x.shape, dtype=_result_dtype(x, weight, cast_first), device=x.device)
+    return y, x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
+
+
+@operator("rms_norm(Tensor x, Tensor? weight, float eps, bool cast_first) -> (Tensor, Tensor)", _fake)
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool) -> tuple[Tensor, Tensor]:
+    """RMSNorm.
+
+    Args:
+        x: [..., hidden], float.
+        weight: [hidden] or None.
+        eps: added to the mean square.
+        cast_first: return to ``x.dtype`` before multiplying by ``weight``.
+
+    Returns:
+        y [..., hidden] contiguous, and rstd [..., 1] in float32 (float64 for float64 inputs).
+    """
+    wide = x.to(accumulation_dtype(x.dtype))
+    rstd = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    y = wide * rstd
+    if weight is None:
+        return y.to(x.dtype).contiguous(), rstd
+    y = y.to(x.dtype) * weight if cast_first else (y * weight.to(wide.dtype)).to(x.dtype)
+    return y.contiguous(), rstd
+
+
+def _fake_backward(grad, x, weight, rstd, cast_first, need_weight):
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return dx, torch.empty_like(weight) if need_weight else x.new_empty(0)
+
+
+@operator("rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, bool cast_first, bool need_weight) -> (Tensor, Tensor)", _fake_backward)
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cast_first: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    """Gradients (dx, dweight) of :func:`rms_norm`; dweight is empty unless ``need_weight``.
+
+    With n = x * rstd and h = grad * weight: dx = rstd * (h - n * mean(h * n)), dweight = sum over rows of grad * n.
+    """
+    wide = x.to(rstd.dtype)
+    normal, grad = wide * rstd, grad.to(rstd.dtype)
+    h = grad if weight is None else grad * weight.to(rstd.dtype)
+    dx = (rstd * (h - normal * (h * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous()
+    if not need_weight:
+        return dx, x.new_empty(0)
+    normal = normal.to(x.dtype).to(rstd.dtype) if cast_first else normal
+    return dx, (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, _, ctx.cast_first = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _grad_rstd):
+    if grad is None:
+        return None, None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    need_weight = weight is not None and ctx.needs_input_grad[1]
+    dx, dweight = torch.ops.mindspeed.rms_norm_backward(grad, x, weight, rstd, ctx.cast_first, need_weight)
+    return dx if ctx.needs_input_grad[0] else None, dweight if need_weight else None, None, None
+
+
+torch.library.register_autograd("mindspeed::rms_norm", _backward, setup_context=_setup, lib=LIBRARY)

@@ -1,0 +1,164 @@
+"""Every option a user can set: one documented, strict dataclass.
+
+Options reach the backend from three places; a later one wins:
+the defaults below, the environment (``MINDSPEED_FX_OPTIONS`` as JSON, ``MINDSPEED_FX_DUMP=DIR``), and
+``torch.compile(model, backend="mindspeed", options={...})``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+LEVELS = (0, 1, 2)
+TARGETS = ("auto", "cpu", "cuda", "npu")
+CODEGENS = ("auto", "inductor", "eager")
+CHECKS = ("off", "each")
+
+
+class OptionError(ValueError):
+    """A bad option: the message names the option, the value and the valid values."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; ``target`` and ``codegen`` may still be "auto" (see :meth:`resolve`)."""
+
+    level: int = 2
+    """0: capture and lowering only. 1: also fusion. 2: also recompute, overlap and sharding."""
+
+    enable: tuple[str, ...] = ()
+    """Pass names or globs (``"fusion.*"``) to turn on whatever the level."""
+
+    disable: tuple[str, ...] = ()
+    """Pass names or globs to turn off; wins over ``enable`` and ``level``."""
+
+    target: str = "auto"
+    """Device whose kernels operators are lowered to; "auto": the device of the inputs."""
+
+    hardware: str | None = None
+    """Entry of the cost model's hardware table that modelled times use; None: the target's default entry."""
+
+    memory_budget: float | None = None
+    """Fraction in (0, 1] of the saved activations' bytes to keep; the rest is recomputed. None: keep what pays."""
+
+    codegen: str = "auto"
+    """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is; "auto": inductor on cpu and cuda, eager on npu."""
+
+    dump: str | None = None
+    """Directory for per-pass before/after files, an index and an HTML report. Turns compile caches off."""
+
+    check: str = "off"
+    """"each" runs every pass's graph before and after on real values and compares. Turns compile caches off."""
+
+    strict: bool = False
+    """A pass named in ``enable`` that rewrote nothing is an error that carries its reasons."""
+
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    """Extra ``torch._inductor.config`` entries for codegen "inductor", for example {"max_autotune": True}."""
+
+    def __post_init__(self) -> None:
+        _one_of("level", self.level, LEVELS)
+        _one_of("target", self.target, TARGETS)
+        _one_of("codegen", self.codegen, CODEGENS)
+        _one_of("check", self.check, CHECKS)
+        for name in ("enable", "disable"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+                raise OptionError(f'option "{name}" takes a list of pass names or globs, not {value!r}')
+            object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.strict, bool):
+            raise OptionError(f'option "strict" takes True or False, not {self.strict!r}')
+        if self.dump is not None:
+            if not isinstance(self.dump, (str, os.PathLike)) or not str(self.dump):
+                raise OptionError(f'option "dump" takes a directory, not {self.dump!r}')
+            object.__setattr__(self, "dump", os.fspath(self.dump))
+        if self.hardware is not None and not isinstance(self.hardware, str):
+            raise OptionError(f'option "hardware" takes the name of a chip, not {self.hardware!r}')
+        _check_budget(self.memory_budget)
+        _check_inductor(self.inductor)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> "Options":
+        """Options from the environment and from ``given``; ``given`` wins key by key.
+
+        Raises:
+            OptionError: unknown key (with the nearest valid one), bad value, or malformed JSON.
+        """
+        environ = os.environ if environ is None else environ
+        merged = _from_environment(environ)
+        merged.update(_known(dict(given or {}), "options"))
+        return cls(**merged)
+
+    def resolve(self, device: str) -> "Options":
+        """The same options with "auto" replaced by what it means for inputs on ``device`` ("cpu", "cuda", "npu")."""
+        target = self.target if self.target != "auto" else device
+        _one_of("target", target, TARGETS)
+        codegen = self.codegen if self.codegen != "auto" else ("eager" if target == "npu" else "inductor")
+        return dataclasses.replace(self, target=target, codegen=codegen)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def nearest(name: str, valid: Any) -> str:
+    """" (did you mean ...?)" when a valid name is close to ``name``, else ""."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+def _one_of(name: str, value: Any, valid: tuple) -> None:
+    if isinstance(value, bool) or value not in valid:
+        words = ", ".join(json.dumps(v) for v in valid)
+        raise OptionError(f'option "{name}" is {value!r}; valid: {words}{nearest(str(value), map(str, valid))}')
+
+
+def _known(given: dict[str, Any], where: str) -> dict[str, Any]:
+    valid = [f.name for f in dataclasses.fields(Options)]
+    for key in given:
+        if key not in valid:
+            raise OptionError(f'unknown option "{key}" in {where}{nearest(str(key), valid)}; valid: {", ".join(valid)}')
+    return given
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    text = environ.get("MINDSPEED_FX_OPTIONS", "").strip()
+    if text:
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise OptionError(f"MINDSPEED_FX_OPTIONS is not JSON ({e}): {text!r}") from None
+        if not isinstance(values, dict):
+            raise OptionError(f"MINDSPEED_FX_OPTIONS must be a JSON object, not {text!r}")
+        _known(values, "MINDSPEED_FX_OPTIONS")
+    if environ.get("MINDSPEED_FX_DUMP"):
+        values["dump"] = environ["MINDSPEED_FX_DUMP"]
+    return values
+
+
+def _check_budget(value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, str):
+        raise OptionError(f'option "memory_budget" is {value!r}; this version takes a fraction in (0, 1], not bytes')
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise OptionError(f'option "memory_budget" is {value!r}; valid: a fraction in (0, 1]')
+
+
+def _check_inductor(value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise OptionError(f'option "inductor" takes a dict of torch._inductor.config entries, not {value!r}')
+    if value:
+        from mindspeed_fx import compat
+
+        valid = compat.inductor_config_keys()
+        for key in value:
+            if key not in valid:
+                raise OptionError(f'option "inductor" has an unknown entry "{key}"{nearest(str(key), valid)}')

@@ -1,0 +1,24 @@
+"""Passes: named, ordered, reported rewrites of a graph. See :mod:`mindspeed_fx.passes.base` to write one."""
+
+from mindspeed_fx.passes.base import (
+    Context,
+    Pass,
+    PassError,
+    PassReport,
+    Site,
+    Skip,
+    calls,
+    module_path,
+    register,
+    registered,
+    site,
+    skip,
+    source_line,
+    unregister,
+)
+from mindspeed_fx.passes import fusion  # noqa: F401  registers the built-in passes
+
+__all__ = [
+    "Context", "Pass", "PassError", "PassReport", "Site", "Skip", "calls", "module_path", "register", "registered", "site",
+    "skip", "source_line", "unregister",
+]  # fmt: skip

@@ -1,0 +1,3 @@
+"""Fusion: subgraphs become ``mindspeed::`` operators. One file per operator family."""
+
+from mindspeed_fx.passes.fusion import attention, cross_entropy, rms_norm, rope, swiglu  # noqa: F401

@@ -1,0 +1,220 @@
+"""Attention: ``softmax(scale * q k^T + mask) v`` becomes ``mindspeed::attention``.
+
+Matched from the softmax outward, by meaning: scores through scales, casts, views and masks back to the product
+(``matmul``, ``bmm``, ``baddbmm``), weights through casts, views and a dropout of zero on to the product with v. Repeated
+heads are followed back to the grouped ones. A mask that is causal for every size is recognized, any other stays an
+argument. ``scaled_dot_product_attention`` itself becomes the same operator.
+Safe because the operator computes the softmax in float32 or better; rows that are masked whole differ only where the
+model used a finite fill value such as -10000.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import heads, mask, match
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
+
+
+@dataclass
+class Scores:
+    """What stands before the softmax."""
+
+    q: fx.Node
+    k_transposed: fx.Node
+    scale: float
+    masks: list[tuple[str, fx.Node]] = field(default_factory=list)
+    region: list[fx.Node] = field(default_factory=list)
+
+
+class Miss(Exception):
+    """A near miss; the text is the reason."""
+
+
+@register(NAME, stage="captured", level=1)
+def attention(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Composed attention and scaled_dot_product_attention become one flash operator."""
+    report = PassReport(NAME)
+    softmaxes = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
+    for node in calls(gm, aten.scaled_dot_product_attention.default, *softmaxes):
+        try:
+            root, region = _from_sdpa(gm, node) if node.target is aten.scaled_dot_product_attention.default else _from_softmax(gm, node)
+        except Miss as miss:
+            report.skipped.append(skip(OPERATOR, node, str(miss)))
+        else:
+            if root is not None:
+                report.rewrites.append(site(OPERATOR, root, region))
+    match.finish(gm)
+    return report
+
+
+# --------------------------------------------------------------------------- scaled_dot_product_attention
+
+
+def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    q, k, v, given = (match.argument(node, a) for a in ("query", "key", "value", "attn_mask"))
+    if match.argument(node, "dropout_p", 0.0):
+        raise Miss(f"dropout of {match.argument(node, 'dropout_p')} on the attention weights")
+    if any(match.value(x).dim() != 4 for x in (q, k, v)):
+        raise Miss("q, k and v are not 4-dimensional [batch, heads, seq, dim]")
+    scale = match.argument(node, "scale")
+    scale = 1 / match.value(q).shape[-1] ** 0.5 if scale is None else scale
+    if not isinstance(scale, (int, float)):
+        raise Miss("the scale is not a number")
+    causal, masks = bool(match.argument(node, "is_causal", False)), []
+    if given is not None:
+        masks = [("keep" if match.value(given).dtype == torch.bool else "add", given)]
+    k, v = (heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
+    if match.value(k).shape[1] != match.value(v).shape[1]:
+        k, v = match.argument(node, "key"), match.argument(node, "value")
+    return node, _emit(gm, node, [node], q, k, v, masks, causal, float(scale))
+
+
+# --------------------------------------------------------------------------- softmax(q k^T) v
+
+
+def _from_softmax(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+    if not match.is_float(node.args[0]) or node.args[1] % match.value(node).dim() != match.value(node).dim() - 1:
+        return None, []
+    root, v, after = _weighted_sum(node)
+    if root is None:
+        return None, []
+    scores = _scores(node.args[0])
+    if scores is None:
+        return None, []  # the softmax of something that is not a product
+    lead = list(match.value(node).shape[:-2])
+    lead = lead if len(lead) == 2 else [*lead, 1] if len(lead) == 1 else None
+    if lead is None:
+        raise Miss(f"the attention weights have {match.value(node).dim()} dimensions; 3 and 4 are supported")
+
+    def whole(x: fx.Node) -> fx.Node:
+        shape = [*lead, *match.value(x).shape[-2:]]
+        return x if list(match.value(x).shape) == shape else match.insert(gm, root, aten.reshape.default, (x, shape))
+
+    product = list(match.value(scores.q).shape[:-2])
+    if any(list(match.value(x).shape[:-2]) != product for x in (scores.k_transposed, v)):
+        raise Miss("q, k and v are broadcast against each other")
+    q, v = whole(scores.q), whole(v)
+    k = whole(_transposed(gm, root, scores.k_transposed))
+    grouped = [heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
+    if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
+        k, v = grouped
+    return root, _emit(gm, root, [*scores.region, node, *after], q, k, v, scores.masks, False, scores.scale)
+
+
+def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node]]:
+    """(product with v, v, nodes between) after the softmax ``node``; the product includes a view back to 4 dimensions."""
+    n, path, drops = node, [], None
+    while True:
+        users = [u for u in n.users if u.op != "output"]
+        products = [u for u in users if match.is_call(u, aten.matmul.default, aten.bmm.default) and u.args[0] is n]
+        if products:
+            if len(n.users) > 1:
+                raise Miss("the attention weights are used elsewhere in the model")
+            if drops:
+                raise Miss(f"dropout of {drops} on the attention weights")
+            root, v = products[0], products[0].args[1]
+            user = next(iter(root.users)) if len(root.users) == 1 else None
+            if match.is_call(user, *match.VIEWS) and match.value(user).dim() == 4 and match.value(user).shape[-2:] == match.value(root).shape[-2:]:
+                if list(match.value(user).shape[:2]) == list(match.value(node).shape[:-2]):
+                    return user, v, [*path, root, user]
+            return root, v, [*path, root]
+        following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS)]
+        if len(following) != 1:
+            return None, None, []
+        if len(n.users) > 1:
+            raise Miss("the attention weights are used elsewhere in the model")
+        n = following[0]
+        if n.target is aten.dropout.default:
+            drops = n.args[1]
+        path.append(n)
+
+
+def _scores(n: Any, depth: int = 20) -> Scores | None:
+    """The product q k^T behind ``n``, with the scale and masks on the way; None when there is none."""
+    if depth == 0 or not isinstance(n, fx.Node) or n.op != "call_function":
+        return None
+    if match.is_call(n, aten.matmul.default, aten.bmm.default):
+        (q, by_q), (k, by_k) = (match.unscale(match.uncast(x)) for x in n.args)
+        return Scores(q, k, by_q * by_k, region=[n])
+    if match.is_call(n, aten.baddbmm.default) and match.argument(n, "beta", 1) == 0:
+        return Scores(n.args[1], n.args[2], float(match.argument(n, "alpha", 1)), region=[n])
+    inner, factor = match.unscale(n)
+    if inner is not n:
+        scores = _scores(inner, depth - 1)
+        if scores and any(kind == "add" and mask.kept(m, kind) is None for kind, m in scores.masks):
+            raise Miss("the scores are scaled after an additive mask")
+        return _extended(scores, n, factor=factor)
+    if match.is_call(n, aten.to.dtype) or (match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]):
+        return _extended(_scores(n.args[0], depth - 1), n)
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _blocks(n.args[2]):
+        return _extended(_scores(n.args[0], depth - 1), n, ("drop", n.args[1]))
+    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and _blocks(n.args[2]):
+        return _extended(_scores(n.args[1], depth - 1), n, ("keep", n.args[0]))
+    if match.is_call(n, aten.where.self, aten.where.ScalarSelf) and _blocks(n.args[1]):
+        return _extended(_scores(n.args[2], depth - 1), n, ("drop", n.args[0]))
+    for a, b in match.operands(n, aten.add.Tensor):
+        scores = _scores(a, depth - 1) if match.is_float(b) else None
+        if scores is not None:
+            return _extended(scores, n, ("add", b))
+    return None
+
+
+def _blocks(fill: Any) -> bool:
+    number = match.number(fill) if match.number(fill) is not None else mask.meaning(fill)
+    return isinstance(number, (int, float)) and number <= mask.BLOCKED
+
+
+def _extended(scores: Scores | None, n: fx.Node, given: tuple[str, fx.Node] | None = None, factor: float = 1.0) -> Scores | None:
+    if scores is not None:
+        scores.region.append(n)
+        scores.scale *= factor
+        if given:
+            scores.masks.append(given)
+    return scores
+
+
+def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
+    last = match.value(n).dim() - 1
+    if match.is_call(n, aten.transpose.int) and {d % (last + 1) for d in n.args[1:]} == {last, last - 1}:
+        return n.args[0]
+    return match.insert(gm, before, aten.transpose.int, (n, last - 1, last))
+
+
+# --------------------------------------------------------------------------- the operator
+
+
+def _emit(gm, root, region, q, k, v, masks, causal, scale) -> list[fx.Node]:
+    bands = [mask.kept(m, kind) for kind, m in masks]
+    causal = causal or any(mask.is_causal(b) for b in bands)
+    rest = [given for given, band in zip(masks, bands) if not mask.is_causal(band)]
+    if len(rest) > 1:
+        raise Miss(f"{len(rest)} masks besides the causal one")
+    kind, given = rest[0] if rest else ("keep", None)
+    if given is not None and kind == "add" and given.meta["needs_grad"]:
+        raise Miss("the additive mask needs a gradient, which the operator does not give")
+    dtype = match.value(root).dtype
+    if not all(match.value(x).dtype == dtype for x in (q, k, v)):
+        raise Miss(f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}")
+    reason = match.unsafe([root, *region], [q, k, v, given])
+    if reason:
+        raise Miss(reason)
+    if kind == "drop" and given is not None:
+        given = match.insert(gm, root, aten.logical_not.default, (given,))
+    while given is not None and match.value(given).dim() < 4:
+        given = match.insert(gm, root, aten.unsqueeze.default, (given, 0))
+    both = match.insert(gm, root, torch.ops.mindspeed.attention.default, (q, k, v, given, causal, scale))
+    out = match.insert(gm, root, match.operator.getitem, (both, 0))
+    if list(match.value(out).shape) != list(match.value(root).shape):
+        out = match.insert(gm, root, aten.reshape.default, (out, list(match.value(root).shape)))
+    reason = match.substitute(gm, root, out)
+    if reason:
+        raise Miss(reason)
+    return [*region, root]

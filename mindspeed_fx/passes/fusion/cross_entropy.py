@@ -1,0 +1,81 @@
+"""Cross-entropy: ``cross_entropy(logits.float(), target)`` becomes ``mindspeed::cross_entropy``.
+
+Matches ``aten.cross_entropy_loss`` and ``nll_loss(log_softmax(x))``, any reduction, ignore index and label smoothing.
+The widening cast of 16-bit logits moves into the operator, so that no float32 copy of them exists; the reduction stays
+outside as plain sums. Safe because the operator's formula is the definition, computed in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, OPERATOR = "fusion.cross_entropy", "mindspeed::cross_entropy"
+NONE, MEAN, SUM = 0, 1, 2  # how ATen numbers reductions
+
+
+@register(NAME, stage="captured", level=1)
+def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Cross-entropy of token logits reads them once, in their own type."""
+    report = PassReport(NAME)
+    for node in calls(gm, aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default):
+        logits = node.args[0]
+        region = [node]
+        if node.target != aten.cross_entropy_loss.default:
+            if not match.is_call(match.uncast(logits), aten.log_softmax.int):
+                continue  # a loss on probabilities made some other way
+            softmax = match.uncast(logits)
+            region.append(softmax)
+            if softmax.args[1] % match.value(softmax).dim() != 1:
+                report.skipped.append(skip(OPERATOR, node, f"log_softmax is over dimension {softmax.args[1]}, the classes are in dimension 1"))
+                continue
+            logits = softmax.args[0]
+        reason = _unsupported(node, logits) or match.unsafe(region, [logits, match.argument(node, "target")])
+        if reason is None:
+            reason = match.substitute(gm, node, _insert(gm, node, logits))
+        (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
+    match.finish(gm)
+    return report
+
+
+def _unsupported(node: fx.Node, logits: fx.Node) -> str | None:
+    target = match.argument(node, "target")
+    if match.argument(node, "weight") is not None:
+        return "class weights are not supported"
+    if match.value(logits).dim() != 2:
+        return f"logits have {match.value(logits).dim()} dimensions; flatten them to [tokens, vocab]"
+    if match.value(target).dtype.is_floating_point:
+        return "targets are probabilities, not class indices"
+    return None
+
+
+def _narrow(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
+    """The 16-bit tensor that ``logits`` is the float32 form of, through views."""
+    shape, n = match.value(logits).shape, logits
+    while match.is_call(n, *match.VIEWS) and match.is_float(n.args[0]):
+        n = n.args[0]
+    source = match.uncast(n)
+    if source is n or match.value(source).itemsize != 2 or source.meta["mutated"] or match.unsafe([node, n], [source]):
+        return logits
+    return source if match.value(source).shape == shape else match.insert(gm, node, aten.reshape.default, (source, list(shape)))
+
+
+def _insert(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
+    def call(target, *args):
+        return match.insert(gm, node, target, args)
+
+    target = match.argument(node, "target")
+    ignore, smoothing = int(match.argument(node, "ignore_index", -100)), float(match.argument(node, "label_smoothing", 0.0) or 0.0)
+    reduction = match.argument(node, "reduction", MEAN)
+    both = call(torch.ops.mindspeed.cross_entropy.default, _narrow(gm, node, logits), target, ignore, smoothing)
+    loss = call(match.operator.getitem, both, 0)
+    if reduction == NONE:
+        return loss
+    total = call(aten.sum.default, loss)
+    if reduction == SUM:
+        return total
+    return call(aten.div.Tensor, total, call(aten.sum.default, call(aten.ne.Scalar, target, ignore)))

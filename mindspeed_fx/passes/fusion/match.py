@@ -1,0 +1,250 @@
+"""Reading a captured graph by meaning.
+
+A matcher asks these helpers what a node *is* (a scaled value, a slice, a cast, the square of something) and never which
+spelling was used. Every helper returns None where the answer is no.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+from mindspeed_fx.capture.normalize import annotate, drop_dead
+
+aten = torch.ops.aten
+END = 9223372036854775807  # how ATen spells "to the end" of a slice
+
+ADD = (aten.add.Tensor, aten.add.Scalar)
+MUL = (aten.mul.Tensor, aten.mul.Scalar)
+DIV = (aten.div.Tensor, aten.div.Scalar)
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int)
+
+
+class Pieces(NamedTuple):
+    """A part of ``source`` along one dimension; ``step`` 2 for every other element."""
+
+    source: fx.Node
+    dim: int
+    start: int
+    stop: int
+    step: int
+
+
+def is_call(n: Any, *targets: Any) -> bool:
+    return isinstance(n, fx.Node) and n.op == "call_function" and n.target in targets
+
+
+def value(n: fx.Node) -> Any:
+    return n.meta["val"]
+
+
+def is_float(n: Any) -> bool:
+    return isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor) and value(n).is_floating_point()
+
+
+def argument(n: fx.Node, name: str, default: Any = None) -> Any:
+    """The argument of an ATen call by its schema name."""
+    for i, a in enumerate(n.target._schema.arguments):
+        if a.name == name:
+            if name in n.kwargs:
+                return n.kwargs[name]
+            return n.args[i] if i < len(n.args) else (a.default_value if a.has_default_value() else default)
+    return default
+
+
+def uncast(n: Any) -> Any:
+    """``n`` without casts between floating types."""
+    while is_call(n, aten.to.dtype) and is_float(n) and is_float(n.args[0]):
+        n = n.args[0]
+    return n
+
+
+def operands(n: Any, *targets: Any) -> list[tuple[Any, Any]]:
+    """Both orders of a commutative call's operands; [] when ``n`` is something else. ``add`` with alpha is none."""
+    if not is_call(n, *targets) or len(n.args) != 2 or n.kwargs.get("alpha", 1) != 1:
+        return []
+    return [(n.args[0], n.args[1]), (n.args[1], n.args[0])]
+
+
+def number(n: Any) -> float | int | None:
+    """A Python number, or a constant scalar tensor made in the graph (``full([], c)``, ``scalar_tensor(c)``)."""
+    if isinstance(n, (int, float)) and not isinstance(n, bool):
+        return n
+    if is_call(n, aten.scalar_tensor.default) and isinstance(n.args[0], (int, float)):
+        return n.args[0]
+    if is_call(n, aten.full.default) and list(n.args[0]) == [] and isinstance(n.args[1], (int, float)):
+        return n.args[1]
+    if is_call(n, aten.zeros.default) and list(n.args[0]) == []:
+        return 0
+    return None
+
+
+def plus_number(n: Any) -> tuple[fx.Node, float] | None:
+    """(x, c) when ``n`` is x + c."""
+    for x, c in operands(n, *ADD):
+        if number(c) is not None and isinstance(x, fx.Node):
+            return x, number(c)
+    return None
+
+
+def unscale(n: Any) -> tuple[Any, float]:
+    """(x, factor) when ``n`` is x times numbers, however often; factor 1.0 when it is not scaled."""
+    factor = 1.0
+    while True:
+        found = next(((x, number(c)) for x, c in operands(n, *MUL) if number(c) is not None and isinstance(x, fx.Node)), None)
+        if found is not None:
+            n, factor = found[0], factor * found[1]
+        elif is_call(n, *DIV) and number(n.args[1]) and not n.kwargs:
+            n, factor = n.args[0], factor / number(n.args[1])
+        else:
+            return n, factor
+
+
+def squared(n: Any) -> fx.Node | None:
+    """x when ``n`` is x squared (capture spells all of them ``pow(x, 2)``)."""
+    return n.args[0] if is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == 2 else None
+
+
+def inverse_root(n: Any) -> fx.Node | None:
+    """x when ``n`` is 1 / sqrt(x) in any spelling."""
+    if is_call(n, aten.rsqrt.default):
+        return n.args[0]
+    if is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -0.5:
+        return n.args[0]
+    if is_call(n, aten.reciprocal.default):
+        return root(n.args[0])
+    if is_call(n, *DIV) and number(n.args[0]) == 1:
+        return root(n.args[1])
+    if is_call(n, aten.mul.Tensor) and number(n.args[1]) == 1 and is_call(n.args[0], aten.reciprocal.default):
+        return root(n.args[0].args[0])  # how `1 / tensor` is traced
+    return None
+
+
+def root(n: Any) -> fx.Node | None:
+    """x when ``n`` is sqrt(x)."""
+    if is_call(n, aten.sqrt.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == 0.5):
+        return n.args[0]
+    return None
+
+
+def mean_over_last(n: Any) -> fx.Node | None:
+    """x when ``n`` is x averaged over its last dimension, which is kept as 1."""
+    if is_call(n, aten.mean.dim) and is_float(n.args[0]):
+        x, keep = n.args[0], argument(n, "keepdim", False)
+        return x if keep and [d % value(x).dim() for d in n.args[1]] == [value(x).dim() - 1] and argument(n, "dtype") is None else None
+    if is_call(n, *DIV) and is_call(n.args[0], aten.sum.dim_IntList):
+        x = n.args[0].args[0]
+        whole = argument(n.args[0], "keepdim", False) and [d % value(x).dim() for d in n.args[0].args[1]] == [value(x).dim() - 1]
+        return x if whole and number(n.args[1]) == value(x).shape[-1] else None
+    return None
+
+
+def part(n: Any) -> Pieces | None:
+    """Which part of which tensor ``n`` is: slice, split, chunk, narrow, select of an unflattened pair."""
+    if is_call(n, operator.getitem) and is_call(n.args[0], aten.split_with_sizes.default):
+        split, index = n.args
+        sizes, dim = split.args[1], split.args[2] if len(split.args) > 2 else 0
+        start = sum(sizes[:index])
+        return Pieces(split.args[0], dim, start, start + sizes[index], 1)
+    if is_call(n, aten.slice.Tensor):
+        source, size = n.args[0], None
+        dim = argument(n, "dim", 0) % value(source).dim()
+        size = value(source).shape[dim]
+        start, stop = argument(n, "start") or 0, argument(n, "end")
+        stop = size if stop is None or stop == END else stop
+        if not all(isinstance(v, int) for v in (start, stop, size)):
+            return None
+        start, stop = (start + size if start < 0 else start), (stop + size if stop < 0 else min(stop, size))
+        return Pieces(source, dim, start, stop, argument(n, "step", 1))
+    if is_call(n, aten.narrow.default) and all(isinstance(v, int) for v in n.args[1:]):
+        return Pieces(n.args[0], n.args[1] % value(n.args[0]).dim(), n.args[2], n.args[2] + n.args[3], 1)
+    return None
+
+
+def same(a: Any, b: Any, depth: int = 8) -> bool:
+    """True when two nodes certainly hold the same value: one node, or equal pure calls on the same values."""
+    if a is b:
+        return True
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y, depth) for x, y in zip(a, b))
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+        return type(a) is type(b) and a == b
+    if depth == 0 or a.op != "call_function" or a.target != b.target or a.kwargs != b.kwargs or a.meta["mutated"] or b.meta["mutated"]:
+        return False
+    pure = a.target is operator.getitem or (isinstance(a.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in a.target.tags)
+    return pure and same(a.args, b.args, depth - 1)
+
+
+# --------------------------------------------------------------------------- rewriting
+
+
+def unsafe(region: list[fx.Node], inputs: list[Any]) -> str | None:
+    """Why the nodes of ``region``, which read ``inputs``, must not become one node; None when they may."""
+    if len({n.meta["grad_enabled"] for n in region}) > 1:
+        return "part of the pattern runs with gradients off (torch.no_grad) and part with them on"
+    for n in [*region, *(i for i in inputs if isinstance(i, fx.Node))]:
+        if n.meta.get("mutated"):
+            return f"{n.name} is changed in place"
+    return None
+
+
+def insert(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
+    """A new call before ``before`` with the same origin, fake value computed."""
+    kwargs = kwargs or {}
+    with gm.graph.inserting_before(before):
+        new = gm.graph.call_function(target, args, kwargs)
+    origin = ("nn_module_stack", "stack_trace", "source_fn_stack", "grad_enabled", "custom")
+    new.meta = {k: before.meta[k] for k in origin if k in before.meta}
+    with compat.fake_like(before.meta.get("val")), torch.no_grad():
+        new.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
+    new.meta["mutated"] = False
+    new.meta["needs_grad"] = new.meta.get("grad_enabled", True) and any(a.meta.get("needs_grad") for a in new.all_input_nodes)
+    return new
+
+
+def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
+    """Let ``new`` stand for ``old``, with a cast or a copy where type or layout differ; the reason when it cannot."""
+    a, b = value(old), value(new)
+    if a.shape != b.shape:
+        return f"the operator returns shape {tuple(b.shape)} where the model has {tuple(a.shape)}"
+    if a.dtype != b.dtype:
+        new = insert(gm, old, aten.to.dtype, (new, a.dtype))
+    if value(new).stride() != a.stride() and not layout_is_free(old):
+        # The layout that the model had: dimensions by falling stride, densely packed.
+        order = sorted(range(a.dim()), key=lambda d: (-_hint(a.stride(d)), d))
+        back = sorted(range(a.dim()), key=order.__getitem__)
+        new = insert(gm, old, aten.permute.default, (new, order)) if order != list(range(a.dim())) else new
+        new = insert(gm, old, aten.contiguous.default, (new,))
+        new = insert(gm, old, aten.permute.default, (new, back)) if order != list(range(a.dim())) else new
+    if value(new).stride() != a.stride():
+        for user in old.users:
+            user.meta["fresh"] = True
+    old.replace_all_uses_with(new)
+    return None
+
+
+def layout_is_free(node: fx.Node) -> bool:
+    """True when nothing after ``node`` can tell how it is stored: every use copies or only reads elements."""
+    for user in node.users:
+        if is_call(user, aten.contiguous.default, aten.clone.default, aten.linear.default, aten.reshape.default, *ADD, *MUL):
+            continue
+        if is_call(user, aten.transpose.int, aten.permute.default, aten.to.dtype) and layout_is_free(user):
+            continue
+        return False
+    return True
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else compat.hint(size)
+
+
+def finish(gm: fx.GraphModule) -> None:
+    """After rewriting: drop what nobody uses, bring fake values up to date, refresh the annotations."""
+    drop_dead(gm)
+    compat.refresh_values(gm)
+    annotate(gm)
+    gm.recompile()

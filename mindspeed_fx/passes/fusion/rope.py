@@ -1,0 +1,112 @@
+"""Rotary position embedding: ``x * cos + rotate(x) * sin`` becomes ``mindspeed::rope``.
+
+Both layouts of the pairs: half (``cat(-x2, x1)`` of the two halves, by chunk, split or slices) and interleaved
+(``stack(-x[1::2], x[::2])`` flattened); and the two-halves form ``cat(x1 cos - x2 sin, x2 cos + x1 sin)``, whose cos
+and sin are doubled. cos and sin may be cached or made in the graph. Partial rotary models apply this to a slice, which
+matches as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
+
+
+@register(NAME, stage="captured", level=1)
+def rope(gm: fx.GraphModule, context: Context) -> PassReport:
+    """x * cos + rotate(x) * sin becomes one operator, half and interleaved."""
+    report = PassReport(NAME)
+    for node in calls(gm, aten.add.Tensor, aten.cat.default):
+        found = _rotated(node) if node.target == aten.add.Tensor else _two_halves(gm, node)
+        if found is not None:
+            reason = _rewrite(gm, node, *found)
+            (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, found[4])))
+    match.finish(gm)
+    return report
+
+
+def _rotated(node: fx.Node):
+    """(x, cos, sin, interleaved, region) when ``node`` is x * cos + rotate(x) * sin."""
+    for plain, turned in match.operands(node, aten.add.Tensor):
+        for rotation, sin in match.operands(turned, aten.mul.Tensor):
+            quarter = _quarter_turn(match.uncast(rotation))
+            if quarter is None:
+                continue
+            source, interleaved = quarter
+            for x, cos in match.operands(plain, aten.mul.Tensor):
+                if match.same(match.uncast(x), match.uncast(source)) and isinstance(cos, fx.Node) and isinstance(sin, fx.Node):
+                    return x, cos, sin, interleaved, [node, plain, turned, rotation]
+    return None
+
+
+def _quarter_turn(n: fx.Node) -> tuple[fx.Node, bool] | None:
+    """(x, interleaved) when ``n`` is the quarter turn of x's pairs."""
+    if match.is_call(n, aten.cat.default) and len(n.args[0]) == 2 and _is_last(n, match.argument(n, "dim", 0)):
+        minus, plus = n.args[0]
+        second, first = match.part(minus.args[0]) if match.is_call(minus, aten.neg.default) else None, match.part(plus)
+        if first and second and _are_halves(first, second):
+            return first.source, False
+    if match.is_call(n, *match.VIEWS) and match.is_call(n.args[0], aten.stack.default):
+        stacked, shape = n.args[0], match.value(n).shape
+        parts = stacked.args[0]
+        last = match.argument(stacked, "dim", 0) in (-1, match.value(stacked).dim() - 1)
+        if len(parts) == 2 and last and match.is_call(parts[0], aten.neg.default):
+            odd, even = match.part(parts[0].args[0]), match.part(parts[1])
+            if odd and even and match.same(odd.source, even.source) and (odd.start, even.start, odd.step, even.step) == (1, 0, 2, 2):
+                if odd.dim == even.dim == match.value(odd.source).dim() - 1 and shape == match.value(odd.source).shape:
+                    return odd.source, True
+    return None
+
+
+def _is_last(n: fx.Node, dim: int) -> bool:
+    return dim % match.value(n).dim() == match.value(n).dim() - 1
+
+
+def _are_halves(first: match.Pieces, second: match.Pieces) -> bool:
+    size = match.value(first.source).shape[-1]
+    last = match.value(first.source).dim() - 1
+    ranges = (first.start, first.stop, second.start, second.stop) == (0, size // 2, size // 2, size)
+    return match.same(first.source, second.source) and first.dim == second.dim == last and ranges and first.step == second.step == 1
+
+
+def _two_halves(gm: fx.GraphModule, node: fx.Node):
+    """(x, cos, sin, False, region) when ``node`` is cat(x1 cos - x2 sin, x2 cos + x1 sin)."""
+    if len(node.args[0]) != 2 or not _is_last(node, match.argument(node, "dim", 0)):
+        return None
+    left, right = node.args[0]
+    if not match.is_call(left, aten.sub.Tensor) or left.kwargs or not match.operands(right, aten.add.Tensor):
+        return None
+    for x1, cos in match.operands(left.args[0], aten.mul.Tensor):
+        for x2, sin in match.operands(left.args[1], aten.mul.Tensor):
+            first, second = match.part(match.uncast(x1)), match.part(match.uncast(x2))
+            if not (first and second and _are_halves(first, second)):
+                continue
+            for a, b in match.operands(right, aten.add.Tensor):
+                by_cos = any(match.same(u, x2) and match.same(c, cos) for u, c in match.operands(a, aten.mul.Tensor))
+                by_sin = any(match.same(u, x1) and match.same(s, sin) for u, s in match.operands(b, aten.mul.Tensor))
+                if by_cos and by_sin and match.is_float(cos) and match.is_float(sin):
+                    region = [node, left, right]
+                    if match.unsafe(region, [first.source, cos, sin]):
+                        return None
+                    doubled = [match.insert(gm, node, aten.cat.default, ([c, c], -1)) for c in (cos, sin)]
+                    return first.source, *doubled, False, region
+    return None
+
+
+def _rewrite(gm, root, x, cos, sin, interleaved, region) -> str | None:
+    reason = match.unsafe(region, [x, cos, sin])
+    if reason:
+        return reason
+    size = match.value(x).shape[-1]
+    if match.value(cos).shape[-1] != size or match.value(sin).shape[-1] != size:
+        return f"cos and sin have last dimension {match.value(cos).shape[-1]}, the rotated tensor {size}"
+    if match.value(cos).dtype != match.value(sin).dtype:
+        return f"cos is {match.value(cos).dtype} and sin {match.value(sin).dtype}"
+    new = match.insert(gm, root, torch.ops.mindspeed.rope.default, (x, cos, sin, interleaved))
+    return match.substitute(gm, root, new)

@@ -1,0 +1,151 @@
+"""How passes are chosen, ordered, run, timed, dumped and checked.
+
+The order within a stage comes from ``requires`` / ``provides`` (then the name), and is settled before anything runs.
+Around every pass the pipeline does what a pass need not know: time it, lint, check that every node still has its fake
+value and that the graph's outputs kept shape, dtype and strides, keep the text for dumps, run the numeric check.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from typing import Any, Callable
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+from mindspeed_fx.capture.normalize import bodies
+from mindspeed_fx.options import OptionError, Options, nearest
+from mindspeed_fx.passes.base import STAGES, Context, Pass, PassError, registered
+from mindspeed_fx.passes.check import check_pass
+from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun
+
+
+class Pipeline:
+    """The passes that are in force for one set of options, in order.
+
+    Raises:
+        OptionError: ``enable`` or ``disable`` names no pass.
+        PassError: a pass requires what no active pass provides, or passes require each other in a circle.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.named = {p.name for p in registered() if _matches(p.name, options.enable, "enable")}
+        disabled = {p.name for p in registered() if _matches(p.name, options.disable, "disable")}
+        active = [p for p in registered() if (p.level <= options.level or p.name in self.named) and p.name not in disabled]
+        self.passes = [p for stage in STAGES for p in _ordered([p for p in active if p.stage == stage], stage, options)]
+
+    def run(self, stage: str, side: str, gm: fx.GraphModule, record: GraphRecord, readable: Callable[[fx.GraphModule], str] | None) -> None:
+        """Run the passes of ``stage`` on ``gm`` in place and add their runs to ``record``.
+
+        Args:
+            side: which graph this is: "captured", "joint", "forward", "backward" or "inference".
+            readable: makes the text that dumps keep; None when no text is wanted.
+        """
+        context = Context(self.options, side)
+        for p in self.passes:
+            if p.stage == stage and not compat.bisector_disables(p.name):
+                record.runs.append(self._run_one(p, side, gm, context, readable))
+
+    def _run_one(self, p: Pass, side: str, gm: fx.GraphModule, context: Context, readable: Any) -> PassRun:
+        before_text = readable(gm) if readable else None
+        before = compat.copy_graph(gm) if self.options.check == "each" else None
+        outputs, count = _output_layouts(gm), _size(gm)
+        start = time.perf_counter()
+        report = PassReport(p.name)
+        for graph in _with_bodies(gm) if p.stage == "captured" else [gm]:
+            part = p.run(graph, context)
+            if not isinstance(part, PassReport):
+                raise PassError(f'pass "{p.name}" returned {type(part).__name__}, not a PassReport')
+            report.rewrites += part.rewrites
+            report.skipped += part.skipped
+        seconds = time.perf_counter() - start
+        _validate(p, gm, outputs)
+        run = PassRun(report, side, seconds, count, _size(gm), before_text, readable(gm) if readable and report.rewrites else before_text)
+        if before is not None:
+            run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
+        return run
+
+    def require_named(self, record: GraphRecord) -> None:
+        """In strict mode, fail when a pass that the user named rewrote nothing; the error carries the reasons.
+
+        Globs are wishes, not names: only passes spelled out in ``enable`` are held to this.
+        """
+        counts = record.counts
+        for name in self.options.enable:
+            if name in counts and not counts[name]:
+                reasons = {s.reason for run in record.runs if run.report.name == name for s in run.report.skipped}
+                why = "; ".join(sorted(reasons)) or "no subgraph looked like it"
+                raise PassError(f'strict: pass "{name}" was enabled by name and rewrote nothing in graph {record.index}: {why}')
+
+
+def _matches(name: str, wanted: tuple[str, ...], option: str) -> bool:
+    names = [p.name for p in registered()]
+    for pattern in wanted:
+        if not fnmatch.filter(names, pattern):
+            raise OptionError(f'option "{option}" names no pass: "{pattern}"{nearest(pattern, names)}; valid: {", ".join(names)}')
+    return any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
+
+
+def _ordered(passes: list[Pass], stage: str, options: Options) -> list[Pass]:
+    """Topological order by capability, ties by name."""
+    providers: dict[str, set[str]] = {}
+    for p in registered():
+        for capability in p.provides:
+            providers.setdefault(capability, set()).add(p.name)
+    active, done, order = {p.name for p in passes}, set(), []
+    for p in passes:
+        for capability in p.requires:
+            offered = providers.get(capability, set())
+            if not offered & active:
+                who = ", ".join(sorted(offered)) or "no registered pass"
+                raise PassError(f'pass "{p.name}" requires "{capability}", which no active {stage} pass provides (provided by: {who})')
+    waiting = sorted(passes, key=lambda p: p.name)
+    while waiting:
+        ready = next((p for p in waiting if all((providers[c] & active) - {p.name} <= done for c in p.requires)), None)
+        if ready is None:
+            raise PassError(f"passes require each other in a circle: {', '.join(p.name for p in waiting)}")
+        waiting.remove(ready)
+        done.add(ready.name)
+        order.append(ready)
+    return order
+
+
+def _with_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """``gm`` and the bodies of its checkpointed and wrapped regions. The forward of an opaque autograd.Function is left
+    alone: its own backward reads what that forward saved."""
+    found = [gm]
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and compat.is_autograd_function(node.target):
+            return found + [b for b in _wrapped(gm)]
+    return found + [inner for body in bodies(gm) for inner in _with_bodies(body)]
+
+
+def _wrapped(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    own = {id(getattr(gm, str(n.args[0].target))) for n in gm.graph.nodes if n.op == "call_function" and compat.is_autograd_function(n.target)}
+    return [inner for body in bodies(gm) if id(body) not in own for inner in _with_bodies(body)]
+
+
+def _size(gm: fx.GraphModule) -> int:
+    return sum(len(g.graph.nodes) for g in _with_bodies(gm))
+
+
+def _output_layouts(gm: fx.GraphModule) -> list[Any]:
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    values = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in torch.utils._pytree.tree_leaves(output.args)]
+    return [(tuple(v.shape), v.dtype, tuple(v.stride())) if isinstance(v, torch.Tensor) else type(v) for v in values]
+
+
+def _validate(p: Pass, gm: fx.GraphModule, outputs: list[Any]) -> None:
+    gm.graph.lint()
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and "val" not in node.meta:
+            raise PassError(f'pass "{p.name}" left node {node.name} ({node.target}) without a fake value')
+    after = _output_layouts(gm)
+    for i, (old, new) in enumerate(zip(outputs, after)):
+        if str(old) != str(new):
+            raise PassError(f'pass "{p.name}" changed output {i} of the graph from {old} to {new} (shape, dtype, strides)')
+    if len(outputs) != len(after):
+        raise PassError(f'pass "{p.name}" changed the number of outputs from {len(outputs)} to {len(after)}')

@@ -1,0 +1,82 @@
+"""Plain records of what the compiler did. Log, dump, ``explain``, HTML and tests all read these; nothing here decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Site:
+    """One rewritten place in the model."""
+
+    operator: str
+    """What the subgraph became, e.g. "mindspeed::rms_norm"."""
+    module: str = ""
+    """Path of the module the code belongs to, e.g. "decoder.layers.0.input_layernorm"; "" when unknown."""
+    source: str = ""
+    """``file:line: code`` of the user's line; "" when unknown."""
+    nodes: tuple[str, ...] = ()
+    """Names of the graph nodes that were replaced."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """One near miss, with a reason that a user can act on."""
+
+    operator: str
+    reason: str
+    module: str = ""
+    source: str = ""
+
+
+@dataclass
+class PassReport:
+    """What one pass did to one graph."""
+
+    name: str
+    rewrites: list[Site] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+
+
+@dataclass
+class PassRun:
+    """One execution of a pass by the pipeline."""
+
+    report: PassReport
+    stage: str
+    """"captured", "joint", "forward", "backward" or "inference"."""
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    before: str | None = None
+    """Readable code before the pass; None unless a dump was asked for."""
+    after: str | None = None
+    check: str = ""
+    """Result of the numeric check; "" when it was not asked for."""
+
+
+@dataclass
+class GraphRecord:
+    """Everything that happened to one Dynamo graph."""
+
+    index: int
+    rank: int
+    options: dict[str, Any]
+    effective: dict[str, Any]
+    """What is in force after all gating: target, codegen, passes in order, caches on or off and why."""
+    runs: list[PassRun] = field(default_factory=list)
+    stages: dict[str, str] = field(default_factory=dict)
+    """Stage name -> readable code, in order; filled when a dump was asked for."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Named times: "capture", "passes", "lowering", "compile"."""
+    lowered: list[dict[str, Any]] = field(default_factory=list)
+    """One row per operator call lowered: operator, target, kernel, side, reason when it fell back."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pass name -> number of rewrites."""
+        totals: dict[str, int] = {}
+        for run in self.runs:
+            totals[run.report.name] = totals.get(run.report.name, 0) + len(run.report.rewrites)
+        return totals
