@@ -415,3 +415,17 @@ def rebuilt_torch_compile(model: Callable, *, backend: Any = "inductor", options
     else:
         wrapped = torch._TorchCompileWrapper(backend, mode or "default", options, dynamic)
     return torch._dynamo.optimize(backend=wrapped, nopython=fullgraph, dynamic=dynamic)(model)
+
+
+@functools.cache
+def onednn_beats_blas() -> bool:
+    """True where oneDNN is present and torch's BLAS is MKL on a processor that is not Intel's."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if not torch.backends.mkl.is_available():
+        return False
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "GenuineIntel" not in file.read(4096)
+    except OSError:
+        return False

@@ -34,6 +34,8 @@ class Operator:
     overload: torch._ops.OpOverload
     reference: Callable[..., Any]
     """The definition in plain torch: what runs where no target has a better kernel."""
+    opaque: bool = False
+    """The reference is itself a kernel: it runs as one call and is never inlined."""
     lowerings: dict[str, list[Lowering]] = field(default_factory=dict)
     """Target -> kernels in order of preference; the reference comes last, unnamed."""
 
@@ -68,12 +70,13 @@ REGISTRY: dict[torch._ops.OpOverload, Operator] = {}
 """Every operator, by overload."""
 
 
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable], Operator]:
+def operator(schema: str, fake: Callable[..., Any], opaque: bool = False) -> Callable[[Callable], Operator]:
     """Define ``mindspeed::<schema>``; the decorated function is its reference and its implementation on every device.
 
     Args:
         schema: "name(Tensor x, ...) -> ...", as ``torch.library`` takes it.
         fake: shapes, dtypes and strides of the results from fake arguments.
+        opaque: run the reference as one call, never inline it for code generation.
     """
 
     def wrap(reference: Callable) -> Operator:
@@ -81,7 +84,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable], Oper
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mindspeed::{name}", fake, lib=LIBRARY)
-        made = Operator(getattr(torch.ops.mindspeed, name).default, reference)
+        made = Operator(getattr(torch.ops.mindspeed, name).default, reference, opaque)
         REGISTRY[made.overload] = made
         return made
 

@@ -21,7 +21,7 @@ def rotate(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _fake(x, cos, sin, interleaved):
-    return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
 
 
 @operator("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor", _fake)
@@ -34,15 +34,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         interleaved: layout of the pairs.
 
     Returns:
-        the shape of ``x``, contiguous, in the promoted type of ``x`` and ``cos``; computed in float32 for 16-bit types.
+        the shape and memory layout of ``x``, in the promoted type of ``x`` and ``cos``; computed in float32 for 16-bit types.
     """
     dtype = torch.promote_types(x.dtype, cos.dtype)
     wide = x.to(accumulation_dtype(dtype))
-    return (wide * cos.to(wide.dtype) + rotate(wide, interleaved) * sin.to(wide.dtype)).to(dtype).contiguous()
+    return (wide * cos.to(wide.dtype) + rotate(wide, interleaved) * sin.to(wide.dtype)).to(dtype)
 
 
 def _fake_backward(grad, x, cos, sin, interleaved, need_angles):
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty_like(grad, dtype=x.dtype)
     if not need_angles:
         return dx, x.new_empty(0), x.new_empty(0)
     return dx, torch.empty(cos.shape, dtype=cos.dtype, device=x.device), torch.empty(sin.shape, dtype=sin.dtype, device=x.device)
@@ -55,7 +55,7 @@ def rope_backward(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved
     dx = grad * cos - rotate(grad * sin); dcos = grad * x and dsin = grad * rotate(x), summed to their shapes.
     """
     g = grad.to(accumulation_dtype(grad.dtype))
-    dx = (g * cos.to(g.dtype) - rotate(g * sin.to(g.dtype), interleaved)).to(x.dtype).contiguous()
+    dx = (g * cos.to(g.dtype) - rotate(g * sin.to(g.dtype), interleaved)).to(x.dtype)
     if not need_angles:
         return dx, x.new_empty(0), x.new_empty(0)
     wide = x.to(g.dtype)

@@ -7,6 +7,7 @@ value is described by what it says of row i and column j, so the answer holds fo
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -141,6 +142,8 @@ def _slice(n: fx.Node, of) -> Meaning:
         return inner if whole else None
     dim = match.value(n).dim() - piece.dim
     if isinstance(inner, Index):
+        if dim == inner.dim and piece.stop - piece.start == 1:
+            return inner.offset + piece.start
         return Index(inner.dim, inner.offset + (piece.start if dim == inner.dim else 0))
     if isinstance(inner, Band):
         shift = {1: piece.start, 2: -piece.start}.get(dim, 0)
@@ -184,10 +187,33 @@ def _compare(n: fx.Node, of) -> Meaning:
         low = {"ge": shift, "gt": shift + 1}.get(name, -math.inf)
         high = {"le": shift, "lt": shift - 1}.get(name, math.inf)
         return Band(low, high, True, False)
+    test = getattr(operator, name)
     if isinstance(a, Band) and isinstance(b, (int, float)):
-        test = {"le": lambda x: x <= b, "lt": lambda x: x < b, "ge": lambda x: x >= b, "gt": lambda x: x > b, "eq": lambda x: x == b, "ne": lambda x: x != b}[name]
-        return Band(a.low, a.high, test(a.inside), test(a.outside))
+        return Band(a.low, a.high, test(a.inside, b), test(a.outside, b))
+    return test(a, b) if isinstance(a, (int, float)) and isinstance(b, (int, float)) else None
+
+
+def _difference(n: fx.Node, of) -> Meaning:
+    """``diff`` of positions along their own dimension is 1 everywhere, if what is prepended continues them."""
+    inner, before = of(n.args[0]), of(match.argument(n, "prepend"))
+    along = match.argument(n, "dim", -1) % match.value(n).dim() - match.value(n).dim()
+    plain = match.argument(n, "n", 1) == 1 and match.argument(n, "append") is None
+    if plain and isinstance(inner, Index) and along == -inner.dim:
+        return 1 if match.argument(n, "prepend") is None or before == inner.offset - 1 else None
     return None
+
+
+def _running_sum(n: fx.Node, of) -> Meaning:
+    return 0 if of(n.args[0]) == 0 else None
+
+
+def _gather(n: fx.Node, of) -> Meaning:
+    """A table of positions read at positions: the index of the dimension along which the table counts."""
+    inner, indices = of(n.args[0]), n.args[1]
+    if isinstance(inner, Index) and len(indices) == match.value(n.args[0]).dim() and None not in indices:
+        at = of(indices[-inner.dim])
+        return Index(at.dim, at.offset + inner.offset) if isinstance(at, Index) else None
+    return inner if isinstance(inner, (int, float)) else None
 
 
 def _triangle(n: fx.Node, of) -> Meaning:
@@ -206,8 +232,8 @@ def _not(n: fx.Node, of) -> Meaning:
 def _and(n: fx.Node, of) -> Meaning:
     a, b = (of(x) for x in n.args[:2])
     for x, y in ((a, b), (b, a)):
-        if isinstance(x, (bool, int)) and x and match.value(n).dtype == torch.bool:
-            return y
+        if isinstance(x, (bool, int)) and match.value(n).dtype == torch.bool:
+            return y if x else False
     if isinstance(a, Band) and isinstance(b, Band) and a.inside and b.inside and not a.outside and not b.outside:
         return Band(max(a.low, b.low), min(a.high, b.high), True, False)
     return None
@@ -238,6 +264,9 @@ _HANDLERS = {
     **dict.fromkeys((aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout), _cast),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.VIEWS), _moved),
     aten.expand.default: _expand,
+    aten.diff.default: _difference,
+    aten.cumsum.default: _running_sum,
+    aten.index.Tensor: _gather,
     aten.slice.Tensor: _slice,
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar), _sum),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _product),

@@ -1,0 +1,31 @@
+"""Matrix product on CPU through oneDNN: ``a @ b`` in float32.
+
+``aten.mm`` calls the BLAS that torch was built with; on x86 that is MKL, whose kernels for other vendors' processors
+leave part of the vector units idle. oneDNN's code is chosen by instruction set alone. Source: oneDNN developer guide,
+inner product primitive; measured in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.kernels.base import operator
+
+
+def _fake(a, b):
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+@operator("gemm(Tensor a, Tensor b) -> Tensor", _fake, opaque=True)
+def gemm(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product.
+
+    Args:
+        a: [m, k] float32 on cpu, row-major.
+        b: [k, n] float32, row-major or the transpose of a row-major matrix.
+
+    Returns:
+        [m, n], contiguous.
+    """
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")

@@ -1,0 +1,53 @@
+"""float32 matrix products on CPU go to oneDNN where it is the faster library.
+
+Measured (AMD EPYC 9004, two cores, float32, benchmarks/results): forward ``x w^T`` and input gradients ``g w`` run
+8 to 15 % faster than MKL, weight gradients ``g^T x`` do not, so products with a transposed left operand stay.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, OPERATOR = "lowering.onednn", "mindspeed::gemm"
+SMALLEST = 2**24
+"""Multiplications below which the call overhead eats the gain."""
+
+
+@register(NAME, stage="partitioned", level=1)
+def onednn(gm: fx.GraphModule, context: Context) -> PassReport:
+    """float32 matrix products on CPU use oneDNN where it is faster than MKL."""
+    report = PassReport(NAME)
+    if context.options.target != "cpu" or not compat.onednn_beats_blas():
+        return report
+    for node in calls(gm, aten.mm.default):
+        a, b = node.args
+        reason = _refused(match.value(a), match.value(b))
+        if reason is None:
+            new = match.insert(gm, node, torch.ops.mindspeed.gemm.default, (a, b))
+            node.replace_all_uses_with(new)
+            gm.graph.erase_node(node)
+            report.rewrites.append(site(OPERATOR, new, [node]))
+        elif reason:
+            report.skipped.append(skip(OPERATOR, node, reason))
+    gm.recompile()
+    return report
+
+
+def _refused(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Why MKL keeps this product; None when oneDNN takes it."""
+    if a.dtype != torch.float32 or a.device.type != "cpu":
+        return f"{a.dtype} on {a.device.type}; float32 on cpu only"
+    m, k, n = (compat.hint(s) for s in (a.shape[0], a.shape[1], b.shape[1]))
+    if m * k * n < SMALLEST:
+        return f"{m} x {k} x {n} is too small to gain"
+    if a.stride(1) != 1:
+        return "the left operand is transposed (a weight gradient), where MKL is as fast"
+    if b.stride(0) != 1 and b.stride(1) != 1:
+        return "the right operand is neither row-major nor transposed"
+    return None
