@@ -1,0 +1,81 @@
+"""The seam between the backend and everything that shows what it did.
+
+The backend calls :func:`begin` for each Dynamo graph and :func:`finish` when it is compiled (again when a backward that
+is compiled late adds runs). Dumps, tlparse artifacts and :func:`mindspeed_fx.explain` hang on here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any, Iterator
+
+from mindspeed_fx.report.records import GraphRecord
+
+_lock = threading.Lock()
+_collectors: list[list[GraphRecord]] = []
+_graphs = 0
+
+
+def begin(options: dict[str, Any], effective: dict[str, Any], rank: int) -> GraphRecord:
+    """A record for a new graph; its index counts the graphs of the process, or of the innermost :func:`collecting`."""
+    global _graphs
+    with _lock:
+        index = len(_collectors[-1]) if _collectors else _graphs
+        _graphs += not _collectors
+        record = GraphRecord(index, rank, options, effective)
+        for collector in _collectors:
+            collector.append(record)
+    return record
+
+
+def finish(record: GraphRecord) -> None:
+    """Write what was asked for; may be called more than once for one record."""
+    if record.options.get("dump"):
+        from mindspeed_fx.report import dump
+
+        dump.write(record, record.options["dump"])
+    if _tracing():
+        from mindspeed_fx.report import trace
+
+        trace.emit(record)
+
+
+def wants_text(options: dict[str, Any]) -> bool:
+    """True when the code before and after each pass must be kept."""
+    return bool(options.get("dump")) or collecting_active() or _tracing()
+
+
+def collecting_active() -> bool:
+    """True inside :func:`collecting`."""
+    return bool(_collectors)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[GraphRecord]]:
+    """Collect the records of all graphs compiled within; turns compile caches off, since a hit runs no pass."""
+    records: list[GraphRecord] = []
+    with _lock:
+        _collectors.append(records)
+    try:
+        yield records
+    finally:
+        with _lock:
+            _collectors.remove(records)
+
+
+@contextlib.contextmanager
+def timed(record: GraphRecord, name: str) -> Iterator[None]:
+    """Add the time spent within to ``record.seconds[name]``."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        record.seconds[name] = record.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _tracing() -> bool:
+    from mindspeed_fx import compat
+
+    return compat.structured_tracing()
