@@ -443,3 +443,36 @@ def trace_artifact(name: str, text: str) -> None:
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+@contextlib.contextmanager
+def collecting_graph_breaks() -> Iterator[list[str]]:
+    """Texts of the graph breaks that Dynamo meets within, one for each, with the line of the model."""
+    import torch._dynamo.utils as utils
+
+    found: list[str] = []
+    before = dict(utils.counters["graph_break"])
+    try:
+        yield found
+    finally:
+        for reason, count in utils.counters["graph_break"].items():
+            found.extend([" ".join(reason.split())] * (count - before.get(reason, 0)))
+
+
+def fresh_callable(model: Callable) -> Callable:
+    """Something Dynamo has not compiled yet: its caches hang on code objects, which a second compile would hit."""
+    if isinstance(model, torch.nn.Module):
+        return model
+
+    @functools.wraps(model)
+    def fresh(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return fresh
+
+
+def cache_directory() -> str:
+    """Where Inductor keeps compiled code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()

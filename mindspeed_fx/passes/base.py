@@ -26,6 +26,7 @@ import torch.fx as fx
 
 from mindspeed_fx.options import Options
 from mindspeed_fx.report.records import PassReport, Site, Skip
+from mindspeed_fx.report.source import source_line
 
 STAGES = ("captured", "joint", "partitioned")
 """captured: before autograd. joint: forward and backward in one graph. partitioned: each on its own."""
@@ -154,15 +155,6 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['(self|model|mod|module|fn)'\]\.?", "", path)
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]", lambda m: "." + (m.group(1) or m.group(2)), path)
     return re.sub(r"^(self\.)?_modules\.|\.?_modules\.", ".", path).strip(".")
-
-
-def source_line(node: fx.Node) -> str:
-    """``file:line: code`` of the innermost line of the user's code that made ``node``."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return ""
-    file, line, code = frames[-1]
-    return f"{'/'.join(file.split('/')[-3:])}:{line}: {code.strip()}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-import re
 from typing import Any
 
 import torch
 import torch.fx as fx
+
+from mindspeed_fx.report.source import source_line
 
 _SHORT = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
@@ -28,7 +29,7 @@ def readable(gm: fx.GraphModule, name: str = "graph") -> str:
             if isinstance(value, fx.GraphModule):
                 nested.append((node.name, value))
                 continue
-        here = _origin(node)
+        here = source_line(node)
         if here and here != origin:
             lines += ["", f"    # {here}"]
             origin = here
@@ -70,11 +71,3 @@ def _type(node: fx.Node) -> str:
     if isinstance(value, (list, tuple)):
         return f'"{len(value)} values"'
     return f'"{type(value).__name__}"'
-
-
-def _origin(node: fx.Node) -> str:
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return ""
-    file, line, code = frames[-1]
-    return f"{'/'.join(file.split('/')[-3:])}:{line}: {code.strip()}"

@@ -1,0 +1,68 @@
+"""Megatron-core GPT, one training step on CPU: eager, Inductor and mindspeed, interleaved.
+
+    python benchmarks/megatron_gpt.py [--rounds 9] [--case 512|2048|all]
+
+All three run the model with the mindspeed_fx Megatron adaptor, without which it neither runs nor compiles on CPU. The
+loss per token is averaged outside the compiled model, as Megatron's ``loss_func`` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import common
+
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+import mindspeed_fx.megatron_adaptor  # noqa: E402, F401
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+CASES = {"512": dict(layers=4, seq=512, batch=2, vocab=8192), "2048": dict(layers=2, seq=2048, batch=1, vocab=32768)}
+
+
+def build(layers: int, seq: int, vocab: int, **_: int) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=512, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=1408, use_cpu_initialization=True,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0,
+        attention_dropout=0.0, bias_activation_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, attention_softmax_in_fp32=True,
+    )  # fmt: skip
+    return GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=vocab, max_sequence_length=seq,
+                    position_embedding_type="rope", share_embeddings_and_output_weights=False)  # fmt: skip
+
+
+def run(name: str, rounds: int) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = build(**case)
+    ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
+    inputs = dict(input_ids=ids, position_ids=torch.arange(case["seq"]).expand_as(ids), attention_mask=None, labels=ids.roll(-1, 1))
+    rivals = {}
+    for rival in ("eager", "inductor", "mindspeed"):
+        torch._dynamo.reset()
+        compiled = model if rival == "eager" else torch.compile(model, backend=rival, fullgraph=True)
+        rivals[rival] = common.training_step(model, compiled, inputs, lambda loss: loss.mean())
+        rivals[rival]()
+    common.header(f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, float32")
+    times = common.interleaved(rivals, rounds)
+    peaks = {rival: common.peak_bytes(step, common.gradient_bytes(model)) for rival, step in rivals.items()}
+    common.table(times, peaks, "mindspeed")
+
+
+if __name__ == "__main__":
+    options = common.arguments(rounds=9, case="all")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    for case in CASES if options.case == "all" else [options.case]:
+        run(case, options.rounds)
+    dist.destroy_process_group()

@@ -1,0 +1,102 @@
+"""The ``mindspeed-fx`` command: ``explain``, ``doctor``, ``passes``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from typing import Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status (0 fine, 1 the answer is bad news, 2 wrong usage)."""
+    parser = argparse.ArgumentParser(prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser("explain", help="run a script, or a function that returns a model and its inputs, and report every rewrite")
+    explain.add_argument("script", help='SCRIPT.py, whose torch.compile(..., backend="mindspeed") calls are reported, or SCRIPT.py:FUNCTION, which returns (model, args) or (model, args, kwargs)')
+    explain.add_argument("--options", default="{}", help="backend options as JSON (for SCRIPT.py:FUNCTION)")
+    explain.add_argument("--save", metavar="DIR", help="write before/after files, index and HTML report")
+    explain.add_argument("--json", action="store_true", help="print everything but the code as JSON")
+    explain.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script, after --")
+    doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
+    doctor.add_argument("--json", action="store_true")
+    commands.add_parser("passes", help="the registered passes")
+    given = parser.parse_args(argv)
+    try:
+        return {"explain": _explain, "doctor": _doctor, "passes": _passes}[given.command](given)
+    except (ValueError, FileNotFoundError, ImportError, OSError, AttributeError) as e:
+        print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
+        return 2
+
+
+def _explain(given: argparse.Namespace) -> int:
+    path, _, function = given.script.partition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"{path!r} is not a Python script")
+    report = _explain_function(path, function, json.loads(given.options)) if function else _explain_script(path, [a for a in given.args if a != "--"])
+    print(report.to_json() if given.json else report)
+    if given.save:
+        print(f"report: {report.save(given.save) / 'index.html'}", file=sys.stderr)
+    if not report.graphs:
+        print(f'mindspeed-fx explain: {given.script} compiled nothing with backend="mindspeed"', file=sys.stderr)
+        return 1
+    return 0
+
+
+def _explain_function(path: str, function: str, options: dict[str, Any]) -> Any:
+    import mindspeed_fx
+
+    namespace = runpy.run_path(path)
+    if function not in namespace:
+        raise ValueError(f"{path} has no function {function!r}")
+    made = namespace[function]()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(f"{function} must return (model, args) or (model, args, kwargs)")
+    model, args, kwargs = (*made, {})[:3]
+    return mindspeed_fx.explain(model, *args, options=options, **kwargs)
+
+
+def _explain_script(path: str, arguments: list[str]) -> Any:
+    from mindspeed_fx import compat
+    from mindspeed_fx.report import recorder
+    from mindspeed_fx.report.explain import Report
+
+    saved, sys.argv = sys.argv, [path, *arguments]
+    try:
+        with recorder.collecting() as graphs, compat.collecting_graph_breaks() as breaks:
+            try:
+                runpy.run_path(path, run_name="__main__")
+            except SystemExit as e:
+                if e.code not in (None, 0):
+                    raise ValueError(f"{path} ended with status {e.code}") from e
+    finally:
+        sys.argv = saved
+    return Report(list(graphs), list(breaks))
+
+
+def _passes(given: argparse.Namespace) -> int:
+    from mindspeed_fx import passes
+
+    for p in passes.registered():
+        print(f"{p.name:<24} {p.stage:<12} level {p.level}  {'exact  ' if p.exact else 'rounding'}  {p.description}")
+    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from mindspeed_fx.report.doctor import examine
+
+    found = examine()
+    print(json.dumps(found, indent=1) if given.json else _doctor_text(found))
+    return 0 if any(t["works"] for t in found["targets"]) else 1
+
+
+def _doctor_text(found: dict[str, Any]) -> str:
+    lines = ["installed"] + [f"  {k:<16} {v or '-'}" for k, v in found["installed"].items()]
+    lines += ["targets"] + [f"  {t['target']:<5} {t['codegen']:<9} {'works' if t['works'] else 'no: ' + t['reason']}" for t in found["targets"]]
+    lines += ["torch.compile", f"  {found['torch_compile']}", f"  entry point {found['entry_point']}", f"  caches in {found['caches']}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What is installed, which targets work, and why the others do not. Nothing is imported that could fail or hang:
+torch_npu is looked up, never loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from typing import Any
+
+_PACKAGES = ("mindspeed-fx", "torch", "torch_npu", "megatron-core", "transformers", "triton", "sympy")
+
+
+def examine() -> dict[str, Any]:
+    """Findings as plain values: ``installed``, ``targets`` (target, codegen, works, reason), ``torch_compile``, ``entry_point``, ``caches``."""
+    import torch
+
+    from mindspeed_fx import compat
+
+    compiler = compiler_problem()
+    cuda = None if torch.cuda.is_available() else "no CUDA device (torch.cuda.is_available() is False)"
+    triton = None if importlib.util.find_spec("triton") else "triton is not installed"
+    npu = npu_problem()
+    targets = [("cpu", "inductor", compiler), ("cpu", "eager", None), ("cuda", "inductor", cuda or triton), ("cuda", "eager", cuda), ("npu", "eager", npu), ("npu", "inductor", npu)]
+    return {
+        "installed": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}, "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) and os.environ.get("CXX", "g++")},
+        "targets": [{"target": t, "codegen": c, "works": why is None, "reason": why or ""} for t, c, why in targets],
+        "torch_compile": compat.torch_compile_replaced() or "is torch's own",
+        "entry_point": "registered" if _entry_point() else "missing: install the package (pip install mindspeed-fx), or import mindspeed_fx.backend and pass the function",
+        "caches": compat.cache_directory(),
+    }
+
+
+def compiler_problem() -> str | None:
+    """Why Inductor cannot build C++ here; None when a small program compiles."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler ({compiler} is not on the PATH; install g++ or set CXX)"
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder, "probe.cpp")
+        source.write_text("#include <cmath>\nint main() { return std::isnan(0.0); }\n")
+        done = subprocess.run([compiler, "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))], capture_output=True, text=True)
+    return None if done.returncode == 0 else f"{compiler} fails: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'no message'}"
+
+
+def npu_problem() -> str | None:
+    """Why no NPU can be used; None when torch_npu and CANN are there (the device itself is not touched)."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    if not (os.environ.get("ASCEND_HOME_PATH") or os.path.isdir("/usr/local/Ascend")):
+        return "CANN is not installed (ASCEND_HOME_PATH is not set)"
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _entry_point() -> bool:
+    return any(e.name == "mindspeed" for e in importlib.metadata.entry_points(group="torch_dynamo_backends"))
