@@ -42,6 +42,15 @@ def tracing_fake(values: Sequence[Any]) -> Iterator[Any]:
         yield mode
 
 
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Real computation in the middle of a compilation: no proxy, functional or torch-function mode sees it."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def without_fake_mode() -> Any:
     """Context in which real tensors are made although a fake mode is active around us."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

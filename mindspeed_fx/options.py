@@ -40,9 +40,6 @@ class Options:
     target: str = "auto"
     """Device whose kernels operators are lowered to; "auto": the device of the inputs."""
 
-    hardware: str | None = None
-    """Entry of the cost model's hardware table that modelled times use; None: the target's default entry."""
-
     memory_budget: float | None = None
     """Fraction in (0, 1] of the saved activations' bytes to keep; the rest is recomputed. None: keep what pays."""
 
@@ -77,8 +74,6 @@ class Options:
             if not isinstance(self.dump, (str, os.PathLike)) or not str(self.dump):
                 raise OptionError(f'option "dump" takes a directory, not {self.dump!r}')
             object.__setattr__(self, "dump", os.fspath(self.dump))
-        if self.hardware is not None and not isinstance(self.hardware, str):
-            raise OptionError(f'option "hardware" takes the name of a chip, not {self.hardware!r}')
         _check_budget(self.memory_budget)
         _check_inductor(self.inductor)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from mindspeed_fx.capture.autograd_function import inline_derivatives
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import trace
 
@@ -13,4 +14,6 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
 
     Values, gradients, aliasing, mutation, random numbers and autocast are those of ``gm``.
     """
-    return normalize(trace(gm))
+    captured = trace(gm)
+    inline_derivatives(captured)
+    return normalize(captured)

@@ -1,0 +1,134 @@
+"""``autograd.Function`` -> plain operators, where its backward is nothing but the derivative of its forward.
+
+Dynamo keeps an ``autograd.Function`` as one node with a forward and a backward body, which no matcher sees into. A
+handwritten backward usually is the derivative (a fused SwiGLU, an RMSNorm, a mapping over a group of one rank) and
+sometimes is not (straight-through estimators, gradient scaling or reversal, all-reduce in the backward only). The two
+are told apart by evaluating: both bodies are run on random float64 values, and the forward is inlined only where
+autograd gives the same gradients; anything else stays whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx import compat
+
+MOST_ELEMENTS = 2**22
+"""Bodies whose inputs have more elements than this are left whole: evaluating them would cost compile time."""
+TOLERANCE = 1e-5
+"""Relative; a body may cast to float32 on the way, and a wrong formula is wrong in the first digits."""
+
+
+def inline_derivatives(gm: fx.GraphModule) -> int:
+    """Inline every ``autograd_function_apply`` of a captured graph that is its own derivative; returns how many."""
+    verdicts: dict[Any, bool] = {}
+    inlined = 0
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or not compat.is_autograd_function(node.target):
+            continue
+        forward, backward = (getattr(gm, str(a.target)) for a in node.args[:2])
+        operands = node.args[2:]
+        key = (forward.code, backward.code, tuple(compat.layout_key(a.meta["val"]) if isinstance(a, fx.Node) else repr(a) for a in operands))
+        if key not in verdicts:
+            verdicts[key] = _inlinable(node, forward) and _is_derivative(forward, backward, operands, node.kwargs)
+        if verdicts[key]:
+            _inline(gm, node, forward, operands)
+            inlined += 1
+    return inlined
+
+
+def _inlinable(node: fx.Node, forward: fx.GraphModule) -> bool:
+    if node.kwargs.get("non_differentiable_idx") or node.kwargs.get("dirty_idx"):
+        return False
+    for n in forward.graph.nodes:
+        if n.op == "get_attr":
+            return False
+        if n.op == "call_function" and not compat.is_grad_mode_switch(n.target):
+            plain = isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten" and not n.target._schema.is_mutable
+            if not (plain and torch.Tag.nondeterministic_seeded not in n.target.tags) and getattr(n.target, "__name__", "") != "getitem":
+                return False
+    values = [a.meta["val"] for a in node.args[2:] if isinstance(a, fx.Node)]
+    return all(isinstance(v, torch.Tensor) for v in values) and sum(_elements(v) for v in values) <= MOST_ELEMENTS
+
+
+def _elements(value: torch.Tensor) -> int:
+    total = 1
+    for size in value.shape:
+        total *= compat.hint(size)
+    return total
+
+
+def _is_derivative(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple, kwargs: dict) -> bool:
+    try:
+        with compat.without_fake_mode(), compat.outside_tracing(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return _agrees(forward, backward, [_value(a) for a in operands])
+    except Exception:  # a body that cannot be evaluated in float64 stays whole, which is always right
+        return False
+
+
+def _value(operand: Any) -> Any:
+    if not isinstance(operand, fx.Node):
+        return operand
+    fake = operand.meta["val"]
+    shape = [compat.hint(s) for s in fake.shape]
+    if fake.is_floating_point():
+        return torch.randn(shape, dtype=torch.float64).to(fake.device)
+    return torch.randint(0, 2, shape).to(fake.dtype).to(fake.device)
+
+
+def _agrees(forward: fx.GraphModule, backward: fx.GraphModule, values: list[Any]) -> bool:
+    leaves = [v.requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in values]
+    with torch.enable_grad():
+        outputs, saved = _GradModeIgnored(forward).run(*leaves)
+    outputs = [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor)]
+    if not all(o.requires_grad for o in outputs):
+        return False
+    weights = [torch.randn_like(o) for o in outputs]
+    inputs = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
+    expected = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
+    with torch.no_grad():
+        given = fx.Interpreter(backward).run(*weights, *(s.detach() if isinstance(s, torch.Tensor) else s for s in saved))
+    given = [g for g in (given if isinstance(given, (tuple, list)) else [given])]
+    by_input = dict(zip([i for i, v in enumerate(leaves)], given))
+    positions = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
+    for position, want in zip(positions, expected):
+        have = by_input.get(position)
+        if (have is None) != (want is None):
+            return False
+        if want is not None and not (have.double() - want).abs().max() <= TOLERANCE * want.abs().max().clamp_min(1e-12):
+            return False
+    return True
+
+
+class _GradModeIgnored(fx.Interpreter):
+    """The body runs under ``no_grad`` in a Function; here autograd watches it."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        return None if compat.is_grad_mode_switch(target) else super().call_function(target, args, kwargs)
+
+
+def _inline(gm: fx.GraphModule, node: fx.Node, forward: fx.GraphModule, operands: tuple) -> None:
+    inputs = iter(operands)
+    env: dict[fx.Node, Any] = {}
+    with gm.graph.inserting_before(node):
+        for n in forward.graph.nodes:
+            if n.op == "placeholder":
+                env[n] = next(inputs)
+            elif n.op == "output":
+                outputs = fx.map_arg(n.args[0][0], env.__getitem__)
+            elif not compat.is_grad_mode_switch(n.target):
+                env[n] = gm.graph.node_copy(n, env.__getitem__)
+                for key in ("nn_module_stack", "stack_trace"):
+                    if key in node.meta and not n.meta.get(key):
+                        env[n].meta[key] = node.meta[key]
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    for user in list(node.users):
+        user.replace_all_uses_with(outputs[user.args[1]])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+    gm.recompile()
