@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import pathlib
-import time
 from typing import Any, Callable, Sequence
 
 import torch
@@ -73,26 +72,31 @@ class Compilation:
         _log_once(json.dumps({"mindspeed_fx": __version__, **effective}, default=str))
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        start = time.perf_counter()
-        if self.options.codegen == "eager":
-            self.capture(gm)
-            compiled = compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition)
-        else:
-            name = identity(self.options)
-            compiled = compat.compile_with_inductor(
-                gm,
-                inputs,
-                inner=self.run_inductor,
-                pre_grad=_Captured(self, gm, name),
-                partitioner=Partitioner(self.prepare_joint, self.options.memory_budget, name),
-                config=dict(self.options.inductor),
-                caches=self.caches,
-            )
-        self.record.seconds["compile"] = time.perf_counter() - start
-        if self.options.strict and self.record.runs:
-            self.pipeline.require_named(self.record)
+        try:
+            with self._timed("compile"):
+                compiled = self._compile(gm, inputs)
+            if self.options.strict and self.record.runs:
+                self.pipeline.require_named(self.record)
+        except BaseException:
+            recorder.discard(self.record)
+            raise
         recorder.finish(self.record)
         return compiled
+
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        if self.options.codegen == "eager":
+            self.capture(gm)
+            return compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition)
+        name = identity(self.options)
+        return compat.compile_with_inductor(
+            gm,
+            inputs,
+            inner=self.run_inductor,
+            pre_grad=_Captured(self, gm, name),
+            partitioner=Partitioner(self.prepare_joint, self.options.memory_budget, name),
+            config=dict(self.options.inductor),
+            caches=self.caches,
+        )
 
     # ---------------------------------------------------------------- the steps
 

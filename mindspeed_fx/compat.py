@@ -200,9 +200,8 @@ def hint(size: Any) -> int:
     """A plausible integer for a symbolic size, without adding a guard."""
     if isinstance(size, int):
         return size
-    from torch.fx.experimental.symbolic_shapes import size_hint
-
-    return int(size_hint(size, fallback=4096))
+    known = size.node.hint if hasattr(size, "node") else None
+    return int(known) if known is not None else 4096
 
 
 def refresh_values(gm: fx.GraphModule) -> None:

@@ -86,6 +86,7 @@ def _for_capture() -> list[Patch]:
         Patch("fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy", layers.fused_vocab_parallel_cross_entropy, "the same"),
         Patch("fusions.fused_bias_swiglu:bias_swiglu_impl", layers.bias_swiglu_impl, "its handwritten backward hides SwiGLU from the passes"),
         Patch("fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", layers.weighted_bias_swiglu_impl, "the same"),
+        Patch("transformer.torch_norm:WrappedTorchNorm.__new__", layers.torch_norm_new, "torch's norms refuse sequence parallelism for want of an attribute"),
         Patch("models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward", _rotary_forward(), "lru_cache cannot be captured"),
     ]
 

@@ -30,6 +30,16 @@ def begin(options: dict[str, Any], effective: dict[str, Any], rank: int) -> Grap
     return record
 
 
+def discard(record: GraphRecord) -> None:
+    """Forget a graph whose compilation was given up: an error, or Dynamo starting over with other symbols."""
+    global _graphs
+    with _lock:
+        _graphs -= not _collectors
+        for collector in _collectors:
+            if record in collector:
+                collector.remove(record)
+
+
 def finish(record: GraphRecord) -> None:
     """Write what was asked for; may be called more than once for one record."""
     if record.options.get("dump"):
