@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from mindspeed_fx.capture.autograd_function import inline_derivatives
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import trace
 
@@ -14,6 +13,4 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
 
     Values, gradients, aliasing, mutation, random numbers and autocast are those of ``gm``.
     """
-    captured = trace(gm)
-    inline_derivatives(captured)
-    return normalize(captured)
+    return normalize(trace(gm))

@@ -52,7 +52,7 @@ def cross_entropy_backward(grad, logits, target, lse, ignore_index, label_smooth
     grad = grad.where(target != ignore_index, 0.0).unsqueeze(-1)
     hit = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)
     p = (wide - lse.unsqueeze(-1)).exp()
-    p = p - torch.where(hit, 1.0 - label_smoothing, 0.0)
+    p = p - hit.to(p.dtype) * (1.0 - label_smoothing)
     if label_smoothing:
         p = p - label_smoothing / logits.shape[-1]
     return (p * grad).to(logits.dtype)

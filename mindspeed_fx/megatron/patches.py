@@ -2,86 +2,127 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from dataclasses import dataclass
 from typing import Any, Callable
 
+import torch
+
 PREFIX = "megatron.core"
+IN_GRAPH, WITHOUT_ACCELERATOR, EVERYWHERE = "in a captured graph", "without CUDA or NPU", "everywhere"
+_KEEP = ("torch", "mindspeed_fx")
+"""Packages whose own references to a replaced function are left alone."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement: ``target`` is "module:name" or "module:Class.method" below ``megatron.core``."""
+    """One replacement.
+
+    Args:
+        target: "module:name" or "module:Class.method" below ``megatron.core``; "torch.module:name" as it is.
+        replacement: what takes its place.
+        reason: why, in one line.
+        where: ``IN_GRAPH``: only while torch.compile traces, so eager Megatron stays what it was;
+            ``WITHOUT_ACCELERATOR``: only on a machine with neither CUDA nor NPU; ``EVERYWHERE``: always.
+    """
 
     target: str
     replacement: Any
     reason: str
+    where: str = IN_GRAPH
 
 
-_undo: list[tuple[Any, str, Any]] = []
-_applied: list[tuple[str, str]] = []
+@dataclass(frozen=True)
+class _Change:
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+
+_changes: list[_Change] = []
+_applied: list[Patch] = []
 
 
 def apply(patches: list[Patch]) -> None:
     """Apply ``patches``; functions are also replaced where ``from x import y`` has copied them."""
+    swaps: dict[int, tuple[Any, Any]] = {}
     for patch in patches:
-        module_name, path = patch.target.split(":")
-        owner: Any = importlib.import_module(f"{PREFIX}.{module_name}")
-        *parents, name = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
+        owner, name = _locate(patch.target)
         original = owner.__dict__[name]
-        _set(owner, name, patch.replacement)
-        if not parents:
-            sweep(original, lambda _: patch.replacement)
-        _applied.append((patch.target, patch.reason))
+        replacement = in_graph(patch.replacement, original) if patch.where == IN_GRAPH else patch.replacement
+        setattr(owner, name, replacement)
+        _changes.append(_Change(owner, name, original, replacement))
+        if not isinstance(owner, type):
+            swaps[id(original)] = (original, replacement)
+        _applied.append(patch)
+    sweep(swaps)
 
 
-def sweep(original: Any, make: Callable[[Any], Any]) -> None:
-    """Replace ``original`` in every loaded Megatron module that holds it under whatever name."""
+def in_graph(replacement: Callable, original: Callable) -> Callable:
+    """``replacement`` while torch.compile traces, ``original`` otherwise."""
+
+    @functools.wraps(original)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs) if torch.compiler.is_compiling() else original(*args, **kwargs)
+
+    return chosen
+
+
+def sweep(swaps: dict[int, tuple[Any, Any]], classes_of: str = "") -> None:
+    """Replace, in every loaded module, each value that is the first of a pair by the second.
+
+    Args:
+        swaps: pairs by the ``id`` of the first.
+        classes_of: also in the classes of the modules whose name starts so.
+    """
+    if not swaps:
+        return
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith(PREFIX) and module is not None:
-            for name, value in list(vars(module).items()):
-                if value is original:
-                    _set(module, name, make(value))
-
-
-def unwrap_compiled() -> None:
-    """Replace functions that were wrapped by ``torch.compile`` at import (``jit_fuser``) by the plain functions."""
-    for module_name, module in list(sys.modules.items()):
-        if not module_name.startswith(PREFIX) or module is None:
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict) or module_name.partition(".")[0] in _KEEP:
             continue
-        for holder in [module, *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module_name)]:
-            for name, value in list(vars(holder).items()):
-                plain = getattr(value, "_torchdynamo_orig_callable", None) if callable(value) else None
-                if plain is not None:
-                    _set(holder, name, plain)
+        _swap(module, names, swaps)
+        if classes_of and module_name.startswith(classes_of):
+            for value in list(names.values()):
+                if isinstance(value, type) and value.__module__ == module_name:
+                    _swap(value, vars(value), swaps)
 
 
-def record(target: str, reason: str) -> None:
-    """Note a change that is not a :class:`Patch`, for :func:`applied`."""
-    _applied.append((target, reason))
-
-
-def on_undo(owner: Any, name: str, original: Any) -> None:
-    """Restore ``owner.name`` to ``original`` when the patches are undone."""
-    _undo.append((owner, name, original))
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    _undo.append((owner, name, owner.__dict__[name]))
-    setattr(owner, name, value)
+def _swap(owner: Any, names: Any, swaps: dict[int, tuple[Any, Any]]) -> None:
+    for name, value in list(names.items()):
+        pair = swaps.get(id(value))
+        if pair is not None and pair[0] is value:
+            setattr(owner, name, pair[1])
 
 
 def undo() -> None:
-    """Restore everything, last change first."""
-    while _undo:
-        owner, name, original = _undo.pop()
-        setattr(owner, name, original)
+    """Restore everything, last change first, also in modules that copied a replacement while it was in force."""
+    swaps = {id(c.replacement): (c.replacement, c.original) for c in _changes if not isinstance(c.owner, type)}
+    while _changes:
+        change = _changes.pop()
+        setattr(change.owner, change.name, change.original)
+    sweep(swaps)
     _applied.clear()
 
 
-def applied() -> list[tuple[str, str]]:
-    """(target, reason) of every change in force."""
+def applied() -> list[Patch]:
+    """Every patch in force."""
     return list(_applied)
+
+
+def original(target: str) -> Any:
+    """What ``target`` was before its patch."""
+    owner, name = _locate(target)
+    return next(c.original for c in _changes if c.owner is owner and c.name == name)
+
+
+def _locate(target: str) -> tuple[Any, str]:
+    module_name, path = target.split(":")
+    owner: Any = importlib.import_module(module_name if module_name.startswith("torch.") else f"{PREFIX}.{module_name}")
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name

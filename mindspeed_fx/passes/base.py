@@ -56,6 +56,7 @@ class Pass:
     exact: bool
     requires: tuple[str, ...]
     provides: tuple[str, ...]
+    after: tuple[str, ...]
     run: Callable[[fx.GraphModule, Context], PassReport]
 
     @property
@@ -85,6 +86,7 @@ def register(
     exact: bool = False,
     requires: tuple[str, ...] = (),
     provides: tuple[str, ...] = (),
+    after: tuple[str, ...] = (),
     replace: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Decorator that makes ``run(graph_module, context) -> PassReport`` a pass.
@@ -95,7 +97,8 @@ def register(
         level: the lowest optimization level that turns it on, 0 to 2; 3 for on request only.
         exact: outputs and gradients stay bitwise equal.
         requires, provides: capability names from which the order within the stage is derived; a pass runs after
-            every active pass that provides what it requires.
+            every active pass that provides what it requires, and it is an error if none does.
+        after: capability names that only order: whoever provides them comes first, if anyone does.
         replace: allow a second registration of the same name.
 
     Raises:
@@ -111,7 +114,7 @@ def register(
         raise PassError(f'a pass named "{name}" is registered already; give replace=True to replace it')
 
     def wrap(run: Callable) -> Callable:
-        _REGISTERED[name] = Pass(name, stage, level, exact, tuple(requires), tuple(provides), run)
+        _REGISTERED[name] = Pass(name, stage, level, exact, tuple(requires), tuple(provides), tuple(after), run)
         return run
 
     return wrap

@@ -38,20 +38,20 @@ def check_pass(p: Pass, before: fx.GraphModule, after: fx.GraphModule, different
     with compat.without_fake_mode(), torch.random.fork_rng(devices=[]):
         inputs = [_real(n) for n in before.graph.nodes if n.op == "placeholder"]
         expected, actual = (_evaluate(gm, inputs, differentiable) for gm in (before, after))
-    # A float64 model that takes its softmax in float32 is a float32 model: the narrowest type sets the tolerance.
-    narrowest = max((TOLERANCE.get(n.meta["val"].dtype, 0.0) for n in before.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0.0)
-    worst = 0.0
-    for (name, a), (_, b) in zip(expected, actual):
-        if (a is None) != (b is None):
-            raise CheckError(f'check: pass "{p.name}" {"lost" if b is None else "added"} {name}')
-        if a is None or torch.equal(a, b):
-            continue
-        error = _error(a, b)
-        limit = 0.0 if p.exact else narrowest
-        worst = max(worst, error)
-        if not error <= limit:
-            what = "is declared exact and" if p.exact else f"may be off by {limit:g} and"
-            raise CheckError(f'check: pass "{p.name}" {what} is off by {error:.3g} (relative to the largest element) in {name}, {a.dtype} {tuple(a.shape)}')
+        # A float64 model that takes its softmax in float32 is a float32 model: the narrowest type sets the tolerance.
+        narrowest = max((TOLERANCE.get(n.meta["val"].dtype, 0.0) for n in before.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0.0)
+        worst = 0.0
+        for (name, a), (_, b) in zip(expected, actual):
+            if (a is None) != (b is None):
+                raise CheckError(f'check: pass "{p.name}" {"lost" if b is None else "added"} {name}')
+            if a is None or torch.equal(a, b):
+                continue
+            error = _error(a, b)
+            limit = 0.0 if p.exact else narrowest
+            worst = max(worst, error)
+            if not error <= limit:
+                what = "is declared exact and" if p.exact else f"may be off by {limit:g} and"
+                raise CheckError(f'check: pass "{p.name}" {what} is off by {error:.3g} (relative to the largest element) in {name}, {a.dtype} {tuple(a.shape)}')
     return f"{len(expected)} results, worst relative error {worst:.2g}"
 
 

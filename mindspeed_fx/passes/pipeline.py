@@ -104,7 +104,7 @@ def _ordered(passes: list[Pass], stage: str, options: Options) -> list[Pass]:
                 raise PassError(f'pass "{p.name}" requires "{capability}", which no active {stage} pass provides (provided by: {who})')
     waiting = sorted(passes, key=lambda p: p.name)
     while waiting:
-        ready = next((p for p in waiting if all((providers[c] & active) - {p.name} <= done for c in p.requires)), None)
+        ready = next((p for p in waiting if all((providers.get(c, set()) & active) - {p.name} <= done for c in p.requires + p.after)), None)
         if ready is None:
             raise PassError(f"passes require each other in a circle: {', '.join(p.name for p in waiting)}")
         waiting.remove(ready)
@@ -135,7 +135,7 @@ def _size(gm: fx.GraphModule) -> int:
 def _output_layouts(gm: fx.GraphModule) -> list[Any]:
     output = next(n for n in gm.graph.nodes if n.op == "output")
     values = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in torch.utils._pytree.tree_leaves(output.args)]
-    return [(tuple(v.shape), v.dtype, tuple(v.stride())) if isinstance(v, torch.Tensor) else type(v) for v in values]
+    return [(tuple(v.shape), v.dtype, compat.layout(v)) if isinstance(v, torch.Tensor) else type(v) for v in values]
 
 
 def _validate(p: Pass, gm: fx.GraphModule, outputs: list[Any]) -> None:

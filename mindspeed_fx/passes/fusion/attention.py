@@ -38,7 +38,7 @@ class Miss(Exception):
     """A near miss; the text is the reason."""
 
 
-@register(NAME, stage="captured", level=1)
+@register(NAME, stage="captured", level=1, after=("plain functions",))
 def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     """Composed attention and scaled_dot_product_attention become one flash operator."""
     report = PassReport(NAME)

@@ -18,7 +18,7 @@ NAME, OPERATOR = "fusion.cross_entropy", "mindspeed::cross_entropy"
 NONE, MEAN, SUM = 0, 1, 2  # how ATen numbers reductions
 
 
-@register(NAME, stage="captured", level=1)
+@register(NAME, stage="captured", level=1, after=("plain functions",))
 def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     """Cross-entropy of token logits reads them once, in their own type."""
     report = PassReport(NAME)

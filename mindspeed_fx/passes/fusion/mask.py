@@ -153,7 +153,9 @@ def _slice(n: fx.Node, of) -> Meaning:
 
 def _sum(n: fx.Node, of) -> Meaning:
     a, b = (of(x) for x in n.args[:2])
-    sign = -1 if n.target in (aten.sub.Tensor, aten.sub.Scalar) else 1
+    if n.target in (aten.rsub.Scalar, aten.rsub.Tensor):
+        a, b = b, a
+    sign = 1 if n.target in match.ADD else -1
     if isinstance(a, Index) and isinstance(b, int):
         return Index(a.dim, a.offset + sign * b)
     if isinstance(b, Index) and isinstance(a, int) and sign == 1:
@@ -268,7 +270,7 @@ _HANDLERS = {
     aten.cumsum.default: _running_sum,
     aten.index.Tensor: _gather,
     aten.slice.Tensor: _slice,
-    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar), _sum),
+    **dict.fromkeys((*match.ADD, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar), _sum),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _product),
     **dict.fromkeys((getattr(getattr(aten, c), o) for c in ("le", "lt", "ge", "gt", "eq", "ne") for o in ("Tensor", "Scalar")), _compare),
     **dict.fromkeys((aten.triu.default, aten.tril.default), _triangle),

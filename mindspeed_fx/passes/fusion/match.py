@@ -74,6 +74,8 @@ def number(n: Any) -> float | int | None:
     """A Python number, or a constant scalar tensor made in the graph (``full([], c)``, ``scalar_tensor(c)``)."""
     if isinstance(n, (int, float)) and not isinstance(n, bool):
         return n
+    if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.SymFloat):
+        return float(value(n))  # with dynamic=True an eps is an input; a guard ties the graph to its value
     if is_call(n, aten.scalar_tensor.default) and isinstance(n.args[0], (int, float)):
         return n.args[0]
     if is_call(n, aten.full.default) and list(n.args[0]) == [] and isinstance(n.args[1], (int, float)):
@@ -213,7 +215,7 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
         return f"the operator returns shape {tuple(b.shape)} where the model has {tuple(a.shape)}"
     if a.dtype != b.dtype:
         new = insert(gm, old, aten.to.dtype, (new, a.dtype))
-    if value(new).stride() != a.stride() and not layout_is_free(old):
+    if compat.layout(value(new)) != compat.layout(a) and not layout_is_free(old):
         # The layout that the model had: dimensions by falling stride, densely packed.
         order = sorted(range(a.dim()), key=lambda d: (-_hint(a.stride(d)), d))
         back = sorted(range(a.dim()), key=order.__getitem__)

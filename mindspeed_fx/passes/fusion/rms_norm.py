@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
 from mindspeed_fx.passes.fusion.match import aten
@@ -17,7 +18,7 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.rms_norm", "mindspeed::rms_norm"
 
 
-@register(NAME, stage="captured", level=1)
+@register(NAME, stage="captured", level=1, after=("plain functions",))
 def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """RMSNorm, composed or torch.nn.RMSNorm, becomes one operator."""
     report = PassReport(NAME)
@@ -26,7 +27,8 @@ def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
         if len(shape) != 1:
             report.skipped.append(skip(OPERATOR, node, f"normalizes over {len(shape)} dimensions; only the last one is supported"))
             continue
-        eps = torch.finfo(match.value(x).dtype).eps if eps is None else eps
+        # Without an eps torch takes that of the type it computes in.
+        eps = torch.finfo(accumulation_dtype(match.value(x).dtype)).eps if eps is None else eps
         _rewrite(gm, report, node, [node], x, weight, float(eps), cast_first=False)
     for node in list(gm.graph.nodes):
         if not node._erased:

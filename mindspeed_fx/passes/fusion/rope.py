@@ -18,7 +18,7 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
 
 
-@register(NAME, stage="captured", level=1)
+@register(NAME, stage="captured", level=1, after=("plain functions",))
 def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """x * cos + rotate(x) * sin becomes one operator, half and interleaved."""
     report = PassReport(NAME)

@@ -17,7 +17,7 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.swiglu", "mindspeed::swiglu"
 
 
-@register(NAME, stage="captured", level=1)
+@register(NAME, stage="captured", level=1, after=("plain functions",))
 def swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """silu(gate) * up becomes one operator."""
     report = PassReport(NAME)

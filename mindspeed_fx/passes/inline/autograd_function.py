@@ -16,17 +16,21 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat
+from mindspeed_fx.capture.normalize import normalize
+from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 
+NAME = "inline.autograd_function"
 MOST_ELEMENTS = 2**22
 """Bodies whose inputs have more elements than this are left whole: evaluating them would cost compile time."""
 TOLERANCE = 1e-5
 """Relative; a body may cast to float32 on the way, and a wrong formula is wrong in the first digits."""
 
 
-def inline_derivatives(gm: fx.GraphModule) -> int:
-    """Inline every ``autograd_function_apply`` of a captured graph that is its own derivative; returns how many."""
-    verdicts: dict[Any, bool] = {}
-    inlined = 0
+@register(NAME, stage="captured", level=1, provides=("plain functions",))
+def autograd_function(gm: fx.GraphModule, context: Context) -> PassReport:
+    """autograd.Functions whose backward is the derivative of their forward become plain operators."""
+    report = PassReport(NAME)
+    verdicts: dict[Any, str | None] = {}
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or not compat.is_autograd_function(node.target):
             continue
@@ -34,25 +38,34 @@ def inline_derivatives(gm: fx.GraphModule) -> int:
         operands = node.args[2:]
         key = (forward.code, backward.code, tuple(compat.layout_key(a.meta["val"]) if isinstance(a, fx.Node) else repr(a) for a in operands))
         if key not in verdicts:
-            verdicts[key] = _inlinable(node, forward) and _is_derivative(forward, backward, operands, node.kwargs)
+            verdicts[key] = _not_inlinable(node, forward) or _not_derivative(forward, backward, operands)
         if verdicts[key]:
+            report.skipped.append(skip("plain operators", node, verdicts[key]))
+        else:
+            report.rewrites.append(site("plain operators", node))
             _inline(gm, node, forward, operands)
-            inlined += 1
-    return inlined
+    if report.rewrites:
+        normalize(gm)
+    return report
 
 
-def _inlinable(node: fx.Node, forward: fx.GraphModule) -> bool:
-    if node.kwargs.get("non_differentiable_idx") or node.kwargs.get("dirty_idx"):
-        return False
+def _not_inlinable(node: fx.Node, forward: fx.GraphModule) -> str | None:
+    if node.kwargs.get("non_differentiable_idx"):
+        return "it marks outputs as non-differentiable"
+    if node.kwargs.get("dirty_idx"):
+        return "it changes an input in place"
     for n in forward.graph.nodes:
         if n.op == "get_attr":
-            return False
-        if n.op == "call_function" and not compat.is_grad_mode_switch(n.target):
+            return "its forward holds a constant tensor"
+        if n.op == "call_function" and not compat.is_grad_mode_switch(n.target) and getattr(n.target, "__name__", "") != "getitem":
             plain = isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten" and not n.target._schema.is_mutable
-            if not (plain and torch.Tag.nondeterministic_seeded not in n.target.tags) and getattr(n.target, "__name__", "") != "getitem":
-                return False
+            if not plain or torch.Tag.nondeterministic_seeded in n.target.tags:
+                return f"its forward calls {n.target}, which cannot be evaluated at compile time"
     values = [a.meta["val"] for a in node.args[2:] if isinstance(a, fx.Node)]
-    return all(isinstance(v, torch.Tensor) for v in values) and sum(_elements(v) for v in values) <= MOST_ELEMENTS
+    if not all(isinstance(v, torch.Tensor) for v in values):
+        return "it takes symbolic numbers"
+    total = sum(_elements(v) for v in values)
+    return f"its inputs have {total} elements, too many to evaluate at compile time" if total > MOST_ELEMENTS else None
 
 
 def _elements(value: torch.Tensor) -> int:
@@ -62,13 +75,14 @@ def _elements(value: torch.Tensor) -> int:
     return total
 
 
-def _is_derivative(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple, kwargs: dict) -> bool:
+def _not_derivative(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple) -> str | None:
     try:
         with compat.without_fake_mode(), compat.outside_tracing(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return _agrees(forward, backward, [_value(a) for a in operands])
-    except Exception:  # a body that cannot be evaluated in float64 stays whole, which is always right
-        return False
+            same = _agrees(forward, backward, [_value(a) for a in operands])
+    except Exception as e:  # whole is always right
+        return f"it could not be evaluated in float64: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+    return None if same else "its backward is not the derivative of its forward"
 
 
 def _value(operand: Any) -> Any:
@@ -93,11 +107,9 @@ def _agrees(forward: fx.GraphModule, backward: fx.GraphModule, values: list[Any]
     expected = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
     with torch.no_grad():
         given = fx.Interpreter(backward).run(*weights, *(s.detach() if isinstance(s, torch.Tensor) else s for s in saved))
-    given = [g for g in (given if isinstance(given, (tuple, list)) else [given])]
-    by_input = dict(zip([i for i, v in enumerate(leaves)], given))
-    positions = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
-    for position, want in zip(positions, expected):
-        have = by_input.get(position)
+    given = given if isinstance(given, (tuple, list)) else [given]
+    have_all = [g for g, v in zip(given, leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
+    for have, want in zip(have_all, expected, strict=True):
         if (have is None) != (want is None):
             return False
         if want is not None and not (have.double() - want).abs().max() <= TOLERANCE * want.abs().max().clamp_min(1e-12):

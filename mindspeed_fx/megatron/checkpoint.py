@@ -1,0 +1,21 @@
+"""Megatron's activation checkpointing in a form that is captured: torch's own, whose recomputation the compiler plans."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+
+def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:
+    """``tensor_parallel.checkpoint``; saved activations stay whole on every rank."""
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def checkpoint_without_output(self: Any, run_function: Callable, *args: Any) -> Any:
+    """``CheckpointWithoutOutput.checkpoint``: an output that is recomputed is not kept either."""
+    return torch_checkpoint(run_function, *args, use_reentrant=False)
+
+
+def discard_output(self: Any, hook_tensor: Any) -> None:
+    """``CheckpointWithoutOutput.discard_output_and_register_recompute``: nothing is left to do."""

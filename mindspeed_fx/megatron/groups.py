@@ -1,0 +1,56 @@
+"""Process groups: the tensor-parallel group by default, and a group of one where torch.distributed is not initialized."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Alone:
+    """The group of a process that runs without torch.distributed."""
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+    @staticmethod
+    def rank() -> int:
+        return 0
+
+
+ALONE = Alone()
+
+
+def size(group: Any) -> int:
+    return 1 if group is None else group.size()
+
+
+def group_or_default(tp_group: Any = None, is_expert: bool = False, check_initialized: bool = True) -> Any:
+    """``get_tensor_model_parallel_group_if_none`` without the warning."""
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        return ALONE if tp_group is None else tp_group
+    if tp_group is not None or not parallel_state.is_initialized():
+        return tp_group
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group(check_initialized=check_initialized)
+    return parallel_state.get_tensor_model_parallel_group(check_initialized=check_initialized)
+
+
+def use_mpu_process_groups(cls: type, required_pgs: list[str] | None = None) -> Any:
+    """``ProcessGroupCollection.use_mpu_process_groups`` that gives groups of one without torch.distributed."""
+    if dist.is_initialized():
+        from mindspeed_fx.megatron import patches
+
+        return patches.original(USE_MPU_PROCESS_GROUPS).__func__(cls, required_pgs)
+    names = [f.name for f in dataclasses.fields(cls)]
+    unknown = set(required_pgs or ()) - set(names)
+    if unknown:
+        raise ValueError(f"Invalid process groups requested: {sorted(unknown)}")
+    return cls(**{name: None if name in ("embd", "pos_embd", "hcp") else ALONE for name in required_pgs or names})
+
+
+USE_MPU_PROCESS_GROUPS = "process_groups_config:ProcessGroupCollection.use_mpu_process_groups"

@@ -1,0 +1,225 @@
+"""Capture keeps values, gradients, aliasing, mutation, random numbers and autocast, whatever the spelling."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch import nn
+
+from mindspeed_fx.capture import capture
+
+aten = torch.ops.aten
+graphs = []
+
+
+def captured_backend(gm, inputs):
+    from mindspeed_fx import compat
+
+    captured = capture(gm)
+    graphs.append(captured)
+    compat.replace_graph(gm, captured)
+    return aot_autograd(fw_compiler=lambda g, _: g.forward, inference_compiler=lambda g, _: g.forward)(gm, inputs)
+
+
+def graph_of(f, *args):
+    torch._dynamo.reset()
+    graphs.clear()
+    torch.compile(f, backend=captured_backend, fullgraph=True)(*args)
+    return graphs[0]
+
+
+def targets(gm):
+    return [n.target for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+@pytest.mark.parametrize(
+    "spellings, expected",
+    [
+        ([lambda x: x.pow(2), lambda x: x**2, lambda x: x * x, torch.square, lambda x: torch.pow(x, 2)], [aten.pow.Tensor_Scalar]),
+        ([lambda x: F.silu(x), lambda x: torch.nn.SiLU()(x)], [aten.silu.default]),
+        ([lambda x: x.chunk(2, -1)[0], lambda x: x.split(4, -1)[0], lambda x: torch.tensor_split(x, 2, -1)[0], lambda x: x.split([4, 4], -1)[0]], [aten.split_with_sizes.default]),
+        ([lambda x: x.double(), lambda x: x.to(torch.float64), lambda x: x.type(torch.float64), lambda x: x.to(dtype=torch.float64)], [aten.to.dtype]),
+        ([lambda x: F.dropout(x.relu(), 0.0), lambda x: F.dropout(x.relu(), 0.5, training=False), lambda x: x.relu().float(), lambda x: x.relu().contiguous(), lambda x: x.relu()], [aten.relu.default]),
+        ([lambda x: x.relu().sub_(1.0), lambda x: x.relu() - 1.0, lambda x: torch.sub(x.relu(), 1.0)], [aten.relu.default, aten.sub.Tensor]),
+        ([lambda x: torch.exp(x.relu(), out=torch.empty(3, 8)), lambda x: x.relu().exp_(), lambda x: x.relu().exp()], [aten.relu.default, aten.exp.default]),
+    ],
+)  # fmt: skip
+def test_one_spelling(spellings, expected):
+    for f in spellings:
+        found = [t for t in targets(graph_of(lambda x: f(x), torch.randn(3, 8))) if t is not aten.empty.memory_format]
+        assert found == expected, f
+
+
+STEPS = {
+    "square": lambda x, w, b: x * x,
+    "silu": lambda x, w, b: x * torch.sigmoid(x),
+    "chunked": lambda x, w, b: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "split": lambda x, w, b: torch.cat([p * i for i, p in enumerate(x.split([1, 2, 1], -1))], -1),
+    "linear": lambda x, w, b: F.linear(x, w),
+    "inplace": lambda x, w, b: (x + 0).mul_(2.0).add_(x),
+    "inplace_on_view": lambda x, w, b: _zero_column(x),
+    "out": lambda x, w, b: torch.tanh(x.detach(), out=torch.empty_like(x)) + x,
+    "no_grad_factor": lambda x, w, b: x * _constant(x),
+    "no_grad_inplace": lambda x, w, b: _inplace_without_grad(x),
+    "detach": lambda x, w, b: x + x.detach().sigmoid(),
+    "norm": lambda x, w, b: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
+    "dropout": lambda x, w, b: F.dropout(x, 0.3),
+    "buffer": lambda x, w, b: x + _count(b),
+    "transpose": lambda x, w, b: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "casts": lambda x, w, b: x.float().double().to(x.dtype),
+    "autocast": lambda x, w, b: _autocast(x, w),
+    "function": lambda x, w, b: Swish.apply(x),
+    "reverse": lambda x, w, b: Reverse.apply(x),
+    "checkpoint": lambda x, w, b: torch.utils.checkpoint.checkpoint(lambda y: torch.tanh(y @ w), x, use_reentrant=False),
+}
+
+
+def _zero_column(x):
+    y = x.clone()
+    y[..., 0] = 0.0
+    y.narrow(-1, 1, 1).add_(1.0)
+    return y * x
+
+
+def _constant(x):
+    with torch.no_grad():
+        return x.sigmoid()
+
+
+def _inplace_without_grad(x):
+    y = x * 2
+    with torch.no_grad():
+        y.mul_(0.5)
+    return y
+
+
+def _count(b):
+    b.add_(1.0)
+    return b.sum()
+
+
+def _autocast(x, w):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, w).to(x.dtype)
+
+
+class Swish(torch.autograd.Function):
+    """Its own derivative: capture may inline it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return grad * (s + x * s * (1 - s))
+
+
+class Reverse(torch.autograd.Function):
+    """Not its own derivative: must stay whole."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -3.0 * grad
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4), st.booleans())
+def test_random_programs_keep_values_gradients_mutation_and_randomness(names, frozen):
+    """Bitwise, forward and backward, for random compositions of steps."""
+    torch._dynamo.reset()
+
+    class Program(nn.Module):
+        def __init__(self):
+            super().__init__()
+            generator = torch.Generator().manual_seed(1)
+            self.w = nn.Parameter(torch.randn(4, 4, generator=generator), requires_grad=not frozen)
+            self.register_buffer("b", torch.zeros(2))
+
+        def forward(self, x):
+            for name in names:
+                x = STEPS[name](x, self.w, self.b)
+            return x, x.reshape(-1)  # the second output is an alias where x is contiguous
+
+    def run(compiled):
+        model = Program()
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        torch.manual_seed(7)
+        out, alias = (torch.compile(model, backend=captured_backend if compiled else "aot_eager", fullgraph=True))(x)
+        out.mul(torch.arange(1.0, 13.0).view(3, 4)).sum().backward()
+        return out.detach(), alias.detach(), x.grad, model.w.grad, model.b, alias.data_ptr() == out.data_ptr()
+
+    for a, b in zip(run(False), run(True), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
+
+
+@pytest.mark.parametrize("function", [Swish, Reverse])
+def test_an_autograd_function_stays_whole(function):
+    left = targets(graph_of(lambda x: function.apply(x), torch.randn(3, 4, requires_grad=True)))
+    assert len(left) == 1 and left[0].name() == "autograd_function_apply"
+
+
+def test_symbolic_sizes_stay_symbolic():
+    seen = []
+
+    def backend(gm, inputs):
+        captured = capture(gm)
+        seen.append(captured)
+        return captured.forward
+
+    f = torch.compile(lambda x: x.view(x.shape[0] * x.shape[1], -1) * x.shape[0], backend=backend, dynamic=True)
+    for shape in ((2, 3, 4), (5, 3, 4), (7, 2, 6)):
+        x = torch.randn(shape)
+        assert torch.equal(f(x), x.view(shape[0] * shape[1], -1) * shape[0])
+    assert len(seen) == 1
+
+
+def test_where_a_node_comes_from_is_kept():
+    from mindspeed_fx.passes import module_path, source_line
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return F.silu(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Identity(), Inner()])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    node = next(n for n in graph_of(Outer(), torch.randn(2)).graph.nodes if n.target is aten.silu.default)
+    assert module_path(node) == "layers.1"
+    assert "test_capture.py" in source_line(node) and source_line(node).endswith("return F.silu(x)")
+
+
+def test_annotations_mark_mutation_and_gradient_flow():
+    def f(x, b):
+        y = x * 2
+        b.add_(1.0)
+        with torch.no_grad():
+            z = y.sigmoid()
+        return y + z + b
+
+    gm = graph_of(f, torch.randn(3, requires_grad=True), torch.zeros(3))
+    by_target = {n.target: n for n in gm.graph.nodes if n.op == "call_function"}
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    assert [p.meta["mutated"] for p in placeholders] == [False, True]
+    assert [p.meta["needs_grad"] for p in placeholders] == [True, False]
+    assert by_target[aten.mul.Tensor].meta["needs_grad"] and not by_target[aten.sigmoid.default].meta["needs_grad"]
+    assert not by_target[aten.sigmoid.default].meta["grad_enabled"]

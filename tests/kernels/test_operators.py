@@ -1,0 +1,109 @@
+"""Every operator: gradients against finite differences, the rules of torch's custom operators, kernels against the reference."""
+
+import itertools
+
+import pytest
+import torch
+
+import mindspeed_fx.kernels as kernels
+from mindspeed_fx import compat
+
+ops = torch.ops.mindspeed
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
+
+
+def cases():
+    target = torch.tensor([1, 2, -100, 0])
+    for cast_first, weight in itertools.product((True, False), (True, False)):
+        yield f"rms_norm-{cast_first}-{weight}", ops.rms_norm.default, (double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first)
+    yield "swiglu-packed", ops.swiglu.default, (double(3, 8),)
+    yield "swiglu-two", ops.swiglu.default, (double(3, 4), double(3, 4))
+    for interleaved in (True, False):
+        yield f"rope-{interleaved}", ops.rope.default, (double(2, 2, 3, 8), double(3, 8), double(1, 1, 3, 8), interleaved)
+    for heads, causal in itertools.product((4, 2, 1), (True, False)):
+        yield f"attention-{heads}-{causal}", ops.attention.default, (double(1, 4, 5, 4), double(1, heads, 5, 4), double(1, heads, 5, 4), None, causal, 0.4)
+    keep = torch.rand(1, 1, 5, 6) < 0.7
+    keep[..., 0] = True
+    yield "attention-mask", ops.attention.default, (double(2, 2, 5, 4), double(2, 2, 6, 4), double(2, 2, 6, 3), keep, False, 0.5)
+    yield "attention-bias", ops.attention.default, (double(1, 2, 5, 4), double(1, 2, 6, 4), double(1, 2, 6, 4), torch.randn(5, 6, dtype=torch.double)[None, None], False, 0.5)
+    for smoothing in (0.0, 0.1):
+        yield f"cross_entropy-{smoothing}", ops.cross_entropy.default, (double(4, 7), target, -100, smoothing)
+
+
+CASES = list(cases())
+
+
+@pytest.mark.parametrize("op, args", [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_gradient(op, args):
+    leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def f(*given):
+        given = iter(given)
+        out = op(*(next(given) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in args))
+        return out[0] if isinstance(out, tuple) else out
+
+    assert torch.autograd.gradcheck(f, leaves)
+
+
+@pytest.mark.parametrize("op, args", [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_rules_of_custom_operators(op, args):
+    results = torch.library.opcheck(op, args, raise_exception=False)
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+def layout(x):
+    return [s for s, n in zip(x.stride(), x.shape) if n > 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads, causal, mask", [(4, True, None), (2, True, None), (1, False, None), (2, False, "bool"), (4, False, "bias")])
+def test_cpu_attention_kernel_is_the_reference(dtype, heads, causal, mask):
+    q, k, v, grad = (torch.randn(2, s, n, 16).transpose(1, 2).to(dtype) for s, n in ((9, 4), (9, heads), (9, heads), (9, 4)))
+    given = {None: None, "bool": torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(2), "bias": torch.randn(1, 1, 9, 9).to(dtype)}[mask]
+    operator, backward = kernels.REGISTRY[ops.attention.default], kernels.REGISTRY[ops.attention_backward.default]
+    args = (q, k, v, given, causal, 0.25)
+    kernel, reasons = operator.choose("cpu", args, {})
+    assert kernel is not None and not reasons
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    out, lse = operator.reference(*args)
+    for have, want in zip(kernel.build(*args), (out, lse), strict=True):
+        assert have.dtype == want.dtype and layout(have) == layout(want)
+        torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+    args = (grad, q, k, v, out, lse, given, causal, 0.25)
+    for have, want in zip(backward.choose("cpu", args, {})[0].build(*args), backward.reference(*args), strict=True):
+        assert layout(have) == layout(want)
+        torch.testing.assert_close(have, want, rtol=4 * tolerance, atol=4 * tolerance)
+
+
+def test_a_kernel_that_cannot_says_why():
+    operator = kernels.REGISTRY[ops.attention.default]
+    kernel, reasons = operator.choose("cpu", (torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5), None, False, 1.0), {})
+    assert kernel is None and "head_dim of q and k (4) differs from v's (5)" in reasons[0]
+
+
+def test_a_fully_masked_row_is_zero_and_has_no_gradient():
+    q, k, v = (double(1, 1, 2, 4) for _ in range(3))
+    mask = torch.tensor([[True, True], [False, False]])[None, None]
+    out = ops.attention(q, k, v, mask, False, 1.0)[0]
+    out.sum().backward()
+    assert out[0, 0, 1].eq(0).all() and q.grad[0, 0, 1].eq(0).all() and all(t.grad.isfinite().all() for t in (q, k, v))
+
+
+def test_flops_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = double(1, 4, 8, 16), double(1, 2, 8, 16), double(1, 2, 8, 16)
+    with FlopCounterMode(display=False) as counter:
+        ops.attention(q, k, v, None, True, 1.0)[0].sum().backward()
+    assert counter.get_total_flops() == 2 * (2 + 5) * 4 * 8 * 8 * 16
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch is built without oneDNN")
+def test_gemm():
+    a, b = torch.randn(33, 47), torch.randn(65, 47)
+    torch.testing.assert_close(ops.gemm(a, b.t()), a @ b.t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ops.gemm(a, b.t().contiguous()), a @ b.t(), rtol=1e-5, atol=1e-5)
+    assert isinstance(compat.onednn_beats_blas(), bool)

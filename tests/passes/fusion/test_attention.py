@@ -1,0 +1,167 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import function_agrees
+from torch import nn
+
+NAME = "fusion.attention"
+
+
+def qkv(heads=4, kv_heads=4, seq=6, dim=8, batch=2, dtype=torch.double):
+    return [torch.randn(batch, n, seq, dim, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads)]
+
+
+def causal(s):
+    return torch.ones(s, s, dtype=torch.bool).triu(1)
+
+
+def call_of(report):
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    return next(line for line in run.after.splitlines() if "mindspeed.attention" in line)
+
+
+def positions_le(s):
+    return torch.arange(s)[None, :] <= torch.arange(s)[:, None]
+
+
+CAUSAL = {
+    "triu, masked_fill": lambda a, s: a.masked_fill(causal(s), float("-inf")),
+    "minus ten thousand": lambda a, s: a.masked_fill(torch.triu(torch.ones(s, s), diagonal=1).bool(), -10000.0),
+    "additive": lambda a, s: a + torch.full((s, s), float("-inf"), dtype=a.dtype).triu(1),
+    "tril, where": lambda a, s: torch.where(torch.ones(s, s).tril() == 1, a, torch.finfo(a.dtype).min),
+    "tril == 0": lambda a, s: a.masked_fill(torch.tril(torch.ones(s, s)) == 0, float("-inf")),
+    "positions": lambda a, s: a.masked_fill(~positions_le(s), float("-inf")),
+    "positions, additive": lambda a, s: a + torch.where(positions_le(s), 0.0, -1e9).to(a.dtype),
+    "one minus": lambda a, s: a + (1.0 - torch.ones(s, s, dtype=a.dtype).tril()) * -1e9,
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_masks_are_recognized(name):
+    def f(q, k, v):
+        return F.softmax(CAUSAL[name](q @ k.transpose(-1, -2) / math.sqrt(8), q.shape[-2]), -1) @ v
+
+    report = function_agrees(f, *qkv())
+    assert report.counts[NAME] == 1 and ", None, True," in call_of(report)
+
+
+NOT_CAUSAL = {
+    "diagonal masked too": lambda s: torch.ones(s, s, dtype=torch.bool).triu(2),
+    "anti-causal": lambda s: torch.ones(s, s, dtype=torch.bool).tril(-1),
+    "window": lambda s: ~((torch.arange(s)[None] <= torch.arange(s)[:, None]) & (torch.arange(s)[None] > torch.arange(s)[:, None] - 3)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_other_masks_stay_masks(name):
+    def f(q, k, v):
+        return F.softmax((q @ k.transpose(-1, -2)).masked_fill(NOT_CAUSAL[name](q.shape[-2]), float("-inf")), -1) @ v
+
+    report = function_agrees(f, *qkv())
+    assert report.counts[NAME] == 1 and ", None, True," not in call_of(report)
+
+
+@pytest.mark.parametrize("scale", [lambda q, k: (q * 0.3) @ k.transpose(-1, -2), lambda q, k: q @ (k.transpose(-1, -2) * 0.3), lambda q, k: 0.3 * (q @ k.transpose(-1, -2)), lambda q, k: torch.matmul(q / 2, k.transpose(2, 3)) * 0.6, lambda q, k: torch.matmul(q, k.mT).mul(0.3)])
+def test_scales(scale):
+    report = function_agrees(lambda q, k, v: scale(q, k).softmax(-1) @ v, *qkv())
+    assert report.counts[NAME] == 1 and "0.3" in call_of(report)
+
+
+REPEATS = {
+    "repeat_interleave": lambda k, n: k.repeat_interleave(n, dim=1),
+    "expand": lambda k, n: k[:, :, None].expand(k.shape[0], k.shape[1], n, k.shape[2], k.shape[3]).reshape(k.shape[0], -1, k.shape[2], k.shape[3]),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_are_not_repeated(name, kv_heads):
+    def f(q, k, v):
+        k, v = (REPEATS[name](t, 4 // kv_heads) for t in (k, v))
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+    report = function_agrees(f, *qkv(4, kv_heads))
+    assert report.counts[NAME] == 1
+    shapes = report.graphs[0].runs[[r.report.name for r in report.graphs[0].runs].index(NAME)].after
+    assert f"f64[2, {kv_heads}, 6, 8]" in shapes and "repeat_interleave" not in shapes and "expand" not in shapes
+
+
+def test_tiled_heads_are_another_order_and_stay_repeated():
+    report = function_agrees(lambda q, k, v: (q @ k.repeat(1, 2, 1, 1).transpose(-1, -2)).softmax(-1) @ v.repeat(1, 2, 1, 1), *qkv(4, 2))
+    assert report.counts[NAME] == 1 and "repeat" in report.graphs[0].runs[1].after
+
+
+def megatron(q, k, v, mask):
+    """[seq, batch, heads, dim] in, as Megatron-core's DotProductAttention spells it."""
+    s, b, n, d = q.shape
+    k, v = (t.repeat_interleave(n // t.shape[2], dim=2) for t in (k, v))
+    q, k = q.reshape(s, b * n, d), k.view(s, b * n, d)
+    scores = torch.baddbmm(torch.empty(b * n, s, s, dtype=q.dtype), q.transpose(0, 1), k.transpose(0, 1).transpose(1, 2), beta=0.0, alpha=0.5)
+    weights = torch.softmax(mask(scores.view(b, n, s, s), s), -1).view(b * n, s, s)
+    context = torch.bmm(weights, v.view(s, b * n, d).transpose(0, 1)).view(b, n, s, d)
+    return context.permute(2, 0, 1, 3).contiguous().view(s, b, n * d)
+
+
+def test_megatron_core_attention():
+    q, k, v = (torch.randn(6, 2, n, 8, dtype=torch.double, requires_grad=True) for n in (4, 2, 2))
+    report = function_agrees(lambda q, k, v: megatron(q, k, v, CAUSAL["minus ten thousand"]), q, k, v)
+    assert report.counts[NAME] == 1 and ", None, True, 0.5)" in call_of(report)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"scale": 0.2}, {"enable_gqa": True}])
+def test_scaled_dot_product_attention(arguments):
+    report = function_agrees(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **arguments), *qkv(4, 2 if "enable_gqa" in arguments else 4))
+    assert report.counts[NAME] == 1
+
+
+def test_sdpa_with_a_causal_mask_and_with_a_padding_mask():
+    keep = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    keep[0, ..., 4:] = False
+    report = function_agrees(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, ~causal(6)), *qkv())
+    assert ", None, True," in call_of(report)
+    torch._dynamo.reset()
+    assert function_agrees(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep), *qkv()).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_with_a_float32_softmax(dtype):
+    def f(q, k, v):
+        return F.softmax(CAUSAL["triu, masked_fill"]((q @ k.transpose(-1, -2)).float() * 0.35, q.shape[-2]), -1, dtype=torch.float32).to(q.dtype) @ v
+
+    assert function_agrees(f, *[t.detach().to(dtype).requires_grad_() for t in qkv()], tolerance=5e-2).counts[NAME] == 1
+
+
+@pytest.mark.parametrize(
+    "f, reason",
+    [
+        (lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v, "dropout of 0.5"),
+        (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "dropout of 0.1"),
+        (lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, w), "used elsewhere"),
+        (lambda q, k, v: ((q @ k.mT) + (q @ k.mT).tanh()).softmax(-1) @ v, "needs a gradient"),
+        (lambda q, k, v: ((q @ k.mT) + torch.arange(6.0, dtype=q.dtype)).mul(2).softmax(-1) @ v, "scaled after an additive mask"),
+        (lambda q, k, v: (q[:1] @ k.mT).softmax(-1) @ v, "broadcast"),
+    ],
+)  # fmt: skip
+def test_near_misses_say_why(f, reason):
+    import mindspeed_fx
+
+    report = mindspeed_fx.explain(f, *qkv(), options={"codegen": "eager"})
+    assert report.counts[NAME] == 0 and any(reason in s.reason for s in report.skipped(NAME)), report.skipped(NAME)
+
+
+def test_without_gradient():
+    q, k, v = (t.detach() for t in qkv())
+    assert function_agrees(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, q, k, v).counts[NAME] == 1
+
+
+def test_softmax_of_something_else_is_left():
+    report = function_agrees(lambda q, k, v: q.tanh().softmax(-1) @ k.mT.softmax(-1) @ v, *qkv())
+    assert report.counts[NAME] == 0
+
+
+def test_multihead_attention_module():
+    attention = nn.MultiheadAttention(16, 4, batch_first=True, bias=False).double()
+    report = function_agrees(lambda x: attention(x, x, x, need_weights=False)[0], torch.randn(2, 5, 16, dtype=torch.double, requires_grad=True))
+    assert report.counts[NAME] == 1

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import function_agrees
+from torch import nn
+
+NAME = "fusion.rms_norm"
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
+
+
+def mean_square(x):
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+SPELLINGS = {
+    "llama": lambda x, w: w * (x * torch.rsqrt(mean_square(x) + 1e-5)),
+    "weight first": lambda x, w: (x * torch.rsqrt(mean_square(x) + 1e-5)) * w,
+    "eps first": lambda x, w: x * torch.rsqrt(1e-5 + (x * x).mean(dim=-1, keepdim=True)) * w,
+    "divided": lambda x, w: x / torch.sqrt(mean_square(x) + 1e-5) * w,
+    "power": lambda x, w: x * (mean_square(x) + 1e-5) ** -0.5 * w,
+    "one over": lambda x, w: x * (1 / torch.sqrt(torch.square(x).mean(-1, keepdim=True) + 1e-5)) * w,
+    "reciprocal": lambda x, w: x * torch.sqrt(mean_square(x) + 1e-5).reciprocal() * w,
+    "summed": lambda x, w: x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + 1e-5) * w,
+    "offset": lambda x, w: x * torch.rsqrt(mean_square(x) + 1e-5) * (1 + w),
+    "no weight": lambda x, w: x * torch.rsqrt(mean_square(x) + 1e-5) + w,
+    "torch": lambda x, w: torch.nn.functional.rms_norm(x, (8,), w, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling(name):
+    report = function_agrees(SPELLINGS[name], double(2, 3, 8), double(8))
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(SPELLINGS)), st.floats(0, 1e-2), st.sampled_from([(8,), (1, 8), (3, 8), (2, 1, 3, 8)]), st.sampled_from(["contiguous", "transposed", "frozen weight", "frozen input", "reused"]))
+def test_variants(name, eps, shape, variant):
+    torch._dynamo.reset()
+    x, w = double(*shape), double(8)
+    w.requires_grad_(variant != "frozen weight")
+    x.requires_grad_(variant != "frozen input")
+
+    def f(x, w):
+        y = x.transpose(0, -2) if variant == "transposed" and x.dim() > 2 else x
+        r = torch.rsqrt(mean_square(y) + eps)
+        out = y * r * w if name != "torch" else torch.nn.functional.rms_norm(y, (8,), w, eps)
+        return (out, r) if variant == "reused" and name != "torch" else out
+
+    assert function_agrees(f, x, w).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_module_defaults(eps, dtype):
+    norm = nn.RMSNorm(8, eps=eps, dtype=dtype)
+    x = (torch.randn(4, 8) * 1e-3).to(dtype).requires_grad_()  # small enough for eps to matter
+    report = function_agrees(lambda x: norm(x), x, tolerance=1e-6 if dtype == torch.float32 else 2e-2)
+    assert report.counts[NAME] == 1
+
+
+def test_half_precision_casts_are_absorbed():
+    def f(x, w):
+        wide = x.float()
+        return w * (wide * torch.rsqrt(mean_square(wide) + 1e-6)).to(x.dtype)
+
+    x, w = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(8, dtype=torch.bfloat16, requires_grad=True)
+    report = function_agrees(f, x, w, tolerance=3e-2)
+    assert report.counts[NAME] == 1
+    assert "to.dtype" not in report.graphs[0].runs[[r.report.name for r in report.graphs[0].runs].index(NAME)].after
+
+
+@pytest.mark.parametrize(
+    "f, reason",
+    [
+        (lambda x, w: x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + 1e-5) * w, "not over the last one alone"),
+        (lambda x, w: torch.nn.functional.rms_norm(x, (3, 8), None, 1e-5) * w, "2 dimensions"),
+        (lambda x, w: _partly_without_grad(x) * w, "gradients off"),
+    ],
+)  # fmt: skip
+def test_near_misses_say_why(f, reason):
+    report = function_agrees(f, double(2, 3, 8), double(8))
+    assert report.counts[NAME] == 0 and any(reason in s.reason for s in report.skipped(NAME)), report.skipped(NAME)
+
+
+def _partly_without_grad(x):
+    with torch.no_grad():
+        r = torch.rsqrt(mean_square(x) + 1e-5)
+    return x * r
+
+
+def test_something_else_is_left_alone():
+    report = function_agrees(lambda x, y: x * torch.rsqrt(mean_square(y) + 1e-5), double(3, 8), double(3, 8))
+    assert report.counts[NAME] == 0 and not report.skipped(NAME)

@@ -1,0 +1,65 @@
+import pytest
+import torch
+from models import function_agrees
+
+NAME = "fusion.rope"
+
+
+def double(*shape, grad=True):
+    return torch.randn(*shape, dtype=torch.double, requires_grad=grad)
+
+
+def half_slices(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+
+def half_chunk(x):
+    a, b = torch.chunk(x, 2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def interleaved(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def interleaved_view(x):
+    return torch.stack((-x[:, :, :, 1::2], x[:, :, :, ::2]), dim=-1).view(x.shape)
+
+
+def two_halves(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    c, s = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
+    return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+
+FORMS = {
+    "half, slices": lambda x, c, s: x * c + half_slices(x) * s,
+    "half, chunk": lambda x, c, s: (half_chunk(x) * s) + (c * x),
+    "interleaved": lambda x, c, s: x * c + interleaved(x) * s,
+    "interleaved, view": lambda x, c, s: x * c + s * interleaved_view(x),
+    "two halves": two_halves,
+    "partial": lambda x, c, s: torch.cat((x[..., :8] * c + half_chunk(x[..., :8]) * s, x[..., 8:]), -1),
+    "transposed": lambda x, c, s: (x.transpose(1, 2) * c + half_chunk(x.transpose(1, 2)) * s).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("angles", ["constant", "trained"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(name, angles):
+    x = double(2, 3, 3, 12 if name == "partial" else 8)
+    report = function_agrees(FORMS[name], x, *(double(3, 8, grad=angles == "trained") for _ in range(2)))
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+def test_bfloat16():
+    x, c, s = (torch.randn(2, 3, 4, 8).bfloat16().requires_grad_() for _ in range(3))
+    assert function_agrees(FORMS["half, chunk"], x, c.detach(), s.detach(), tolerance=3e-2).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("turned", [lambda x: torch.cat((half_slices(x)[..., 4:], half_slices(x)[..., :4]), -1), lambda x: -half_slices(x), lambda x: torch.cat((x[..., 4:], x[..., :4]), -1)])
+def test_a_different_rotation_is_left_alone(turned):
+    assert function_agrees(lambda x, c, s: x * c + turned(x) * s, double(2, 3, 8), double(3, 8), double(3, 8)).counts[NAME] == 0
+
+
+def test_two_different_tensors_are_left_alone():
+    assert function_agrees(lambda x, y, c, s: x * c + half_slices(y) * s, double(3, 8), double(3, 8), double(8), double(8)).counts[NAME] == 0

@@ -1,0 +1,72 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from models import function_agrees
+
+NAME = "fusion.swiglu"
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
+
+
+TWO = {
+    "silu": lambda g, u: F.silu(g) * u,
+    "reversed": lambda g, u: u * F.silu(g),
+    "sigmoid": lambda g, u: g * torch.sigmoid(g) * u,
+    "exponential": lambda g, u: g / (1 + torch.exp(-g)) * u,
+    "strided": lambda g, u: F.silu(g.transpose(0, 1)) * u.transpose(0, 1),
+}
+PACKED = {
+    "chunk": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "split": lambda x: F.silu(x.split(4, -1)[0]) * x.split(4, -1)[1],
+    "slices": lambda x: F.silu(x[..., :4]) * x[..., 4:],
+    "narrow": lambda x: F.silu(x.narrow(-1, 0, 4)) * x.narrow(-1, 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_tensors(name):
+    assert function_agrees(TWO[name], double(2, 3, 8), double(2, 3, 8)).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_halves_of_one_tensor_use_the_packed_form(name):
+    report = function_agrees(PACKED[name], double(3, 8))
+    assert report.counts[NAME] == 1
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    call = next(line for line in run.after.splitlines() if "mindspeed.swiglu" in line)
+    assert call.count(",") == 1, call  # the type's comma only: one argument
+
+
+def test_up_before_gate_is_not_packed():
+    report = function_agrees(lambda x: x[..., :4] * F.silu(x[..., 4:]), double(3, 8))
+    assert report.counts[NAME] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    g, u = (torch.randn(3, 8).to(dtype).requires_grad_() for _ in range(2))
+    assert function_agrees(lambda g, u: F.silu(g) * u, g, u, tolerance=2e-2).counts[NAME] == 1
+    torch._dynamo.reset()
+    assert function_agrees(lambda g, u: F.silu(g.float()).to(g.dtype) * u, g, u, tolerance=2e-2).counts[NAME] == 1
+
+
+def test_frozen_gate():
+    g, u = double(3, 8), double(3, 8)
+    assert function_agrees(lambda g, u: F.silu(g) * u, g.detach(), u).counts[NAME] == 1
+
+
+def test_an_extra_user_of_the_activation():
+    assert function_agrees(lambda g, u: (F.silu(g) * u, F.silu(g).sum()), double(3, 8), double(3, 8)).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("f, reason", [(lambda g, u: F.silu(g) * u[:1], "different shapes"), (lambda g, u: F.silu(g) * u.float(), "goes on in torch.float64")])
+def test_near_misses_say_why(f, reason):
+    report = function_agrees(f, double(3, 8), double(3, 8), tolerance=1e-6)
+    assert report.counts[NAME] == (0 if "shapes" in reason else report.counts[NAME])
+    assert report.counts[NAME] == 1 or any(reason in s.reason for s in report.skipped(NAME))
+
+
+def test_a_gate_alone_is_left():
+    assert function_agrees(lambda x, y: F.silu(x) + y, double(3, 8), double(3, 8)).counts[NAME] == 0

@@ -1,0 +1,204 @@
+"""Order, contracts and checks of passes."""
+
+import pytest
+import torch
+from models import explain
+
+from mindspeed_fx import passes
+from mindspeed_fx.options import Options
+from mindspeed_fx.passes.check import CheckError
+from mindspeed_fx.passes.pipeline import Pipeline
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def register():
+    names = []
+
+    def add(name, run, **declared):
+        names.append(name)
+        passes.register(name, **{"stage": "captured", **declared})(run)
+
+    yield add
+    for name in names:
+        passes.unregister(name)
+
+
+def nothing(gm, context):
+    """Does nothing."""
+    return passes.PassReport("x")
+
+
+def test_order_comes_from_requires_and_provides(register):
+    register("a.last", nothing, requires=("two",))
+    register("b.middle", nothing, requires=("one",), provides=("two",))
+    register("c.first", nothing, provides=("one",))
+    order = [p.name for p in Pipeline(Options()).passes if p.name[:2] in ("a.", "b.", "c.")]
+    assert order == ["c.first", "b.middle", "a.last"]
+
+
+def test_a_missing_requirement_is_an_error_before_anything_runs(register):
+    register("a.needs", nothing, requires=("heads_split",))
+    with pytest.raises(passes.PassError, match='"a.needs" requires "heads_split", which no active captured pass provides.*no registered pass'):
+        Pipeline(Options())
+
+
+def test_a_disabled_provider_is_named(register):
+    register("a.needs", nothing, requires=("it",))
+    register("b.gives", nothing, provides=("it",))
+    with pytest.raises(passes.PassError, match=r"provided by: b\.gives"):
+        Pipeline(Options(disable=["b.gives"]))
+
+
+def test_a_circle_is_an_error(register):
+    register("a.x", nothing, requires=("y",), provides=("x",))
+    register("b.y", nothing, requires=("x",), provides=("y",))
+    with pytest.raises(passes.PassError, match=r"circle: a\.x, b\.y"):
+        Pipeline(Options())
+
+
+@pytest.mark.parametrize("name, declared, word", [("nodot", {}, "family.name"), ("a.b", {"stage": "late"}, "captured, joint, partitioned"), ("a.b", {"level": 7}, "0, 1, 2"), ("fusion.rope", {}, "registered already")])
+def test_bad_declarations(name, declared, word):
+    with pytest.raises(passes.PassError, match=word):
+        passes.register(name, **{"stage": "captured", **declared})(nothing)
+
+
+def test_a_users_pass_runs_and_is_reported(register):
+    def relu_to_silu(gm, context):
+        """Replaces relu."""
+        report = passes.PassReport("mine.relu")
+        for node in passes.calls(gm, aten.relu.default):
+            node.target = aten.silu.default
+            report.rewrites.append(passes.site("silu", node))
+        gm.recompile()
+        return report
+
+    register("mine.relu", relu_to_silu)
+    x = torch.randn(4)
+    assert torch.equal(torch.compile(torch.relu, backend="mindspeed", options={"codegen": "eager"})(x), torch.nn.functional.silu(x))
+    torch._dynamo.reset()
+    assert explain(torch.relu, x).counts["mine.relu"] == 1
+
+
+@pytest.mark.parametrize("stage, side", [("joint", "joint"), ("partitioned", "forward")])
+def test_later_stages_see_their_graphs(register, stage, side):
+    seen = []
+
+    def look(gm, context):
+        """Looks."""
+        seen.append(context.side)
+        return passes.PassReport("mine.look")
+
+    register("mine.look", look, stage=stage)
+    explain(torch.nn.Linear(4, 4), torch.randn(2, 4))
+    assert side in seen and ("backward" in seen) == (stage == "partitioned")
+
+
+def change_output(gm, context):
+    """Casts the output."""
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    last = output.args[0][0]
+    with gm.graph.inserting_before(output):
+        cast = gm.graph.call_function(aten.to.dtype, (last, torch.float64))
+    cast.meta["val"] = last.meta["val"].double()
+    output.args = ((cast,),)
+    return passes.PassReport("bad.cast")
+
+
+def no_value(gm, context):
+    """Adds a node without a value."""
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_after(first):
+        gm.graph.call_function(aten.neg.default, (first,))
+    return passes.PassReport("bad.value")
+
+
+@pytest.mark.parametrize("run, word", [(change_output, "changed output 0.*float32.*float64"), (no_value, "without a fake value"), (lambda gm, context: None, "returned NoneType")])
+def test_a_pass_that_breaks_its_contract_is_named(register, run, word):
+    register("bad.one", run)
+    with pytest.raises(Exception, match=f'pass "bad.one".*{word}'):
+        torch.compile(lambda x: x + 1, backend="mindspeed", options={"codegen": "eager"})(torch.randn(2))
+
+
+def wrong_sign(gm, context):
+    """Turns the first subtraction into an addition."""
+    report = passes.PassReport("wrong.sign")
+    for node in list(passes.calls(gm, aten.sub.Tensor))[:1]:
+        node.target = aten.add.Tensor
+        report.rewrites.append(passes.site("add", node))
+    gm.recompile()
+    return report
+
+
+def off_by_rounding(gm, context):
+    """(x + y) becomes (y + x + 0 * x): not wrong, not bitwise."""
+    report = passes.PassReport("rounding.pass")
+    for node in passes.calls(gm, aten.mean.dim):
+        with gm.graph.inserting_before(node):
+            total = gm.graph.call_function(aten.sum.dim_IntList, (node.args[0], node.args[1]))
+            total.meta = dict(node.meta)
+        node.target, node.args, node.kwargs = aten.mul.Tensor, (total, 1 / node.args[0].meta["val"].shape[-1]), {}
+        report.rewrites.append(passes.site("sum", node))
+    gm.recompile()
+    return report
+
+
+def test_check_names_the_wrong_pass(register):
+    register("wrong.sign", wrong_sign)
+    with pytest.raises(Exception, match='check: pass "wrong.sign".*output 0'):
+        torch.compile(lambda x, y: (x - y).tanh(), backend="mindspeed", options={"codegen": "eager", "check": "each"})(torch.randn(3), torch.randn(3))
+
+
+def test_check_finds_a_lost_gradient(register):
+    def detach(gm, context):
+        """Detaches."""
+        report = passes.PassReport("wrong.detach")
+        for node in passes.calls(gm, aten.sin.default):
+            with gm.graph.inserting_before(node):
+                cut = gm.graph.call_function(aten.detach.default, (node.args[0],))
+                cut.meta = dict(node.args[0].meta)
+            node.args = (cut,)
+            report.rewrites.append(passes.site("detach", node))
+        gm.recompile()
+        return report
+
+    register("wrong.detach", detach)
+    with pytest.raises(Exception, match='check: pass "wrong.detach".*gradient'):
+        torch.compile(lambda x: x.sin() + x.cos(), backend="mindspeed", options={"codegen": "eager", "check": "each"})(torch.randn(3, requires_grad=True))
+
+
+def test_exact_passes_are_held_to_the_bit(register):
+    f = lambda x: x.mean(-1)  # noqa: E731
+    x = torch.randn(7, 1001)
+    register("rounding.pass", off_by_rounding)
+    torch.compile(f, backend="mindspeed", options={"codegen": "eager", "check": "each"})(x)
+    passes.register("rounding.pass", stage="captured", exact=True, replace=True)(off_by_rounding)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match='"rounding.pass" is declared exact and is off by'):
+        torch.compile(f, backend="mindspeed", options={"codegen": "eager", "check": "each"})(x)
+
+
+def test_check_passes_what_is_right():
+    from models import Llama, tokens
+
+    report = explain(Llama().bfloat16(), *tokens(), check="each")
+    assert all("worst relative error" in run.check for run in report.graphs[0].runs)
+    assert issubclass(CheckError, AssertionError)
+
+
+def test_bisector_finds_the_wrong_pass(register, monkeypatch):
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    # The bisector swaps the backend for others, which would not know our options: the environment carries them.
+    monkeypatch.setenv("MINDSPEED_FX_OPTIONS", '{"codegen": "eager"}')
+    register("wrong.sign", wrong_sign)
+    x, y = torch.randn(3), torch.randn(3)
+
+    def is_right():
+        torch._dynamo.reset()
+        f = lambda x, y: (x - y).tanh()  # noqa: E731
+        return torch.allclose(torch.compile(f, backend="mindspeed")(x, y), f(x, y))
+
+    found = CompilerBisector.do_bisect(is_right)
+    assert found.backend == "mindspeed" and found.debug_info == "wrong.sign"
