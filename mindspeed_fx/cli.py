@@ -13,19 +13,21 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 fine, 1 the answer is bad news, 2 wrong usage)."""
     parser = argparse.ArgumentParser(prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model.")
     commands = parser.add_subparsers(dest="command", required=True)
-    explain = commands.add_parser("explain", help="run a script, or a function that returns a model and its inputs, and report every rewrite")
+    explain = commands.add_parser("explain", help="run a script, or a function that returns a model and its inputs, and report every rewrite", usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--json] [-- script arguments]")
     explain.add_argument("script", help='SCRIPT.py, whose torch.compile(..., backend="mindspeed") calls are reported, or SCRIPT.py:FUNCTION, which returns (model, args) or (model, args, kwargs)')
     explain.add_argument("--options", default="{}", help="backend options as JSON (for SCRIPT.py:FUNCTION)")
     explain.add_argument("--save", metavar="DIR", help="write before/after files, index and HTML report")
     explain.add_argument("--json", action="store_true", help="print everything but the code as JSON")
-    explain.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script, after --")
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
     doctor.add_argument("--json", action="store_true")
     commands.add_parser("passes", help="the registered passes")
-    given = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    own, script_arguments = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    given = parser.parse_args(own)
+    given.args = script_arguments
     try:
         return {"explain": _explain, "doctor": _doctor, "passes": _passes}[given.command](given)
-    except (ValueError, FileNotFoundError, ImportError, OSError, AttributeError) as e:
+    except (ValueError, ImportError, OSError) as e:
         print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
         return 2
 
@@ -34,7 +36,7 @@ def _explain(given: argparse.Namespace) -> int:
     path, _, function = given.script.partition(":")
     if not path.endswith(".py"):
         raise ValueError(f"{path!r} is not a Python script")
-    report = _explain_function(path, function, json.loads(given.options)) if function else _explain_script(path, [a for a in given.args if a != "--"])
+    report = _explain_function(path, function, json.loads(given.options)) if function else _explain_script(path, given.args)
     print(report.to_json() if given.json else report)
     if given.save:
         print(f"report: {report.save(given.save) / 'index.html'}", file=sys.stderr)

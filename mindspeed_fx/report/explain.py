@@ -102,10 +102,15 @@ def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, 
         model: module or function.
         args, kwargs: its inputs.
         options: as for ``torch.compile(model, backend="mindspeed", options=...)``.
+
+    Raises:
+        OptionError: a bad option. Errors of the model and of the compiler pass through.
     """
     import mindspeed_fx
     from mindspeed_fx import compat
+    from mindspeed_fx.options import Options
 
+    Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
     with recorder.collecting() as graphs, compat.collecting_graph_breaks() as breaks, _unchanged(model):
         outputs = mindspeed_fx.compile(compat.fresh_callable(model), options=options)(*args, **kwargs)
         loss = _loss(outputs)

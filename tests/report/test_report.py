@@ -1,0 +1,170 @@
+"""Dumps, explain, HTML, tlparse artifacts and the command line show what happened, readably and truly."""
+
+import html.parser
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from models import LLAMA_COUNTS, Llama, explain, fusion_counts, tokens
+from torch import nn
+
+import mindspeed_fx
+
+
+@pytest.fixture(scope="module")
+def report():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return explain(Llama(), *tokens())
+
+
+def test_explain_counts_sites_and_options(report):
+    assert report.graph_count == 1 and report.break_reasons == []
+    assert fusion_counts(report) == LLAMA_COUNTS
+    site = report.sites("fusion.swiglu")[1]
+    assert site.operator == "mindspeed::swiglu" and site.module == "blocks.1" and "F.silu(gate) * up" in site.source
+    assert report.effective_options["codegen"] == "eager" and "fusion.rope" in report.effective_options["passes"]
+    with pytest.raises(KeyError, match='did you mean "fusion.rope"'):
+        report.sites("fusion.rop")
+    text = str(report)
+    assert "1 graph, 0 graph breaks" in text and "fusion.attention" in text
+    assert json.loads(report.to_json())["counts"]["fusion.rope"] == 4
+
+
+def test_explain_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
+    model[2].weight.grad = torch.full((4, 4), 7.0)
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    state = torch.get_rng_state()
+    explain(model, torch.randn(3, 4))
+    assert model[2].weight.grad.eq(7).all() and model[2].bias.grad is None
+    assert all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
+    explain(model, torch.ones(3, 4))
+    torch.set_rng_state(state)
+
+
+def test_explain_of_a_function_without_gradient():
+    assert explain(lambda x: x.softmax(-1), torch.randn(3)).graph_count == 1
+
+
+def test_dump_layout(report, tmp_path):
+    report.save(str(tmp_path))
+    folder = tmp_path / "rank0" / "graph0"
+    names = {p.name for p in folder.iterdir()}
+    assert {"index.md", "metadata.json", "report.html"} <= names and (tmp_path / "index.md").exists()
+    index = [run.report.name for run in report.graphs[0].runs].index("fusion.swiglu")
+    stem = f"{index:02d}.captured.fusion.swiglu"
+    assert {f"{stem}.before.py", f"{stem}.after.py", f"{stem}.diff"} <= names
+    diff = (folder / f"{stem}.diff").read_text()
+    assert "-    silu" in diff and "+    swiglu_default" in diff and diff.count("\n+    swiglu") == 2
+    text = (folder / "index.md").read_text()
+    for words in ("| fusion.swiglu | 2 |", "blocks.1", "## Effective options", "| codegen | eager |", "## Kernels", "aten flash attention"):
+        assert words in text, words
+    assert json.loads((folder / "metadata.json").read_text())["counts"]["fusion.attention"] == 2
+    unchanged = f"{[r.report.name for r in report.graphs[0].runs].index('inline.autograd_function'):02d}.captured.inline.autograd_function.before.py"
+    assert unchanged not in names  # only passes that changed the graph have files
+
+
+def test_code_is_readable(report):
+    after = next(r.after for r in report.graphs[0].runs if r.report.name == "fusion.attention")
+    assert 'rms_norm' not in after.split("def ")[0] and '"f32[2, 16, 32]"' in after and "models.py" in after
+
+
+class Balanced(html.parser.HTMLParser):
+    void = {"meta", "br"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [v for k, v in attrs if k in ("src", "href")]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_html_is_self_contained_and_escaped(report, tmp_path):
+    report.save(str(tmp_path))
+    page = (tmp_path / "rank0/graph0/report.html").read_text()
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == [] and parser.links == [] and "<script" not in page
+    assert 'name="viewport"' in page and "fusion.swiglu" in page and "&quot;f32[" in page
+
+
+def test_dump_option_and_environment_write_the_same(tmp_path, monkeypatch):
+    x = torch.randn(2, 8)
+    torch.compile(nn.RMSNorm(8), backend="mindspeed", options={"codegen": "eager", "dump": str(tmp_path / "a")})(x).sum().backward()
+    torch._dynamo.reset()
+    monkeypatch.setenv("MINDSPEED_FX_DUMP", str(tmp_path / "b"))
+    torch.compile(nn.RMSNorm(8), backend="mindspeed", options={"codegen": "eager"})(x).sum().backward()
+    files = [sorted(p.name for p in next((tmp_path / d / "rank0").iterdir()).iterdir()) for d in "ab"]
+    assert files[0] == files[1] and any("backward" in f for f in files[0])
+
+
+def test_an_unwritable_directory_is_a_clear_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(Exception, match='option "dump": cannot write to'):
+        torch.compile(nn.RMSNorm(8), backend="mindspeed", options={"codegen": "eager", "dump": str(tmp_path / "file")})(torch.randn(2, 8))
+
+
+def test_structured_trace_has_our_artifacts(tmp_path):
+    code = "import torch; torch.compile(torch.nn.RMSNorm(8), backend='mindspeed', options={'codegen': 'eager'})(torch.randn(2, 8)).sum().backward()"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TORCH_TRACE": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log = next(tmp_path.glob("*.log")).read_text()
+    assert "mindspeed_fx_index" in log and "captured_fusion.rms_norm" in log and "mindspeed.rms_norm(" in log
+
+
+def command(*args, cwd=None):
+    return subprocess.run([sys.executable, "-m", "mindspeed_fx.cli", *args], capture_output=True, text=True, cwd=cwd)
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent("""
+        import sys, torch
+        def make():
+            return torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 8)), (torch.randn(2, 8),)
+        if __name__ == "__main__":
+            model, args = make()
+            if "--quiet" not in sys.argv:
+                torch.compile(model, backend="mindspeed", options={"codegen": "eager"})(*args).sum().backward()
+    """))
+    return tmp_path
+
+
+def test_explain_command_on_a_script_and_a_function(script):
+    done = command("explain", "train.py", "--json", cwd=script)
+    assert done.returncode == 0 and json.loads(done.stdout)["counts"]["fusion.rms_norm"] == 1, done.stderr
+    done = command("explain", "train.py:make", "--options", '{"codegen": "eager"}', "--save", "out", cwd=script)
+    assert done.returncode == 0 and "fusion.rms_norm" in done.stdout and (script / "out/index.html").exists()
+
+
+@pytest.mark.parametrize("args, status, words", [
+    (("train.py", "--", "--quiet"), 1, "compiled nothing"),
+    (("train.py:nope",), 2, "has no function 'nope'"),
+    (("missing.py",), 2, "missing.py"),
+    (("train.py:make", "--options", '{"levl": 1}'), 2, 'did you mean "level"'),
+])  # fmt: skip
+def test_explain_command_errors(script, args, status, words):
+    done = command("explain", *args, cwd=script)
+    assert done.returncode == status and words in done.stderr + done.stdout, done.stderr
+
+
+def test_doctor_and_passes():
+    found = json.loads(command("doctor", "--json").stdout)
+    assert found["installed"]["torch"] == torch.__version__ and found["torch_compile"] == "is torch's own"
+    targets = {(t["target"], t["codegen"]): t for t in found["targets"]}
+    assert targets["cpu", "eager"]["works"]
+    assert all(t["works"] or t["reason"] for t in targets.values())
+    listing = command("passes").stdout
+    assert all(p.name in listing for p in mindspeed_fx.passes.registered())
+    assert all(p.description.endswith(".") for p in mindspeed_fx.passes.registered())
