@@ -1,8 +1,8 @@
 """Megatron's mappings between tensor- and sequence-parallel regions as functional collectives.
 
 A group of one rank is no node at all, so that the compiler sees plain ``linear`` and ``embedding``. With more ranks each
-mapping is an ``autograd.Function`` over functional collectives, which Dynamo traces (Megatron's own write into buffers
-and use ``async_op=True``, which Dynamo refuses). The numerics are Megatron's.
+mapping is an ``autograd.Function`` over functional collectives. (Megatron's own write into shared buffers and into their
+argument, which a graph cannot own.) The numerics are Megatron's.
 """
 
 from __future__ import annotations
@@ -10,24 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-
-def group_or_default(group: Any = None, is_expert: bool = False, check_initialized: bool = True) -> Any:
-    """The group given, or the tensor-parallel group; without the warning that breaks a captured graph."""
-    from megatron.core import parallel_state
-
-    if not dist.is_initialized() or not parallel_state.is_initialized() or group is not None:
-        return group
-    if is_expert:
-        return parallel_state.get_expert_tensor_parallel_group(check_initialized=check_initialized)
-    return parallel_state.get_tensor_model_parallel_group(check_initialized=check_initialized)
-
-
-def _size(group: Any) -> int:
-    return 1 if group is None else group.size()
+from mindspeed_fx.megatron.groups import group_or_default, size
 
 
 # --------------------------------------------------------------------------- the collectives, one way
@@ -135,32 +121,32 @@ class _AllToAll(torch.autograd.Function):
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     group = group_or_default(group)
-    return input_ if _size(group) == 1 else _Copy.apply(input_, group)
+    return input_ if size(group) == 1 else _Copy.apply(input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     group = group_or_default(group)
-    return input_ if _size(group) == 1 else _Reduce.apply(input_, group)
+    return input_ if size(group) == 1 else _Reduce.apply(input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     group = group_or_default(group)
-    return input_ if _size(group) == 1 else _Scatter.apply(input_, input_.dim() - 1, group)
+    return input_ if size(group) == 1 else _Scatter.apply(input_, input_.dim() - 1, group)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     group = group_or_default(group)
-    return input_ if _size(group) == 1 else _Gather.apply(input_, input_.dim() - 1, group, False)
+    return input_ if size(group) == 1 else _Gather.apply(input_, input_.dim() - 1, group, False)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     group = group_or_default(group)
-    return input_ if _size(group) == 1 else _Scatter.apply(input_, 0, group)
+    return input_ if size(group) == 1 else _Scatter.apply(input_, 0, group)
 
 
 def gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=None, output_split_sizes=None, use_global_buffer=False) -> Tensor:
     group = group_or_default(group)
-    if _size(group) == 1:
+    if size(group) == 1:
         return input_
     _refuse_uneven("output_split_sizes", output_split_sizes)
     return _Gather.apply(input_, 0, group, tensor_parallel_output_grad)
@@ -168,7 +154,7 @@ def gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=Tru
 
 def reduce_scatter_to_sequence_parallel_region(input_, group=None, input_split_sizes=None, use_global_buffer=False) -> Tensor:
     group = group_or_default(group)
-    if _size(group) == 1:
+    if size(group) == 1:
         return input_
     _refuse_uneven("input_split_sizes", input_split_sizes)
     return _ReduceScatter.apply(input_, 0, group)
@@ -176,18 +162,26 @@ def reduce_scatter_to_sequence_parallel_region(input_, group=None, input_split_s
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     group = group_or_default(group)
-    return input_ if _size(group) == 1 else _Gather.apply(input_, input_.dim() - 1, group, True)
+    return input_ if size(group) == 1 else _Gather.apply(input_, input_.dim() - 1, group, True)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     group = group_or_default(group)
-    return input_ if _size(group) == 1 else _ReduceScatter.apply(input_, input_.dim() - 1, group)
+    return input_ if size(group) == 1 else _ReduceScatter.apply(input_, input_.dim() - 1, group)
 
 
 def all_to_all(group, input_, output_split_sizes_=None, input_split_sizes=None) -> Tensor:
-    return input_ if _size(group) == 1 else _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
+    return input_ if size(group) == 1 else _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
 
 
 def _refuse_uneven(name: str, sizes: Any) -> None:
     if sizes is not None:
         raise NotImplementedError(f"{name}={sizes}: uneven sequence shards are not supported by the mindspeed_fx adaptor; call mindspeed_fx.megatron_adaptor.undo() to use Megatron's own")
+
+
+MAPPINGS = (
+    "copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region",
+    "gather_from_tensor_model_parallel_region", "scatter_to_sequence_parallel_region", "gather_from_sequence_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region", "all_gather_last_dim_from_tensor_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region", "all_to_all",
+)  # fmt: skip

@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from mindspeed_fx.megatron import patches
+
+
+def accelerated() -> bool:
+    """True where there is CUDA or an NPU."""
+    return torch.cuda.is_available() or (hasattr(torch, "npu") and torch.npu.is_available())
 
 
 class Alone:
@@ -43,8 +51,6 @@ def group_or_default(tp_group: Any = None, is_expert: bool = False, check_initia
 def use_mpu_process_groups(cls: type, required_pgs: list[str] | None = None) -> Any:
     """``ProcessGroupCollection.use_mpu_process_groups`` that gives groups of one without torch.distributed."""
     if dist.is_initialized():
-        from mindspeed_fx.megatron import patches
-
         return patches.original(USE_MPU_PROCESS_GROUPS).__func__(cls, required_pgs)
     names = [f.name for f in dataclasses.fields(cls)]
     unknown = set(required_pgs or ()) - set(names)
@@ -53,4 +59,20 @@ def use_mpu_process_groups(cls: type, required_pgs: list[str] | None = None) -> 
     return cls(**{name: None if name in ("embd", "pos_embd", "hcp") else ALONE for name in required_pgs or names})
 
 
+def get_global_memory_buffer() -> Any:
+    """``parallel_state.get_global_memory_buffer``, also where nothing was initialized."""
+    return patches.original(GLOBAL_MEMORY_BUFFER)() if dist.is_initialized() else _BUFFER
+
+
+def buffer_get_tensor(self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None) -> torch.Tensor:
+    """``GlobalMemoryBuffer.get_tensor``: a tensor of its own for each caller."""
+    return torch.empty(tuple(tensor_shape), dtype=dtype, device=torch.cuda.current_device() if accelerated() else "cpu")
+
+
+class _Buffer:
+    get_tensor = buffer_get_tensor
+
+
+_BUFFER = _Buffer()
+GLOBAL_MEMORY_BUFFER = "parallel_state:get_global_memory_buffer"
 USE_MPU_PROCESS_GROUPS = "process_groups_config:ProcessGroupCollection.use_mpu_process_groups"

@@ -44,20 +44,26 @@ class _Change:
 
 _changes: list[_Change] = []
 _applied: list[Patch] = []
+_originals: dict[str, Any] = {}
 
 
 def apply(patches: list[Patch]) -> None:
-    """Apply ``patches``; functions are also replaced where ``from x import y`` has copied them."""
+    """Apply ``patches``; functions are also replaced where ``from x import y`` has copied them.
+
+    Raises:
+        ImportError: Megatron-core has no such name; nothing has been changed then.
+    """
+    found = [(patch, *_locate(patch.target)) for patch in patches]
     swaps: dict[int, tuple[Any, Any]] = {}
-    for patch in patches:
-        owner, name = _locate(patch.target)
+    for patch, owner, name in found:
         original = owner.__dict__[name]
         replacement = in_graph(patch.replacement, original) if patch.where == IN_GRAPH else patch.replacement
         setattr(owner, name, replacement)
         _changes.append(_Change(owner, name, original, replacement))
-        if not isinstance(owner, type):
+        if callable(original) and not isinstance(owner, type):
             swaps[id(original)] = (original, replacement)
         _applied.append(patch)
+        _originals[patch.target] = original
     sweep(swaps)
 
 
@@ -100,12 +106,13 @@ def _swap(owner: Any, names: Any, swaps: dict[int, tuple[Any, Any]]) -> None:
 
 def undo() -> None:
     """Restore everything, last change first, also in modules that copied a replacement while it was in force."""
-    swaps = {id(c.replacement): (c.replacement, c.original) for c in _changes if not isinstance(c.owner, type)}
+    swaps = {id(c.replacement): (c.replacement, c.original) for c in _changes if callable(c.original) and not isinstance(c.owner, type)}
     while _changes:
         change = _changes.pop()
         setattr(change.owner, change.name, change.original)
     sweep(swaps)
     _applied.clear()
+    _originals.clear()
 
 
 def applied() -> list[Patch]:
@@ -115,8 +122,7 @@ def applied() -> list[Patch]:
 
 def original(target: str) -> Any:
     """What ``target`` was before its patch."""
-    owner, name = _locate(target)
-    return next(c.original for c in _changes if c.owner is owner and c.name == name)
+    return _originals[target]
 
 
 def _locate(target: str) -> tuple[Any, str]:
@@ -124,5 +130,7 @@ def _locate(target: str) -> tuple[Any, str]:
     owner: Any = importlib.import_module(module_name if module_name.startswith("torch.") else f"{PREFIX}.{module_name}")
     *parents, name = path.split(".")
     for parent in parents:
-        owner = getattr(owner, parent)
+        owner = getattr(owner, parent, None)
+    if name not in getattr(owner, "__dict__", ()):
+        raise ImportError(f"this megatron-core has no {target}, which mindspeed_fx.megatron_adaptor patches")
     return owner, name

@@ -1,8 +1,9 @@
-"""Megatron's random-number tracker over the CPU generator, in eager mode and in a captured graph alike.
+"""Megatron's random-number tracker in a captured graph, and over the CPU generator where there is no CUDA.
 
-``fork`` switches to a named state, as on CUDA: dropout in the tensor-parallel region draws from a stream of its own. A
-captured graph cannot switch the generator, so there ``fork`` is a mode under which dropout is ``x * noise``, and the noise
-comes from an operator that takes the named state and returns the next one. The numbers are those of eager mode.
+``fork`` switches to a named state: dropout in the tensor-parallel region draws from a stream of its own. A captured graph
+cannot switch the generator, so there ``fork`` is a mode under which dropout is ``x * noise``, and the noise comes from an
+operator that takes the named state and returns the next one. On a CPU the numbers are those of eager mode; on CUDA and NPU,
+where eager dropout is one kernel, they are others of the same distribution.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mindspeed_fx.megatron import patches
+
 DEFAULT = "default-rng"
+TRACKER = "tensor_parallel.random:CudaRNGStatesTracker"
+FORK = f"{TRACKER}.fork"
 
 
 @torch.library.custom_op("mindspeed::dropout_noise", mutates_args=())
 def dropout_noise(state: Tensor, like: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Noise shaped ``like``, 0 with probability ``p`` and 1 / (1 - p) otherwise, from generator ``state``; and the next state."""
-    generator = torch.Generator()
+    generator = torch.Generator(like.device)
     generator.set_state(state)
     noise = torch.empty_like(like).bernoulli_(1 - p, generator=generator).div_(1 - p)
     return noise, generator.get_state()
@@ -54,8 +59,15 @@ def _dropout(tracker: Any, name: str, input: Tensor, p: float = 0.5, training: b
     return input * noise
 
 
+def fork_in_graph(self: Any, name: str = "model-parallel-rng") -> Any:
+    """``CudaRNGStatesTracker.fork``."""
+    if name not in self.states_:
+        raise Exception(f"cuda rng state {name} is not added")
+    return patches.original(FORK)(self, name) if self.use_cudagraphable_rng else _ForkInGraph(self, name)
+
+
 def fork(self: Any, name: str = "model-parallel-rng") -> Any:
-    """``CudaRNGStatesTracker.fork``. Where no state was added (the model was built without
+    """``CudaRNGStatesTracker.fork`` on the CPU generator. Where no state was added (the model was built without
     ``model_parallel_cuda_manual_seed``, which Megatron refuses) the default generator goes on.
     """
     if name not in self.states_:

@@ -65,8 +65,11 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node
     if any(match.value(x).dim() != 4 for x in (q, k, v)):
         raise Miss("q, k and v are not 4-dimensional [batch, heads, seq, dim]")
     scale = match.argument(node, "scale")
-    scale = 1 / match.value(q).shape[-1] ** 0.5 if scale is None else scale
-    if not isinstance(scale, (int, float)):
+    if scale is None and not isinstance(match.value(q).shape[-1], int):
+        raise Miss("the head dimension is symbolic")
+    scale = match.value(q).shape[-1] ** -0.5 if scale is None else scale
+    scale = match.number(scale)
+    if scale is None:
         raise Miss("the scale is not a number")
     causal, masks = bool(match.argument(node, "is_causal", False)), []
     if given is not None:
@@ -144,8 +147,9 @@ def _scores(n: Any, depth: int = 20) -> Scores | None:
     if match.is_call(n, aten.matmul.default, aten.bmm.default):
         (q, by_q), (k, by_k) = (match.unscale(match.uncast(x)) for x in n.args)
         return Scores(q, k, by_q * by_k, region=[n])
-    if match.is_call(n, aten.baddbmm.default) and match.argument(n, "beta", 1) == 0:
-        return Scores(n.args[1], n.args[2], float(match.argument(n, "alpha", 1)), region=[n])
+    if match.is_call(n, aten.baddbmm.default) and match.number(match.argument(n, "beta", 1)) == 0:
+        alpha = match.number(match.argument(n, "alpha", 1))
+        return Scores(n.args[1], n.args[2], float(alpha), region=[n]) if alpha is not None else None
     inner, factor = match.unscale(n)
     if inner is not n:
         scores = _scores(inner, depth - 1)

@@ -1,0 +1,96 @@
+"""The experts of a mixture as two grouped matrix products: one operator for all experts, with no token count on the host.
+
+Megatron splits the tokens by counts it reads on the host (``tolist``), one ``linear`` per expert, which breaks a graph at
+every layer. The operator takes the counts as a tensor, so that every shape in the graph is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_fx.megatron import patches
+
+EXPERTS = "transformer.moe.experts:SequentialMLP.forward"
+
+
+@torch.library.custom_op("mindspeed::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
+    """x [tokens, in], sorted by expert: the first ``counts[0]`` rows times ``weights[0].T``, [out, in], and so on; rows
+    beyond the sum of ``counts`` become zero. Returns [tokens, out].
+    """
+    out = x.new_zeros(x.shape[0], weights[0].shape[0])
+    start = 0
+    for weight, count in zip(weights, counts.tolist()):
+        torch.mm(x[start : start + count], weight.T, out=out[start : start + count])
+        start += count
+    return out
+
+
+@grouped_linear.register_fake
+def _(x: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights[0].shape[0])
+
+
+@torch.library.custom_op("mindspeed::grouped_linear_backward", mutates_args=())
+def grouped_linear_backward(grad: Tensor, x: Tensor, weights: list[Tensor], counts: Tensor) -> list[Tensor]:
+    """The gradients of ``x`` and of each weight."""
+    to_x = torch.zeros_like(x)
+    to_weights = []
+    start = 0
+    for weight, count in zip(weights, counts.tolist()):
+        rows = slice(start, start + count)
+        torch.mm(grad[rows], weight, out=to_x[rows])
+        to_weights.append(grad[rows].T @ x[rows])
+        start += count
+    return [to_x, *to_weights]
+
+
+@grouped_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weights: list[Tensor], counts: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x), *(torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights)]
+
+
+def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weights, counts = inputs
+    ctx.save_for_backward(x, counts, *weights)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple:
+    x, counts, *weights = ctx.saved_tensors
+    to_x, *to_weights = grouped_linear_backward(grad, x, weights, counts)
+    return to_x, to_weights, None
+
+
+grouped_linear.register_autograd(_backward, setup_context=_setup)
+
+
+def sequential_forward(self: Any, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor) -> tuple[Tensor, None]:
+    """``SequentialMLP.forward``: tokens [tokens, hidden] sorted by expert, counts [experts], probabilities [tokens]."""
+    config = self.config
+    if config.add_bias_linear or config.fp8 or config.fp4 or not isinstance(tokens_per_expert, Tensor):
+        return patches.original(EXPERTS)(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+    x, scale = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
+    if config.moe_apply_probs_on_input:
+        x = (scale * x).to(x.dtype)
+    inner = grouped_linear(x, [e.linear_fc1.weight for e in self.local_experts], tokens_per_expert)
+    inner = _activation(inner, config)
+    if not config.moe_apply_probs_on_input:
+        inner = (inner * scale).to(inner.dtype)
+    return grouped_linear(inner, [e.linear_fc2.weight for e in self.local_experts], tokens_per_expert), None
+
+
+def _activation(x: Tensor, config: Any) -> Tensor:
+    if not config.gated_linear_unit:
+        return config.activation_func(x)
+    gate, up = x.chunk(2, -1)
+    if config.activation_func_clamp_value is not None:
+        limit = config.activation_func_clamp_value
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if config.glu_linear_offset:
+        up = up + config.glu_linear_offset
+    gate = F.silu(gate) if config.activation_func is F.silu else config.activation_func(gate)
+    return gate * up

@@ -1,0 +1,73 @@
+"""Megatron's tensor-parallel linear and embedding, for a captured graph: collectives and plain ``linear``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_fx.megatron import collectives, groups, patches
+
+LINEAR = "tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce"
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    async_grad_allreduce: bool | None = None,
+    tp_group: Any = None,
+) -> Tensor:
+    """``linear_with_grad_accumulation_and_async_allreduce`` as a collective and ``linear``.
+
+    Megatron's own overlaps the input gradient's collective with the weight gradient by ``async_op=True``; in a compiled
+    graph that is the scheduler's work. Accumulation into ``main_grad`` and deferred weight gradients, which write outside
+    the graph, stay with Megatron's function.
+    """
+    if gradient_accumulation_fusion or grad_output_buffer is not None:
+        return patches.original(LINEAR)(
+            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
+            grad_output_buffer, wgrad_deferral_limit, async_grad_allreduce, tp_group,
+        )  # fmt: skip
+    if sequence_parallel:
+        input = collectives.gather_from_sequence_parallel_region(input, True, tp_group)
+    elif allreduce_dgrad:
+        input = collectives.copy_to_tensor_model_parallel_region(input, tp_group)
+    return F.linear(input, weight, bias)
+
+
+def frozen_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any = None,
+    grad_output_buffer: list | None = None,
+    wgrad_deferral_limit: int | None = None,
+    async_grad_allreduce: bool | None = None,
+) -> Tensor:
+    """``linear_with_frozen_weight``: the same; autograd makes no weight gradient where none is asked for."""
+    return linear(input, weight, bias, False, allreduce_dgrad, sequence_parallel, tp_group=tp_group)
+
+
+def embedding_forward(self: Any, input_: Tensor) -> Tensor:
+    """``VocabParallelEmbedding.forward``: hidden states [batch, seq, hidden] of token ids [batch, seq]; with
+    ``reduce_scatter_embeddings`` [seq / ranks, batch, hidden].
+    """
+    ranks = groups.size(self.tp_group)
+    outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+    ids = input_ if ranks == 1 else (input_ - self.vocab_start_index).masked_fill(outside, 0)
+    found = self.weight[ids] if self.deterministic_mode else F.embedding(ids, self.weight)
+    if ranks > 1:
+        found = found.masked_fill(outside.unsqueeze(-1), 0.0)
+    if self.reduce_scatter_embeddings:
+        return collectives.reduce_scatter_to_sequence_parallel_region(found.transpose(0, 1).contiguous(), self.tp_group)
+    return collectives.reduce_from_tensor_model_parallel_region(found, self.tp_group)

@@ -1,0 +1,37 @@
+"""Rotary embedding and attention masks without ``lru_cache`` in a graph, and without CUDA on a machine that has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROTARY = "models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
+
+
+def without_cache(cached: Any) -> Any:
+    """The method that an ``lru_cache`` wraps."""
+    while hasattr(cached, "__wrapped__"):
+        cached = cached.__wrapped__
+    return cached
+
+
+def get_emb(self: Any, max_seq_len: int, offset: int = 0) -> Tensor:
+    """``RotaryEmbedding.get_emb`` with ``inv_freq`` left where the model is: angles [seq, 1, 1, dim]."""
+    freqs = self.get_freqs_non_repeated(max_seq_len, offset)
+    angles = freqs.repeat_interleave(2, dim=-1) if self.rotary_interleaved else torch.cat((freqs, freqs), dim=-1)
+    return angles[:, None, None, :]
+
+
+def causal_mask(sq: int) -> Tensor:
+    """``get_default_causal_mask``: boolean [sq, sq], True above the diagonal: masked. Made of constants, in the graph."""
+    return torch.ones(sq, sq, dtype=torch.bool).triu(1)
+
+
+def sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, int]) -> Tensor:
+    """``get_sliding_window_causal_mask``: boolean [sq, skv], True outside the window around the diagonal that ends at the
+    last key.
+    """
+    inside = torch.ones(sq, skv, dtype=torch.bool)
+    return ~inside.triu(skv - sq - window_size[0]).tril(skv - sq + window_size[1])

@@ -1,0 +1,99 @@
+"""Every change the adaptor makes to Megatron-core, with its reason and where it holds."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from mindspeed_fx.megatron import checkpoint, collectives, cross_entropy, experts, fusions, groups, jit, linear, moe, norm, rng, rotary
+from mindspeed_fx.megatron.groups import accelerated
+from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, Patch
+
+HIDES = "its handwritten backward hides it from the passes"
+
+
+def table() -> list[Patch]:
+    """The patches for this machine and this Megatron-core."""
+    return _everywhere() + _in_graph() + (_with_accelerator() if accelerated() else _without_accelerator())
+
+
+def _everywhere() -> list[Patch]:
+    alone = "without torch.distributed Megatron could not build a model; it gets groups of one"
+    return [
+        Patch("jit:jit_fuser", jit.jit_fuser, "functions compiled at import would be compiled regions inside the compiled model", EVERYWHERE),
+        Patch("utils:get_tensor_model_parallel_group_if_none", groups.group_or_default, f"its warning breaks the graph; {alone}", EVERYWHERE),
+        Patch(groups.USE_MPU_PROCESS_GROUPS, classmethod(groups.use_mpu_process_groups), alone, EVERYWHERE),
+        Patch(groups.GLOBAL_MEMORY_BUFFER, groups.get_global_memory_buffer, f"{alone}, and a buffer", EVERYWHERE),
+        Patch("utils:GlobalMemoryBuffer.get_tensor", groups.buffer_get_tensor, "a graph cannot own a shared buffer; a CPU has no need of one", IN_GRAPH if accelerated() else EVERYWHERE),
+        Patch("transformer.torch_norm:WrappedTorchNorm.__new__", norm.torch_norm_new, "torch's norms refuse sequence parallelism for want of an attribute", EVERYWHERE),
+        Patch("transformer.moe.moe_utils:router_gating_linear", moe.router_gating_linear, f"{HIDES}; without TransformerEngine it names an undefined function", IN_GRAPH if _has_transformer_engine() else EVERYWHERE),
+        Patch("transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward", staticmethod(moe.attached_backward), "sets a class attribute, which a graph cannot", EVERYWHERE),
+        Patch(cross_entropy.LOSS, cross_entropy.vocab_parallel_cross_entropy, "plain cross-entropy, which a pass recognises; Megatron's overwrites float32 logits (eager CUDA and NPU keep it)", EVERYWHERE),
+        Patch(cross_entropy.FUSED_LOSS, cross_entropy.fused_vocab_parallel_cross_entropy, "the same; Megatron's rounds the gradient to bfloat16 (eager CUDA and NPU keep it)", EVERYWHERE),
+    ]
+
+
+def _in_graph() -> list[Patch]:
+    functional = "functional collectives, which a graph can own and schedule; a group of one rank leaves no node"
+    recompute = "runs autograd inside its backward, which cannot be captured; torch's checkpoint recomputes the same"
+    counts = "reads token counts on the host"
+    return [
+        *(Patch(f"tensor_parallel.mappings:{name}", getattr(collectives, name), functional) for name in collectives.MAPPINGS),
+        Patch(linear.LINEAR, linear.linear, "async_op=True in its backward cannot be captured"),
+        Patch("tensor_parallel.layers:linear_with_frozen_weight", linear.frozen_linear, "all-reduces in place in its backward"),
+        Patch("tensor_parallel.layers:VocabParallelEmbedding.forward", linear.embedding_forward, "writes zeros in place through a mask"),
+        Patch("fusions.fused_bias_swiglu:bias_swiglu_impl", fusions.bias_swiglu_impl, HIDES),
+        Patch("fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", fusions.weighted_bias_swiglu_impl, HIDES),
+        Patch("fusions.fused_bias_geglu:bias_geglu_impl", fusions.bias_geglu_impl, HIDES),
+        Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
+        Patch(moe.LAYER, moe.layer_forward, counts),
+        Patch(experts.EXPERTS, experts.sequential_forward, counts),
+        Patch(f"{rotary.ROTARY}.forward", _rotary_forward(), "lru_cache cannot be captured"),
+        Patch("tensor_parallel.random:checkpoint", checkpoint.checkpoint, recompute),
+        Patch("tensor_parallel.random:CheckpointWithoutOutput.checkpoint", checkpoint.checkpoint_without_output, recompute),
+        Patch("tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute", checkpoint.discard_output, "resizes storages, which a graph cannot; the checkpoint already drops the output"),
+    ]  # fmt: skip
+
+
+def _with_accelerator() -> list[Patch]:
+    return [Patch(rng.FORK, rng.fork_in_graph, "switches the generator, which a graph cannot")]
+
+
+def _without_accelerator() -> list[Patch]:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    where = WITHOUT_ACCELERATOR
+    made = "a tracker made inside the graph would compile the model twice"
+    return [
+        Patch("torch.cuda:current_device", current_device, "Megatron writes device=torch.cuda.current_device() in a hundred places", where),
+        Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
+        Patch("transformer.utils:get_default_causal_mask", rotary.causal_mask, "makes the mask on CUDA", where),
+        Patch("transformer.utils:get_sliding_window_causal_mask", rotary.sliding_window_causal_mask, "makes the mask on CUDA", where),
+        Patch("transformer.moe.router:Router.gating", moe.gating, "moves the router's weights to CUDA", where),
+        Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),
+        Patch(f"{moe.DISPATCHER}.cuda_dtoh_stream", object(), "makes a CUDA stream where there is none yet", where),
+        Patch(rng.FORK, rng.fork, "forks CUDA's generator", where),
+        Patch(f"{rng.TRACKER}.add", rng.add, "seeds CUDA's generator", where),
+        Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER", CudaRNGStatesTracker(), made, where),
+        Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER_INITIALIZED", True, made, where),
+        Patch("tensor_parallel.random:_get_cuda_rng_state", rng.get_state, "reads CUDA's generator", where),
+        Patch("tensor_parallel.random:_set_cuda_rng_state", rng.set_state, "sets CUDA's generator", where),
+        Patch("tensor_parallel.random:model_parallel_cuda_manual_seed", rng.manual_seed, "seeds CUDA's generator", where),
+    ]
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _rotary_forward() -> Any:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    return rotary.without_cache(RotaryEmbedding.__dict__["forward"])
+
+
+def current_device() -> torch.device:
+    """``torch.cuda.current_device`` where Megatron uses it as a device."""
+    return torch.device("cpu")

@@ -1,0 +1,132 @@
+"""Megatron-core GPT: runs without CUDA, is captured whole, and trains as an independent implementation does."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch._dynamo
+from gpt_models import COUNTS, batch, tiny_gpt, train
+from models import fusion_counts
+from reference import loss_per_token
+
+import mindspeed_fx.megatron
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    assert (actual[0] - expected[0]).abs() <= tolerance * expected[0].abs()
+    assert actual[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        assert (actual[1][name] - grad).abs().max() <= tolerance * grad.abs().max() + 1e-9, name
+
+
+def oracle(model, inputs, layers=2):
+    state = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    loss = loss_per_token(state, inputs, layers, 4, 2).mean()
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in state.items()}
+
+
+@pytest.mark.parametrize("config", [{}, {"tie": True}, {"bias_activation_fusion": True}, {"bias_activation_fusion": False}, {"attention_softmax_in_fp32": True}, {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}])
+def test_one_graph_right_gradients_exact_counts(config):
+    model, inputs = tiny_gpt(**config), batch()
+    expected = oracle(model, inputs)
+    assert_close(train(model, inputs), expected)
+    compiled = torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+    assert_close(train(model, inputs, compiled), expected)
+    torch._dynamo.reset()
+    report = mindspeed_fx.explain(model, options={"codegen": "eager"}, **inputs)
+    assert report.graph_count == 1 and report.break_reasons == []
+    assert fusion_counts(report) == COUNTS
+    assert {s.module for s in report.sites("fusion.attention")} == {f"decoder.layers.{i}.self_attention.core_attention" for i in range(2)}
+
+
+def test_dynamic_sequence_is_one_graph():
+    from mindspeed_fx.report import recorder
+
+    model = tiny_gpt(seq=64)
+    with recorder.collecting() as graphs:
+        compiled = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=True, options={"codegen": "eager"})
+        for size, seq in ((2, 16), (3, 16), (2, 24), (4, 33)):
+            assert_close(train(model, batch(size, seq), compiled), oracle(model, batch(size, seq)))
+    assert len(graphs) == 1 and graphs[0].counts["fusion.attention"] == 2
+
+
+def test_dropout_runs_and_is_reported():
+    model = tiny_gpt(dropout=0.1)
+    report = mindspeed_fx.explain(model, options={"codegen": "eager"}, **batch())
+    assert report.graph_count == 1 and report.counts["fusion.attention"] == 0
+    assert {s.reason for s in report.skipped("fusion.attention")} == {"dropout of 0.1 on the attention weights"}
+    model.eval()
+    torch._dynamo.reset()
+    assert mindspeed_fx.explain(model, options={"codegen": "eager"}, **batch()).counts["fusion.attention"] == 2
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy_is_megatrons(smoothing):
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+
+    assert dist.get_world_size() == 1
+    logits, target = torch.randn(5, 2, 11, requires_grad=True), torch.randint(0, 11, (5, 2))
+    loss = vocab_parallel_cross_entropy(logits, target, smoothing)
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    # Megatron's own autograd.Function, which the adaptor does not touch.
+    from megatron.core.tensor_parallel.cross_entropy import _VocabParallelCrossEntropy
+
+    expected = _VocabParallelCrossEntropy.apply(logits, target, smoothing)
+    (expected_grad,) = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grad, expected_grad)
+    assert VocabParallelCrossEntropy is not None
+
+
+def test_moe_runs_and_what_breaks_is_said():
+    model, inputs = tiny_gpt(experts=4), batch()
+    report = mindspeed_fx.explain(model, options={"codegen": "eager"}, **inputs)
+    assert report.graph_count >= 1
+    if report.break_reasons:
+        assert any("MoE" in limit for limit in mindspeed_fx.megatron.known_limits())
+    torch._dynamo.reset()
+    expected = train(model, inputs)
+    assert_close(train(model, inputs, torch.compile(model, backend="mindspeed", options={"codegen": "eager"})), expected)
+
+
+def test_undo_restores_everything_and_apply_is_idempotent():
+    import megatron.core.tensor_parallel as tp
+    from megatron.core import jit
+
+    applied = mindspeed_fx.megatron.applied()
+    mindspeed_fx.megatron.apply()
+    assert mindspeed_fx.megatron.applied() == applied and all(reason for _, reason in applied)
+    ours = tp.layers.linear_with_grad_accumulation_and_async_allreduce
+    current_device = torch.cuda.current_device
+    mindspeed_fx.megatron.undo()
+    assert tp.layers.linear_with_grad_accumulation_and_async_allreduce is not ours
+    assert tp.layers.copy_to_tensor_model_parallel_region.__module__ == "megatron.core.tensor_parallel.mappings"
+    assert tp.copy_to_tensor_model_parallel_region.__module__ == "megatron.core.tensor_parallel.mappings"
+    assert torch.cuda.current_device is not current_device and jit.jit_fuser is torch.compile
+    assert mindspeed_fx.megatron.applied() == []
+
+
+def test_the_adaptor_works_after_megatron_was_imported():
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent("""
+        import sys; sys.path[:0] = ["tests", "tests/megatron"]
+        import gpt_models, megatron.core.models.gpt
+        import mindspeed_fx.megatron_adaptor
+        gpt_models.start()
+        model = gpt_models.tiny_gpt()
+        gpt_models.train(model, gpt_models.batch())
+        assert mindspeed_fx.megatron_adaptor.applied()
+    """)], capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unsupported_version_is_one_clear_error(monkeypatch):
+    import importlib.metadata
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.0")
+    mindspeed_fx.megatron.undo()
+    with pytest.raises(ImportError, match=r"supports megatron-core 0\.16\.x; 0\.9\.0 is installed"):
+        mindspeed_fx.megatron.apply()

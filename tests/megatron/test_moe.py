@@ -1,0 +1,80 @@
+"""Mixture of experts on one process: one graph, and the loss and gradients of Megatron's own eager layers."""
+
+import pytest
+import torch
+from gpt_models import batch, tiny_gpt, train
+from torch.nn import functional as F
+
+from mindspeed_fx.megatron import experts, moe
+
+CASES = {
+    "alltoall": {},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "capacity": {"moe_expert_capacity_factor": 0.8},
+    "capacity-padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "aux-and-z-loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01},
+    "shared-expert": {"moe_shared_expert_intermediate_size": 48},
+    "sigmoid-bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "router-fp64": {"moe_router_dtype": "fp64"},
+    "unfused": {"bias_activation_fusion": False},
+    "top-1-input": {"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_pre_softmax": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_graph_as_eager(case):
+    settings = {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "bias_activation_fusion": True} | CASES[case]
+    model, inputs = tiny_gpt(experts=4, layers=1, **settings), batch()
+    expected = train(model, inputs)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(2):
+        loss, grads = train(model, inputs, compiled)
+        torch.testing.assert_close(loss, expected[0])
+        for name, grad in expected[1].items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+def test_scale_of_the_auxiliary_loss_is_read_in_the_backward():
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    model, inputs = tiny_gpt(experts=4, layers=1, moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5), batch()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    router = model.decoder.layers[0].mlp.router.weight
+    grads = []
+    for call in (model, compiled):
+        for scale in (None, 3.0):
+            MoEAuxLossAutoScaler.main_loss_backward_scale = None
+            model.zero_grad()
+            loss = call(**inputs).mean()
+            if scale:
+                MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale))
+            loss.backward()
+            grads.append(router.grad.clone())
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    torch.testing.assert_close(grads[2:], grads[:2], rtol=1e-4, atol=1e-7)
+    assert not torch.allclose(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0], [7, 0, 0], [1, 2, 2]])
+def test_grouped_linear(counts):
+    x, weights, counts = torch.randn(7, 5, dtype=torch.float64, requires_grad=True), [torch.randn(4, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)], torch.tensor(counts)
+    torch.library.opcheck(experts.grouped_linear, (x, weights, counts))
+    assert torch.autograd.gradcheck(lambda x, *w: experts.grouped_linear(x, list(w), counts), (x, *weights))
+    parts = [rows @ w.T for rows, w in zip(x[: counts.sum()].split(counts.tolist()), weights)]
+    expected = F.pad(torch.cat(parts), (0, 0, 0, 7 - int(counts.sum())))
+    torch.testing.assert_close(experts.grouped_linear(x, weights, counts), expected)
+
+
+def test_sort_by_expert_is_megatrons_order():
+    from megatron.core.transformer.moe.moe_utils import permute
+
+    chosen = torch.rand(9, 4).argsort(-1) < 2
+    probs = torch.rand(9, 4) * chosen
+    tokens = torch.randn(9, 3)
+    expected, share, order = permute(tokens, chosen, probs=probs, num_out_tokens=18)
+    token_of_row, share_of_row = moe.sort_by_expert(chosen, probs, 20)
+    assert torch.equal(token_of_row[:18], order) and torch.equal(share_of_row[:18], share)
+    assert torch.equal(tokens[token_of_row[:18]], expected) and (share_of_row[18:] == 0).all()
