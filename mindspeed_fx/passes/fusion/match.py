@@ -197,6 +197,7 @@ def unsafe(region: list[fx.Node], inputs: list[Any]) -> str | None:
 def insert(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
     """A new call before ``before`` with the same origin, fake value computed."""
     kwargs = kwargs or {}
+    args = torch.utils._pytree.tree_map_only(torch.SymInt, lambda size: _size_node(gm, before, size), args)
     with gm.graph.inserting_before(before):
         new = gm.graph.call_function(target, args, kwargs)
     origin = ("nn_module_stack", "stack_trace", "source_fn_stack", "grad_enabled", "custom")
@@ -206,6 +207,25 @@ def insert(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, kwargs
     new.meta["mutated"] = False
     new.meta["needs_grad"] = new.meta.get("grad_enabled", True) and any(a.meta.get("needs_grad") for a in new.all_input_nodes)
     return new
+
+
+def _size_node(gm: fx.GraphModule, before: fx.Node, size: torch.SymInt) -> fx.Node | int:
+    """A node that holds a symbolic size: a graph cannot hold the symbol itself."""
+    if size.node.expr.is_number:
+        return int(size)
+    for n in gm.graph.nodes:
+        if n is before:
+            break
+        val = n.meta.get("val")
+        if isinstance(val, torch.SymInt) and val.node.expr == size.node.expr:
+            return n
+        for dim, length in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
+            if isinstance(length, torch.SymInt) and length.node.expr == size.node.expr:
+                with gm.graph.inserting_before(before):
+                    made = gm.graph.call_function(aten.sym_size.int, (n, dim))
+                made.meta = {"val": length, "mutated": False, "needs_grad": False, "grad_enabled": before.meta.get("grad_enabled", True)}
+                return made
+    raise RuntimeError(f"no value before {before.name} has the size {size}")
 
 
 def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
