@@ -55,6 +55,24 @@ def _allocations(profile: Any) -> list[int]:
     return [size for _, size in sorted(events, key=lambda e: e[0])]
 
 
+def rivals(model: torch.nn.Module, inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor], **compile_options: Any) -> dict[str, Step]:
+    """One training step of ``model`` under eager, Inductor and mindspeed, each compiled and run once."""
+    steps = {}
+    for name in ("eager", "inductor", "mindspeed"):
+        torch._dynamo.reset()
+        compiled = model if name == "eager" else torch.compile(model, backend=name, **compile_options)
+        steps[name] = training_step(model, compiled, inputs, loss_of)
+        steps[name]()
+    return steps
+
+
+def race(title: str, model: torch.nn.Module, steps: dict[str, Step], rounds: int) -> None:
+    """Print interleaved times and peaks of ``steps``."""
+    header(title)
+    times = interleaved(steps, rounds)
+    table(times, {name: peak_bytes(step, gradient_bytes(model)) for name, step in steps.items()}, "mindspeed")
+
+
 def training_step(model: torch.nn.Module, compiled: Callable, inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor]) -> Step:
     """Forward, loss, backward; gradients freed before the step so that every step allocates them."""
 

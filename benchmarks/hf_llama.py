@@ -21,16 +21,8 @@ def run(name: str, attention: str, rounds: int) -> None:
     model = LlamaForCausalLM(config)
     ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
     inputs = dict(input_ids=ids, labels=ids, use_cache=False)
-    rivals = {}
-    for rival in ("eager", "inductor", "mindspeed"):
-        torch._dynamo.reset()
-        compiled = model if rival == "eager" else torch.compile(model, backend=rival)
-        rivals[rival] = common.training_step(model, compiled, inputs, lambda out: out.loss)
-        rivals[rival]()
-    common.header(f"HF Llama, attn_implementation={attention}, {case}")
-    times = common.interleaved(rivals, rounds)
-    peaks = {rival: common.peak_bytes(step, common.gradient_bytes(model)) for rival, step in rivals.items()}
-    common.table(times, peaks, "mindspeed")
+    steps = common.rivals(model, inputs, lambda out: out.loss)
+    common.race(f"HF Llama, attn_implementation={attention}, {case}", model, steps, rounds)
 
 
 if __name__ == "__main__":

@@ -46,16 +46,8 @@ def run(name: str, rounds: int) -> None:
     model = build(**case)
     ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
     inputs = dict(input_ids=ids, position_ids=torch.arange(case["seq"]).expand_as(ids), attention_mask=None, labels=ids.roll(-1, 1))
-    rivals = {}
-    for rival in ("eager", "inductor", "mindspeed"):
-        torch._dynamo.reset()
-        compiled = model if rival == "eager" else torch.compile(model, backend=rival, fullgraph=True)
-        rivals[rival] = common.training_step(model, compiled, inputs, lambda loss: loss.mean())
-        rivals[rival]()
-    common.header(f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, float32")
-    times = common.interleaved(rivals, rounds)
-    peaks = {rival: common.peak_bytes(step, common.gradient_bytes(model)) for rival, step in rivals.items()}
-    common.table(times, peaks, "mindspeed")
+    steps = common.rivals(model, inputs, lambda loss: loss.mean(), fullgraph=True)
+    common.race(f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, float32", model, steps, rounds)
 
 
 if __name__ == "__main__":

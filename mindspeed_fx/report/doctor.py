@@ -10,6 +10,7 @@ import pathlib
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -32,6 +33,7 @@ def examine() -> dict[str, Any]:
         "targets": [{"target": t, "codegen": c, "works": why is None, "reason": why or ""} for t, c, why in targets],
         "torch_compile": compat.torch_compile_replaced() or "is torch's own",
         "entry_point": "registered" if _entry_point() else "missing: install the package (pip install mindspeed-fx), or import mindspeed_fx.backend and pass the function",
+        "megatron_patches": _megatron_patches(),
         "caches": compat.cache_directory(),
     }
 
@@ -55,6 +57,12 @@ def npu_problem() -> str | None:
     if not (os.environ.get("ASCEND_HOME_PATH") or os.path.isdir("/usr/local/Ascend")):
         return "CANN is not installed (ASCEND_HOME_PATH is not set)"
     return None
+
+
+def _megatron_patches() -> list[str]:
+    """Patches that the Megatron adaptor has in force in this process."""
+    adaptor = sys.modules.get("mindspeed_fx.megatron")
+    return [f"{target}: {reason}" for target, reason in adaptor.applied()] if adaptor else []
 
 
 def _version(package: str) -> str | None:

@@ -72,7 +72,7 @@ def _pass(number: int, run: PassRun) -> str:
     if changed(run):
         parts += ["<p><b>Difference</b></p>", _diff(diff_text(run))]
     inside = "".join(parts) or '<p class="muted">Nothing to rewrite in this graph.</p>'
-    head = f"<b>{escape(report.name)}</b> <span class=muted>{escape(run.stage)}</span>: {len(report.rewrites)} rewrites, {len(report.skipped)} near misses, nodes {run.nodes_before} → {run.nodes_after}, {run.seconds * 1e3:.1f} ms"
+    head = f"<b>{escape(report.name)}</b> <span class=muted>{escape(run.stage)}</span>: {len(report.rewrites)} rewritten, {len(report.skipped)} near misses, nodes {run.nodes_before} → {run.nodes_after}, {run.seconds * 1e3:.1f} ms"
     return f"<details><summary>{number:02d} {head}</summary><div>{inside}</div></details>"
 
 

@@ -73,14 +73,17 @@ def _complement(band: Band) -> Band | None:
     return Band(-math.inf, band.low - 1, band.outside, band.inside) if band.high == math.inf else None
 
 
-def meaning(n: Any, depth: int = 40) -> Meaning:
-    """What ``n`` says of position (i, j); None when that cannot be told."""
+def meaning(n: Any, depth: int = 40, known: dict[fx.Node, Meaning] | None = None) -> Meaning:
+    """What ``n`` says of position (i, j); None when that cannot be told. Each node is looked at once (``known``)."""
     if isinstance(n, (bool, int, float)):
         return n
+    known = {} if known is None else known
     if depth == 0 or not isinstance(n, fx.Node) or n.op != "call_function" or n.meta.get("mutated"):
         return None
-    handler = _HANDLERS.get(n.target)
-    return handler(n, lambda m: meaning(m, depth - 1)) if handler else None
+    if n not in known:
+        handler = _HANDLERS.get(n.target)
+        known[n] = handler(n, lambda m: meaning(m, depth - 1, known)) if handler else None
+    return known[n]
 
 
 def _arange(n: fx.Node, of) -> Meaning:
