@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
+from mindspeed_fx import compat
+from mindspeed_fx.kernels.attention_blocked import SEQUENCE, causal_attention_backward_blocked
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 aten = torch.ops.aten
@@ -113,7 +115,7 @@ def _backward(ctx, grad, _grad_lse):
 torch.library.register_autograd("mindspeed::attention", _backward, setup_context=_setup, lib=LIBRARY)
 
 
-# --------------------------------------------------------------------------- cpu: ATen's flash kernel
+# --------------------------------------------------------------------------- cpu: ATen's flash kernel, or our own backward
 
 
 def _cpu_supports(q, k, v, mask, causal, scale):
@@ -136,6 +138,24 @@ def _cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _cpu_backward_supports(grad, q, k, v, out, lse, mask, causal, scale):
     return _cpu_supports(q, k, v, mask, causal, scale)
+
+
+def _blocked_supports(grad, q, k, v, out, lse, mask, causal, scale):
+    if mask is not None or not causal:
+        return "not causal alone"
+    rows, keys = q.shape[2], k.shape[2]
+    if isinstance(rows, torch.SymInt) or isinstance(keys, torch.SymInt) or rows != keys:
+        return "sequence lengths of queries and keys are not fixed and equal"
+    if rows not in SEQUENCE:
+        return f"flash is the faster at {rows} rows"
+    if {x.dtype for x in (grad, q, k, v)} != {torch.float32}:
+        return f"type {q.dtype}"
+    return None if compat.onednn_beats_blas() else "measured on other vendors' processors only"
+
+
+@attention_backward.lower("cpu")("attention backward in blocks of rows", _blocked_supports)
+def _cpu_backward_blocked(grad, q, k, v, out, lse, mask, causal, scale):
+    return causal_attention_backward_blocked.overload(grad, q, k, v, lse, scale)
 
 
 @attention.lower("cpu")("aten flash attention", _cpu_supports)

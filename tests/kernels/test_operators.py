@@ -7,6 +7,7 @@ import torch
 
 import mindspeed_fx.kernels as kernels
 from mindspeed_fx import compat
+from mindspeed_fx.kernels import attention_blocked
 
 ops = torch.ops.mindspeed
 
@@ -76,6 +77,31 @@ def test_cpu_attention_kernel_is_the_reference(dtype, heads, causal, mask):
     for have, want in zip(backward.choose("cpu", args, {})[0].build(*args), backward.reference(*args), strict=True):
         assert layout(have) == layout(want)
         torch.testing.assert_close(have, want, rtol=4 * tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("seq", [1, 64, 200])
+@pytest.mark.parametrize("kv_heads, v_dim", [(4, 16), (2, 8), (1, 24)])
+@pytest.mark.parametrize("budget", [1, 2**20])
+def test_attention_backward_in_blocks_is_the_reference(monkeypatch, seq, kv_heads, v_dim, budget):
+    monkeypatch.setattr(attention_blocked, "SCORES", budget)  # 1: a batch at a time
+    shapes = ((4, 16), (kv_heads, 16), (kv_heads, v_dim), (4, v_dim))
+    q, k, v, grad = (torch.randn(3, seq, n, d, dtype=torch.double).transpose(1, 2) for n, d in shapes)
+    out, lse = ops.attention(q, k, v, None, True, 0.25)
+    have = ops.causal_attention_backward_blocked(grad, q, k, v, lse, 0.25)
+    for h, want in zip(have, ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.25), strict=True):
+        assert layout(h) == layout(want)
+        torch.testing.assert_close(h, want)
+
+
+@pytest.mark.parametrize("seq, causal, dtype, reason", [
+    (512, True, torch.float32, None), (128, True, torch.float32, "faster at 128"), (1024, True, torch.float32, "faster at 1024"),
+    (512, False, torch.float32, "not causal"), (512, True, torch.bfloat16, "bfloat16"),
+])
+def test_when_attention_goes_backward_in_blocks(monkeypatch, seq, causal, dtype, reason):
+    monkeypatch.setattr(compat, "onednn_beats_blas", lambda: True)
+    q, k, v, grad = (torch.empty(1, 4, seq, 16, dtype=dtype, device="meta") for _ in range(4))
+    lowering, reasons = kernels.REGISTRY[ops.attention_backward.default].choose("cpu", (grad, q, k, v, grad, q[..., 0].float(), None, causal, 0.25), {})
+    assert ("blocks" in lowering.kernel) == (reason is None) and (reason is None or reason in reasons[0])
 
 
 def test_a_kernel_that_cannot_says_why():
