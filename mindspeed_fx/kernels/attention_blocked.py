@@ -1,6 +1,6 @@
 """Backward of causal self-attention on CPU as a few large matrix products per block of rows.
 
-ATen's flash backward multiplies tiles of 64 rows one at a time; between 192 and 1023 rows per sequence those are too
+ATen's flash backward multiplies tiles of 64 rows one at a time; between about 320 and 1023 rows per sequence those are too
 small for the BLAS underneath. Here one batched product serves a block of rows of every head, the keys above the
 diagonal are left out as flash does, and work buffers are reused, so the extra memory is a few blocks of scores.
 Source: Dao 2023, "FlashAttention-2", algorithm 2; measured by benchmarks/attention_cpu.py.
@@ -19,7 +19,7 @@ ROWS = 64
 SCORES = 2**20
 """Elements of one work buffer to aim at: two of them stay in a last-level cache."""
 
-SEQUENCE = range(192, 1024)
+SEQUENCE = range(320, 1024)
 """Where flash is slower; below and above it is not."""
 
 
