@@ -7,7 +7,7 @@ import torch
 
 import mindspeed_fx.kernels as kernels
 from mindspeed_fx import compat
-from mindspeed_fx.kernels import attention_blocked
+from mindspeed_fx.kernels import attention_blocked, glu
 
 ops = torch.ops.mindspeed
 
@@ -22,6 +22,9 @@ def cases():
         yield f"rms_norm-{cast_first}-{weight}", ops.rms_norm.default, (double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first)
     yield "swiglu-packed", ops.swiglu.default, (double(3, 8),)
     yield "swiglu-two", ops.swiglu.default, (double(3, 4), double(3, 4))
+    for activation in glu.ACTIVATIONS:
+        yield f"glu-packed-{activation}", ops.glu.default, (double(3, 8), None, activation)
+        yield f"glu-two-{activation}", ops.glu.default, (double(3, 4), double(3, 4), activation)
     for interleaved in (True, False):
         yield f"rope-{interleaved}", ops.rope.default, (double(2, 2, 3, 8), double(3, 8), double(1, 1, 3, 8), interleaved)
     for heads, causal in itertools.product((4, 2, 1), (True, False)):

@@ -1,0 +1,49 @@
+"""GeGLU, ReGLU and GLU: ``activation(gate) * up`` becomes ``mindspeed::glu``.
+
+The activation is gelu (erf or tanh), relu or sigmoid; gate and up may be two tensors or the halves of one, as for SwiGLU.
+A sigmoid or relu times something is a gated linear unit only where both come from matrix products of the same input;
+other products (a router's gate, an attention gate) are left alone. Safe because the operator evaluates the same formula
+in at least the same precision.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, register
+from mindspeed_fx.passes.fusion import gate, match
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, OPERATOR = "fusion.glu", "mindspeed::glu"
+
+
+@register(NAME, stage="captured", level=1, after=("plain functions", "gelu", "swiglu"))
+def glu(gm: fx.GraphModule, context: Context) -> PassReport:
+    """gelu, relu or sigmoid of a gate times up becomes one operator."""
+    return gate.fuse(gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_projections)
+
+
+def _activation(n: fx.Node) -> tuple[fx.Node, tuple] | None:
+    if match.is_call(n, aten.gelu.default):
+        return n.args[0], ("gelu_tanh" if match.argument(n, "approximate", "none") == "tanh" else "gelu",)
+    if match.is_call(n, aten.relu.default):
+        return n.args[0], ("relu",)
+    return (n.args[0], ("sigmoid",)) if match.is_call(n, aten.sigmoid.default) else None
+
+
+def _projections(given: fx.Node, up: fx.Node) -> bool:
+    sources = [_projected(n) for n in (given, up)]
+    return None not in sources and match.same(*sources)
+
+
+def _projected(n: fx.Node) -> fx.Node | None:
+    """The input of the matrix product that ``n`` or the tensor it is a part of comes from."""
+    n = match.uncast(n)
+    piece = match.part(n)
+    n = match.uncast(piece.source) if piece else n
+    while match.is_call(n, *match.VIEWS) or match.is_call(n, *match.ADD):
+        n = match.uncast(n.args[0])
+    if match.is_call(n, aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default):
+        return n.args[0]
+    return n.args[1] if match.is_call(n, aten.addmm.default, aten.baddbmm.default) else None
