@@ -160,7 +160,8 @@ def _cpu_backward_blocked(grad, q, k, v, out, lse, mask, causal, scale):
 
 @attention.lower("cpu")("aten flash attention", _cpu_supports)
 def _cpu(q, k, v, mask, causal, scale):
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_cpu_mask(mask, q), scale=scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_cpu_mask(mask, q), scale=scale)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse  # the kernel's result is stored as q is
 
 
 @attention_backward.lower("cpu")("aten flash attention backward", _cpu_backward_supports)

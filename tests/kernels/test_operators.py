@@ -64,8 +64,11 @@ def layout(x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads, causal, mask", [(4, True, None), (2, True, None), (1, False, None), (2, False, "bool"), (4, False, "bias")])
-def test_cpu_attention_kernel_is_the_reference(dtype, heads, causal, mask):
+@pytest.mark.parametrize("stored", ["bsnd", "bnsd"])
+def test_cpu_attention_kernel_is_the_reference(dtype, heads, causal, mask, stored):
     q, k, v, grad = (torch.randn(2, s, n, 16).transpose(1, 2).to(dtype) for s, n in ((9, 4), (9, heads), (9, heads), (9, 4)))
+    if stored == "bnsd":
+        q, k, v, grad = (x.contiguous() for x in (q, k, v, grad))
     given = {None: None, "bool": torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(2), "bias": torch.randn(1, 1, 9, 9).to(dtype)}[mask]
     operator, backward = kernels.REGISTRY[ops.attention.default], kernels.REGISTRY[ops.attention_backward.default]
     args = (q, k, v, given, causal, 0.25)
