@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 
@@ -79,3 +80,20 @@ def _backward(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::rope", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def _refuse(x, cos, sin):
+    if x.shape[-1] > 1024:
+        return f"heads of {x.shape[-1]} elements, the kernel takes up to 1024"
+    if x.dim() > 4:
+        return "more than three leading dimensions"
+    if not all(t.stride(-1) == 1 for t in (x, cos, sin)):
+        return "the last dimension is not contiguous"
+    return triton.refuse_types(x.shape[-1], x=x, cos=cos, sin=sin)
+
+
+triton.kernel(rope, _fake, "rope.forward", "all heads of a token share the angles", lambda x, cos, sin, interleaved: _refuse(x, cos, sin))
+triton.kernel(
+    rope_backward, _fake_backward, "rope.backward", "the rotation the other way",
+    lambda grad, x, cos, sin, interleaved, need_angles: "the angles have gradients" if need_angles else _refuse(grad, cos, sin),
+)

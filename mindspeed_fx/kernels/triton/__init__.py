@@ -1,0 +1,79 @@
+"""Triton kernels of the operators: one file each, next to nothing here, and triton itself imported at the first launch.
+
+The kernels are plain ``tl`` in the subset that triton-ascend shares: a one-dimensional grid of persistent programs, row
+width and tile as compile-time constants, partial sums instead of atomics, scalar 64-bit bases with 32-bit offsets. What
+depends on a device (programs, tile, warps) is chosen by the launchers, with the help of ``launch.py``.
+
+Each kernel is an opaque operator ``mindspeed::<operator>_triton``, so that Inductor calls it as one call, its caches see
+only the call, and the same call runs in Triton's interpreter on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mindspeed_fx.kernels.base import Operator, operator
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+WIDTH = 2**18
+"""Widest row: no kernel was compiled or checked beyond it."""
+
+
+def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, supports: Callable[..., str | None]) -> None:
+    """Give ``of`` a Triton kernel on "cuda".
+
+    Args:
+        of: the operator; the kernel takes and returns the same.
+        fake: the operator's fake.
+        launcher: "<file>.<function>" under this package.
+        what: the kernel in a few words, for reports.
+        supports: reason why these fake arguments are not for this kernel, or None. That triton is there is checked here.
+    """
+    file, function = launcher.split(".")
+    name = of.overload._schema.name
+    schema = str(of.overload._schema).replace(name, f"{name}_triton", 1).removeprefix("mindspeed::")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{file}"), function)(*args, **kwargs)
+
+    made = operator(schema, fake, opaque=True)(run)
+    of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs))(made.overload)
+
+
+@functools.cache
+def missing() -> str | None:
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def refuse(width: Any, **tensors: Tensor | None) -> str | None:
+    """Why a kernel over rows of ``width`` elements cannot take ``tensors``, by name; None when it can.
+
+    Each tensor must have one of :data:`DTYPES` and be [..., n] with rows of adjacent elements, the rows evenly spaced.
+    """
+    uneven = (f"the rows of {name} are not contiguous or not evenly spaced" for name, x in tensors.items() if x is not None and not _evenly_spaced_rows(x))
+    return refuse_types(width, **tensors) or next(uneven, None)
+
+
+def refuse_types(width: Any, **tensors: Tensor | None) -> str | None:
+    """:func:`refuse` for a kernel that takes any strides."""
+    if not isinstance(width, int):
+        return "the row width is symbolic"
+    if not 0 < width <= WIDTH:
+        return f"rows of {width} elements, the kernel takes 1 to {WIDTH}"
+    others = (f"{name} is {x.dtype}".replace("torch.", "") for name, x in tensors.items() if x is not None and x.dtype not in DTYPES)
+    return next(others, None)
+
+
+def _evenly_spaced_rows(x: Tensor) -> bool:
+    if not statically_known_true(x.stride(-1) == 1):
+        return statically_known_true(x.shape[-1] == 1)
+    dims = [(n, s) for n, s in zip(x.shape[:-1], x.stride()[:-1]) if not statically_known_true(n == 1)]
+    return all(statically_known_true(outer == n * inner) for (_, outer), (n, inner) in zip(dims, dims[1:]))

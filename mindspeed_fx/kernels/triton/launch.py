@@ -1,0 +1,48 @@
+"""How a kernel is started: how many programs, how many warps, on which device. Triton is not imported here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+THREAD = 16
+"""Elements of a tile per thread: two 16-byte loads of a 16-bit type."""
+
+INTERPRETED = 3
+"""Programs in the interpreter: few, so that there too a program has several pieces of work."""
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``: upstream Triton's tiles have no other sizes."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def warps(elements: int) -> int:
+    """Warps for a tile of ``elements``, :data:`THREAD` per thread."""
+    return min(32, max(1, power_of_two(elements // (32 * THREAD))))
+
+
+def programs(x: Tensor, work: int, num_warps: int, resident: int) -> int:
+    """Size of the grid: enough programs to put ``resident`` warps on every multiprocessor, no more than pieces of work."""
+    return min(work, _multiprocessors(x.device) * max(1, resident // num_warps) if x.device.type == "cuda" else INTERPRETED)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(kernel: Any, grid: int, *args: Any, num_warps: int, **constants: Any) -> None:
+    """Start ``kernel`` on ``grid`` programs, on the device of its first argument; an empty grid is no launch."""
+    if grid:
+        with torch.cuda.device_of(args[0]):
+            kernel[(grid,)](*args, num_warps=num_warps, **constants)
+
+
+def rows(x: Tensor) -> Tensor:
+    """``x`` [..., width] as [rows, width] with adjacent elements in a row; copies what is laid out otherwise."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()

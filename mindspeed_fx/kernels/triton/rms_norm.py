@@ -1,0 +1,194 @@
+"""RMSNorm in Triton: rows that fit a tile are read once; wider ones are walked in column blocks, twice.
+
+The gradient of the weight is summed per program, in a fixed order, and then over programs: deterministic, no atomics.
+Source: the fused backward of Liger Kernel (Hsu et al. 2024); partial sums as in Triton's layer norm tutorial.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, rows, warps
+
+TILE = 4096
+"""Elements that a tile of narrow rows aims at."""
+
+FORWARD_WHOLE, BACKWARD_WHOLE = 2**16, 8192
+"""Bytes and elements of the widest row kept in registers: wider ones spill on sm_80 or sm_90 (tests/kernels/test_triton.py)."""
+
+SPLIT = 16384
+"""Column block of wider rows: one program of 32 warps per multiprocessor, so that the rows in flight stay in the L2 cache
+between the two walks."""
+
+
+@triton.jit
+def rms_norm_forward(x_ptr, w_ptr, y_ptr, rstd_ptr, count, eps, N: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    lines = tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        base = tl.cast(first, tl.int64)
+        there = lines < count - first
+        mask = there[:, None] & (cols < N)
+        x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0)
+        wide = x.to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / N + eps)
+        tl.store(rstd_ptr + base + lines, rstd, mask=there)
+        y = wide * rstd[:, None]
+        if WEIGHT:
+            if CAST_FIRST:
+                y = y.to(x.dtype).to(tl.float32)
+            y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + base * N + lines[:, None] * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rms_norm_forward_wide(x_ptr, w_ptr, y_ptr, rstd_ptr, count, eps, N: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+        base = tl.cast(row, tl.int64)
+        squares = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, N, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            wide = tl.load(x_ptr + base * X_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
+            squares += wide * wide
+        rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / N + eps)
+        tl.store(rstd_ptr + base, rstd)
+        for start in range(0, N, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + base * X_STRIDE + cols, mask=cols < N, other=0.0)
+            y = x.to(tl.float32) * rstd
+            if WEIGHT:
+                if CAST_FIRST:
+                    y = y.to(x.dtype).to(tl.float32)
+                y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            tl.store(y_ptr + base * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def rms_norm_backward(g_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, partial_ptr, count, N: tl.constexpr, G_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT: tl.constexpr, NEED_WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    lines = tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        base = tl.cast(first, tl.int64)
+        there = lines < count - first
+        mask = there[:, None] & (cols < N)
+        x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0)
+        g = tl.load(g_ptr + base * G_STRIDE + lines[:, None] * G_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + base + lines, mask=there, other=0.0)[:, None]
+        normal = x.to(tl.float32) * rstd
+        h = g
+        if WEIGHT:
+            h = g * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        mean = tl.sum(h * normal, axis=1)[:, None] / N
+        tl.store(dx_ptr + base * N + lines[:, None] * N + cols, (rstd * (h - normal * mean)).to(dx_ptr.dtype.element_ty), mask=mask)
+        if NEED_WEIGHT:
+            if CAST_FIRST:
+                normal = normal.to(x.dtype).to(tl.float32)
+            dw += g * normal
+    if NEED_WEIGHT:
+        cols = tl.arange(0, BLOCK)
+        tl.store(partial_ptr + tl.program_id(0) * N + cols, tl.sum(dw, axis=0), mask=cols < N)
+
+
+@triton.jit
+def rms_norm_backward_wide(g_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, count, N: tl.constexpr, G_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+        base = tl.cast(row, tl.int64)
+        rstd = tl.load(rstd_ptr + base)
+        products = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, N, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + base * X_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
+            h = tl.load(g_ptr + base * G_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
+            if WEIGHT:
+                h *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            products += h * x
+        mean = tl.sum(products, axis=0) * rstd / N
+        for start in range(0, N, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + base * X_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
+            h = tl.load(g_ptr + base * G_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
+            if WEIGHT:
+                h *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + base * N + cols, (rstd * (h - x * rstd * mean)).to(dx_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def rms_norm_weight_gradient(g_ptr, x_ptr, rstd_ptr, partial_ptr, count, chunks, N: tl.constexpr, G_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows dealt out over ``chunks``: chunk c sums rows c * ROWS, (c + chunks) * ROWS ... of one column block."""
+    BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    lines = tl.arange(0, ROWS)
+    for item in range(tl.program_id(0), chunks * BLOCKS, tl.num_programs(0)):
+        chunk = item // BLOCKS
+        cols = (item % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        dw = tl.zeros([ROWS, BLOCK], tl.float32)
+        for first in range(chunk * ROWS, count, chunks * ROWS):
+            base = tl.cast(first, tl.int64)
+            there = lines < count - first
+            mask = there[:, None] & (cols < N)
+            x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0)
+            g = tl.load(g_ptr + base * G_STRIDE + lines[:, None] * G_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+            normal = x.to(tl.float32) * tl.load(rstd_ptr + base + lines, mask=there, other=0.0)[:, None]
+            if CAST_FIRST:
+                normal = normal.to(x.dtype).to(tl.float32)
+            dw += g * normal
+        cols = (item % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(partial_ptr + chunk * N + cols, tl.sum(dw, axis=0), mask=cols < N)
+
+
+def forward(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool) -> tuple[Tensor, Tensor]:
+    """``mindspeed::rms_norm``: y [..., hidden] contiguous and rstd [..., 1] float32 of x [..., hidden]."""
+    dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and cast_first else x.dtype
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    lines = rows(x)
+    count, n = lines.shape
+    args = (lines, x if weight is None else weight.contiguous(), y, rstd, count, eps)
+    constants = {"N": n, "X_STRIDE": lines.stride(0), "WEIGHT": weight is not None, "CAST_FIRST": cast_first}
+    if n * x.element_size() > FORWARD_WHOLE:
+        launch(rms_norm_forward_wide, programs(x, count, 32, 32), *args, num_warps=32, **constants, BLOCK=SPLIT)
+        return y, rstd
+    tile, num_warps = _tile(n)
+    launch(rms_norm_forward, programs(x, -(-count // tile["ROWS"]), num_warps, 64), *args, num_warps=num_warps, **constants, **tile)
+    return y, rstd
+
+
+def backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cast_first: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    """``mindspeed::rms_norm_backward``: dx [..., hidden] contiguous, dweight [hidden] (empty unless ``need_weight``)."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    g, lines, rstd = rows(grad), rows(x), rstd.contiguous()
+    count, n = lines.shape
+    w = x if weight is None else weight.contiguous()
+    constants = {"N": n, "G_STRIDE": g.stride(0), "X_STRIDE": lines.stride(0), "WEIGHT": weight is not None}
+    if n <= BACKWARD_WHOLE:
+        tile, num_warps = _tile(n)
+        # Every program leaves a partial sum of the weight's gradient: as few programs as keep the registers full.
+        grid = programs(x, -(-count // tile["ROWS"]), num_warps, 16)
+        partial = x.new_empty((grid if need_weight else 0, n), dtype=torch.float32)
+        args = (g, lines, w, rstd, dx, partial if need_weight else dx, count)
+        launch(rms_norm_backward, grid, *args, num_warps=num_warps, **constants, NEED_WEIGHT=need_weight, CAST_FIRST=cast_first, **tile)
+        return dx, partial.sum(0).to(weight.dtype) if need_weight else x.new_empty(0)
+    launch(rms_norm_backward_wide, programs(x, count, 32, 32), g, lines, w, rstd, dx, count, num_warps=32, **constants, BLOCK=SPLIT)
+    return dx, _weight_gradient(g, lines, rstd, cast_first).to(weight.dtype) if need_weight else x.new_empty(0)
+
+
+def _weight_gradient(g: Tensor, x: Tensor, rstd: Tensor, cast_first: bool) -> Tensor:
+    """Float32 sum over rows of g * x * rstd, where one program cannot hold a whole row of sums."""
+    count, n = x.shape
+    tile = {"ROWS": 4, "BLOCK": TILE // 4}
+    blocks, num_warps = -(-n // tile["BLOCK"]), warps(TILE)
+    grid = programs(x, blocks * -(-count // tile["ROWS"]), num_warps, 32)
+    chunks = -(-grid // blocks)
+    partial = x.new_empty((chunks, n), dtype=torch.float32)
+    launch(rms_norm_weight_gradient, grid, g, x, rstd, partial, count, chunks, num_warps=num_warps, N=n, G_STRIDE=g.stride(0), X_STRIDE=x.stride(0), CAST_FIRST=cast_first, **tile)
+    return partial.sum(0)
+
+
+def _tile(n: int) -> tuple[dict[str, int], int]:
+    """Tile [ROWS, BLOCK] of whole rows, and its warps."""
+    block = power_of_two(n)
+    lines = max(1, TILE // block)
+    return {"ROWS": lines, "BLOCK": block}, warps(lines * block)

@@ -1,0 +1,164 @@
+"""The Triton kernels: values in Triton's interpreter, code for real devices by offline compilation, both on CPU; and on CUDA.
+
+What imports triton runs in processes of its own (triton_worker.py). They find it installed, or in the directory that
+MINDSPEED_FX_TRITON names, which keeps it out of every other test:
+
+    pip install --no-deps --target build/triton triton==3.9.0
+    MINDSPEED_FX_TRITON=build/triton python -m pytest tests/kernels/test_triton.py
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import triton_cases as cases
+from mindspeed_fx.kernels import REGISTRY, triton
+
+HERE = pathlib.Path(__file__).parent
+FOUND = os.environ.get("MINDSPEED_FX_TRITON")
+needs_triton = pytest.mark.skipif(not FOUND and importlib.util.find_spec("triton") is None, reason="triton is not installed, nor named by MINDSPEED_FX_TRITON")
+
+KERNELS = {"rms_norm_forward", "rms_norm_forward_wide", "rms_norm_backward", "rms_norm_backward_wide", "rms_norm_weight_gradient", "swiglu_forward", "swiglu_backward", "rope_rotate", "cross_entropy_forward", "cross_entropy_backward"}
+
+
+SPILLED = 8
+"""Bytes per thread: ptxas holds one backward to 80 registers, for occupancy, and leaves two values on the stack."""
+
+
+@functools.cache
+def worker(mode):
+    paths = [os.path.abspath(FOUND)] if FOUND else []
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(HERE.parents[1])])}
+    run = subprocess.run([sys.executable, str(HERE / "triton_worker.py"), mode], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", [c.name for c in cases.CASES])
+def test_values_in_the_interpreter(case, dtype):
+    distances = worker("interpret")[f"{case}-{dtype}"]
+    assert len(distances) >= 2 and all(d <= 1 for d in distances.values()), distances
+
+
+@needs_triton
+@pytest.mark.parametrize("weight", ["float16", "float32"])
+def test_where_the_norm_is_rounded(weight):
+    shares = worker("interpret")[f"cast_first-{weight}"]
+    assert shares["True-True"] > 0.99 and shares["False-False"] > 0.99, shares
+    assert shares["True-False"] < 0.9 and shares["False-True"] < 0.9, shares
+
+
+@needs_triton
+@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+def test_a_model_lowered_to_the_kernels(codegen):
+    found = worker("lower")[codegen]
+    assert len(found["kernels"]) == 8 and all(": triton, " in k for k in found["kernels"]), found
+    assert found["error"] < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+def test_compiled_for_real_devices(kernel):
+    found = {k: v for k, v in worker("compile").items() if k.split()[0] == kernel}
+    assert {k.split()[-1] for k in found} == {"sm_80", "sm_90"}
+    for name, made in found.items():
+        assert made["cubin"] > 0, name
+        assert made["stack"] <= SPILLED, f"{name} spills registers"
+        assert made["registers"] * 32 * made["warps"] <= 65536, f"{name} does not fit a multiprocessor"
+        assert made["wide_loads"] > 0, f"{name} reads no 16 bytes at once"
+
+
+@needs_triton
+def test_every_kernel_was_compiled():
+    assert {k.split()[0] for k in worker("compile")} == KERNELS
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("name, args, reason", [
+    ("rms_norm", (meta(4, 8), meta(8), 1e-5, True), None),
+    ("rms_norm", (meta(4, 16)[:, :8], None, 1e-5, True), None),
+    ("rms_norm", (meta(4, 8, dtype=torch.float64), None, 1e-5, True), "x is float64"),
+    ("rms_norm", (meta(8, 4).t(), None, 1e-5, True), "rows of x"),
+    ("rms_norm", (meta(3, 4, 8).transpose(0, 1), None, 1e-5, True), "rows of x"),
+    ("rms_norm_backward", (meta(1).expand(4, 8), meta(4, 8), None, meta(4, 1, dtype=torch.float32), True, False), "rows of grad"),
+    ("swiglu", (meta(4, 16),), None),
+    ("swiglu", (meta(4, 2**18 + 2),), "262146 elements"),
+    ("swiglu_backward", (meta(4, 8), meta(4, 8), meta(8, 4).t()), "rows of up"),
+    ("rope", (meta(2, 6, 4, 8).transpose(1, 2), meta(6, 8), meta(6, 8), False), None),
+    ("rope", (meta(2, 2, 4, 6, 8), meta(6, 8), meta(6, 8), False), "leading dimensions"),
+    ("rope", (meta(6, 2048), meta(6, 2048), meta(6, 2048), False), "heads of 2048"),
+    ("rope_backward", (meta(6, 8), meta(6, 8), meta(6, 8), meta(6, 8), False, True), "angles have gradients"),
+    ("cross_entropy", (meta(4, 2**18), meta(4, dtype=torch.int64), -100, 0.1), None),
+    ("cross_entropy", (meta(4, 2**18 + 1), meta(4, dtype=torch.int64), -100, 0.1), "262145 elements"),
+])
+def test_when_a_kernel_is_refused(monkeypatch, name, args, reason):
+    monkeypatch.setattr(triton, "missing", lambda: None)
+    lowering, reasons = REGISTRY[getattr(torch.ops.mindspeed, name).default].choose("cuda", args, {})
+    assert (lowering is not None) == (reason is None) and (reason is None or reason in reasons[0]), reasons
+
+
+def test_without_triton(monkeypatch):
+    hide = "import sys; sys.modules['triton'] = None; import mindspeed_fx.kernels"
+    assert subprocess.run([sys.executable, "-c", hide], cwd=HERE.parents[1]).returncode == 0
+    monkeypatch.setattr(triton, "missing", lambda: "triton is not installed")
+    lowering, reasons = REGISTRY[torch.ops.mindspeed.rms_norm.default].choose("cuda", (meta(4, 8), None, 1e-5, True), {})
+    assert lowering is None and "triton is not installed" in reasons[0]
+
+
+# ---------------------------------------------------------------- on a CUDA device
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", cases.TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda c: c.name)
+def test_values_on_cuda(case, dtype):
+    distances = cases.distances(case, dtype, "cuda")
+    assert all(d <= 1 for d in distances.values()), distances
+
+
+@cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("weight", [torch.float16, torch.float32], ids=str)
+def test_where_the_norm_is_rounded_on_cuda(weight):
+    shares = cases.equal_shares(weight, "cuda")
+    assert shares["True-True"] > 0.99 and shares["False-False"] > 0.99 and shares["True-False"] < 0.9 and shares["False-True"] < 0.9, shares
+
+
+@cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+def test_a_model_on_cuda(codegen):
+    found = cases.through_the_backend("cuda", {"codegen": codegen})
+    assert len(found["kernels"]) == 8 and all(": triton, " in k for k in found["kernels"]), found
+    assert found["error"] < 1e-5
+
+
+@cuda
+@pytest.mark.cuda
+def test_offsets_beyond_32_bits():
+    tokens, vocab = 20000, 131072  # 2.6e9 logits
+    logits = torch.zeros(tokens, vocab, dtype=torch.bfloat16, device="cuda")
+    logits[-3:] = torch.randn(3, vocab)
+    target = torch.arange(tokens, device="cuda")
+    loss, lse = torch.ops.mindspeed.cross_entropy_triton(logits, target, -100, 0.0)
+    args = (logits[-3:].double(), target[-3:], -100, 0.0)
+    want, want_lse = torch.ops.mindspeed.cross_entropy(*args)
+    torch.testing.assert_close(loss[-3:].double(), want, rtol=1e-5, atol=1e-5)
+    grad = torch.ops.mindspeed.cross_entropy_backward_triton(torch.ones_like(loss), logits, target, lse, -100, 0.0)
+    want_grad = torch.ops.mindspeed.cross_entropy_backward(torch.ones_like(want), args[0], args[1], want_lse, -100, 0.0)
+    torch.testing.assert_close(grad[-3:].double(), want_grad, rtol=1e-2, atol=1e-7)

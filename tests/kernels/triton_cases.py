@@ -1,0 +1,176 @@
+"""Arguments for the Triton kernels, and their distance from the operators' float64 references; used on CPU and CUDA alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+
+import mindspeed_fx.kernels  # noqa: F401
+from mindspeed_fx.report import recorder
+
+ops = torch.ops.mindspeed
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Two roundings of the type; for bfloat16 two truncations, which is what Triton's interpreter does."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    operator: str
+    make: Callable[[Callable[..., torch.Tensor]], tuple]
+    """From a maker of random tensors, ``new(*shape)``, to the arguments of the forward."""
+    backward: Callable[[tuple, tuple, torch.Tensor], tuple]
+    """From arguments, results and the gradient of the first result to the arguments of the backward."""
+
+
+def rms_norm(name: str, rows: int, hidden: int, weight: bool = True, cast_first: bool = False, strided: bool = False) -> Case:
+    def make(new):
+        x = new(rows, 2 * hidden)[:, hidden:] if strided else new(rows, hidden)
+        return x, new(hidden) if weight else None, 1e-5, cast_first
+
+    return Case(f"rms_norm-{name}", "rms_norm", make, lambda args, out, grad: (grad, args[0], args[1], out[1], cast_first, weight))
+
+
+def swiglu(name: str, rows: int, ffn: int, up: bool, strided: bool = False) -> Case:
+    def make(new):
+        if strided:
+            return new(rows, 2, ffn).unbind(1)
+        return (new(rows, ffn), new(rows, ffn)) if up else (new(2, rows // 2, 2 * ffn),)
+
+    return Case(f"swiglu-{name}", "swiglu", make, lambda args, out, grad: (grad, *args))
+
+
+def rope(name: str, x: tuple, angles: tuple, interleaved: bool, transposed: bool = False) -> Case:
+    def make(new):
+        return (new(*x).transpose(1, 2) if transposed else new(*x)), new(*angles), new(*angles), interleaved
+
+    return Case(f"rope-{name}", "rope", make, lambda args, out, grad: (grad, *args, False))
+
+
+def cross_entropy(name: str, tokens: int, vocab: int, smoothing: float = 0.0, ignored: int | None = None, strided: bool = False, mean: bool = False) -> Case:
+    def make(new):
+        logits = 2 * (new(tokens, vocab + 5)[:, :vocab] if strided else new(tokens, vocab))
+        logits[0, : vocab // 2] = float("-inf") if not smoothing else 0.0
+        target = (torch.arange(tokens) * 7919 + vocab - 1).remainder(vocab)
+        if ignored is not None:
+            target[1::3] = ignored
+        return logits, target.to(logits.device), -100 if ignored is None else ignored, smoothing
+
+    def backward(args, out, grad):
+        # The gradient of a mean is one number, expanded.
+        return (grad[:1].expand(tokens) if mean else grad, args[0], args[1], out[1], *args[2:])
+
+    return Case(f"cross_entropy-{name}", "cross_entropy", make, backward)
+
+
+CASES = [
+    rms_norm("narrow", 300, 64),
+    rms_norm("odd", 37, 100, cast_first=True),
+    rms_norm("three", 5, 3),
+    rms_norm("plain", 7, 1000, weight=False),
+    rms_norm("strided", 9, 300, strided=True),
+    rms_norm("row", 8, 4096, cast_first=True),
+    rms_norm("wide-backward", 10, 9001),
+    rms_norm("wide-backward-cast-first", 10, 9001, cast_first=True),
+    rms_norm("wide", 5, 33000, cast_first=True),
+    rms_norm("wide-plain", 4, 33000, weight=False),
+    swiglu("two", 9, 1000, True),
+    swiglu("packed", 8, 1001, False),
+    swiglu("blocks", 4, 5003, True),
+    swiglu("blocks-packed", 4, 5003, False),
+    swiglu("strided", 7, 300, True, strided=True),
+    rope("half-sbhd", (6, 2, 5, 64), (6, 1, 1, 64), False),
+    rope("half-bhsd", (2, 5, 6, 64), (1, 1, 6, 64), False),
+    rope("half-transposed", (2, 6, 5, 64), (2, 1, 6, 64), False, transposed=True),
+    rope("interleaved-sbhd", (6, 2, 5, 48), (6, 1, 1, 48), True),
+    rope("interleaved-bhsd", (2, 5, 6, 48), (6, 48), True),
+    rope("many-heads", (5, 1, 40, 256), (5, 1, 1, 256), False),
+    rope("tokens", (70, 6), (70, 6), True),
+    cross_entropy("small", 7, 7, ignored=-100),
+    cross_entropy("odd", 10, 1000, 0.1, ignored=3),
+    cross_entropy("blocks", 5, 50257, ignored=-1),
+    cross_entropy("blocks-smooth", 4, 12289, 0.2, mean=True),
+    cross_entropy("widest", 4, 2**18),
+    cross_entropy("strided", 8, 5003, ignored=-100, strided=True),
+]
+
+
+def distances(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Result -> largest error against float64, in tolerances of its size; at most 1 when all is well."""
+    generator = torch.Generator().manual_seed(0)
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    args = case.make(new)
+    exact = tuple(map(_double, args))
+    have, want = _run(case.operator + "_triton", args), _run(case.operator, exact)
+    found = {f"out{i}": _distance(h, w) for i, (h, w) in enumerate(zip(have, want, strict=True))}
+    grad = new(*have[0].shape).to(have[0].dtype)
+    have = _run(case.operator + "_backward_triton", case.backward(args, have, grad))
+    want = _run(case.operator + "_backward", case.backward(exact, want, _double(grad)))
+    return found | {f"grad{i}": _distance(h, w) for i, (h, w) in enumerate(zip(have, want, strict=True)) if w.numel()}
+
+
+def equal_shares(weight: torch.dtype, device: str) -> dict[str, float]:
+    """Share of RMSNorm's float16 elements that are, bit for bit, the reference's in the same types: by ``cast_first`` of
+    the kernel and of the reference. The order of the two roundings shows here, and nowhere else."""
+    x, w = torch.randn(16, 512).to(device, torch.float16), (torch.rand(512) + 0.5).to(device, weight)
+    kernel, reference = ({flag: op(x, w, 1e-5, flag)[0] for flag in (True, False)} for op in (ops.rms_norm_triton, ops.rms_norm))
+    assert all(kernel[flag].dtype == reference[flag].dtype for flag in kernel)
+    return {f"{a}-{b}": (kernel[a] == reference[b]).float().mean().item() for a in kernel for b in reference}
+
+
+class Model(torch.nn.Module):
+    """A norm, a gated product, a rotation and a loss, spelled as models spell them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(32) + 0.5)
+        self.up = torch.nn.Linear(32, 128)
+        self.head = torch.nn.Linear(64, 50)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+        gate, up = self.up(x).chunk(2, -1)
+        x = (torch.nn.functional.silu(gate) * up).unflatten(-1, (4, 16)).transpose(1, 2)
+        a, b = x.chunk(2, -1)
+        x = x * cos + torch.cat((-b, a), -1) * sin
+        return torch.nn.functional.cross_entropy(self.head(x.transpose(1, 2).flatten(2)).flatten(0, 1), target.flatten())
+
+
+def through_the_backend(device: str, options: dict) -> dict[str, Any]:
+    """The kernels chosen for :class:`Model`, and the largest error of its loss and gradients against eager."""
+    torch.manual_seed(0)
+    model = Model().to(device)
+    inputs = [t.to(device) for t in (torch.randn(2, 6, 32), torch.randn(6, 16), torch.randn(6, 16), torch.randint(50, (2, 6)))]
+
+    def gradients(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        loss = run(*inputs)
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    torch._dynamo.reset()
+    with recorder.collecting() as records:
+        have = gradients(torch.compile(model, backend="mindspeed", options=options))
+    error = max((h - w).abs().max().item() for h, w in zip(have, gradients(model), strict=True))
+    return {"kernels": sorted({f"{row['operator']}: {row['kernel']}" for r in records for row in r.lowered}), "error": error}
+
+
+def _run(name: str, args: tuple) -> tuple[torch.Tensor, ...]:
+    out = getattr(ops, name)(*args)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
+    assert have.shape == want.shape and [s for s, n in zip(have.stride(), have.shape) if n > 1] == [s for s, n in zip(want.stride(), want.shape) if n > 1]
+    # -inf logits have an infinite loss where they are the target: equal infinities are no distance.
+    size = want.abs() + want[want.isfinite()].square().mean().sqrt()
+    error = torch.where(have.double() == want, 0.0, (have.double() - want).abs() / size)
+    return (error / TOLERANCE[have.dtype]).max().item()

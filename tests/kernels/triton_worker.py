@@ -1,0 +1,125 @@
+"""What needs triton in a process of its own, because importing it changes how the rest of torch behaves.
+
+    python triton_worker.py interpret    distances of every case and type from float64, on CPU in Triton's interpreter
+    python triton_worker.py lower        a model compiled for "cuda", on CPU in the interpreter: its kernels and its gradients
+    python triton_worker.py compile      every kernel compiled for sm_80 and sm_90: registers, stack and shared memory
+
+Prints one JSON object on the last line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+MODE = sys.argv[1]
+if MODE != "compile":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+import triton_cases as cases  # noqa: E402
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def interpret() -> dict[str, dict[str, float]]:
+    found = {f"cast_first-{dtype}".replace("torch.", ""): cases.equal_shares(dtype, "cpu") for dtype in (torch.float16, torch.float32)}
+    return found | {f"{case.name}-{dtype}".replace("torch.", ""): cases.distances(case, dtype, "cpu") for case in cases.CASES for dtype in cases.TOLERANCE}
+
+
+def lower() -> dict[str, dict]:
+    """codegen -> kernels that were chosen, and the largest error of loss and gradients against eager."""
+    return {codegen: cases.through_the_backend("cpu", {"target": "cuda", "codegen": codegen}) for codegen in ("inductor", "eager")}
+
+
+# ---------------------------------------------------------------- offline, for real devices
+
+
+def launches() -> list[tuple[str, object, tuple, int, dict]]:
+    """(label, kernel, arguments, warps, constants) of the launches that the launchers make for training shapes."""
+    found = []
+
+    def record(kernel, grid, *args, num_warps, **constants):
+        found.append((label, kernel, args, num_warps, constants))
+
+    run = {}
+    for name in ("rms_norm", "swiglu", "rope", "cross_entropy"):
+        run[name] = importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
+        run[name].launch = record
+    new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    for dtype in (BF16, F32):
+        short = str(dtype).removeprefix("torch.")
+        for hidden in (64, 1000, 4096, 8192, 16384, 32768, 131072):
+            label = f"{hidden}-{short}"
+            x, w, rstd = new(8192, hidden, dtype=dtype), new(hidden, dtype=dtype), new(8192, 1, dtype=F32)
+            run["rms_norm"].forward(x, w, 1e-5, True)
+            run["rms_norm"].backward(x, x, w, rstd, True, True)
+        for ffn in (1000, 11008):
+            label = f"{ffn}-{short}"
+            x, y = new(8192, 2 * ffn, dtype=dtype), new(8192, ffn, dtype=dtype)
+            run["swiglu"].forward(x)
+            run["swiglu"].backward(y, x)
+        for interleaved in (True, False):
+            label = f"{'interleaved' if interleaved else 'half'}-{short}"
+            x, cos = new(4096, 2, 32, 128, dtype=dtype), new(4096, 1, 1, 128, dtype=F32)
+            run["rope"].forward(x, cos, cos, interleaved)
+            label = "backward-" + label
+            run["rope"].backward(x, x, cos, cos, interleaved, False)
+        for vocab in (32000, 128256):
+            label = f"{vocab}-{short}"
+            x, target, lse = new(8192, vocab, dtype=dtype), new(8192, dtype=torch.int64), new(8192, dtype=F32)
+            run["cross_entropy"].forward(x, target, -100, 0.1)
+            run["cross_entropy"].backward(lse, x, target, lse, -100, 0.1)
+    return found
+
+
+def compile_offline() -> dict[str, dict]:
+    """"kernel label sm_NN" -> {seconds, cubin bytes, registers, stack, shared}."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    found = {}
+    for label, kernel, args, num_warps, constants in launches():
+        signature, attributes = {}, {}
+        for i, (name, value) in enumerate(zip(kernel.arg_names, args)):
+            signature[name] = _type(value)
+            if isinstance(value, torch.Tensor) or isinstance(value, int) and value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes)
+        for arch in (80, 90):
+            start = time.perf_counter()
+            made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+            seconds = time.perf_counter() - start
+            wide = re.findall(r"ld\.global[.\w]*\.v4\.b32", made.asm["ptx"])
+            found[f"{kernel.fn.__name__} {label} sm_{arch}"] = {"seconds": seconds, "cubin": len(made.asm["cubin"]), "warps": num_warps, "shared": made.metadata.shared, "wide_loads": len(wide), **_resources(made.asm["cubin"])}
+    return found
+
+
+def _type(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return {BF16: "*bf16", F32: "*fp32", torch.int64: "*i64"}[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers per thread, and bytes of stack per thread: what ptxas spills lies there."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return {"registers": int(usage[1]), "stack": int(usage[2])}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"interpret": interpret, "lower": lower, "compile": compile_offline}[MODE]()))
