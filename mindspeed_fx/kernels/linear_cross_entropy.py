@@ -1,0 +1,187 @@
+"""Linear and cross-entropy in one: ``cross_entropy(hidden @ weight.T + bias, target)`` whose logits never exist whole.
+
+Rows of tokens are taken a chunk at a time. A scalar loss computes its gradients in the forward, for an upstream
+gradient of 1, while the chunk's probabilities are there: three matrix products in all, as unfused; the backward scales.
+A loss per token learns its upstream gradients only in the backward, which computes the logits again: four products.
+Ignored tokens take part in no product. Source: Hsu et al. 2024, "Liger Kernel", fused linear cross-entropy; the
+log-sum-exp term is the z-loss of PaLM, the soft-cap Gemma 2's.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.linear_cross_entropy_chunks import chunked
+
+SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
+INPUTS = f"Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {SETTINGS}"
+REDUCTIONS = ("mean", "sum", "none")
+
+# --------------------------------------------------------------------------- what a model calls
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of softcap * tanh(logits / softcap), logits = hidden weight^T + bias.
+
+    Args:
+        hidden: [tokens, hidden], float.
+        weight: [vocab, hidden], of the same type.
+        bias: [vocab] of the same type, or None.
+        target: [tokens], int64; ``ignore_index`` marks tokens with zero loss and gradient.
+        label_smoothing: weight in [0, 1) of the uniform distribution.
+        z_loss: factor on the square of each token's log-sum-exp, which is added to its loss; 0 is off.
+        softcap: bound on the logits; 0 is off.
+        reduction: "mean" over the tokens that are not ignored, "sum" or "none".
+
+    Returns:
+        [] or [tokens], in float32 (float64 for float64 inputs).
+
+    Raises:
+        IndexError: a target is neither a class nor ``ignore_index``.
+    """
+    settings = (ignore_index, label_smoothing, z_loss, softcap)
+    torch._check_value(reduction in REDUCTIONS, lambda: f"reduction is {reduction!r}; valid: {', '.join(REDUCTIONS)}")
+    if reduction == "none":
+        return torch.ops.mindspeed.linear_cross_entropy_tokens(hidden, weight, bias, target, *settings)
+    # Here, above autograd, it is known which gradients anybody will ask for.
+    needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    return torch.ops.mindspeed.linear_cross_entropy_total(hidden, weight, bias, target, *settings, reduction == "mean", needed)[0]
+
+
+LIBRARY.define(
+    f"linear_cross_entropy({INPUTS.replace('index', 'index=-100').replace('smoothing', 'smoothing=0.0').replace('z_loss', 'z_loss=0.0').replace('softcap', 'softcap=0.0')}, str reduction='mean') -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
+
+
+# --------------------------------------------------------------------------- mean and sum: gradients in the forward
+
+
+def _saved(x: Tensor | None, like: Tensor, needed: bool) -> Tensor:
+    """Empty gradient of ``x``; nothing when it is not needed. float16 waits for its loss scale in float32: before the
+    scale, gradients of a mean underflow."""
+    return torch.empty(x.shape, dtype=_saved_dtype(x), device=x.device) if needed else like.new_empty(0)
+
+
+def _saved_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
+
+
+def _fake_total(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed):
+    loss = hidden.new_empty((), dtype=accumulation_dtype(hidden.dtype))
+    return loss, *(_saved(x, hidden, need) for x, need in zip((hidden, weight, bias), needed))
+
+
+@operator(f"linear_cross_entropy_total({INPUTS}, bool mean, bool[3] needed) -> (Tensor, Tensor, Tensor, Tensor)", _fake_total, opaque=True)
+def linear_cross_entropy_total(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed):
+    """:func:`linear_cross_entropy` summed or averaged, and the gradients for an upstream gradient of 1.
+
+    Args:
+        mean: divide by the number of tokens that are not ignored.
+        needed: which gradients to compute: of hidden, weight, bias.
+
+    Returns:
+        loss [], and gradients shaped as hidden, weight and bias, of size 0 where not needed.
+    """
+    kept = (target != ignore_index).sum().item()
+    scale = 1.0 / max(kept, 1) if mean else 1.0
+    losses, *grads = chunked(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, scale, needed)
+    total = losses.sum()
+    grads = (hidden.new_empty(0) if g is None else g.to(_saved_dtype(hidden)) for g in grads)
+    return total / kept if mean else total, *grads
+
+
+def _fake_total_backward(grad, dhidden, dweight, dbias):
+    return tuple(torch.empty_like(g) for g in (dhidden, dweight, dbias))
+
+
+@operator("linear_cross_entropy_total_backward(Tensor grad, Tensor dhidden, Tensor dweight, Tensor dbias) -> (Tensor, Tensor, Tensor)", _fake_total_backward)
+def linear_cross_entropy_total_backward(grad: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward's gradients times the upstream gradient ``grad`` []. Inlined, so that Inductor scales in place."""
+    return tuple(g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
+
+
+def _setup_total(ctx, inputs, output):
+    ctx.needed, ctx.dtype = inputs[-1], inputs[0].dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_total(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 10
+    for name, asked, needed in zip(("hidden", "weight", "bias"), ctx.needs_input_grad, ctx.needed):
+        torch._check(needed or not asked, lambda: f"linear_cross_entropy_total: the forward was not told that {name} needs a gradient")
+    grads = torch.ops.mindspeed.linear_cross_entropy_total_backward(grad, *ctx.saved_tensors)
+    return *(g.to(ctx.dtype) if asked else None for g, asked in zip(grads, ctx.needs_input_grad)), *(None,) * 7
+
+
+torch.library.register_autograd("mindspeed::linear_cross_entropy_total", _backward_total, setup_context=_setup_total, lib=LIBRARY)
+
+
+# --------------------------------------------------------------------------- none: a loss per token
+
+
+def _fake_tokens(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap):
+    return hidden.new_empty(target.shape, dtype=accumulation_dtype(hidden.dtype))
+
+
+@operator(f"linear_cross_entropy_tokens({INPUTS}) -> Tensor", _fake_tokens, opaque=True)
+def linear_cross_entropy_tokens(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap):
+    """:func:`linear_cross_entropy` per token: [tokens] in float32 (float64 for float64 inputs)."""
+    return chunked(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, 1.0, (False,) * 3)[0]
+
+
+def _fake_tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else hidden.new_empty(0) for x, need in zip((hidden, weight, bias), needed))
+
+
+@operator(f"linear_cross_entropy_tokens_backward(Tensor grad, {INPUTS}, bool[3] needed) -> (Tensor, Tensor, Tensor)", _fake_tokens_backward, opaque=True)
+def linear_cross_entropy_tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
+    """Gradients for hidden, weight and bias from ``grad`` [tokens], of size 0 where not needed; the logits are made again."""
+    _, *grads = chunked(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, grad, needed)
+    return tuple(hidden.new_empty(0) if g is None else g.to(hidden.dtype) for g in grads)
+
+
+def _setup_tokens(ctx, inputs, output):
+    *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_tokens(ctx, grad):
+    needed = list(ctx.needs_input_grad[:3])
+    settings = (ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.softcap)
+    grads = torch.ops.mindspeed.linear_cross_entropy_tokens_backward(grad, *ctx.saved_tensors, *settings, needed)
+    return *(g if need else None for g, need in zip(grads, needed)), *(None,) * 5
+
+
+torch.library.register_autograd("mindspeed::linear_cross_entropy_tokens", _backward_tokens, setup_context=_setup_tokens, lib=LIBRARY)
+
+
+# --------------------------------------------------------------------------- cost
+
+
+def _product_flops(hidden_shape: Sequence[int], weight_shape: Sequence[int], products: int) -> int:
+    return 2 * products * hidden_shape[0] * hidden_shape[1] * weight_shape[0]
+
+
+@register_flop_formula(torch.ops.mindspeed.linear_cross_entropy_total)
+def _total_flops(hidden_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    return _product_flops(hidden_shape, weight_shape, 1 + sum(args[-1][:2]))
+
+
+@register_flop_formula(torch.ops.mindspeed.linear_cross_entropy_tokens)
+def _tokens_flops(hidden_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    return _product_flops(hidden_shape, weight_shape, 1)
+
+
+@register_flop_formula(torch.ops.mindspeed.linear_cross_entropy_tokens_backward)
+def _tokens_backward_flops(grad_shape, hidden_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    return _product_flops(hidden_shape, weight_shape, 1 + sum(args[-1][:2]))
