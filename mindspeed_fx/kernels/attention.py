@@ -1,4 +1,4 @@
-"""Scaled dot-product attention with grouped-query heads, causal and additive or boolean masks.
+"""Scaled dot-product attention: grouped-query heads, causal, sliding window, masks, soft-cap and attention sinks.
 
 Source: Dao 2023, "FlashAttention-2"; ``npu_fusion_attention_v3`` of torch_npu; ``aten.scaled_dot_product_attention``,
 whose conventions are used: a boolean mask is True where attention is allowed, "causal" is aligned at the top left.
@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from mindspeed_fx import compat
-from mindspeed_fx.kernels.attention_blocked import SEQUENCE, causal_attention_backward_blocked
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-
-aten = torch.ops.aten
 
 
 def _like_bsnd(x: Tensor, last: int) -> Tensor:
@@ -24,7 +20,7 @@ def _like_bsnd(x: Tensor, last: int) -> Tensor:
     return x.new_empty((b, s, n, last)).transpose(1, 2)
 
 
-def _fake(q, k, v, mask, causal, scale):
+def _fake(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
     return _like_bsnd(q, v.shape[-1]), lse
 
@@ -34,19 +30,32 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
     return k if groups == 1 else k.repeat_interleave(groups, 1)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = (q * scale) @ _grouped(q, k).transpose(-1, -2)
-    if causal:
-        keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+def _allowed(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
+    if not causal:
+        return None
+    keep = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
+    return keep.triu(1 - window) if window else keep
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Masked scores, and tanh(scores / softcap) where there is a soft-cap, which its gradient needs."""
+    scores, tanh = (q * scale) @ _grouped(q, k).transpose(-1, -2), None
+    if softcap:
+        tanh = torch.tanh(scores / softcap)
+        scores = tanh * softcap
+    keep = _allowed(q, k, causal, window)
+    if keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
-    return scores
+    return scores, tanh
 
 
-@operator("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)", _fake)
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v.
+@operator("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0, Tensor? sinks=None) -> (Tensor, Tensor)", _fake)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(softcap * tanh(scale * q k^T / softcap) + mask) v.
 
     Args:
         q: [batch, heads, q_seq, dim], float.
@@ -55,35 +64,46 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
         mask: None, boolean (True: attend) or additive, broadcast to [batch, heads, q_seq, kv_seq]; has no gradient.
         causal: query i sees keys 0..i.
         scale: factor on q k^T.
+        window: with ``causal``, query i sees the last ``window`` keys up to its own; 0 for all.
+        softcap: bound on the scores (Gemma 2); 0 for none.
+        sinks: [heads], one more score per head without a value (Xiao et al. 2023; gpt-oss), or None.
 
     Returns:
-        out [batch, heads, q_seq, v_dim], stored as [batch, q_seq, heads, v_dim], and the log-sum-exp of each row
-        [batch, heads, q_seq] in float32 (float64 for float64). A row without any allowed key is zero.
+        out [batch, heads, q_seq, v_dim], stored as [batch, q_seq, heads, v_dim], and the log-sum-exp of each row, its
+        sink included, [batch, heads, q_seq] in float32 (float64 for float64). A row without any allowed key is zero.
     """
     wide = accumulation_dtype(q.dtype)
-    scores = _scores(q.to(wide), k.to(wide), mask, causal, scale)
+    scores = _scores(q.to(wide), k.to(wide), mask, causal, scale, window, softcap)[0]
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(wide)[:, None])
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     out = weights @ _grouped(q, v).to(wide)
     return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fake_backward(grad, q, k, v, out, lse, mask, causal, scale):
+def _fake_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     return _like_bsnd(q, q.shape[-1]), _like_bsnd(k, k.shape[-1]), _like_bsnd(v, v.shape[-1])
 
 
-@operator("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor, Tensor)", _fake_backward)
-def attention_backward(grad, q, k, v, out, lse, mask, causal, scale):
+@operator(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
+)
+def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     """Gradients (dq, dk, dv) of :func:`attention`, each stored as [batch, seq, heads, dim].
 
     With P = exp(scores - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K, dK = scale dS^T Q;
-    gradients of shared heads are summed.
+    a soft-cap multiplies dS by 1 - tanh^2; gradients of shared heads are summed.
     """
     wide = accumulation_dtype(q.dtype)
     g, qw, kw, vw = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
-    p = (_scores(qw, kw, mask, causal, scale) - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    scores, tanh = _scores(qw, kw, mask, causal, scale, window, softcap)
+    p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     delta = (g * out.to(wide)).sum(-1, keepdim=True)
     ds = p * (g @ _grouped(q, vw).transpose(-1, -2) - delta)
+    if tanh is not None:
+        ds = ds * (1 - tanh * tanh)
 
     def shared(x: Tensor, like: Tensor) -> Tensor:
         return x.unflatten(1, (like.shape[1], -1)).sum(2)
@@ -97,78 +117,27 @@ def attention_backward(grad, q, k, v, out, lse, mask, causal, scale):
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, mask, ctx.causal, ctx.scale = inputs
+    q, k, v, mask, ctx.causal, ctx.scale, ctx.window, ctx.softcap, sinks = inputs
     out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, mask)
+    ctx.save_for_backward(q, k, v, out, lse, mask, sinks)
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, _grad_lse):
     if grad is None:
-        return (None,) * 6
-    q, k, v, out, lse, mask = ctx.saved_tensors
-    grads = torch.ops.mindspeed.attention_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale)
-    return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), None, None, None
+        return (None,) * 9
+    q, k, v, out, lse, mask, sinks = ctx.saved_tensors
+    grads = torch.ops.mindspeed.attention_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, ctx.window, ctx.softcap)
+    dsinks = None
+    if sinks is not None and ctx.needs_input_grad[8]:
+        # The sink's weight exp(sink - lse) meets no value, so its dS is minus that weight times rowsum(dO * O).
+        delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        dsinks = -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+    return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), None, None, None, None, None, dsinks
 
 
 torch.library.register_autograd("mindspeed::attention", _backward, setup_context=_setup, lib=LIBRARY)
-
-
-# --------------------------------------------------------------------------- cpu: ATen's flash kernel, or our own backward
-
-
-def _cpu_supports(q, k, v, mask, causal, scale):
-    if q.shape[-1] != v.shape[-1]:
-        return f"head_dim of q and k ({q.shape[-1]}) differs from v's ({v.shape[-1]})"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v have types {q.dtype}, {k.dtype}, {v.dtype}"
-    if q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        return f"type {q.dtype}"
-    if any(x.stride(-1) != 1 for x in (q, k, v)):
-        return "the head dimension of q, k or v is not contiguous"
-    return None
-
-
-def _cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask if mask is None else mask.to(q.dtype)
-    return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
-
-
-def _cpu_backward_supports(grad, q, k, v, out, lse, mask, causal, scale):
-    return _cpu_supports(q, k, v, mask, causal, scale)
-
-
-def _blocked_supports(grad, q, k, v, out, lse, mask, causal, scale):
-    if mask is not None or not causal:
-        return "not causal alone"
-    rows, keys = q.shape[2], k.shape[2]
-    if isinstance(rows, torch.SymInt) or isinstance(keys, torch.SymInt) or rows != keys:
-        return "sequence lengths of queries and keys are not fixed and equal"
-    if rows not in SEQUENCE:
-        return f"flash is the faster at {rows} rows"
-    if {x.dtype for x in (grad, q, k, v)} != {torch.float32}:
-        return f"type {q.dtype}"
-    return None if compat.onednn_beats_blas() else "measured on other vendors' processors only"
-
-
-@attention_backward.lower("cpu")("attention backward in blocks of rows", _blocked_supports)
-def _cpu_backward_blocked(grad, q, k, v, out, lse, mask, causal, scale):
-    return causal_attention_backward_blocked.overload(grad, q, k, v, lse, scale)
-
-
-@attention.lower("cpu")("aten flash attention", _cpu_supports)
-def _cpu(q, k, v, mask, causal, scale):
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_cpu_mask(mask, q), scale=scale)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse  # the kernel's result is stored as q is
-
-
-@attention_backward.lower("cpu")("aten flash attention backward", _cpu_backward_supports)
-def _cpu_backward(grad, q, k, v, out, lse, mask, causal, scale):
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=_cpu_mask(mask, q), scale=scale
-    )
 
 
 @register_flop_formula(torch.ops.mindspeed.attention)

@@ -1,17 +1,20 @@
-"""Backward of causal self-attention on CPU as a few large matrix products per block of rows.
+"""Causal self-attention on CPU as a few large matrix products per block of rows.
 
-ATen's flash backward multiplies tiles of 64 rows one at a time; between about 320 and 1023 rows per sequence those are too
-small for the BLAS underneath. Here one batched product serves a block of rows of every head, the keys above the
-diagonal are left out as flash does, and work buffers are reused, so the extra memory is a few blocks of scores.
-Source: Dao 2023, "FlashAttention-2", algorithm 2; measured by benchmarks/attention_cpu.py.
+ATen's flash backward multiplies tiles of 64 rows one at a time; between about 320 and 1023 rows per sequence those are
+too small for the BLAS underneath. Here one batched product serves a block of rows of every head; the keys above the
+diagonal and those before a sliding window are left out; work buffers are reused, so the extra memory is a few blocks of
+scores. It also does what flash on CPU cannot: windows without a mask, and soft-caps.
+Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; measured by benchmarks/attention_cpu.py.
 """
 
 from __future__ import annotations
 
+from typing import Iterator
+
 import torch
 from torch import Tensor
 
-from mindspeed_fx.kernels.base import operator
+from mindspeed_fx.kernels.base import accumulation_dtype, operator
 
 ROWS = 64
 """Rows of queries per block: small enough that the scores above the diagonal that are computed in vain stay few."""
@@ -20,74 +23,160 @@ SCORES = 2**20
 """Elements of one work buffer to aim at: two of them stay in a last-level cache."""
 
 SEQUENCE = range(320, 1024)
-"""Where flash is slower; below and above it is not."""
+"""Where flash's backward is slower; below and above it is not."""
+
+aten = torch.ops.aten
 
 
-def _fake(grad, q, k, v, lse, scale):
-    return tuple(torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in (q, k, v))
+def _stored_bsnd(b, n, s, d, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty((b, s, n, d), dtype=dtype or like.dtype).transpose(1, 2)
 
 
-@operator("causal_attention_backward_blocked(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse, float scale) -> (Tensor, Tensor, Tensor)", _fake, opaque=True)
-def causal_attention_backward_blocked(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of softmax(scale q k^T + causal mask) v.
+def _fake(q, k, v, scale, window=0, softcap=0.0):
+    b, n, s, _ = q.shape
+    lse = q.new_empty((b, s, n), dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
+    return _stored_bsnd(b, n, s, v.shape[-1], q), lse
+
+
+@operator("attention_blocked(Tensor q, Tensor k, Tensor v, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor)", _fake, opaque=True)
+def attention_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Causal attention and its log-sum-exp; arguments and results as those of ``mindspeed::attention``.
 
     Args:
-        grad: [batch, heads, seq, v_dim].
-        q: [batch, heads, seq, dim], float32 or float64.
+        q: [batch, heads, seq, dim], float.
         k: [batch, kv_heads, seq, dim]; kv_heads divides heads.
         v: [batch, kv_heads, seq, v_dim].
-        lse: log-sum-exp of each row of the scores, [batch, heads, seq].
         scale: factor on q k^T.
+        window: query i sees the last ``window`` keys up to its own; 0 for all.
+        softcap: bound on the scores; 0 for none.
 
     Returns:
-        dq, dk, dv, each shaped as its input and stored as [batch, seq, heads, dim].
+        out [batch, heads, seq, v_dim] stored as [batch, seq, heads, v_dim]; lse [batch, heads, seq].
     """
-    grads = _fake(grad, q, k, v, lse, scale)
-    batch, heads, seq, _ = q.shape
-    batches = max(1, min(batch, SCORES // (heads * ROWS * seq)))
-    for b in range(0, batch, batches):
-        _some_batches(*(x[b : b + batches] for x in (grad, q, k, v, lse, *grads)), scale)
+    out, lse = _fake(q, k, v, scale, window, softcap)
+    for b in _batches(q):
+        part = _Blocks(q[b], k[b], v[b], scale, window, softcap)
+        outs, lses = (x[b].unflatten(1, part.split) for x in (out, lse))
+        for rows, low, high in part.blocks():
+            scores, _ = part.scores(rows, low, high)
+            p = aten._softmax.out(scores, -1, False, out=part.buffer("p", part.n, scores.shape[1], high - low))
+            # The largest weight is 1 / sum(exp(scores - max)), so no second pass over the exponentials is needed.
+            lses[:, :, :, rows] = (scores.amax(-1) - p.amax(-1).log_()).view(*part.lead, -1)
+            product = torch.bmm(p, part.values[:, low:high], out=part.buffer("v", part.n, p.shape[1], v.shape[-1]))
+            outs[:, :, :, rows] = product.view(*part.lead, -1, v.shape[-1])
+    return out, lse
+
+
+def _fake_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0):
+    return tuple(_stored_bsnd(*x.shape, x) for x in (q, k, v))
+
+
+@operator(
+    "attention_blocked_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
+    opaque=True,
+)
+def attention_blocked_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0):
+    """Gradients (dq, dk, dv) of :func:`attention_blocked`, each shaped as its input, stored as [batch, seq, heads, dim]."""
+    grads = _fake_backward(grad, q, k, v, out, lse, scale, window, softcap)
+    for b in _batches(q):
+        _backward(*(x[b] for x in (grad, q, k, v, lse, *grads)), scale, window, softcap)
     return grads
 
 
-def _some_batches(grad, q, k, v, lse, dq, dk, dv, scale):
-    (batch, heads, seq, dim), kv_heads, v_dim = q.shape, k.shape[1], v.shape[-1]
-    groups, n = heads // kv_heads, batch * kv_heads
-    split = (kv_heads, groups)
-    q, grad, lse, dq = (x.unflatten(1, split) for x in (q, grad, lse, dq))
-    keys, values = k.reshape(n, seq, dim), v.reshape(n, seq, v_dim)
-    diagonal = q.new_full((ROWS, ROWS), float("-inf")).triu_(1)
-    block = n * groups * ROWS
-    buffers = [q.new_empty(size) for size in (block * seq, block * seq, block * dim, block * v_dim, n * seq * max(dim, v_dim))]
+def _batches(q: Tensor) -> Iterator[slice]:
+    batch, heads, seq, _ = q.shape
+    step = max(1, min(batch, SCORES // (heads * ROWS * seq)))
+    return (slice(b, b + step) for b in range(0, batch, step))
 
-    def work(i: int, *shape: int) -> Tensor:
+
+class _Blocks:
+    """One part of the batch: its blocks of rows, their scores, and the work buffers. Heads that share keys are one."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> None:
+        (batch, heads, self.seq, self.dim), kv_heads = q.shape, k.shape[1]
+        self.dtype, self.scale, self.window, self.softcap = accumulation_dtype(q.dtype), scale, window, softcap
+        self.split = (kv_heads, heads // kv_heads)
+        self.lead, self.n = (batch, *self.split), batch * kv_heads
+        self.q = q.unflatten(1, self.split)
+        self.keys, self.values = (x.to(self.dtype).reshape(self.n, self.seq, -1) for x in (k, v))
+        self._buffers: dict[str, Tensor] = {}
+        self._diagonal = q.new_full((ROWS, ROWS), float("-inf"), dtype=self.dtype).triu_(1)
+
+    def blocks(self) -> Iterator[tuple[slice, int, int]]:
+        """(rows, first key, one past the last key); the last rows come first, since they see every key."""
+        for start in reversed(range(0, self.seq, ROWS)):
+            stop = min(self.seq, start + ROWS)
+            yield slice(start, stop), max(0, start - self.window + 1) if self.window else 0, stop
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
         size = 1
         for d in shape:
             size *= d
-        return buffers[i][:size].view(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = self.keys.new_empty(size)
+        return self._buffers[name][:size].view(shape)
 
-    def add(into: Tensor, left: Tensor, right: Tensor, stop: int) -> None:
-        product = work(4, n, stop, right.shape[-1])
+    def rows_of(self, name: str, x: Tensor, rows: slice, factor: float = 1.0) -> Tensor:
+        """x [batch, kv_heads, groups, seq, d] at ``rows`` as [n, groups * rows, d], times ``factor``."""
+        piece = x[:, :, :, rows]
+        copy = self.buffer(name, *piece.shape)
+        copy.copy_(piece) if factor == 1.0 else torch.mul(piece, factor, out=copy)
+        return copy.view(self.n, -1, x.shape[-1])
+
+    def scores(self, rows: slice, low: int, high: int, lse: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Masked scores [n, groups * rows, high - low], less ``lse`` if given, and tanh of the soft-cap if there is one."""
+        q, k = self.rows_of("q", self.q, rows, self.scale), self.keys[:, low:high].transpose(1, 2)
+        scores, tanh = self.buffer("s", self.n, q.shape[1], high - low), None
+        if self.softcap or lse is None:
+            torch.bmm(q, k, out=scores)
+        else:
+            torch.baddbmm(lse[:, :, :, rows].neg().reshape(self.n, -1, 1).to(self.dtype), q, k, out=scores)
+        if self.softcap:
+            tanh = self.buffer("t", *scores.shape)
+            torch.tanh(scores.div_(self.softcap), out=tanh)
+            torch.mul(tanh, self.softcap, out=scores)
+            if lse is not None:
+                scores.sub_(lse[:, :, :, rows].reshape(self.n, -1, 1))
+        count = rows.stop - rows.start
+        view = scores.view(self.n, -1, count, high - low)
+        view[..., rows.start - low :].add_(self._diagonal[:count, :count])
+        # Row i of the block sees columns from i + first on, which is 0, or less where the window starts before all keys.
+        first = rows.start - self.window + 1 - low
+        if self.window and count - 1 + first > 0:
+            view[..., : count - 1 + first].add_(self.keys.new_full((count, count - 1 + first), float("-inf")).tril_(first - 1))
+        return scores, tanh
+
+
+def _backward(grad, q, k, v, lse, dq, dk, dv, scale, window, softcap):
+    part = _Blocks(q, k, v, scale, window, softcap)
+    grad, lse, dq = (x.unflatten(1, part.split) for x in (grad, lse, dq))
+    sums = [x if x.dtype == part.dtype else x.new_zeros(x.shape, dtype=part.dtype) for x in (dk, dv)]
+    if window:
+        for x in sums:
+            x.zero_()
+
+    def add(into: Tensor, left: Tensor, right: Tensor, low: int, high: int) -> None:
+        product = part.buffer("k", part.n, high - low, right.shape[-1])
         torch.bmm(left.transpose(1, 2), right, out=product)
-        product = product.view(batch, kv_heads, stop, -1)
-        into.copy_(product) if stop == seq else into[:, :, :stop].add_(product)
+        product = product.view(into.shape[0], into.shape[1], high - low, -1)
+        # Without a window the first block, the last rows, has every key: it fills the sum and the others are added.
+        into.copy_(product) if high - low == part.seq else into[:, :, low:high].add_(product)
 
-    # The last rows see every key: starting with them, the first product fills dk and dv and the others are added.
-    for start in reversed(range(0, seq, ROWS)):
-        stop = min(seq, start + ROWS)
-        rows, span = stop - start, groups * (stop - start)
-        at = (slice(None), slice(None), slice(None), slice(start, stop))
-        qs, gs = work(2, n, span, dim), work(3, n, span, v_dim)
-        torch.mul(q[at], scale, out=qs.view(batch, kv_heads, groups, rows, dim))
-        gs.view(batch, kv_heads, groups, rows, v_dim).copy_(grad[at])
-        p, ds = work(0, n, span, stop), work(1, n, span, stop)
-        torch.baddbmm(lse[at].neg().reshape(n, span, 1), qs, keys[:, :stop].transpose(1, 2), out=p)
-        p.view(n, groups, rows, stop)[..., start:].add_(diagonal[:rows, :rows])
+    for rows, low, high in part.blocks():
+        p, tanh = part.scores(rows, low, high, lse)
         p.exp_()
-        add(dv, p, gs, stop)
-        torch.bmm(gs, values[:, :stop].transpose(1, 2), out=ds)
+        g = part.rows_of("g", grad, rows)
+        add(sums[1], p, g, low, high)
+        ds = torch.bmm(g, part.values[:, low:high].transpose(1, 2), out=part.buffer("ds", *p.shape))
         # dS = P (dP - rowsum(P dP)): the softmax's own backward, in one pass.
-        torch.ops.aten._softmax_backward_data.out(ds, p, -1, p.dtype, grad_input=ds)
-        add(dk, ds, qs, stop)
-        torch.bmm(ds, keys[:, :stop], out=qs)
-        torch.mul(qs.view(batch, kv_heads, groups, rows, dim), scale, out=dq[at])
+        aten._softmax_backward_data.out(ds, p, -1, p.dtype, grad_input=ds)
+        if tanh is not None:
+            ds.mul_(tanh.square_().neg_().add_(1))
+        qs = part.buffer("q", part.n, p.shape[1], part.dim)
+        add(sums[0], ds, qs, low, high)
+        torch.bmm(ds, part.keys[:, low:high], out=qs)
+        torch.mul(qs.view(*part.lead, -1, part.dim), scale, out=dq[:, :, :, rows]) if dq.dtype == part.dtype else dq[:, :, :, rows].copy_(qs.mul_(scale).view(*part.lead, -1, part.dim))
+    for total, x in zip(sums, (dk, dv)):
+        if total is not x:
+            x.copy_(total)

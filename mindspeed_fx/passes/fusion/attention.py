@@ -2,8 +2,10 @@
 
 Matched from the softmax outward, by meaning: scores through scales, casts, views and masks back to the product
 (``matmul``, ``bmm``, ``baddbmm``), weights through casts, views and a dropout of zero on to the product with v. Repeated
-heads are followed back to the grouped ones. A mask that is causal for every size is recognized, any other stays an
-argument. ``scaled_dot_product_attention`` itself becomes the same operator.
+heads are followed back to the grouped ones. A mask that is causal for every size, or causal with a sliding window, is
+recognized, any other stays an argument. So are soft-caps (``cap * tanh(scores / cap)``) and attention sinks (a column of
+one score per head joined to the scores and cut off after the softmax). ``scaled_dot_product_attention`` itself becomes
+the same operator.
 Safe because the operator computes the softmax in float32 or better; rows that are masked whole differ only where the
 model used a finite fill value such as -10000.
 """
@@ -32,6 +34,8 @@ class Scores:
     scale: float
     masks: list[tuple[str, fx.Node]] = field(default_factory=list)
     region: list[fx.Node] = field(default_factory=list)
+    softcap: float = 0.0
+    sinks: fx.Node | None = None
 
 
 class Miss(Exception):
@@ -77,7 +81,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node
     k, v = (heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
     if match.value(k).shape[1] != match.value(v).shape[1]:
         k, v = match.argument(node, "key"), match.argument(node, "value")
-    return node, _emit(gm, node, [node], q, k, v, masks, causal, float(scale))
+    return node, _emit(gm, node, Scores(q, k, float(scale), masks, [node]), q, k, v, causal)
 
 
 # --------------------------------------------------------------------------- softmax(q k^T) v
@@ -86,12 +90,17 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node
 def _from_softmax(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     if not match.is_float(node.args[0]) or node.args[1] % match.value(node).dim() != match.value(node).dim() - 1:
         return None, []
-    root, v, after = _weighted_sum(node)
+    root, v, after, cut = _weighted_sum(node)
     if root is None:
         return None, []
-    scores = _scores(node.args[0])
+    scores = _with_sinks(node.args[0])
     if scores is None:
-        return None, []  # the softmax of something that is not a product
+        culprit = _culprit(node.args[0])
+        if culprit is None:
+            return None, []  # the softmax of something that is not a product
+        raise Miss(f"the scores are more than a product of q and k with scales and masks: {culprit}")
+    if (scores.sinks is not None) != cut:
+        raise Miss("the attention weights lose a column that is not a sink's" if cut else "the weights of the sinks are used")
     lead = list(match.value(node).shape[:-2])
     lead = lead if len(lead) == 2 else [*lead, 1] if len(lead) == 1 else None
     if lead is None:
@@ -109,12 +118,14 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, li
     grouped = [heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = grouped
-    return root, _emit(gm, root, [*scores.region, node, *after], q, k, v, scores.masks, False, scores.scale)
+    scores.region += [node, *after]
+    return root, _emit(gm, root, scores, q, k, v, False)
 
 
-def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node]]:
-    """(product with v, v, nodes between) after the softmax ``node``; the product includes a view back to 4 dimensions."""
-    n, path, drops = node, [], None
+def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool]:
+    """(product with v, v, nodes between, whether the last column is cut off) after the softmax ``node``; the product
+    includes a view back to 4 dimensions."""
+    n, path, drops, cut = node, [], None, False
     while True:
         users = [u for u in n.users if u.op != "output"]
         products = [u for u in users if match.is_call(u, aten.matmul.default, aten.bmm.default) and u.args[0] is n]
@@ -127,17 +138,64 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
             user = next(iter(root.users)) if len(root.users) == 1 else None
             if match.is_call(user, *match.VIEWS) and match.value(user).dim() == 4 and match.value(user).shape[-2:] == match.value(root).shape[-2:]:
                 if list(match.value(user).shape[:2]) == list(match.value(node).shape[:-2]):
-                    return user, v, [*path, root, user]
-            return root, v, [*path, root]
-        following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS)]
+                    return user, v, [*path, root, user], cut
+            return root, v, [*path, root], cut
+        following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS) or match.part(u)]
         if len(following) != 1:
-            return None, None, []
+            return None, None, [], False
         if len(n.users) > 1:
             raise Miss("the attention weights are used elsewhere in the model")
         n = following[0]
         if n.target is aten.dropout.default:
             drops = n.args[1]
+        if (piece := match.part(n)) and match.value(n).shape != match.value(piece.source).shape:
+            width, last = match.value(piece.source).shape[-1], match.value(n).dim() - 1
+            if (piece.dim, piece.start, piece.step) != (last, 0, 1) or match.value(n).shape[-1] != width - 1 or cut:
+                return None, None, [], False
+            cut = True
         path.append(n)
+
+
+def _with_sinks(n: Any) -> Scores | None:
+    """:func:`_scores`, where a column of one score per head may be joined and the row's maximum subtracted."""
+    if match.is_call(n, aten.sub.Tensor) and not n.kwargs and match.same(_maximum_of(n.args[1]), n.args[0]):
+        return _extended(_with_sinks(n.args[0]), n)  # a softmax does not change, nor does its gradient
+    if match.is_call(n, aten.to.dtype):
+        return _extended(_with_sinks(n.args[0]), n)
+    if not match.is_call(n, aten.cat.default) or len(n.args[0]) != 2 or match.argument(n, "dim", 0) % match.value(n).dim() != match.value(n).dim() - 1:
+        return _scores(n)
+    scores, column = _scores(n.args[0][0]), match.uncast(n.args[0][1])
+    heads_of = match.value(n).shape[1] if match.value(n).dim() == 4 else None
+    column = heads.source_of(column, aten.expand.default, aten.to.dtype)
+    lined_up = list(match.value(column).shape) == [1, heads_of, 1, 1]
+    column = heads.source_of(column, *match.VIEWS, aten.unsqueeze.default)
+    if scores is None or not lined_up or list(match.value(column).shape) != [heads_of]:
+        return None
+    scores.sinks = column
+    return _extended(scores, n)
+
+
+def _maximum_of(n: Any) -> fx.Node | None:
+    """x when ``n`` is the maximum of x over its last dimension, kept."""
+    if match.is_call(n, match.operator.getitem) and n.args[1] == 0 and match.is_call(n.args[0], aten.max.dim):
+        n = n.args[0]
+    if not match.is_call(n, aten.max.dim, aten.amax.default) or not match.argument(n, "keepdim", False):
+        return None
+    dim, last = match.argument(n, "dim"), match.value(n.args[0]).dim() - 1
+    dims = [d % (last + 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
+    return n.args[0] if dims == [last] else None
+
+
+def _culprit(n: Any, depth: int = 12) -> str | None:
+    """The operator between the softmax and a product of two activations that no rule covers; None without such a product."""
+    while depth and isinstance(n, fx.Node) and n.op == "call_function":
+        if match.is_call(n, aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default):
+            return str(n.target)
+        inner = next((a for a in n.all_input_nodes if match.is_float(a)), None)
+        below = _culprit(inner, depth - 1)
+        known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD, *match.MUL, *match.DIV)
+        return below if known or below is None else f"{n.target} ({n.name})"
+    return None
 
 
 def _scores(n: Any, depth: int = 20) -> Scores | None:
@@ -151,10 +209,14 @@ def _scores(n: Any, depth: int = 20) -> Scores | None:
         alpha = match.number(match.argument(n, "alpha", 1))
         return Scores(n.args[1], n.args[2], float(alpha), region=[n]) if alpha is not None else None
     inner, factor = match.unscale(n)
+    if match.is_call(inner, aten.tanh.default) and factor > 0:
+        return _capped(_scores(inner.args[0], depth - 1), n, inner, factor)
     if inner is not n:
         scores = _scores(inner, depth - 1)
         if scores and any(kind == "add" and mask.kept(m, kind) is None for kind, m in scores.masks):
             raise Miss("the scores are scaled after an additive mask")
+        if scores and scores.softcap:
+            raise Miss("the scores are scaled after the soft-cap")
         return _extended(scores, n, factor=factor)
     if match.is_call(n, aten.to.dtype) or (match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]):
         return _extended(_scores(n.args[0], depth - 1), n)
@@ -169,6 +231,16 @@ def _scores(n: Any, depth: int = 20) -> Scores | None:
         if scores is not None:
             return _extended(scores, n, ("add", b))
     return None
+
+
+def _capped(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float) -> Scores | None:
+    """cap * tanh(scores), where the scores were divided by the cap."""
+    if scores is None:
+        return None
+    if scores.softcap or scores.masks:
+        raise Miss("a soft-cap after a mask or another soft-cap")
+    scores.softcap, scores.scale = cap, scores.scale * cap
+    return _extended(_extended(scores, tanh), n)
 
 
 def _blocks(fill: Any) -> bool:
@@ -195,30 +267,45 @@ def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
 # --------------------------------------------------------------------------- the operator
 
 
-def _emit(gm, root, region, q, k, v, masks, causal, scale) -> list[fx.Node]:
-    bands = [mask.kept(m, kind) for kind, m in masks]
-    causal = causal or any(mask.is_causal(b) for b in bands)
-    rest = [given for given, band in zip(masks, bands) if not mask.is_causal(band)]
+def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, causal: bool) -> list[fx.Node]:
+    bands = [mask.kept(m, kind) for kind, m in scores.masks]
+    windows = [1 - b.low for b in bands if mask.is_window(b)]
+    causal = causal or bool(windows) or any(mask.is_causal(b) for b in bands)
+    rest = [given for given, band in zip(scores.masks, bands) if not mask.is_causal(band) and not mask.is_window(band)]
     if len(rest) > 1:
         raise Miss(f"{len(rest)} masks besides the causal one")
     kind, given = rest[0] if rest else ("keep", None)
     if given is not None and kind == "add" and given.meta["needs_grad"]:
         raise Miss("the additive mask needs a gradient, which the operator does not give")
     dtype = match.value(root).dtype
+    # Matching looks through casts of q and k; one that widened them to the type of v is made again.
+    q, k = (_widened(gm, root, x, dtype) for x in (q, k))
     if not all(match.value(x).dtype == dtype for x in (q, k, v)):
         raise Miss(f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}")
-    reason = match.unsafe([root, *region], [q, k, v, given])
+    reason = match.unsafe([root, *scores.region], [q, k, v, given, scores.sinks])
     if reason:
         raise Miss(reason)
     if kind == "drop" and given is not None:
         given = match.insert(gm, root, aten.logical_not.default, (given,))
     while given is not None and match.value(given).dim() < 4:
         given = match.insert(gm, root, aten.unsqueeze.default, (given, 0))
-    both = match.insert(gm, root, torch.ops.mindspeed.attention.default, (q, k, v, given, causal, scale))
+    window = min(windows, default=0)
+    keys = match.value(k).shape[2]
+    if isinstance(keys, int) and window >= keys:
+        window = 0  # reaches every key
+    arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
+    while len(arguments) > 6 and not arguments[-1]:
+        arguments = arguments[:-1]
+    both = match.insert(gm, root, torch.ops.mindspeed.attention.default, arguments)
     out = match.insert(gm, root, match.operator.getitem, (both, 0))
     if list(match.value(out).shape) != list(match.value(root).shape):
         out = match.insert(gm, root, aten.reshape.default, (out, list(match.value(root).shape)))
     reason = match.substitute(gm, root, out)
     if reason:
         raise Miss(reason)
-    return [*region, root]
+    return [*scores.region, root]
+
+
+def _widened(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    narrow = match.value(x).dtype
+    return match.insert(gm, before, aten.to.dtype, (x, dtype)) if narrow != dtype and torch.promote_types(narrow, dtype) == dtype else x

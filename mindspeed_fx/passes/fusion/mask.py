@@ -49,6 +49,11 @@ def is_causal(keep: Band | None) -> bool:
     return keep is not None and (keep.low, keep.high) == (-math.inf, 0)
 
 
+def is_window(keep: Band | None) -> bool:
+    """True when query i may attend exactly to a fixed number of keys that ends with its own."""
+    return keep is not None and keep.high == 0 and -math.inf < keep.low <= 0
+
+
 def kept(n: fx.Node, kind: str) -> Band | None:
     """The band where attention is allowed, for a mask of ``kind`` "keep" (True: attend), "drop" (True: masked) or "add"
     (added to the scores); None when the mask is not a band."""
@@ -223,10 +228,12 @@ def _gather(n: fx.Node, of) -> Meaning:
 
 def _triangle(n: fx.Node, of) -> Meaning:
     inner, diagonal = of(n.args[0]), match.argument(n, "diagonal", 0)
-    if not isinstance(inner, (int, float)) or not isinstance(diagonal, int):
+    if not isinstance(diagonal, int):
         return None
     low, high = (diagonal, math.inf) if n.target is aten.triu.default else (-math.inf, diagonal)
-    return Band(low, high, inner, 0)
+    if isinstance(inner, Band) and not inner.outside:
+        return Band(max(low, inner.low), min(high, inner.high), inner.inside, inner.outside)
+    return Band(low, high, inner, 0) if isinstance(inner, (int, float)) else None
 
 
 def _not(n: fx.Node, of) -> Meaning:

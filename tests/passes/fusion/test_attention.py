@@ -50,7 +50,6 @@ def test_causal_masks_are_recognized(name):
 NOT_CAUSAL = {
     "diagonal masked too": lambda s: torch.ones(s, s, dtype=torch.bool).triu(2),
     "anti-causal": lambda s: torch.ones(s, s, dtype=torch.bool).tril(-1),
-    "window": lambda s: ~((torch.arange(s)[None] <= torch.arange(s)[:, None]) & (torch.arange(s)[None] > torch.arange(s)[:, None] - 3)),
 }
 
 
@@ -61,6 +60,76 @@ def test_other_masks_stay_masks(name):
 
     report = function_agrees(f, *qkv())
     assert report.counts[NAME] == 1 and ", None, True," not in call_of(report)
+
+
+WINDOWS = {
+    "two comparisons": lambda s: ~((torch.arange(s)[None] <= torch.arange(s)[:, None]) & (torch.arange(s)[None] > torch.arange(s)[:, None] - 3)),
+    "tril and triu": lambda s: ~torch.ones(s, s, dtype=torch.bool).tril().triu(-2),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_sliding_windows_are_recognized(name):
+    def f(q, k, v):
+        return F.softmax((q @ k.transpose(-1, -2)).masked_fill(WINDOWS[name](q.shape[-2]), float("-inf")), -1) @ v
+
+    report = function_agrees(f, *qkv())
+    assert report.counts[NAME] == 1 and ", None, True, 1.0, 3)" in call_of(report)
+    torch._dynamo.reset()
+    report = function_agrees(f, *qkv(seq=3))  # the window reaches every key
+    assert ", None, True, 1.0)" in call_of(report)
+
+
+def test_causal_mask_and_window_are_one_window():
+    def f(q, k, v):
+        scores = (q @ k.transpose(-1, -2)).masked_fill(causal(q.shape[-2]), float("-inf"))
+        return F.softmax(scores.masked_fill(WINDOWS["tril and triu"](q.shape[-2]), float("-inf")), -1) @ v
+
+    assert ", None, True, 1.0, 3)" in call_of(function_agrees(f, *qkv()))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_softcap(kv_heads):
+    def f(q, k, v):
+        k, v = (x.repeat_interleave(4 // kv_heads, 1) for x in (k, v))
+        scores = torch.tanh(q @ k.transpose(-1, -2) * 0.5 / 2.0) * 2.0
+        return F.softmax(scores.masked_fill(causal(q.shape[-2]), float("-inf")), -1) @ v
+
+    report = function_agrees(f, *qkv(kv_heads=kv_heads))
+    assert report.counts[NAME] == 1 and ", None, True, 0.5, 0, 2.0)" in call_of(report)
+
+
+def test_scale_after_softcap_is_skipped_with_the_reason():
+    report = function_agrees(lambda q, k, v: (2 * (3 + torch.tanh(q @ k.transpose(-1, -2)))).softmax(-1) @ v, *qkv())
+    assert report.counts[NAME] == 0
+    torch._dynamo.reset()
+    report = function_agrees(lambda q, k, v: (torch.relu(torch.tanh(q @ k.transpose(-1, -2))) * 2).softmax(-1) @ v, *qkv())
+    assert report.counts[NAME] == 0 and "aten.relu" in report.skipped(NAME)[0].reason
+
+
+def with_sinks(q, k, v, sinks, subtract):
+    scores = (q @ k.transpose(-1, -2) * 0.5).masked_fill(causal(q.shape[-2]), float("-inf"))
+    joined = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)], -1)
+    if subtract:
+        joined = joined - joined.max(dim=-1, keepdim=True).values
+    return F.softmax(joined, -1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("subtract", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_sinks(subtract, frozen):
+    sinks = torch.randn(4, dtype=torch.double, requires_grad=not frozen)
+    report = function_agrees(lambda q, k, v, s: with_sinks(q, k, v, s, subtract), *qkv(), sinks)
+    assert report.counts[NAME] == 1 and ", None, True, 0.5, 0, 0.0, l_" in call_of(report)
+
+
+def test_a_column_that_is_no_sink_is_skipped_with_the_reason():
+    column = torch.randn(2, 4, 6, 1, dtype=torch.double, requires_grad=True)
+    report = function_agrees(lambda q, k, v, c: torch.cat([q @ k.transpose(-1, -2), c], -1).softmax(-1)[..., :-1] @ v, *qkv(), column)
+    assert report.counts[NAME] == 0 and "aten.cat" in report.skipped(NAME)[0].reason
+    torch._dynamo.reset()
+    report = function_agrees(lambda q, k, v: (q @ k.transpose(-1, -2)).softmax(-1)[..., :-1] @ v[:, :, 1:], *qkv())
+    assert report.counts[NAME] == 0 and "not a sink" in report.skipped(NAME)[0].reason
 
 
 @pytest.mark.parametrize("scale", [lambda q, k: (q * 0.3) @ k.transpose(-1, -2), lambda q, k: q @ (k.transpose(-1, -2) * 0.3), lambda q, k: 0.3 * (q @ k.transpose(-1, -2)), lambda q, k: torch.matmul(q / 2, k.transpose(2, 3)) * 0.6, lambda q, k: torch.matmul(q, k.mT).mul(0.3)])

@@ -1,0 +1,104 @@
+"""Which kernel runs attention on CPU: ATen's flash kernel or our blocks of rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_fx import compat
+from mindspeed_fx.kernels.attention import attention, attention_backward
+from mindspeed_fx.kernels.attention_blocked import SEQUENCE, attention_blocked, attention_blocked_backward
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _flash_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    if softcap:
+        return f"a soft-cap of {softcap}"
+    if window:
+        return f"a window of {window} keys"
+    if q.shape[-1] < v.shape[-1]:
+        return f"head_dim of v ({v.shape[-1]}) is larger than that of q and k ({q.shape[-1]})"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
+        return f"q, k and v have types {q.dtype}, {k.dtype}, {v.dtype}"
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "the head dimension of q, k or v is not contiguous"
+    return None
+
+
+def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask if mask is None else mask.to(q.dtype)
+    return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+
+
+def _padded(x: Tensor, like: Tensor) -> Tensor:
+    """Flash wants one head dimension: zeros beyond v's add nothing (multi-head latent attention)."""
+    missing = like.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _bsnd(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@attention.lower("cpu")("aten flash attention", _flash_supports)
+def _flash(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, _padded(v, q), 0.0, causal, attn_mask=_additive(mask, q), scale=scale)
+    out = out[..., : v.shape[-1]]
+    if sinks is not None:
+        both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out, lse = (out * (lse - both).exp().nan_to_num(0.0).unsqueeze(-1)).to(q.dtype), both.transpose(1, 2).contiguous().transpose(1, 2)
+    return _bsnd(out), lse  # the kernel's result is stored as q is
+
+
+def _flash_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    return _flash_supports(q, k, v, mask, causal, scale, window, softcap)
+
+
+def _short_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    if not causal or window or softcap:
+        return "not causal alone"
+    if q.shape[2] not in SEQUENCE:
+        return f"flash is the faster at {q.shape[2]} rows"
+    if {x.dtype for x in (grad, q, k, v)} != {torch.float32}:
+        return f"type {q.dtype}"
+    reason = _blocked_supports(q, k, v, mask, causal, scale)
+    return reason or (None if compat.onednn_beats_blas() else "measured on other vendors' processors only")
+
+
+def _blocked_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    if mask is not None or not causal or sinks is not None:
+        return "more than a causal mask, a window and a soft-cap"
+    if any(isinstance(x.shape[2], torch.SymInt) for x in (q, k)) or q.shape[2] != k.shape[2]:
+        return "sequence lengths of queries and keys are not fixed and equal"
+    return None
+
+
+def _blocked_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    return _blocked_supports(q, k, v, mask, causal, scale, window, softcap)
+
+
+@attention.lower("cpu")("attention in blocks of rows", _blocked_supports)
+def _blocked(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    return attention_blocked.overload(q, k, v, scale, window, softcap)
+
+
+def _in_blocks(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    return attention_blocked_backward.overload(grad, q, k, v, out, lse, scale, window, softcap)
+
+
+attention_backward.lower("cpu")("attention backward in blocks of rows", _short_supports)(_in_blocks)
+
+
+@attention_backward.lower("cpu")("aten flash attention backward", _flash_backward_supports)
+def _flash_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _padded(grad, q), q, k, _padded(v, q), _padded(out, q), lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+    )
+    return dq, dk, dv if v.shape == dv.shape else _bsnd(dv[..., : v.shape[-1]])
+
+
+attention_backward.lower("cpu")("attention backward in blocks of rows", _blocked_backward_supports)(_in_blocks)
