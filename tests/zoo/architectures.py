@@ -37,12 +37,13 @@ def build(name: str, attention: str = "eager") -> tuple[torch.nn.Module, dict[st
     from transformers import AutoConfig, AutoModelForCausalLM
 
     default = AutoConfig.for_model(name)
-    if default.sub_configs:
+    if not set(default.sub_configs) <= {"attn_config", "ffn_config"}:
         raise ValueError(f"made of several models: {', '.join(default.sub_configs)}")
     small = {k: v for k, v in SMALL.items() if hasattr(default, k) and not (k in OPTIONAL and getattr(default, k) is None)}
     small = {k: v for k, v in small.items() if not isinstance(getattr(type(default), k, None), property)}
     if "qk_rope_head_dim" in small and "head_dim" in small:
-        small["head_dim"] = small["qk_rope_head_dim"]  # multi-head latent attention: the part that is rotated
+        # Multi-head latent attention: head_dim is the part that is rotated, and no heads are shared.
+        small.update(head_dim=small["qk_rope_head_dim"], num_key_value_heads=small["num_attention_heads"])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **small), attn_implementation=attention).double().train()
     ids = torch.randint(3, 100, (2, 16))

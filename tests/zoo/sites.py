@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 T = torch.Tensor
 ADD, MUL, DIV = ((getattr(torch, n), *(getattr(T, f) for f in (n, f"__{n}__", f"__r{n}__", f"{n}_", f"__i{n}__") if hasattr(T, f))) for n in ("add", "mul", "div"))
+SUB = (torch.sub, T.sub, T.__sub__)
 DIV += (T.__truediv__, T.__rtruediv__, T.true_divide)
 PRODUCT = (torch.matmul, torch.bmm, T.matmul, T.bmm, T.__matmul__, torch.einsum)
 SOFTMAX = (torch.softmax, T.softmax, F.softmax)
@@ -26,7 +27,7 @@ NEG = (torch.neg, T.neg, T.__neg__)
 JOIN = (torch.cat, torch.stack, torch.concat)
 ACTIVATION = {F.silu: "silu", torch.sigmoid: "sigmoid", F.gelu: "gelu", torch._C._nn.gelu: "gelu", torch._C._nn.silu_: "silu"}
 SAME = (T.to, T.type_as, T.float, T.double, T.half, T.bfloat16, T.type, F.dropout, torch.dropout, T.contiguous, T.clone, T.view, T.reshape, torch.reshape,
-        T.flatten, torch.flatten, T.unflatten, T.squeeze, T.unsqueeze, T.expand, T.masked_fill, torch.where, T.nan_to_num)  # fmt: skip
+        T.flatten, torch.flatten, T.unflatten, T.squeeze, T.unsqueeze, T.expand, T.masked_fill, torch.where, T.nan_to_num, T.__getitem__)  # fmt: skip
 
 
 class CountSites(TorchFunctionMode):
@@ -73,6 +74,12 @@ class CountSites(TorchFunctionMode):
             return self._site("fusion.cross_entropy")
         if f in ACTIVATION or (f in (T.sigmoid,)):
             return ACTIVATION.get(f, "sigmoid"), given[0]
+        if f in SUB and labels == ["product", "product"]:
+            return "difference of products", None
+        if f in ADD and labels == ["product", "product"]:
+            return "sum of products", None
+        if f in JOIN and [self._of(a) for a in args[0]] == ["difference of products", "sum of products"]:
+            return self._site("fusion.rope")
         if f in MUL:
             if "silu" in labels:
                 return self._site("fusion.swiglu") if all(isinstance(a, T) for a in given) else None
@@ -84,6 +91,7 @@ class CountSites(TorchFunctionMode):
                 return self._site("fusion.glu") if all(isinstance(a, T) for a in given) else None
             if "turned" in labels:
                 return "turned times sin", None
+            return ("product", None) if all(isinstance(a, T) for a in given) else None
         if f in NEG:
             return "negative", None
         if f in JOIN and any(self._of(a) == "negative" for a in args[0]):

@@ -32,7 +32,8 @@ class Scores:
     q: fx.Node
     k_transposed: fx.Node
     scale: float
-    masks: list[tuple[str, fx.Node]] = field(default_factory=list)
+    masks: list[tuple[str, fx.Node, fx.Node]] = field(default_factory=list)
+    """(kind, mask, where it is applied)"""
     region: list[fx.Node] = field(default_factory=list)
     softcap: float = 0.0
     sinks: fx.Node | None = None
@@ -77,7 +78,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node
         raise Miss("the scale is not a number")
     causal, masks = bool(match.argument(node, "is_causal", False)), []
     if given is not None:
-        masks = [("keep" if match.value(given).dtype == torch.bool else "add", given)]
+        masks = [("keep" if match.value(given).dtype == torch.bool else "add", given, node)]
     k, v = (heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
     if match.value(k).shape[1] != match.value(v).shape[1]:
         k, v = match.argument(node, "key"), match.argument(node, "value")
@@ -110,8 +111,12 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, li
         shape = [*lead, *match.value(x).shape[-2:]]
         return x if list(match.value(x).shape) == shape else match.insert(gm, root, aten.reshape.default, (x, shape))
 
-    product = list(match.value(scores.q).shape[:-2])
-    if any(list(match.value(x).shape[:-2]) != product for x in (scores.k_transposed, v)):
+    product, others = list(match.value(scores.q).shape[:-2]), [list(match.value(x).shape[:-2]) for x in (scores.k_transposed, v)]
+    if len(product) == 2 and others == [[product[0], 1]] * 2:
+        k = _transposed(gm, root, scores.k_transposed)  # multi-query: one head of keys and values for all
+        scores.region += [node, *after]
+        return root, _emit(gm, root, scores, scores.q, k, v, False)
+    if any(other != product for other in others):
         raise Miss("q, k and v are broadcast against each other")
     q, v = whole(scores.q), whole(v)
     k = whole(_transposed(gm, root, scores.k_transposed))
@@ -205,15 +210,17 @@ def _scores(n: Any, depth: int = 20) -> Scores | None:
     if match.is_call(n, aten.matmul.default, aten.bmm.default):
         (q, by_q), (k, by_k) = (match.unscale(match.uncast(x)) for x in n.args)
         return Scores(q, k, by_q * by_k, region=[n])
-    if match.is_call(n, aten.baddbmm.default) and match.number(match.argument(n, "beta", 1)) == 0:
-        alpha = match.number(match.argument(n, "alpha", 1))
-        return Scores(n.args[1], n.args[2], float(alpha), region=[n]) if alpha is not None else None
+    if match.is_call(n, aten.baddbmm.default):
+        alpha, beta = (match.number(match.argument(n, name, 1)) for name in ("alpha", "beta"))
+        if alpha is None or beta not in (0, 1):
+            return None
+        return Scores(n.args[1], n.args[2], float(alpha), [("add", n.args[0], n)] if beta else [], [n])
     inner, factor = match.unscale(n)
     if match.is_call(inner, aten.tanh.default) and factor > 0:
         return _capped(_scores(inner.args[0], depth - 1), n, inner, factor)
     if inner is not n:
         scores = _scores(inner, depth - 1)
-        if scores and any(kind == "add" and mask.kept(m, kind) is None for kind, m in scores.masks):
+        if scores and any(kind == "add" and mask.kept(m, kind) is None for kind, m, _ in scores.masks):
             raise Miss("the scores are scaled after an additive mask")
         if scores and scores.softcap:
             raise Miss("the scores are scaled after the soft-cap")
@@ -253,7 +260,7 @@ def _extended(scores: Scores | None, n: fx.Node, given: tuple[str, fx.Node] | No
         scores.region.append(n)
         scores.scale *= factor
         if given:
-            scores.masks.append(given)
+            scores.masks.append((*given, n))
     return scores
 
 
@@ -268,13 +275,13 @@ def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
 
 
 def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, causal: bool) -> list[fx.Node]:
-    bands = [mask.kept(m, kind) for kind, m in scores.masks]
+    bands = [mask.kept(m, kind) for kind, m, _ in scores.masks]
     windows = [1 - b.low for b in bands if mask.is_window(b)]
     causal = causal or bool(windows) or any(mask.is_causal(b) for b in bands)
     rest = [given for given, band in zip(scores.masks, bands) if not mask.is_causal(band) and not mask.is_window(band)]
     if len(rest) > 1:
         raise Miss(f"{len(rest)} masks besides the causal one")
-    kind, given = rest[0] if rest else ("keep", None)
+    kind, given, where = rest[0] if rest else ("keep", None, None)
     if given is not None and kind == "add" and given.meta["needs_grad"]:
         raise Miss("the additive mask needs a gradient, which the operator does not give")
     dtype = match.value(root).dtype
@@ -287,8 +294,8 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
         raise Miss(reason)
     if kind == "drop" and given is not None:
         given = match.insert(gm, root, aten.logical_not.default, (given,))
-    while given is not None and match.value(given).dim() < 4:
-        given = match.insert(gm, root, aten.unsqueeze.default, (given, 0))
+    if given is not None:
+        given = _four_dimensional(gm, root, given, where, list(match.value(q).shape[:2]))
     window = min(windows, default=0)
     keys = match.value(k).shape[2]
     if isinstance(keys, int) and window >= keys:
@@ -304,6 +311,15 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     if reason:
         raise Miss(reason)
     return [*scores.region, root]
+
+
+def _four_dimensional(gm: fx.GraphModule, before: fx.Node, given: fx.Node, where: fx.Node, lead: list[Any]) -> fx.Node:
+    """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one."""
+    if match.value(where).dim() == 3 and match.value(given).dim() == 3 and match.value(given).shape[0] != 1:
+        return match.insert(gm, before, aten.reshape.default, (given, [*lead, *match.value(given).shape[1:]]))
+    while match.value(given).dim() < 4:
+        given = match.insert(gm, before, aten.unsqueeze.default, (given, 0))
+    return given
 
 
 def _widened(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:

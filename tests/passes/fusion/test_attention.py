@@ -115,6 +115,37 @@ def with_sinks(q, k, v, sinks, subtract):
     return F.softmax(joined, -1)[..., :-1] @ v
 
 
+@pytest.mark.parametrize("lead", ["all", "one"])
+@pytest.mark.parametrize("seen", ["3", "4"])
+def test_additive_bias_of_a_batched_product(lead, seen):
+    """ALiBi as Bloom adds it: the input of baddbmm, batch and heads in one dimension."""
+    bias = torch.randn(8 if lead == "all" else 1, 1, 6, dtype=torch.double)
+
+    def f(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        scores = torch.baddbmm(bias.expand(8, 1, 6) if lead == "all" else bias, q, k.transpose(1, 2), beta=1.0, alpha=0.5)
+        weights = F.softmax(scores, -1) if seen == "3" else F.softmax(scores.view(2, 4, 6, 6), -1).view(8, 6, 6)
+        return (weights @ v).view(2, 4, 6, 8)
+
+    assert function_agrees(f, *qkv()).counts[NAME] == 1
+
+
+def test_boolean_mask_of_a_batched_product():
+    keep = torch.rand(8, 6, 6) < 0.7
+    keep |= torch.eye(6, dtype=torch.bool)
+
+    def f(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return F.softmax(torch.bmm(q, k.transpose(1, 2)).masked_fill(~keep, float("-inf")), -1) @ v
+
+    assert function_agrees(f, *qkv()).counts[NAME] == 1
+
+
+def test_one_head_of_keys_for_all():
+    report = function_agrees(lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) / 3, -1) @ v, *qkv(kv_heads=1))
+    assert report.counts[NAME] == 1
+
+
 @pytest.mark.parametrize("subtract", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_sinks(subtract, frozen):
