@@ -69,7 +69,7 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
 
 
-LLAMA_COUNTS = {"fusion.attention": 2, "fusion.cross_entropy": 1, "fusion.rms_norm": 5, "fusion.rope": 4, "fusion.swiglu": 2}
+LLAMA_COUNTS = {"fusion.add_rms_norm": 4, "fusion.attention": 2, "fusion.cross_entropy": 1, "fusion.rms_norm": 5, "fusion.rope": 4, "fusion.swiglu": 2}
 
 
 def tokens(batch=2, seq=16, vocab=64):

@@ -20,6 +20,7 @@ def cases():
     target = torch.tensor([1, 2, -100, 0])
     for cast_first, weight in itertools.product((True, False), (True, False)):
         yield f"rms_norm-{cast_first}-{weight}", ops.rms_norm.default, (double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first)
+        yield f"add_rms_norm-{cast_first}-{weight}", ops.add_rms_norm.default, (double(2, 3, 8), double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first)
     yield "swiglu-packed", ops.swiglu.default, (double(3, 8),)
     yield "swiglu-two", ops.swiglu.default, (double(3, 4), double(3, 4))
     for activation in glu.ACTIVATIONS:

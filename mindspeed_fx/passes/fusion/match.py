@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat
-from mindspeed_fx.capture.normalize import annotate, drop_dead
+from mindspeed_fx.capture.normalize import annotate, drop_dead, written_nodes
 
 aten = torch.ops.aten
 END = 9223372036854775807  # how ATen spells "to the end" of a slice
@@ -188,10 +188,21 @@ def unsafe(region: list[fx.Node], inputs: list[Any]) -> str | None:
     """Why the nodes of ``region``, which read ``inputs``, must not become one node; None when they may."""
     if len({n.meta["grad_enabled"] for n in region}) > 1:
         return "part of the pattern runs with gradients off (torch.no_grad) and part with them on"
-    for n in [*region, *(i for i in inputs if isinstance(i, fx.Node))]:
-        if n.meta.get("mutated"):
+    inputs = [i for i in inputs if isinstance(i, fx.Node)]
+    for n in [*region, *inputs]:
+        if n.meta.get("mutated") and not (n in inputs and n not in region and _written_before(n, region)):
             return f"{n.name} is changed in place"
     return None
+
+
+def _written_before(n: fx.Node, region: list[fx.Node]) -> bool:
+    """True when every change to the memory of ``n`` comes before the first node of ``region``: it is read when done."""
+    storage, members, reached = compat.storage_of(value(n)), set(region), False
+    for node in n.graph.nodes:
+        reached = reached or node in members
+        if reached and any(isinstance(value(w), torch.Tensor) and compat.storage_of(value(w)) == storage for w in written_nodes(node)):
+            return False
+    return True
 
 
 def insert(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:

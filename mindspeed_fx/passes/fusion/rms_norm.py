@@ -18,7 +18,7 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.rms_norm", "mindspeed::rms_norm"
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",))
+@register(NAME, stage="captured", level=1, after=("plain functions",), provides=("rms_norm",))
 def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """RMSNorm, composed or torch.nn.RMSNorm, becomes one operator."""
     report = PassReport(NAME)

@@ -1,9 +1,10 @@
 """Rotary position embedding: ``x * cos + rotate(x) * sin`` becomes ``mindspeed::rope``.
 
 Both layouts of the pairs: half (``cat(-x2, x1)`` of the two halves, by chunk, split or slices) and interleaved
-(``stack(-x[1::2], x[::2])`` flattened); and the two-halves form ``cat(x1 cos - x2 sin, x2 cos + x1 sin)``, whose cos
-and sin are doubled. cos and sin may be cached or made in the graph. Partial rotary models apply this to a slice, which
-matches as it is.
+(``stack(-x[1::2], x[::2])`` flattened). Then the forms whose cos and sin have one angle per pair and are doubled: the two
+parts of the pairs apart, ``x1 cos - x2 sin`` and ``x2 cos + x1 sin``, joined by ``cat`` or ``stack`` (DeepSeek takes
+every other element and joins halves, which rotates the reordered tensor), and complex products. cos and sin may be
+cached or made in the graph. Partial rotary models apply this to a slice, which matches as it is.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
 def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """x * cos + rotate(x) * sin becomes one operator, half and interleaved."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.add.Tensor, aten.cat.default):
-        found = _rotated(node) if node.target == aten.add.Tensor else _two_halves(gm, node)
+    for node in calls(gm, aten.add.Tensor, aten.cat.default, *match.VIEWS):
+        find = {aten.add.Tensor: _rotated, aten.cat.default: _joined}.get(node.target, _flattened)
+        found = find(gm, node)
         if found is not None:
             reason = _rewrite(gm, node, *found)
             (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, found[4])))
@@ -31,7 +33,7 @@ def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _rotated(node: fx.Node):
+def _rotated(gm: fx.GraphModule, node: fx.Node):
     """(x, cos, sin, interleaved, region) when ``node`` is x * cos + rotate(x) * sin."""
     for plain, turned in match.operands(node, aten.add.Tensor):
         for rotation, sin in match.operands(turned, aten.mul.Tensor):
@@ -75,28 +77,91 @@ def _are_halves(first: match.Pieces, second: match.Pieces) -> bool:
     return match.same(first.source, second.source) and first.dim == second.dim == last and ranges and first.step == second.step == 1
 
 
-def _two_halves(gm: fx.GraphModule, node: fx.Node):
-    """(x, cos, sin, False, region) when ``node`` is cat(x1 cos - x2 sin, x2 cos + x1 sin)."""
+def _joined(gm: fx.GraphModule, node: fx.Node):
+    """:func:`_rotated` for cat(x1 cos - x2 sin, x2 cos + x1 sin), of halves or of every other element."""
     if len(node.args[0]) != 2 or not _is_last(node, match.argument(node, "dim", 0)):
         return None
-    left, right = node.args[0]
+    found = _pair(*node.args[0])
+    if found is None:
+        return None
+    x1, x2, cos, sin, region = found
+    first, second = match.part(match.uncast(x1)), match.part(match.uncast(x2))
+    if not (first and second) or match.unsafe([node, *region], [first.source, cos, sin]):
+        return None
+    if _are_halves(first, second):
+        x = first.source
+    elif _alternate(first, second):
+        x = match.insert(gm, node, aten.cat.default, ([match.uncast(x1), match.uncast(x2)], -1))
+    else:
+        return None
+    return x, *(match.insert(gm, node, aten.cat.default, ([c, c], -1)) for c in (cos, sin)), False, [node, *region]
+
+
+def _flattened(gm: fx.GraphModule, node: fx.Node):
+    """:func:`_rotated` for pairs that are stacked and flattened, or the real view of a complex product."""
+    source = match.uncast(node.args[0])
+    if not isinstance(source, fx.Node) or match.value(source).dim() != match.value(node).dim() + 1 or match.value(source).shape[-1] != 2:
+        return None
+    if match.is_call(source, aten.view_as_real.default):
+        return _complex(gm, node, source)
+    if not match.is_call(source, aten.stack.default) or match.argument(source, "dim", 0) % match.value(source).dim() != match.value(source).dim() - 1:
+        return None
+    found = _pair(*source.args[0]) if len(source.args[0]) == 2 else None
+    if found is None:
+        return None
+    x1, x2, cos, sin, region = found
+    first, second = match.part(match.uncast(x1)), match.part(match.uncast(x2))
+    if not (first and second and _alternate(first, second)) or match.unsafe([node, source, *region], [first.source, cos, sin]):
+        return None
+    if match.value(first.source).shape != match.value(node).shape:
+        return None
+    return first.source, *(_twice(gm, node, c) for c in (cos, sin)), True, [node, source, *region]
+
+
+def _complex(gm: fx.GraphModule, node: fx.Node, real: fx.Node):
+    """:func:`_rotated` for view_as_real(view_as_complex(pairs of x) * (cos + i sin)), flattened."""
+    for turned, angles in match.operands(real.args[0], aten.mul.Tensor):
+        if not match.is_call(turned, aten.view_as_complex.default) or not isinstance(angles, fx.Node):
+            continue
+        pairs = match.uncast(turned.args[0])
+        x = match.uncast(pairs.args[0]) if match.is_call(pairs, *match.VIEWS) else None
+        if x is None or match.value(x).shape != match.value(node).shape or not match.value(angles).is_complex():
+            continue
+        region = [node, real, real.args[0], turned, pairs]
+        if angles.meta["needs_grad"] or match.unsafe(region, [x, angles]):
+            return None
+        both = match.insert(gm, node, aten.view_as_real.default, (angles,))
+        cos, sin = (_twice(gm, node, match.insert(gm, node, aten.select.int, (both, -1, i))) for i in (0, 1))
+        return x, cos, sin, True, region
+    return None
+
+
+def _pair(left: fx.Node, right: fx.Node):
+    """(x1, x2, cos, sin, nodes) when ``left`` is x1 cos - x2 sin and ``right`` is x2 cos + x1 sin."""
     if not match.is_call(left, aten.sub.Tensor) or left.kwargs or not match.operands(right, aten.add.Tensor):
         return None
     for x1, cos in match.operands(left.args[0], aten.mul.Tensor):
         for x2, sin in match.operands(left.args[1], aten.mul.Tensor):
-            first, second = match.part(match.uncast(x1)), match.part(match.uncast(x2))
-            if not (first and second and _are_halves(first, second)):
-                continue
             for a, b in match.operands(right, aten.add.Tensor):
                 by_cos = any(match.same(u, x2) and match.same(c, cos) for u, c in match.operands(a, aten.mul.Tensor))
                 by_sin = any(match.same(u, x1) and match.same(s, sin) for u, s in match.operands(b, aten.mul.Tensor))
-                if by_cos and by_sin and match.is_float(cos) and match.is_float(sin):
-                    region = [node, left, right]
-                    if match.unsafe(region, [first.source, cos, sin]):
-                        return None
-                    doubled = [match.insert(gm, node, aten.cat.default, ([c, c], -1)) for c in (cos, sin)]
-                    return first.source, *doubled, False, region
+                parts = all(match.is_float(n) for n in (x1, x2, cos, sin)) and match.part(match.uncast(x1)) and match.part(match.uncast(x2))
+                if by_cos and by_sin and parts and match.part(match.uncast(x1)).start == 0:
+                    return x1, x2, cos, sin, [left, right]
     return None
+
+
+def _alternate(first: match.Pieces, second: match.Pieces) -> bool:
+    """True for x[..., 0::2] and x[..., 1::2]."""
+    last = match.value(first.source).dim() - 1
+    steps = (first.start, first.step, second.start, second.step) == (0, 2, 1, 2)
+    return match.same(first.source, second.source) and first.dim == second.dim == last and steps and match.value(first.source).shape[-1] % 2 == 0
+
+
+def _twice(gm: fx.GraphModule, before: fx.Node, angle: fx.Node) -> fx.Node:
+    """[..., d] as [..., 2 d], every element twice in a row."""
+    stacked = match.insert(gm, before, aten.stack.default, ([angle, angle], -1))
+    return match.insert(gm, before, aten.flatten.using_ints, (stacked, -2, -1))
 
 
 def _rewrite(gm, root, x, cos, sin, interleaved, region) -> str | None:

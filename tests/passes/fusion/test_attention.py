@@ -141,6 +141,30 @@ def test_boolean_mask_of_a_batched_product():
     assert function_agrees(f, *qkv()).counts[NAME] == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_keys_written_in_pieces(late):
+    """Multi-head latent attention fills its keys part by part; one that is changed after it was read must not be read late."""
+    def f(q, k, v, rest):
+        keys = k.new_empty(*k.shape[:-1], 8)
+        keys[..., :4] = k
+        if not late:
+            keys[..., 4:] = rest
+        else:
+            keys[..., 4:] = rest * 2
+        weights = F.softmax(q @ keys.transpose(-1, -2), -1)
+        if late:
+            keys[..., 4:] = 0 * rest
+            return weights @ v, keys
+        return weights @ v
+
+    q, k, v = qkv()
+    q, v = (x.requires_grad_(not late) for x in (q, v))
+    k, rest = (torch.randn(2, 4, 6, 4, dtype=torch.double, requires_grad=not late) for _ in range(2))
+    report = function_agrees(f, q, k, v, rest)
+    assert report.counts[NAME] == (0 if late else 1)
+    assert not late or "changed in place" in report.skipped(NAME)[0].reason
+
+
 def test_one_head_of_keys_for_all():
     report = function_agrees(lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) / 3, -1) @ v, *qkv(kv_heads=1))
     assert report.counts[NAME] == 1

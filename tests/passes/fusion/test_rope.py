@@ -32,7 +32,32 @@ def two_halves(x, cos, sin):
     return torch.cat((a * c - b * s, b * c + a * s), -1)
 
 
+def every_other(x, cos, sin):
+    a, b = x[..., 0::2], x[..., 1::2]
+    c, s = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
+    return a, b, c, s
+
+
+def reordered(x, cos, sin):
+    a, b, c, s = every_other(x, cos, sin)
+    return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+
+def stacked(x, cos, sin):
+    a, b, c, s = every_other(x, cos, sin)
+    return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
+
+
+def complex_product(x, cos, sin):
+    _, _, c, s = every_other(x, cos.detach(), sin.detach())
+    turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.complex(c, s)
+    return torch.view_as_real(turned).flatten(-2)
+
+
 FORMS = {
+    "reordered": reordered,
+    "stacked": stacked,
+    "complex": complex_product,
     "half, slices": lambda x, c, s: x * c + half_slices(x) * s,
     "half, chunk": lambda x, c, s: (half_chunk(x) * s) + (c * x),
     "interleaved": lambda x, c, s: x * c + interleaved(x) * s,
@@ -49,6 +74,20 @@ def test_every_form(name, angles):
     x = double(2, 3, 3, 12 if name == "partial" else 8)
     report = function_agrees(FORMS[name], x, *(double(3, 8, grad=angles == "trained") for _ in range(2)))
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+def test_a_complex_product_of_narrow_types():
+    x, c, s = torch.randn(2, 3, 8).bfloat16().requires_grad_(), torch.randn(3, 8), torch.randn(3, 8)
+    report = function_agrees(lambda x, c, s: complex_product(x.float(), c, s).type_as(x), x, c, s, tolerance=2e-2)
+    assert report.counts[NAME] == 1
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda a, b, c, s: torch.cat((b * c - a * s, a * c + b * s), -1), lambda a, b, c, s: torch.cat((a * c - b * s, b * c - a * s), -1),
+    lambda a, b, c, s: torch.stack((b * c + a * s, a * c - b * s), -1).flatten(-2), lambda a, b, c, s: torch.stack((a * c - b * s, b * c + a * s), -2).flatten(-2),
+])  # fmt: skip
+def test_other_pairs_are_left_alone(wrong):
+    assert function_agrees(lambda x, c, s: wrong(*every_other(x, c, s)), double(2, 3, 8), double(3, 8), double(3, 8)).counts[NAME] == 0
 
 
 def test_bfloat16():
