@@ -32,11 +32,19 @@ SPILLED = 8
 """Bytes per thread: ptxas holds one backward to 80 registers, for occupancy, and leaves two values on the stack."""
 
 
+SHARED = 99 * 1024
+"""Bytes of shared memory that a program may have on every device since sm_80; sm_86 and sm_89 have the least."""
+
+
 @functools.cache
-def worker(mode):
+def run_worker(mode):
     paths = [os.path.abspath(FOUND)] if FOUND else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(HERE.parents[1])])}
-    run = subprocess.run([sys.executable, str(HERE / "triton_worker.py"), mode], env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, str(HERE / "triton_worker.py"), mode], env=env, capture_output=True, text=True)
+
+
+def worker(mode):
+    run = run_worker(mode)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -58,6 +66,11 @@ def test_where_the_norm_is_rounded(weight):
 
 
 @needs_triton
+def test_no_rows():
+    assert worker("interpret")["without_rows"] == [[0, 64], [0, 1], [0, 64], [64], [9000], [0, 32], [0], [0], [0, 1, 64]]
+
+
+@needs_triton
 @pytest.mark.parametrize("codegen", ["inductor", "eager"])
 def test_a_model_lowered_to_the_kernels(codegen):
     found = worker("lower")[codegen]
@@ -74,6 +87,7 @@ def test_compiled_for_real_devices(kernel):
         assert made["cubin"] > 0, name
         assert made["stack"] <= SPILLED, f"{name} spills registers"
         assert made["registers"] * 32 * made["warps"] <= 65536, f"{name} does not fit a multiprocessor"
+        assert made["shared"] <= SHARED, f"{name} takes more shared memory than some devices have"
         assert made["wide_loads"] > 0, f"{name} reads no 16 bytes at once"
 
 

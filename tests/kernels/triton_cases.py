@@ -124,6 +124,19 @@ def equal_shares(weight: torch.dtype, device: str) -> dict[str, float]:
     return {f"{a}-{b}": (kernel[a] == reference[b]).float().mean().item() for a in kernel for b in reference}
 
 
+def without_rows(device: str) -> list[list[int]]:
+    """Shapes that the kernels return for no rows at all; the gradient of the weight must be zero."""
+    x, w = torch.empty(0, 64, device=device), torch.ones(64, device=device)
+    y, rstd = ops.rms_norm_triton(x, w, 1e-5, True)
+    dx, dw = ops.rms_norm_backward_triton(y, x, w, rstd, True, True)
+    assert not dw.any()
+    wide = torch.empty(0, 9000, device=device)
+    dwide = ops.rms_norm_backward_triton(wide, wide, wide.sum(0), rstd, True, True)[1]
+    loss, lse = ops.cross_entropy_triton(x, torch.empty(0, dtype=torch.int64, device=device), -100, 0.0)
+    rotated = ops.rope_triton(x[:, None], x[:, None], x[:, None], False)
+    return [list(t.shape) for t in (y, rstd, dx, dw, dwide, ops.swiglu_triton(x), loss, lse, rotated)]
+
+
 class Model(torch.nn.Module):
     """A norm, a gated product, a rotation and a loss, spelled as models spell them."""
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 MODE = sys.argv[1]
 if MODE != "compile":
@@ -30,8 +31,9 @@ import triton_cases as cases  # noqa: E402
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def interpret() -> dict[str, dict[str, float]]:
+def interpret() -> dict[str, Any]:
     found = {f"cast_first-{dtype}".replace("torch.", ""): cases.equal_shares(dtype, "cpu") for dtype in (torch.float16, torch.float32)}
+    found["without_rows"] = cases.without_rows("cpu")
     return found | {f"{case.name}-{dtype}".replace("torch.", ""): cases.distances(case, dtype, "cpu") for case in cases.CASES for dtype in cases.TOLERANCE}
 
 
@@ -88,18 +90,18 @@ def compile_offline() -> dict[str, dict]:
 
     found = {}
     for label, kernel, args, num_warps, constants in launches():
-        signature, attributes = {}, {}
-        for i, (name, value) in enumerate(zip(kernel.arg_names, args)):
-            signature[name] = _type(value)
-            if isinstance(value, torch.Tensor) or isinstance(value, int) and value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        signature |= dict.fromkeys(constants, "constexpr")
+        # As a launch specializes them: integers equal to one are constants, alignment to 16 is known.
+        runtime = dict(zip(kernel.arg_names, args))
+        constants = constants | {name: value for name, value in runtime.items() if isinstance(value, int) and value == 1}
+        signature = {name: "constexpr" if name in constants else _type(runtime[name]) for name in kernel.arg_names}
+        aligned = [n for n, v in runtime.items() if isinstance(v, torch.Tensor) or isinstance(v, int) and v % 16 == 0]
+        attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
         source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes)
         for arch in (80, 90):
             start = time.perf_counter()
             made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
             seconds = time.perf_counter() - start
-            wide = re.findall(r"ld\.global[.\w]*\.v4\.b32", made.asm["ptx"])
+            wide = re.findall(r"ld\.global[.\w]*\.v4\.b32|cp\.async\.cg\.shared\.global .*, 0x10", made.asm["ptx"])
             found[f"{kernel.fn.__name__} {label} sm_{arch}"] = {"seconds": seconds, "cubin": len(made.asm["cubin"]), "warps": num_warps, "shared": made.metadata.shared, "wide_loads": len(wide), **_resources(made.asm["cubin"])}
     return found
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the operators: one file each, next to nothing here, and triton itself imported at the first launch.
+"""Triton kernels of the operators, one file each; triton itself is imported by the first launch, never by this package.
 
 The kernels are plain ``tl`` in the subset that triton-ascend shares: a one-dimensional grid of persistent programs, row
 width and tile as compile-time constants, partial sums instead of atomics, scalar 64-bit bases with 32-bit offsets. What

@@ -71,7 +71,8 @@ def rms_norm_backward(g_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, partial_ptr, count,
     lines = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+    # The sums keep a multiprocessor to one or two programs: the loads of the next rows start early to fill the gap.
+    for first in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=2):
         base = tl.cast(first, tl.int64)
         there = lines < count - first
         mask = there[:, None] & (cols < N)
@@ -181,7 +182,8 @@ def _weight_gradient(g: Tensor, x: Tensor, rstd: Tensor, cast_first: bool) -> Te
     tile = {"ROWS": 4, "BLOCK": TILE // 4}
     blocks, num_warps = -(-n // tile["BLOCK"]), warps(TILE)
     grid = programs(x, blocks * -(-count // tile["ROWS"]), num_warps, 32)
-    chunks = -(-grid // blocks)
+    # Rounded down: a chunk too many would keep a few programs busy twice as long as the rest.
+    chunks = max(1, grid // blocks)
     partial = x.new_empty((chunks, n), dtype=torch.float32)
     launch(rms_norm_weight_gradient, grid, g, x, rstd, partial, count, chunks, num_warps=num_warps, N=n, G_STRIDE=g.stride(0), X_STRIDE=x.stride(0), CAST_FIRST=cast_first, **tile)
     return partial.sum(0)
