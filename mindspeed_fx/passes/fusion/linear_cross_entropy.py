@@ -22,7 +22,8 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.linear_cross_entropy", "mindspeed::linear_cross_entropy"
 
 SMALLEST = 128 * 2**20
-"""Bytes of logits, in the type the loss is computed in, below which the unfused form is as fast and its memory bearable."""
+"""Bytes of logits, in the type the loss is computed in, below which the unfused form is faster. Measured against Inductor
+(AMD EPYC 9004, one core, float32, hidden 512): 1.05 to 1.12 of its time at up to 64 MiB, 1.01 to 1.03 at 128, 1.01 at 256."""
 
 PLAIN = (*match.VIEWS, aten.to.dtype, aten.contiguous.default, aten.clone.default)
 """What keeps every row as it is."""
@@ -152,7 +153,7 @@ def _refused(head: Head, node: fx.Node, named: bool) -> str | None:
     logits = match.value(node.args[0])
     size = compat.hint(logits.shape[0]) * compat.hint(logits.shape[1]) * computed.itemsize
     if size < SMALLEST and not named:
-        return f'the logits take {size / 2**20:.1f} MiB; below {SMALLEST >> 20} MiB the unfused form is as fast; put "{NAME}" in enable to save their memory all the same'
+        return f'the logits take {size / 2**20:.1f} MiB; below {SMALLEST >> 20} MiB the unfused form is faster; put "{NAME}" in enable to save their memory all the same'
     return match.unsafe([*head.region, node], [x, w, b, node.args[1]])
 
 
@@ -164,7 +165,8 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, 
     if losses is None or len(node.users) > 1:
         return "the log-sum-exp of the tokens is used too"
     reduction, old = _reduction(losses, node)
-    if reduction == "none" and head.product.meta["needs_grad"] and not named:
+    trains = torch.is_grad_enabled() and head.product.meta["needs_grad"]  # a whole compilation may stand under no_grad
+    if reduction == "none" and trains and not named:
         return (
             "the losses of single tokens are used, so that their gradients would take a fourth matrix product; "
             f'return their plain sum or mean, or put "{NAME}" in enable to save the memory all the same'

@@ -1,0 +1,44 @@
+"""The last linear and the loss, one training step on CPU: eager and Inductor unfused, mindspeed in chunks, interleaved.
+
+    python benchmarks/linear_cross_entropy.py [--rounds 7] [--vocab 128256] [--hidden 512] [--tokens 1024,2048]
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import common
+
+
+class Head(nn.Module):
+    """Hidden states [1, tokens, hidden], here a parameter so that they get a gradient, a linear, and the loss."""
+
+    def __init__(self, tokens: int, hidden: int, vocab: int):
+        super().__init__()
+        self.hidden, self.linear = nn.Parameter(torch.randn(1, tokens, hidden)), nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(self.hidden)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+def main() -> None:
+    args = common.arguments(rounds=7, vocab=128256, hidden=512, tokens="1024,2048")
+    for tokens in map(int, args.tokens.split(",")):
+        torch.manual_seed(0)
+        model = Head(tokens, args.hidden, args.vocab)
+        steps = common.rivals(model, {"labels": torch.randint(0, args.vocab, (1, tokens))}, lambda loss: loss)
+        common.header(f"linear and cross-entropy: vocab {args.vocab}, hidden {args.hidden}, {tokens} tokens, float32")
+        times = common.interleaved(steps, args.rounds)
+        peaks = {}
+        for name, step in steps.items():
+            # Freed here, not in the step: the meter would count what it did not see being allocated.
+            model.zero_grad(set_to_none=True)
+            peaks[name] = common.peak_bytes(step, common.gradient_bytes(model))
+        common.table(times, peaks, "mindspeed")
+
+
+if __name__ == "__main__":
+    main()
