@@ -159,6 +159,7 @@ def _add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) 
         torch.addmm(into, d.t(), x, beta=0 if first else 1, alpha=scale, out=into)
         return
     step = max(1, BLOCK // (x.shape[1] * d.itemsize))
+    if first:
+        into.zero_()
     for i in range(0, len(into), step):
-        part = torch.mm(d[:, i : i + step].t(), x)
-        into[i : i + step] = part.to(into.dtype).mul_(scale) if first else into[i : i + step].add_(part, alpha=scale)
+        into[i : i + step].add_(torch.mm(d[:, i : i + step].t(), x), alpha=scale)
