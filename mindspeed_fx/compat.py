@@ -489,3 +489,10 @@ def cache_directory() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def statically_known_true(condition: object) -> bool:
+    """``condition``, a bool or a symbolic one, where it holds for every size without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    return known(condition)

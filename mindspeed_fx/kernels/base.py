@@ -25,6 +25,9 @@ class Lowering:
     """Plain torch function with the operator's signature; its trace replaces the operator's node."""
     supports: Callable[..., str | None]
     """Called with the node's fake arguments; None when this kernel can run them, else the reason it cannot."""
+    beats_codegen: bool = True
+    """Better than the code that Inductor generates from the reference, which fuses with its neighbours; if not, the
+    kernel serves only where no code is generated."""
 
 
 @dataclass
@@ -46,20 +49,25 @@ class Operator:
     def lower(self, target: str) -> Callable[[Callable], Callable]:
         """Decorator: the function is a kernel for ``target``; ``lower.supports`` is set by the caller."""
 
-        def add(kernel: str, supports: Callable[..., str | None]) -> Callable[[Callable], Callable]:
+        def add(kernel: str, supports: Callable[..., str | None], beats_codegen: bool = True) -> Callable[[Callable], Callable]:
             def wrap(build: Callable) -> Callable:
-                self.lowerings.setdefault(target, []).append(Lowering(kernel, build, supports))
+                self.lowerings.setdefault(target, []).append(Lowering(kernel, build, supports, beats_codegen))
                 return build
 
             return wrap
 
         return add
 
-    def choose(self, target: str, args: tuple, kwargs: dict) -> tuple[Lowering | None, list[str]]:
-        """The first kernel of ``target`` that supports these fake arguments, and why the ones before it do not."""
+    def choose(self, target: str, args: tuple, kwargs: dict, codegen: bool = False) -> tuple[Lowering | None, list[str]]:
+        """The first kernel of ``target`` that supports these fake arguments, and why the ones before it do not.
+
+        With ``codegen`` the alternative is generated code, and only kernels that beat it are taken.
+        """
         reasons = []
         for lowering in self.lowerings.get(target, ()):
             reason = lowering.supports(*args, **kwargs)
+            if reason is None and codegen and not lowering.beats_codegen:
+                reason = "generated code fuses with its neighbours; no measurement shows this kernel to be faster"
             if reason is None:
                 return lowering, reasons
             reasons.append(f"{lowering.kernel}: {reason}")

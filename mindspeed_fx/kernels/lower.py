@@ -35,7 +35,7 @@ def lower(gm: fx.GraphModule, target: str, side: str, *, inline_references: bool
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         args = args + tuple(a.default_value for a in node.target._schema.arguments[len(args) :] if a.name not in kwargs)
-        lowering, reasons = operator.choose(target, args, kwargs)
+        lowering, reasons = operator.choose(target, args, kwargs, codegen=inline_references)
         if (lowering is not None and not kernels) or (lowering is None and (operator.opaque or not inline_references)):
             if kernels:
                 rows.append(_row(operator, side, target, "its own kernel" if operator.opaque else "reference, one call", reasons, node))

@@ -92,8 +92,8 @@ def _refuse(x, cos, sin):
     return triton.refuse_types(x.shape[-1], x=x, cos=cos, sin=sin)
 
 
-triton.kernel(rope, _fake, "rope.forward", "all heads of a token share the angles", lambda x, cos, sin, interleaved: _refuse(x, cos, sin))
+triton.kernel(rope, _fake, "rope.forward", "all heads of a token share the angles", lambda x, cos, sin, interleaved: _refuse(x, cos, sin), beats_codegen=False)
 triton.kernel(
     rope_backward, _fake_backward, "rope.backward", "the rotation the other way",
-    lambda grad, x, cos, sin, interleaved, need_angles: "the angles have gradients" if need_angles else _refuse(grad, cos, sin),
+    lambda grad, x, cos, sin, interleaved, need_angles: "the angles have gradients" if need_angles else _refuse(grad, cos, sin), beats_codegen=False,
 )

@@ -63,7 +63,7 @@ class CountSites(TorchFunctionMode):
         if f in SQRT and labels[:1] == ["mean square"]:
             return self._site("fusion.rms_norm")
         if f in (F.rms_norm, torch.rms_norm) and len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) == 1:
-            return self._site("fusion.rms_norm") if f is torch.rms_norm or not _calls_torch(f) else None
+            return self._site("fusion.rms_norm")
         if f in SOFTMAX and given[0].dim() >= 3:
             return "weights", None
         if f in PRODUCT and labels[:1] == ["weights"]:
@@ -79,6 +79,10 @@ class CountSites(TorchFunctionMode):
         if f in ADD and labels == ["product", "product"]:
             return "sum of products", None
         if f in JOIN and [self._of(a) for a in args[0]] == ["difference of products", "sum of products"]:
+            return self._site("fusion.rope")
+        if f in MUL and any(isinstance(a, T) and a.is_complex() for a in given):
+            return "complex product", None
+        if f is torch.view_as_real and labels == ["complex product"]:
             return self._site("fusion.rope")
         if f in MUL:
             if "silu" in labels:
@@ -114,6 +118,3 @@ def _last(args, kwargs) -> bool:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return dim in (-1, args[0].dim() - 1) or (isinstance(dim, (list, tuple)) and list(dim) in ([-1], [args[0].dim() - 1]))
 
-
-def _calls_torch(f) -> bool:
-    return f is F.rms_norm and hasattr(torch, "rms_norm")

@@ -17,8 +17,8 @@ from typing import Any, Callable
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from mindspeed_fx.compat import statically_known_true
 from mindspeed_fx.kernels.base import Operator, operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ WIDTH = 2**18
 """Widest row: no kernel was compiled or checked beyond it."""
 
 
-def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, supports: Callable[..., str | None]) -> None:
+def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, supports: Callable[..., str | None], beats_codegen: bool = True) -> None:
     """Give ``of`` a Triton kernel on "cuda".
 
     Args:
@@ -36,6 +36,7 @@ def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, sup
         launcher: "<file>.<function>" under this package.
         what: the kernel in a few words, for reports.
         supports: reason why these fake arguments are not for this kernel, or None. That triton is there is checked here.
+        beats_codegen: whether to take it where Inductor could generate code that fuses with its neighbours.
     """
     file, function = launcher.split(".")
     name = of.overload._schema.name
@@ -45,7 +46,7 @@ def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, sup
         return getattr(importlib.import_module(f"{__name__}.{file}"), function)(*args, **kwargs)
 
     made = operator(schema, fake, opaque=True)(run)
-    of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs))(made.overload)
+    of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(made.overload)
 
 
 @functools.cache

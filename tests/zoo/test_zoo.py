@@ -1,0 +1,56 @@
+"""A few architectures, chosen for their spellings; ``python tests/zoo/table.py`` runs them all."""
+
+import importlib
+import pathlib
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers", reason="needs Hugging Face transformers")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sites = importlib.import_module("sites")
+table = importlib.import_module("table")
+
+QUICK = {
+    "llama": {"fusion.attention": 2, "fusion.rms_norm": 5, "fusion.rope": 4, "fusion.swiglu": 2},
+    "gemma2": {"fusion.attention": 2, "fusion.rms_norm": 9, "fusion.rope": 4, "fusion.glu": 2},  # soft-cap, windows, 1 + w
+    "gpt_oss": {"fusion.attention": 2, "fusion.rms_norm": 5, "fusion.rope": 4},  # sinks
+    "bloom": {"fusion.attention": 2},  # ALiBi in baddbmm
+    "deepseek_v3": {"fusion.attention": 2, "fusion.rope": 4},  # latent attention, reordered pairs
+}
+MORE = ["codegen", "cohere", "deepseek_v2", "falcon", "glm4", "gpt2", "gpt_neox", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2"]
+
+
+def check(name):
+    row = table.check(name)
+    assert {p: row.fused[p] for p in table.PASSES} == {p: row.sites[p] for p in table.PASSES}, row.reasons
+    assert row.error < 1e-5
+    return row
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_site_is_fused(name):
+    row = check(name)
+    assert {p: n for p, n in row.sites.items() if n and p != "fusion.cross_entropy"}.items() >= QUICK[name].items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_every_site_is_fused_in_more_models(name):
+    check(name)
+
+
+def test_sites_are_counted_by_meaning():
+    x, w = torch.randn(2, 4, 6, 8), torch.randn(8)
+    with sites.CountSites() as counted:
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w
+        F.rms_norm(normed, (8,), w)
+        F.softmax(x @ x.transpose(-1, -2), -1).to(x.dtype) @ x
+        x * w + torch.cat((-x[..., 4:], x[..., :4]), -1) * w
+        torch.cat((x[..., :4] * w[:4] - x[..., 4:] * w[4:], x[..., 4:] * w[:4] + x[..., :4] * w[4:]), -1)
+        torch.view_as_real(torch.view_as_complex(x.reshape(2, 4, 6, 4, 2)) * torch.ones(4, dtype=torch.cfloat)).flatten(-2)
+        F.silu(x) * x, F.gelu(x) * x, x * torch.sigmoid(x) * x
+        F.silu(x) * 2, x.softmax(-1) + x, torch.rsqrt(x.abs().mean(-1))  # none of these is a site
+    assert dict(counted.counts) == {"fusion.rms_norm": 2, "fusion.attention": 1, "fusion.rope": 3, "fusion.swiglu": 2, "fusion.glu": 1}
