@@ -1,0 +1,105 @@
+"""Grouped matrix product: rows sorted by group, each group times a matrix of its own (the experts of a mixture).
+
+Source: ``npu_grouped_matmul`` of torch_npu (group_type 0, group_list cumulative; its weight gradient is group_type 2) and
+``aten._grouped_mm``. Unlike both, every type is allowed, float64 included, and rows that belong to no group are zero
+instead of undefined.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mindspeed_fx.kernels.base import LIBRARY, operator
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """(index, rows) of every group that has rows."""
+    start = 0
+    for index, end in enumerate(offsets.tolist()):
+        if end > start:
+            yield index, slice(start, end)
+        start = end
+
+
+def _rows_of(x: Tensor, width: int, offsets: Tensor) -> Tensor:
+    """An unfilled [tokens, width] but for the rows after the last group, which are zero."""
+    out = x.new_empty(x.shape[0], width)
+    out[int(offsets[-1]) if offsets.numel() else 0 :].zero_()
+    return out
+
+
+def _fake(x, weight, offsets):
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@operator("grouped_matmul(Tensor x, Tensor weight, Tensor offsets) -> Tensor", _fake, opaque=True)
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """One matrix product per group of rows.
+
+    Args:
+        x: [tokens, k], float; the rows of group 0 come first, then those of group 1, and so on.
+        weight: [groups, k, n] in any layout, the dtype of ``x``.
+        offsets: [groups] int32 or int64, not falling: where each group ends. Groups may be empty.
+
+    Returns:
+        [tokens, n], contiguous; rows from ``offsets[-1]`` on are zero.
+    """
+    out = _rows_of(x, weight.shape[2], offsets)
+    for index, rows in _groups(offsets):
+        torch.mm(x[rows], weight[index], out=out[rows])
+    return out
+
+
+def _fake_backward(grad, x, weight, offsets, need_x, need_weight):
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else x.new_empty(0)
+    return dx, torch.empty_like(weight) if need_weight else x.new_empty(0)
+
+
+@operator("grouped_matmul_backward(Tensor grad, Tensor x, Tensor weight, Tensor offsets, bool need_x, bool need_weight) -> (Tensor, Tensor)", _fake_backward, opaque=True)
+def grouped_matmul_backward(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    """Gradients (dx, dweight) of :func:`grouped_matmul`; the one that is not needed is empty.
+
+    Per group: dx = grad w^T, dweight = x^T grad, zero for a group without rows. dweight is stored as ``weight`` is.
+    """
+    dx = _rows_of(x, x.shape[1], offsets) if need_x else x.new_empty(0)
+    dweight = torch.empty_like(weight) if need_weight else x.new_empty(0)
+    filled = set()
+    for index, rows in _groups(offsets):
+        if need_x:
+            torch.mm(grad[rows], weight[index].t(), out=dx[rows])
+        if need_weight:
+            torch.mm(x[rows].t(), grad[rows], out=dweight[index])
+            filled.add(index)
+    if need_weight:
+        for index in set(range(weight.shape[0])) - filled:
+            dweight[index].zero_()
+    return dx, dweight
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):
+    x, weight, offsets = ctx.saved_tensors
+    need_x, need_weight, _ = ctx.needs_input_grad
+    dx, dweight = torch.ops.mindspeed.grouped_matmul_backward(grad, x, weight, offsets, need_x, need_weight)
+    return dx if need_x else None, dweight if need_weight else None, None
+
+
+torch.library.register_autograd("mindspeed::grouped_matmul", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@register_flop_formula(torch.ops.mindspeed.grouped_matmul)
+def _flops(x_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    """Every row times one matrix, as if every row had a group."""
+    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]
+
+
+@register_flop_formula(torch.ops.mindspeed.grouped_matmul_backward)
+def _backward_flops(grad_shape, x_shape, weight_shape, offsets_shape, need_x, need_weight, *args, out_shape=None, **kwargs) -> int:
+    return (need_x + need_weight) * _flops(x_shape, weight_shape)

@@ -1,0 +1,127 @@
+"""Tokens of a mixture of experts, copied and sorted by expert, and their way back.
+
+Source: ``npu_moe_token_permute`` and ``npu_moe_token_unpermute`` of torch_npu. Each token appears once per chosen expert;
+pair (t, j) is token t with its j-th choice. Both directions and both gradients only gather: nothing is scattered with
+accumulation, which on CPU runs row by row and on accelerators through atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    """The inverse of a permutation [pairs]."""
+    return torch.empty_like(permutation).scatter(0, permutation, torch.arange(permutation.shape[0], dtype=permutation.dtype, device=permutation.device))
+
+
+def _choices(pairs: Tensor, tokens: int | torch.SymInt) -> int | torch.SymInt:
+    """How many experts each token chose; 1 where there is no token."""
+    return pairs.shape[0] // tokens if tokens else 1
+
+
+def _fake(tokens, indices):
+    return tokens.new_empty(indices.numel(), tokens.shape[1]), indices.new_empty(indices.numel(), dtype=torch.int64)
+
+
+@operator("moe_permute(Tensor tokens, Tensor indices) -> (Tensor, Tensor)", _fake)
+def moe_permute(tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of the tokens in the order of their experts; tokens of one expert keep their order.
+
+    Args:
+        tokens: [tokens, hidden].
+        indices: [tokens, k], or flattened [tokens * k], integers: the experts of each token.
+
+    Returns:
+        permuted [tokens * k, hidden] and, int64 [tokens * k], the row of ``permuted`` that holds pair t * k + j.
+    """
+    order = torch.sort(indices.reshape(-1), stable=True)[1]
+    return tokens.index_select(0, order // _choices(order, tokens.shape[0])), _inverse(order)
+
+
+def _fake_backward(grad, sorted_indices, tokens):
+    return grad.new_empty(tokens, grad.shape[1])
+
+
+@operator("moe_permute_backward(Tensor grad, Tensor sorted_indices, SymInt tokens) -> Tensor", _fake_backward)
+def moe_permute_backward(grad: Tensor, sorted_indices: Tensor, tokens: int) -> Tensor:
+    """Gradient [tokens, hidden] of the tokens of :func:`moe_permute`: the sum over a token's copies."""
+    return moe_unpermute.reference(grad, sorted_indices, None, _choices(sorted_indices, tokens))
+
+
+def _dtype(permuted: Tensor, probs: Tensor | None) -> torch.dtype:
+    return permuted.dtype if probs is None else torch.promote_types(permuted.dtype, probs.dtype)
+
+
+def _fake_unpermute(permuted, sorted_indices, probs=None, k=1):
+    k = k if probs is None else probs.shape[1]
+    return permuted.new_empty(sorted_indices.shape[0] // k, permuted.shape[1], dtype=_dtype(permuted, probs))
+
+
+@operator("moe_unpermute(Tensor permuted, Tensor sorted_indices, Tensor? probs=None, SymInt k=1) -> Tensor", _fake_unpermute)
+def moe_unpermute(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, k: int = 1) -> Tensor:
+    """The sum over a token's copies, each times its probability.
+
+    Args:
+        permuted: [tokens * k, hidden], float.
+        sorted_indices: int64 [tokens * k], the second result of :func:`moe_permute`.
+        probs: [tokens, k], float, or None for ones.
+        k: copies of each token; what ``probs`` says where it is given.
+
+    Returns:
+        [tokens, hidden], contiguous, in the common dtype of ``permuted`` and ``probs``; summed in float32 for 16 bits.
+    """
+    k, dtype = k if probs is None else probs.shape[1], _dtype(permuted, probs)
+    copies = permuted.index_select(0, sorted_indices).view(-1, k, permuted.shape[1]).to(accumulation_dtype(dtype))
+    if probs is not None:
+        copies = copies * probs.to(copies.dtype).unsqueeze(-1)
+    return copies.sum(1).to(dtype)
+
+
+def _fake_unpermute_backward(grad, permuted, sorted_indices, probs, k):
+    return torch.empty(permuted.shape, dtype=permuted.dtype, device=permuted.device), permuted.new_empty(0) if probs is None else probs.new_empty(probs.shape)
+
+
+@operator("moe_unpermute_backward(Tensor grad, Tensor permuted, Tensor sorted_indices, Tensor? probs, SymInt k) -> (Tensor, Tensor)", _fake_unpermute_backward)
+def moe_unpermute_backward(grad: Tensor, permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """Gradients (dpermuted, dprobs) of :func:`moe_unpermute`; dprobs is empty without probs.
+
+    The row of pair (t, j) has the gradient probs[t, j] * grad[t]; dprobs[t, j] is the inner product of grad[t] and that row.
+    """
+    order, dtype = _inverse(sorted_indices), accumulation_dtype(_dtype(permuted, probs))
+    rows = grad.index_select(0, order // (k if probs is None else probs.shape[1])).to(dtype)
+    if probs is None:
+        return rows.to(permuted.dtype), permuted.new_empty(0)
+    share = probs.reshape(-1).index_select(0, order).to(dtype)
+    inner = (rows * permuted.to(dtype)).sum(1)
+    return (rows * share.unsqueeze(1)).to(permuted.dtype), inner.index_select(0, sorted_indices).view(probs.shape).to(probs.dtype)
+
+
+def _setup(ctx, inputs, output):
+    ctx.tokens = inputs[0].shape[0]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, grad, _grad_indices):
+    (sorted_indices,) = ctx.saved_tensors
+    return torch.ops.mindspeed.moe_permute_backward(grad, sorted_indices, ctx.tokens), None
+
+
+torch.library.register_autograd("mindspeed::moe_permute", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def _setup_unpermute(ctx, inputs, output):
+    permuted, sorted_indices, probs, ctx.k = inputs
+    ctx.save_for_backward(permuted, sorted_indices, probs)
+
+
+def _backward_unpermute(ctx, grad):
+    dpermuted, dprobs = torch.ops.mindspeed.moe_unpermute_backward(grad, *ctx.saved_tensors, ctx.k)
+    return dpermuted if ctx.needs_input_grad[0] else None, None, dprobs if ctx.saved_tensors[2] is not None and ctx.needs_input_grad[2] else None, None
+
+
+torch.library.register_autograd("mindspeed::moe_unpermute", _backward_unpermute, setup_context=_setup_unpermute, lib=LIBRARY)

@@ -1,0 +1,64 @@
+"""Tokens sorted by expert and back: against the definition, gradients, the rules of custom operators."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ops = torch.ops.mindspeed
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_permute_is_a_stable_sort(flat):
+    tokens, indices = torch.arange(12.0).view(4, 3), torch.tensor([[1, 0], [1, 2], [0, 1], [1, 0]])
+    permuted, sorted_indices = ops.moe_permute(tokens, indices.reshape(-1) if flat else indices)
+    assert permuted[:, 0].div(3).tolist() == [0, 2, 3, 0, 1, 2, 3, 1]
+    assert sorted_indices.tolist() == [3, 0, 4, 7, 1, 5, 6, 2]
+    assert torch.equal(permuted[sorted_indices], tokens.repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_gradients_and_rules_of_custom_operators(k):
+    tokens, indices, probs = double(5, 4), torch.rand(5, 6).topk(k)[1], double(5, k)
+    assert torch.autograd.gradcheck(lambda t: ops.moe_permute(t, indices)[0], (tokens,))
+    rows, sorted_indices = double(5 * k, 4), ops.moe_permute(tokens, indices)[1]
+    assert torch.autograd.gradcheck(lambda r, p: ops.moe_unpermute(r, sorted_indices, p), (rows, probs))
+    assert torch.autograd.gradcheck(lambda r: ops.moe_unpermute(r, sorted_indices, None, k), (rows,))
+    cases = [
+        (ops.moe_permute.default, (tokens, indices)),
+        (ops.moe_permute_backward.default, (rows.detach(), sorted_indices, 5)),
+        (ops.moe_unpermute.default, (rows, sorted_indices, probs)),
+        (ops.moe_unpermute.default, (rows, sorted_indices, None, k)),
+        (ops.moe_unpermute_backward.default, (tokens.detach(), rows.detach(), sorted_indices, probs.detach(), k)),
+        (ops.moe_unpermute_backward.default, (tokens.detach(), rows.detach(), sorted_indices, None, k)),
+    ]
+    for op, args in cases:
+        results = torch.library.opcheck(op, args, raise_exception=False)
+        assert set(results.values()) == {"SUCCESS"}, (op, results)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 6), st.integers(1, 3), st.integers(3, 6), st.integers(0, 99))
+def test_there_and_back(tokens, k, experts, seed):
+    torch.manual_seed(seed)
+    x, probs = torch.randn(tokens, 4, dtype=torch.double), torch.rand(tokens, k, dtype=torch.double)
+    indices = torch.rand(tokens, experts).topk(k)[1]
+    permuted, sorted_indices = ops.moe_permute(x, indices)
+    torch.testing.assert_close(ops.moe_unpermute(permuted, sorted_indices, probs), x * probs.sum(1, keepdim=True))
+    torch.testing.assert_close(ops.moe_unpermute(permuted, sorted_indices, None, k), x * k)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_tokens_are_summed_in_float32(dtype):
+    rows, probs = torch.randn(32, 8).to(dtype), torch.rand(8, 4)
+    sorted_indices = torch.randperm(32)
+    exact = (rows.double()[sorted_indices].view(8, 4, 8) * probs.double().unsqueeze(-1)).sum(1)
+    both, narrow = ops.moe_unpermute(rows, sorted_indices, probs), ops.moe_unpermute(rows, sorted_indices, probs.to(dtype))
+    assert both.dtype == torch.float32 and narrow.dtype == dtype
+    torch.testing.assert_close(both.double(), exact, rtol=1e-5, atol=1e-5)
+    exact = (rows.double()[sorted_indices].view(8, 4, 8) * probs.to(dtype).double().unsqueeze(-1)).sum(1)
+    assert ((narrow.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
