@@ -1,5 +1,6 @@
 """A few architectures, chosen for their spellings; ``python tests/zoo/table.py`` runs them all."""
 
+import copy
 import importlib
 import pathlib
 import sys
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="needs Hugging Face transformers")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 sites = importlib.import_module("sites")
-table = importlib.import_module("table")
+architectures, table = importlib.import_module("architectures"), importlib.import_module("table")
 
 QUICK = {
     "llama": {"fusion.attention": 2, "fusion.rms_norm": 5, "fusion.rope": 4, "fusion.swiglu": 2},
@@ -40,6 +41,23 @@ def test_every_site_is_fused(name):
 @pytest.mark.parametrize("name", MORE)
 def test_every_site_is_fused_in_more_models(name):
     check(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_bfloat16_is_as_close_to_float64_as_the_unfused_model_is(name):
+    model, inputs = architectures.build(name)
+
+    def gradients(module, backend):
+        module.zero_grad(set_to_none=True)
+        torch._dynamo.reset()
+        loss = (module if backend is None else torch.compile(module, backend=backend, options=table.OPTIONS))(**inputs).loss
+        loss.backward()
+        return torch.cat([p.grad.double().flatten() for p in module.parameters() if p.grad is not None])
+
+    narrow = copy.deepcopy(model).bfloat16()
+    exact = gradients(copy.deepcopy(narrow).to(next(model.parameters()).dtype), None)  # the same, rounded, parameters
+    unfused, fused = ((gradients(narrow, backend) - exact).norm() for backend in (None, "mindspeed"))
+    assert fused <= 2 * unfused
 
 
 def test_sites_are_counted_by_meaning():
