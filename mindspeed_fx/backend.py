@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from mindspeed_fx import compat
 from mindspeed_fx._version import __version__
-from mindspeed_fx.capture import capture
+from mindspeed_fx.capture import capture, refusal
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner, cut
@@ -103,6 +103,9 @@ class Compilation:
     def capture(self, gm: fx.GraphModule) -> None:
         """Dynamo graph -> canonical graph with the captured passes applied, in place."""
         self._snapshot("dynamo", gm)
+        if reason := refusal(gm):
+            self.pipeline.refuse("captured", reason, self.record)
+            return
         with self._timed("capture"):
             captured = capture(gm)
         with self._timed("passes"):

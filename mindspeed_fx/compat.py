@@ -180,6 +180,11 @@ def has_side_effect(target: Any) -> bool:
     return target in _side_effectful_functions or name.startswith(("_c10d_functional", "c10d")) or "assert" in name or "sym_constrain" in name
 
 
+def is_function_transform(target: Any) -> bool:
+    """True for the calls by which a Dynamo graph enters or leaves ``torch.func`` transforms such as vmap."""
+    return str(getattr(target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))
+
+
 # --------------------------------------------------------------------------- fake values
 
 

@@ -126,7 +126,8 @@ def test_dynamic_batch_and_sequence_is_one_graph():
             for name, p in model.named_parameters():
                 torch.testing.assert_close(p.grad, grads[name], rtol=1e-3, atol=1e-6, msg=lambda m: f"{name} {shape}: {m}")
     assert len(graphs) == 1
-    assert {n: c for n, c in graphs[0].counts.items() if n.startswith("fusion.")} == {"fusion.attention": 1, "fusion.cross_entropy": 1, "fusion.rms_norm": 3, "fusion.rope": 2, "fusion.swiglu": 1}
+    found = {n: c for n, c in graphs[0].counts.items() if n.startswith("fusion.") and c}
+    assert found == {"fusion.add_rms_norm": 2, "fusion.attention": 1, "fusion.cross_entropy": 1, "fusion.rms_norm": 3, "fusion.rope": 2, "fusion.swiglu": 1}
 
 
 def test_several_graphs():
@@ -152,7 +153,8 @@ def test_checkpointed_regions_are_fused_and_recomputed(codegen):
     assert_same_training(model, *tokens(), tolerance=5e-5, codegen=codegen)
     if codegen == "eager":
         torch._dynamo.reset()
-        assert fusion_counts(explain(model, *tokens())) == LLAMA_COUNTS
+        # The last sum of each block leaves its region before the next norm reads it.
+        assert fusion_counts(explain(model, *tokens())) == {**LLAMA_COUNTS, "fusion.add_rms_norm": 2}
 
 
 def test_memory_budget_recomputes():
@@ -246,3 +248,18 @@ def test_version_and_lazy_names():
     assert mindspeed_fx.__version__ and mindspeed_fx.passes.registered()
     with pytest.raises(AttributeError, match="no attribute 'pases'"):
         mindspeed_fx.pases
+
+
+def test_a_graph_with_vmap_is_left_as_it_is_and_says_so():
+    def f(x, w):
+        return torch.func.vmap(lambda row: (row * w).sum())(x) * torch.nn.functional.silu(x).sum() * x.sum(-1)
+
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    want = f(x, w)
+    expected = torch.autograd.grad(want.sum(), (x, w))
+    have = torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})(x, w)
+    torch.testing.assert_close(have, want)
+    torch.testing.assert_close(torch.autograd.grad(have.sum(), (x, w)), expected)
+    torch._dynamo.reset()
+    report = mindspeed_fx.explain(f, x, w, options={"codegen": "eager"})
+    assert "function transform" in report.skipped("fusion.swiglu")[0].reason

@@ -19,7 +19,7 @@ from mindspeed_fx.capture.normalize import bodies
 from mindspeed_fx.options import OptionError, Options, nearest
 from mindspeed_fx.passes.base import STAGES, Context, Pass, PassError, registered
 from mindspeed_fx.passes.check import check_pass
-from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun
+from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun, Skip
 
 
 class Pipeline:
@@ -67,6 +67,12 @@ class Pipeline:
         if before is not None:
             run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
         return run
+
+    def refuse(self, stage: str, reason: str, record: GraphRecord) -> None:
+        """Note for every pass of ``stage`` that the graph is not for it."""
+        for p in self.passes:
+            if p.stage == stage:
+                record.runs.append(PassRun(PassReport(p.name, skipped=[Skip("", reason)]), stage, 0.0, 0, 0))
 
     def require_named(self, record: GraphRecord) -> None:
         """In strict mode, fail when a pass that the user named rewrote nothing; the error carries the reasons.
