@@ -1,0 +1,264 @@
+"""Tokens sorted by expert, and back: -> ``mindspeed::moe_permute`` and ``mindspeed::moe_unpermute``.
+
+``order`` is the sort of the flattened choices of experts [tokens * k]. The way there is ``tokens[order // k]``, or
+``order`` applied to each token repeated k times. The way back is the sum over a token's rows, with or without
+probabilities, applied to sorted rows or afterwards: rows gathered by the inverse of ``order`` (made by a second sort or by
+writing 0, 1, 2 ... to the places of ``order``), rows written to the places of ``order``, or rows added up by ``order // k``.
+
+Safe because the rows and the sums are the same; a sort that may order equal experts at will is made stable, so that the
+operator, which sorts by itself, and what is left of the model agree. Pays on every target: the gradient of a gather adds
+up row by row, the operators' gradients gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, PERMUTE, UNPERMUTE = "fusion.moe_permute", "mindspeed::moe_permute", "mindspeed::moe_unpermute"
+GATHERS = (aten.index.Tensor, aten.index_select.default)
+
+
+class Combined(NamedTuple):
+    """``sum over j of rows[inverse of order][t * k + j] * probs[t, j]``."""
+
+    rows: fx.Node
+    """[tokens * k, hidden], sorted by expert."""
+    probs: fx.Node | None
+    """[tokens * k] or [tokens, k], in the order of the tokens."""
+    k: Any
+    order: fx.Node
+    region: list[fx.Node]
+
+
+@register(NAME, stage="captured", level=1, provides=("moe_permute",))
+def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Sorting tokens by expert and adding the results up become one operator each."""
+    report = PassReport(NAME)
+    inverses: dict[fx.Node, fx.Node] = {}
+    for node in calls(gm, *GATHERS):
+        found = _permuted(node)
+        if isinstance(found, tuple):
+            found = _rewrite_permute(gm, report, node, *found, inverses)
+        if found:
+            report.skipped.append(skip(PERMUTE, node, found))
+    for node in calls(gm, aten.sum.dim_IntList, aten.index_add.default, aten.scatter_add.default):
+        combined = _combined(node)
+        if combined is not None:
+            reason = _rewrite_unpermute(gm, report, node, combined, inverses)
+            if reason:
+                report.skipped.append(skip(UNPERMUTE, node, reason))
+    match.finish(gm)
+    return report
+
+
+# --------------------------------------------------------------------------- permutations
+
+
+def _sorted(n: Any) -> fx.Node | None:
+    """The sort that ``n`` is the order of: n[i] is where the i-th smallest of a list of integers stands."""
+    found = None
+    if match.is_call(n, match.operator.getitem) and n.args[1] == 1 and match.is_call(n.args[0], aten.sort.default, aten.sort.stable):
+        found = n.args[0]
+    elif match.is_call(n, aten.argsort.default, aten.argsort.stable):
+        found = n
+    plain = found is not None and match.value(found.args[0]).dim() == 1 and not match.is_float(found.args[0])
+    return found if plain and not match.argument(found, "descending", False) else None
+
+
+def _divided(n: Any) -> tuple[fx.Node, int] | None:
+    """(order, k) when ``n`` is order // k."""
+    floor = match.is_call(n, aten.floor_divide.default) or (match.is_call(n, aten.div.Tensor_mode) and n.kwargs.get("rounding_mode") == "floor")
+    return (n.args[0], n.args[1]) if floor and isinstance(n.args[1], int) and n.args[1] > 0 else None
+
+
+def _inverse(n: Any) -> fx.Node | None:
+    """The order that ``n`` is the inverse of."""
+    again = _sorted(n)
+    if again is not None:
+        return again.args[0] if _sorted(again.args[0]) is not None else None
+    written = _written(n)
+    counting = written is not None and match.is_call(written[1], aten.arange.default) and len(written[1].args) == 1
+    return written[0] if counting and written[0].meta["val"].shape == match.value(written[1]).shape else None
+
+
+def _written(n: Any) -> tuple[fx.Node, fx.Node] | None:
+    """(order, x) when ``n`` is x [rows, ...] written to the places that ``order`` says: n[order] = x."""
+    if match.is_call(n, aten.index_put.default) and not match.argument(n, "accumulate", False):
+        places, x = n.args[1], n.args[2]
+    elif match.is_call(n, aten.scatter.src) and n.args[1] == 0 and match.value(n).dim() == 1:
+        places, x = [n.args[2]], n.args[3]
+    else:
+        return None
+    whole = len(places) == 1 and _sorted(places[0]) is not None and match.value(n).shape == match.value(x).shape
+    return (places[0], x) if whole else None
+
+
+def _gathered(n: Any) -> tuple[fx.Node, fx.Node] | None:
+    """(x, index) when ``n`` is x[index], whole rows, with an index of one dimension."""
+    if match.is_call(n, aten.index.Tensor) and len(n.args[1]) == 1:
+        x, index = n.args[0], n.args[1][0]
+    elif match.is_call(n, aten.index_select.default) and n.args[1] == 0:
+        x, index = n.args[0], n.args[2]
+    else:
+        return None
+    integers = index is not None and match.value(index).dim() == 1 and match.value(index).dtype in (torch.int32, torch.int64)
+    return (x, index) if integers else None
+
+
+# --------------------------------------------------------------------------- there
+
+
+def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
+    """(tokens, order) when ``node`` is the tokens in the order of their experts; why it stays; None for another gather."""
+    found = _gathered(node)
+    if found is None or match.value(node).dim() != 2 or not match.is_float(node):
+        return None
+    source, index = found
+    divided = _divided(index)
+    if divided is not None:
+        (order, k), tokens = divided, source
+    else:
+        repeated = _repeated(source)
+        if repeated is None:
+            return None
+        order, (tokens, k) = index, repeated
+    cut = match.part(order)
+    if cut is not None and _sorted(cut.source) is not None:
+        return f"only rows {cut.start} to {cut.stop} of the sorted tokens are kept"
+    if _sorted(order) is None:
+        return None
+    if not compat.statically_known_true(match.value(order).shape[0] == match.value(tokens).shape[0] * k):
+        return f"{match.value(order).shape[0]} sorted choices are not {k} for each of {match.value(tokens).shape[0]} tokens"
+    return tokens, order
+
+
+def _repeated(n: fx.Node) -> tuple[fx.Node, int] | None:
+    """(x, k) when ``n`` is [tokens * k, hidden] with each row of x k times in a row."""
+    if match.is_call(n, aten.repeat_interleave.self_int) and match.argument(n, "dim") == 0 and isinstance(n.args[1], int):
+        return n.args[0], n.args[1]
+    if match.is_call(n, *match.VIEWS, aten.clone.default) and match.value(n).dim() == 2:
+        while match.is_call(n, *match.VIEWS, aten.clone.default):
+            n = n.args[0]
+        if match.is_call(n, aten.expand.default) and match.is_call(n.args[0], aten.unsqueeze.default) and n.args[0].args[1] == 1 and match.value(n).dim() == 3:
+            return n.args[0].args[0], match.value(n).shape[1]
+    return None
+
+
+def _rewrite_permute(gm: fx.GraphModule, report: PassReport, node: fx.Node, tokens: fx.Node, order: fx.Node, inverses: dict) -> str | None:
+    sort = _sorted(order)
+    indices = sort.args[0]
+    reason = match.unsafe([node], [tokens, order, indices])
+    if reason:
+        return reason
+    _stabilize(sort)
+    both = match.insert(gm, node, torch.ops.mindspeed.moe_permute.default, (tokens, indices))
+    permuted = match.insert(gm, node, match.operator.getitem, (both, 0))
+    inverses.setdefault(order, match.insert(gm, node, match.operator.getitem, (both, 1)))
+    report.rewrites.append(site(PERMUTE, node, [node]))
+    return match.substitute(gm, node, permuted)
+
+
+def _stabilize(sort: fx.Node) -> None:
+    """Equal elements keep their order: one of the results that the unstable sort may give."""
+    if match.is_call(sort, aten.sort.default, aten.argsort.default):
+        sort.target = aten.sort.stable if sort.target is aten.sort.default else aten.argsort.stable
+        sort.args, sort.kwargs = (sort.args[0],), {"stable": True}
+
+
+# --------------------------------------------------------------------------- and back
+
+
+def _combined(node: fx.Node) -> Combined | None:
+    """What ``node`` adds up, when it is the way back."""
+    if match.is_call(node, aten.sum.dim_IntList):
+        return _summed(node)
+    zeros, dim, index, rows = node.args[:4]
+    if dim != 0 or node.kwargs.get("alpha", 1) != 1 or not match.is_call(zeros, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+        return None
+    if match.is_call(node, aten.scatter_add.default):
+        wide = match.is_call(index, aten.expand.default) and match.is_call(index.args[0], aten.unsqueeze.default) and match.value(index).shape == match.value(rows).shape
+        index = index.args[0].args[0] if wide else None
+    divided = _divided(index)
+    if divided is None or _sorted(divided[0]) is None or match.value(rows).dim() != 2:
+        return None
+    order, k = divided
+    rows, probs, region = _weighted(rows, order)
+    return Combined(rows, probs, k, order, [node, *region])
+
+
+def _summed(node: fx.Node) -> Combined | None:
+    """The sum over the second of [tokens, k, hidden]."""
+    whole = match.value(node.args[0])
+    if whole.dim() != 3 or [d % 3 for d in node.args[1] or ()] != [1] or match.argument(node, "keepdim", False) or match.argument(node, "dtype") is not None:
+        return None
+    copies, probs, region = match.uncast(node.args[0]), None, [node]
+    for a, b in match.operands(copies, aten.mul.Tensor):
+        if isinstance(a, fx.Node) and match.is_call(match.uncast(b), aten.unsqueeze.default) and match.value(b).shape == (*whole.shape[:2], 1):
+            region.append(copies)
+            probs, copies = match.uncast(b).args[0], match.uncast(a)
+            break
+    if not match.is_call(copies, *match.VIEWS):
+        return None
+    region.append(copies)
+    rows = match.uncast(copies.args[0])
+    if not isinstance(rows, fx.Node) or match.value(rows).dim() != 2 or match.value(rows).shape[1] != whole.shape[2]:
+        return None
+    gathered, written = _gathered(rows), _written(rows)
+    order, source = (_inverse(gathered[1]), gathered[0]) if gathered else written or (None, None)
+    if order is None:
+        return None
+    region.append(rows)
+    if probs is None:
+        source, probs, more = _weighted(source, order)
+        region += more
+    return Combined(match.uncast(source), probs, whole.shape[1], order, region)
+
+
+def _weighted(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list[fx.Node]]:
+    """(rows, probabilities in the order of the tokens, nodes) when ``n`` is rows times sorted probabilities; else (n, None, [])."""
+    n = match.uncast(n)
+    for rows, share in match.operands(n, aten.mul.Tensor):
+        if not isinstance(share, fx.Node) or match.value(share).shape != (match.value(n).shape[0], 1):
+            continue
+        inner = match.uncast(share)
+        inner = match.uncast(inner.args[0]) if match.is_call(inner, aten.unsqueeze.default, *match.VIEWS) else inner
+        gathered = _gathered(inner)
+        if gathered is not None and gathered[1] is order:
+            probs = gathered[0].args[0] if match.is_call(gathered[0], aten.unsqueeze.default) else gathered[0]
+            if match.value(probs).dim() == 1:
+                return match.uncast(rows), probs, [n]
+    return n, None, []
+
+
+def _rewrite_unpermute(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Combined, inverses: dict) -> str | None:
+    rows, probs, k, order, region = found
+    shape, root = match.value(rows).shape, match.value(node)
+    if not compat.statically_known_true(shape[0] == root.shape[0] * k) or not compat.statically_known_true(shape[0] == match.value(order).shape[0]):
+        return f"{shape[0]} rows are not {k} for each of {root.shape[0]} tokens"
+    reason = match.unsafe(region, [rows, order, probs])
+    if reason:
+        return reason
+    inverse = inverses.get(order)
+    if inverse is None or not _before(gm, inverse, node):
+        sort = match.insert(gm, node, aten.sort.default, (order,))
+        inverse = match.insert(gm, node, match.operator.getitem, (sort, 1))
+    if probs is not None:
+        probs = match.insert(gm, node, aten.reshape.default, (probs, [root.shape[0], k]))
+    dtype = match.value(rows).dtype if probs is None else torch.promote_types(match.value(rows).dtype, match.value(probs).dtype)
+    if torch.promote_types(dtype, root.dtype) != dtype:
+        rows = match.insert(gm, node, aten.to.dtype, (rows, root.dtype))  # the model adds up in a wider type
+    new = match.insert(gm, node, torch.ops.mindspeed.moe_unpermute.default, (rows, inverse, probs, k))
+    report.rewrites.append(site(UNPERMUTE, node, region))
+    return match.substitute(gm, node, new)
+
+
+def _before(gm: fx.GraphModule, first: fx.Node, second: fx.Node) -> bool:
+    return next(n for n in gm.graph.nodes if n is first or n is second) is first
