@@ -53,4 +53,4 @@ def train(model, inputs, compiled=None):
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-COUNTS = {"fusion.attention": 2, "fusion.cross_entropy": 1, "fusion.rms_norm": 5, "fusion.rope": 4, "fusion.swiglu": 2}
+COUNTS = {"fusion.add_rms_norm": 4, "fusion.attention": 2, "fusion.cross_entropy": 1, "fusion.rms_norm": 5, "fusion.rope": 4, "fusion.swiglu": 2}

@@ -55,13 +55,16 @@ class CountSites(TorchFunctionMode):
         if f in SQUARE or (f in POWER and _exponent(args) == 2) or (f in MUL and len(given) == 2 and given[0] is given[1]):
             return "square", given[0]
         if f in MEAN and labels[:1] == ["square"] and _last(args, kwargs):
-            return "mean square", None
+            return "mean square", self._labels[id(given[0])][1]
         if f in ADD and "mean square" in labels:
-            return "mean square", None
-        if f in RSQRT and labels[:1] == ["mean square"] or (f in POWER and labels[:1] == ["mean square"] and _exponent(args) == -0.5):
-            return self._site("fusion.rms_norm")
-        if f in SQRT and labels[:1] == ["mean square"]:
-            return self._site("fusion.rms_norm")
+            return self._labels[id(given[labels.index("mean square")])]
+        if labels[:1] == ["mean square"] and (f in RSQRT or f in SQRT or (f in POWER and _exponent(args) == -0.5)):
+            return "root mean square", self._labels[id(given[0])][1]
+        if f in (*MUL, *DIV) and "root mean square" in labels and len(given) == 2:
+            other = given[1 - labels.index("root mean square")]
+            if not isinstance(other, T):  # 1 / root
+                return self._labels[id(given[labels.index("root mean square")])]
+            return self._site("fusion.rms_norm") if other.shape == self._labels[id(given[labels.index("root mean square")])][1].shape else None
         if f in (F.rms_norm, torch.rms_norm) and len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) == 1:
             return self._site("fusion.rms_norm")
         if f in SOFTMAX and given[0].dim() >= 3:

@@ -5,7 +5,8 @@ Matched from the softmax outward, by meaning: scores through scales, casts, view
 heads are followed back to the grouped ones. A mask that is causal for every size, or causal with a sliding window, is
 recognized, any other stays an argument. So are soft-caps (``cap * tanh(scores / cap)``) and attention sinks (a column of
 one score per head joined to the scores and cut off after the softmax). ``scaled_dot_product_attention`` itself becomes
-the same operator.
+the same operator. On cuda, where torch chooses among flash kernels behind ``scaled_dot_product_attention``, those calls
+stay and composed attention becomes one of them.
 Safe because the operator computes the softmax in float32 or better; rows that are masked whole differ only where the
 model used a finite fill value such as -10000.
 """
@@ -13,7 +14,7 @@ model used a finite fill value such as -10000.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.fx as fx
@@ -39,6 +40,9 @@ class Scores:
     sinks: fx.Node | None = None
 
 
+Emit = Callable[..., list[fx.Node]]
+
+
 class Miss(Exception):
     """A near miss; the text is the reason."""
 
@@ -50,7 +54,8 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     softmaxes = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
     for node in calls(gm, aten.scaled_dot_product_attention.default, *softmaxes):
         try:
-            root, region = _from_sdpa(gm, node) if node.target is aten.scaled_dot_product_attention.default else _from_softmax(gm, node)
+            emit = _emit_sdpa if context.options.target == "cuda" else _emit
+            root, region = _from_sdpa(gm, node, emit) if node.target is aten.scaled_dot_product_attention.default else _from_softmax(gm, node, emit)
         except Miss as miss:
             report.skipped.append(skip(OPERATOR, node, str(miss)))
         else:
@@ -63,7 +68,9 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
 # --------------------------------------------------------------------------- scaled_dot_product_attention
 
 
-def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, list[fx.Node]]:
+    if emit is _emit_sdpa:
+        raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
     q, k, v, given = (match.argument(node, a) for a in ("query", "key", "value", "attn_mask"))
     if match.argument(node, "dropout_p", 0.0):
         raise Miss(f"dropout of {match.argument(node, 'dropout_p')} on the attention weights")
@@ -82,13 +89,13 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node
     k, v = (heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
     if match.value(k).shape[1] != match.value(v).shape[1]:
         k, v = match.argument(node, "key"), match.argument(node, "value")
-    return node, _emit(gm, node, Scores(q, k, float(scale), masks, [node]), q, k, v, causal)
+    return node, emit(gm, node, Scores(q, k, float(scale), masks, [node]), q, k, v, causal)
 
 
 # --------------------------------------------------------------------------- softmax(q k^T) v
 
 
-def _from_softmax(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node | None, list[fx.Node]]:
     if not match.is_float(node.args[0]) or node.args[1] % match.value(node).dim() != match.value(node).dim() - 1:
         return None, []
     root, v, after, cut = _weighted_sum(node)
@@ -115,8 +122,9 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, li
     if len(product) == 2 and others == [[product[0], 1]] * 2:
         k = _transposed(gm, root, scores.k_transposed)  # multi-query: one head of keys and values for all
         scores.region += [node, *after]
-        return root, _emit(gm, root, scores, scores.q, k, v, False)
-    if any(other != product for other in others):
+        return root, emit(gm, root, scores, scores.q, k, v, False)
+    weights = next(n for n in after if match.is_call(n, aten.matmul.default, aten.bmm.default)).args[0]
+    if others != [product, list(match.value(weights).shape[:-2])]:
         raise Miss("q, k and v are broadcast against each other")
     q, v = whole(scores.q), whole(v)
     k = whole(_transposed(gm, root, scores.k_transposed))
@@ -124,7 +132,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, li
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = grouped
     scores.region += [node, *after]
-    return root, _emit(gm, root, scores, q, k, v, False)
+    return root, emit(gm, root, scores, q, k, v, False)
 
 
 def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool]:
@@ -198,7 +206,7 @@ def _culprit(n: Any, depth: int = 12) -> str | None:
             return str(n.target)
         inner = next((a for a in n.all_input_nodes if match.is_float(a)), None)
         below = _culprit(inner, depth - 1)
-        known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD, *match.MUL, *match.DIV)
+        known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD) or match.unscale(n)[0] is not n
         return below if known or below is None else f"{n.target} ({n.name})"
     return None
 
@@ -275,15 +283,47 @@ def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
 
 
 def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, causal: bool) -> list[fx.Node]:
+    """``mindspeed::attention`` in the place of ``root``."""
+    scores.masks = [given for given in scores.masks if given[0] != "add" or mask.meaning(given[1]) != 0]
     bands = [mask.kept(m, kind) for kind, m, _ in scores.masks]
     windows = [1 - b.low for b in bands if mask.is_window(b)]
     causal = causal or bool(windows) or any(mask.is_causal(b) for b in bands)
     rest = [given for given, band in zip(scores.masks, bands) if not mask.is_causal(band) and not mask.is_window(band)]
     if len(rest) > 1:
         raise Miss(f"{len(rest)} masks besides the causal one")
-    kind, given, where = rest[0] if rest else ("keep", None, None)
-    if given is not None and kind == "add" and given.meta["needs_grad"]:
+    if rest and rest[0][0] == "add" and rest[0][1].meta["needs_grad"]:
         raise Miss("the additive mask needs a gradient, which the operator does not give")
+    q, k, given = _operands(gm, root, scores, q, k, v, rest)
+    window = min(windows, default=0)
+    keys = match.value(k).shape[2]
+    if isinstance(keys, int) and window >= keys:
+        window = 0  # reaches every key
+    arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
+    while len(arguments) > 6 and not arguments[-1]:
+        arguments = arguments[:-1]
+    both = match.insert(gm, root, torch.ops.mindspeed.attention.default, arguments)
+    return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
+
+
+def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, causal: bool) -> list[fx.Node]:
+    """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask."""
+    if scores.softcap or scores.sinks is not None:
+        raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
+    masks = [given for given in scores.masks if given[0] != "add" or mask.meaning(given[1]) != 0]
+    causal = bool(masks) and all(mask.is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
+    if len(masks) > 1 and not causal:
+        raise Miss(f"{len(masks)} masks; scaled_dot_product_attention takes one")
+    q, k, given = _operands(gm, root, scores, q, k, v, [] if causal else masks)
+    if given is not None and match.value(given).dtype != torch.bool:
+        given = _widened(gm, root, given, match.value(q).dtype)
+    grouped = match.value(q).shape[1] != match.value(k).shape[1]
+    options = {"scale": scores.scale, **({"enable_gqa": True} if grouped else {})}
+    return _put(gm, root, scores, match.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, given, 0.0, causal), options))
+
+
+def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """q, k and the mask, True or zero where attention is allowed, as an operator takes them; Miss where it is not safe."""
+    kind, given, where = masks[0] if masks else ("keep", None, None)
     dtype = match.value(root).dtype
     # Matching looks through casts of q and k; one that widened them to the type of v is made again.
     q, k = (_widened(gm, root, x, dtype) for x in (q, k))
@@ -296,15 +336,10 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
         given = match.insert(gm, root, aten.logical_not.default, (given,))
     if given is not None:
         given = _four_dimensional(gm, root, given, where, list(match.value(q).shape[:2]))
-    window = min(windows, default=0)
-    keys = match.value(k).shape[2]
-    if isinstance(keys, int) and window >= keys:
-        window = 0  # reaches every key
-    arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
-    while len(arguments) > 6 and not arguments[-1]:
-        arguments = arguments[:-1]
-    both = match.insert(gm, root, torch.ops.mindspeed.attention.default, arguments)
-    out = match.insert(gm, root, match.operator.getitem, (both, 0))
+    return q, k, given
+
+
+def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> list[fx.Node]:
     if list(match.value(out).shape) != list(match.value(root).shape):
         out = match.insert(gm, root, aten.reshape.default, (out, list(match.value(root).shape)))
     reason = match.substitute(gm, root, out)

@@ -130,6 +130,42 @@ def test_additive_bias_of_a_batched_product(lead, seen):
     assert function_agrees(f, *qkv()).counts[NAME] == 1
 
 
+def test_product_of_batched_queries_with_zeros_added_and_values_by_head():
+    def f(q, k, v):
+        zeros = torch.zeros(8, 6, 6, dtype=q.dtype)
+        scores = torch.baddbmm(zeros, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=1.0, alpha=0.5).view(2, 4, 6, 6)
+        return F.softmax(scores.masked_fill(causal(6), float("-inf")), -1) @ v
+
+    report = function_agrees(f, *qkv())
+    assert report.counts[NAME] == 1 and ", None, True, 0.5)" in call_of(report)
+
+
+@pytest.mark.parametrize("masked", ["causal", "bias", "window", "none"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_on_cuda_composed_attention_becomes_scaled_dot_product_attention(masked, kv_heads):
+    bias = torch.randn(1, 4, 6, 6, dtype=torch.double)
+
+    def f(q, k, v):
+        k, v = (x.repeat_interleave(4 // kv_heads, 1) if kv_heads in (2, 4) else x for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * 0.5
+        if masked in ("causal", "window"):
+            scores = scores.masked_fill(causal(6) if masked == "causal" else WINDOWS["tril and triu"](6), float("-inf"))
+        return F.softmax(scores + bias if masked == "bias" else scores, -1) @ v
+
+    report = function_agrees(f, *qkv(kv_heads=kv_heads), target="cuda")
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts[NAME] == 1 and "aten.scaled_dot_product_attention" in run.after and "mindspeed.attention" not in run.after
+    assert ("True, scale" in run.after) == (masked == "causal") and ("enable_gqa" in run.after) == (kv_heads != 4)
+
+
+def test_on_cuda_what_flash_cannot_do_is_left_with_the_reason():
+    report = function_agrees(lambda q, k, v: (torch.tanh(q @ k.transpose(-1, -2)) * 2).softmax(-1) @ v, *qkv(), target="cuda")
+    assert report.counts[NAME] == 0 and "soft-cap" in report.skipped(NAME)[0].reason
+    torch._dynamo.reset()
+    report = function_agrees(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), *qkv(), target="cuda")
+    assert report.counts[NAME] == 0 and "itself on cuda" in report.skipped(NAME)[0].reason
+
+
 def test_boolean_mask_of_a_batched_product():
     keep = torch.rand(8, 6, 6) < 0.7
     keep |= torch.eye(6, dtype=torch.bool)
