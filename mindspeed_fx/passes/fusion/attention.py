@@ -155,6 +155,8 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
             return root, v, [*path, root], cut
         following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS) or match.part(u)]
         if len(following) != 1:
+            if any(match.is_call(u, aten.einsum.default) for u in users) and _culprit(node.args[0]):
+                raise Miss("the product with v is an einsum; only matmul and bmm are matched")
             return None, None, [], False
         if len(n.users) > 1:
             raise Miss("the attention weights are used elsewhere in the model")

@@ -11,20 +11,20 @@ from mindspeed_fx.passes.fusion import match
 from mindspeed_fx.passes.fusion.match import aten
 
 
-def fuse(gm: fx.GraphModule, name: str, operator: str, activation_of: Callable[[fx.Node], tuple[fx.Node, tuple] | None], overload: Any, packed_up: tuple = (), accept: Callable[[fx.Node, fx.Node], bool] | None = None) -> PassReport:
+def fuse(gm: fx.GraphModule, name: str, operator: str, activation_of: Callable[[fx.Node], tuple[fx.Node, tuple] | None], overload: Any, packed_up: tuple = (), accept: Callable[[tuple[fx.Node, tuple], fx.Node], bool] | None = None) -> PassReport:
     """Rewrite every product of an activated gate and an up projection.
 
     Args:
         activation_of: (gate, further arguments of the operator) when a node is the activation of ``gate``, else None.
         overload: called with (gate, up, *further), or (source, *packed_up, *further) when the two are the halves
             [gate | up] of one tensor, whose gradient then is one tensor too.
-        accept: whether this gate and up belong together; all do when None.
+        accept: whether what ``activation_of`` found and this up belong together; all do when None.
     """
     report = PassReport(name)
     for node in calls(gm, aten.mul.Tensor):
         for activated, up in match.operands(node, aten.mul.Tensor):
             found = activation_of(match.uncast(activated))
-            if found is not None and isinstance(up, fx.Node) and up is not found[0] and (accept is None or accept(found[0], up)):
+            if found is not None and isinstance(up, fx.Node) and up is not found[0] and (accept is None or accept(found, up)):
                 reason = _rewrite(gm, report, operator, node, activated, up, *found, overload, packed_up)
                 if reason:
                     report.skipped.append(skip(operator, node, reason))

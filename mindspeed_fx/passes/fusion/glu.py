@@ -21,7 +21,7 @@ NAME, OPERATOR = "fusion.glu", "mindspeed::glu"
 @register(NAME, stage="captured", level=1, after=("plain functions", "gelu", "swiglu"))
 def glu(gm: fx.GraphModule, context: Context) -> PassReport:
     """gelu, relu or sigmoid of a gate times up becomes one operator."""
-    return gate.fuse(gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_projections)
+    return gate.fuse(gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_belong)
 
 
 def _activation(n: fx.Node) -> tuple[fx.Node, tuple] | None:
@@ -32,7 +32,10 @@ def _activation(n: fx.Node) -> tuple[fx.Node, tuple] | None:
     return (n.args[0], ("sigmoid",)) if match.is_call(n, aten.sigmoid.default) else None
 
 
-def _projections(given: fx.Node, up: fx.Node) -> bool:
+def _belong(found: tuple[fx.Node, tuple], up: fx.Node) -> bool:
+    given, (activation,) = found
+    if activation.startswith("gelu"):
+        return True
     sources = [_projected(n) for n in (given, up)]
     return None not in sources and match.same(*sources)
 

@@ -40,20 +40,24 @@ def _rotated(gm: fx.GraphModule, node: fx.Node):
             quarter = _quarter_turn(match.uncast(rotation))
             if quarter is None:
                 continue
-            source, interleaved = quarter
+            source, interleaved, backwards = quarter
             for x, cos in match.operands(plain, aten.mul.Tensor):
-                if match.same(match.uncast(x), match.uncast(source)) and isinstance(cos, fx.Node) and isinstance(sin, fx.Node):
-                    return x, cos, sin, interleaved, [node, plain, turned, rotation]
+                if match.same(match.uncast(x), match.uncast(source)) and match.is_float(cos) and match.is_float(sin):
+                    region = [node, plain, turned, rotation]
+                    if backwards and not match.unsafe(region, [x, cos, sin]):
+                        sin = match.insert(gm, node, aten.neg.default, (sin,))
+                    return x, cos, sin, interleaved, region
     return None
 
 
-def _quarter_turn(n: fx.Node) -> tuple[fx.Node, bool] | None:
-    """(x, interleaved) when ``n`` is the quarter turn of x's pairs."""
+def _quarter_turn(n: fx.Node) -> tuple[fx.Node, bool, bool] | None:
+    """(x, interleaved, backwards) when ``n`` is a quarter turn of x's pairs; cat(x2, -x1) turns halves backwards."""
     if match.is_call(n, aten.cat.default) and len(n.args[0]) == 2 and _is_last(n, match.argument(n, "dim", 0)):
-        minus, plus = n.args[0]
-        second, first = match.part(minus.args[0]) if match.is_call(minus, aten.neg.default) else None, match.part(plus)
-        if first and second and _are_halves(first, second):
-            return first.source, False
+        for backwards, (minus, plus) in enumerate((n.args[0], n.args[0][::-1])):
+            turned, kept = match.part(minus.args[0]) if match.is_call(minus, aten.neg.default) else None, match.part(plus)
+            first, second = (turned, kept) if backwards else (kept, turned)
+            if first and second and _are_halves(first, second):
+                return first.source, False, bool(backwards)
     if match.is_call(n, *match.VIEWS) and match.is_call(n.args[0], aten.stack.default):
         stacked, shape = n.args[0], match.value(n).shape
         parts = stacked.args[0]
@@ -62,7 +66,7 @@ def _quarter_turn(n: fx.Node) -> tuple[fx.Node, bool] | None:
             odd, even = match.part(parts[0].args[0]), match.part(parts[1])
             if odd and even and match.same(odd.source, even.source) and (odd.start, even.start, odd.step, even.step) == (1, 0, 2, 2):
                 if odd.dim == even.dim == match.value(odd.source).dim() - 1 and shape == match.value(odd.source).shape:
-                    return odd.source, True
+                    return odd.source, True, False
     return None
 
 

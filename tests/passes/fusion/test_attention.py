@@ -166,6 +166,11 @@ def test_on_cuda_what_flash_cannot_do_is_left_with_the_reason():
     assert report.counts[NAME] == 0 and "itself on cuda" in report.skipped(NAME)[0].reason
 
 
+def test_einsum_is_skipped_with_the_reason():
+    report = function_agrees(lambda q, k, v: torch.einsum("bnij,bnjd->bnid", torch.einsum("bnid,bnjd->bnij", q, k).softmax(-1), v), *qkv())
+    assert report.counts[NAME] == 0 and "einsum" in report.skipped(NAME)[0].reason
+
+
 def test_boolean_mask_of_a_batched_product():
     keep = torch.rand(8, 6, 6) < 0.7
     keep |= torch.eye(6, dtype=torch.bool)

@@ -55,6 +55,7 @@ def complex_product(x, cos, sin):
 
 
 FORMS = {
+    "half, backwards": lambda x, c, s: x * c + torch.cat((x.chunk(2, -1)[1], -x.chunk(2, -1)[0]), -1) * s,
     "reordered": reordered,
     "stacked": stacked,
     "complex": complex_product,
