@@ -38,7 +38,8 @@ def moe_permute(tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         permuted [tokens * k, hidden] and, int64 [tokens * k], the row of ``permuted`` that holds pair t * k + j.
     """
-    order = torch.sort(indices.reshape(-1), stable=True)[1]
+    # A view of a flat tensor would hide from common subexpression elimination that the model sorts the same.
+    order = torch.sort(indices if indices.dim() == 1 else indices.reshape(-1), stable=True)[1]
     return tokens.index_select(0, order // _choices(order, tokens.shape[0])), _inverse(order)
 
 
