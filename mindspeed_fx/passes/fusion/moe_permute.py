@@ -126,7 +126,7 @@ def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
     if divided is not None:
         (order, k), tokens = divided, source
     else:
-        repeated = _repeated(source)
+        repeated = repeated(source)
         if repeated is None:
             return None
         order, (tokens, k) = index, repeated
@@ -140,7 +140,7 @@ def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
     return tokens, order
 
 
-def _repeated(n: fx.Node) -> tuple[fx.Node, int] | None:
+def repeated(n: fx.Node) -> tuple[fx.Node, int] | None:
     """(x, k) when ``n`` is [tokens * k, hidden] with each row of x k times in a row."""
     if match.is_call(n, aten.repeat_interleave.self_int) and match.argument(n, "dim") == 0 and isinstance(n.args[1], int):
         return n.args[0], n.args[1]

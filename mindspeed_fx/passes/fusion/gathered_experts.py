@@ -1,0 +1,113 @@
+"""A matrix of its own for every row, gathered by expert: ``bmm(weight[expert], x)`` -> rows sorted by expert, ``mindspeed::grouped_matmul``.
+
+Hugging Face's "batched_mm" experts and other plain models copy each token's expert weights, [rows, n, k] numbers, and their
+gradient adds those copies up again. Sorted by expert, the rows of one expert share one product and nothing is copied but
+rows. Safe because the row products are the same. The experts' numbers must come from topk, sort or argmax, which are
+never negative: a negative index would count from the last expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.moe_permute import repeated
+
+NAME, OPERATOR = "fusion.gathered_experts", "mindspeed::grouped_matmul"
+CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable)
+SAME = (*match.VIEWS, aten.clone.default, aten.contiguous.default, aten.squeeze.dim, aten.unsqueeze.default, aten.slice.Tensor, aten.select.int, aten.to.dtype)
+
+
+class Rows(NamedTuple):
+    """``y[i] = x[i] @ weight[expert[i]]``, or its transpose."""
+
+    x: fx.Node
+    """[rows, k]"""
+    weight: fx.Node
+    """[experts, k, n], or [experts, n, k] if ``transposed``."""
+    expert: fx.Node
+    """[rows], integers."""
+    transposed: bool
+    region: list[fx.Node]
+
+
+@register(NAME, stage="captured", level=1, after=("moe_permute",))
+def gathered_experts(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Products of rows with gathered matrices become one product per expert."""
+    report = PassReport(NAME)
+    for node in calls(gm, aten.bmm.default, aten.matmul.default):
+        found = _rows(node)
+        if found is not None:
+            reason = _rewrite(gm, report, node, found)
+            if reason:
+                report.skipped.append(skip(OPERATOR, node, reason))
+    match.finish(gm)
+    return report
+
+
+def _rows(node: fx.Node) -> Rows | None:
+    """What ``node`` [rows, 1, n] or [rows, n, 1] computes, when one operand is gathered matrices and the other single rows."""
+    for transposed, matrices, vectors, one in ((True, node.args[0], node.args[1], 2), (False, node.args[1], node.args[0], 1)):
+        gathered = _gathered(matrices)
+        if gathered is not None and match.value(vectors).dim() == 3 and match.value(vectors).shape[one] == 1:
+            region = [node, matrices, vectors]
+            if match.is_call(vectors, aten.unsqueeze.default) and vectors.args[1] % 3 == one:
+                vectors = vectors.args[0]
+            return Rows(vectors, *gathered, transposed, region)
+    return None
+
+
+def _gathered(n: Any) -> tuple[fx.Node, fx.Node] | None:
+    """(weight, expert) when ``n`` is weight[expert], [rows, ...] of [experts, ...] with two more dimensions."""
+    if match.is_call(n, aten.index.Tensor) and len(n.args[1]) == 1:
+        weight, expert = n.args[0], n.args[1][0]
+    elif match.is_call(n, aten.index_select.default) and n.args[1] == 0:
+        weight, expert = n.args[0], n.args[2]
+    else:
+        return None
+    integers = expert is not None and match.value(expert).dim() == 1 and match.value(expert).dtype in (torch.int32, torch.int64)
+    return (weight, expert) if integers and match.value(weight).dim() == 3 else None
+
+
+def _never_negative(n: fx.Node) -> bool:
+    """True for positions, which topk, sort and argmax return, and parts of them."""
+    while match.is_call(n, *SAME):
+        n = n.args[0]
+    if match.is_call(n, aten.clamp.default):
+        return isinstance(match.argument(n, "min"), int) and match.argument(n, "min") >= 0
+    return match.is_call(n, aten.argmax.default) or (match.is_call(n, match.operator.getitem) and n.args[1] == 1 and match.is_call(n.args[0], *CHOSEN))
+
+
+def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Rows) -> str | None:
+    x, weight, expert, transposed, region = found
+    if not _never_negative(expert):
+        return f"the experts' numbers ({expert.name}) come from no topk, sort or argmax and may be negative, counting from the last expert"
+    if match.value(x).dtype != match.value(weight).dtype:
+        return f"rows are {match.value(x).dtype}, matrices {match.value(weight).dtype}"
+    reason = match.unsafe(region, [x, weight, expert])
+    if reason:
+        return reason
+    ops, getitem = torch.ops.mindspeed, match.operator.getitem
+    if match.value(x).dim() == 3:
+        x = match.insert(gm, node, aten.reshape.default, (x, [match.value(expert).shape[0], -1]))
+    if transposed:
+        weight = match.insert(gm, node, aten.transpose.int, (weight, 1, 2))
+    copies = repeated(x)
+    both = match.insert(gm, node, ops.moe_permute.default, (copies[0] if copies else x, expert))
+    permuted, sorted_indices = (match.insert(gm, node, getitem, (both, i)) for i in (0, 1))
+    product = match.insert(gm, node, ops.grouped_matmul.default, (permuted, weight, _ends(gm, node, expert, match.value(weight).shape[0])))
+    rows = match.insert(gm, node, ops.moe_unpermute.default, (product, sorted_indices, None, 1))
+    report.rewrites.append(site(OPERATOR, node, region))
+    return match.substitute(gm, node, match.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1)))
+
+
+def _ends(gm: fx.GraphModule, node: fx.Node, expert: fx.Node, experts: int) -> fx.Node:
+    """Where each expert's rows end: the number of rows whose expert is it or one before it."""
+    numbers = match.insert(gm, node, aten.arange.default, (experts,), {"dtype": match.value(expert).dtype, "device": match.value(expert).device})
+    column = match.insert(gm, node, aten.unsqueeze.default, (expert, 1))
+    return match.insert(gm, node, aten.sum.dim_IntList, (match.insert(gm, node, aten.le.Tensor, (column, numbers)), [0]), {"dtype": torch.int32})
