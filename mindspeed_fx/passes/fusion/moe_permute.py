@@ -126,10 +126,10 @@ def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
     if divided is not None:
         (order, k), tokens = divided, source
     else:
-        repeated = repeated(source)
-        if repeated is None:
+        copies = repeated(source)
+        if copies is None:
             return None
-        order, (tokens, k) = index, repeated
+        order, (tokens, k) = index, copies
     cut = match.part(order)
     if cut is not None and _sorted(cut.source) is not None:
         return f"only rows {cut.start} to {cut.stop} of the sorted tokens are kept"
