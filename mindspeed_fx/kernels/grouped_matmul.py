@@ -16,19 +16,17 @@ from torch.utils.flop_counter import register_flop_formula
 from mindspeed_fx.kernels.base import LIBRARY, operator
 
 
-def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """(index, rows) of every group that has rows."""
-    start = 0
-    for index, end in enumerate(offsets.tolist()):
-        if end > start:
-            yield index, slice(start, end)
-        start = end
+def _split(offsets: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The rows of each group, of each of ``tensors`` [tokens, ...]; those after the last group are left out."""
+    ends = offsets.tolist()
+    counts = [end - start for start, end in zip([0, *ends], ends)]
+    return zip(*(t[: sum(counts)].split(counts) for t in tensors))
 
 
-def _rows_of(x: Tensor, width: int, offsets: Tensor) -> Tensor:
-    """An unfilled [tokens, width] but for the rows after the last group, which are zero."""
+def _unfilled(x: Tensor, width: int, offsets: Tensor) -> Tensor:
+    """[tokens, width], to be filled but for the rows after the last group, which are zero."""
     out = x.new_empty(x.shape[0], width)
-    out[int(offsets[-1]) if offsets.numel() else 0 :].zero_()
+    out[int(offsets[-1]) :].zero_()
     return out
 
 
@@ -43,14 +41,16 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Args:
         x: [tokens, k], float; the rows of group 0 come first, then those of group 1, and so on.
         weight: [groups, k, n] in any layout, the dtype of ``x``.
-        offsets: [groups] int32 or int64, not falling: where each group ends. Groups may be empty.
+        offsets: [groups] int32 or int64, not falling: where each group ends; at least one. Groups may be empty.
 
     Returns:
         [tokens, n], contiguous; rows from ``offsets[-1]`` on are zero.
     """
-    out = _rows_of(x, weight.shape[2], offsets)
-    for index, rows in _groups(offsets):
-        torch.mm(x[rows], weight[index], out=out[rows])
+    # One ATen product per group, into place: what aten._grouped_mm does on CPU too. oneDNN, faster for fixed shapes, gains
+    # nothing: it makes a kernel for every number of rows it has not seen, and routing brings new ones at every step.
+    out = _unfilled(x, weight.shape[2], offsets)
+    for (rows, result), matrix in zip(_split(offsets, x, out), weight):
+        torch.mm(rows, matrix, out=result)
     return out
 
 
@@ -65,18 +65,14 @@ def grouped_matmul_backward(grad: Tensor, x: Tensor, weight: Tensor, offsets: Te
 
     Per group: dx = grad w^T, dweight = x^T grad, zero for a group without rows. dweight is stored as ``weight`` is.
     """
-    dx = _rows_of(x, x.shape[1], offsets) if need_x else x.new_empty(0)
+    dx = _unfilled(x, x.shape[1], offsets) if need_x else x.new_empty(0)
     dweight = torch.empty_like(weight) if need_weight else x.new_empty(0)
-    filled = set()
-    for index, rows in _groups(offsets):
-        if need_x:
-            torch.mm(grad[rows], weight[index].t(), out=dx[rows])
-        if need_weight:
-            torch.mm(x[rows].t(), grad[rows], out=dweight[index])
-            filled.add(index)
+    if need_x:
+        for (g, result), matrix in zip(_split(offsets, grad, dx), weight):
+            torch.mm(g, matrix.t(), out=result)
     if need_weight:
-        for index in set(range(weight.shape[0])) - filled:
-            dweight[index].zero_()
+        for (g, rows), result in zip(_split(offsets, grad, x), dweight):
+            torch.mm(rows.t(), g, out=result)
     return dx, dweight
 
 
