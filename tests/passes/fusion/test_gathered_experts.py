@@ -71,3 +71,18 @@ def test_a_model_trains_as_in_eager_mode_and_gathers_no_weight(name):
         assert (runs[1][n] - expected).abs().max() <= 1e-6 * expected.abs().max(), n  # the model's norms compute in float32
     torch._dynamo.reset()
     assert mindspeed_fx.explain(model, **inputs, options={"codegen": "eager"}).counts[NAME] == 4  # two in each of two layers
+
+
+def test_sizes_that_change_compile_once():
+    def f(x, w, scores):
+        experts = scores.topk(2)[1].reshape(-1)
+        return torch.bmm(w.transpose(1, 2)[experts], x.repeat_interleave(2, 0).unsqueeze(-1)).view(x.shape[0], 2, -1).sum(1)
+
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(f, backend="mindspeed", fullgraph=True, dynamic=True, options={"codegen": "eager", "enable": [NAME], "strict": True})
+    w = double(4, 4, 3)
+    for tokens in (6, 5, 9):
+        x, scores = double(tokens, 4), torch.rand(tokens, 4)
+        grads = [torch.autograd.grad(g(x, w, scores).pow(2).sum(), (x, w)) for g in (f, compiled)]
+        torch.testing.assert_close(*grads)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
