@@ -59,14 +59,13 @@ def _flash_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, windo
 
 
 def _short_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
-    if not causal or window or softcap:
-        return "not causal alone"
+    if window or softcap or (reason := _blocked_supports(q, k, v, mask, causal, scale)):
+        return "a window or a soft-cap" if window or softcap else reason
     if q.shape[2] not in SEQUENCE:
         return f"flash is the faster at {q.shape[2]} rows"
     if {x.dtype for x in (grad, q, k, v)} != {torch.float32}:
         return f"type {q.dtype}"
-    reason = _blocked_supports(q, k, v, mask, causal, scale)
-    return reason or (None if compat.onednn_beats_blas() else "measured on other vendors' processors only")
+    return None if compat.onednn_beats_blas() else "measured on other vendors' processors only"
 
 
 def _blocked_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):

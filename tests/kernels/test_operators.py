@@ -36,7 +36,7 @@ def cases():
     yield "attention-bias", ops.attention.default, (double(1, 2, 5, 4), double(1, 2, 6, 4), double(1, 2, 6, 4), torch.randn(5, 6, dtype=torch.double)[None, None], False, 0.5)
     for window, softcap, sinks in ((2, 0.0, False), (0, 1.5, False), (3, 1.5, True), (0, 0.0, True)):
         yield f"attention-{window}-{softcap}-{sinks}", ops.attention.default, (
-            double(2, 4, 5, 4), double(2, 2, 5, 4), double(2, 2, 5, 3), None, True, 0.7, window, softcap, double(4) if sinks else None,
+            double(1, 2, 4, 4), double(1, 1, 4, 4), double(1, 1, 4, 3), None, True, 0.7, window, softcap, double(2) if sinks else None,
         )  # fmt: skip
     for smoothing in (0.0, 0.1):
         yield f"cross_entropy-{smoothing}", ops.cross_entropy.default, (double(4, 7), target, -100, smoothing)

@@ -104,11 +104,13 @@ def _joined(gm: fx.GraphModule, node: fx.Node):
 def _flattened(gm: fx.GraphModule, node: fx.Node):
     """:func:`_rotated` for pairs that are stacked and flattened, or the real view of a complex product."""
     source = match.uncast(node.args[0])
-    if not isinstance(source, fx.Node) or match.value(source).dim() != match.value(node).dim() + 1 or match.value(source).shape[-1] != 2:
+    if not match.is_call(source, aten.view_as_real.default, aten.stack.default) or match.value(source).dim() != match.value(node).dim() + 1:
+        return None
+    if match.value(source).shape[-1] != 2:
         return None
     if match.is_call(source, aten.view_as_real.default):
         return _complex(gm, node, source)
-    if not match.is_call(source, aten.stack.default) or match.argument(source, "dim", 0) % match.value(source).dim() != match.value(source).dim() - 1:
+    if match.argument(source, "dim", 0) % match.value(source).dim() != match.value(source).dim() - 1:
         return None
     found = _pair(*source.args[0]) if len(source.args[0]) == 2 else None
     if found is None:
