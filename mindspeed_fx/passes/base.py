@@ -45,6 +45,11 @@ class Context:
     side: str
     """"captured", "joint", "forward", "backward" or "inference"."""
 
+    def left_to_inductor(self, name: str) -> bool:
+        """True on cpu with generated code, where Inductor makes the same or better of what pass ``name`` rewrites, unless
+        the user named the pass in ``enable``. For rewrites that pay elsewhere."""
+        return self.options.target == "cpu" and self.options.codegen == "inductor" and name not in self.options.enable
+
 
 @dataclass(frozen=True)
 class Pass:

@@ -79,3 +79,15 @@ def test_variants(dtype, weighted, frozen, chained):
 
     tolerance = 1e-9 if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
     assert function_agrees(f, x, r, w, tolerance=tolerance).counts[NAME] == (2 if chained else 1)
+
+
+def test_generated_code_on_cpu_is_left_alone_unless_the_pass_is_named():
+    def f(x, r, w):
+        s = x + r
+        return norm(s, w), s
+
+    inputs = [torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)]
+    report = function_agrees(f, *inputs, codegen="inductor", tolerance=1e-5)
+    assert report.counts[NAME] == 0 and "Inductor generates" in report.skipped(NAME)[0].reason
+    torch._dynamo.reset()
+    assert function_agrees(f, *inputs, codegen="inductor", enable=[NAME], tolerance=1e-5).counts[NAME] == 1
