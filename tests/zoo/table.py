@@ -26,7 +26,7 @@ import mindspeed_fx
 
 PASSES = ("fusion.attention", "fusion.rms_norm", "fusion.rope", "fusion.swiglu", "fusion.glu", "fusion.cross_entropy")
 OPTIONS = {"codegen": "eager"}
-SECONDS = 120  # per architecture
+SECONDS = 300  # per architecture
 
 
 @dataclass

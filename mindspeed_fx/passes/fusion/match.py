@@ -150,6 +150,8 @@ def part(n: Any) -> Pieces | None:
     if is_call(n, operator.getitem) and is_call(n.args[0], aten.split_with_sizes.default):
         split, index = n.args
         sizes, dim = split.args[1], split.args[2] if len(split.args) > 2 else 0
+        if not all(isinstance(s, int) for s in sizes[: index + 1]):
+            return None  # sizes that the graph computes
         start = sum(sizes[:index])
         return Pieces(split.args[0], dim, start, start + sizes[index], 1)
     if is_call(n, aten.slice.Tensor):

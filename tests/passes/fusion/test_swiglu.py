@@ -70,3 +70,14 @@ def test_near_misses_say_why(f, reason):
 
 def test_a_gate_alone_is_left():
     assert function_agrees(lambda x, y: F.silu(x) + y, double(3, 8), double(3, 8)).counts[NAME] == 0
+
+
+def test_pieces_whose_sizes_the_graph_computes():
+    def f(x, like):
+        gate, up = torch.split(x, [like.shape[0], x.shape[-1] - like.shape[0]], -1)
+        return F.silu(gate) * up
+
+    compiled = torch.compile(f, backend="mindspeed", dynamic=True, options={"codegen": "eager"})
+    for size in (4, 6):
+        x, like = torch.randn(3, 2 * size, dtype=torch.double), torch.randn(size)
+        torch.testing.assert_close(compiled(x, like), f(x, like))
