@@ -25,7 +25,7 @@ def main() -> None:
         scale = dim**-0.5
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
         flash = lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)  # noqa: E731
-        blocks = lambda: torch.ops.mindspeed.causal_attention_backward_blocked(grad, q, k, v, lse, scale)  # noqa: E731
+        blocks = lambda: torch.ops.mindspeed.attention_blocked_backward(grad, q, k, v, out, lse, scale)  # noqa: E731
         times = common.interleaved({"flash": flash, "blocks": blocks}, args.rounds)
         a, b = (statistics.median(times[n]) * 1e3 for n in ("flash", "blocks"))
         print(f"{str((batch, heads, kv_heads, seq, dim)):<36}{a:>10.2f}{b:>11.2f}{b / a:>8.3f}", flush=True)

@@ -37,22 +37,29 @@ def peak_bytes(step: Step, gradients: int) -> int:
     """Peak bytes of one step beyond what was live before it and beyond ``gradients`` bytes of parameter gradients."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
+    live: dict[int, int] = {}
     current = peak = 0
-    for event in _allocations(profile):
-        current += event
+    for address, size in _allocations(profile):
+        # A block from before, such as the last step's gradients, was never counted: freeing it must not count either.
+        change = size if size > 0 else -live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+        current += change
         peak = max(peak, current)
     return peak - gradients
 
 
-def _allocations(profile: Any) -> list[int]:
+def _allocations(profile: Any) -> list[tuple[int, int]]:
+    """(address, bytes) of each allocation, and of each free with bytes below zero, in order."""
     events = []
     stack = list(profile.profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if str(event.tag).endswith("Allocation"):
-            events.append((event.start_time_ns, event.extra_fields.alloc_size))
-    return [size for _, size in sorted(events, key=lambda e: e[0])]
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return [(address, size) for _, address, size in sorted(events, key=lambda e: e[0])]
 
 
 def rivals(model: torch.nn.Module, inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor], **compile_options: Any) -> dict[str, Step]:
