@@ -14,13 +14,18 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 
+def stored_bsnd(x: Tensor) -> Tensor:
+    """x [batch, heads, seq, ...] stored as [batch, seq, heads, ...]; ``x`` itself where it is."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _like_bsnd(x: Tensor, last: int) -> Tensor:
     """Empty [batch, heads, seq, last] stored as [batch, seq, heads, last], the layout that flash kernels return."""
     b, n, s, _ = x.shape
     return x.new_empty((b, s, n, last)).transpose(1, 2)
 
 
-def _fake(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+def fake(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
     return _like_bsnd(q, v.shape[-1]), lse
 
@@ -51,7 +56,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
     return scores, tanh
 
 
-@operator("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0, Tensor? sinks=None) -> (Tensor, Tensor)", _fake)
+@operator("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0, Tensor? sinks=None) -> (Tensor, Tensor)", fake)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -79,16 +84,16 @@ def attention(
         lse = torch.logaddexp(lse, sinks.to(wide)[:, None])
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     out = weights @ _grouped(q, v).to(wide)
-    return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return stored_bsnd(out.to(q.dtype)), stored_bsnd(lse)
 
 
-def _fake_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+def fake_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     return _like_bsnd(q, q.shape[-1]), _like_bsnd(k, k.shape[-1]), _like_bsnd(v, v.shape[-1])
 
 
 @operator(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
-    _fake_backward,
+    fake_backward,
 )
 def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     """Gradients (dq, dk, dv) of :func:`attention`, each stored as [batch, seq, heads, dim].
@@ -108,12 +113,9 @@ def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, s
     def shared(x: Tensor, like: Tensor) -> Tensor:
         return x.unflatten(1, (like.shape[1], -1)).sum(2)
 
-    def store(x: Tensor, like: Tensor) -> Tensor:
-        return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-
     dq = ds @ _grouped(q, kw) * scale
     dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared(p.transpose(-1, -2) @ g, v)
-    return store(dq, q), store(dk, k), store(dv, v)
+    return tuple(stored_bsnd(grad.to(like.dtype)) for grad, like in ((dq, q), (dk, k), (dv, v)))
 
 
 def _setup(ctx, inputs, output):

@@ -9,11 +9,13 @@ Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; measured by benchmarks
 
 from __future__ import annotations
 
+import math
 from typing import Iterator
 
 import torch
 from torch import Tensor
 
+from mindspeed_fx.kernels import attention
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
 
 ROWS = 64
@@ -28,14 +30,8 @@ SEQUENCE = range(320, 1024)
 aten = torch.ops.aten
 
 
-def _stored_bsnd(b, n, s, d, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty((b, s, n, d), dtype=dtype or like.dtype).transpose(1, 2)
-
-
 def _fake(q, k, v, scale, window=0, softcap=0.0):
-    b, n, s, _ = q.shape
-    lse = q.new_empty((b, s, n), dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
-    return _stored_bsnd(b, n, s, v.shape[-1], q), lse
+    return attention.fake(q, k, v, None, True, scale)
 
 
 @operator("attention_blocked(Tensor q, Tensor k, Tensor v, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor)", _fake, opaque=True)
@@ -68,7 +64,7 @@ def attention_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
 
 
 def _fake_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0):
-    return tuple(_stored_bsnd(*x.shape, x) for x in (q, k, v))
+    return attention.fake_backward(grad, q, k, v, out, lse, None, True, scale)
 
 
 @operator(
@@ -110,9 +106,7 @@ class _Blocks:
             yield slice(start, stop), max(0, start - self.window + 1) if self.window else 0, stop
 
     def buffer(self, name: str, *shape: int) -> Tensor:
-        size = 1
-        for d in shape:
-            size *= d
+        size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = self.keys.new_empty(size)
         return self._buffers[name][:size].view(shape)
@@ -176,7 +170,7 @@ def _backward(grad, q, k, v, lse, dq, dk, dv, scale, window, softcap):
         qs = part.buffer("q", part.n, p.shape[1], part.dim)
         add(sums[0], ds, qs, low, high)
         torch.bmm(ds, part.keys[:, low:high], out=qs)
-        torch.mul(qs.view(*part.lead, -1, part.dim), scale, out=dq[:, :, :, rows]) if dq.dtype == part.dtype else dq[:, :, :, rows].copy_(qs.mul_(scale).view(*part.lead, -1, part.dim))
+        dq[:, :, :, rows].copy_(qs.mul_(scale).view(*part.lead, -1, part.dim))
     for total, x in zip(sums, (dk, dv)):
         if total is not x:
             x.copy_(total)

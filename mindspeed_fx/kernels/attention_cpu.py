@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_fx import compat
-from mindspeed_fx.kernels.attention import attention, attention_backward
+from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
 from mindspeed_fx.kernels.attention_blocked import SEQUENCE, attention_blocked, attention_blocked_backward
 
 aten = torch.ops.aten
@@ -40,18 +40,14 @@ def _padded(x: Tensor, like: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-def _bsnd(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 @attention.lower("cpu")("aten flash attention", _flash_supports)
 def _flash(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, _padded(v, q), 0.0, causal, attn_mask=_additive(mask, q), scale=scale)
     out = out[..., : v.shape[-1]]
     if sinks is not None:
         both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        out, lse = (out * (lse - both).exp().nan_to_num(0.0).unsqueeze(-1)).to(q.dtype), both.transpose(1, 2).contiguous().transpose(1, 2)
-    return _bsnd(out), lse  # the kernel's result is stored as q is
+        out, lse = (out * (lse - both).exp().nan_to_num(0.0).unsqueeze(-1)).to(q.dtype), stored_bsnd(both)
+    return stored_bsnd(out), lse  # the kernel's result is stored as q is
 
 
 def _flash_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
@@ -59,8 +55,10 @@ def _flash_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, windo
 
 
 def _short_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
-    if window or softcap or (reason := _blocked_supports(q, k, v, mask, causal, scale)):
-        return "a window or a soft-cap" if window or softcap else reason
+    if window or softcap:
+        return "a window or a soft-cap"
+    if reason := _blocked_supports(q, k, v, mask, causal, scale):
+        return reason
     if q.shape[2] not in SEQUENCE:
         return f"flash is the faster at {q.shape[2]} rows"
     if {x.dtype for x in (grad, q, k, v)} != {torch.float32}:
@@ -97,7 +95,7 @@ def _flash_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, soft
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _padded(grad, q), q, k, _padded(v, q), _padded(out, q), lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
     )
-    return dq, dk, dv if v.shape == dv.shape else _bsnd(dv[..., : v.shape[-1]])
+    return dq, dk, dv if v.shape == dv.shape else stored_bsnd(dv[..., : v.shape[-1]])
 
 
 attention_backward.lower("cpu")("attention backward in blocks of rows", _blocked_backward_supports)(_in_blocks)

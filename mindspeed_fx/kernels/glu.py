@@ -11,13 +11,10 @@ import math
 import torch
 from torch import Tensor
 
+from mindspeed_fx.kernels import swiglu
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "sigmoid")
-
-
-def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (x, up) if up is not None else x.chunk(2, -1)
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:
@@ -46,9 +43,7 @@ def _derivative(x: Tensor, activation: str) -> Tensor:
 
 
 def _fake(x, up, activation):
-    if up is not None:
-        return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, up.dtype), device=x.device)
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    return swiglu.fake(x, up)
 
 
 @operator("glu(Tensor x, Tensor? up, str activation) -> Tensor", _fake)
@@ -66,22 +61,21 @@ def glu(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     Raises:
         ValueError: unknown activation.
     """
-    gate, up = _halves(x, up)
+    gate, up = swiglu.halves(x, up)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     wide = gate.to(accumulation_dtype(dtype))
     return (_activated(wide, activation) * up.to(wide.dtype)).to(dtype).contiguous()
 
 
 def _fake_backward(grad, x, up, activation):
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return dx, x.new_empty(0) if up is None else torch.empty(up.shape, dtype=up.dtype, device=x.device)
+    return swiglu.fake_backward(grad, x, up)
 
 
 @operator("glu_backward(Tensor grad, Tensor x, Tensor? up, str activation) -> (Tensor, Tensor)", _fake_backward)
 def glu_backward(grad: Tensor, x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     """Gradients (dx, dup) of :func:`glu`: dgate = grad * up * activation'(gate), dup = grad * activation(gate);
     packed inputs have one packed gradient and an empty ``dup``."""
-    gate, u = _halves(x, up)
+    gate, u = swiglu.halves(x, up)
     dtype = accumulation_dtype(torch.promote_types(gate.dtype, u.dtype))
     g, wide, u = grad.to(dtype), gate.to(dtype), u.to(dtype)
     dgate, dup = g * u * _derivative(wide, activation), g * _activated(wide, activation)

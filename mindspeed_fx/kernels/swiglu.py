@@ -13,17 +13,17 @@ from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 
-def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return (x, up) if up is not None else x.chunk(2, -1)
 
 
-def _fake(x, up=None):
+def fake(x, up=None):
     if up is not None:
         return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, up.dtype), device=x.device)
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@operator("swiglu(Tensor x, Tensor? up=None) -> Tensor", _fake)
+@operator("swiglu(Tensor x, Tensor? up=None) -> Tensor", fake)
 def swiglu(x: Tensor, up: Tensor | None = None) -> Tensor:
     """SwiGLU.
 
@@ -34,24 +34,24 @@ def swiglu(x: Tensor, up: Tensor | None = None) -> Tensor:
     Returns:
         [..., ffn], contiguous, in the type of the inputs.
     """
-    gate, up = _halves(x, up)
+    gate, up = halves(x, up)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     wide = gate.to(accumulation_dtype(dtype))
     return (wide * torch.sigmoid(wide) * up.to(wide.dtype)).to(dtype).contiguous()
 
 
-def _fake_backward(grad, x, up=None):
+def fake_backward(grad, x, up=None):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return dx, x.new_empty(0) if up is None else torch.empty(up.shape, dtype=up.dtype, device=x.device)
 
 
-@operator("swiglu_backward(Tensor grad, Tensor x, Tensor? up=None) -> (Tensor, Tensor)", _fake_backward)
+@operator("swiglu_backward(Tensor grad, Tensor x, Tensor? up=None) -> (Tensor, Tensor)", fake_backward)
 def swiglu_backward(grad: Tensor, x: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Gradients (dx, dup) of :func:`swiglu`; packed inputs have one packed gradient and an empty ``dup``.
 
     With s = sigmoid(gate): dgate = grad * up * s * (1 + gate * (1 - s)), dup = grad * gate * s.
     """
-    gate, u = _halves(x, up)
+    gate, u = halves(x, up)
     dtype = accumulation_dtype(torch.promote_types(gate.dtype, u.dtype))
     g, wide, u = grad.to(dtype), gate.to(dtype), u.to(dtype)
     s = torch.sigmoid(wide)
@@ -75,5 +75,5 @@ def _backward(ctx, grad):
 torch.library.register_autograd("mindspeed::swiglu", _backward, setup_context=_setup, lib=LIBRARY)
 
 
-triton.kernel(swiglu, _fake, "swiglu.forward", "one read", lambda x, up=None: triton.refuse(x.shape[-1], x=x, up=up), beats_codegen=False)
-triton.kernel(swiglu_backward, _fake_backward, "swiglu.backward", "both gradients in one read", lambda grad, x, up=None: triton.refuse(x.shape[-1], grad=grad, x=x, up=up), beats_codegen=False)
+triton.kernel(swiglu, fake, "swiglu.forward", "one read", lambda x, up=None: triton.refuse(x.shape[-1], x=x, up=up), beats_codegen=False)
+triton.kernel(swiglu_backward, fake_backward, "swiglu.backward", "both gradients in one read", lambda grad, x, up=None: triton.refuse(x.shape[-1], grad=grad, x=x, up=up), beats_codegen=False)

@@ -14,7 +14,7 @@ def bias_swiglu_impl(input: Tensor, bias: Tensor | None, fp8_input_store: bool =
 
 def weighted_bias_swiglu_impl(input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False) -> Tensor:
     """SwiGLU times a weight per token (the router's probabilities); the product is returned in the type of ``input``."""
-    if bias is not None:
+    if bias is not None:  # refused in Megatron's own words: its kernel has no bias here either
         raise NotImplementedError("Bias is not supported for weighted swiglu fusion")
     gate, up = input.chunk(2, -1)
     return (F.silu(gate) * up * weights).to(input.dtype)

@@ -71,15 +71,18 @@ def test_no_rows():
     assert worker("interpret")["without_rows"] == [[0, 64], [0, 1], [0, 64], [64], [9000], [0, 32], [0], [0], [0, 1, 64]]
 
 
-@needs_triton
-@pytest.mark.parametrize("codegen", ["inductor", "eager"])
-def test_a_model_lowered_to_the_kernels(codegen):
-    found = worker("lower")[codegen]
+def assert_lowered(found, codegen):
     ours = [k for k in found["kernels"] if ": triton, " in k]
     left_to_codegen = ("rope", "swiglu") if codegen == "inductor" else ()
     assert len(found["kernels"]) == 8 and len(ours) == 8 - 2 * len(left_to_codegen), found
     assert not any(name in k for k in ours for name in left_to_codegen)
     assert found["error"] < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+def test_a_model_lowered_to_the_kernels(codegen):
+    assert_lowered(worker("lower")[codegen], codegen)
 
 
 @needs_triton
@@ -161,12 +164,7 @@ def test_where_the_norm_is_rounded_on_cuda(weight):
 @pytest.mark.cuda
 @pytest.mark.parametrize("codegen", ["inductor", "eager"])
 def test_a_model_on_cuda(codegen):
-    found = cases.through_the_backend("cuda", {"codegen": codegen})
-    ours = [k for k in found["kernels"] if ": triton, " in k]
-    left_to_codegen = ("rope", "swiglu") if codegen == "inductor" else ()
-    assert len(found["kernels"]) == 8 and len(ours) == 8 - 2 * len(left_to_codegen), found
-    assert not any(name in k for k in ours for name in left_to_codegen)
-    assert found["error"] < 1e-5
+    assert_lowered(cases.through_the_backend("cuda", {"codegen": codegen}), codegen)
 
 
 @cuda

@@ -47,10 +47,10 @@ class Row:
         return all(self.fused.get(p, 0) >= self.sites.get(p, 0) for p in PASSES)
 
 
-def check(name: str) -> Row:
-    """Run ``name`` eager and compiled."""
+def check(name: str, model: torch.nn.Module, inputs: dict[str, Any]) -> Row:
+    """Run ``name``, as :func:`architectures.build` made it, eager and compiled."""
     torch._dynamo.reset()
-    model, inputs = architectures.build(name)
+    model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     with CountSites() as counted:
         loss = model(**inputs).loss
@@ -108,9 +108,8 @@ def markdown(rows: list[Row], unbuilt: dict[str, str], failed: dict[str, str]) -
     return "\n".join(lines) + "\n"
 
 
-def _fails_with_aot_eager(name: str) -> bool:
+def _fails_with_aot_eager(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
     torch._dynamo.reset()
-    model, inputs = architectures.build(name)
     try:
         torch.compile(model, backend="aot_eager")(**inputs).loss.backward()
     except Exception:  # noqa: BLE001
@@ -144,9 +143,9 @@ def main() -> None:
             unbuilt[name] = _one_line(error)
             continue
         try:
-            rows.append(check(name))
+            rows.append(check(name, model, inputs))
         except Exception as error:  # noqa: BLE001  goes into the table
-            failed[name] = _one_line(error) + (" (so does torch's own aot_eager backend)" if _fails_with_aot_eager(name) else "")
+            failed[name] = _one_line(error) + (" (so does torch's own aot_eager backend)" if _fails_with_aot_eager(model, inputs) else "")
         finally:
             signal.alarm(0)
         print(name, failed.get(name) or rows[-1], flush=True)

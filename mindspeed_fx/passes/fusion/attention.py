@@ -38,6 +38,13 @@ class Scores:
     region: list[fx.Node] = field(default_factory=list)
     softcap: float = 0.0
     sinks: fx.Node | None = None
+    causal: bool = False
+    """Causal besides what ``masks`` say."""
+
+    @property
+    def blocking(self) -> list[tuple[str, fx.Node, fx.Node]]:
+        """The masks, without those that add zero."""
+        return [given for given in self.masks if given[0] != "add" or mask.meaning(given[1]) != 0]
 
 
 Emit = Callable[..., list[fx.Node]]
@@ -54,8 +61,12 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     softmaxes = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
     for node in calls(gm, aten.scaled_dot_product_attention.default, *softmaxes):
         try:
-            emit = _emit_sdpa if context.options.target == "cuda" else _emit
-            root, region = _from_sdpa(gm, node, emit) if node.target is aten.scaled_dot_product_attention.default else _from_softmax(gm, node, emit)
+            if node.target is not aten.scaled_dot_product_attention.default:
+                root, region = _from_softmax(gm, node, _emit_sdpa if context.options.target == "cuda" else _emit)
+            elif context.options.target == "cuda":
+                raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
+            else:
+                root, region = _from_sdpa(gm, node)
         except Miss as miss:
             report.skipped.append(skip(OPERATOR, node, str(miss)))
         else:
@@ -68,9 +79,7 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
 # --------------------------------------------------------------------------- scaled_dot_product_attention
 
 
-def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, list[fx.Node]]:
-    if emit is _emit_sdpa:
-        raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
+def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     q, k, v, given = (match.argument(node, a) for a in ("query", "key", "value", "attn_mask"))
     if match.argument(node, "dropout_p", 0.0):
         raise Miss(f"dropout of {match.argument(node, 'dropout_p')} on the attention weights")
@@ -89,7 +98,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     k, v = (heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
     if match.value(k).shape[1] != match.value(v).shape[1]:
         k, v = match.argument(node, "key"), match.argument(node, "value")
-    return node, emit(gm, node, Scores(q, k, float(scale), masks, [node]), q, k, v, causal)
+    return node, _emit(gm, node, Scores(q, k, float(scale), masks, [node], causal=causal), q, k, v)
 
 
 # --------------------------------------------------------------------------- softmax(q k^T) v
@@ -118,11 +127,11 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         shape = [*lead, *match.value(x).shape[-2:]]
         return x if list(match.value(x).shape) == shape else match.insert(gm, root, aten.reshape.default, (x, shape))
 
+    scores.region += [node, *after]
     product, others = list(match.value(scores.q).shape[:-2]), [list(match.value(x).shape[:-2]) for x in (scores.k_transposed, v)]
     if len(product) == 2 and others == [[product[0], 1]] * 2:
         k = _transposed(gm, root, scores.k_transposed)  # multi-query: one head of keys and values for all
-        scores.region += [node, *after]
-        return root, emit(gm, root, scores, scores.q, k, v, False)
+        return root, emit(gm, root, scores, scores.q, k, v)
     weights = next(n for n in after if match.is_call(n, aten.matmul.default, aten.bmm.default)).args[0]
     if others != [product, list(match.value(weights).shape[:-2])]:
         raise Miss("q, k and v are broadcast against each other")
@@ -131,8 +140,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     grouped = [heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = grouped
-    scores.region += [node, *after]
-    return root, emit(gm, root, scores, q, k, v, False)
+    return root, emit(gm, root, scores, q, k, v)
 
 
 def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool]:
@@ -203,14 +211,14 @@ def _maximum_of(n: Any) -> fx.Node | None:
 
 def _culprit(n: Any, depth: int = 12) -> str | None:
     """The operator between the softmax and a product of two activations that no rule covers; None without such a product."""
-    while depth and isinstance(n, fx.Node) and n.op == "call_function":
-        if match.is_call(n, aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default):
-            return str(n.target)
-        inner = next((a for a in n.all_input_nodes if match.is_float(a)), None)
-        below = _culprit(inner, depth - 1)
-        known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD) or match.unscale(n)[0] is not n
-        return below if known or below is None else f"{n.target} ({n.name})"
-    return None
+    if not depth or not isinstance(n, fx.Node) or n.op != "call_function":
+        return None
+    if match.is_call(n, aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default):
+        return str(n.target)
+    inner = next((a for a in n.all_input_nodes if match.is_float(a)), None)
+    below = _culprit(inner, depth - 1)
+    known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD) or match.unscale(n)[0] is not n
+    return below if known or below is None else f"{n.target} ({n.name})"
 
 
 def _scores(n: Any, depth: int = 20) -> Scores | None:
@@ -284,13 +292,13 @@ def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
 # --------------------------------------------------------------------------- the operator
 
 
-def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, causal: bool) -> list[fx.Node]:
+def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
     """``mindspeed::attention`` in the place of ``root``."""
-    scores.masks = [given for given in scores.masks if given[0] != "add" or mask.meaning(given[1]) != 0]
-    bands = [mask.kept(m, kind) for kind, m, _ in scores.masks]
+    masks = scores.blocking
+    bands = [mask.kept(m, kind) for kind, m, _ in masks]
     windows = [1 - b.low for b in bands if mask.is_window(b)]
-    causal = causal or bool(windows) or any(mask.is_causal(b) for b in bands)
-    rest = [given for given, band in zip(scores.masks, bands) if not mask.is_causal(band) and not mask.is_window(band)]
+    causal = scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
+    rest = [given for given, band in zip(masks, bands) if not mask.is_causal(band) and not mask.is_window(band)]
     if len(rest) > 1:
         raise Miss(f"{len(rest)} masks besides the causal one")
     if rest and rest[0][0] == "add" and rest[0][1].meta["needs_grad"]:
@@ -307,11 +315,11 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
 
 
-def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, causal: bool) -> list[fx.Node]:
+def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
     """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask."""
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
-    masks = [given for given in scores.masks if given[0] != "add" or mask.meaning(given[1]) != 0]
+    masks = scores.blocking
     causal = bool(masks) and all(mask.is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
     if len(masks) > 1 and not causal:
         raise Miss(f"{len(masks)} masks; scaled_dot_product_attention takes one")

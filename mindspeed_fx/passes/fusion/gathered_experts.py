@@ -64,14 +64,8 @@ def _rows(node: fx.Node) -> Rows | None:
 
 def _gathered(n: Any) -> tuple[fx.Node, fx.Node] | None:
     """(weight, expert) when ``n`` is weight[expert], [rows, ...] of [experts, ...] with two more dimensions."""
-    if match.is_call(n, aten.index.Tensor) and len(n.args[1]) == 1:
-        weight, expert = n.args[0], n.args[1][0]
-    elif match.is_call(n, aten.index_select.default) and n.args[1] == 0:
-        weight, expert = n.args[0], n.args[2]
-    else:
-        return None
-    integers = expert is not None and match.value(expert).dim() == 1 and match.value(expert).dtype in (torch.int32, torch.int64)
-    return (weight, expert) if integers and match.value(weight).dim() == 3 else None
+    found = match.indexed_rows(n)
+    return found if found is not None and match.value(found[0]).dim() == 3 else None
 
 
 def _never_negative(n: fx.Node) -> bool:

@@ -169,6 +169,18 @@ def part(n: Any) -> Pieces | None:
     return None
 
 
+def indexed_rows(n: Any) -> tuple[fx.Node, fx.Node] | None:
+    """(x, index) when ``n`` is x[index], whole rows, with an index of one dimension."""
+    if is_call(n, aten.index.Tensor) and len(n.args[1]) == 1:
+        x, index = n.args[0], n.args[1][0]
+    elif is_call(n, aten.index_select.default) and n.args[1] == 0:
+        x, index = n.args[0], n.args[2]
+    else:
+        return None
+    integers = index is not None and value(index).dim() == 1 and value(index).dtype in (torch.int32, torch.int64)
+    return (x, index) if integers else None
+
+
 def same(a: Any, b: Any, depth: int = 8) -> bool:
     """True when two nodes certainly hold the same value: one node, or equal pure calls on the same values."""
     if a is b:

@@ -112,24 +112,12 @@ def _written(n: Any) -> tuple[fx.Node, fx.Node] | None:
     return (places[0], x) if whole else None
 
 
-def _gathered(n: Any) -> tuple[fx.Node, fx.Node] | None:
-    """(x, index) when ``n`` is x[index], whole rows, with an index of one dimension."""
-    if match.is_call(n, aten.index.Tensor) and len(n.args[1]) == 1:
-        x, index = n.args[0], n.args[1][0]
-    elif match.is_call(n, aten.index_select.default) and n.args[1] == 0:
-        x, index = n.args[0], n.args[2]
-    else:
-        return None
-    integers = index is not None and match.value(index).dim() == 1 and match.value(index).dtype in (torch.int32, torch.int64)
-    return (x, index) if integers else None
-
-
 # --------------------------------------------------------------------------- there
 
 
 def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
     """(tokens, order) when ``node`` is the tokens in the order of their experts; why it stays; None for another gather."""
-    found = _gathered(node)
+    found = match.indexed_rows(node)
     if found is None or match.value(node).dim() != 2 or not match.is_float(node):
         return None
     source, index = found
@@ -222,7 +210,7 @@ def _summed(node: fx.Node) -> Combined | None:
     rows = match.uncast(copies.args[0])
     if not isinstance(rows, fx.Node) or match.value(rows).dim() != 2 or match.value(rows).shape[1] != whole.shape[2]:
         return None
-    gathered, written = _gathered(rows), _written(rows)
+    gathered, written = match.indexed_rows(rows), _written(rows)
     order, source = (_inverse(gathered[1]), gathered[0]) if gathered else written or (None, None)
     if order is None:
         return None
@@ -241,7 +229,7 @@ def _weighted(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list
             continue
         inner = match.uncast(share)
         inner = match.uncast(inner.args[0]) if match.is_call(inner, aten.unsqueeze.default, *match.VIEWS) else inner
-        gathered = _gathered(inner)
+        gathered = match.indexed_rows(inner)
         if gathered is not None and gathered[1] is order:
             probs = gathered[0].args[0] if match.is_call(gathered[0], aten.unsqueeze.default) else gathered[0]
             if match.value(probs).dim() == 1:

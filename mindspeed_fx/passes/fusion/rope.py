@@ -88,9 +88,8 @@ def _joined(gm: fx.GraphModule, node: fx.Node):
     found = _pair(*node.args[0])
     if found is None:
         return None
-    x1, x2, cos, sin, region = found
-    first, second = match.part(match.uncast(x1)), match.part(match.uncast(x2))
-    if not (first and second) or match.unsafe([node, *region], [first.source, cos, sin]):
+    x1, x2, first, second, cos, sin, region = found
+    if match.unsafe([node, *region], [first.source, cos, sin]):
         return None
     if _are_halves(first, second):
         x = first.source
@@ -115,9 +114,8 @@ def _flattened(gm: fx.GraphModule, node: fx.Node):
     found = _pair(*source.args[0]) if len(source.args[0]) == 2 else None
     if found is None:
         return None
-    x1, x2, cos, sin, region = found
-    first, second = match.part(match.uncast(x1)), match.part(match.uncast(x2))
-    if not (first and second and _alternate(first, second)) or match.unsafe([node, source, *region], [first.source, cos, sin]):
+    _, _, first, second, cos, sin, region = found
+    if not _alternate(first, second) or match.unsafe([node, source, *region], [first.source, cos, sin]):
         return None
     if match.value(first.source).shape != match.value(node).shape:
         return None
@@ -143,7 +141,7 @@ def _complex(gm: fx.GraphModule, node: fx.Node, real: fx.Node):
 
 
 def _pair(left: fx.Node, right: fx.Node):
-    """(x1, x2, cos, sin, nodes) when ``left`` is x1 cos - x2 sin and ``right`` is x2 cos + x1 sin."""
+    """(x1, x2, their pieces, cos, sin, nodes) when ``left`` is x1 cos - x2 sin and ``right`` is x2 cos + x1 sin."""
     if not match.is_call(left, aten.sub.Tensor) or left.kwargs or not match.operands(right, aten.add.Tensor):
         return None
     for x1, cos in match.operands(left.args[0], aten.mul.Tensor):
@@ -151,9 +149,11 @@ def _pair(left: fx.Node, right: fx.Node):
             for a, b in match.operands(right, aten.add.Tensor):
                 by_cos = any(match.same(u, x2) and match.same(c, cos) for u, c in match.operands(a, aten.mul.Tensor))
                 by_sin = any(match.same(u, x1) and match.same(s, sin) for u, s in match.operands(b, aten.mul.Tensor))
-                parts = all(match.is_float(n) for n in (x1, x2, cos, sin)) and match.part(match.uncast(x1)) and match.part(match.uncast(x2))
-                if by_cos and by_sin and parts and match.part(match.uncast(x1)).start == 0:
-                    return x1, x2, cos, sin, [left, right]
+                if not (by_cos and by_sin and all(match.is_float(n) for n in (x1, x2, cos, sin))):
+                    continue
+                first, second = match.part(match.uncast(x1)), match.part(match.uncast(x2))
+                if first and second and first.start == 0:
+                    return x1, x2, first, second, cos, sin, [left, right]
     return None
 
 
