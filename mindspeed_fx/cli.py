@@ -1,4 +1,4 @@
-"""The ``mindspeed-fx`` command: ``explain``, ``doctor``, ``passes``."""
+"""The ``mindspeed-fx`` command: ``explain``, ``cross``, ``doctor``, ``passes``, ``toolchain``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ def main(argv: list[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
     doctor.add_argument("--json", action="store_true")
     commands.add_parser("passes", help="the registered passes")
+    toolchain = commands.add_parser("toolchain", help="the Ascend tool chain that cross-compiling needs: install it into a directory of its own, or see what is there")
+    toolchain.add_argument("action", choices=("install", "status"))
+    toolchain.add_argument("components", nargs="*", metavar="COMPONENT", help="torch_npu, triton_ascend, torch_mlir; none means all")
+    toolchain.add_argument("--dir", help="where (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
+    toolchain.add_argument("--json", action="store_true")
     argv = sys.argv[1:] if argv is None else argv
     own, script_arguments = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     given = parser.parse_args(own)
     given.args = script_arguments
     try:
-        return {"explain": _explain, "doctor": _doctor, "passes": _passes}[given.command](given)
+        return {"explain": _explain, "doctor": _doctor, "passes": _passes, "toolchain": _toolchain}[given.command](given)
     except (ValueError, ImportError, OSError) as e:
         print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
         return 2
@@ -83,6 +88,21 @@ def _passes(given: argparse.Namespace) -> int:
     for p in passes.registered():
         print(f"{p.name:<24} {p.stage:<12} level {p.level}  {'exact  ' if p.exact else 'rounding'}  {p.description}")
     return 0
+
+
+def _toolchain(given: argparse.Namespace) -> int:
+    from mindspeed_fx.cross import toolchain
+
+    if given.action == "install":
+        rows = toolchain.install(given.dir, given.components, log=lambda line: print(line, file=sys.stderr))
+    else:
+        rows = toolchain.status(given.dir, given.components)
+    if given.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        for r in rows:
+            print(f"{r['name']:<14} {'installed' if r['installed'] else 'missing':<10} {' '.join(r['packages']):<60} {r['serves']}")
+    return 0 if all(r["installed"] for r in rows) else 1
 
 
 def _doctor(given: argparse.Namespace) -> int:
