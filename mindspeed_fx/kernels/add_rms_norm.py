@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.rms_norm import rms_norm, rms_norm_backward
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 
 def _fake(x, residual, weight, eps, cast_first):
@@ -68,3 +69,13 @@ def _backward(ctx, grad, grad_sum, _grad_rstd):
 
 
 torch.library.register_autograd("mindspeed::add_rms_norm", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@add_rms_norm.shard
+def _ways(x, residual, weight, eps, cast_first):
+    return [([d, d, d], [d, d, REPLICATED]) for d in range(x.ndim - 1)]
+
+
+@add_rms_norm_backward.shard
+def _ways_backward(grad, grad_sum, s, weight, rstd, cast_first, need_weight):
+    return [([d, PARTIAL if need_weight else REPLICATED], [d, d, d, REPLICATED, d]) for d in range(s.ndim - 1)]

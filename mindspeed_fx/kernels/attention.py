@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, along
 
 
 def stored_bsnd(x: Tensor) -> Tensor:
@@ -140,6 +141,34 @@ def _backward(ctx, grad, _grad_lse):
 
 
 torch.library.register_autograd("mindspeed::attention", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@attention.shard
+def _ways(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    return [([out, lse], [dq, dk, dv, m, s]) for out, lse, dq, dk, dv, m, s, _ in ways(q, k, mask, causal)]
+
+
+@attention_backward.shard
+def _ways_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    found = [(grads, [o, dq, dk, dv, o, l, m]) for o, l, dq, dk, dv, m, _, grads in ways(q, k, mask, causal)]
+    # The log-sum-exp of all keys is known here, so some of the keys are enough.
+    return found if causal else found + [([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, along(mask, 3, 4)])]
+
+
+def ways(q, k, mask, causal):
+    """Rows of placements: out, lse, q, k, v, mask, sinks, and the gradients of q, k and v.
+
+    By batch; by head, those that share a key together; by query where no query's place matters; by the width of v.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    yield 0, 0, 0, 0, 0, along(mask, 0, 4), REPLICATED, [0, 0, 0]
+    kv = 1 if heads == kv_heads else Even(1)
+    yield 1, 1, 1, kv, kv, along(mask, 1, 4), 0, [1, 1, 1]
+    if kv_heads == 1:
+        yield 1, 1, 1, REPLICATED, REPLICATED, along(mask, 1, 4), 0, [1, PARTIAL, PARTIAL]
+    if not causal:
+        yield 2, 2, 2, REPLICATED, REPLICATED, along(mask, 2, 4), REPLICATED, [2, PARTIAL, PARTIAL]
+    yield 3, REPLICATED, REPLICATED, REPLICATED, 3, REPLICATED, REPLICATED, [PARTIAL, PARTIAL, 3]
 
 
 @register_flop_formula(torch.ops.mindspeed.attention)

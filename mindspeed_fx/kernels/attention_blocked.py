@@ -80,6 +80,16 @@ def attention_blocked_backward(grad, q, k, v, out, lse, scale, window=0, softcap
     return grads
 
 
+@attention_blocked.shard
+def _ways(q, k, v, scale, window=0, softcap=0.0):
+    return [([out, lse], [dq, dk, dv]) for out, lse, dq, dk, dv, *_ in attention.ways(q, k, None, True)]
+
+
+@attention_blocked_backward.shard
+def _ways_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0):
+    return [(grads, [o, dq, dk, dv, o, l]) for o, l, dq, dk, dv, _, _, grads in attention.ways(q, k, None, True)]
+
+
 def _batches(q: Tensor) -> Iterator[slice]:
     batch, heads, seq, _ = q.shape
     step = max(1, min(batch, SCORES // (heads * ROWS * seq)))

@@ -39,12 +39,19 @@ class Operator:
     """The definition in plain torch: what runs where no target has a better kernel."""
     opaque: bool = False
     """The reference is itself a kernel: it runs as one call and is never inlined."""
+    sharding: Callable[..., list] | None = None
+    """How it is computed part by part: see :mod:`mindspeed_fx.kernels.sharding`."""
     lowerings: dict[str, list[Lowering]] = field(default_factory=dict)
     """Target -> kernels in order of preference; the reference comes last, unnamed."""
 
     @property
     def name(self) -> str:
         return str(self.overload).removesuffix(".default")
+
+    def shard(self, rule: Callable[..., list]) -> Callable[..., list]:
+        """Decorator: the function is the operator's sharding rule; it takes the operator's arguments."""
+        self.sharding = rule
+        return rule
 
     def lower(self, target: str) -> Callable[[Callable], Callable]:
         """Decorator: the function is a kernel for ``target``; ``lower.supports`` is set by the caller."""

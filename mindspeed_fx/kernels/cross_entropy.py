@@ -76,5 +76,16 @@ def _backward(ctx, grad, _grad_lse):
 torch.library.register_autograd("mindspeed::cross_entropy", _backward, setup_context=_setup, lib=LIBRARY)
 
 
+@cross_entropy.shard
+def _ways(logits, target, ignore_index, label_smoothing):
+    """By token. Logits divided by class need collectives inside the operator: passes/sharding/vocabulary.py."""
+    return [([0, 0], [0, 0])]
+
+
+@cross_entropy_backward.shard
+def _ways_backward(grad, logits, target, lse, ignore_index, label_smoothing):
+    return [([0], [0, 0, 0, 0])]
+
+
 triton.kernel(cross_entropy, _fake, "cross_entropy.forward", "online softmax", lambda logits, *rest: triton.refuse(logits.shape[-1], logits=logits))
 triton.kernel(cross_entropy_backward, _fake_backward, "cross_entropy.backward", "one read, one write", lambda grad, logits, *rest: triton.refuse(logits.shape[-1], logits=logits))

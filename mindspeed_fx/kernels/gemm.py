@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.kernels.base import operator
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 
 def _fake(a, b):
@@ -29,3 +30,8 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
         [m, n], contiguous.
     """
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+
+
+@gemm.shard
+def _ways(a, b):
+    return [([0], [0, REPLICATED]), ([1], [REPLICATED, 1]), ([PARTIAL], [1, 0])]

@@ -96,3 +96,7 @@ def _backward(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::glu", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+glu.shard(swiglu.ways)
+glu_backward.shard(swiglu.ways_backward)

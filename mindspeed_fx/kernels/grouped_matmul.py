@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mindspeed_fx.kernels.base import LIBRARY, operator
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 
 def _split(offsets: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -88,6 +89,19 @@ def _backward(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::grouped_matmul", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@grouped_matmul.shard
+def _ways(x, weight, offsets):
+    """By column or by summand of every product; rows and groups are divided by an exchange of tokens, not here."""
+    return [([1], [REPLICATED, 2, REPLICATED]), ([PARTIAL], [1, 1, REPLICATED])]
+
+
+@grouped_matmul_backward.shard
+def _ways_backward(grad, x, weight, offsets, need_x, need_weight):
+    column = [PARTIAL if need_x else REPLICATED, 2 if need_weight else REPLICATED]
+    row = [1 if need_x else REPLICATED, 1 if need_weight else REPLICATED]
+    return [(column, [1, REPLICATED, 2, REPLICATED]), (row, [REPLICATED, 1, 1, REPLICATED])]
 
 
 @register_flop_formula(torch.ops.mindspeed.grouped_matmul)

@@ -9,6 +9,7 @@ log-sum-exp term is the z-loss of PaLM, the soft-cap Gemma 2's.
 
 from __future__ import annotations
 
+import itertools
 from typing import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import chunked
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 INPUTS = f"Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {SETTINGS}"
@@ -163,6 +165,37 @@ def _backward_tokens(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::linear_cross_entropy_tokens", _backward_tokens, setup_context=_setup_tokens, lib=LIBRARY)
+
+
+# --------------------------------------------------------------------------- sharding
+
+
+def _by_token(needed: Sequence[bool]) -> list:
+    """Placements of the three gradients where each rank has some of the tokens."""
+    return [p if need else REPLICATED for p, need in zip((0, PARTIAL, PARTIAL), needed)]
+
+
+@linear_cross_entropy_total.shard
+def _ways_total(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed):
+    """By token; a mean has to know how many tokens count on all ranks, so only the sum is divided."""
+    return [] if mean else [([PARTIAL, *_by_token(needed)], [0, REPLICATED, REPLICATED, 0])]
+
+
+@linear_cross_entropy_total_backward.shard
+def _ways_total_backward(grad, dhidden, dweight, dbias):
+    """Scaling: each gradient by itself, whatever its placement, a sum over ranks included."""
+    own = [[REPLICATED] + ([*range(g.ndim), PARTIAL] if 0 not in g.shape else []) for g in (dhidden, dweight, dbias)]
+    return [(list(p), [REPLICATED, *p]) for p in itertools.product(*own)]
+
+
+@linear_cross_entropy_tokens.shard
+def _ways_tokens(hidden, weight, bias, target, *settings):
+    return [([0], [0, REPLICATED, REPLICATED, 0])]
+
+
+@linear_cross_entropy_tokens_backward.shard
+def _ways_tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
+    return [(_by_token(needed), [0, 0, REPLICATED, REPLICATED, 0])]
 
 
 # --------------------------------------------------------------------------- cost

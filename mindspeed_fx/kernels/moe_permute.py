@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even
 
 
 def _inverse(permutation: Tensor) -> Tensor:
@@ -126,3 +127,25 @@ def _backward_unpermute(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::moe_unpermute", _backward_unpermute, setup_context=_setup_unpermute, lib=LIBRARY)
+
+
+@moe_permute.shard
+def _ways(tokens, indices):
+    return [([1, REPLICATED], [1, REPLICATED])]
+
+
+@moe_permute_backward.shard
+def _ways_backward(grad, sorted_indices, tokens):
+    return [([1], [1, REPLICATED])]
+
+
+@moe_unpermute.shard
+def _ways_unpermute(permuted, sorted_indices, probs=None, k=1):
+    """By width, or by token: whole tokens, so that the choices of one stay together."""
+    pairs = Even(0, k if probs is None else probs.shape[1])
+    return [([1], [1, REPLICATED, REPLICATED]), ([0], [REPLICATED, pairs, Even(0)])]
+
+
+@moe_unpermute_backward.shard
+def _ways_unpermute_backward(grad, permuted, sorted_indices, probs, k):
+    return [([1, REPLICATED if probs is None else PARTIAL], [1, 1, REPLICATED, REPLICATED])]

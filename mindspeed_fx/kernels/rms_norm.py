@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 
 def _result_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
@@ -83,6 +84,16 @@ def _backward(ctx, grad, _grad_rstd):
 
 
 torch.library.register_autograd("mindspeed::rms_norm", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@rms_norm.shard
+def _ways(x, weight, eps, cast_first):
+    return [([d, d], [d, REPLICATED]) for d in range(x.ndim - 1)]
+
+
+@rms_norm_backward.shard
+def _ways_backward(grad, x, weight, rstd, cast_first, need_weight):
+    return [([d, PARTIAL if need_weight else REPLICATED], [d, d, REPLICATED, d]) for d in range(x.ndim - 1)]
 
 
 triton.kernel(rms_norm, _fake, "rms_norm.forward", "one read of a row", lambda x, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, weight=weight))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, along
 
 
 def rotate(x: Tensor, interleaved: bool) -> Tensor:
@@ -80,6 +81,25 @@ def _backward(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::rope", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@rope.shard
+def _ways(x, cos, sin, interleaved):
+    return [([d], [d, along(cos, d, x.ndim), along(sin, d, x.ndim)]) for d in _divisible(x, interleaved)]
+
+
+@rope_backward.shard
+def _ways_backward(grad, x, cos, sin, interleaved, need_angles):
+    def angles(t, d):
+        own = along(t, d, x.ndim)
+        return REPLICATED if not need_angles else PARTIAL if own == REPLICATED else own
+
+    return [([d, angles(cos, d), angles(sin, d)], [d, d, along(cos, d, x.ndim), along(sin, d, x.ndim)]) for d in _divisible(x, interleaved)]
+
+
+def _divisible(x, interleaved):
+    """Interleaved pairs are neighbours, so that parts of whole pairs rotate by themselves."""
+    return [*range(x.ndim - 1), *([Even(x.ndim - 1, 2)] * interleaved)]
 
 
 def _refuse(x, cos, sin):

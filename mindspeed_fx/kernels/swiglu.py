@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.sharding import REPLICATED
 
 
 def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,6 +74,17 @@ def _backward(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::swiglu", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@swiglu.shard
+def ways(x, up=None, *activation):
+    """Packed halves are not divided: a part would hold some of the gate and none of what it gates."""
+    return [([d], [d, d]) for d in range(x.ndim - (up is None))]
+
+
+@swiglu_backward.shard
+def ways_backward(grad, x, up=None, *activation):
+    return [([d, REPLICATED if up is None else d], [d, d, d]) for d in range(x.ndim - (up is None))]
 
 
 triton.kernel(swiglu, fake, "swiglu.forward", "one read", lambda x, up=None: triton.refuse(x.shape[-1], x=x, up=up), beats_codegen=False)

@@ -46,6 +46,7 @@ def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, sup
         return getattr(importlib.import_module(f"{__name__}.{file}"), function)(*args, **kwargs)
 
     made = operator(schema, fake, opaque=True)(run)
+    made.shard(lambda *args: of.sharding(*args))
     of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(made.overload)
 
 

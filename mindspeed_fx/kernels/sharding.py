@@ -1,0 +1,105 @@
+"""What a sharding rule is: how an operator may be computed part by part over one dimension of a device mesh.
+
+An operator file declares its rule next to its reference, as plain data::
+
+    @rms_norm.shard
+    def _(x, weight, eps, cast_first):
+        return [([d, d], [d, REPLICATED]) for d in range(x.ndim - 1)]  # results, then tensor arguments
+
+Each row is one way: the placement of every result and of every tensor argument, where a number is the dimension that
+is divided, :class:`Even` one that is divided without remainder, ``REPLICATED`` the whole on every rank, and ``PARTIAL``
+a sum over the ranks. Computing everything everywhere is always a way and is not declared. Arguments that are None keep
+their place in a row. Only rules that hold for every number of ranks are declared. A partial argument is summed before
+the operator even where the operator is linear in it, because sixteen-bit parts would each be rounded; the exception is
+an operator that only scales.
+
+:func:`register_sharding_rules` hands the rules to DTensor when sharding is first used; importing this file costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Sequence
+
+import torch
+
+REPLICATED = "replicated"
+PARTIAL = "partial"
+
+
+class Even(int):
+    """A divided dimension whose every part has the same size, a multiple of ``of``.
+
+    For results that pair pieces of two inputs: four query heads to a key head stay together only if neither is cut unevenly.
+    """
+
+    of: int
+
+    def __new__(cls, dim: int, of: int = 1) -> "Even":
+        made = super().__new__(cls, dim)
+        made.of = of
+        return made
+
+
+Way = tuple[list[Any], list[Any]]
+"""Placements of the results, placements of the tensor arguments."""
+
+
+def along(x: Any, dim: int, ndim: int) -> Any:
+    """Placement of ``x``, broadcast to ``ndim`` dimensions, where dimension ``dim`` of the whole is divided."""
+    own = dim - (ndim - x.ndim) if x is not None else -1
+    return REPLICATED if own < 0 or x.shape[own] == 1 else own
+
+
+def ways(operator: Any, args: Sequence[Any]) -> list[Way]:
+    """Every way of ``operator`` for these arguments (tensors, or anything with ``shape`` and ``ndim``), replicated first.
+
+    Rows keep only the arguments that are tensors here.
+    """
+    schema = operator.overload._schema
+    present = [_is_tensor(a.type) and v is not None for a, v in zip(schema.arguments, args, strict=True)]
+    optional = [v is not None for a, v in zip(schema.arguments, args) if _is_tensor(a.type)]
+    found = [([REPLICATED] * len(schema.returns), [REPLICATED] * sum(present))]
+    for results, inputs in operator.sharding(*args):
+        row = (list(results), [p for p, here in zip(inputs, optional, strict=True) if here])
+        if len(results) != len(schema.returns):
+            raise ValueError(f"the sharding rule of {operator.name} places {len(results)} results of {len(schema.returns)}")
+        if row not in found:
+            found.append(row)
+    return found
+
+
+def _is_tensor(kind: Any) -> bool:
+    return "Tensor" in str(kind)
+
+
+def is_even(shape: Sequence[int], placement: Even, parts: int) -> bool:
+    """Whether ``parts`` ranks have equal parts of this shape, each a multiple of ``placement.of``."""
+    return shape[int(placement)] % (parts * placement.of) == 0
+
+
+@functools.cache
+def register_sharding_rules() -> None:
+    """Make every ``mindspeed::`` operator known to DTensor, forward and backward; once per process.
+
+    Raises:
+        LookupError: an operator without a rule.
+    """
+    from mindspeed_fx import compat_sharding, kernels
+
+    without = [o.name for o in kernels.REGISTRY.values() if o.sharding is None]
+    if without:
+        raise LookupError(f"no sharding rule for {', '.join(without)}; declare it with @operator.shard in the operator's file")
+    for operator in kernels.REGISTRY.values():
+        compat_sharding.register_ways(operator.overload, functools.partial(_complete, operator))
+
+
+def _complete(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Way]:
+    schema = operator.overload._schema.arguments
+    values = [*args, *(kwargs.get(a.name, a.default_value) for a in schema[len(args) :])]
+    return ways(operator, values)
+
+
+def first_plain_argument(overload: torch._ops.OpOverload) -> int:
+    """Position of the first argument that is no tensor; the rule may depend on it and on all after it."""
+    return next((i for i, a in enumerate(overload._schema.arguments) if not _is_tensor(a.type)), len(overload._schema.arguments))

@@ -1,0 +1,78 @@
+"""Arguments for every ``mindspeed::`` operator: forward calls, and the backward calls autograd makes of them."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mindspeed_fx.kernels  # noqa: F401
+from mindspeed_fx.kernels import REGISTRY
+
+ops = torch.ops.mindspeed
+
+
+def randn(*shape: int, grad: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
+
+
+class Calls(TorchDispatchMode):
+    """Collects the calls of our operators, with detached arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in REGISTRY:
+            defaults = [a.default_value for a in func._schema.arguments[len(args) :]]
+            self.found.append((REGISTRY[func], [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in (*args, *defaults)]))
+        return func(*args, **(kwargs or {}))
+
+
+def calls(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[tuple[Any, list[Any]]]:
+    """Every operator, forward and backward, at batch ``b``, sequence ``s``, ``n`` heads, ``kv`` of them for keys, head width
+    ``d``, hidden size ``h``."""
+    with Calls() as collected:
+        for loss in _losses(b, s, n, kv, d, h):
+            if loss.requires_grad:
+                (loss * torch.randn_like(loss)).sum().backward()
+    yield from collected.found
+
+
+def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.Tensor]:
+    x, w, angles = randn(b, s, h), randn(h), (randn(s, d), randn(s, d))
+    yield (ops.rms_norm(x, w, 1e-5, True)[0] * randn(b, s, h, grad=False))
+    yield (ops.rms_norm(x, None, 1e-5, False)[0] * randn(b, s, h, grad=False))
+    y, total, _ = ops.add_rms_norm(x, randn(b, s, h), w, 1e-5, False)
+    yield y * randn(b, s, h, grad=False) + total * 2
+    yield ops.add_rms_norm(x, randn(b, s, h), w.detach(), 1e-5, False)[0] * randn(b, s, h, grad=False)
+    for up in (randn(b, s, h), None):
+        yield ops.swiglu(x, up) ** 2
+        yield ops.glu(x, up, "gelu") ** 2
+    yield ops.rope(randn(b, n, s, d), *angles, False) ** 2
+    yield ops.rope(randn(b, n, s, d), *(randn(b, 1, s, d, grad=False) for _ in range(2)), True) ** 2
+    q, k, v = randn(b, n, s, d), randn(b, kv, s, d), randn(b, kv, s, d + 1)
+    yield ops.attention(q, k, v, None, True, 0.3)[0] ** 2
+    yield ops.attention(q, k, v, None, False, 0.3, 0, 2.0)[0] ** 2
+    yield ops.attention(q, k, v, torch.rand(b, 1, s, s) < 0.7, False, 0.3)[0] ** 2
+    yield ops.attention(q, k, v, randn(n, s, s, grad=False), True, 0.3, 2, 0.0, randn(n))[0] ** 2
+    out, lse = ops.attention_blocked(q.detach(), k.detach(), v.detach(), 0.3)
+    ops.attention_blocked_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3)
+    tokens, classes = b * s, 2 * h
+    target = torch.randint(0, classes, (tokens,))
+    target[0] = -100
+    yield ops.cross_entropy(randn(tokens, classes), target, -100, 0.1)[0] * randn(tokens, grad=False)
+    hidden, head, bias = randn(tokens, h), randn(classes, h), randn(classes)
+    for given, reduction in ((bias, "sum"), (None, "mean"), (bias, "none")):
+        yield ops.linear_cross_entropy(hidden, head, given, target, reduction=reduction) * torch.tensor(1.5)
+    experts, chosen = 3, 2
+    offsets = torch.tensor([1, 1, tokens])
+    for rows, weights in ((randn(tokens, h), randn(experts, h, d)), (randn(tokens, h, grad=False), randn(experts, h, d))):
+        yield ops.grouped_matmul(rows, weights, offsets) ** 2
+    permuted, order = ops.moe_permute(hidden, torch.randint(0, experts, (tokens, chosen)))
+    yield permuted**2
+    yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, randn(tokens, chosen)) ** 2
+    yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, None, chosen) ** 2
+    ops.gemm(torch.randn(tokens, h), torch.randn(h, d))
