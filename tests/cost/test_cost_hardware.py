@@ -1,0 +1,78 @@
+import copy
+import pickle
+
+import pytest
+
+from mindspeed_fx.cost import hardware as module
+from mindspeed_fx.cost.hardware import CONFIDENCES, Constant, detect, hardware, names
+from mindspeed_fx.options import OptionError
+
+UNITS = {"FLOP/s", "B/s", "B", "s", ""}
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_constant_has_unit_source_and_confidence(name):
+    constants = hardware(name).constants()
+    assert len(constants) > 12
+    for path, c in constants.items():
+        assert c.unit in UNITS and len(c.source) > 3 and c.confidence in CONFIDENCES and c > 0, path
+    assert 0 < constants["matrix_efficiency"] <= 1
+
+
+@pytest.mark.parametrize("given, name", [("Ascend910B2", "ascend910b2"), ("910b2", "ascend910b2"), ("H100", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("Ascend910_9382", "ascend910c"), ("910C", "ascend910c"), ("Ascend950", "ascend950pr"), ("CPU", "cpu")])
+def test_names_as_users_type_them(given, name):
+    assert hardware(given).name == name
+
+
+@pytest.mark.parametrize("given, word", [("ascend910b9", "ascend910b"), ("h2000", "h200"), ("zzz", "valid: ascend910b1"), (3, "valid")])
+def test_unknown_name_has_the_nearest(given, word):
+    with pytest.raises(OptionError, match=word):
+        hardware(given)
+
+
+def test_cube_peaks_are_cores_times_clock():
+    peaks = {n: round(hardware(n).matrix["bfloat16"] / 1e12, 1) for n in ("ascend910b1", "ascend910b2", "ascend910b3", "ascend910b4", "ascend950pr")}
+    assert peaks == {"ascend910b1": 363.7, "ascend910b2": 353.9, "ascend910b3": 294.9, "ascend910b4": 245.8, "ascend950pr": 432.5}
+    assert round(hardware("ascend910b2").vector["float16"] / 1e12, 1) == 22.1
+    assert round(hardware("ascend950pr").vector["float16"] / 1e12) == 54
+
+
+def test_a_constant_survives_copies_and_is_a_float():
+    c = hardware("h200").memory_bandwidth
+    for other in (pickle.loads(pickle.dumps(c)), copy.deepcopy(c)):
+        assert (other, other.unit, other.source, other.confidence) == (4.8e12, "B/s", c.source, "high")
+    assert type(c * 2) is float
+    with pytest.raises(ValueError, match="sure"):
+        Constant(1.0, "s", "nowhere", "sure")
+
+
+def test_cpu_is_detected_without_measuring(monkeypatch):
+    monkeypatch.setattr(module, "measure_cpu", lambda *a: pytest.fail("measured"))
+    assert detect("cpu") == ("cpu", "")
+
+
+def test_absent_device_says_what_to_do():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    name, reason = detect("cuda")
+    assert name is None and "no cuda device" in reason and "hardware" in reason
+
+
+def test_own_hardware_is_measured_on_request_and_registered(monkeypatch):
+    made = module.measure_cpu("here", seconds=0.05)
+    assert made.matrix["float32"].source.startswith("measured here") and made.matrix_rate("float32") == made.matrix["float32"] > 1e8
+    assert made.memory_rate > 1e8 and 1e-8 < made.launch < 1e-2
+    with pytest.raises(OptionError):
+        hardware("here")
+    with pytest.raises(OptionError, match="replace"):
+        module.register(hardware("h100"))
+    monkeypatch.setattr(module, "_tables", lambda tables=({"cpu": hardware("cpu")}, {}): tables)
+    module.register(made)
+    assert hardware("HERE") is made
+
+
+def test_missing_types_are_named():
+    assert hardware("ascend910b2").substitute("matrix", "torch.float64") == "float32"
+    assert hardware("h100").substitute("matrix", "float64") == "float64"
