@@ -72,6 +72,10 @@ class Llama(nn.Module):
 LLAMA_COUNTS = {"fusion.add_rms_norm": 4, "fusion.attention": 2, "fusion.cross_entropy": 1, "fusion.rms_norm": 5, "fusion.rope": 4, "fusion.swiglu": 2}
 
 
+def double(*shape, grad=True):
+    return torch.randn(*shape, dtype=torch.double, requires_grad=grad)
+
+
 def tokens(batch=2, seq=16, vocab=64):
     return torch.randint(0, vocab, (batch, seq)), torch.randint(0, vocab, (batch, seq))
 

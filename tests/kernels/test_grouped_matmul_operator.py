@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import double
 from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_fx.kernels.base import accumulation_dtype
@@ -22,10 +23,6 @@ def one_by_one(x, weight, counts):
     """The definition: each group of rows times its matrix; zero for rows after the last group."""
     parts = [rows @ w for rows, w in zip(x[: sum(counts)].split(counts), weight)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - sum(counts), weight.shape[2])])
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 @pytest.mark.parametrize("counts", COUNTS)

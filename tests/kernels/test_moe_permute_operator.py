@@ -4,12 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import double
 
 ops = torch.ops.mindspeed
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 @pytest.mark.parametrize("flat", [True, False])

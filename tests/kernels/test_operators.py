@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from models import double
 
 import mindspeed_fx.kernels as kernels
 from mindspeed_fx import compat
@@ -12,15 +13,15 @@ from mindspeed_fx.kernels import attention_blocked, glu
 ops = torch.ops.mindspeed
 
 
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
-
-
 def cases():
     target = torch.tensor([1, 2, -100, 0])
     for cast_first, weight in itertools.product((True, False), (True, False)):
         yield f"rms_norm-{cast_first}-{weight}", ops.rms_norm.default, (double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first)
         yield f"add_rms_norm-{cast_first}-{weight}", ops.add_rms_norm.default, (double(2, 3, 8), double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first)
+    for weight, bias in itertools.product((True, False), repeat=2):
+        parameters = double(8) if weight else None, double(8) if bias else None
+        yield f"layer_norm-{weight}-{bias}", ops.layer_norm.default, (double(2, 3, 8), *parameters, 1e-5)
+        yield f"add_layer_norm-{weight}-{bias}", ops.add_layer_norm.default, (double(2, 3, 8), double(2, 3, 8), *parameters, 1e-5)
     yield "swiglu-packed", ops.swiglu.default, (double(3, 8),)
     yield "swiglu-two", ops.swiglu.default, (double(3, 4), double(3, 4))
     for activation in glu.ACTIVATIONS:
@@ -149,6 +150,34 @@ def test_flash_with_sinks_and_narrow_values_is_the_reference(dtype, v_dim):
     for have, want in zip(backward.choose("cpu", args, {})[0].build(*args), backward.reference(*args), strict=True):
         assert layout(have) == layout(want)
         torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight, bias", list(itertools.product((True, False), repeat=2)))
+def test_cpu_layer_norm_kernel_is_the_reference(dtype, weight, bias):
+    x, grad = torch.randn(2, 3, 8).to(dtype), torch.randn(3, 2, 8).to(dtype).transpose(0, 1)
+    parameters = [torch.randn(8).to(dtype) if has else None for has in (weight, bias)]
+    want = ops.layer_norm(x, *parameters, 1e-5)
+    have = ops.layer_norm_aten(x, *parameters, 1e-5)
+    need = [has and dtype.itemsize > 2 for has in (weight, bias)]  # of 16 bits it is not asked for those
+    want = [*want, *ops.layer_norm_backward(grad, x, *parameters, *want[1:], *need)]
+    have = [*have, *ops.layer_norm_aten_backward(grad, x, *parameters, *have[1:], *need)]
+    for h, w in zip(have, want, strict=True):
+        assert h.dtype == w.dtype and h.shape == w.shape and layout(h) == layout(w)
+        torch.testing.assert_close(h, w)
+
+
+def test_where_generated_code_is_as_good_the_layer_norm_kernel_is_not_taken():
+    def chosen(shape, codegen, dtype=torch.float32):
+        x, w = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[-1:], dtype=dtype, device="meta")
+        forward = kernels.REGISTRY[ops.layer_norm.default].choose("cpu", (x, w, w, 1e-5), {}, codegen)
+        backward = kernels.REGISTRY[ops.layer_norm_backward.default].choose("cpu", (x, x, w, w, x[..., :1], x[..., :1], True, True), {}, codegen)
+        return [lowering is not None for lowering, _ in (forward, backward)], " ".join((*forward[1], *backward[1]))
+
+    assert chosen((1024, 512), True)[0] == [True, True] and chosen((64, 512), False)[0] == [True, True]
+    assert chosen((64, 512), True)[0] == [False, False] and "fewer than" in chosen((64, 512), True)[1]
+    assert chosen((1024, 512), True, torch.bfloat16)[0] == [False, False]
+    assert chosen((1024, 512), False, torch.bfloat16)[0] == [True, False] and "in 16 bits" in chosen((64, 512), False, torch.bfloat16)[1]
 
 
 def test_a_kernel_that_cannot_says_why():

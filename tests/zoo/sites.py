@@ -23,6 +23,7 @@ SQUARE = (torch.square, T.square)
 POWER = (torch.pow, T.pow, T.__pow__)
 SQRT, RSQRT = (torch.sqrt, T.sqrt), (torch.rsqrt, T.rsqrt)
 MEAN = (torch.mean, T.mean)
+VAR = (torch.var, T.var)
 NEG = (torch.neg, T.neg, T.__neg__)
 JOIN = (torch.cat, torch.stack, torch.concat)
 ACTIVATION = {F.silu: "silu", torch.sigmoid: "sigmoid", F.gelu: "gelu", torch._C._nn.gelu: "gelu", torch._C._nn.silu_: "silu"}
@@ -56,6 +57,12 @@ class CountSites(TorchFunctionMode):
             return "square", given[0]
         if f in MEAN and labels[:1] == ["square"] and _last(args, kwargs):
             return "mean square", self._labels[id(given[0])][1]
+        if f in MEAN and labels[:1] == [None] and _last(args, kwargs) and given[0].is_floating_point():
+            return "mean", given[0]
+        if f in SUB and labels[1:2] == ["mean"] and self._labels[id(given[1])][1] is given[0]:
+            return "centered", given[0]
+        if f in VAR and labels[:1] == [None] and _last(args, kwargs) and not kwargs.get("unbiased", kwargs.get("correction", True)):
+            return "mean square", given[0]
         if f in ADD and "mean square" in labels:
             return self._labels[id(given[labels.index("mean square")])]
         if labels[:1] == ["mean square"] and (f in RSQRT or f in SQRT or (f in POWER and _exponent(args) == -0.5)):
@@ -64,7 +71,11 @@ class CountSites(TorchFunctionMode):
             other = given[1 - labels.index("root mean square")]
             if not isinstance(other, T):  # 1 / root
                 return self._labels[id(given[labels.index("root mean square")])]
-            return self._site("fusion.rms_norm") if other.shape == self._labels[id(given[labels.index("root mean square")])][1].shape else None
+            if other.shape != self._labels[id(given[labels.index("root mean square")])][1].shape:
+                return None
+            return self._site("fusion.layer_norm" if "centered" in labels else "fusion.rms_norm")
+        if f in (F.layer_norm, torch.layer_norm) and len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) == 1:
+            return self._site("fusion.layer_norm")
         if f in (F.rms_norm, torch.rms_norm) and len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) == 1:
             return self._site("fusion.rms_norm")
         if f in SOFTMAX and given[0].dim() >= 3:

@@ -24,7 +24,7 @@ from sites import CountSites
 
 import mindspeed_fx
 
-PASSES = ("fusion.attention", "fusion.rms_norm", "fusion.rope", "fusion.swiglu", "fusion.glu", "fusion.cross_entropy")
+PASSES = ("fusion.attention", "fusion.rms_norm", "fusion.layer_norm", "fusion.rope", "fusion.swiglu", "fusion.glu", "fusion.cross_entropy")
 OPTIONS = {"codegen": "eager"}
 SECONDS = 300  # per architecture
 

@@ -63,10 +63,13 @@ def test_sites_are_counted_by_meaning():
     with sites.CountSites() as counted:
         normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w
         F.rms_norm(normed, (8,), w)
+        centered = x - x.mean(-1, keepdim=True)
+        F.layer_norm(centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-5), (8,))
+        (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5)
         F.softmax(x @ x.transpose(-1, -2), -1).to(x.dtype) @ x
         x * w + torch.cat((-x[..., 4:], x[..., :4]), -1) * w
         torch.cat((x[..., :4] * w[:4] - x[..., 4:] * w[4:], x[..., 4:] * w[:4] + x[..., :4] * w[4:]), -1)
         torch.view_as_real(torch.view_as_complex(x.reshape(2, 4, 6, 4, 2)) * torch.ones(4, dtype=torch.cfloat)).flatten(-2)
         F.silu(x) * x, F.gelu(x) * x, x * torch.sigmoid(x) * x
         F.silu(x) * 2, x.softmax(-1) + x, torch.rsqrt(x.abs().mean(-1))  # none of these is a site
-    assert dict(counted.counts) == {"fusion.rms_norm": 2, "fusion.attention": 1, "fusion.rope": 3, "fusion.swiglu": 2, "fusion.glu": 1}
+    assert dict(counted.counts) == {"fusion.rms_norm": 2, "fusion.layer_norm": 3, "fusion.attention": 1, "fusion.rope": 3, "fusion.swiglu": 2, "fusion.glu": 1}

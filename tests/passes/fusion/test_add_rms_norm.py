@@ -3,13 +3,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import function_agrees
+from models import double, function_agrees
 
 NAME = "fusion.add_rms_norm"
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 def norm(x, w):

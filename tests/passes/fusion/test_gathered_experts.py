@@ -6,15 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import function_agrees
+from models import double, function_agrees
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "zoo"))
 architectures = importlib.import_module("architectures")
 NAME = "fusion.gathered_experts"
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 SPELLINGS = {

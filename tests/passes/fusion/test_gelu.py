@@ -2,14 +2,10 @@ import math
 
 import pytest
 import torch
-from models import function_agrees
+from models import double, function_agrees
 
 NAME = "fusion.gelu"
 ROOT = math.sqrt(2 / math.pi)
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 FORMS = {

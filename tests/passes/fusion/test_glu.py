@@ -5,13 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import function_agrees
+from models import double, function_agrees
 
 NAME = "fusion.glu"
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 def new_gelu(x):

@@ -7,15 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import explain, function_agrees
+from models import double, explain, function_agrees
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "zoo"))
 architectures = importlib.import_module("architectures")
 NAME = "fusion.moe_permute"
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 def choices(tokens=6, k=2, experts=4):

@@ -2,14 +2,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import function_agrees
+from models import double, function_agrees
 from torch import nn
 
 NAME = "fusion.rms_norm"
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 def mean_square(x):

@@ -1,12 +1,8 @@
 import pytest
 import torch
-from models import function_agrees
+from models import double, function_agrees
 
 NAME = "fusion.rope"
-
-
-def double(*shape, grad=True):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=grad)
 
 
 def half_slices(x):

@@ -1,13 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import function_agrees
+from models import double, function_agrees
 
 NAME = "fusion.swiglu"
-
-
-def double(*shape):
-    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
 
 TWO = {

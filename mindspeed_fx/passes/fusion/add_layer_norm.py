@@ -1,0 +1,31 @@
+"""Residual addition before LayerNorm: ``s = x + residual; y = layer_norm(s)`` becomes ``mindspeed::add_layer_norm``.
+
+The sum stays a result for whoever else reads it, the next residual most of all. Safe because it is the same sum and the
+same norm; only sums of two tensors of one shape and type are taken. On cpu the operator is lowered to the sum, which generated
+code joins with its neighbours, and ATen's norm, so that it costs what the two cost.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, skip
+from mindspeed_fx.passes.fusion import match, norms
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, OPERATOR = "fusion.add_layer_norm", "mindspeed::add_layer_norm"
+
+
+@register(NAME, stage="captured", level=1, after=("layer_norm",))
+def add_layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
+    """A residual addition and the LayerNorm of the sum become one operator."""
+    report = PassReport(NAME)
+    for node in calls(gm, torch.ops.mindspeed.layer_norm.default):
+        total = node.args[0]
+        if match.is_call(total, aten.add.Tensor) and all(isinstance(a, fx.Node) for a in total.args):
+            reason = norms.fuse_sum(gm, report, node, list(node.args[1:3]), OPERATOR, torch.ops.mindspeed.add_layer_norm.default, (0, 2, 3))
+            if reason:
+                report.skipped.append(skip(OPERATOR, node, reason))
+    match.finish(gm)
+    return report
