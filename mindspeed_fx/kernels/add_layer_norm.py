@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.kernels.base import LIBRARY, operator
-from mindspeed_fx.kernels.layer_norm import layer_norm, layer_norm_aten, layer_norm_aten_backward, layer_norm_backward, pays, supports, supports_backward
+from mindspeed_fx.kernels.layer_norm import fake_backward, layer_norm, layer_norm_aten, layer_norm_aten_backward, layer_norm_backward, pays, supports, supports_backward, ways_backward
+from mindspeed_fx.kernels.sharding import REPLICATED
 
 
 def _fake(x, residual, weight, bias, eps):
@@ -39,12 +40,12 @@ def _sum_first(norm, x, residual, *parameters):
     return y, s, mean, rstd
 
 
-def _fake_backward(grad, grad_sum, s, weight, bias, mean, rstd, need_weight, need_bias):
-    return torch.ops.mindspeed.layer_norm_backward(grad, s, weight, bias, mean, rstd, need_weight, need_bias)
+def _fake_backward(grad, grad_sum, *rest):
+    return fake_backward(grad, *rest)
 
 
 @operator(
-    "add_layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor s, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool need_weight, bool need_bias)"
+    "add_layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, bool need_weight, bool need_bias)"
     " -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
@@ -60,22 +61,34 @@ def _plus_sum(backward, grad, grad_sum, *rest):
 
 
 def _setup(ctx, inputs, output):
-    ctx.save_for_backward(output[1], *inputs[2:4], *output[2:])
+    weight, bias = inputs[2:4]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(output[1], weight, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, grad_sum, _grad_mean, _grad_rstd):
-    s, weight, bias, mean, rstd = ctx.saved_tensors
-    need = [p is not None and ctx.needs_input_grad[i] for i, p in ((2, weight), (3, bias))]
+    s, weight, mean, rstd = ctx.saved_tensors
+    need_weight, need_bias = (need and grad is not None for need in ctx.needs_input_grad[2:4])
     if grad is None:
-        ds, parameters, need = grad_sum, (None, None), (False, False)
+        ds = grad_sum
     else:
-        ds, *parameters = torch.ops.mindspeed.add_layer_norm_backward(grad, grad_sum, s, weight, bias, mean, rstd, *need)
-    return *(ds if n else None for n in ctx.needs_input_grad[:2]), *(d if n else None for d, n in zip(parameters, need)), None
+        ds, dweight, dbias = torch.ops.mindspeed.add_layer_norm_backward(grad, grad_sum, s, weight, mean, rstd, need_weight, need_bias)
+    return *(ds if n else None for n in ctx.needs_input_grad[:2]), dweight if need_weight else None, dbias.to(ctx.bias_dtype) if need_bias else None, None
 
 
 torch.library.register_autograd("mindspeed::add_layer_norm", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@add_layer_norm.shard
+def _ways(x, *rest):
+    return [([d, d, d, d], [d, d, REPLICATED, REPLICATED]) for d in range(x.ndim - 1)]
+
+
+@add_layer_norm_backward.shard
+def _ways_backward(grad, grad_sum, *rest):
+    return [(results, [inputs[0], *inputs]) for results, inputs in ways_backward(grad, *rest)]
 
 
 # On cpu the additions are left to generated code, which joins them with their neighbours.

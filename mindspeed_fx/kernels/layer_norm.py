@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mindspeed_fx.compat import statically_known_true
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 SCHEMA = "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"
-BACKWARD = "(Tensor grad, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)"
+BACKWARD = "(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)"
 
 
 def fake(x, weight, bias, eps):
@@ -43,16 +44,16 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return y.to(x.dtype).contiguous(), mean, rstd
 
 
-def fake_backward(grad, x, weight, bias, mean, rstd, need_weight, need_bias):
+def fake_backward(grad, x, weight, mean, rstd, need_weight, need_bias):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return dx, *(torch.empty_like(p) if need else x.new_empty(0) for p, need in ((weight, need_weight), (bias, need_bias)))
+    return dx, torch.empty_like(weight) if need_weight else x.new_empty(0), x.new_empty(x.shape[-1:] if need_bias else 0, dtype=rstd.dtype)
 
 
 @operator(f"layer_norm_backward{BACKWARD}", fake_backward)
 def layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, need_weight: bool, need_bias: bool
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of :func:`layer_norm`; the last two are empty unless needed.
+    """Gradients (dx, dweight, dbias) of :func:`layer_norm`; the last two are empty unless needed, dbias has the type of ``rstd``.
 
     With n = (x - mean) * rstd and h = grad * weight: dx = rstd * (h - mean(h) - n * mean(h * n)), dweight = sum over rows of
     grad * n, dbias = sum over rows of grad.
@@ -60,17 +61,18 @@ def layer_norm_backward(
     normal, grad = (x.to(rstd.dtype) - mean) * rstd, grad.to(rstd.dtype)
     h = grad if weight is None else grad * weight.to(rstd.dtype)
     dx = rstd * (h - h.mean(-1, keepdim=True) - normal * (h * normal).mean(-1, keepdim=True))
-    dweight, dbias = x.new_empty(0), x.new_empty(0)
+    dweight, dbias = x.new_empty(0), rstd.new_empty(0)
     if need_weight:
         dweight = (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
     if need_bias:
-        dbias = grad.reshape(-1, x.shape[-1]).sum(0).to(bias.dtype)
+        dbias = grad.reshape(-1, x.shape[-1]).sum(0)
     return dx.to(x.dtype).contiguous(), dweight, dbias
 
 
 def _setup(ctx, inputs, output):
     x, weight, bias, _ = inputs
-    ctx.save_for_backward(x, weight, bias, *output[1:])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -78,13 +80,25 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grad, _grad_mean, _grad_rstd):
     if grad is None:
         return (None,) * 4
-    x, weight, bias, mean, rstd = ctx.saved_tensors
-    need = [p is not None and ctx.needs_input_grad[i] for i, p in ((1, weight), (2, bias))]
-    dx, *parameters = torch.ops.mindspeed.layer_norm_backward(grad, x, weight, bias, mean, rstd, *need)
-    return dx if ctx.needs_input_grad[0] else None, *(d if n else None for d, n in zip(parameters, need)), None
+    x, weight, mean, rstd = ctx.saved_tensors
+    need_weight, need_bias = ctx.needs_input_grad[1:3]
+    dx, dweight, dbias = torch.ops.mindspeed.layer_norm_backward(grad, x, weight, mean, rstd, need_weight, need_bias)
+    return dx if ctx.needs_input_grad[0] else None, dweight if need_weight else None, dbias.to(ctx.bias_dtype) if need_bias else None, None
 
 
 torch.library.register_autograd("mindspeed::layer_norm", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def _ways(x, *rest):
+    return [([d, d, d], [d, REPLICATED, REPLICATED]) for d in range(x.ndim - 1)]
+
+
+def ways_backward(grad, x, weight, mean, rstd, *need):
+    return [([d, *(PARTIAL if n else REPLICATED for n in need)], [d, d, REPLICATED, d, d]) for d in range(x.ndim - 1)]
+
+
+layer_norm.shard(_ways)
+layer_norm_backward.shard(ways_backward)
 
 
 # --------------------------------------------------------------------------- cpu: ATen's kernels, each one call
@@ -106,12 +120,15 @@ def layer_norm_aten(x, weight, bias, eps):
 
 
 @operator(f"layer_norm_aten_backward{BACKWARD}", fake_backward, opaque=True)
-def layer_norm_aten_backward(grad, x, weight, bias, mean, rstd, need_weight, need_bias):
+def layer_norm_aten_backward(grad, x, weight, mean, rstd, need_weight, need_bias):
     """:func:`layer_norm_backward` by ``aten.native_layer_norm_backward``."""
-    parameters = _parameters(x, weight, bias)
-    given = torch.ops.aten.native_layer_norm_backward(grad.contiguous(), x.contiguous(), x.shape[-1:], mean, rstd, *parameters, [True, need_weight, need_bias])
-    found = (d.to(p.dtype) if need else x.new_empty(0) for d, p, need in zip(given[1:], (weight, bias), (need_weight, need_bias)))
-    return given[0], *found
+    parameters = _parameters(x, weight, rstd.new_empty(x.shape[-1]) if need_bias else None)
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(grad.contiguous(), x.contiguous(), x.shape[-1:], mean, rstd, *parameters, [True, need_weight, need_bias])
+    return dx, dweight.to(weight.dtype) if need_weight else x.new_empty(0), dbias if need_bias else rstd.new_empty(0)
+
+
+layer_norm_aten.shard(_ways)
+layer_norm_aten_backward.shard(ways_backward)
 
 
 def supports(x: Tensor, *given: Tensor | None) -> str | None:
@@ -120,11 +137,11 @@ def supports(x: Tensor, *given: Tensor | None) -> str | None:
     return f"a parameter is {others.pop()}" if others else None
 
 
-def supports_backward(x, weight, bias, mean, rstd, need_weight, need_bias) -> str | None:
+def supports_backward(x, weight, mean, rstd, need_weight, need_bias) -> str | None:
     """:func:`supports`, for the gradients."""
     if x.itemsize == 2 and (need_weight or need_bias):
         return "it adds up the gradients of weight and bias in 16 bits"
-    return supports(x, weight, bias)
+    return supports(x, weight)
 
 
 def pays(x: Tensor) -> str | None:
@@ -136,7 +153,7 @@ def pays(x: Tensor) -> str | None:
     return None if statically_known_true(x.numel() >= PAYS) else f"fewer than {PAYS} elements, or an unknown number"
 
 
-PAYS = 2**18
+PAYS = 2**19
 
 for _where, _good in ((True, lambda x: pays(x)), (False, lambda x: None)):
     layer_norm.lower("cpu")("aten, one read of a row", lambda x, weight, bias, eps, good=_good: good(x) or supports(x, weight, bias), beats_codegen=_where)(layer_norm_aten.overload)

@@ -160,8 +160,8 @@ def test_cpu_layer_norm_kernel_is_the_reference(dtype, weight, bias):
     want = ops.layer_norm(x, *parameters, 1e-5)
     have = ops.layer_norm_aten(x, *parameters, 1e-5)
     need = [has and dtype.itemsize > 2 for has in (weight, bias)]  # of 16 bits it is not asked for those
-    want = [*want, *ops.layer_norm_backward(grad, x, *parameters, *want[1:], *need)]
-    have = [*have, *ops.layer_norm_aten_backward(grad, x, *parameters, *have[1:], *need)]
+    want = [*want, *ops.layer_norm_backward(grad, x, parameters[0], *want[1:], *need)]
+    have = [*have, *ops.layer_norm_aten_backward(grad, x, parameters[0], *have[1:], *need)]
     for h, w in zip(have, want, strict=True):
         assert h.dtype == w.dtype and h.shape == w.shape and layout(h) == layout(w)
         torch.testing.assert_close(h, w)
@@ -171,7 +171,7 @@ def test_where_generated_code_is_as_good_the_layer_norm_kernel_is_not_taken():
     def chosen(shape, codegen, dtype=torch.float32):
         x, w = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[-1:], dtype=dtype, device="meta")
         forward = kernels.REGISTRY[ops.layer_norm.default].choose("cpu", (x, w, w, 1e-5), {}, codegen)
-        backward = kernels.REGISTRY[ops.layer_norm_backward.default].choose("cpu", (x, x, w, w, x[..., :1], x[..., :1], True, True), {}, codegen)
+        backward = kernels.REGISTRY[ops.layer_norm_backward.default].choose("cpu", (x, x, w, x[..., :1], x[..., :1], True, True), {}, codegen)
         return [lowering is not None for lowering, _ in (forward, backward)], " ".join((*forward[1], *backward[1]))
 
     assert chosen((1024, 512), True)[0] == [True, True] and chosen((64, 512), False)[0] == [True, True]

@@ -48,6 +48,14 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     y, total, _ = ops.add_rms_norm(x, randn(b, s, h), w, 1e-5, False)
     yield y * randn(b, s, h, grad=False) + total * 2
     yield ops.add_rms_norm(x, randn(b, s, h), w.detach(), 1e-5, False)[0] * randn(b, s, h, grad=False)
+    bias = randn(h)
+    for given in ((w, bias), (w, None), (None, None)):
+        yield ops.layer_norm(x, *given, 1e-5)[0] * randn(b, s, h, grad=False)
+    whole = [t.detach() for t in (x, w, bias)]
+    ops.layer_norm_aten_backward(whole[0] * 2, *whole[:2], *ops.layer_norm_aten(*whole, 1e-5)[1:], True, True)
+    y, total, *_ = ops.add_layer_norm(x, randn(b, s, h), w, bias, 1e-5)
+    yield y * randn(b, s, h, grad=False) + total * 2
+    yield ops.add_layer_norm(x, randn(b, s, h), w.detach(), None, 1e-5)[0] * randn(b, s, h, grad=False)
     for up in (randn(b, s, h), None):
         yield ops.swiglu(x, up) ** 2
         yield ops.glu(x, up, "gelu") ** 2
