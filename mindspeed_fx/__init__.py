@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_fx._version import __version__
 
-__all__ = ["__version__", "compile", "explain", "passes", "restore_torch_compile"]
+__all__ = ["__version__", "compile", "cross_compile", "explain", "passes", "restore_torch_compile"]
 
 
 def compile(model: Callable, *, options: dict[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:
@@ -72,6 +72,8 @@ elif getattr(torch.compile, "__name__", "") != "_torch_compile":
 def __getattr__(name: str) -> Any:
     if name == "explain":
         return importlib.import_module("mindspeed_fx.report.explain").explain
+    if name == "cross_compile":
+        return importlib.import_module("mindspeed_fx.cross.compile").cross_compile
     if name == "passes":
         return importlib.import_module("mindspeed_fx.passes")
     raise AttributeError(f"module 'mindspeed_fx' has no attribute {name!r}")

@@ -18,7 +18,7 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_npu
 from mindspeed_fx._version import __version__
 from mindspeed_fx.capture import capture, refusal
 from mindspeed_fx.kernels.lower import lower
@@ -86,7 +86,8 @@ class Compilation:
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         if self.options.codegen == "eager":
             self.capture(gm)
-            return compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition)
+            table = compat_npu.decompositions() if self.options.target == "npu" else None
+            return compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition, decompositions=table)
         name = identity(self.options)
         return compat.compile_with_inductor(
             gm,

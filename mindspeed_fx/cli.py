@@ -21,6 +21,14 @@ def main(argv: list[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
     doctor.add_argument("--json", action="store_true")
     commands.add_parser("passes", help="the registered passes")
+    cross = commands.add_parser("cross", help="compile for an Ascend NPU on a machine that has none, and report what it would run")
+    cross.add_argument("source", metavar="SCRIPT.py:FUNCTION", help="the function returns (model, args) or (model, args, kwargs); it is called under the meta device, so weights take no memory")
+    cross.add_argument("--soc", default="Ascend910B2")
+    cross.add_argument("--options", default="{}", help="backend options as JSON")
+    cross.add_argument("--no-baseline", action="store_true", help="do not also trace without passes to compare with")
+    cross.add_argument("--dir", help="of the tool chain (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
+    cross.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    cross.add_argument("--html", metavar="FILE", help="write one HTML page")
     toolchain = commands.add_parser("toolchain", help="the Ascend tool chain that cross-compiling needs: install it into a directory of its own, or see what is there")
     toolchain.add_argument("action", choices=("install", "status"))
     toolchain.add_argument("components", nargs="*", metavar="COMPONENT", help="torch_npu, triton_ascend, torch_mlir; none means all")
@@ -31,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(own)
     given.args = script_arguments
     try:
-        return {"explain": _explain, "doctor": _doctor, "passes": _passes, "toolchain": _toolchain}[given.command](given)
+        return {"cross": _cross, "explain": _explain, "doctor": _doctor, "passes": _passes, "toolchain": _toolchain}[given.command](given)
     except (ValueError, ImportError, OSError) as e:
         print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
         return 2
@@ -88,6 +96,20 @@ def _passes(given: argparse.Namespace) -> int:
     for p in passes.registered():
         print(f"{p.name:<24} {p.stage:<12} level {p.level}  {'exact  ' if p.exact else 'rounding'}  {p.description}")
     return 0
+
+
+def _cross(given: argparse.Namespace) -> int:
+    from mindspeed_fx.cross.compile import CrossError, cross_compile
+
+    try:
+        report = cross_compile(given.source, soc=given.soc, options=json.loads(given.options), baseline=not given.no_baseline, toolchain=given.dir)
+    except CrossError as e:
+        print(f"{e.details}\nmindspeed-fx cross: {e}", file=sys.stderr)
+        return 2
+    print(report)
+    for path in filter(None, (given.json, given.html)):
+        print(f"report: {report.save(path)}", file=sys.stderr)
+    return 1 if report.without_gradient else 0
 
 
 def _toolchain(given: argparse.Namespace) -> int:

@@ -51,6 +51,20 @@ def outside_tracing() -> Iterator[None]:
         yield
 
 
+def new_fake_mode() -> Any:
+    """A mode in which every tensor made is fake; constants of a model may be real."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def wraps_tensors(tensor: torch.Tensor) -> bool:
+    """True for subclasses that hold other tensors, such as DTensor."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def without_fake_mode() -> Any:
     """Context in which real tensors are made although a fake mode is active around us."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -299,12 +313,13 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, inner: C
         return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
 
-def compile_without_codegen(gm: fx.GraphModule, inputs: Sequence[Any], *, inner: Callable, partition: Callable) -> Callable:
+def compile_without_codegen(gm: fx.GraphModule, inputs: Sequence[Any], *, inner: Callable, partition: Callable, decompositions: dict | None = None) -> Callable:
     """AOTAutograd around a graph that then runs operator by operator.
 
     Args:
         inner: called as ``inner(gm, example_inputs, side)``; returns the graph module to run.
         partition: ``partition_fn`` of AOTAutograd.
+        decompositions: operators that AOTAutograd splits.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -312,7 +327,9 @@ def compile_without_codegen(gm: fx.GraphModule, inputs: Sequence[Any], *, inner:
     def compiler(side: str) -> Callable:
         return lambda graph, example_inputs: make_boxed_func(inner(graph, example_inputs, side).forward)
 
-    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler("inference"), partition_fn=partition)
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler("inference"), partition_fn=partition, decompositions=decompositions
+    )
     return backend(gm, inputs)
 
 
@@ -417,11 +434,11 @@ def torch_compile_replaced() -> str | None:
     return None if ours or mindspeed_fx._is_torchs_own(torch.compile) else mindspeed_fx._replacement_error()
 
 
-def compile_with_backend(model: Callable, *, options: dict | None, fullgraph: bool, dynamic: bool | None) -> Callable:
+def compile_with_backend(model: Callable, *, backend: Any = "mindspeed", options: dict | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:
     """Torch's own ``torch.compile`` with our backend, whatever ``torch.compile`` is now."""
     import mindspeed_fx
 
-    return mindspeed_fx._torch_compile(model, backend="mindspeed", options=options, fullgraph=fullgraph, dynamic=dynamic)
+    return mindspeed_fx._torch_compile(model, backend=backend, options=options, fullgraph=fullgraph, dynamic=dynamic)
 
 
 def rebuilt_torch_compile(model: Callable, *, backend: Any = "inductor", options: dict | None = None, mode: str | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:

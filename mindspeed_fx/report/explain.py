@@ -113,13 +113,13 @@ def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, 
     Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
     with recorder.collecting() as graphs, compat.collecting_graph_breaks() as breaks, _unchanged(model):
         outputs = mindspeed_fx.compile(compat.fresh_callable(model), options=options)(*args, **kwargs)
-        loss = _loss(outputs)
+        loss = loss_of(outputs)
         if loss is not None:
             loss.backward()
     return Report(list(graphs), list(breaks))
 
 
-def _loss(outputs: Any) -> torch.Tensor | None:
+def loss_of(outputs: Any) -> torch.Tensor | None:
     """A scalar to differentiate: the model's own ``loss``, else the sum of its floating-point outputs; None without gradient."""
     own = getattr(outputs, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad:

@@ -37,24 +37,25 @@ def graph_page(record: GraphRecord) -> str:
     ]  # fmt: skip
     if record.lowered:
         rows = [(o, s, k, str(n), w) for (o, s, k, w), n in lowered_counts(record).items()]
-        body += ["<h2>Kernels</h2>", _table(("operator", "graph", "kernel", "calls", "why not a better one"), rows)]
-    body += ["<h2>Effective options</h2>", _table(("option", "value"), [(k, str(v)) for k, v in record.effective.items()])]
-    return _page(f"mindspeed_fx: graph {record.index}", "".join(body))
+        body += ["<h2>Kernels</h2>", table(("operator", "graph", "kernel", "calls", "why not a better one"), rows)]
+    body += ["<h2>Effective options</h2>", table(("option", "value"), [(k, str(v)) for k, v in record.effective.items()])]
+    return page(f"mindspeed_fx: graph {record.index}", "".join(body))
 
 
 def index_page(graphs: Iterable[str]) -> str:
     """The page that lists the graphs of a dump."""
     links = "".join(f'<li><a href="{escape(g)}/report.html">{escape(g)}</a></li>' for g in graphs)
-    return _page("mindspeed_fx dump", f"<h1>mindspeed_fx dump</h1><ul>{links}</ul>")
+    return page("mindspeed_fx dump", f"<h1>mindspeed_fx dump</h1><ul>{links}</ul>")
 
 
 def summary_page(title: str, text: str, records: list[GraphRecord]) -> str:
     """A page for a whole report: its text and every graph."""
     links = "".join(f'<li><a href="rank{r.rank}/graph{r.index}/report.html">graph {r.index}</a></li>' for r in records)
-    return _page(title, f'<h1>{escape(title)}</h1><div class="wide"><pre>{escape(text)}</pre></div><ul>{links}</ul>')
+    return page(title, f'<h1>{escape(title)}</h1><div class="wide"><pre>{escape(text)}</pre></div><ul>{links}</ul>')
 
 
-def _page(title: str, body: str) -> str:
+def page(title: str, body: str) -> str:
+    """A whole page around ``body``, which is HTML."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{body}</main></body></html>\n"
@@ -64,9 +65,9 @@ def _page(title: str, body: str) -> str:
 def _pass(number: int, run: PassRun) -> str:
     report, parts = run.report, []
     if report.rewrites:
-        parts.append(_table(("operator", "module", "source"), [(s.operator, s.module, s.source) for s in report.rewrites]))
+        parts.append(table(("operator", "module", "source"), [(s.operator, s.module, s.source) for s in report.rewrites]))
     if report.skipped:
-        parts += ["<p><b>Near misses</b></p>", _table(("reason", "module", "source"), [(s.reason, s.module, s.source) for s in report.skipped])]
+        parts += ["<p><b>Near misses</b></p>", table(("reason", "module", "source"), [(s.reason, s.module, s.source) for s in report.skipped])]
     if run.check:
         parts.append(f"<p>Check: {escape(run.check)}</p>")
     if changed(run):
@@ -89,6 +90,7 @@ def _times(record: GraphRecord) -> str:
     return f'<div class="wide"><table><tbody>{cells}</tbody></table></div>'
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    """A table of plain values."""
     cells = "".join("<tr>" + "".join(f"<td><code>{escape(str(c))}</code></td>" for c in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{"".join(f"<th>{escape(h)}</th>" for h in head)}</tr></thead><tbody>{cells}</tbody></table></div>'

@@ -1,0 +1,58 @@
+"""Part of compat: what torch_npu moves or keeps private, behind one name each. torch_npu is imported here and nowhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def problem() -> str | None:
+    """Why torch_npu cannot be used in this process; None when it is imported or can be."""
+    return None if importlib.util.find_spec("torch_npu") else "torch_npu is not installed"
+
+
+def decompositions() -> dict:
+    """What AOTAutograd must split on npu so that its graphs have the operators they have elsewhere.
+
+    torch_npu gives ``aten.matmul`` a derivative of its own, so that a linear layer is one opaque ``matmul`` forward and one
+    ``matmul_backward`` with both gradients backward; nothing could then be done to one of the two.
+    """
+    return {aten.matmul.default: matmul, aten.matmul_backward.default: matmul_backward}
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``; one product of matrices where ``b`` is a matrix, whatever the strides of ``a``."""
+    from torch._decomp.decompositions import matmul as split
+
+    if a.dim() < 3 or b.dim() != 2:
+        return split(a, b)
+    return torch.mm(a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[-1])
+
+
+def matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: list[bool]) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``a @ b`` of any ranks, as ``aten.matmul_backward``; folded to one product where ``b`` is a matrix.
+
+    Args:
+        grad: of the result.
+        a, b: [k], [m, k] or [..., m, k], and [k], [k, n] or [..., k, n].
+        mask: which of the two are wanted; the other is None.
+    """
+    if not isinstance(grad, Tensor):
+        return None, None
+    if a.dim() == 1 and b.dim() == 1:
+        return grad * b if mask[0] else None, grad * a if mask[1] else None
+    rows, columns = (a.unsqueeze(0), b) if a.dim() == 1 else (a, b.unsqueeze(-1) if b.dim() == 1 else b)
+    grad = grad.unsqueeze(-2) if a.dim() == 1 else grad.unsqueeze(-1) if b.dim() == 1 else grad
+    if columns.dim() == 2:
+        flat = grad.reshape(-1, grad.shape[-1])
+        da = (flat @ columns.t()).reshape(rows.shape) if mask[0] else None
+        db = rows.reshape(-1, rows.shape[-1]).t() @ flat if mask[1] else None
+    else:
+        da = (grad @ columns.transpose(-1, -2)).sum_to_size(rows.shape) if mask[0] else None
+        db = (rows.transpose(-1, -2) @ grad).sum_to_size(columns.shape) if mask[1] else None
+    return da.reshape(a.shape) if da is not None else None, db.reshape(b.shape) if db is not None else None

@@ -1,0 +1,108 @@
+"""``mindspeed_fx.cross_compile``: the graphs that an NPU would run, made on a machine without one.
+
+The work is done by a process of its own that has torch_npu (see :mod:`mindspeed_fx.cross.stub`); this one only sends a
+model without its values and reads the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.spawn
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Callable
+
+import mindspeed_fx
+from mindspeed_fx.cross import ship, stub
+from mindspeed_fx.cross.report import CrossReport
+from mindspeed_fx.options import OptionError, Options
+
+
+_HINTS = {
+    name: " (the model reads a value of a tensor, which has none over there: keep such numbers as Python numbers)"
+    for name in ("DataDependentOutputException", "UnsupportedFakeTensorException", "GuardOnDataDependentSymNode")
+}
+
+
+class CrossError(RuntimeError):
+    """Compiling failed in the other process; the message has its error, ``details`` its traceback and output."""
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
+
+
+def cross_compile(
+    model: Callable | str, args: tuple = (), kwargs: dict[str, Any] | None = None, *, soc: str = "Ascend910B2", options: dict[str, Any] | None = None,
+    baseline: bool = True, toolchain: str | os.PathLike | None = None, timeout: float | None = None,
+) -> CrossReport:  # fmt: skip
+    """Compile ``model`` for an Ascend SoC: trace a forward and, if an output needs a gradient, a backward on fake NPU tensors.
+
+    Args:
+        model: module or function, which is pickled without any tensor's values; or "SCRIPT.py:FUNCTION", whose function
+            returns (model, args) or (model, args, kwargs) and is called in the other process, under the meta device.
+        args, kwargs: inputs; tensors of any device, of which only shape, strides and type matter.
+        soc: one of :data:`mindspeed_fx.cross.stub.SOCS`.
+        options: as for ``torch.compile(model, backend="mindspeed", options=...)``; the target is npu, the codegen eager.
+        baseline: also trace without any pass, to compare with.
+        toolchain: directory of the tool chain; see :mod:`mindspeed_fx.cross.toolchain`.
+        timeout: seconds after which to give up.
+
+    Raises:
+        ToolchainError: the tool chain is not installed, cannot be used, or CANN is real here.
+        ShipError: the model cannot be sent; it says how to define it so that it can.
+        OptionError: a bad option.
+        CrossError: the model or the compiler failed over there.
+    """
+    given = {**Options.parse(options).as_dict(), **{k: v for k, v in (options or {}).items() if k in ("target", "codegen")}}
+    for name, only in (("target", "npu"), ("codegen", "eager")):
+        if given[name] not in ("auto", only):
+            raise OptionError(f'option "{name}" is {given[name]!r}; cross-compiling knows only "{only}"')
+        given[name] = only
+    source = model if isinstance(model, str) else f"{type(model).__module__}.{type(model).__qualname__}" if not hasattr(model, "__qualname__") else f"{model.__module__}.{model.__qualname__}"
+    script = ship.split(model) if isinstance(model, str) else None
+    if script and (args or kwargs):
+        raise ship.ShipError(f"{model} makes its own inputs; args and kwargs cannot be given")
+    data = b"" if script else ship.pack(model, tuple(args), dict(kwargs or {}))
+    request = {
+        "script": script, "model": data, "main": _main_module() if b"__main__" in data else None, "options": given, "baseline": baseline,
+        "hardware": soc, "path": sys.path, "argv": sys.argv[:1],
+    }  # fmt: skip
+    start = time.perf_counter()
+    answer = _ask(request, stub.environment(soc, 1, toolchain), timeout)
+    return CrossReport({"soc": soc, "model": source, **answer, "wall_seconds": time.perf_counter() - start})
+
+
+def _main_module() -> dict[str, Any]:
+    data = multiprocessing.spawn.get_preparation_data("cross")
+    main = {k: v for k, v in data.items() if k.startswith("init_main_from")}
+    if not main:
+        raise ship.ShipError('the model\'s classes are defined in an interactive session, which another process cannot import; put them into a file, or give "SCRIPT.py:FUNCTION"')
+    return main
+
+
+def _ask(request: dict[str, Any], environment: dict[str, str], timeout: float | None) -> dict[str, Any]:
+    package = str(pathlib.Path(mindspeed_fx.__file__).parents[1])
+    environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], package])}
+    with tempfile.TemporaryDirectory(prefix="mindspeed_fx-") as folder:
+        asked, answered = pathlib.Path(folder, "request"), pathlib.Path(folder, "result")
+        asked.write_bytes(pickle.dumps(request))
+        command = [sys.executable, "-m", "mindspeed_fx.cross.worker", str(asked), str(answered)]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise CrossError(f"not done within {timeout} s") from None
+        output = (done.stdout + done.stderr)[-8000:]
+        if not answered.is_file():
+            why = f"was ended by signal {-done.returncode} (out of memory?)" if done.returncode < 0 else f"ended with status {done.returncode}"
+            raise CrossError(f"the process that has torch_npu {why} before it answered", output)
+        answer = json.loads(answered.read_text())
+    if error := answer.get("error"):
+        hint = _HINTS.get(error["type"], "")
+        raise CrossError(f"{error['type']}: {error['message']}{hint}", error["traceback"] + "\n" + output)
+    return answer

@@ -1,0 +1,33 @@
+"""A :class:`CrossReport` as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from html import escape
+
+from mindspeed_fx.cross.report import CrossReport, size
+from mindspeed_fx.report.html import page as whole_page
+from mindspeed_fx.report.html import table
+
+
+def page(report: CrossReport) -> str:
+    """The page: what became of the model, what was not lowered and why, every operator, and the code of every graph."""
+    v = report.values
+    facts = [f"<b>{escape(report.soc)}</b>", f"<b>{len(report.graphs)}</b> graphs", f"<b>{v['parameters'] / 1e6:,.1f} M</b> parameters", f"<b>{sum(report.counts.values())}</b> rewrites",
+             f"<b>{sum(r['calls'] for r in report.lowered)}</b> lowered, <b>{sum(r['calls'] for r in report.unlowered)}</b> not", f"torch <b>{escape(v['versions']['torch'])}</b>, torch_npu <b>{escape(v['versions']['torch_npu'])}</b>"]  # fmt: skip
+    body = [f"<h1>{escape(v['model'])} for {escape(report.soc)}</h1>", "<p>Traced on fake NPU tensors and modelled; nothing ran on an NPU.</p>", f'<ul class="facts">{"".join(f"<li>{f}</li>" for f in facts)}</ul>']
+    if report.without_gradient:
+        body += ["<h2>Trainable parameters without a gradient</h2>", table(("parameter",), [(n,) for n in report.without_gradient])]
+    if rows := report.comparison():
+        body += ["<h2>With and without the passes</h2>", table(("", "fused", "unfused"), rows)]
+    body += ["<h2>Not lowered</h2>", table(("operator", "graph", "calls", "reason"), [(r["operator"], r["side"], r["calls"], r["reason"]) for r in report.unlowered]) if report.unlowered else "<p>Every fused operator has an NPU kernel.</p>"]
+    body += ["<h2>Kernels</h2>", table(("operator", "graph", "calls", "kernel", "why not a better one"), [(r["operator"], r["side"], r["calls"], r["kernel"], r["reason"]) for r in report.lowered])]
+    body += ["<h2>Rewrites</h2>", table(("pass", "sites"), [(n, c) for n, c in report.counts.items() if c])]
+    if report.skipped:
+        body += ["<h2>Near misses</h2>", table(("pass", "reason", "module", "source"), [(s["pass"], s["reason"], s["module"], s["source"]) for s in report.skipped])]
+    for i, graph in enumerate(report.graphs):
+        for side in graph["sides"]:
+            memory = side["memory"]
+            body.append(f"<h2>Graph {i}, {side['side']}</h2><p>{side['nodes']} nodes; live memory {size(memory['peak'])} at most, at <code>{escape(memory['node'])}</code>, of which inputs {size(memory['inputs'])}</p>")
+            body.append(table(("operator", "calls", "bytes read and written"), [(o["operator"], o["calls"], size(o["bytes"])) for o in side["operators"]]))
+            body.append(f'<details><summary>Code</summary><div class="wide"><pre tabindex="0">{escape(side["code"])}</pre></div></details>')
+    return whole_page(f"{v['model']} for {report.soc}", "".join(body))

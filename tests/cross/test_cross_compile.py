@@ -1,0 +1,100 @@
+"""``mindspeed_fx.cross_compile`` and ``mindspeed-fx cross``: from a model here to NPU graphs over there, or a clear error."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import mindspeed_fx
+from mindspeed_fx import cli
+from mindspeed_fx.cross.compile import CrossError
+from mindspeed_fx.cross.ship import ShipError
+from mindspeed_fx.cross.stub import StubError
+from mindspeed_fx.options import OptionError
+from npu_models import Gpt2
+from npu_process import HERE, needs_npu
+
+import models
+
+
+class ReadsAValue(nn.Module):
+    def forward(self, x):
+        return x * x.sum().item()
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_errors_before_anything_is_started(monkeypatch):
+    model, args = nn.Linear(4, 4), (torch.zeros(2, 4),)
+    with pytest.raises(OptionError, match="levle"):
+        mindspeed_fx.cross_compile(model, args, options={"levle": 1})
+    with pytest.raises(OptionError, match='"codegen" is \'inductor\'; cross-compiling knows only "eager"'):
+        mindspeed_fx.cross_compile(model, args, options={"codegen": "inductor"})
+    with pytest.raises(StubError, match='no SoC "Ascend910"'):
+        mindspeed_fx.cross_compile(model, args, soc="Ascend910")
+    with pytest.raises(ShipError, match="makes its own inputs"):
+        mindspeed_fx.cross_compile(f"{__file__}:f", args)
+    monkeypatch.setenv("MINDSPEED_FX_TOOLCHAIN", "/nowhere")
+    with pytest.raises(OSError, match="run: mindspeed-fx toolchain install"):
+        mindspeed_fx.cross_compile(model, args)
+    assert cli.main(["cross", f"{HERE}/npu_models.py:llama"]) == 2
+
+
+@needs_npu
+def test_a_module_from_python(tmp_path):
+    report = mindspeed_fx.cross_compile(Gpt2().bfloat16(), models.tokens(), soc="Ascend910B3", options={"disable": ["fusion.cross_entropy"]})
+    assert report.counts["fusion.attention"] == 2 and report.counts.get("fusion.cross_entropy", 0) == 0
+    assert report.operators["aten.addmm"] == 8 and report.without_gradient == [] and len(report.graphs) == 1
+    assert {s["side"] for s in report.graphs[0]["sides"]} == {"forward", "backward"}
+    assert report.total("calls") < report.total("calls", unfused=True) and 0 < report.total("bytes") < report.total("bytes", unfused=True)
+    assert 'bf16[2, 16, 32]' in report.code["graph0.forward"] and report.graphs[0]["saved"] > 0
+    assert {r["operator"] for r in report.lowered + report.unlowered} >= {"mindspeed.attention", "mindspeed.attention_backward"}
+    assert all(r["reason"] for r in report.unlowered)
+    page, values = report.save(str(tmp_path / "a.html")).read_text(), json.loads(report.save(str(tmp_path / "a.json")).read_text())
+    assert page.startswith("<!doctype html>") and "mindspeed.attention" in page and "http" not in page.split("<body>")[0]
+    assert values["soc"] == "Ascend910B3" and "Ascend910B3" in str(report) and "nothing ran on an NPU" in str(report)
+
+
+@needs_npu
+def test_a_script_from_the_command(tmp_path, capsys):
+    assert cli.main(["cross", f"{HERE}/npu_models.py:llama", "--no-baseline", "--json", str(tmp_path / "a.json"), "--options", '{"level": 1}']) == 0
+    out = capsys.readouterr().out
+    assert "fusion.swiglu" in out and "bytes moved" not in out
+    values = json.loads((tmp_path / "a.json").read_text())
+    assert values["options"]["level"] == 1 and values["graphs"][0]["counts"] | models.LLAMA_COUNTS == values["graphs"][0]["counts"]
+    assert values["parameter_bytes"] > 0 and values["peak_memory"] < 2**30
+
+
+@needs_npu
+def test_parameters_without_a_gradient_are_named(capsys):
+    report = mindspeed_fx.cross_compile(Unused(), (torch.zeros(2, 8),), baseline=False)
+    assert report.without_gradient == ["idle.weight", "idle.bias"] and "WITHOUT A GRADIENT: 2" in str(report)
+
+
+@needs_npu
+def test_an_error_over_there_is_an_error_here():
+    with pytest.raises(CrossError, match="the model reads a value of a tensor") as error:
+        mindspeed_fx.cross_compile(ReadsAValue(), (torch.zeros(4),), baseline=False)
+    assert "Traceback" in error.value.details
+
+
+@needs_npu
+def test_classes_of_the_users_own_script(tmp_path):
+    script = tmp_path / "user.py"
+    script.write_text(
+        "import torch, mindspeed_fx\nclass Mine(torch.nn.Linear):\n    pass\n"
+        "if __name__ == '__main__':\n    report = mindspeed_fx.cross_compile(Mine(8, 8), (torch.zeros(2, 8),), baseline=False)\n    print(report.operators['aten.addmm'])\n"
+    )
+    run = subprocess.run([sys.executable, str(script)], env={**__import__("os").environ, "PYTHONPATH": str(pathlib.Path(mindspeed_fx.__file__).parents[1])}, capture_output=True, text=True)
+    assert run.stdout.strip() == "1", run.stderr[-2000:]

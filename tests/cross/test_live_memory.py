@@ -1,0 +1,36 @@
+"""Bytes alive in a graph, on graphs small enough to count by hand."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mindspeed_fx.cross import memory
+from mindspeed_fx.cross.describe import is_view
+
+
+def test_a_chain():
+    def f(x):  # x [256] float32: 1 KiB
+        a = x * 2.0
+        b = a + 1.0
+        del a
+        return (b.view(16, 16).sum(0) * 3.0,)
+
+    gm = make_fx(f, tracing_mode="fake")(torch.empty(256))
+    found = memory.peak(gm)
+    # At the addition x, a and b are alive; the view is b's memory.
+    assert (found["inputs"], found["outputs"], found["peak"], found["node"]) == (1024, 64, 3072, "add")
+    assert [is_view(n) for n in gm.graph.nodes if n.op == "call_function"] == [False, False, True, False, False]
+
+
+def test_what_is_saved_counts_each_memory_once_and_no_inputs():
+    def forward(x):
+        a = x.exp()
+        return a.sum(), a, a.view(16, 16), x
+
+    gm = make_fx(forward, tracing_mode="fake")(torch.empty(256))
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    names = [n.name for n in output.args[0]]
+    backward = torch.fx.Graph()
+    for name in names[1:]:
+        backward.placeholder(name)
+    backward.output(())
+    assert memory.saved(gm, torch.fx.GraphModule(torch.nn.Module(), backward)) == 1024
