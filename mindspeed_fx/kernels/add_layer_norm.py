@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.layer_norm import fake_backward, layer_norm, layer_norm_aten, layer_norm_aten_backward, layer_norm_backward, pays, supports, supports_backward, ways_backward
 from mindspeed_fx.kernels.sharding import REPLICATED
@@ -89,6 +90,16 @@ def _ways(x, *rest):
 @add_layer_norm_backward.shard
 def _ways_backward(grad, grad_sum, *rest):
     return [(results, [inputs[0], *inputs]) for results, inputs in ways_backward(grad, *rest)]
+
+
+@add_layer_norm.costs
+def _cost(out, x, residual, weight, bias, eps):
+    return once(out, x, residual, weight, bias, vector=9 * x.numel)
+
+
+@add_layer_norm_backward.costs
+def _backward_cost(out, grad, grad_sum, s, weight, mean, rstd, need_weight, need_bias):
+    return once(out, grad, grad_sum, s, weight, mean, rstd, vector=(12 + 2 * need_weight + need_bias) * s.numel)
 
 
 # On cpu the additions are left to generated code, which joins them with their neighbours.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.rms_norm import rms_norm, rms_norm_backward
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
@@ -69,6 +70,16 @@ def _backward(ctx, grad, grad_sum, _grad_rstd):
 
 
 torch.library.register_autograd("mindspeed::add_rms_norm", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@add_rms_norm.costs
+def _cost(out, x, residual, weight, eps, cast_first):
+    return once(out, x, residual, weight, vector=6 * x.numel)
+
+
+@add_rms_norm_backward.costs
+def _backward_cost(out, grad, grad_sum, s, weight, rstd, cast_first, need_weight):
+    return once(out, grad, grad_sum, s, weight, rstd, vector=(12 if need_weight else 10) * s.numel)
 
 
 @add_rms_norm.shard

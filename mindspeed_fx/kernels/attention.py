@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
+from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, along
 
@@ -171,14 +171,11 @@ def ways(q, k, mask, causal):
     yield 3, REPLICATED, REPLICATED, REPLICATED, 3, REPLICATED, REPLICATED, [PARTIAL, PARTIAL, 3]
 
 
-@register_flop_formula(torch.ops.mindspeed.attention)
-def _flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Without the causal saving, as torch counts its own attention operators."""
-    b, n = q_shape[:2]
-    return sdpa_flop_count(q_shape, (b, n, *k_shape[2:]), (b, n, *v_shape[2:]))
+@attention.costs
+def _cost(out, q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    return cost.attention(out, q, k, v, causal, mask, sinks, window=window)
 
 
-@register_flop_formula(torch.ops.mindspeed.attention_backward)
-def _backward_flops(grad_shape, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    b, n = q_shape[:2]
-    return sdpa_backward_flop_count(grad_shape, q_shape, (b, n, *k_shape[2:]), (b, n, *v_shape[2:]))
+@attention_backward.costs
+def _backward_cost(out, grad, q, k, v, result, lse, mask, causal, scale, window=0, softcap=0.0):
+    return cost.attention(out, q, k, v, causal, grad, result, lse, mask, window=window, backward=True)

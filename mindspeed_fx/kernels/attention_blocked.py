@@ -15,6 +15,7 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels import attention
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
 
@@ -88,6 +89,18 @@ def _ways(q, k, v, scale, window=0, softcap=0.0):
 @attention_blocked_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0):
     return [(grads, [o, dq, dk, dv, o, l]) for o, l, dq, dk, dv, _, _, grads in attention.ways(q, k, None, True)]
+
+
+@attention_blocked.costs
+def _cost(out, q, k, v, scale, window=0, softcap=0.0):
+    """Blocks of scores stay in the last-level cache: see :data:`SCORES`."""
+    return cost.attention(out, q, k, v, True, window=window)
+
+
+@attention_blocked_backward.costs
+def _backward_cost(out, grad, q, k, v, result, lse, scale, window=0, softcap=0.0):
+    """The result is not read: rowsum(dO * O) comes out of the softmax's own backward."""
+    return cost.attention(out, q, k, v, True, grad, lse, window=window, backward=True)
 
 
 def _batches(q: Tensor) -> Iterator[slice]:

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import register_flop_formula
+
+from mindspeed_fx.cost.operators import Cost, spec
 
 LIBRARY = torch.library.Library("mindspeed", "FRAGMENT")
 
@@ -39,6 +43,8 @@ class Operator:
     """The definition in plain torch: what runs where no target has a better kernel."""
     opaque: bool = False
     """The reference is itself a kernel: it runs as one call and is never inlined."""
+    cost: Callable[..., Cost] | None = None
+    """FLOP and bytes: see :meth:`costs`."""
     sharding: Callable[..., list] | None = None
     """How it is computed part by part: see :mod:`mindspeed_fx.kernels.sharding`."""
     lowerings: dict[str, list[Lowering]] = field(default_factory=dict)
@@ -47,6 +53,19 @@ class Operator:
     @property
     def name(self) -> str:
         return str(self.overload).removesuffix(".default")
+
+    def costs(self, formula: Callable[..., Cost]) -> Callable[..., Cost]:
+        """Decorator: ``formula(out, *arguments)`` is the operator's cost; it takes the results and the operator's arguments
+        with a :class:`mindspeed_fx.cost.operators.Spec` for each tensor, and computes with sizes by arithmetic alone, since
+        they may be symbols. torch's FLOP counter counts its ``flops`` too."""
+        self.cost = formula
+
+        @register_flop_formula(self.overload.overloadpacket, get_raw=True)
+        def flops(*args: Any, out_val: Any, **kwargs: Any) -> Any:
+            out, args, kwargs = pytree.tree_map(lambda x: spec(x) if isinstance(x, torch.Tensor) else x, (out_val, args, kwargs))
+            return formula(out, *args, **kwargs).flops
+
+        return formula
 
     def shard(self, rule: Callable[..., list]) -> Callable[..., list]:
         """Decorator: the function is the operator's sharding rule; it takes the operator's arguments."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import SOFTMAX, SPECIAL, once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
@@ -74,6 +75,16 @@ def _backward(ctx, grad, _grad_lse):
 
 
 torch.library.register_autograd("mindspeed::cross_entropy", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@cross_entropy.costs
+def _cost(out, logits, target, ignore_index, label_smoothing):
+    return once(out, logits, target, vector=SOFTMAX * logits.numel)
+
+
+@cross_entropy_backward.costs
+def _backward_cost(out, grad, logits, target, lse, ignore_index, label_smoothing):
+    return once(out, grad, logits, target, lse, vector=(SPECIAL + 4) * logits.numel)
 
 
 @cross_entropy.shard

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import product
 from mindspeed_fx.kernels.base import operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
@@ -35,3 +36,8 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
 @gemm.shard
 def _ways(a, b):
     return [([0], [0, REPLICATED]), ([1], [REPLICATED, 1]), ([PARTIAL], [1, 0])]
+
+
+@gemm.costs
+def _cost(out, a, b):
+    return product(out, a.shape[-1], a, b)

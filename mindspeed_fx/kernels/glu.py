@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import swiglu
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
@@ -96,6 +97,18 @@ def _backward(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::glu", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@glu.costs
+def _cost(out, x, up, activation):
+    return once(out, x, up, vector=(1 if activation == "relu" else SPECIAL) * out.numel + out.numel)
+
+
+@glu_backward.costs
+def _backward_cost(out, grad, x, up, activation):
+    """Two special functions for GELU (the value and its derivative share one of sigmoid's)."""
+    special = {"relu": 0, "sigmoid": SPECIAL}.get(activation, 2 * SPECIAL)
+    return once(out, grad, x, up, vector=(special + 8) * grad.numel)
 
 
 glu.shard(swiglu.ways)

@@ -11,8 +11,8 @@ from typing import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
@@ -104,12 +104,14 @@ def _ways_backward(grad, x, weight, offsets, need_x, need_weight):
     return [(column, [1, REPLICATED, 2, REPLICATED]), (row, [REPLICATED, 1, 1, REPLICATED])]
 
 
-@register_flop_formula(torch.ops.mindspeed.grouped_matmul)
-def _flops(x_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+@grouped_matmul.costs
+def _cost(out, x, weight, offsets):
     """Every row times one matrix, as if every row had a group."""
-    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]
+    return once(out, x, weight, offsets, flops=2 * x.shape[0] * weight.shape[1] * weight.shape[2], dtype=x.dtype)
 
 
-@register_flop_formula(torch.ops.mindspeed.grouped_matmul_backward)
-def _backward_flops(grad_shape, x_shape, weight_shape, offsets_shape, need_x, need_weight, *args, out_shape=None, **kwargs) -> int:
-    return (need_x + need_weight) * _flops(x_shape, weight_shape)
+@grouped_matmul_backward.costs
+def _backward_cost(out, grad, x, weight, offsets, need_x, need_weight):
+    """Each of the two gradients is one product more, and reads the operand it needs."""
+    flops = (need_x + need_weight) * 2 * x.shape[0] * weight.shape[1] * weight.shape[2]
+    return once(out, grad, x if need_weight else None, weight if need_x else None, offsets, flops=flops, dtype=x.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.compat import statically_known_true
+from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
@@ -101,6 +102,16 @@ layer_norm.shard(_ways)
 layer_norm_backward.shard(ways_backward)
 
 
+@layer_norm.costs
+def _cost(out, x, weight, bias, eps):
+    return once(out, x, weight, bias, vector=8 * x.numel)
+
+
+@layer_norm_backward.costs
+def _backward_cost(out, grad, x, weight, mean, rstd, need_weight, need_bias):
+    return once(out, grad, x, weight, mean, rstd, vector=(11 + 2 * need_weight + need_bias) * x.numel)
+
+
 # --------------------------------------------------------------------------- cpu: ATen's kernels, each one call
 
 
@@ -129,6 +140,10 @@ def layer_norm_aten_backward(grad, x, weight, mean, rstd, need_weight, need_bias
 
 layer_norm_aten.shard(_ways)
 layer_norm_aten_backward.shard(ways_backward)
+
+
+layer_norm_aten.costs(_cost)
+layer_norm_aten_backward.costs(_backward_cost)
 
 
 def supports(x: Tensor, *given: Tensor | None) -> str | None:

@@ -10,14 +10,12 @@ log-sum-exp term is the z-loss of PaLM, the soft-cap Gemma 2's.
 from __future__ import annotations
 
 import itertools
-from typing import Sequence
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from mindspeed_fx.cost.operators import SOFTMAX, Cost, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.linear_cross_entropy_chunks import chunked
+from mindspeed_fx.kernels.linear_cross_entropy_chunks import CHUNK, chunked
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
@@ -201,20 +199,36 @@ def _ways_tokens_backward(grad, hidden, weight, bias, target, ignore_index, labe
 # --------------------------------------------------------------------------- cost
 
 
-def _product_flops(hidden_shape: Sequence[int], weight_shape: Sequence[int], products: int) -> int:
-    return 2 * products * hidden_shape[0] * hidden_shape[1] * weight_shape[0]
+def _work(out, hidden, weight, needed, *others) -> Cost:
+    """One product for the logits, one for each of two gradients. Chunks are too large for caches: a logit is written and
+    read, and for gradients written as a probability and read by each product, in the accumulation type (16-bit inputs are
+    narrowed first, which is not counted). Each chunk reads the weight, twice for dhidden, and updates dweight."""
+    (tokens, width), vocab = hidden.shape, weight.shape[0]
+    to_hidden, to_weight = int(needed[0]), int(needed[1])
+    products, item = to_hidden + to_weight, 8 if hidden.dtype == "float64" else 4
+    chunks = -(-tokens * vocab * item // CHUNK)
+    logits = tokens * vocab * item
+    read = size(hidden, *others) + logits * (1 + products) + weight.bytes * chunks * (1 + to_hidden) + to_weight * weight.numel * item * (chunks - 1)
+    write = size(out) + logits * (2 if products else 1) + to_weight * weight.numel * item * (chunks - 1)
+    flops = 2 * (1 + products) * tokens * width * vocab
+    return Cost(flops, flops, (SOFTMAX + 3 * products) * tokens * vocab, read, write, hidden.dtype, "float64" if item == 8 else "float32", 3 * chunks)
 
 
-@register_flop_formula(torch.ops.mindspeed.linear_cross_entropy_total)
-def _total_flops(hidden_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
-    return _product_flops(hidden_shape, weight_shape, 1 + sum(args[-1][:2]))
+@linear_cross_entropy_total.costs
+def _total_cost(out, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed):
+    return _work(out, hidden, weight, needed, bias, target)
 
 
-@register_flop_formula(torch.ops.mindspeed.linear_cross_entropy_tokens)
-def _tokens_flops(hidden_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
-    return _product_flops(hidden_shape, weight_shape, 1)
+@linear_cross_entropy_total_backward.costs
+def _total_backward_cost(out, grad, dhidden, dweight, dbias):
+    return once(out, grad, dhidden, dweight, dbias, vector=dhidden.numel + dweight.numel + dbias.numel)
 
 
-@register_flop_formula(torch.ops.mindspeed.linear_cross_entropy_tokens_backward)
-def _tokens_backward_flops(grad_shape, hidden_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
-    return _product_flops(hidden_shape, weight_shape, 1 + sum(args[-1][:2]))
+@linear_cross_entropy_tokens.costs
+def _tokens_cost(out, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap):
+    return _work(out, hidden, weight, (False,) * 3, bias, target)
+
+
+@linear_cross_entropy_tokens_backward.costs
+def _tokens_backward_cost(out, grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
+    return _work(out, hidden, weight, needed, bias, target, grad)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import Cost, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even
 
@@ -149,3 +150,27 @@ def _ways_unpermute(permuted, sorted_indices, probs=None, k=1):
 @moe_unpermute_backward.shard
 def _ways_unpermute_backward(grad, permuted, sorted_indices, probs, k):
     return [([1, REPLICATED if probs is None else PARTIAL], [1, 1, REPLICATED, REPLICATED])]
+
+
+@moe_permute.costs
+def _cost(out, tokens, indices):
+    """Every copy reads its row; the sort passes over the indices about as often as they have bytes."""
+    permuted, order = out
+    return Cost(vector=8 * indices.numel, read=permuted.bytes + 8 * (indices.bytes + order.bytes), write=permuted.bytes + 9 * order.bytes)
+
+
+@moe_permute_backward.costs
+def _backward_cost(out, grad, sorted_indices, tokens):
+    return once(out, grad, sorted_indices, vector=grad.numel)
+
+
+@moe_unpermute.costs
+def _unpermute_cost(out, permuted, sorted_indices, probs=None, k=1):
+    return once(out, permuted, sorted_indices, probs, vector=2 * permuted.numel)
+
+
+@moe_unpermute_backward.costs
+def _unpermute_backward_cost(out, grad, permuted, sorted_indices, probs, k):
+    """A token's gradient is read for each of its copies, which are read too where the probabilities have gradients."""
+    read = permuted.bytes * (2 if probs is not None else 1) + size(sorted_indices, probs)
+    return Cost(vector=3 * permuted.numel, read=read, write=size(out) + sorted_indices.bytes)

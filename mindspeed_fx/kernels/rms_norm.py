@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
@@ -84,6 +85,16 @@ def _backward(ctx, grad, _grad_rstd):
 
 
 torch.library.register_autograd("mindspeed::rms_norm", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@rms_norm.costs
+def _cost(out, x, weight, eps, cast_first):
+    return once(out, x, weight, vector=5 * x.numel)
+
+
+@rms_norm_backward.costs
+def _backward_cost(out, grad, x, weight, rstd, cast_first, need_weight):
+    return once(out, grad, x, weight, rstd, vector=(11 if need_weight else 9) * x.numel)
 
 
 @rms_norm.shard

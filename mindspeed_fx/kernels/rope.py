@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, along
@@ -81,6 +82,17 @@ def _backward(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::rope", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@rope.costs
+def _cost(out, x, cos, sin, interleaved):
+    return once(out, x, cos, sin, vector=3 * x.numel)
+
+
+@rope_backward.costs
+def _backward_cost(out, grad, x, cos, sin, interleaved, need_angles):
+    """``x`` is read for the gradients of the angles alone."""
+    return once(out, grad, x if need_angles else None, cos, sin, vector=(7 if need_angles else 3) * grad.numel)
 
 
 @rope.shard

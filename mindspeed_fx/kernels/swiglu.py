@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import REPLICATED
@@ -74,6 +75,16 @@ def _backward(ctx, grad):
 
 
 torch.library.register_autograd("mindspeed::swiglu", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@swiglu.costs
+def _cost(out, x, up=None):
+    return once(out, x, up, vector=(SPECIAL + 2) * out.numel)
+
+
+@swiglu_backward.costs
+def _backward_cost(out, grad, x, up=None):
+    return once(out, grad, x, up, vector=(SPECIAL + 8) * grad.numel)
 
 
 @swiglu.shard

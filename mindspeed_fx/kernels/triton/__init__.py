@@ -47,6 +47,7 @@ def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, sup
 
     made = operator(schema, fake, opaque=True)(run)
     made.shard(lambda *args: of.sharding(*args))
+    made.costs(lambda *args, **kwargs: of.cost(*args, **kwargs))
     of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(made.overload)
 
 

@@ -1,0 +1,45 @@
+"""Private and moving APIs that the cost model needs, one name each: part of :mod:`mindspeed_fx.compat`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+
+
+def size_expression(size: Any) -> Any:
+    """A dimension as int or sympy expression."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else expression
+
+
+def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, int]:
+    """The values that the symbols of ``size`` had while tracing; symbols known only at run time are missing."""
+    env = size.node.shape_env
+    known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    return {s: int(known[s]) for s in size.node.expr.free_symbols if s in known}
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True when two (fake) tensors are views of one storage."""
+    try:
+        return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass without storage
+        return False
+
+
+def group_ranks(name: str) -> list[int] | None:
+    """The global ranks of a process group by the name that functional collectives carry; None where there is none."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        return dist.get_process_group_ranks(_resolve_process_group(name))
+    except (RuntimeError, ValueError, KeyError):
+        return None

@@ -1,0 +1,242 @@
+"""What a graph costs on a device: each operator's FLOP, bytes and modelled seconds, and the totals.
+
+    made = estimate(gm, "ascend910b2")
+    made.flops, made.bytes, made.seconds             # FLOP and bytes are sympy expressions in a dynamic graph
+    made.at(s0=8192).seconds                         # other sizes, nothing is traced again
+    made.expression("flops", {"b": 2, "s": 512, "h": 1024, "4*h": 4096})   # 24*b*h**2*s + ...
+
+Assumptions, beside those of :mod:`operators`: one kernel at a time, so times add up, collectives included; views are free;
+every input comes from device memory and every result goes there. With ``fused`` pointwise work runs as Inductor would
+group it: see :mod:`regions`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+import sympy
+import torch.fx as fx
+
+from mindspeed_fx.cost.collectives import collective
+from mindspeed_fx.cost.hardware import Hardware, hardware as device
+from mindspeed_fx.cost.operators import Cost
+from mindspeed_fx.cost.read import Call, Calls, read
+from mindspeed_fx.cost.regions import grouped
+
+COLLECTIVES = {
+    "all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_gather_into_tensor": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter", "all_to_all_single": "all_to_all", "shard_dim_alltoall": "all_to_all", "broadcast": "broadcast", "isend": "send_recv", "irecv": "send_recv",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """One kernel: a node, or the nodes that are fused into one."""
+
+    name: str
+    operator: str
+    module: str
+    cost: Cost
+    seconds: float
+    """Modelled, at the sizes of the trace."""
+    bound: str
+    """"matrix", "vector", "memory", "launch", "network", or "" for nothing to do."""
+    members: tuple[str, ...] = ()
+    """Names of the nodes, when there are several."""
+
+
+class Estimate:
+    """The modelled cost of a graph.
+
+    Attributes:
+        hardware: the device.
+        nodes: one :class:`NodeCost` for each kernel, in the order of the graph.
+        notes: what was assumed for lack of knowledge, or not counted; [] when everything was.
+        sizes: symbol -> the value at which times are given.
+    """
+
+    def __init__(self, calls: Calls, hw: Hardware, fused: bool, sizes: Mapping[sympy.Symbol, int]):
+        self.calls, self.hardware, self.fused, self.sizes = calls, hw, fused, dict(sizes)
+        self.notes = list(dict.fromkeys(calls.notes))
+        unknown = sorted({str(s) for c in calls.calls for t in c.writes for n in t.shape if isinstance(n, sympy.Basic) for s in n.free_symbols if s not in self.sizes})
+        if unknown:
+            self.notes.append(f"{', '.join(unknown)}: known only at run time, times count 0; at({unknown[0]}=...) gives a value")
+        self._value = functools.cache(self._evaluate)
+        self.nodes = self._nodes()
+
+    def _nodes(self) -> list[NodeCost]:
+        groups = grouped(self.calls) if self.fused else [([c], None) for c in self.calls.calls]
+        return [self._node(members, cost) for members, cost in groups]
+
+    def _node(self, members: list[Call], cost: Cost | None) -> NodeCost:
+        last = members[-1]
+        if last.kind == "collective":
+            return self._collective(last)
+        cost = cost if cost is not None else last.cost(self._note)
+        numeric = Cost(*(self.value(getattr(cost, k)) for k in ("flops", "matrix", "vector", "read", "write")), cost.dtype, cost.wide, self.value(cost.launches))
+        for unit, dtype, work in (("matrix", cost.dtype, cost.matrix), ("vector", cost.wide, cost.vector)):
+            if work != 0 and self.hardware.substitute(unit, dtype) != dtype:
+                self._note(f"{self.hardware.name} has no {unit} rate for {dtype}: that of {self.hardware.substitute(unit, dtype)} is taken")
+        names = tuple(m.name for m in members)
+        label = last.operator if len(members) == 1 else "fused " + ", ".join(f"{m.operator.removeprefix('aten.')}" for m in members[:6]) + (", ..." if len(members) > 6 else "")
+        return NodeCost(last.name, label, last.module, cost, float(numeric.seconds(self.hardware)), numeric.bound(self.hardware), names if len(names) > 1 else ())
+
+    def _collective(self, call: Call) -> NodeCost:
+        name = call.operator.rpartition(".")[2]
+        kind = COLLECTIVES.get(name)
+        ranks = len(call.ranks) if isinstance(call.ranks, list) else call.ranks
+        cost = Cost(read=sum(t.bytes for t in call.reads), write=sum(t.bytes for t in call.writes))
+        if kind is None or not ranks:
+            self._note(f"{call.operator}: {'not known' if kind is None else 'its group is not known here'}, times count 0")
+            return NodeCost(call.name, call.operator, call.module, cost, 0.0, "")
+        per_node = None
+        if isinstance(call.ranks, list):
+            inside = max(Counter(r // self.hardware.node for r in call.ranks).values())
+            per_node = inside if ranks % inside == 0 else None
+        size = max(self.value(cost.read), self.value(cost.write))
+        return NodeCost(call.name, call.operator, call.module, cost, float(collective(kind, size, ranks, self.hardware, per_node).seconds), "network")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    # ---------------------------------------------------------------- totals
+
+    @functools.cached_property
+    def flops(self) -> Any:
+        """FLOP as torch's counter counts; a sympy expression in a dynamic graph."""
+        return sum(n.cost.flops for n in self.nodes)
+
+    @functools.cached_property
+    def bytes(self) -> Any:
+        """Bytes to and from device memory."""
+        return sum(n.cost.bytes for n in self.nodes)
+
+    @functools.cached_property
+    def vector(self) -> Any:
+        """FLOP of the vector units."""
+        return sum(n.cost.vector for n in self.nodes)
+
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds at the sizes of the trace, collectives included, nothing overlapped."""
+        return sum(n.seconds for n in self.nodes)
+
+    @property
+    def network_seconds(self) -> float:
+        return sum(n.seconds for n in self.nodes if n.bound == "network")
+
+    @property
+    def kernels(self) -> Any:
+        return sum(n.cost.launches for n in self.nodes)
+
+    def value(self, expression: Any) -> Any:
+        """A number at :attr:`sizes`; symbols without a value count 0."""
+        return self._value(expression) if isinstance(expression, sympy.Basic) else expression
+
+    def _evaluate(self, expression: sympy.Basic) -> Any:
+        found = expression.xreplace({s: sympy.Integer(self.sizes.get(s, 0)) for s in expression.free_symbols}).doit()
+        return int(found) if found.is_integer else float(found)
+
+    # ---------------------------------------------------------------- other sizes, other names
+
+    def at(self, **sizes: int) -> "Estimate":
+        """The estimate for other sizes, by symbol ("s0", as in the graph's code); nothing is traced again.
+
+        Raises:
+            KeyError: the graph has no such symbol.
+        """
+        symbols = {str(s): s for c in self.calls.calls for t in (*c.reads, *c.writes) for n in t.shape if isinstance(n, sympy.Basic) for s in n.free_symbols}
+        for name in sizes:
+            if name not in symbols:
+                raise KeyError(f'the graph has no size "{name}"; it has: {", ".join(sorted(symbols)) or "none, every size is fixed"}')
+        return Estimate(self.calls, self.hardware, self.fused, {**self.sizes, **{symbols[k]: v for k, v in sizes.items()}})
+
+    def on(self, hardware: "str | Hardware", fused: bool | None = None) -> "Estimate":
+        """The same graph on another device."""
+        return Estimate(self.calls, device(hardware), self.fused if fused is None else fused, self.sizes)
+
+    def expression(self, what: str, names: Mapping[str, int]) -> sympy.Expr:
+        """A total as an expression in named sizes, such as 24*b*s*h**2.
+
+        Args:
+            what: "flops", "bytes" or "vector".
+            names: sympy expression -> its value in this graph: {"b": 2, "s": 512, "h": 1024, "4*h": 4096}. A size that is none
+                of the values is taken for a product of two or three of the plain names, or stays a number. In a dynamic
+                graph the values are those of :attr:`sizes`.
+
+        Raises:
+            ValueError: two expressions have one value, a name has a value below 2, or ``what`` is not known.
+        """
+        if what not in ("flops", "bytes", "vector"):
+            raise ValueError(f'{what!r} is no total; valid: "flops", "bytes", "vector"')
+        naming = _naming(names)
+        calls = self.calls.sized(lambda n: naming(self.value(n)))
+        return sympy.expand(getattr(Estimate(calls, self.hardware, self.fused, {}), what))
+
+    def by_operator(self) -> list[dict[str, Any]]:
+        """Totals for each operator, slowest first: operator, calls, flops, bytes, seconds, bound (of most of the time)."""
+        rows: dict[str, dict[str, Any]] = {}
+        for n in self.nodes:
+            name = "pointwise" if n.members else n.operator
+            row = rows.setdefault(name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bounds": Counter()})
+            row["calls"] += 1
+            row["flops"] += self.value(n.cost.flops)
+            row["bytes"] += self.value(n.cost.bytes)
+            row["seconds"] += n.seconds
+            row["bounds"][n.bound] += n.seconds
+        return sorted(({**{k: v for k, v in r.items() if k != "bounds"}, "bound": r["bounds"].most_common(1)[0][0]} for r in rows.values()), key=lambda r: -r["seconds"])
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for JSON: totals at :attr:`sizes`."""
+        return {
+            "hardware": self.hardware.name, "fused": self.fused, "kernels": self.value(self.kernels), "flops": self.value(self.flops), "bytes": self.value(self.bytes),
+            "seconds": self.seconds, "network_seconds": self.network_seconds, "notes": self.notes,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = [f"{r['operator']:<44} {r['calls']:>5} {r['flops'] / 1e9:>12.3f} {r['bytes'] / 1e6:>12.2f} {r['seconds'] * 1e6:>12.1f}  {r['bound']}" for r in self.by_operator()]
+        total = self.summary()
+        head = f"modelled on {self.hardware.name}: {total['flops'] / 1e9:.3f} GFLOP, {total['bytes'] / 1e6:.2f} MB, {total['seconds'] * 1e6:.1f} us, {total['kernels']} kernels"
+        return "\n".join([head, f"{'operator':<44} {'calls':>5} {'GFLOP':>12} {'MB':>12} {'us':>12}  bound", *rows, *(f"note: {n}" for n in self.notes)])
+
+
+def estimate(gm: fx.GraphModule, hardware: "str | Hardware", fused: bool = False) -> Estimate:
+    """The modelled cost of a graph: forward, backward, joint or captured.
+
+    Args:
+        gm: its nodes have fake values in ``meta["val"]``; those that have none are named in ``notes``.
+        hardware: name or :class:`Hardware`.
+        fused: group pointwise work as Inductor would; False: a kernel for each operator.
+
+    Raises:
+        OptionError: no such hardware.
+    """
+    calls = read(gm)
+    return Estimate(calls, device(hardware), fused, calls.hints)
+
+
+def _naming(names: Mapping[str, int]) -> Any:
+    """Size -> expression: see :meth:`Estimate.expression`."""
+    given = {sympy.sympify(k, locals={s: sympy.Symbol(s, positive=True) for s in re.findall(r"[A-Za-z_]\w*", k)}): int(v) for k, v in names.items()}
+    by_value: dict[int, sympy.Expr] = {}
+    for expression, value in given.items():
+        if value < 2:
+            raise ValueError(f"{expression} is {value}: a size of 1 cannot be told from any other 1; use a larger one")
+        if value in by_value:
+            raise ValueError(f"{by_value[value]} and {expression} are both {value}: give the graph sizes that differ")
+        by_value[value] = expression
+    plain = [(e, v) for e, v in given.items() if e.is_Symbol]
+    products: dict[int, sympy.Expr] = {}
+    for count in (2, 3):
+        for chosen in itertools.combinations(plain, count):
+            value = 1
+            for _, v in chosen:
+                value *= v
+            products.setdefault(value, sympy.Mul(*(e for e, _ in chosen)))
+    return lambda n: by_value.get(n, products.get(n, n)) if isinstance(n, int) else n

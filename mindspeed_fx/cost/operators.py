@@ -1,0 +1,209 @@
+"""What one operator costs: FLOP on the matrix units, FLOP on the vector units, bytes to and from device memory.
+
+    time = launch + max(matrix FLOP / matrix rate, vector FLOP / vector rate, bytes / memory rate)
+
+Sizes are ints or sympy expressions in the symbols of a dynamic graph; so are all results. Conventions:
+
+- ``flops`` is what ``torch.utils.flop_counter`` counts: two for each multiply-add of a product, causal or not. ``matrix`` is
+  what a good kernel does of it: causal attention skips the blocks above the diagonal.
+- A pointwise result costs one vector FLOP per element, :data:`SPECIAL` where it takes an exponential or a root.
+- A kernel reads each input once and writes each output once (:func:`once`), unless the operator's cost says otherwise.
+- 16-bit pointwise work is done in float32, as every reference here does.
+
+Costs of ``mindspeed::`` operators stand in their own files (``Operator.costs``); those of ATen in :mod:`aten`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+import sympy
+
+from mindspeed_fx.cost.hardware import Hardware
+
+Size = Any
+"""int or sympy.Expr (torch.SymInt where torch's FLOP counter asks)."""
+
+SPECIAL = 16
+"""Vector FLOP of one exponential, logarithm, tanh, error function or root. Hopper: 16 special functions against 256 FLOP a
+cycle and processor (CUDA programming guide, throughput of arithmetic instructions). Assumed to hold elsewhere."""
+
+SOFTMAX = SPECIAL + 5
+"""Vector FLOP per score of a softmax: scale, maximum, difference, exponential, sum, division."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its values."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+    itemsize: int
+    """Bytes of one element."""
+    expanded: tuple[bool, ...] = ()
+    """Which dimensions are repetitions of one place in memory; (): none."""
+    key: str = ""
+    """Equal for specs that share memory, as a view and its base; "" when unknown."""
+
+    @property
+    def numel(self) -> Size:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> Size:
+        """Of the memory it covers: an expanded tensor has less than its shape says."""
+        return math.prod(n for n, e in zip(self.shape, self.expanded) if not e) * self.itemsize if any(self.expanded) else self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of one kernel (or of several, then they are added)."""
+
+    flops: Size = 0
+    """As torch's FLOP counter counts."""
+    matrix: Size = 0
+    """FLOP the matrix units do."""
+    vector: Size = 0
+    """FLOP the vector units do."""
+    read: Size = 0
+    """Bytes."""
+    write: Size = 0
+    dtype: str = "float32"
+    """Type of the matrix work."""
+    wide: str = "float32"
+    """Type of the vector work."""
+    launches: int = 1
+    once: bool = False
+    """Made by :func:`once`: bytes are the sizes of inputs and outputs, each once."""
+
+    @property
+    def bytes(self) -> Size:
+        return self.read + self.write
+
+    def terms(self, hw: Hardware) -> dict[str, Any]:
+        """Seconds of each term: "matrix", "vector", "memory", "launch"."""
+        return {
+            "matrix": self.matrix / hw.matrix_rate(self.dtype), "vector": self.vector / hw.vector_rate(self.wide),
+            "memory": self.bytes / hw.memory_rate, "launch": self.launches * float(hw.launch),
+        }  # fmt: skip
+
+    def seconds(self, hw: Hardware) -> Any:
+        """Modelled time on one device; a sympy expression where sizes are symbols."""
+        terms = self.terms(hw)
+        work = [terms[k] for k in ("matrix", "vector", "memory")]
+        return terms["launch"] + (sympy.Max(*work) if any(isinstance(w, sympy.Basic) for w in work) else max(work))
+
+    def bound(self, hw: Hardware) -> str:
+        """The term that takes longest; "" where sizes are symbols or there is nothing to do."""
+        terms = self.terms(hw)
+        if any(isinstance(t, sympy.Basic) and not t.is_number for t in terms.values()) or not any(terms.values()):
+            return ""
+        return max(terms, key=lambda k: terms[k])
+
+
+FREE = Cost(launches=0)
+"""Views, and what the compiler computes."""
+
+
+def tensors(*values: Any) -> list[Spec]:
+    """The specs among ``values``, each once; lists are looked into."""
+    found: dict[int, Spec] = {}
+    for v in values:
+        for spec in tensors(*v) if isinstance(v, (list, tuple)) else [v] if isinstance(v, Spec) else []:
+            found[id(spec)] = spec
+    return list(found.values())
+
+
+def size(*values: Any) -> Size:
+    """Bytes of the specs among ``values``, each once."""
+    return sum(t.bytes for t in tensors(*values))
+
+
+def once(out: Any, *inputs: Any, flops: Size = 0, matrix: Size | None = None, vector: Size = 0, dtype: str = "float32") -> Cost:
+    """A kernel that reads each of ``inputs`` once and writes ``out`` once.
+
+    Args:
+        out: spec or specs of the results.
+        inputs: specs; anything else is ignored, so that all arguments can be handed over.
+        flops: as torch's FLOP counter counts.
+        matrix: what the matrix units do of it; None: all.
+        vector: FLOP of the vector units.
+        dtype: of the matrix work.
+    """
+    wide = "float64" if any(t.dtype == "float64" for t in tensors(out, *inputs)) else "float32"
+    return Cost(flops, flops if matrix is None else matrix, vector, size(*inputs), size(out), dtype, wide, once=True)
+
+
+def product(out: Any, inner: Size, *inputs: Any, vector: Size = 0) -> Cost:
+    """A matrix product: ``out`` elements, each a sum over ``inner``."""
+    return once(out, *inputs, flops=2 * out.numel * inner, vector=vector, dtype=tensors(*inputs)[0].dtype)
+
+
+def seen(queries: Size, keys: Size, causal: bool, window: Size = 0) -> Size:
+    """Scores of one head that a kernel computes: all, or those a causal mask (aligned at the top left) and a window leave.
+
+    Counted to the element; kernels work in blocks and do up to a block's width more per row.
+    """
+    if not causal:
+        return queries * keys
+    if window:
+        return queries * window - window * (window - 1) // 2 if _at_least(queries, window) else queries * (queries + 1) // 2
+    if _at_least(keys, queries):
+        return queries * (queries + 1) // 2
+    return keys * (keys + 1) // 2 + (queries - keys) * keys
+
+
+def _at_least(a: Size, b: Size) -> bool:
+    return bool(a >= b) if isinstance(a, int) and isinstance(b, int) else True  # a symbol: sequences exceed windows, keys are not fewer than queries
+
+
+def attention(out: Any, q: Spec, k: Spec, v: Spec, causal: bool, *others: Any, window: Size = 0, backward: bool = False) -> Cost:
+    """Flash attention: scores never leave the chip; q, k, v and results move once, since blocks of k and v stay in cache.
+
+    Args:
+        out: every result.
+        q: [batch, heads, q_seq, dim]; k: [batch, kv_heads, kv_seq, dim]; v: [batch, kv_heads, kv_seq, v_dim].
+        others: further tensors that are read: mask, statistics, and for the backward output and its gradient.
+        window: keys that each query sees, 0 for all.
+        backward: five products instead of two (scores again, dV, dP, dQ, dK), as torch counts them.
+    """
+    (b, h, s, d), (t, e) = q.shape, v.shape[-2:]
+    scores, kept = b * h * s * t, b * h * seen(s, t, causal, window)
+    each = 2 * (3 * d + 2 * e) if backward else 2 * (d + e)
+    return once(out, q, k, v, *others, flops=each * scores, matrix=each * kept, vector=(SOFTMAX + 3 if backward else SOFTMAX) * kept, dtype=q.dtype)
+
+
+def rows_taken(out: Spec, *indices: Any, vector: Size = 0) -> Cost:
+    """A gather: of the table only the rows that are asked for are read."""
+    return Cost(vector=vector, read=out.bytes + size(*indices), write=out.bytes)
+
+
+def elements(*values: Any) -> Size:
+    """Elements of the largest of the specs among ``values``; by sum of symbols where sizes do not compare."""
+    counts = [t.numel for t in tensors(*values)]
+    if any(isinstance(c, sympy.Basic) for c in counts):
+        return sympy.Max(*counts) if len(set(counts)) > 1 else counts[0]
+    return max(counts, default=0)
+
+
+def added(costs: Sequence[Cost]) -> Cost:
+    """Several kernels one after the other; types are those of the first that has matrix work."""
+    first = next((c for c in costs if c.matrix != 0), costs[0] if costs else FREE)
+    return Cost(*(sum(getattr(c, k) for c in costs) for k in ("flops", "matrix", "vector", "read", "write")), first.dtype, first.wide, sum(c.launches for c in costs))
+
+
+def spec(tensor: Any, sizes: Callable[[Any], Size] | None = None, key: str = "") -> Spec:
+    """The spec of a (fake) tensor.
+
+    Args:
+        sizes: what becomes of each dimension; with it strides are looked at too. Without it nothing is asked of the tensor
+            that could add a guard.
+        key: see :class:`Spec`.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    if sizes is None:
+        return Spec(tuple(tensor.shape), name, tensor.dtype.itemsize)
+    strides = tensor.stride() if str(tensor.layout) == "torch.strided" else ()
+    return Spec(tuple(sizes(n) for n in tensor.shape), name, tensor.dtype.itemsize, tuple(isinstance(s, int) and s == 0 for s in strides), key)

@@ -1,0 +1,217 @@
+"""A graph as a list of calls that the cost model understands: operators with the sizes and types of what they read and write.
+
+Calls hold no tensors and no nodes, so they outlive the graph and are evaluated again for other sizes without tracing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import sympy
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx import compat_cost
+from mindspeed_fx.cost import aten
+from mindspeed_fx.cost.operators import Cost, Spec, once, spec, tensors
+
+
+@dataclass
+class Call:
+    """One operator call."""
+
+    name: str
+    """Name of the node; nested graphs as "outer/inner"."""
+    operator: str
+    """"aten.mm", "mindspeed.rms_norm" ..."""
+    kind: str
+    """As :func:`aten.kind`; "collective", "operator" for ``mindspeed::``, "region" for a nested graph that is not looked into."""
+    out: Any
+    args: tuple
+    kwargs: dict
+    overload: Any = None
+    module: str = ""
+    ranks: list[int] | int | None = None
+    """Collectives: the ranks, or how many."""
+
+    @property
+    def reads(self) -> list[Spec]:
+        return tensors(*self.args, *self.kwargs.values())
+
+    @property
+    def writes(self) -> list[Spec]:
+        return tensors(self.out)
+
+    def cost(self, note: Callable[[str], None] = lambda text: None) -> Cost:
+        """Cost of a call that is not a collective; ``note`` is told what had to be assumed."""
+        if self.kind == "operator":
+            from mindspeed_fx.kernels.base import REGISTRY
+
+            known = REGISTRY.get(self.overload)
+            if known is not None and known.cost is not None:
+                return known.cost(self.out, *self.args, **self.kwargs)
+            note(f"{self.operator} has no cost: counted as one pass over its tensors")
+            return once(self.out, *self.args, *self.kwargs.values())
+        return aten.cost(self.operator.rpartition(".")[2], self.out, self.args, self.kwargs)
+
+
+@dataclass
+class Calls:
+    """The calls of a graph in order."""
+
+    calls: list[Call] = field(default_factory=list)
+    outputs: set[str] = field(default_factory=set)
+    """Keys of the memory that the graph returns."""
+    hints: dict[sympy.Symbol, int] = field(default_factory=dict)
+    """Values the symbols had while tracing."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, in plain words."""
+
+    def sized(self, size: Callable[[Any], Any]) -> "Calls":
+        """The same calls with every size replaced by ``size(size)``."""
+        memo: dict[int, Spec] = {}
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, Spec):
+                if id(value) not in memo:
+                    memo[id(value)] = dataclasses.replace(value, shape=tuple(size(n) for n in value.shape))
+                return memo[id(value)]
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(replaced, value)) if type(value) in (list, tuple) else [replaced(v) for v in value]
+            return size(value) if isinstance(value, sympy.Basic) else value
+
+        made = [dataclasses.replace(c, out=replaced(c.out), args=replaced(c.args), kwargs={k: replaced(v) for k, v in c.kwargs.items()}) for c in self.calls]
+        return Calls(made, self.outputs, self.hints, self.notes)
+
+
+def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
+    """The calls of ``gm``; views, sizes and placeholders are none.
+
+    Args:
+        gm: graph of operators (ATen before or after decomposition, ``mindspeed::``, torch_npu) whose nodes have fake values in
+            ``meta["val"]``.
+    """
+    return _Reader(prefix).read(gm)
+
+
+class _Reader:
+    def __init__(self, prefix: str):
+        self.prefix, self.found, self.values = prefix, Calls(), {}
+
+    def read(self, gm: fx.GraphModule) -> Calls:
+        missing = 0
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                self.found.outputs = {s.key for s in tensors(*pytree.tree_leaves(fx.map_arg(node.args, self.values.get)))}
+            elif node.op in ("placeholder", "get_attr"):
+                value = node.meta.get("val", node.meta.get("example_value"))
+                self.values[node] = self._specs(value if value is not None else getattr(gm, str(node.target), None) if node.op == "get_attr" else None, node.name)
+            elif node.op == "call_function":
+                if isinstance(node.target, torch._ops.HigherOrderOperator):
+                    self._nested(gm, node)
+                elif "val" not in node.meta:
+                    missing += 1
+                else:
+                    self._call(node)
+            else:
+                missing += 1
+        if missing:
+            self.found.notes.append(f"{missing} nodes without fake values are not counted")
+        return self.found
+
+    def _size(self, n: Any) -> Any:
+        if isinstance(n, torch.SymInt):
+            self.found.hints.update(compat_cost.symbol_hints(n))
+        return compat_cost.size_expression(n)
+
+    def _specs(self, value: Any, key: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return spec(value, self._size, self.prefix + key)
+        if isinstance(value, (list, tuple)):
+            return tuple(self._specs(v, f"{key}[{i}]") for i, v in enumerate(value))
+        return self._size(value) if isinstance(value, torch.SymInt) else None if isinstance(value, (fx.GraphModule, torch.nn.Module)) else value
+
+    def _arguments(self, node: fx.Node) -> tuple[tuple, dict]:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.get)
+        if isinstance(node.target, torch._ops.OpOverload):
+            left = node.target._schema.arguments[len(args) :]
+            args = tuple(args) + tuple(a.default_value for a in left if not a.kwarg_only and a.name not in kwargs and a.has_default_value()) if not kwargs else tuple(args)
+        return args, kwargs
+
+    def _call(self, node: fx.Node) -> None:
+        value, target = node.meta["val"], node.target
+        if target is operator.getitem:
+            whole = self.values.get(node.args[0])
+            self.values[node] = whole[node.args[1]] if isinstance(whole, tuple) and isinstance(node.args[1], int) else self._specs(value, node.name)
+            return
+        if not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value)):
+            self.values[node] = self._specs(value, node.name)
+            return
+        space, _, name = str(getattr(target, "overloadpacket", getattr(target, "__name__", target))).rpartition(".")
+        name = name.removesuffix("_") if name.removesuffix("_") and not name.startswith("__") else name
+        if self._is_view(node, name):
+            base = next((s for s in tensors(*fx.map_arg(node.args, self.values.get))), None)
+            made = self._specs(value, node.name)
+            self.values[node] = pytree.tree_map(lambda s: dataclasses.replace(s, key=base.key) if isinstance(s, Spec) and base else s, made)
+            return
+        out = self.values[node] = self._specs(value, node.name)
+        args, kwargs = self._arguments(node)
+        kind = "operator" if space == "mindspeed" else "collective" if space in ("_c10d_functional", "_dtensor") else aten.kind(name, target)
+        call = Call(self.prefix + node.name, f"{space}.{name}" if space else name, kind, out, args, kwargs, target, _module(node))
+        if kind == "collective":
+            if name == "wait_tensor":
+                self.values[node] = call.reads[0] if call.reads else out
+                return
+            call.ranks = _ranks(args, kwargs)
+        elif not isinstance(target, torch._ops.OpOverload):
+            self.found.notes.append(f"{call.name} calls {name}, which is no operator: counted as one pass over its tensors")
+        self.found.calls.append(call)
+
+    def _is_view(self, node: fx.Node, name: str) -> bool:
+        target = node.target
+        if name in aten.UNFILLED or name == "_unsafe_view":
+            return True
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.returns:
+            return False
+        alias = target._schema.returns[0].alias_info
+        if alias is None or alias.is_write:
+            return False
+        if name not in aten.COPIES:
+            return True
+        base, made = node.args[0].meta.get("val"), node.meta["val"]
+        return isinstance(base, torch.Tensor) and compat_cost.shares_memory(base, made)
+
+    def _nested(self, gm: fx.GraphModule, node: fx.Node) -> None:
+        """A higher-order operator: the first graph it is given counts (a branch of cond stands for both)."""
+        inner = [getattr(gm, str(a.target), None) for a in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node) and a.op == "get_attr"]
+        inner = [g for g in inner if isinstance(g, fx.GraphModule)]
+        self.values[node] = self._specs(node.meta.get("val"), node.name)
+        if not inner:
+            self.found.notes.append(f"{node.name} ({node.target}) is not looked into: not counted")
+            return
+        found = read(inner[0], f"{self.prefix}{node.name}/")
+        self.found.calls += found.calls
+        self.found.hints.update(found.hints)
+        self.found.notes += found.notes
+        self.found.outputs |= found.outputs
+        if len(inner) > 1:
+            self.found.notes.append(f"{node.name} ({node.target}): only the first of its {len(inner)} graphs is counted")
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    last = list(stack.values())[-1] if stack else ("",)
+    return str(last[0]).replace("L['self'].", "") if isinstance(last, tuple) else ""
+
+
+def _ranks(args: tuple, kwargs: dict) -> list[int] | int | None:
+    """Who takes part: by the group's name where the group exists, else the size among the arguments."""
+    values = [*args, *kwargs.values()]
+    for name in (v for v in values if isinstance(v, str)):
+        if ranks := compat_cost.group_ranks(name):
+            return ranks
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)

@@ -1,0 +1,128 @@
+"""The cost of every operator: FLOP as torch counts them on the reference, bytes as the tensors' sizes."""
+
+import pytest
+import sympy
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from mindspeed_fx.cost.hardware import hardware, names
+from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, seen, spec
+from mindspeed_fx.kernels import REGISTRY
+from sharding.operator_cases import calls
+
+SIZES = (2, 10, 4, 2, 4, 8)
+NOT_ONCE = {"linear_cross_entropy_total", "linear_cross_entropy_tokens", "linear_cross_entropy_tokens_backward", "moe_permute", "moe_unpermute_backward"}
+"""Operators that move more than their inputs and outputs, as their files explain."""
+UNREAD = {"rope_backward": {1}, "attention_blocked_backward": {4}}
+"""Arguments that an operator only needs the shape or type of, at least for some flags."""
+
+
+def specs(value):
+    return pytree.tree_map(lambda t: spec(t, int) if isinstance(t, torch.Tensor) else t, value)
+
+
+def cases():
+    torch.manual_seed(0)
+    for operator, args in calls(*SIZES):
+        yield operator, args
+
+
+def test_every_operator_has_a_cost():
+    assert not [o.name for o in REGISTRY.values() if o.cost is None], "operators without a cost: see Operator.costs"
+
+
+def test_flops_are_those_of_the_reference():
+    seen_flops = 0
+    for operator, args in cases():
+        # Ignored tokens and rows without a group are skipped by the kernels; the cost cannot know of them.
+        args = [a.clamp(min=0) if isinstance(a, torch.Tensor) and a.dtype == torch.int64 and "entropy" in operator.name else a for a in args]
+        run = (lambda a, b: a @ b) if operator.name == "mindspeed.gemm" else operator.reference
+        with FlopCounterMode(display=False) as counter:
+            out = run(*args)
+        cost = operator.cost(specs(out), *specs(args))
+        assert cost.flops == counter.get_total_flops(), operator.name
+        assert cost.matrix <= cost.flops and (cost.matrix > 0) == (cost.flops > 0)
+        seen_flops += cost.flops > 0
+        with FlopCounterMode(display=False) as counter:
+            operator.overload(*args)
+        assert cost.flops == counter.get_total_flops(), f"{operator.name}: what torch's counter is told"
+    assert seen_flops > 10
+
+
+def test_bytes_are_those_of_inputs_and_outputs():
+    once = set()
+    for operator, args in cases():
+        out, name = operator.reference(*args), operator.name.removeprefix("mindspeed.")
+        cost = operator.cost(specs(out), *specs(args))
+        tensors = lambda value: sum(t.numel() * t.itemsize for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))  # noqa: E731
+        everything = tensors(args)
+        if name in NOT_ONCE:
+            assert not cost.once and cost.write >= tensors(out)
+            continue
+        once.add(name)
+        assert cost.once and cost.write == tensors(out), name
+        left_out = sum(tensors(args[i]) for i in UNREAD.get(name, ()))
+        if name == "grouped_matmul_backward":
+            left_out = everything - cost.read  # see its own test
+        assert cost.read in (everything, everything - left_out), name
+    assert len(once) > 15
+
+
+def test_grouped_backward_reads_what_each_gradient_needs():
+    grad, x, w, offsets = (specs(torch.empty(*s)) for s in ((6, 5), (6, 4), (3, 4, 5), (3,)))
+    cost = REGISTRY[torch.ops.mindspeed.grouped_matmul_backward.default].cost
+    only_x, only_w = cost((x, w), grad, x, w, offsets, True, False), cost((x, w), grad, x, w, offsets, False, True)
+    assert only_x.read - only_w.read == w.bytes - x.bytes and only_x.flops == only_w.flops == 2 * 6 * 4 * 5
+
+
+@pytest.mark.parametrize("queries, keys, window", [(7, 7, 0), (5, 9, 0), (9, 5, 0), (8, 8, 3), (4, 8, 6), (1, 1, 1)])
+def test_scores_behind_a_causal_mask(queries, keys, window):
+    keep = torch.ones(queries, keys, dtype=torch.bool).tril()
+    assert seen(queries, keys, True, window) == (keep.triu(1 - window) if window else keep).sum()
+    assert seen(queries, keys, False) == queries * keys
+
+
+def test_causal_attention_does_half_the_work_and_counts_all():
+    q = specs(torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16, device="meta"))
+    full, half = (attention(q, q, q, q, causal) for causal in (False, True))
+    assert full.flops == half.flops == full.matrix and half.matrix / full.matrix == pytest.approx(0.5, abs=1e-3)
+    assert half.vector == pytest.approx(SOFTMAX * 2 * 1024 * 1024 / 2, rel=1e-2)
+
+
+def test_chunks_of_linear_cross_entropy_read_the_weight_again():
+    cost = REGISTRY[torch.ops.mindspeed.linear_cross_entropy_tokens.default].cost
+    make = lambda tokens: [specs(torch.empty(*s, device="meta", dtype=d)) for s, d in (((tokens, 64), torch.float32), ((32768, 64), torch.float32), ((tokens,), torch.int64))]  # noqa: E731
+    one, many = (cost(t, h, w, None, t, -100, 0.0, 0.0, 0.0) for h, w, t in (make(512), make(5120)))
+    assert one.launches == 3 and many.launches == 30
+    assert many.read - 10 * one.read == 0 and many.flops == 10 * one.flops
+
+
+def test_time_is_the_longest_term_and_the_launch():
+    hw = hardware("h100")
+    cost = Cost(flops=1e12, matrix=1e12, vector=1, read=1, write=1, dtype="bfloat16")
+    assert cost.seconds(hw) == pytest.approx(1e12 / hw.matrix_rate("bfloat16") + hw.launch) and cost.bound(hw) == "matrix"
+    assert Cost(read=1e12).bound(hw) == "memory" and Cost(vector=1e15).bound(hw) == "vector" and Cost(read=1).bound(hw) == "launch"
+    n = sympy.Symbol("n", positive=True)
+    symbolic = Cost(matrix=n**3, read=n**2, dtype="bfloat16").seconds(hw)
+    for value in (10, 10**6):
+        assert float(symbolic.subs(n, value)) == pytest.approx(Cost(matrix=value**3, read=value**2, dtype="bfloat16").seconds(hw))
+
+
+def test_costs_are_arithmetic_in_symbols():
+    s, b = sympy.symbols("s b", positive=True, integer=True)
+    for operator, args in cases():
+        out = operator.reference(*args)
+        swap = {SIZES[1]: s, SIZES[0] * SIZES[1]: b * s}
+        named = lambda value: pytree.tree_map(lambda t: spec(t, lambda n: swap.get(int(n), int(n))) if isinstance(t, torch.Tensor) else t, value)  # noqa: E731
+        cost, number = operator.cost(named(out), *named(args)), operator.cost(specs(out), *specs(args))
+        for field in ("flops", "matrix", "vector", "read", "write", "launches"):
+            value = sympy.sympify(getattr(cost, field)).subs({s: SIZES[1], b: SIZES[0]})
+            assert value == getattr(number, field), (operator.name, field)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_device_times_every_operator(name):
+    for operator, args in cases():
+        cost = operator.cost(specs(operator.reference(*args)), *specs(args))
+        assert 0 < cost.seconds(hardware(name)) < 1
