@@ -104,18 +104,19 @@ REGISTRY: dict[torch._ops.OpOverload, Operator] = {}
 """Every operator, by overload."""
 
 
-def operator(schema: str, fake: Callable[..., Any], opaque: bool = False) -> Callable[[Callable], Operator]:
+def operator(schema: str, fake: Callable[..., Any], opaque: bool = False, random: bool = False) -> Callable[[Callable], Operator]:
     """Define ``mindspeed::<schema>``; the decorated function is its reference and its implementation on every device.
 
     Args:
         schema: "name(Tensor x, ...) -> ...", as ``torch.library`` takes it.
         fake: shapes, dtypes and strides of the results from fake arguments.
         opaque: run the reference as one call, never inline it for code generation.
+        random: it draws random numbers, so that nothing may drop, repeat or move it past another that does.
     """
 
     def wrap(reference: Callable) -> Operator:
         name = schema.split("(")[0].strip()
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if random else ())))
         LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mindspeed::{name}", fake, lib=LIBRARY)
         made = Operator(getattr(torch.ops.mindspeed, name).default, reference, opaque)

@@ -8,7 +8,7 @@ from models import double
 
 import mindspeed_fx.kernels as kernels
 from mindspeed_fx import compat
-from mindspeed_fx.kernels import attention_blocked, glu
+from mindspeed_fx.kernels import activation, attention_blocked, glu
 
 ops = torch.ops.mindspeed
 
@@ -24,9 +24,16 @@ def cases():
         yield f"add_layer_norm-{weight}-{bias}", ops.add_layer_norm.default, (double(2, 3, 8), double(2, 3, 8), *parameters, 1e-5)
     yield "swiglu-packed", ops.swiglu.default, (double(3, 8),)
     yield "swiglu-two", ops.swiglu.default, (double(3, 4), double(3, 4))
-    for activation in glu.ACTIVATIONS:
-        yield f"glu-packed-{activation}", ops.glu.default, (double(3, 8), None, activation)
-        yield f"glu-two-{activation}", ops.glu.default, (double(3, 4), double(3, 4), activation)
+    for gated in glu.ACTIVATIONS:
+        yield f"glu-packed-{gated}", ops.glu.default, (double(3, 8), None, gated)
+        yield f"glu-two-{gated}", ops.glu.default, (double(3, 4), double(3, 4), gated)
+    for kind in activation.KINDS:
+        yield f"activation-{kind}", ops.activation.default, (double(3, 4), kind)
+    for interleaved in (True, False):
+        yield f"clipped_swiglu-packed-{interleaved}", ops.clipped_swiglu.default, (double(3, 8), None, 1.702, 0.8, 1.0, interleaved)
+    yield "clipped_swiglu-two", ops.clipped_swiglu.default, (double(3, 4), double(3, 4), 1.0, 0.5, 0.0, False)
+    yield "weighted_swiglu-packed", ops.weighted_swiglu.default, (double(3, 8), None, double(3, 1))
+    yield "weighted_swiglu-two", ops.weighted_swiglu.default, (double(3, 4), double(3, 4), double(3, 1))
     for interleaved in (True, False):
         yield f"rope-{interleaved}", ops.rope.default, (double(2, 2, 3, 8), double(3, 8), double(1, 1, 3, 8), interleaved)
     for heads, causal in itertools.product((4, 2, 1), (True, False)):

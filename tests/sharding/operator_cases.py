@@ -56,9 +56,16 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     y, total, *_ = ops.add_layer_norm(x, randn(b, s, h), w, bias, 1e-5)
     yield y * randn(b, s, h, grad=False) + total * 2
     yield ops.add_layer_norm(x, randn(b, s, h), w.detach(), None, 1e-5)[0] * randn(b, s, h, grad=False)
+    for given in (bias, None):
+        yield ops.dropout_add(x, given, randn(b, s, h), 0.0)[0] * randn(b, s, h, grad=False)  # without drawing, parts can be compared
     for up in (randn(b, s, h), None):
         yield ops.swiglu(x, up) ** 2
         yield ops.glu(x, up, "gelu") ** 2
+        yield ops.clipped_swiglu(x, up, 1.702, 0.7, 1.0, False) ** 2
+        yield ops.weighted_swiglu(x, up, randn(b, s, 1)) ** 2
+    yield ops.clipped_swiglu(x, None, 1.702, 0.7, 1.0, True) ** 2
+    for kind in ("squared_relu", "quick_gelu"):
+        yield ops.activation(x, kind) ** 2
     yield ops.rope(randn(b, n, s, d), *angles, False) ** 2
     yield ops.rope(randn(b, n, s, d), *(randn(b, 1, s, d, grad=False) for _ in range(2)), True) ** 2
     q, k, v = randn(b, n, s, d), randn(b, kv, s, d), randn(b, kv, s, d + 1)

@@ -46,7 +46,7 @@ def _rewrite(gm, report, operator, root, activated, up, gate, further, overload,
     reason = match.unsafe(region, [gate, up])
     if reason:
         return reason
-    source = _packed(gate, up)
+    source = packed(gate, up)
     arguments = (gate, up, *further) if source is None else (source, *packed_up, *further)
     new = match.insert(gm, root, overload, arguments)
     if match.value(new).dtype != match.value(root).dtype:
@@ -56,7 +56,7 @@ def _rewrite(gm, report, operator, root, activated, up, gate, further, overload,
     return match.substitute(gm, root, new)
 
 
-def _packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
+def packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
     """The tensor whose halves are [gate | up], if there is one."""
     a, b = match.part(gate), match.part(up)
     if a and b and match.same(a.source, b.source) and a.step == b.step == 1 and a.dim == b.dim == match.value(a.source).dim() - 1:

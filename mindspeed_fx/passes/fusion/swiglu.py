@@ -17,7 +17,7 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.swiglu", "mindspeed::swiglu"
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",), provides=("swiglu",))
+@register(NAME, stage="captured", level=1, after=("plain functions", "clipped_swiglu"), provides=("swiglu",))
 def swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """silu(gate) * up becomes one operator."""
     return gate.fuse(gm, NAME, OPERATOR, _silu, torch.ops.mindspeed.swiglu.default)

@@ -1,0 +1,95 @@
+"""Clipped SwiGLU: ``g * sigmoid(alpha g) * (u + offset)`` of a clamped gate and up becomes ``mindspeed::clipped_swiglu``.
+
+Gate and up may be two tensors, the halves of one, or its alternating columns (gpt-oss); silu, or any alpha; any offset or none. Where
+only one of the two is clamped, or by different limits, the site is skipped. Safe because the operator evaluates the same formula,
+gradients at the limits included, in at least the same precision.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import gate as gates
+from mindspeed_fx.passes.fusion import match, norms
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, OPERATOR = "fusion.clipped_swiglu", "mindspeed::clipped_swiglu"
+
+
+@register(NAME, stage="captured", level=1, after=("plain functions",), provides=("clipped_swiglu",))
+def clipped_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
+    """silu of a clamped gate times a clamped up becomes one operator."""
+    report = PassReport(NAME)
+    for node in calls(gm, aten.mul.Tensor):
+        for activated, other in match.operands(node, aten.mul.Tensor):
+            found = _gated(match.uncast(activated))
+            bounds = _bounds(found[0]) if found else None
+            if bounds is None or bounds[0] is not None or bounds[1] is None or not isinstance(other, fx.Node):
+                continue
+            plus = match.plus_number(match.uncast(other))
+            up, offset = plus or (other, 0.0)
+            reason = _rewrite(gm, report, node, found, bounds[1], match.uncast(up), float(offset), [activated, other])
+            if reason:
+                report.skipped.append(skip(OPERATOR, node, reason))
+            break
+    match.finish(gm)
+    return report
+
+
+def _gated(n: fx.Node) -> tuple[fx.Node, float] | None:
+    """(g, alpha) when ``n`` is g * sigmoid(alpha * g)."""
+    if match.is_call(n, aten.silu.default):
+        return n.args[0], 1.0
+    for g, s in match.operands(n, aten.mul.Tensor):
+        if isinstance(g, fx.Node) and match.is_call(s, aten.sigmoid.default):
+            scaled, alpha = match.unscale(s.args[0])
+            if match.same(scaled, g):
+                return g, alpha
+    return None
+
+
+def _bounds(n: fx.Node) -> tuple[float | None, float | None] | None:
+    """(min, max) when ``n`` is clamped by numbers."""
+    if match.is_call(n, aten.clamp_max.default, aten.clamp_min.default):
+        low, high = (None, n.args[1]) if n.target is aten.clamp_max.default else (n.args[1], None)
+    elif match.is_call(n, aten.clamp.default):
+        low, high = match.argument(n, "min"), match.argument(n, "max")
+    else:
+        return None
+    numbers = [None if v is None else match.number(v) for v in (low, high)]
+    return None if any(v is not None and m is None for v, m in zip((low, high), numbers)) else (numbers[0], numbers[1])
+
+
+def _rewrite(gm, report, root, gated, limit, up, offset, around) -> str | None:
+    clamped, alpha = gated
+    bounds = _bounds(up) if match.is_float(up) else None
+    if bounds is None:
+        return "the gate is clamped and up is not"
+    if bounds != (-limit, limit):
+        return f"the gate is clamped to {limit}, up to {bounds}"
+    gate, v = (norms.unwidened(n.args[0]) for n in (clamped, up))
+    if match.value(gate).shape != match.value(v).shape or match.value(gate).shape != match.value(root).shape:
+        return f"gate and up have different shapes, {tuple(match.value(gate).shape)} and {tuple(match.value(v).shape)}"
+    if not match.value(gate).dtype == match.value(v).dtype == match.value(root).dtype:
+        return f"gate and up are {match.value(gate).dtype} and {match.value(v).dtype}, the model goes on in {match.value(root).dtype}"
+    region = [root, *around, clamped, up]
+    reason = match.unsafe(region, [gate, v])
+    if reason:
+        return reason
+    source, columns = gates.packed(gate, v), _columns(gate, v)
+    x, second = (source or columns, None) if source or columns else (gate, v)
+    new = match.insert(gm, root, torch.ops.mindspeed.clipped_swiglu.default, (x, second, alpha, float(limit), offset, columns is not None and source is None))
+    report.rewrites.append(site(OPERATOR, root, region))
+    return match.substitute(gm, root, new)
+
+
+def _columns(gate: fx.Node, up: fx.Node) -> fx.Node | None:
+    """The tensor whose columns alternate gate, up."""
+    a, b = match.part(gate), match.part(up)
+    if a and b and match.same(a.source, b.source) and a.step == b.step == 2 and a.dim == b.dim == match.value(a.source).dim() - 1:
+        width = match.value(a.source).shape[-1]
+        if (a.start, b.start) == (0, 1) and a.stop == b.stop == width and width % 2 == 0:
+            return a.source
+    return None
