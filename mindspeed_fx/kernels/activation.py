@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 KINDS = ("squared_relu", "quick_gelu")
@@ -71,3 +72,13 @@ def _ways(x, kind):
 @activation_backward.shard
 def _ways_backward(grad, x, kind):
     return [([d], [d, d]) for d in range(x.ndim)]
+
+
+@activation.costs
+def _cost(out, x, kind):
+    return once(out, x, vector=(2 if kind == "squared_relu" else SPECIAL + 2) * x.numel)
+
+
+@activation_backward.costs
+def _backward_cost(out, grad, x, kind):
+    return once(out, grad, x, vector=(3 if kind == "squared_relu" else SPECIAL + 6) * x.numel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import swiglu
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import REPLICATED, Even
@@ -84,3 +85,13 @@ def _ways(x, up, alpha, limit, offset, interleaved):
 def _ways_backward(grad, x, up, alpha, limit, offset, interleaved):
     last = x.ndim - 1
     return swiglu.ways_backward(grad, x, up) + ([([Even(last, 2), REPLICATED], [Even(last), Even(last, 2), last])] if up is None and interleaved else [])
+
+
+@clipped_swiglu.costs
+def _cost(out, x, up, alpha, limit, offset, interleaved):
+    return once(out, x, up, vector=(SPECIAL + 7) * out.numel)
+
+
+@clipped_swiglu_backward.costs
+def _backward_cost(out, grad, x, up, alpha, limit, offset, interleaved):
+    return once(out, grad, x, up, vector=(SPECIAL + 17) * grad.numel)

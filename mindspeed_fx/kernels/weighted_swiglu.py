@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import swiglu
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
@@ -74,3 +75,13 @@ def _ways_backward(grad, x, up, weight):
     last = x.ndim - 1
     rows = [([d, REPLICATED if up is None else d, d], [d, d, d, d]) for d in range(last)]
     return rows if up is None else [*rows, ([last, last, PARTIAL], [last, last, last, REPLICATED])]
+
+
+@weighted_swiglu.costs
+def _cost(out, x, up, weight):
+    return once(out, x, up, weight, vector=(SPECIAL + 3) * out.numel)
+
+
+@weighted_swiglu_backward.costs
+def _backward_cost(out, grad, x, up, weight):
+    return once(out, grad, x, up, weight, vector=(SPECIAL + 12) * grad.numel)
