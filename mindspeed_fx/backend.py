@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import pathlib
 from typing import Any, Callable, Sequence
 
@@ -21,6 +20,8 @@ import torch.fx as fx
 from mindspeed_fx import compat, compat_npu
 from mindspeed_fx._version import __version__
 from mindspeed_fx.capture import capture, refusal
+from mindspeed_fx.cost.hardware import detect
+from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner, cut
@@ -28,8 +29,6 @@ from mindspeed_fx.passes import registered
 from mindspeed_fx.passes.pipeline import Pipeline
 from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
-
-log = logging.getLogger("mindspeed_fx")
 
 
 def mindspeed(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None) -> Callable:
@@ -66,10 +65,10 @@ class Compilation:
         why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
         why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * compat.bisecting()
         self.caches = not why
-        effective = {**options.as_dict(), "passes": [p.name for p in self.pipeline.passes], "caches": "on" if self.caches else f"off: {', '.join(why)}"}
+        hardware = options.hardware or f"none: {detect(options.target)[1]}"
+        effective = {**options.as_dict(), "hardware": hardware, "passes": [p.name for p in self.pipeline.passes], "caches": "on" if self.caches else f"off: {', '.join(why)}"}
         self.record = recorder.begin(options.as_dict(), effective, compat.rank())
         self.readable = readable if recorder.wants_text(options.as_dict()) else None
-        _log_once(json.dumps({"mindspeed_fx": __version__, **effective}, default=str))
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         try:
@@ -109,6 +108,7 @@ class Compilation:
             return
         with self._timed("capture"):
             captured = capture(gm)
+        self._snapshot("captured", captured, text=False)
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable)
         compat.replace_graph(gm, captured)
@@ -151,9 +151,10 @@ class Compilation:
     def _timed(self, name: str) -> Any:
         return recorder.timed(self.record, name)
 
-    def _snapshot(self, stage: str, gm: fx.GraphModule) -> None:
+    def _snapshot(self, stage: str, gm: fx.GraphModule, text: bool = True) -> None:
         if self.readable is not None:
-            self.record.stages[stage] = self.readable(gm)
+            self.record.stages.update({stage: self.readable(gm)} if text else {})
+            self.record.calls.update({stage: read(gm)} if stage != "dynamo" else {})
 
 
 class _Captured(compat.CustomPass):
@@ -188,11 +189,6 @@ def _package_hash() -> str:
     for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    log.info("effective options: %s", text)
 
 
 compat.register_bisector()

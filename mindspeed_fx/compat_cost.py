@@ -23,14 +23,6 @@ def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, int]:
     return {s: int(known[s]) for s in size.node.expr.free_symbols if s in known}
 
 
-def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True when two (fake) tensors are views of one storage."""
-    try:
-        return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse, or a subclass without storage
-        return False
-
-
 def group_ranks(name: str) -> list[int] | None:
     """The global ranks of a process group by the name that functional collectives carry; None where there is none."""
     import torch.distributed as dist

@@ -40,6 +40,9 @@ class Options:
     target: str = "auto"
     """Device whose kernels operators are lowered to; "auto": the device of the inputs."""
 
+    hardware: str | None = None
+    """Device of the cost model, for example "ascend910b2" or "h100" (see docs/cost.md); None: the one at hand, by its name."""
+
     memory_budget: float | None = None
     """Fraction in (0, 1] of the saved activations' bytes to keep; the rest is recomputed. None: keep what pays."""
 
@@ -74,6 +77,10 @@ class Options:
             if not isinstance(self.dump, (str, os.PathLike)) or not str(self.dump):
                 raise OptionError(f'option "dump" takes a directory, not {self.dump!r}')
             object.__setattr__(self, "dump", os.fspath(self.dump))
+        if self.hardware is not None:
+            from mindspeed_fx.cost.hardware import hardware
+
+            object.__setattr__(self, "hardware", hardware(self.hardware).name)
         _check_budget(self.memory_budget)
         _check_inductor(self.inductor)
 
@@ -90,11 +97,14 @@ class Options:
         return cls(**merged)
 
     def resolve(self, device: str) -> "Options":
-        """The same options with "auto" replaced by what it means for inputs on ``device`` ("cpu", "cuda", "npu")."""
+        """The same options with "auto" replaced by what it means for inputs on ``device`` ("cpu", "cuda", "npu"), and the
+        hardware at hand; that stays None where the device has no table."""
+        from mindspeed_fx.cost.hardware import detect
+
         target = self.target if self.target != "auto" else device
         _one_of("target", target, TARGETS)
         codegen = self.codegen if self.codegen != "auto" else ("eager" if target == "npu" else "inductor")
-        return dataclasses.replace(self, target=target, codegen=codegen)
+        return dataclasses.replace(self, target=target, codegen=codegen, hardware=self.hardware or detect(target)[0])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

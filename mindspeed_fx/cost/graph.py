@@ -56,20 +56,19 @@ class Estimate:
     Attributes:
         hardware: the device.
         nodes: one :class:`NodeCost` for each kernel, in the order of the graph.
-        notes: what was assumed for lack of knowledge, or not counted; [] when everything was.
         sizes: symbol -> the value at which times are given.
     """
 
     def __init__(self, calls: Calls, hw: Hardware, fused: bool, sizes: Mapping[sympy.Symbol, int]):
         self.calls, self.hardware, self.fused, self.sizes = calls, hw, fused, dict(sizes)
-        self.notes = list(dict.fromkeys(calls.notes))
+        self._notes = list(dict.fromkeys(calls.notes))
         unknown = sorted({str(s) for c in calls.calls for t in c.writes for n in t.shape if isinstance(n, sympy.Basic) for s in n.free_symbols if s not in self.sizes})
         if unknown:
-            self.notes.append(f"{', '.join(unknown)}: known only at run time, times count 0; at({unknown[0]}=...) gives a value")
+            self._notes.append(f"{', '.join(unknown)}: known only at run time, times count 0; at({unknown[0]}=...) gives a value")
         self._value = functools.cache(self._evaluate)
-        self.nodes = self._nodes()
 
-    def _nodes(self) -> list[NodeCost]:
+    @functools.cached_property
+    def nodes(self) -> list[NodeCost]:
         groups = grouped(self.calls) if self.fused else [([c], None) for c in self.calls.calls]
         return [self._node(members, cost) for members, cost in groups]
 
@@ -102,8 +101,13 @@ class Estimate:
         return NodeCost(call.name, call.operator, call.module, cost, float(collective(kind, size, ranks, self.hardware, per_node).seconds), "network")
 
     def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+        if text not in self._notes:
+            self._notes.append(text)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was assumed for lack of knowledge, or not counted; [] when everything was."""
+        return self._notes if self.nodes is not None else []
 
     # ---------------------------------------------------------------- totals
 

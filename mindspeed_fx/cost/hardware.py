@@ -205,11 +205,15 @@ def detect(target: str) -> tuple[str | None, str]:
     import torch
 
     device = torch.cuda if target == "cuda" else getattr(torch, "npu", None)
+    example = f'options={{"hardware": "{"ascend910b2" if target == "npu" else "h100"}"}}'
     if device is None or not device.is_available():
-        return None, f'no {target} device is here; name one: options={{"hardware": "{"ascend910b2" if target == "npu" else "h100"}"}}'
-    found = device.get_device_name()
+        return None, f"no {target} device is here; name one: {example}"
+    try:
+        found = device.get_device_name()
+    except RuntimeError as e:
+        return None, f"the {target} driver does not say its name ({e}); give it: {example}"
     known = canonical(found)
-    return (known, "") if known else (None, f'no table for "{found}"; name the nearest: options={{"hardware": ...}} ({", ".join(names())})')
+    return (known, "") if known else (None, f'no table for "{found}"; name the nearest of {", ".join(names())}: {example}')
 
 
 def measure_cpu(name: str = "cpu-measured", seconds: float = 1.0) -> Hardware:

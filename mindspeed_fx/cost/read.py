@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx import compat_cost
+from mindspeed_fx import compat, compat_cost
 from mindspeed_fx.cost import aten
 from mindspeed_fx.cost.operators import Cost, Spec, once, spec, tensors
 
@@ -48,15 +48,18 @@ class Call:
 
     def cost(self, note: Callable[[str], None] = lambda text: None) -> Cost:
         """Cost of a call that is not a collective; ``note`` is told what had to be assumed."""
-        if self.kind == "operator":
-            from mindspeed_fx.kernels.base import REGISTRY
+        from mindspeed_fx.kernels.base import REGISTRY
 
+        try:
+            if self.kind != "operator":
+                return aten.cost(self.operator.rpartition(".")[2], self.out, self.args, self.kwargs)
             known = REGISTRY.get(self.overload)
             if known is not None and known.cost is not None:
                 return known.cost(self.out, *self.args, **self.kwargs)
             note(f"{self.operator} has no cost: counted as one pass over its tensors")
-            return once(self.out, *self.args, *self.kwargs.values())
-        return aten.cost(self.operator.rpartition(".")[2], self.out, self.args, self.kwargs)
+        except (TypeError, ValueError, IndexError, AttributeError) as e:  # an overload that the formula was not written for
+            note(f"{self.operator}: its formula does not take this call ({e}): counted as one pass over its tensors")
+        return once(self.out, *self.args, *self.kwargs.values())
 
 
 @dataclass
@@ -103,8 +106,10 @@ class _Reader:
         self.prefix, self.found, self.values = prefix, Calls(), {}
 
     def read(self, gm: fx.GraphModule) -> Calls:
-        missing = 0
+        missing, live = 0, _live(gm.graph)
         for node in gm.graph.nodes:
+            if node not in live and node.op != "placeholder":
+                continue
             if node.op == "output":
                 self.found.outputs = {s.key for s in tensors(*pytree.tree_leaves(fx.map_arg(node.args, self.values.get)))}
             elif node.op in ("placeholder", "get_attr"):
@@ -183,7 +188,7 @@ class _Reader:
         if name not in aten.COPIES:
             return True
         base, made = node.args[0].meta.get("val"), node.meta["val"]
-        return isinstance(base, torch.Tensor) and compat_cost.shares_memory(base, made)
+        return all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (base, made)) and compat.storage_of(base) == compat.storage_of(made)
 
     def _nested(self, gm: fx.GraphModule, node: fx.Node) -> None:
         """A higher-order operator: the first graph it is given counts (a branch of cond stands for both)."""
@@ -200,6 +205,16 @@ class _Reader:
         self.found.outputs |= found.outputs
         if len(inner) > 1:
             self.found.notes.append(f"{node.name} ({node.target}): only the first of its {len(inner)} graphs is counted")
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose results somebody uses, or that change something; what a pass has replaced may still stand in the graph."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        changes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable or isinstance(node.target, torch._ops.HigherOrderOperator)
+        if node.op == "output" or changes or any(user in live for user in node.users):
+            live.add(node)
+    return live
 
 
 def _module(node: fx.Node) -> str:

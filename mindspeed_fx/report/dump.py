@@ -62,16 +62,20 @@ def diff_text(run: PassRun) -> str:
 
 def metadata(record: GraphRecord) -> dict[str, Any]:
     """Everything but the code, ready for JSON."""
-    values = dataclasses.asdict(record)
-    values.pop("stages")
+    from mindspeed_fx.report.modelled import rows
+
+    values = dataclasses.asdict(dataclasses.replace(record, calls={}, stages={}))
+    del values["stages"], values["calls"]
     for run in values["runs"]:
         run.pop("before")
         run.pop("after")
-    return {**values, "counts": record.counts}
+    return {**values, "counts": record.counts, "modelled": rows(record)}
 
 
 def index_text(record: GraphRecord) -> str:
     """The page a person reads first."""
+    from mindspeed_fx.report.modelled import text
+
     lines = [f"# Graph {record.index}, rank {record.rank}", ""]
     lines += [f"{sum(record.counts.values())} rewrites. Times: " + ", ".join(f"{k} {v * 1e3:.0f} ms" for k, v in record.seconds.items()) + ".", ""]
     lines += ["| # | stage | pass | rewrites | near misses | nodes | ms | check | files |", "|---|---|---|---|---|---|---|---|---|"]
@@ -89,6 +93,8 @@ def index_text(record: GraphRecord) -> str:
     if record.lowered:
         lines += ["", "## Kernels", "", "| operator | graph | kernel | calls | why not a better one |", "|---|---|---|---|---|"]
         lines += [f"| {o} | {side} | {kernel} | {n} | {_cell(why)} |" for (o, side, kernel, why), n in lowered_counts(record).items()]
+    if cost := text(record):
+        lines += ["", "## Modelled cost", "", *cost]
     lines += ["", "## Effective options", "", "| option | value |", "|---|---|"]
     lines += [f"| {k} | {_cell(str(v))} |" for k, v in record.effective.items()]
     if record.stages:

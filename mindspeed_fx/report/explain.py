@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.report import recorder
+from mindspeed_fx.report.modelled import Modelled
 from mindspeed_fx.report.records import GraphRecord, Site, Skip
 
 
@@ -42,6 +43,11 @@ class Report:
     def effective_options(self) -> dict[str, Any]:
         """What was in force after all gating; {} when nothing was compiled."""
         return self.graphs[0].effective if self.graphs else {}
+
+    @property
+    def cost(self) -> Modelled:
+        """What every graph costs on the hardware of the options, before and after the passes: modelled, not measured."""
+        return Modelled(self.graphs)
 
     def sites(self, name: str) -> list[Site]:
         """The rewrites of one pass, in the order of the graph.
@@ -82,6 +88,8 @@ class Report:
             for s in skipped:
                 reasons[s.reason] = reasons.get(s.reason, 0) + 1
             lines += [f"{'':<{width}}    {n} x {reason}" for reason, n in list(reasons.items())[:5]]
+        if self.graphs:
+            lines.append(str(self.cost))
         return "\n".join(lines)
 
     def _runs(self, name: str) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any, Iterable
 
+from mindspeed_fx.report import modelled
 from mindspeed_fx.report.dump import changed, diff_text, lowered_counts
 from mindspeed_fx.report.records import GraphRecord, PassRun
 
@@ -38,6 +39,9 @@ def graph_page(record: GraphRecord) -> str:
     if record.lowered:
         rows = [(o, s, k, str(n), w) for (o, s, k, w), n in lowered_counts(record).items()]
         body += ["<h2>Kernels</h2>", table(("operator", "graph", "kernel", "calls", "why not a better one"), rows)]
+    if record.calls:
+        cost = [modelled.cells(r) for r in modelled.rows(record)]
+        body += ["<h2>Modelled cost</h2>", f"<p>{escape(modelled.about(record))}.</p>", table(modelled.HEAD, cost) if cost else ""]
     body += ["<h2>Effective options</h2>", table(("option", "value"), [(k, str(v)) for k, v in record.effective.items()])]
     return page(f"mindspeed_fx: graph {record.index}", "".join(body))
 

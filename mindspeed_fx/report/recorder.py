@@ -7,20 +7,27 @@ is compiled late adds runs). Dumps, tlparse artifacts and :func:`mindspeed_fx.ex
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import logging
 import threading
 import time
 from typing import Any, Iterator
 
+from mindspeed_fx._version import __version__
 from mindspeed_fx.report.records import GraphRecord
 
+log = logging.getLogger("mindspeed_fx")
 _lock = threading.Lock()
 _collectors: list[list[GraphRecord]] = []
 _graphs = 0
 
 
 def begin(options: dict[str, Any], effective: dict[str, Any], rank: int) -> GraphRecord:
-    """A record for a new graph; its index counts the graphs of the process, or of the innermost :func:`collecting`."""
+    """A record for a new graph; its index counts the graphs of the process, or of the innermost :func:`collecting`. The
+    effective options are logged once."""
     global _graphs
+    _log_once(json.dumps({"mindspeed_fx": __version__, **effective}, default=str))
     with _lock:
         index = len(_collectors[-1]) if _collectors else _graphs
         _graphs += not _collectors
@@ -28,6 +35,11 @@ def begin(options: dict[str, Any], effective: dict[str, Any], rank: int) -> Grap
         for collector in _collectors:
             collector.append(record)
     return record
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    log.info("effective options: %s", text)
 
 
 def discard(record: GraphRecord) -> None:

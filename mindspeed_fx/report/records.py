@@ -68,6 +68,9 @@ class GraphRecord:
     runs: list[PassRun] = field(default_factory=list)
     stages: dict[str, str] = field(default_factory=dict)
     """Stage name -> readable code, in order; filled when a dump was asked for."""
+    calls: dict[str, Any] = field(default_factory=dict)
+    """Stage name -> the graph's :class:`mindspeed_fx.cost.read.Calls` at "captured" (before any pass rewrote it), and when
+    finished at "forward", "backward" or "inference"; filled when a dump or a report was asked for."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Named times: "capture", "passes", "lowering", "compile"."""
     lowered: list[dict[str, Any]] = field(default_factory=list)

@@ -1,0 +1,124 @@
+"""The modelled cost in reports: FLOP, bytes and seconds of each graph, before and after the passes."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+from mindspeed_fx.report.records import GraphRecord
+
+HEAD = ("graph", "kernels", "GFLOP", "MB", "modelled us", "most time in")
+MEANING = {"captured": "forward, before the passes", "forward": "forward, final", "backward": "backward, final", "inference": "inference, final"}
+
+
+class Modelled:
+    """Estimates of the graphs of a report.
+
+    With codegen "inductor" pointwise work is grouped as Inductor would group it, before and after the passes alike; with
+    "eager" every operator is a kernel. "captured" is the forward as the model has it; "forward" and "backward" are the graphs
+    that run, where operators that have no kernel on the target are made of others again.
+
+    Attributes:
+        graphs: the records.
+    """
+
+    def __init__(self, graphs: list[GraphRecord]):
+        self.graphs = graphs
+
+    def estimate(self, stage: str, graph: int = 0, hardware: str | None = None) -> Any:
+        """The :class:`mindspeed_fx.cost.graph.Estimate` of one graph.
+
+        Args:
+            stage: "captured" (before the passes), "forward", "backward" or "inference" (final).
+            graph: index of the Dynamo graph.
+            hardware: another device than the option's.
+
+        Raises:
+            KeyError: there is no such graph; the message has those there are.
+            OptionError: no such hardware, or none is known.
+        """
+        record = self.graphs[graph]
+        if stage not in record.calls:
+            raise KeyError(f'graph {graph} has no stage "{stage}"; it has: {", ".join(record.calls) or "none"}')
+        return estimated(record, stage, hardware)
+
+    def expression(self, what: str, names: Mapping[str, int], stage: str | None = None, graph: int = 0) -> Any:
+        """A total as a sympy expression in named sizes, such as 24*b*s*h**2: see :meth:`Estimate.expression`.
+
+        Args:
+            what: "flops", "bytes" or "vector".
+            names: {"b": 2, "s": 512, "h": 1024, "4*h": 4096}: what the sizes of the inputs are called.
+            stage: None: forward and backward together, or the inference graph.
+        """
+        stages = [stage] if stage else [s for s in ("forward", "backward", "inference") if s in self.graphs[graph].calls]
+        any_device = _named(self.graphs[graph]) or "cpu"  # FLOP and bytes are the same on all
+        return sum(self.estimate(s, graph, any_device).expression(what, names) for s in stages)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each stage of each graph: graph, stage, kernels, flops, bytes, seconds, network_seconds, hardware, fused, notes, operators."""
+        return [{"graph": g.index, **r} for g in self.graphs for r in rows(g)]
+
+    def total(self, what: str, *stages: str) -> float:
+        """Sum of "flops", "bytes", "seconds" or "kernels" over all graphs; the final graphs where no stage is named."""
+        return sum(r[what] for r in self.rows() if r["stage"] in (stages or ("forward", "backward", "inference")))
+
+    def __str__(self) -> str:
+        if not any(g.calls for g in self.graphs):
+            return ""
+        lines = [about(self.graphs[0])]
+        for g in self.graphs:
+            lines += [f"  graph {g.index} {name:<28}{kernels:>6} kernels {flops:>12} GFLOP {moved:>12} MB {us:>12} us" for name, kernels, flops, moved, us, _ in map(cells, rows(g))]
+        return "\n".join(lines)
+
+
+def _named(record: GraphRecord) -> str | None:
+    """The hardware that times are for; None where none is known."""
+    name = str(record.effective["hardware"])
+    return None if name.startswith("none: ") else name
+
+
+def estimated(record: GraphRecord, stage: str, hardware: str | None = None) -> Any:
+    """See :meth:`Modelled.estimate`."""
+    from mindspeed_fx.cost.graph import Estimate
+    from mindspeed_fx.cost.hardware import hardware as device
+    from mindspeed_fx.options import OptionError
+
+    name = hardware or _named(record)
+    if name is None:
+        raise OptionError(f'option "hardware": {str(record.effective["hardware"]).removeprefix("none: ")}')
+    calls = record.calls[stage]
+    return Estimate(calls, device(name), record.effective["codegen"] == "inductor", calls.hints)
+
+
+def rows(record: GraphRecord) -> list[dict[str, Any]]:
+    """One row for each stage, ready for JSON; [] where no hardware is known or nothing was kept."""
+    if _named(record) is None:
+        return []
+    found = []
+    for stage in record.calls:
+        made = estimated(record, stage)
+        found.append({"stage": stage, **made.summary(), "operators": made.by_operator()})
+    return found
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row of :func:`rows` as the words of :data:`HEAD`."""
+    slow = row["operators"][0] if row["operators"] else None
+    return MEANING[row["stage"]], str(row["kernels"]), f"{row['flops'] / 1e9:,.2f}", f"{row['bytes'] / 1e6:,.1f}", f"{row['seconds'] * 1e6:,.1f}", f"{slow['operator']} ({slow['bound']})" if slow else ""
+
+
+def about(record: GraphRecord) -> str:
+    """What the numbers are."""
+    if _named(record) is None:
+        return f"cost not modelled: {str(record.effective['hardware']).removeprefix('none: ')}"
+    how = "pointwise work grouped as Inductor would" if record.effective["codegen"] == "inductor" else "a kernel for every operator"
+    return f"modelled for {_named(record)}, not measured: {how}, collectives not overlapped"
+
+
+def text(record: GraphRecord) -> list[str]:
+    """The lines of a Markdown section; [] where nothing was kept."""
+    if not record.calls:
+        return []
+    found = rows(record)
+    notes = dict.fromkeys(n for r in found for n in r["notes"])
+    table = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)] + ["| " + " | ".join(cells(r)) + " |" for r in found] if found else []
+    return [about(record) + ".", "", *table, *(["", *(f"- {n}" for n in notes)] if notes else [])]
