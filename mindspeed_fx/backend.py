@@ -25,7 +25,7 @@ from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner, cut
-from mindspeed_fx.passes import registered
+from mindspeed_fx.passes import overlap, registered
 from mindspeed_fx.passes.pipeline import Pipeline
 from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
@@ -88,13 +88,15 @@ class Compilation:
             table = compat_npu.decompositions() if self.options.target == "npu" else None
             return compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition, decompositions=table)
         name = identity(self.options)
+        pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
         return compat.compile_with_inductor(
             gm,
             inputs,
             inner=self.run_inductor,
             pre_grad=_Captured(self, gm, name),
             partitioner=Partitioner(self.prepare_joint, self.options.memory_budget, name),
-            config=dict(self.options.inductor),
+            post_grad=pinned,
+            config=config,
             caches=self.caches,
         )
 

@@ -287,7 +287,7 @@ def _custom_pass_classes() -> tuple[type, type]:
 CustomPass, CustomPartitioner = _custom_pass_classes()
 
 
-def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, inner: Callable, pre_grad: Any, partitioner: Any, config: dict, caches: bool) -> Callable:
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, inner: Callable, pre_grad: Any, partitioner: Any, config: dict, caches: bool, post_grad: Any = None) -> Callable:
     """``compile_fx`` with one composite object per hook.
 
     Args:
@@ -295,6 +295,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, inner: C
         pre_grad: CustomPass on the Dynamo graph; with torch 2.13 it runs only when the AOTAutograd cache misses.
         config: further ``torch._inductor.config`` entries.
         caches: False compiles anew and stores nothing.
+        post_grad: CustomPass that runs last on each graph before Inductor lowers it; None: none.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -304,6 +305,8 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, inner: C
         return inner(graph, example_inputs, compile_fx_inner, **kwargs)
 
     patches = {**config, "pre_grad_custom_pass": pre_grad, "custom_partitioner_fn": partitioner}
+    if post_grad is not None:
+        patches["post_grad_custom_post_pass"] = post_grad
     functorch = {"autograd_cache_allow_custom_autograd_functions": True}
     if not caches:
         patches.update(fx_graph_cache=False, fx_graph_remote_cache=False)

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
@@ -45,6 +46,9 @@ class Options:
 
     memory_budget: float | None = None
     """Fraction in (0, 1] of the saved activations' bytes to keep; the rest is recomputed. None: keep what pays."""
+
+    overlap_memory: int | str = 0
+    """Bytes ("512MiB", or a number) by which overlapped communication may raise the modelled peak memory of a graph."""
 
     codegen: str = "auto"
     """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is; "auto": inductor on cpu and cuda, eager on npu."""
@@ -82,6 +86,7 @@ class Options:
 
             object.__setattr__(self, "hardware", hardware(self.hardware).name)
         _check_budget(self.memory_budget)
+        object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
         _check_inductor(self.inductor)
 
     @classmethod
@@ -155,6 +160,20 @@ def _check_budget(value: Any) -> None:
         raise OptionError(f'option "memory_budget" is {value!r}; this version takes a fraction in (0, 1], not bytes')
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise OptionError(f'option "memory_budget" is {value!r}; valid: a fraction in (0, 1]')
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _bytes(name: str, value: Any) -> int:
+    """A number of bytes from 2**20 or "1MiB"."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].upper() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise OptionError(f'option "{name}" is {value!r}; valid: bytes as a number from 0, or with a unit as in "512MiB" ({", ".join(u for u in ("B", "KiB", "MiB", "GiB", "KB", "MB", "GB"))})')
 
 
 def _check_inductor(value: Any) -> None:

@@ -61,6 +61,8 @@ class Pipeline:
                 raise PassError(f'pass "{p.name}" returned {type(part).__name__}, not a PassReport')
             report.rewrites += part.rewrites
             report.skipped += part.skipped
+            report.notes += part.notes
+            report.files.update(part.files)
         seconds = time.perf_counter() - start
         _validate(p, gm, outputs)
         run = PassRun(report, side, seconds, count, _size(gm), before_text, readable(gm) if readable and report.rewrites else before_text)

@@ -3,6 +3,7 @@
     DIR/index.md, index.html             all ranks and graphs
     DIR/rank0/graph0/index.md            what ran, counts, times, effective options, sites, near misses
     DIR/rank0/graph0/NN.stage.pass.{before.py,after.py,diff}
+    DIR/rank0/graph0/NN.stage.pass.NAME          what a pass adds: timelines
     DIR/rank0/graph0/metadata.json, report.html
 """
 
@@ -39,6 +40,8 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
                 _write(folder / f"{stem}.before.py", run.before)
                 _write(folder / f"{stem}.after.py", run.after)
                 _write(folder / f"{stem}.diff", diff_text(run))
+            for name, text in run.report.files.items():
+                _write(folder / f"{number:02d}.{run.stage}.{run.report.name}.{name}", text)
         _write(folder / "index.md", index_text(record))
         _write(folder / "metadata.json", json.dumps(metadata(record), indent=1, default=str))
         _write(folder / "report.html", graph_page(record))
@@ -69,6 +72,7 @@ def metadata(record: GraphRecord) -> dict[str, Any]:
     for run in values["runs"]:
         run.pop("before")
         run.pop("after")
+        run["report"].pop("files")
     return {**values, "counts": record.counts, "modelled": rows(record)}
 
 
@@ -82,8 +86,11 @@ def index_text(record: GraphRecord) -> str:
     for number, run in enumerate(record.runs):
         stem = f"{number:02d}.{run.stage}.{run.report.name}"
         files = f"[before]({stem}.before.py) [after]({stem}.after.py) [diff]({stem}.diff)" if changed(run) else "unchanged"
+        files += "".join(f" [{name}]({stem}.{name})" for name in run.report.files)
         lines.append(f"| {number:02d} | {run.stage} | {run.report.name} | {len(run.report.rewrites)} | {len(run.report.skipped)} | {run.nodes_before} -> {run.nodes_after} | {run.seconds * 1e3:.1f} | {run.check} | {files} |")
     for run in record.runs:
+        if run.report.notes:
+            lines += ["", f"## {run.report.name} ({run.stage}): notes", "", *(f"- {n}" for n in run.report.notes)]
         if run.report.rewrites:
             lines += ["", f"## {run.report.name} ({run.stage}): rewrites", "", "| operator | module | source |", "|---|---|---|"]
             lines += [f"| {s.operator} | {_cell(s.module)} | {_cell(s.source)} |" for s in run.report.rewrites]

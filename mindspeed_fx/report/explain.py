@@ -84,6 +84,7 @@ class Report:
         for name in passes:
             sites, skipped = self.sites(name), self.skipped(name)
             lines.append(f"{name:<{width}}  {len(sites):>4} rewrites  {len(skipped):>4} near misses")
+            lines += [f"{'':<{width}}    {run.stage}: {note}" for g in self.graphs for run in g.runs if run.report.name == name for note in run.report.notes]
             reasons: dict[str, int] = {}
             for s in skipped:
                 reasons[s.reason] = reasons.get(s.reason, 0) + 1

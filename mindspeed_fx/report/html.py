@@ -67,7 +67,8 @@ def page(title: str, body: str) -> str:
 
 
 def _pass(number: int, run: PassRun) -> str:
-    report, parts = run.report, []
+    report, parts = run.report, [f"<p>{escape(n)}</p>" for n in run.report.notes]
+    parts += [f'<div class="wide">{text}</div>' for name, text in report.files.items() if name.endswith(".svg")]
     if report.rewrites:
         parts.append(table(("operator", "module", "source"), [(s.operator, s.module, s.source) for s in report.rewrites]))
     if report.skipped:

@@ -37,6 +37,10 @@ class PassReport:
     name: str
     rewrites: list[Site] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What it found besides, as sentences: modelled times, bounds, hashes."""
+    files: dict[str, str] = field(default_factory=dict)
+    """File name -> text for the dump; ".svg" is shown in the HTML report."""
 
 
 @dataclass

@@ -1,0 +1,47 @@
+"""The part of :mod:`mindspeed_fx.compat` about torch.distributed and what Inductor does with collectives."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import torch.fx as fx
+
+
+def default_store() -> Any:
+    """The store of the default process group; None when there is no group, one rank, or a fake group."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def ranks_of(group: str) -> list[int]:
+    """Global ranks of a process group by name."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return dist.get_process_group_ranks(_resolve_process_group(group))
+
+
+def world_is_parallel() -> bool:
+    """True when this process is one of several."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def insert_order(graph: fx.Graph, after: Mapping[fx.Node, list[fx.Node]]) -> bool:
+    """Make each key wait for its list of nodes in the code that Inductor generates; False where this torch cannot.
+
+    The nodes are wrapped in Inductor's ``control_deps`` operator, as its own overlap scheduler does.
+    """
+    try:
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+        from torch.utils._ordered_set import OrderedSet
+    except ImportError:
+        return False
+    preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
+    return True

@@ -1,0 +1,129 @@
+"""``overlap.bucket``: small collectives of one kind and group become one, where the model says that the step gets shorter.
+
+Members are handed over as a list (``all_reduce_coalesced`` and its like): nothing is copied, and every tensor is reduced
+as it would be alone, so results are bitwise the same for any number of ranks. (The reduction of one concatenated buffer
+is not: a ring sums an element over the ranks in an order that depends on where in the buffer it lies.)
+
+Gradients' all_reduce and reduce_scatter, parameters' all_gather: whatever does not depend on each other. The size of a
+bucket is the size at which launch and latency are :data:`OVERHEAD` of a transfer; half, twice and four times that are
+simulated too, and the best schedule wins, with the peak memory of the graph as it came plus the allowance as limit.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.overlap.collectives import argument, group_of, is_start, kind
+from mindspeed_fx.passes.overlap.graph import GraphTasks, saved_activation, tasks_of
+from mindspeed_fx.passes.overlap.improve import schedule
+from mindspeed_fx.passes.overlap.merge import Candidate, acyclic, buckets, merged
+from mindspeed_fx.passes.overlap.price import cost_of, device, moved_bytes, transfer
+from mindspeed_fx.passes.overlap.schedule import LIMIT
+from mindspeed_fx.passes.overlap.simulate import simulate
+
+NAME = "overlap.bucket"
+OVERHEAD = 0.05
+"""Share of a transfer's time that launch and latency may be; larger buckets gain less than they delay."""
+LARGE = 5000
+"""Tasks from which only the middle bucket size is tried."""
+
+_COALESCED = {
+    torch.ops._c10d_functional.all_reduce.default: torch.ops._c10d_functional.all_reduce_coalesced.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default: torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default: torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default,
+}
+
+
+@register(NAME, stage="partitioned", level=2, exact=True, provides=("bucketed",), after=("decomposed",))
+def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Small collectives of one kind and group become one, where the model says it pays."""
+    report = PassReport(NAME)
+    starts = [n for n in gm.graph.nodes if is_start(n)]
+    if sum(n.target in _COALESCED for n in starts) < 2:
+        return report
+    hardware, why = device(context.options)
+    if hardware is None:
+        report.skipped += [skip(kind(n), n, f"no cost model: {why}") for n in starts]
+        return report
+    work = tasks_of(gm, cost_of(gm, hardware, context.options.codegen == "inductor"), owned=saved_activation if context.side == "backward" else None)
+    candidates = [_candidate(i, n, hardware) for i, n in enumerate(work.nodes) if is_start(n) and n.target in _COALESCED]
+    gm.meta[LIMIT] = simulate(work.tasks).peak + context.options.overlap_memory
+    chosen, told = choose(work, candidates, context.options.overlap_memory)
+    report.notes.append(told)
+    inside = {c.task for bucket in chosen for c in bucket}
+    if chosen:
+        work.apply([i for group in merged(work.tasks, chosen)[1] for i in group])  # every member beside the others
+        for bucket in chosen:
+            nodes = [work.nodes[c.task] for c in bucket]
+            new = _coalesce(gm, nodes)
+            report.rewrites.append(site(f"{kind(new)} of {len(nodes)}, {sum(c.bytes for c in bucket) / 2**20:.2f} MiB", nodes[0], nodes))
+        gm.recompile()
+    for c in candidates:
+        if c.task not in inside:
+            alone = "no other collective of its kind, group and type is independent of it" if not _partners(c, candidates) else "the model finds no shorter step with it in a bucket"
+            report.skipped.append(skip(c.key[0], work.nodes[c.task], alone))
+    return report
+
+
+def choose(work: GraphTasks, candidates: list[Candidate], allowance: int) -> tuple[list[list[Candidate]], str]:
+    """The buckets with the shortest simulated step, and a sentence about it."""
+    graph = work.tasks
+    given = simulate(graph)
+    limit = given.peak + allowance
+    effort = len(graph) * (1 if len(graph) > LARGE else 4)
+    base = schedule(graph, allowance=allowance, work=effort).seconds
+    best, seconds, refused = [], base, 0
+    for times in (1,) if len(graph) > LARGE else (0.5, 1, 2, 4):
+        found = [b for key in {c.key: None for c in candidates} for b in buckets(graph, [c for c in candidates if c.key == key], int(times * _cap([c for c in candidates if c.key == key])))]
+        found = acyclic(graph, sorted(found, key=lambda b: b[0].task))
+        if not found:
+            continue
+        together, _ = merged(graph, found)
+        start = simulate(together)
+        if start.peak > limit:
+            refused += 1
+            continue
+        step = schedule(together, allowance=limit - start.peak, work=effort).seconds
+        if step < seconds * (1 - 1e-6):
+            best, seconds = found, step
+    told = f"modelled step {base * 1e3:.3f} ms without buckets, {seconds * 1e3:.3f} ms with {len(best)}"
+    return best, told + (f"; {refused} sizes would raise peak memory over {limit / 2**20:.1f} MiB" if refused else "")
+
+
+def _cap(candidates: list[Candidate]) -> int:
+    """Bytes at which launch and latency are OVERHEAD of the time."""
+    fixed = max(c.fixed for c in candidates)
+    rate = sum(c.bytes for c in candidates) / max(sum(c.moving for c in candidates), 1e-30)
+    return int(fixed * (1 - OVERHEAD) / OVERHEAD * rate)
+
+
+def _candidate(i: int, node: fx.Node, hardware) -> Candidate:
+    modelled = transfer(node, hardware)
+    value = node.meta.get("val")
+    key = (kind(node), group_of(node), str(argument(node, "reduce_op")), str(getattr(value, "dtype", "")))
+    return Candidate(i, key, moved_bytes(node), float(modelled.launch + modelled.alpha), float(modelled.beta))
+
+
+def _partners(c: Candidate, candidates: list[Candidate]) -> bool:
+    return any(o.key == c.key and o.task != c.task for o in candidates)
+
+
+def _coalesce(gm: fx.GraphModule, starts: list[fx.Node]) -> fx.Node:
+    """One collective for ``starts``, at the place of the last of them."""
+    last = starts[-1]
+    target = _COALESCED[last.target]
+    with gm.graph.inserting_after(last):
+        new = gm.graph.call_function(target, ([s.args[0] for s in starts], *last.args[1:]), dict(last.kwargs))
+    new.meta = {**{k: v for k, v in last.meta.items() if k != "val"}, "val": [s.meta["val"] for s in starts]}
+    at = new
+    for n, s in enumerate(starts):
+        with gm.graph.inserting_after(at):
+            at = gm.graph.call_function(operator.getitem, (new, n))
+        at.meta = dict(s.meta)
+        s.replace_all_uses_with(at)
+        gm.graph.erase_node(s)
+    return new

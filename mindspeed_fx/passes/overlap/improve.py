@@ -1,0 +1,124 @@
+"""Search for a better order: forward-backward passes and seeded perturbation of the keys, until the bound or the budget.
+
+The budget is work, not time: a number of tasks placed, so that every rank finds the same order on any machine.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Sequence
+
+from mindspeed_fx.passes.overlap.listing import list_schedule
+from mindspeed_fx.passes.overlap.simulate import Timeline, simulate
+from mindspeed_fx.passes.overlap.margins import raise_starts, sink_waits
+from mindspeed_fx.passes.overlap.tasks import COMPUTE, Task, TaskGraph
+
+WORK = 120_000
+"""Tasks placed by the search, about 2 s on one core."""
+
+CLOSE = 1e-4
+"""Within this share of the bound nothing more is tried."""
+
+
+def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int = WORK) -> Timeline:
+    """The best order found, never slower than the order as given and never over its peak memory plus ``allowance``.
+
+    Args:
+        allowance: bytes over the peak of the order as given; None: memory does not count.
+        work: how many tasks the search may place; at least one pass is made.
+    """
+    given = simulate(graph)
+    limit = None if allowance is None else given.peak + allowance
+    search = _Search(graph, limit, given)
+    search.run(work)
+    order = sink_waits(graph, raise_starts(graph, search.best_order, limit), limit)
+    result = simulate(graph, order)
+    if result.seconds > given.seconds * (1 + 1e-12):
+        return given
+    return result
+
+
+class _Search:
+    def __init__(self, graph: TaskGraph, limit: int | None, given: Timeline):
+        self.graph, self.limit = graph, limit
+        self.best, self.best_order = given.seconds, list(given.order)
+        self.bound = graph.machine_bound()
+        self.reverse: TaskGraph | None = None
+        self.expected: list[float] | None = None
+        self.release: list[float] | None = None
+        self.spent = 0
+
+    def run(self, work: int) -> None:
+        tails, size = self.graph.tails, len(self.graph)
+        longest = max(tails, default=0.0)
+        for share, margin in ((1.0, 2.0), (0.0, None), (1.0, None), (0.0, 2.0), (1.0, 0.5), (0.5, 2.0), (1.0, 8.0)):
+            # share: of the order as given against the critical path; margin: how far ahead to prefetch
+            self.release = None if margin is None or self.limit is None else just_in_time(self.graph, margin)
+            self._descend([share * longest * i / size - (1 - share) * t for i, t in enumerate(tails)], 0.0, work)
+            if self.spent >= work or self._done():
+                return
+        dice = random.Random(0)
+        while self.spent < work and not self._done():
+            noise = dice.choice((0.1, 0.3, 1.0))
+            patience = dice.choice((0.0, 0.0, 0.5, 1.0))
+            self.release = None if self.limit is None or dice.random() < 0.5 else just_in_time(self.graph, dice.choice((0.5, 1.0, 2.0, 4.0)))
+            keys = [-t * (1 + noise * (dice.random() - 0.5)) for t in tails]
+            if dice.random() < 0.5:  # near the best so far
+                place = {i: k for k, i in enumerate(self.best_order)}
+                keys = [place[i] + noise * size * (dice.random() - 0.5) for i in range(size)]
+            self._descend(keys, patience, work)
+
+    def _done(self) -> bool:
+        return self.best <= self.bound * (1 + CLOSE)
+
+    def _descend(self, keys: Sequence[float], patience: float, work: int) -> None:
+        """List schedule, then backward and forward again while it gets better (Li and Willis 1992)."""
+        last = float("inf")
+        while True:
+            seconds, end = self._try(keys, patience)
+            if self._done() or seconds >= last or self.spent >= work:
+                return
+            last = seconds
+            keys = self._latest_starts(end)
+
+    def _try(self, keys: Sequence[float], patience: float) -> tuple[float, list[float]]:
+        order, end = list_schedule(self.graph, keys, limit=self.limit, patience=patience, expected=self.expected, release=self.release)
+        self.spent += len(self.graph)
+        seconds = max(end, default=0.0)
+        if seconds < self.best:
+            self.best, self.best_order = seconds, order
+            self.expected = [max((end[n] for n in t.needs), default=0.0) for t in self.graph.tasks]
+        return seconds, end
+
+    def _latest_starts(self, end: list[float]) -> list[float]:
+        """Starts of a schedule made from the end of the step towards its beginning, late tasks first."""
+        size = len(self.graph)
+        if self.reverse is None:
+            tasks = self.graph.tasks
+            self.reverse = TaskGraph([Task(t.name, t.seconds, t.resource, tuple(size - 1 - u for u in self.graph.users[i])) for i, t in reversed(list(enumerate(tasks)))])
+        _, reversed_end = list_schedule(self.reverse, [-end[size - 1 - i] for i in range(size)])
+        self.spent += size
+        return [-reversed_end[size - 1 - i] for i in range(size)]
+
+
+def just_in_time(graph: TaskGraph, margin: float) -> list[float]:
+    """For each transfer, how much compute (seconds, in the order as given) comes before the latest moment it should start.
+
+    Worked out backwards per link: a transfer must end before the compute that needs it, and before the next one on its
+    link must start; then ``margin`` times its own duration is allowed for. Never later than it stands in the given order.
+    """
+    before, total = [], 0.0
+    for task in graph.tasks:
+        before.append(total)
+        total += task.seconds if task.resource == COMPUTE else 0.0
+    due = [float("inf")] * len(graph)  # of waits and views: when their first user that takes time runs
+    for i in range(len(graph) - 1, -1, -1):
+        task = graph.tasks[i]
+        due[i] = before[i] if task.resource == COMPUTE and task.seconds else min((due[u] for u in graph.users[i]), default=total)
+    latest, release = dict.fromkeys(graph.links, float("inf")), [0.0] * len(graph)
+    for i in sorted(graph.transfers, key=lambda i: (-due[i], -i)):
+        task = graph.tasks[i]
+        latest[task.resource] = min(due[i], latest[task.resource]) - task.seconds
+        release[i] = min(before[i], latest[task.resource] - margin * task.seconds)
+        due[i] = latest[task.resource]
+    return release

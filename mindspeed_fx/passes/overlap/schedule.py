@@ -1,0 +1,69 @@
+"""``overlap.schedule``: collectives start as early and are waited for as late as data and memory allow.
+
+Only the order of nodes changes, and only to orders that respect data, writes in place, random numbers and effects (see
+graph.py), so results are bitwise the same. Memory: never over the peak of the graph as it came plus the allowance
+(option "overlap_memory", default 0).
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.overlap.collectives import is_blocking, is_start
+from mindspeed_fx.passes.overlap.graph import GraphTasks, saved_activation, tasks_of
+from mindspeed_fx.passes.overlap.improve import schedule
+from mindspeed_fx.passes.overlap.order import check_across_ranks
+from mindspeed_fx.passes.overlap.price import cost_of, device
+from mindspeed_fx.passes.overlap.reasons import reasons
+from mindspeed_fx.passes.overlap.simulate import Timeline, simulate
+from mindspeed_fx.report.timeline import chrome_trace, picture
+
+NAME = "overlap.schedule"
+LIMIT = "mindspeed_fx_overlap_limit"
+"""Key in ``gm.meta``: bytes that an earlier pass of this family promised not to exceed."""
+
+
+@register(NAME, stage="partitioned", level=2, exact=True, after=("bucketed", "decomposed"))
+def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Orders collectives and compute so that communication runs under compute, within memory."""
+    report = PassReport(NAME)
+    for node in gm.graph.nodes:
+        if is_blocking(node):
+            report.skipped.append(skip(str(node.target), node, "it starts and ends in one operator; only functional collectives can be overlapped"))
+    if not any(is_start(n) for n in gm.graph.nodes):
+        return report
+    hardware, why = device(context.options)
+    if hardware is None:
+        starts = [n for n in gm.graph.nodes if is_start(n)]
+        report.skipped += [skip(str(n.target), n, f"no cost model: {why}") for n in starts]
+        return report
+    work = tasks_of(gm, cost_of(gm, hardware, context.options.codegen == "inductor"), owned=saved_activation if context.side == "backward" else None)
+    before = simulate(work.tasks)
+    limit = gm.meta.get(LIMIT, before.peak + context.options.overlap_memory)
+    after = schedule(work.tasks, allowance=max(limit - before.peak, 0))
+    if after.order != before.order:
+        work.apply(after.order)
+    _tell(report, work, before, after)
+    for group, digest in check_across_ranks(gm, context.side).items():
+        report.notes.append(f'group "{group}": order of collectives {digest}')
+    return report
+
+
+def _tell(report: PassReport, work: GraphTasks, before: Timeline, after: Timeline) -> None:
+    graph = work.tasks
+    place = {i: k for k, i in enumerate(after.order)}
+    for k, i in enumerate(before.order):
+        if graph.tasks[i].resource != "compute" and (place[i] != k or after.exposed.get(i, 0.0) != before.exposed.get(i, 0.0)):
+            report.rewrites.append(site(f"{graph.tasks[i].kind}: exposed {before.exposed.get(i, 0.0) * 1e3:.3f} -> {after.exposed.get(i, 0.0) * 1e3:.3f} ms", work.nodes[i]))
+    # what memory costs is only worth a second search when something is exposed
+    unlimited = schedule(graph, allowance=None, work=len(graph)) if after.exposed else None
+    for i, why in reasons(after, unlimited).items():
+        report.skipped.append(skip(graph.tasks[i].kind, work.nodes[i], why))
+    report.notes.append(
+        f"modelled step {before.seconds * 1e3:.3f} -> {after.seconds * 1e3:.3f} ms (bound {graph.bound() * 1e3:.3f}), exposed communication "
+        f"{before.exposed_seconds * 1e3:.3f} -> {after.exposed_seconds * 1e3:.3f} ms, peak {before.peak / 2**20:.1f} -> {after.peak / 2**20:.1f} MiB"
+    )
+    both = {"before": before, "after": after}
+    report.files["timeline.json"] = chrome_trace(both)
+    report.files["timeline.svg"] = picture(both)

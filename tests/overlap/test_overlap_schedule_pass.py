@@ -1,0 +1,140 @@
+"""overlap.schedule in the backend: the order reaches the code that runs, with both codegens; reasons, files, options."""
+
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch._inductor.utils import run_and_get_code
+
+import mindspeed_fx
+from mindspeed_fx.options import OptionError, Options
+from mindspeed_fx.passes.base import PassError
+from mindspeed_fx.passes.overlap.collectives import is_start
+from mindspeed_fx.passes.overlap.order import OrderMismatch, compare
+
+
+def milliseconds(gm, hardware, fused):
+    """A matrix product takes 1 ms, a collective 1.5 ms, anything else nothing."""
+    return lambda node: (1.5e-3, "wire") if is_start(node) else (1e-3 if "mm" in str(node.target) else 0.0, "")
+
+
+@pytest.fixture
+def plain_costs(monkeypatch):
+    monkeypatch.setattr("mindspeed_fx.passes.overlap.schedule.cost_of", milliseconds)
+
+
+def model(x, w, v, g):
+    """Two products that need no communication come first, then a reduced gradient and a gathered weight."""
+    c = torch.relu(x @ w) @ v
+    c = c.sin() @ v
+    s = functional.wait_tensor(functional.all_reduce(g, "sum", dist.group.WORLD))
+    t = functional.wait_tensor(functional.all_gather_tensor(w, 0, dist.group.WORLD))
+    return c, s.cos(), t.sum()
+
+
+def inputs():
+    return [torch.randn(32, 32, generator=torch.Generator().manual_seed(s)) for s in range(4)]
+
+
+def calls(text):
+    """The order of starts (s), waits (w) and matrix products (m) in code."""
+    text = "\n".join(line for line in text.splitlines() if not line.strip().startswith("#") and "assert_" not in line)
+    found = re.findall(r"(wait_tensor)(?:\.default)?\(|(all_reduce_?|all_gather_into_tensor)(?:\.default)?\(|(?:extern_kernels\.|aten\.|mkldnn\.|mindspeed\.)\S*(?:mm|linear)(?:\.default)?\(", text)
+    return "".join("w" if w else "s" if s else "m" for w, s in found)
+
+
+def test_eager_code_has_the_order_and_the_same_values(lone_world, plain_costs, tmp_path):
+    report = mindspeed_fx.explain(model, *inputs(), options={"codegen": "eager", "dump": str(tmp_path)})
+    code = next(g.stages["inference"] for g in report.graphs)
+    assert calls(code).rstrip("w") == "ssmmm"
+    assert len(report.sites("overlap.schedule")) == 2 and report.skipped("overlap.schedule") == []
+    assert "exposed communication 3.000 -> 0.000 ms" in str(report) and "6.000 -> 3.000 ms (bound 3.000)" in str(report)
+    folder = tmp_path / "rank0" / "graph0"
+    trace = next(folder.glob("*overlap.schedule.timeline.json"))
+    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 10
+    assert "<svg" in (folder / "report.html").read_text()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager"})
+    for a, b in zip(compiled(*inputs()), model(*inputs()), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_inductor_keeps_the_order(fake_world, plain_costs):
+    torch._dynamo.reset()
+    _, (code,) = run_and_get_code(torch.compile(model, backend="mindspeed"), *inputs())
+    assert calls(code[code.index("def call") :]).rstrip("w") == "ssmmm"
+    torch._dynamo.reset()
+    _, (code,) = run_and_get_code(torch.compile(model, backend="mindspeed", options={"disable": ["overlap.schedule"]}), *inputs())
+    assert not calls(code[code.index("def call") :]).startswith("ss")  # what it does by itself
+
+
+def test_backward_graphs_too(lone_world, plain_costs):
+    class Reduced(torch.autograd.Function):
+        """Copy to a tensor-parallel region: the gradient is reduced."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return functional.wait_tensor(functional.all_reduce(grad, "sum", dist.group.WORLD))
+
+    def f(x, w, v):
+        return (torch.tanh(Reduced.apply(x) @ w) @ v).square().sum()
+
+    results = []
+    for how in ("plain", "compiled"):
+        leaves = [t.double().requires_grad_() for t in inputs()[:3]]
+        if how == "compiled":
+            report = mindspeed_fx.explain(f, *(t.double().requires_grad_() for t in inputs()[:3]), options={"codegen": "eager", "disable": ["inline.*"]})
+            torch._dynamo.reset()
+            torch.compile(f, backend="mindspeed", options={"codegen": "eager", "disable": ["inline.*"]})(*leaves).backward()
+        else:
+            f(*leaves).backward()
+        results.append([t.grad for t in leaves])
+    for a, b in zip(*results, strict=True):
+        assert b is not None and torch.equal(a, b)
+    assert re.search(r"backward: modelled step 5\.\d+ -> 4\.\d+ ms", str(report)), str(report)
+    backward = calls(next(g.stages["backward"] for g in report.graphs))
+    assert backward.index("s") < backward.rindex("m") < backward.index("w")
+
+
+def test_no_collective_no_report_and_bad_options(lone_world):
+    report = mindspeed_fx.explain(lambda x: x.cos() @ x, inputs()[0])
+    assert report.sites("overlap.schedule") == [] and "modelled step" not in str(report)
+    with pytest.raises(OptionError, match='"overlap_memory" is \'lots\'; valid: bytes'):
+        Options(overlap_memory="lots")
+    with pytest.raises(OptionError, match='"hardware" is \'ascend910b22\'.*did you mean'):
+        Options(hardware="ascend910b22")
+    assert Options(overlap_memory="1.5KiB").overlap_memory == 1536 and Options(hardware="910b2").hardware == "ascend910b2"
+
+
+def test_an_npu_without_a_device_says_which_option_is_missing(lone_world):
+    report = mindspeed_fx.explain(model, *inputs(), options={"target": "npu", "codegen": "eager"})
+    assert {"no cost model" in s.reason and 'options={"hardware"' in s.reason for s in report.skipped("overlap.schedule")} == {True}
+
+
+def test_blocking_communication_is_named(lone_world, plain_costs):
+    def f(x):
+        dist.all_reduce(x)
+        return x + 1
+
+    gm = torch.fx.experimental.proxy_tensor.make_fx(f, tracing_mode="fake")(torch.randn(4))
+    from mindspeed_fx.passes.base import Context
+    from mindspeed_fx.passes.overlap.schedule import overlap_schedule
+
+    if any("c10d." in str(n.target) for n in gm.graph.nodes):
+        report = overlap_schedule(gm, Context(Options().resolve("cpu"), "inference"))
+        assert "only functional collectives" in report.skipped[0].reason
+
+
+def test_orders_that_differ_are_named():
+    compare("tp", {0: ["a", "b"], 1: ["a", "b"]})
+    with pytest.raises(OrderMismatch, match=r'group "tp": ranks 0 and 2 .* number 2 of 3: rank 0 has b, rank 2 has c'):
+        compare("tp", {0: ["a", "b", "c"], 2: ["a", "c", "b"], 1: ["a", "b", "c"]})
+    with pytest.raises(PassError, match="rank 1 has nothing more"):
+        compare("dp", {0: ["a", "b"], 1: ["a"]})
