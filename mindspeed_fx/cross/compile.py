@@ -19,7 +19,9 @@ from typing import Any, Callable
 
 import mindspeed_fx
 from mindspeed_fx.cross import ship, stub
+from mindspeed_fx.cross.kernels import compile_kernels
 from mindspeed_fx.cross.report import CrossReport
+from mindspeed_fx.cross.toolchain import ToolchainError
 from mindspeed_fx.options import OptionError, Options
 
 
@@ -39,7 +41,7 @@ class CrossError(RuntimeError):
 
 def cross_compile(
     model: Callable | str, args: tuple = (), kwargs: dict[str, Any] | None = None, *, soc: str = "Ascend910B2", options: dict[str, Any] | None = None,
-    baseline: bool = True, toolchain: str | os.PathLike | None = None, timeout: float | None = None,
+    baseline: bool = True, kernels: bool = True, toolchain: str | os.PathLike | None = None, timeout: float | None = None,
 ) -> CrossReport:  # fmt: skip
     """Compile ``model`` for an Ascend SoC: trace a forward and, if an output needs a gradient, a backward on fake NPU tensors.
 
@@ -50,6 +52,7 @@ def cross_compile(
         soc: one of :data:`mindspeed_fx.cross.stub.SOCS`.
         options: as for ``torch.compile(model, backend="mindspeed", options=...)``; the target is npu, the codegen eager.
         baseline: also trace without any pass, to compare with.
+        kernels: also compile the Triton kernels of the operators that were found, with the tiles that suit the SoC.
         toolchain: directory of the tool chain; see :mod:`mindspeed_fx.cross.toolchain`.
         timeout: seconds after which to give up.
 
@@ -74,8 +77,17 @@ def cross_compile(
         "hardware": soc, "path": sys.path, "argv": sys.argv[:1],
     }  # fmt: skip
     start = time.perf_counter()
-    answer = _ask(request, stub.environment(soc, 1, toolchain), timeout)
-    return CrossReport({"soc": soc, "model": source, **answer, "wall_seconds": time.perf_counter() - start})
+    answer: dict[str, Any] = _ask(request, stub.environment(soc, 1, toolchain), timeout)
+    compiled = _kernels(answer.pop("triton_calls"), soc, toolchain) if kernels else {"compiler": "", "calls": [], "problem": "not asked for"}
+    return CrossReport({"soc": soc, "model": source, **answer, "kernels": compiled, "wall_seconds": time.perf_counter() - start})
+
+
+def _kernels(calls: list[dict[str, Any]], soc: str, directory: str | os.PathLike | None) -> dict[str, Any]:
+    """What became of the Triton kernels; the reason when triton-ascend is not installed, for graphs are worth having without."""
+    try:
+        return {**compile_kernels(calls, soc, directory), "problem": ""}
+    except ToolchainError as e:
+        return {"compiler": "", "calls": [], "problem": str(e)}
 
 
 def _main_module() -> dict[str, Any]:

@@ -34,7 +34,7 @@ def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]
             "sides": sides,
             "saved": saved,
         })  # fmt: skip
-    return {"graphs": graphs, "breaks": traced.breaks, "parameters": traced.parameters, "parameter_bytes": traced.parameter_bytes, "without_gradient": traced.without_gradient}
+    return {"graphs": graphs, "breaks": traced.breaks, "parameters": traced.parameters, "parameter_bytes": traced.parameter_bytes, "without_gradient": traced.without_gradient, "triton_calls": traced.triton_calls}
 
 
 def _side(gm: fx.GraphModule, hardware: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ def page(report: CrossReport) -> str:
         body += ["<h2>With and without the passes</h2>", table(("", "fused", "unfused"), rows)]
     body += ["<h2>Not lowered</h2>", table(("operator", "graph", "calls", "reason"), [(r["operator"], r["side"], r["calls"], r["reason"]) for r in report.unlowered]) if report.unlowered else "<p>Every fused operator has an NPU kernel.</p>"]
     body += ["<h2>Kernels</h2>", table(("operator", "graph", "calls", "kernel", "why not a better one"), [(r["operator"], r["side"], r["calls"], r["kernel"], r["reason"]) for r in report.lowered])]
+    body += ["<h2>Triton kernels</h2>", _kernels(report)]
     body += ["<h2>Rewrites</h2>", table(("pass", "sites"), [(n, c) for n, c in report.counts.items() if c])]
     if report.skipped:
         body += ["<h2>Near misses</h2>", table(("pass", "reason", "module", "source"), [(s["pass"], s["reason"], s["module"], s["source"]) for s in report.skipped])]
@@ -31,3 +32,12 @@ def page(report: CrossReport) -> str:
             body.append(table(("operator", "calls", "bytes read and written"), [(o["operator"], o["calls"], size(o["bytes"])) for o in side["operators"]]))
             body.append(f'<details><summary>Code</summary><div class="wide"><pre tabindex="0">{escape(side["code"])}</pre></div></details>')
     return whole_page(f"{v['model']} for {report.soc}", "".join(body))
+
+
+def _kernels(report: CrossReport) -> str:
+    made = report.values["kernels"]
+    if made["problem"]:
+        return f"<p>Not compiled: {escape(made['problem'])}</p>"
+    head = ("operator", "kernel", "tile", "outcome", "on chip", "dynamic transfers", "scalar loops")
+    rows = [(r["operator"], r["problem"]) if r["problem"] else (r["operator"], r["kernel"], str(r["tile"]), r["outcome"], ", ".join(f"{k} {size(v)}" for k, v in r["on_chip"].items()), r["dynamic"], r["scalar_loops"]) for r in report.kernels]
+    return f"<p>Compiled for {escape(report.soc)} with bishengir-compile {escape(made['compiler'])}, up to the closed last stage; the tile is the best of those that were compiled.</p>" + table(head, rows)

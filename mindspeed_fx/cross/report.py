@@ -47,6 +47,14 @@ class CrossReport:
         return [{**row, "reason": row["reason"] or "it has no npu kernel yet"} for g in self.graphs for row in g["lowered"] if _by_reference(row)]
 
     @property
+    def kernels(self) -> list[dict[str, Any]]:
+        """Triton kernels compiled for the SoC: operator, kernel, tile, outcome, on_chip, dynamic, scalar_loops ...; or operator and ``problem``."""
+        rows = []
+        for made in self.values["kernels"]["calls"]:
+            rows += [{"operator": f"mindspeed.{made['operator']}", **k, "problem": ""} for k in made["kernels"]] or [{"operator": f"mindspeed.{made['operator']}", "problem": made["problem"]}]
+        return rows
+
+    @property
     def skipped(self) -> list[dict[str, Any]]:
         """Near misses: pass, reason, module, source."""
         return [row for g in self.graphs for row in g["skipped"]]
@@ -105,6 +113,10 @@ class CrossReport:
         lines += ["kernels"] + [f"  {r['operator']:<40} {r['side']:<9} {r['calls']:>5}  {r['kernel']}" for r in self.lowered]
         if self.unlowered:
             lines += ["not lowered: the NPU would run the reference"] + [f"  {r['operator']:<40} {r['side']:<9} {r['calls']:>5}  {r['reason']}" for r in self.unlowered]
+        if self.kernels:
+            lines += [f"Triton kernels compiled for {self.soc}, bishengir-compile {v['kernels']['compiler'].split()[0]}"] + [f"  {r['operator']:<40} {r['problem'] or kernel_text(r)}" for r in self.kernels]
+        elif v["kernels"]["problem"]:
+            lines += [f"Triton kernels were not compiled: {v['kernels']['problem']}"]
         if self.skipped:
             lines += ["near misses"] + [f"  {n:>5} x {name}: {reason}" for (name, reason), n in _grouped(self.skipped).items()]
         if self.without_gradient:
@@ -112,6 +124,14 @@ class CrossReport:
         if rows := self.comparison():
             lines += [f"{'':<34}{'fused':>14}{'unfused':>14}"] + [f"  {what:<32}{a:>14}{b:>14}" for what, a, b in rows]
         return "\n".join(lines)
+
+
+def kernel_text(row: dict[str, Any]) -> str:
+    """One compiled kernel in a line: tile, outcome, on-chip memory and what slows it down."""
+    tile = " ".join(f"{k}={v}" for k, v in row["tile"].items())
+    chip = ", ".join(f"{space} {size(used)}" for space, used in row["on_chip"].items())
+    slow = [f"{row['dynamic']} transfers of dynamic size"] * bool(row["dynamic"]) + [f"{row['scalar_loops']} SCALAR LOOPS"] * bool(row["scalar_loops"])
+    return f"{row['kernel']:<24} {tile:<22} {row['outcome']:<16} {chip}" + "".join(f"; {s}" for s in slow)
 
 
 def size(count: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
@@ -10,7 +11,8 @@ import torch.fx as fx
 
 from mindspeed_fx import compat
 from mindspeed_fx.backend import Compilation, device_of
-from mindspeed_fx.cross import ship
+from mindspeed_fx.cross import kernels, ship
+from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.options import Options
 from mindspeed_fx.report import recorder
 from mindspeed_fx.report.explain import loss_of
@@ -32,18 +34,31 @@ class Traced:
     parameter_bytes: int = 0
     without_gradient: list[str] = field(default_factory=list)
     """Trainable parameters that the backward gave no gradient: unused ones, or ones whose gradient was lost."""
+    triton_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Each different call of an operator that has a Triton kernel, as :func:`mindspeed_fx.cross.kernels.call` describes it."""
 
 
 class _Kept(Compilation):
     """A compilation whose finished graphs are kept."""
 
-    def __init__(self, options: Options, sides: list):
+    def __init__(self, options: Options, sides: list, calls: dict[str, dict[str, Any]]):
         super().__init__(options)
-        self.sides = sides
+        self.sides, self.calls = sides, calls
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and node.target in REGISTRY and kernels.has_triton(name := REGISTRY[node.target].name.split(".")[1]):
+                found = kernels.call(name, *_arguments(node))
+                self.calls[json.dumps(found)] = found
         super().finish_side(gm, side)
         self.sides.append((self.record, side, gm))
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    """The call's arguments in the order of the schema, defaults filled in, with fake tensors for nodes."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    rest = node.target._schema.arguments[len(args) :]
+    return [*args, *(kwargs[a.name] if a.name in kwargs else a.default_value for a in rest)]
 
 
 def trace(model: Any, args: tuple, kwargs: dict, options: Options, device: str = DEVICE) -> Traced:
@@ -56,16 +71,17 @@ def trace(model: Any, args: tuple, kwargs: dict, options: Options, device: str =
     mode = compat.new_fake_mode()
     model, args, kwargs = ship.to_fake(mode, device, model, args, kwargs)
     sides: list = []
+    calls: dict[str, dict[str, Any]] = {}
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return _Kept(options.resolve(device_of(inputs)), sides).compile(gm, inputs)
+        return _Kept(options.resolve(device_of(inputs)), sides, calls).compile(gm, inputs)
 
     with recorder.collecting() as records, compat.collecting_graph_breaks() as breaks, mode:
         outputs = compat.compile_with_backend(compat.fresh_callable(model), backend=backend)(*args, **kwargs)
         loss = loss_of(outputs)
         if loss is not None:
             loss.backward()
-    traced = Traced(list(records), [(records.index(r), side, gm) for r, side, gm in sides if r in records], list(breaks))
+    traced = Traced(list(records), [(records.index(r), side, gm) for r, side, gm in sides if r in records], list(breaks), triton_calls=list(calls.values()))
     if isinstance(model, torch.nn.Module):
         named = dict(model.named_parameters())
         traced.parameters = sum(p.numel() for p in named.values())

@@ -51,6 +51,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         plain = Options.parse({**request["options"], "level": 0, "enable": [], "strict": False, "dump": None}, environ={})
         torch._dynamo.reset()
         result["unfused"] = describe(trace(model, args, kwargs, plain), request["hardware"], code=False)
+        del result["unfused"]["triton_calls"]
         seconds["unfused"] = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {**result, "options": options.as_dict(), "seconds": seconds, "peak_memory": peak, "versions": {"torch": torch.__version__, "torch_npu": torch_npu.__version__}}

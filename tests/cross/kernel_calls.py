@@ -1,0 +1,60 @@
+"""Calls whose kernels are compiled for Ascend, and the golden numbers of what became of them.
+
+    python tests/cross/kernel_calls.py    writes golden_kernels.json anew, for the compiler in the tool chain
+"""
+
+import json
+import pathlib
+
+import torch
+
+from mindspeed_fx.cross import kernels
+
+GOLDEN = pathlib.Path(__file__).with_name("golden_kernels.json")
+SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", "Ascend910_9391", "Ascend910_9382")
+
+
+def _new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def few():
+    """A forward and two backwards at the sizes of a Llama 3 8B layer."""
+    x, w, rstd, wide = _new(4096, 4096), _new(4096), _new(4096, 1, dtype=torch.float32), _new(4096, 14336)
+    return {
+        "rms_norm 4096": kernels.call("rms_norm", x, w, 1e-5, True),
+        "rms_norm_backward 4096": kernels.call("rms_norm_backward", x, x, w, rstd, True, True),
+        "swiglu_backward 14336": kernels.call("swiglu_backward", wide, wide, wide),
+    }
+
+
+def many():
+    """Every kernel family; further widths, types and layouts."""
+    f32, found = torch.float32, few()
+    for hidden, dtype in ((1000, f32), (8192, torch.bfloat16)):
+        x, w, rstd = _new(4096, hidden, dtype=dtype), _new(hidden, dtype=dtype), _new(4096, 1, dtype=f32)
+        found[f"rms_norm {hidden}"] = kernels.call("rms_norm", x, w, 1e-5, False)
+        found[f"rms_norm_backward {hidden}"] = kernels.call("rms_norm_backward", x, x, w, rstd, False, True)
+    x, angles = _new(4096, 2, 32, 128), _new(4096, 1, 1, 128, dtype=f32)
+    found["rope half"] = kernels.call("rope", x, angles, angles, False)
+    found["rope_backward interleaved"] = kernels.call("rope_backward", x, x, angles, angles, True, False)
+    logits, target, lse = _new(4096, 128256), _new(4096, dtype=torch.int64), _new(4096, dtype=f32)
+    found["cross_entropy 128256"] = kernels.call("cross_entropy", logits, target, -100, 0.1)
+    found["cross_entropy_backward 128256"] = kernels.call("cross_entropy_backward", lse, logits, target, lse, -100, 0.0)
+    found["swiglu packed 11008"] = kernels.call("swiglu", _new(4096, 2 * 11008), None)
+    return found
+
+
+def compiled(calls, soc):
+    """(compiler, name -> kernels with what the golden file keeps of them)."""
+    made = kernels.compile_kernels(calls.values(), soc)
+    keep = ("kernel", "tile", "outcome", "on_chip", "dynamic", "scalar_loops")
+    return made["compiler"], {name: c["problem"] or [{k: row[k] for k in keep} for row in c["kernels"]] for name, c in zip(calls, made["calls"])}
+
+
+if __name__ == "__main__":
+    compiler, found = compiled(many(), "Ascend910B2")
+    others = {soc: compiled(few(), soc)[1] for soc in SOCS if soc != "Ascend910B2"}
+    assert all(v == {n: found[n] for n in v} for v in others.values()), "the SoCs differ"
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
+    GOLDEN.write_text(json.dumps({**golden, compiler: found}, indent=1) + "\n")

@@ -1,0 +1,133 @@
+"""Triton kernels compiled for Ascend SoCs: they fit, keep double buffering, work on vectors; and what does not is found out."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kernel_calls
+from mindspeed_fx.cross import bishengir, kernels, tiles, toolchain
+from npu_process import HERE
+
+MISSING = toolchain.missing("triton_ascend")
+needs_compiler = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+SINGLE = {"rms_norm_backward 8192"}
+"""Rows that fill the buffer once; in column blocks they would be read three times."""
+
+_cache = {}
+
+
+def compiled(soc, calls):
+    if (soc, len(calls)) not in _cache:
+        _cache[soc, len(calls)] = kernel_calls.compiled(calls, soc)
+    return _cache[soc, len(calls)]
+
+
+def assert_good(name, rows):
+    assert isinstance(rows, list), rows
+    for row in rows:
+        assert row["outcome"] == "ok" or name in SINGLE, row
+        assert row["scalar_loops"] == 0 and 0 < row["on_chip"]["UB"] <= 192 * 1024, row
+
+
+@pytest.mark.npu
+@needs_compiler
+@pytest.mark.parametrize("name", kernel_calls.many())
+def test_golden_numbers(name):
+    compiler, found = compiled("Ascend910B2", kernel_calls.many())
+    assert_good(name, found[name])
+    golden = json.loads(kernel_calls.GOLDEN.read_text())
+    if compiler not in golden:
+        pytest.skip(f"no golden numbers for bishengir-compile {compiler}; run tests/cross/kernel_calls.py")
+    assert found[name] == golden[compiler][name]
+
+
+@pytest.mark.npu
+@needs_compiler
+@pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend910_9391", *(pytest.param(s, marks=pytest.mark.slow) for s in ("Ascend910B1", "Ascend910B4", "Ascend910_9382"))])
+def test_every_soc(soc):
+    """The on-chip memories of these SoCs are equal, and so are the tiles."""
+    found, wanted = compiled(soc, kernel_calls.few())[1], compiled("Ascend910B2", kernel_calls.many())[1]
+    for name, rows in found.items():
+        assert_good(name, rows)
+        assert rows == wanted[name]
+
+
+@pytest.mark.npu
+@needs_compiler
+def test_bad_kernels_are_found_out():
+    home = toolchain.path("triton_ascend")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), str(HERE.parents[1])])}
+    run = subprocess.run([sys.executable, str(HERE / "bad_kernels.py"), str(home)], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["gather"]["scalar_loops"] > 0
+    assert found["4096"]["outcome"] == "ok" and found["4096"]["dynamic"] == found["4096"]["scalar_loops"] == 0
+    assert found["16384"]["outcome"] == "single-buffered"
+    assert found["65536"]["outcome"] == "overflow" and found["65536"]["message"].startswith("UB overflow: needs ") and found["65536"]["message"].endswith("of 196,608")
+
+
+def test_what_cannot_be_compiled():
+    with pytest.raises(ValueError, match='no SoC "Ascend910B9"'):
+        kernels.compile_kernels([], "Ascend910B9")
+    with pytest.raises(ValueError, match="mindspeed::attention has no Triton kernel"):
+        kernels.call("attention")
+
+
+@given(st.integers(1, 262144))
+def test_column_blocks(width):
+    found = [t["BLOCK"] for t in tiles.candidates({"N": width, "BLOCK": 4096})]
+    assert found == sorted(set(found), reverse=True) and 1 <= len(found) <= tiles.TRIES
+    assert all(b % 16 == 0 and b <= tiles._WIDEST for b in found)
+
+
+@given(st.integers(1, 32768), st.sampled_from([1, 2, 4, 8]))
+def test_whole_rows(width, rows):
+    found = tiles.candidates({"N": width, "ROWS": rows, "BLOCK": 1 << max(0, width - 1).bit_length()})
+    assert all(t["BLOCK"] == width for t in found) and found[-1]["ROWS"] >= 1 and found[0]["ROWS"] * width <= tiles._TOGETHER
+
+
+IR = """
+func.func @kernel(%arg0: memref<?xbf16>) {
+  scf.for %i = %a to %b {
+    hivm.hir.load ins(%1 : memref<4096xbf16, gm>) outs(%2 : memref<4096xbf16, ub>)
+    hivm.hir.vmul ins(%3, %4 : memref<4096xf32, ub>, memref<4096xf32, ub>) outs(%5 : memref<4096xf32, ub>)
+    hivm.hir.set_flag[<PIPE_V>, <PIPE_MTE3>]
+    scf.for %j = %a to %b {
+      %6 = memref.load %7[%j] : memref<?xf32>
+      memref.store %6, %8[%j] : memref<1024xf32>
+    }
+    hivm.hir.store ins(%5 : memref<?xbf16, ub>) outs(%9 : memref<?xbf16, gm>)
+  }
+  return
+}
+"""
+
+
+def test_what_a_trip_does():
+    found = bishengir.tally(IR)
+    assert found["work"] == {"1": {"repeats": 64, "sync": 1, "moves": 2}} and found["scalar_loops"] == 1 and found["dynamic"] == 1
+
+
+def test_the_highest_byte():
+    module = """
+func.func @kernel() {
+  %c0_i64 = arith.constant 0 : i64
+  %c8192_i64 = arith.constant 8192 : i64
+  %0 = hivm.hir.pointer_cast(%c0_i64, %c8192_i64) : memref<4096xbf16, #hivm.address_space<ub>>
+  %1 = hivm.hir.pointer_cast(%c8192_i64) : memref<16x16xf32, #hivm.address_space<cc>>
+}
+"""
+    assert bishengir.on_chip(module) == {"UB": 16384, "L0C": 8192 + 1024}
+
+
+def test_the_last_attempt_counts():
+    log = ["// -----// IR Dump After A //----- //", *IR.replace("4096xf32", "8192xf32").splitlines(), "[NOTE] Ub overflow detected; automatically set enable-auto-multi-buffer to false and retrying", "// -----// IR Dump After A //----- //", *IR.splitlines()]
+    messages, ir = bishengir._separate("\n".join(log))
+    assert len(messages) == 2 - 1 + 0 and "auto-multi-buffer to false" in messages[0] and bishengir.tally(ir)["work"]["1"]["repeats"] == 64
+    assert bishengir._failure(["error: ub overflow, requires 1704192 bits while 1572864 bits available!"]) == {"outcome": "overflow", "message": "UB overflow: needs 213,024 bytes of 196,608"}
