@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     cross.add_argument("--soc", default="Ascend910B2")
     cross.add_argument("--options", default="{}", help="backend options as JSON")
     cross.add_argument("--no-baseline", action="store_true", help="do not also trace without passes to compare with")
+    cross.add_argument("--no-kernels", action="store_true", help="do not compile the Triton kernels for the SoC")
     cross.add_argument("--dir", help="of the tool chain (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
     cross.add_argument("--json", metavar="FILE", help="write everything as JSON")
     cross.add_argument("--html", metavar="FILE", help="write one HTML page")
@@ -102,7 +103,7 @@ def _cross(given: argparse.Namespace) -> int:
     from mindspeed_fx.cross.compile import CrossError, cross_compile
 
     try:
-        report = cross_compile(given.source, soc=given.soc, options=json.loads(given.options), baseline=not given.no_baseline, toolchain=given.dir)
+        report = cross_compile(given.source, soc=given.soc, options=json.loads(given.options), baseline=not given.no_baseline, kernels=not given.no_kernels, toolchain=given.dir)
     except CrossError as e:
         print(f"{e.details}\nmindspeed-fx cross: {e}", file=sys.stderr)
         return 2

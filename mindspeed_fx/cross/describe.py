@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
-from mindspeed_fx import compat
+from mindspeed_fx.cost.graph import estimate
 from mindspeed_fx.cross import memory
 from mindspeed_fx.cross.trace import Traced
 from mindspeed_fx.report.code import readable
@@ -19,7 +18,7 @@ def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]
     """The values that :class:`mindspeed_fx.cross.report.CrossReport` shows.
 
     Args:
-        hardware: device of the cost model.
+        hardware: device of the cost model, such as "Ascend910B2".
         code: with the text of every graph.
     """
     graphs = []
@@ -38,25 +37,11 @@ def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]
 
 
 def _side(gm: fx.GraphModule, hardware: str) -> dict[str, Any]:
-    calls: dict[str, dict[str, Any]] = {}
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        name = str(node.target).removesuffix(".default")
-        row = calls.setdefault(name, {"operator": name, "calls": 0, "bytes": 0})
-        row["calls"] += 1
-        row["bytes"] += 0 if is_view(node) else _touched(node)
-    return {"nodes": len(gm.graph.nodes), "operators": sorted(calls.values(), key=lambda r: (-r["bytes"], r["operator"])), "memory": memory.peak(gm)}
-
-
-def is_view(node: fx.Node) -> bool:
-    """True for a call that moves no data: its result shares the memory of an input."""
-    value = node.meta.get("val")
-    inputs = {compat.storage_of(v) for n in node.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)}
-    return isinstance(value, torch.Tensor) and compat.storage_of(value) in inputs and not node.target._schema.is_mutable
-
-
-def _touched(node: fx.Node) -> int:
-    """Bytes of the call's inputs and results, each read or written once."""
-    values = [n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")]
-    return sum(compat.hint(v.numel()) * v.element_size() for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
+    made = estimate(gm, hardware)
+    rows = {r["operator"]: r for r in made.by_operator()}
+    for node in gm.graph.nodes:  # views move nothing and cost nothing, but are there
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            name = str(node.target.overloadpacket)
+            row = rows.setdefault(name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bound": ""})
+            row["calls"] += not row["seconds"]
+    return {"nodes": len(gm.graph.nodes), "operators": list(rows.values()), "cost": made.summary(), "memory": memory.peak(gm)}

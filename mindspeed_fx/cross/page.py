@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from mindspeed_fx.cross.report import CrossReport, size
+from mindspeed_fx.cross.report import CrossReport, milliseconds, size
 from mindspeed_fx.report.html import page as whole_page
 from mindspeed_fx.report.html import table
 
@@ -28,8 +28,9 @@ def page(report: CrossReport) -> str:
     for i, graph in enumerate(report.graphs):
         for side in graph["sides"]:
             memory = side["memory"]
-            body.append(f"<h2>Graph {i}, {side['side']}</h2><p>{side['nodes']} nodes; live memory {size(memory['peak'])} at most, at <code>{escape(memory['node'])}</code>, of which inputs {size(memory['inputs'])}</p>")
-            body.append(table(("operator", "calls", "bytes read and written"), [(o["operator"], o["calls"], size(o["bytes"])) for o in side["operators"]]))
+            body.append(f"<h2>Graph {i}, {side['side']}</h2><p>{side['nodes']} nodes; modelled {milliseconds(side['cost']['seconds'])}; live memory {size(memory['peak'])} at most, at <code>{escape(memory['node'])}</code>, of which inputs {size(memory['inputs'])}</p>")
+            rows = [(o["operator"], o["calls"], f"{o['flops'] / 1e9:,.3f}", size(o["bytes"]), milliseconds(o["seconds"]), o["bound"]) for o in side["operators"]]
+            body.append(table(("operator", "calls", "GFLOP", "bytes read and written", f"modelled on {report.hardware}", "bound"), rows))
             body.append(f'<details><summary>Code</summary><div class="wide"><pre tabindex="0">{escape(side["code"])}</pre></div></details>')
     return whole_page(f"{v['model']} for {report.soc}", "".join(body))
 

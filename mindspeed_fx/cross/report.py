@@ -23,6 +23,11 @@ class CrossReport:
         return self.values["soc"]
 
     @property
+    def hardware(self) -> str:
+        """The device of the cost model."""
+        return next((s["cost"]["hardware"] for g in self.graphs for s in g["sides"]), self.soc)
+
+    @property
     def graphs(self) -> list[dict[str, Any]]:
         return self.values["graphs"]
 
@@ -70,7 +75,7 @@ class CrossReport:
         return {f"graph{i}.{s['side']}": s["code"] for i, g in enumerate(self.graphs) for s in g["sides"]}
 
     def total(self, what: str, unfused: bool = False) -> float | None:
-        """Sum over all graphs: "bytes" moved, operator "calls", "nodes", or "saved" bytes; None without that baseline."""
+        """Sum over all graphs: modelled "seconds", "bytes" moved, "flops", "kernels", "nodes", or "saved" bytes; None without that baseline."""
         values = self.values.get("unfused") if unfused else self.values
         if values is None:
             return None
@@ -78,7 +83,7 @@ class CrossReport:
             return sum(g["saved"] for g in values["graphs"])
         if what == "nodes":
             return sum(s["nodes"] for g in values["graphs"] for s in g["sides"])
-        return sum(o[what] for g in values["graphs"] for s in g["sides"] for o in s["operators"])
+        return sum(s["cost"][what] for g in values["graphs"] for s in g["sides"])
 
     def peak(self, unfused: bool = False) -> int | None:
         """The most bytes alive in any one graph, its inputs (parameters, saved activations) included."""
@@ -89,7 +94,7 @@ class CrossReport:
         """(what, with the passes, without any pass) as text; empty without a baseline."""
         if not self.values.get("unfused"):
             return []
-        rows = [("operator calls", self.total("calls"), self.total("calls", True), str), ("bytes moved", self.total("bytes"), self.total("bytes", True), size),
+        rows = [("modelled time of the step", self.total("seconds"), self.total("seconds", True), milliseconds), ("kernels started", self.total("kernels"), self.total("kernels", True), str), ("bytes moved", self.total("bytes"), self.total("bytes", True), size),
                 ("activations saved", self.total("saved"), self.total("saved", True), size), ("peak of live memory", self.peak(), self.peak(True), size)]  # fmt: skip
         return [(what, show(a), show(b)) for what, a, b, show in rows]
 
@@ -123,6 +128,10 @@ class CrossReport:
             lines += [f"WITHOUT A GRADIENT: {len(self.without_gradient)} trainable parameters (unused, or lost): {', '.join(self.without_gradient[:8])}"]
         if rows := self.comparison():
             lines += [f"{'':<34}{'fused':>14}{'unfused':>14}"] + [f"  {what:<32}{a:>14}{b:>14}" for what, a, b in rows]
+            lines += [f"  modelled time is {self.total('seconds') / self.total('seconds', True):.2f} of the unfused graphs'"]
+        else:
+            lines += [f"modelled time of the step on {self.hardware}: {milliseconds(self.total('seconds'))}, {size(self.total('bytes'))} moved"]
+        lines += [f"cost model: {note}" for note in dict.fromkeys(n for g in self.graphs for s in g["sides"] for n in s["cost"]["notes"])]
         return "\n".join(lines)
 
 
@@ -132,6 +141,11 @@ def kernel_text(row: dict[str, Any]) -> str:
     chip = ", ".join(f"{space} {size(used)}" for space, used in row["on_chip"].items())
     slow = [f"{row['dynamic']} transfers of dynamic size"] * bool(row["dynamic"]) + [f"{row['scalar_loops']} SCALAR LOOPS"] * bool(row["scalar_loops"])
     return f"{row['kernel']:<24} {tile:<22} {row['outcome']:<16} {chip}" + "".join(f"; {s}" for s in slow)
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as text."""
+    return f"{seconds * 1e3:,.2f} ms"
 
 
 def size(count: float) -> str:

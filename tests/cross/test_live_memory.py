@@ -4,7 +4,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mindspeed_fx.cross import memory
-from mindspeed_fx.cross.describe import is_view
 
 
 def test_a_chain():
@@ -18,7 +17,6 @@ def test_a_chain():
     found = memory.peak(gm)
     # At the addition x, a and b are alive; the view is b's memory.
     assert (found["inputs"], found["outputs"], found["peak"], found["node"]) == (1024, 64, 3072, "add")
-    assert [is_view(n) for n in gm.graph.nodes if n.op == "call_function"] == [False, False, True, False, False]
 
 
 def test_what_is_saved_counts_each_memory_once_and_no_inputs():
