@@ -6,12 +6,14 @@
     made.expression("flops", {"b": 2, "s": 512, "h": 1024, "4*h": 4096})   # 24*b*h**2*s + ...
 
 Assumptions, beside those of :mod:`operators`: one kernel at a time, so times add up, collectives included; views are free;
-every input comes from device memory and every result goes there. With ``fused`` pointwise work runs as Inductor would
+every result goes to device memory, and every input comes from there, but for what the cache of a device with a rate for it
+still has (:mod:`cache`). With ``fused`` pointwise work runs as Inductor would
 group it: see :mod:`regions`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -22,6 +24,7 @@ from typing import Any, Mapping
 import sympy
 import torch.fx as fx
 
+from mindspeed_fx.cost.cache import Cache
 from mindspeed_fx.cost.collectives import collective
 from mindspeed_fx.cost.hardware import Hardware, hardware as device
 from mindspeed_fx.cost.operators import Cost
@@ -70,14 +73,16 @@ class Estimate:
     @functools.cached_property
     def nodes(self) -> list[NodeCost]:
         groups = grouped(self.calls) if self.fused else [([c], None) for c in self.calls.calls]
-        return [self._node(members, cost) for members, cost in groups]
+        cache = Cache(self.hardware)
+        return [self._node(members, cost, cache.touch(members, self.value)) for members, cost in groups]
 
-    def _node(self, members: list[Call], cost: Cost | None) -> NodeCost:
+    def _node(self, members: list[Call], cost: Cost | None, cached: int) -> NodeCost:
         last = members[-1]
         if last.kind == "collective":
             return self._collective(last)
         cost = cost if cost is not None else last.cost(self._note)
         numeric = Cost(*(self.value(getattr(cost, k)) for k in ("flops", "matrix", "vector", "read", "write")), cost.dtype, cost.wide, self.value(cost.launches))
+        numeric = dataclasses.replace(numeric, cached=min(cached, numeric.read))
         for unit, dtype, work in (("matrix", cost.dtype, cost.matrix), ("vector", cost.wide, cost.vector)):
             if work != 0 and self.hardware.substitute(unit, dtype) != dtype:
                 self._note(f"{self.hardware.name} has no {unit} rate for {dtype}: that of {self.hardware.substitute(unit, dtype)} is taken")

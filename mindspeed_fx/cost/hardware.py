@@ -100,6 +100,8 @@ class Hardware:
     """Ranks in one machine."""
     cache: Constant | None = None
     """Bytes of the last-level cache."""
+    cache_bandwidth: Constant | None = None
+    """B/s at which kernels read what an earlier kernel left in the cache; None: graphs are modelled without a cache."""
     matrix_cores: int = 0
     vector_cores: int = 0
     notes: tuple[str, ...] = field(default=())
@@ -116,6 +118,11 @@ class Hardware:
     def memory_rate(self) -> float:
         """B/s that kernels limited by memory reach."""
         return self.memory_bandwidth * self.memory_efficiency
+
+    @property
+    def cache_rate(self) -> float:
+        """B/s that kernels reach from the cache: the efficiency is that of memory, for lack of a source."""
+        return (self.cache_bandwidth or self.memory_bandwidth) * self.memory_efficiency
 
     def substitute(self, unit: str, dtype: Any) -> str:
         """The row of table ``unit`` ("matrix", "vector") that stands for ``dtype``: itself, else float32, which is the

@@ -75,6 +75,8 @@ class Cost:
     wide: str = "float32"
     """Type of the vector work."""
     launches: int = 1
+    cached: Size = 0
+    """Bytes of ``read`` that are in the last-level cache: known for a kernel in a graph alone."""
     once: bool = False
     """Made by :func:`once`: bytes are the sizes of inputs and outputs, each once."""
 
@@ -86,7 +88,7 @@ class Cost:
         """Seconds of each term: "matrix", "vector", "memory", "launch"."""
         return {
             "matrix": self.matrix / hw.matrix_rate(self.dtype), "vector": self.vector / hw.vector_rate(self.wide),
-            "memory": self.bytes / hw.memory_rate, "launch": self.launches * float(hw.launch),
+            "memory": (self.bytes - self.cached) / hw.memory_rate + self.cached / hw.cache_rate, "launch": self.launches * float(hw.launch),
         }  # fmt: skip
 
     def seconds(self, hw: Hardware) -> Any:

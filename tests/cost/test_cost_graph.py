@@ -254,3 +254,31 @@ def test_text_and_json():
     assert "modelled on ascend910b2" in str(made) and "aten.mm" in str(made) and json.dumps(made.summary())
     assert sum(r["seconds"] for r in made.by_operator()) == pytest.approx(made.seconds)
     assert made.on("ascend910b4").seconds > made.seconds and hardware("ascend910b4").name in str(made.on("ascend910b4"))
+
+
+def test_a_large_cache_serves_what_the_last_kernel_left():
+    hw, model = hardware("ascend910b2"), lambda x: (x + 1).exp()  # noqa: E731
+
+    def memory_seconds(rows):
+        first, second = estimate(traced(model, torch.empty(rows, 2**18, device="meta")), hw).nodes
+        assert first.cost.bytes == second.cost.bytes
+        return first.seconds - hw.launch, second.seconds - hw.launch
+
+    small, again = memory_seconds(64)  # 64 MiB each, two fit
+    assert small == pytest.approx(2 * 2**26 / hw.memory_rate) and again == pytest.approx(2**26 / hw.memory_rate + 2**26 / hw.cache_rate)
+    large, again = memory_seconds(256)
+    assert large == again == pytest.approx(2 * 2**28 / hw.memory_rate), "256 MiB do not fit"
+    assert hw.cache_rate > 2 * hw.memory_rate and hardware("h100").cache_bandwidth is None
+
+
+def test_the_cache_forgets_what_was_used_longest_ago():
+    from mindspeed_fx.cost.cache import Cache
+    from mindspeed_fx.cost.operators import Spec
+    from mindspeed_fx.cost.read import Call
+
+    make = lambda key: Spec((60 * 2**20,), "int8", 1, key=key)  # noqa: E731
+    cache = Cache(hardware("ascend910b2"))
+    touch = lambda read, write: cache.touch([Call("c", "aten.neg", "pointwise", make(write), (make(read),), {})], int)  # noqa: E731
+    assert touch("a", "b") == 0 and touch("a", "c") == 60 * 2**20
+    assert touch("a", "d") == 60 * 2**20, "a, c, d are left of 192 MiB"
+    assert touch("b", "e") == 0 and touch("d", "f") == 60 * 2**20

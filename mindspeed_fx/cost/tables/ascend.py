@@ -63,6 +63,7 @@ def _device(name: str, title: str, aic: int, aiv: int, ghz: float, memory: float
         "matrix": _cores(aic, ghz), "vector": _vectors(aiv, ghz, lanes), **EFFICIENCY,
         "memory_bandwidth": C(tbs * 1e12, "B/s", source, "medium"), "memory": C(memory * GiB, "B", f"{source}; about 0.95 of it is visible", "medium"),
         "host_bandwidth": C(31.5 * GB, "B/s", "assumed: PCIe 4.0 x16, what the host processor has; protocol costs not counted", "low"),
+        "cache_bandwidth": None if cache_mib is None else C(aic * ghz * 1e9 * 110, "B/s", f"derived: {aic} cores x {ghz} GHz x 110 B: L2 read rate of {INI}", "medium"),
         "cache": None if cache_mib is None else C(cache_mib * 2**20, "B", INI, "medium"),
     }  # fmt: skip
     return Hardware(name, title, "npu", matrix_cores=aic, vector_cores=aiv, tiers=tiers, node=node, **{**values, **more})
