@@ -137,7 +137,7 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "scaled_dot_product_attention": _sdpa, "_scaled_dot_product_flash_attention": _flash, "_scaled_dot_product_flash_attention_for_cpu": _flash, "_scaled_dot_product_efficient_attention": _efficient, "_scaled_dot_product_cudnn_attention": _efficient,
     **dict.fromkeys(("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"), _flash_backward),
     "npu_fusion_attention": _npu_attention, "npu_fusion_attention_v3": _npu_attention, "npu_fusion_attention_grad": _npu_attention_grad, "npu_fusion_attention_grad_v3": _npu_attention_grad,
-    "_grouped_mm": _grouped,
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "index_add", "index_copy", "masked_scatter"), _scatter),
     "embedding_dense_backward": _embedding_backward, "sort": _sort, "argsort": _sort, "topk": lambda out, x, *more, **kw: once(out, x, vector=4 * x.numel),
 }  # fmt: skip

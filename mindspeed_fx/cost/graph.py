@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Mapping
@@ -27,6 +25,7 @@ import torch.fx as fx
 from mindspeed_fx.cost.cache import Cache
 from mindspeed_fx.cost.collectives import collective
 from mindspeed_fx.cost.hardware import Hardware, hardware as device
+from mindspeed_fx.cost.naming import naming
 from mindspeed_fx.cost.operators import Cost
 from mindspeed_fx.cost.read import Call, Calls, read
 from mindspeed_fx.cost.regions import grouped
@@ -184,8 +183,8 @@ class Estimate:
         """
         if what not in ("flops", "bytes", "vector"):
             raise ValueError(f'{what!r} is no total; valid: "flops", "bytes", "vector"')
-        naming = _naming(names)
-        calls = self.calls.sized(lambda n: naming(self.value(n)))
+        name = naming(names)
+        calls = self.calls.sized(lambda n: name(self.value(n)))
         return sympy.expand(getattr(Estimate(calls, self.hardware, self.fused, {}), what))
 
     def by_operator(self) -> list[dict[str, Any]]:
@@ -228,24 +227,3 @@ def estimate(gm: fx.GraphModule, hardware: "str | Hardware", fused: bool = False
     """
     calls = read(gm)
     return Estimate(calls, device(hardware), fused, calls.hints)
-
-
-def _naming(names: Mapping[str, int]) -> Any:
-    """Size -> expression: see :meth:`Estimate.expression`."""
-    given = {sympy.sympify(k, locals={s: sympy.Symbol(s, positive=True) for s in re.findall(r"[A-Za-z_]\w*", k)}): int(v) for k, v in names.items()}
-    by_value: dict[int, sympy.Expr] = {}
-    for expression, value in given.items():
-        if value < 2:
-            raise ValueError(f"{expression} is {value}: a size of 1 cannot be told from any other 1; use a larger one")
-        if value in by_value:
-            raise ValueError(f"{by_value[value]} and {expression} are both {value}: give the graph sizes that differ")
-        by_value[value] = expression
-    plain = [(e, v) for e, v in given.items() if e.is_Symbol]
-    products: dict[int, sympy.Expr] = {}
-    for count in (2, 3):
-        for chosen in itertools.combinations(plain, count):
-            value = 1
-            for _, v in chosen:
-                value *= v
-            products.setdefault(value, sympy.Mul(*(e for e, _ in chosen)))
-    return lambda n: by_value.get(n, products.get(n, n)) if isinstance(n, int) else n

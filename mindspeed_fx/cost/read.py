@@ -51,6 +51,8 @@ class Call:
         from mindspeed_fx.kernels.base import REGISTRY
 
         try:
+            if self.kind == "other" and not self.operator.startswith(("aten.", "prims.")):
+                note(f"{self.operator} is not known: counted as one pass over its tensors, its FLOP as one for each element")
             if self.kind != "operator":
                 return aten.cost(self.operator.rpartition(".")[2], self.out, self.args, self.kwargs)
             known = REGISTRY.get(self.overload)

@@ -179,6 +179,15 @@ def test_operators_of_ours_have_the_cost_of_their_file():
         operator.cost = kept
 
 
+def test_foreign_operators_are_named():
+    with torch.library._scoped_library("cost_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("cost_test::twice", torch.empty_like, lib=library)
+        made = estimate(traced(torch.ops.cost_test.twice, torch.randn(4, 4)), "h100")
+    assert made.bytes == 2 * 64 and any("cost_test.twice is not known" in n for n in made.notes)
+
+
 def test_collectives_take_the_time_of_their_group():
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
