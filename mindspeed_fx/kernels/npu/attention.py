@@ -1,0 +1,178 @@
+"""Attention on NPU: ``npu_fusion_attention_v3`` and its backward.
+
+What the operator says in its own words becomes the kernel's: an allowed position is False in ``atten_mask``; a bias is
+``pse``, divided by the scale, because the kernel adds it before scaling; a causal mask is sparse mode 2 with the fixed
+2048 x 2048 triangle, a window mode 4 with as many keys before as it is wide. The log-sum-exp replaces the two statistics
+backward: as largest score, with a sum of 1, it gives the same weights, the sinks' share included. The kernel has no soft-cap: such
+attention runs in blocks of rows (:mod:`mindspeed_fx.kernels.attention_blocked`), where it is causal.
+
+Taken as read, for the documentation does not say it: a sink counts in ``softmax_sum``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.compat import hint, statically_known_true
+from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
+from mindspeed_fx.kernels.attention_blocked import attention_blocked, attention_blocked_backward
+from mindspeed_fx.kernels.attention_cpu import _blocked_backward_supports, _blocked_supports
+from mindspeed_fx.kernels.npu import first, lowering, typed, within
+
+npu = torch.ops.npu
+TRIANGLE, FULL = 2048, 2147483647
+LOWEST = -1e30
+"""Log-sum-exp below which a row has no allowed key: masked scores are the smallest float32, not minus infinity."""
+
+# --------------------------------------------------------------------------- limits
+
+
+def _supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None, op="npu_fusion_attention_v3"):
+    if softcap:
+        return f"{op}: a soft-cap of {softcap}; the kernel has none"
+    heads, shared = hint(q.shape[1]), hint(k.shape[1])
+    return first(
+        typed(q=q, k=k, v=v),
+        f"{op}: q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; valid: one type".replace("torch.", "") if not q.dtype == k.dtype == v.dtype else None,
+        within(f"{op}: head_dim", q.shape[3], 1, 768),
+        f"{op}: head_dim of v is {v.shape[3]}; valid: up to that of k, {k.shape[3]}" if hint(v.shape[3]) > hint(k.shape[3]) else None,
+        within(f"{op}: heads", heads, 1, 256),
+        f"{op}: {heads} heads and {shared} of keys; valid: a multiple" if heads % shared else None,
+        within(f"{op}: batch", q.shape[0], 1, 2 * 2**20),
+        within(f"{op}: length of q", q.shape[2], 1, 2**20),
+        within(f"{op}: length of k", k.shape[2], 1, 2**20),
+        _mask_limits(op, q, k, mask, causal, scale, window),
+        f"{op}: sinks are {sinks.dtype}; valid: {', '.join(map(str, (torch.float32, q.dtype)))}".replace("torch.", "") if sinks is not None and sinks.dtype not in (torch.float32, q.dtype) else None,
+    )
+
+
+def _mask_limits(op, q, k, mask, causal, scale, window):
+    if mask is not None and mask.dtype != torch.bool:
+        if mask.dtype != q.dtype:
+            return f"{op}: the bias is {mask.dtype}; valid: the type of q, {q.dtype}".replace("torch.", "")
+        if scale == 0:
+            return f"{op}: a bias with scale 0, by which pse would be divided"
+    if window and mask is None and not statically_known_true(q.shape[2] == k.shape[2]):
+        return f"{op}: a window of {window} keys with {q.shape[2]} queries and {k.shape[2]} keys; valid: as many (a band starts at the other corner)"
+    return within(f"{op}: window", window, 0, FULL)
+
+
+def _supports_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    op = "npu_fusion_attention_grad_v3"
+    return _supports(q, k, v, mask, causal, scale, window, softcap, op=op) or typed((q.dtype,), grad=grad, out=out)
+
+
+# --------------------------------------------------------------------------- masks
+
+
+def _triangle(device: torch.device) -> Tensor:
+    """The mask of the compressed modes; one per graph, for equal constants are shared."""
+    return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu(1)
+
+
+def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int) -> dict:
+    """The arguments that mask: pse, atten_mask, sparse_mode, pre_tockens, next_tockens, inner_precise."""
+    given = {"pse": None, "atten_mask": None, "sparse_mode": 0, "pre_tockens": FULL, "next_tockens": FULL, "inner_precise": 0}
+    if mask is not None and mask.dtype != torch.bool:
+        # Not minus infinity: the running maximum of a block that is masked whole would make it NaN.
+        given["pse"] = (_bias(mask, q.shape[1]) / scale).clamp(min=torch.finfo(q.dtype).min / 2)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = ~mask
+        if causal:
+            ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            hidden = ones.triu(1) if not window else ones.triu(1) | ones.tril(-window)
+            mask = mask | hidden
+        # Shapes are BNSS, B1SS, 11SS; rows without any allowed key are zero only with inner_precise 2.
+        batch, heads = (q.shape[0], q.shape[1]) if hint(mask.shape[1]) != 1 else (mask.shape[0], 1)
+        given.update(atten_mask=mask.expand(batch, heads, q.shape[2], k.shape[2]).contiguous(), inner_precise=2)
+    elif causal:
+        given.update(atten_mask=_triangle(q.device), sparse_mode=2)
+        if window:
+            given.update(sparse_mode=4, pre_tockens=window - 1, next_tockens=0)
+    return given
+
+
+def _bias(bias: Tensor, heads: int) -> Tensor:
+    """[batch, heads, q_seq or 1, kv_seq]: pse has BNSS, BN1S and 1NSS."""
+    return bias.expand(bias.shape[0], heads, *bias.shape[2:]).contiguous()
+
+
+def _four(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A mask of any broadcast shape as [.., .., q_seq or 1, kv_seq]; biases of one batch keep q_seq (there is no 1N1S)."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    rows = mask.shape[2] if mask.dtype != torch.bool and hint(mask.shape[0]) != 1 else q.shape[2]
+    return mask.expand(mask.shape[0], mask.shape[1], rows, k.shape[2])
+
+
+# --------------------------------------------------------------------------- layouts
+
+ORDERS = {"BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3), "SBH": (2, 0, 1, 3)}
+"""Layout -> order of [batch, heads, seq, dim] in memory."""
+
+
+def _contiguous(x: Tensor, layout: str) -> bool:
+    wanted = 1
+    for i in reversed(ORDERS[layout]):
+        if not (statically_known_true(x.shape[i] == 1) or statically_known_true(x.stride(i) == wanted)):
+            return False
+        wanted = wanted * x.shape[i]
+    return True
+
+
+def _layout(inputs: tuple[Tensor, ...], results: int) -> str:
+    """The layout that copies least: inputs that are stored otherwise, and every result, which is stored BSND."""
+    return min(ORDERS, key=lambda layout: sum(not _contiguous(x, layout) for x in inputs) + (results if layout != "BSND" else 0))
+
+
+def _laid(x: Tensor, layout: str) -> Tensor:
+    x = x.permute(ORDERS[layout])
+    return x.flatten(2) if layout == "SBH" else x
+
+
+def _back(x: Tensor, layout: str, heads: int) -> Tensor:
+    if layout == "SBH":
+        x = x.unflatten(2, (heads, -1))
+    order = ORDERS[layout]
+    return stored_bsnd(x.permute([order.index(i) for i in range(4)]))
+
+
+# --------------------------------------------------------------------------- the kernels
+
+
+@lowering(attention, "npu_fusion_attention_v3", _supports, ("npu_fusion_attention_v3",))
+def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    layout = _layout((q, k, v), 1)
+    given = _mask(q, k, _four(mask, q, k), causal, scale, window)
+    qkv = (_laid(x, layout) for x in (q, k, v))
+    out, top, total, *_ = npu.npu_fusion_attention_v3(*qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **given)
+    lse = top[..., 0] + total[..., 0].log()
+    if mask is not None:
+        lse = lse.masked_fill(~(lse > LOWEST), 0.0)
+    return _back(out, layout, q.shape[1]), stored_bsnd(lse)
+
+
+@lowering(attention_backward, "npu_fusion_attention_grad_v3", _supports_backward, ("npu_fusion_attention_grad_v3",))
+def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    layout = _layout((q, k, v, grad, out), 3)
+    given = _mask(q, k, _four(mask, q, k), causal, scale, window)
+    top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
+    laid = functools.partial(_laid, layout=layout)
+    dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
+        laid(q), laid(k), laid(v), laid(grad), q.shape[1], layout, softmax_max=top, softmax_sum=torch.ones_like(top), attention_in=laid(out), scale_value=scale, **given
+    )
+    return tuple(_back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))
+
+
+@lowering(attention, "attention in blocks of rows", _blocked_supports)
+def _in_blocks(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    return attention_blocked.overload(q, k, v, scale, window, softcap)
+
+
+@lowering(attention_backward, "attention backward in blocks of rows", _blocked_backward_supports)
+def _in_blocks_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    return attention_blocked_backward.overload(grad, q, k, v, out, lse, scale, window, softcap)

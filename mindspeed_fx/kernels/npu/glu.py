@@ -1,0 +1,94 @@
+"""Gated linear units on NPU.
+
+torch_npu's kernels take gate and up as the halves of one tensor. Where they are two tensors, joining them moves more bytes
+than it saves (passes over a tensor of the gate's size: joined 7 forward and 13 backward, activation and product 5 and
+11), so the activation and the product are called, as the unfused model does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_fx.kernels.glu import glu, glu_backward
+from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.swiglu import halves, swiglu, swiglu_backward
+
+npu, aten = torch.ops.npu, torch.ops.aten
+APPROXIMATE = {"gelu": 0, "gelu_tanh": 1}
+"""Activations of ``npu_geglu``, and its number for each."""
+
+# --------------------------------------------------------------------------- SwiGLU
+
+
+def _packed(op, x, up):
+    if up is not None:
+        return f"{op}: gate and up are two tensors; it takes one, and joining them moves more bytes than it saves"
+    return first(typed(x=x), within(f"{op}: dimensions of x", x.dim(), 1, 8))
+
+
+@lowering(swiglu, "npu_swiglu", lambda x, up=None: _packed("npu_swiglu", x, up), ("npu_swiglu",))
+def _swiglu(x, up=None):
+    return npu.npu_swiglu(x, -1)
+
+
+@lowering(swiglu_backward, "npu_swiglu_backward", lambda grad, x, up=None: first(_packed("npu_swiglu_backward", x, up), typed(grad=grad)), ("npu_swiglu_backward",))
+def _swiglu_backward(grad, x, up=None):
+    return npu.npu_swiglu_backward(grad, x, -1).contiguous(), x.new_empty(0)
+
+
+# --------------------------------------------------------------------------- GeGLU
+
+
+def _supports_geglu(op, x, up, activation):
+    if activation not in APPROXIMATE:
+        return f"{op}: the activation is {activation}; valid: {', '.join(APPROXIMATE)}"
+    return _packed(op, x, up)
+
+
+@lowering(glu, "npu_geglu", lambda x, up, activation: _supports_geglu("npu_geglu", x, up, activation), ("npu_geglu",))
+def _geglu(x, up, activation):
+    return npu.npu_geglu(x, -1, APPROXIMATE[activation], True)[0]
+
+
+@lowering(glu_backward, "npu_geglu, npu_geglu_grad", lambda grad, x, up, activation: _supports_geglu("npu_geglu_grad", x, up, activation), ("npu_geglu", "npu_geglu_grad"))
+def _geglu_backward(grad, x, up, activation):
+    # The activated half is made again: kept from the forward it would be one more saved tensor.
+    approximate = APPROXIMATE[activation]
+    gelu = npu.npu_geglu(x, -1, approximate, True)[1]
+    return npu.npu_geglu_grad(grad, x, gelu, -1, approximate, True).contiguous(), x.new_empty(0)
+
+
+# --------------------------------------------------------------------------- activation and product
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "relu": torch.relu, "sigmoid": torch.sigmoid}[activation](x)
+
+
+def _slope(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return aten.silu_backward(grad, x)
+    if activation == "relu":
+        return aten.threshold_backward(grad, x, 0)
+    if activation == "sigmoid":
+        return aten.sigmoid_backward(grad, torch.sigmoid(x))
+    return aten.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _product(x, up, activation):
+    gate, up = halves(x, up)
+    return (_activated(gate, activation) * up).contiguous()
+
+
+def _product_backward(grad, x, up, activation):
+    gate, u = halves(x, up)
+    dgate, dup = _slope((grad * u).to(gate.dtype), gate, activation), (grad * _activated(gate, activation)).to(u.dtype)
+    return (torch.cat((dgate, dup), -1), x.new_empty(0)) if up is None else (dgate.contiguous(), dup.contiguous())
+
+
+lowering(swiglu, "aten silu and product", lambda x, up=None: typed(x=x, up=up))(lambda x, up=None: _product(x, up, "silu"))
+lowering(swiglu_backward, "aten silu_backward and products", lambda grad, x, up=None: typed(x=x, up=up))(lambda grad, x, up=None: _product_backward(grad, x, up, "silu"))
+lowering(glu, "aten activation and product", lambda x, up, activation: typed(x=x, up=up))(_product)
+lowering(glu_backward, "aten activation's backward and products", lambda grad, x, up, activation: typed(x=x, up=up))(_product_backward)

@@ -1,0 +1,57 @@
+"""LayerNorm on NPU: ATen's own operator, and ``npu_add_layer_norm`` for the residual addition before it.
+
+The latter's backward has no meta kernel in torch_npu, so that it serves the forward graph alone; its statistics are what
+``native_layer_norm_backward`` needs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.kernels.add_layer_norm import _plus_sum, add_layer_norm, add_layer_norm_backward
+from mindspeed_fx.kernels.layer_norm import layer_norm, layer_norm_backward
+from mindspeed_fx.kernels.npu import first, lowering, typed, within
+
+npu, aten = torch.ops.npu, torch.ops.aten
+
+
+def _supports(x, weight, bias, *rest):
+    return first(typed(x=x), typed((x.dtype,), weight=weight, bias=bias))
+
+
+@lowering(layer_norm, "aten native_layer_norm", _supports)
+def _layer_norm(x, weight, bias, eps):
+    y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return y.contiguous(), mean.float(), rstd.float()
+
+
+def _supports_backward(grad, x, weight, bias, *rest):
+    return first(typed((x.dtype,), grad=grad), _supports(x, weight, bias))
+
+
+@lowering(layer_norm_backward, "aten native_layer_norm_backward", _supports_backward)
+def _layer_norm_backward(grad, x, weight, bias, mean, rstd, need_weight, need_bias):
+    if x.device.type == "cpu":  # emulated: ATen's CPU kernel has its statistics in the type of x
+        mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
+    dx, dweight, dbias = aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, rstd, weight, bias, [True, need_weight, need_bias])
+    return dx.contiguous(), dweight if need_weight else x.new_empty(0), dbias if need_bias else x.new_empty(0)
+
+
+def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (x.new_ones(x.shape[-1]) if weight is None else weight, x.new_zeros(x.shape[-1]) if bias is None else bias)
+
+
+def _supports_sum(x, residual, weight, bias, eps):
+    return first(within("npu_add_layer_norm: dimensions of x", x.dim(), 2, 8), _supports(x, weight, bias))
+
+
+@lowering(add_layer_norm, "npu_add_layer_norm", _supports_sum, ("npu_add_layer_norm",))
+def _add_layer_norm(x, residual, weight, bias, eps):
+    y, mean, rstd, s = npu.npu_add_layer_norm(x, residual, *_parameters(x, weight, bias), eps, True)
+    return y.contiguous(), s.contiguous(), mean, rstd
+
+
+lowering(add_layer_norm_backward, "aten native_layer_norm_backward and addition", lambda grad, grad_sum, *rest: _supports_backward(grad, *rest))(
+    lambda grad, grad_sum, *rest: _plus_sum(_layer_norm_backward, grad, grad_sum, *rest)
+)
