@@ -43,7 +43,9 @@ EMULATIONS: dict[str, Emulation] = {}
 FAKES = ("npu_fusion_attention_v3", "npu_fusion_attention_grad_v3")
 """Operators whose shapes torch_npu gives through ``register_fake``."""
 
-_libraries: list[torch.library.Library] = []  # a registration ends with its library
+# A registration ends with its library.
+_defined: list[torch.library.Library] = []
+_registered: list[torch.library.Library] = []
 _repairs: list[torch.library.Library] = []
 
 
@@ -74,7 +76,7 @@ def define() -> None:
         return
     _load()
     library = torch.library.Library("npu", "FRAGMENT")
-    _libraries.append(library)
+    _defined.append(library)
     for name, schema in SCHEMAS.items():
         made = EMULATIONS[name]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -87,13 +89,13 @@ def define() -> None:
 
 def register() -> None:
     """CPU kernels for the operators of an imported torch_npu; the operators are made where it is not imported."""
-    if _libraries:
+    if _defined or _registered:
         return
     if not present():
         return define()
     _load()
     library = torch.library.Library("npu", "IMPL")
-    _libraries.append(library)
+    _registered.append(library)
     for name, made in EMULATIONS.items():
         library.impl(name, made.run, "CPU")
 
@@ -105,7 +107,7 @@ BROKEN = ("npu_geglu_grad",)
 @functools.cache
 def repair() -> None:
     """Give torch_npu's operators the meta kernels that are missing or wrong, without which nothing can be traced."""
-    if _libraries:  # ours, whose fakes are right
+    if _defined:  # ours, whose fakes are right
         return
     _load()
     library = torch.library.Library("npu", "IMPL")

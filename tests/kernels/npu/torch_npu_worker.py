@@ -1,0 +1,91 @@
+"""Runs where torch_npu is imported, over stub libraries and on fake tensors of device npu:0; prints what it found as JSON."""
+
+import json
+import sys
+
+import torch
+import torch_npu  # noqa: F401
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+sys.path[:0] = sys.argv[1:]  # tests, tests/kernels/npu
+
+import npu_cases  # noqa: E402
+import npu_graphs  # noqa: E402
+
+import mindspeed_fx  # noqa: E402, F401
+from mindspeed_fx.kernels import REGISTRY  # noqa: E402
+from mindspeed_fx.kernels.npu import emulate, schemas  # noqa: E402
+
+
+def schema_differences():
+    """Pinned lines that are not what torch_npu declares."""
+    found = []
+    for name, line in schemas.SCHEMAS.items():
+        real = str(getattr(torch.ops.npu, name).default._schema)
+        if str(torch._C.parse_schema(f"npu::{line}")) != real:
+            found.append(real)
+    return found
+
+
+def on_npu(args):
+    return tuple(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="npu:0") if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def layout(x):
+    return [s for s, n in zip(x.stride(), x.shape) if n > 1]
+
+
+def describe(results):
+    return [(str(x.dtype), list(x.shape), layout(x)) for x in (results if isinstance(results, tuple) else (results,))]
+
+
+def case_differences():
+    """Cases whose lowering gives another shape, type or layout on npu, by torch_npu's meta kernels, than on CPU, emulated."""
+    found, count = [], 0
+    for family in npu_cases.FAMILIES:
+        for dtype in (torch.float32, torch.bfloat16):
+            for name, op, args, kernel in npu_cases.cases(family, dtype):
+                operator, count = REGISTRY[op.default], count + 1
+                try:
+                    with FakeTensorMode():
+                        fakes = on_npu(args)
+                        lowering, reasons = operator.choose("npu", fakes, {})
+                        have = describe(lowering.build(*fakes))
+                        assert lowering.kernel == kernel, (lowering.kernel, reasons)
+                    want = describe(lowering.build(*args))
+                except Exception as e:
+                    found.append(f"{family} {name}: {type(e).__name__}: {str(e)[:300]}")
+                    continue
+                if have != want:
+                    found.append(f"{family} {name}: npu {have}, cpu {want}")
+    return found, count
+
+
+def model_calls(dtype):
+    """npu calls of a Llama's forward and backward, on fake npu tensors and on CPU tensors, and parameters without gradients."""
+    import models
+
+    calls = {}
+    torch.manual_seed(0)
+    model = models.Llama().to(dtype)
+    with npu_graphs.lowered() as graphs:
+        npu_graphs.step(torch.compile(model, backend="mindspeed", options=npu_graphs.OPTIONS), model, models.tokens())
+    calls["cpu"] = {side: graphs.npu(side) for side in ("forward", "backward")}
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True), npu_graphs.lowered() as graphs:
+        torch.set_default_dtype(dtype)
+        with torch.device("npu:0"):
+            model, ids = models.Llama(), models.tokens()
+        torch.set_default_dtype(torch.float32)
+        _, grads = npu_graphs.step(torch.compile(model, backend="mindspeed", fullgraph=True), model, ids)
+    calls["npu"] = {side: graphs.npu(side) for side in ("forward", "backward")}
+    return {"calls": calls, "unlowered": graphs.unlowered() + graphs.left(), "lost": [n for n, g in grads.items() if g is None]}
+
+
+def main():
+    emulate.register()
+    differences, count = case_differences()
+    print(json.dumps({"schemas": schema_differences(), "cases": differences, "count": count, "model": {str(d): model_calls(d) for d in (torch.float32, torch.bfloat16)}}))
+
+
+main()
