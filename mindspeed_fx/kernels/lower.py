@@ -6,7 +6,6 @@ Inductor generates code for it; with codegen "eager" it stays, and runs its refe
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Callable
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat
 from mindspeed_fx.kernels.base import REGISTRY
+from mindspeed_fx.kernels.tidy import tidy
 
 
 def lower(gm: fx.GraphModule, target: str, side: str, *, inline_references: bool, kernels: bool = True, decompositions: dict | None = None) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def lower(gm: fx.GraphModule, target: str, side: str, *, inline_references: bool
         rows.append(_row(fused, side, target, kernel, reasons, node))
         added += _inline(gm, node, build, decompositions, traces)
     if rows:
-        _tidy(gm, added)
+        tidy(gm, added)
         gm.graph.lint()
         gm.recompile()
     return rows
@@ -97,25 +97,6 @@ def _inline(gm: fx.GraphModule, node: fx.Node, build: Callable, decompositions: 
             gm.graph.erase_node(user)
     gm.graph.erase_node(node)
     return added
-
-
-def _tidy(gm: fx.GraphModule, added: list[fx.Node]) -> None:
-    """Of the calls in ``added``, those that nobody reads go, and those that make equal constants, such as the mask of
-    causal attention in every layer, become one."""
-    pure = [n for n in added if isinstance(n.target, torch._ops.OpOverload) and not n.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in n.target.tags]
-    for node in reversed(added):
-        if not node.users and (node in pure or node.target is operator.getitem):
-            gm.graph.erase_node(node)
-    made: dict[tuple, fx.Node] = {}
-    constant: set[fx.Node] = set()
-    for node in pure:
-        if node._erased or not all(n in constant for n in node.all_input_nodes) or any(u.op == "output" for u in node.users):
-            continue
-        constant.add(node)
-        other = made.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
-        if other is not node:
-            node.replace_all_uses_with(other)
-            gm.graph.erase_node(node)
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:

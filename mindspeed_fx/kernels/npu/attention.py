@@ -2,7 +2,8 @@
 
 What the operator says in its own words becomes the kernel's: an allowed position is False in ``atten_mask``; a bias is
 ``pse``, divided by the scale, because the kernel adds it before scaling; a causal mask is sparse mode 2 with the fixed
-2048 x 2048 triangle, a window mode 4 with as many keys before as it is wide. The log-sum-exp replaces the two statistics
+2048 x 2048 triangle, a window mode 4 with as many keys before as it is wide, and shorter sequences have a mask of their own
+size in mode 0, as the documentation advises. The log-sum-exp replaces the two statistics
 backward: as largest score, with a sum of 1, it gives the same weights, the sinks' share included. The kernel has no soft-cap: such
 attention runs in blocks of rows (:mod:`mindspeed_fx.kernels.attention_blocked`), where it is causal.
 
@@ -68,9 +69,11 @@ def _supports_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, s
 # --------------------------------------------------------------------------- masks
 
 
-def _triangle(device: torch.device) -> Tensor:
-    """The mask of the compressed modes; one per graph, for equal constants are shared."""
-    return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu(1)
+def _band(size: int, window: int, device: torch.device) -> Tensor:
+    """What a causal mask hides, of keys later than the query and of those before the window; made once in a graph. At
+    :data:`TRIANGLE` and without a window it is the mask of the compressed modes."""
+    ones = torch.ones(size, size, dtype=torch.bool, device=device)
+    return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
 
 
 def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int) -> dict:
@@ -89,9 +92,14 @@ def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float,
         batch, heads = (q.shape[0], q.shape[1]) if hint(mask.shape[1]) != 1 else (mask.shape[0], 1)
         given.update(atten_mask=mask.expand(batch, heads, q.shape[2], k.shape[2]).contiguous(), inner_precise=2)
     elif causal:
-        given.update(atten_mask=_triangle(q.device), sparse_mode=2)
-        if window:
-            given.update(sparse_mode=4, pre_tockens=window - 1, next_tockens=0)
+        small = isinstance(q.shape[2], int) and q.shape[2] == k.shape[2] < TRIANGLE
+        before = window - 1 if window else FULL
+        if small:
+            given.update(atten_mask=_band(q.shape[2], window, q.device), pre_tockens=before, next_tockens=0)
+        elif window:
+            given.update(atten_mask=_band(TRIANGLE, 0, q.device), sparse_mode=4, pre_tockens=before, next_tockens=0)
+        else:
+            given.update(atten_mask=_band(TRIANGLE, 0, q.device), sparse_mode=2)
     return given
 
 
@@ -135,6 +143,8 @@ def _laid(x: Tensor, layout: str) -> Tensor:
 
 
 def _back(x: Tensor, layout: str, heads: int) -> Tensor:
+    if layout == "BSND":
+        return x.transpose(1, 2)
     if layout == "SBH":
         x = x.unflatten(2, (heads, -1))
     order = ORDERS[layout]
@@ -163,7 +173,7 @@ def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, 
     top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
     laid = functools.partial(_laid, layout=layout)
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
-        laid(q), laid(k), laid(v), laid(grad), q.shape[1], layout, softmax_max=top, softmax_sum=torch.ones_like(top), attention_in=laid(out), scale_value=scale, **given
+        laid(q), laid(k), laid(v), laid(grad), q.shape[1], layout, softmax_max=top, softmax_sum=torch.ones(top.shape, dtype=top.dtype, device=top.device), attention_in=laid(out), scale_value=scale, **given
     )
     return tuple(_back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))
 

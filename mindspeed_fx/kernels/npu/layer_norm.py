@@ -26,16 +26,19 @@ def _layer_norm(x, weight, bias, eps):
     return y.contiguous(), mean.float(), rstd.float()
 
 
-def _supports_backward(grad, x, weight, bias, *rest):
-    return first(typed((x.dtype,), grad=grad), _supports(x, weight, bias))
+def _supports_backward(grad, x, weight, *rest):
+    return first(typed((x.dtype,), grad=grad), _supports(x, weight, None))
 
 
 @lowering(layer_norm_backward, "aten native_layer_norm_backward", _supports_backward)
-def _layer_norm_backward(grad, x, weight, bias, mean, rstd, need_weight, need_bias):
+def _layer_norm_backward(grad, x, weight, mean, rstd, need_weight, need_bias):
+    statistics = mean, rstd
     if x.device.type == "cpu":  # emulated: ATen's CPU kernel has its statistics in the type of x
-        mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
-    dx, dweight, dbias = aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, rstd, weight, bias, [True, need_weight, need_bias])
-    return dx.contiguous(), dweight if need_weight else x.new_empty(0), dbias if need_bias else x.new_empty(0)
+        statistics = mean.to(x.dtype), rstd.to(x.dtype)
+    gamma = x.new_ones(x.shape[-1]) if weight is None and need_bias else weight
+    beta = gamma if need_bias else None  # only its shape is read
+    dx, dweight, dbias = aten.native_layer_norm_backward(grad, x, x.shape[-1:], *statistics, gamma, beta, [True, need_weight, need_bias])
+    return dx.contiguous(), dweight if need_weight else x.new_empty(0), dbias.to(rstd.dtype) if need_bias else rstd.new_empty(0)
 
 
 def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -37,10 +37,11 @@ class _View(NamedTuple):
     order: list[int]
 
     def of(self, t: Tensor) -> Tensor:
-        return t[(None,) * (4 - t.dim())].permute(self.order)
+        return (t[(None,) * (4 - t.dim())] if t.dim() < 4 else t).permute(self.order)
 
     def back(self, t: Tensor) -> Tensor:
-        return t.permute([self.order.index(i) for i in range(4)])[(0,) * self.missing]
+        t = t.permute([self.order.index(i) for i in range(4)])
+        return t[(0,) * self.missing] if self.missing else t
 
 
 def _view(x: Tensor) -> _View:

@@ -39,10 +39,10 @@ def norm_cases(dtype):
         y, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5)
         needs = (weight is not None, bias is not None)
         yield f"layer_norm-{name}", ops.layer_norm, (x, weight, bias, 1e-5), "aten native_layer_norm"
-        yield f"layer_norm_backward-{name}", ops.layer_norm_backward, (torch.randn_like(y), x, weight, bias, mean, rstd, *needs), "aten native_layer_norm_backward"
+        yield f"layer_norm_backward-{name}", ops.layer_norm_backward, (torch.randn_like(y), x, weight, mean, rstd, *needs), "aten native_layer_norm_backward"
         y, s, mean, rstd = ops.add_layer_norm(x, residual, weight, bias, 1e-5)
         yield f"add_layer_norm-{name}", ops.add_layer_norm, (x, residual, weight, bias, 1e-5), "npu_add_layer_norm"
-        args = (torch.randn_like(y), torch.randn_like(s), s, weight, bias, mean, rstd, *needs)
+        args = (torch.randn_like(y), torch.randn_like(s), s, weight, mean, rstd, *needs)
         yield f"add_layer_norm_backward-{name}", ops.add_layer_norm_backward, args, "aten native_layer_norm_backward and addition"
     strided = stored((4, 3, 16), (1, 0, 2), dtype)
     yield "rms_norm-strided", ops.rms_norm, (strided, normal(16, dtype=dtype), 1e-5, False), "npu_rms_norm"
@@ -103,6 +103,8 @@ def attention_cases(dtype):
         yield from _attention(f"{name}-{layout}", dtype, order, mask, causal, window, heads=4 if layout == "BNSD" else 2, v_dim=16)
     for name, causal in (("cross", False), ("cross-causal", True)):
         yield from _attention(name, dtype, BSND, None, causal, 0, heads=1, v_dim=16, keys=13)
+    yield from _attention("long", dtype, BSND, None, True, 0, heads=1, v_dim=16, keys=2050, queries=2050)
+    yield from _attention("long-window", dtype, BNSD, None, True, 300, heads=1, v_dim=16, keys=2050, queries=2050)
     yield from _attention("narrow-values", dtype, BSND, None, True, 0, heads=4, v_dim=8)
     yield from _attention("narrow-values-SBH", dtype, SBND, None, True, 0, heads=2, v_dim=8)
     yield from _attention("sinks", dtype, BSND, None, True, 0, heads=2, v_dim=16, sinks=normal(4, dtype=dtype))
@@ -110,8 +112,9 @@ def attention_cases(dtype):
     yield from _attention("soft-cap", dtype, BSND, None, True, 4, heads=2, v_dim=16, softcap=2.0)
 
 
-def _attention(name, dtype, order, mask, causal, window, heads, v_dim, keys=9, sinks=None, softcap=0.0):
-    q, k, v = (stored(shape, order, dtype) for shape in ((2, 4, 9, 16), (2, heads, keys, 16), (2, heads, keys, v_dim)))
+def _attention(name, dtype, order, mask, causal, window, heads, v_dim, keys=9, sinks=None, softcap=0.0, queries=9):
+    shapes = ((2, 4, queries, 16), (2, heads, keys, 16), (2, heads, keys, v_dim)) if queries == 9 else ((1, 1, queries, 8), (1, 1, keys, 8), (1, 1, keys, 8))
+    q, k, v = (stored(shape, order, dtype) for shape in shapes)
     args = (q, k, v, mask, causal, 0.25, window, softcap)
     out, lse = ops.attention(*args, sinks)
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
