@@ -83,10 +83,14 @@ class Compilation:
         return compiled
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        if self.options.codegen == "eager":
+        table = compat_npu.decompositions() if self.options.target == "npu" else None
+        if self.options.codegen == "npugraph_ex" and (why := compat_npu.problem()):
+            raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
+        if self.options.codegen != "inductor":
             self.capture(gm)
-            table = compat_npu.decompositions() if self.options.target == "npu" else None
             return compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition, decompositions=table)
+        if self.options.target == "npu":
+            compat_npu.load_inductor()
         name = identity(self.options)
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
         return compat.compile_with_inductor(
@@ -98,6 +102,7 @@ class Compilation:
             post_grad=pinned,
             config=config,
             caches=self.caches,
+            decompositions=table,
         )
 
     # ---------------------------------------------------------------- the steps
@@ -140,9 +145,9 @@ class Compilation:
         self._snapshot(side, gm)
         recorder.finish(self.record)
 
-    def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> fx.GraphModule:
+    def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
         self.finish_side(gm, side)
-        return gm
+        return compat_npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         self.finish_side(gm, "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward")

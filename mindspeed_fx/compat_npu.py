@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from typing import Any, Callable
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -14,6 +16,23 @@ aten = torch.ops.aten
 def problem() -> str | None:
     """Why torch_npu cannot be used in this process; None when it is imported or can be."""
     return None if importlib.util.find_spec("torch_npu") else "torch_npu is not installed"
+
+
+def load_inductor() -> None:
+    """torch_npu's Inductor: its loading installs lowerings and passes, which must be there before ours are put beside them."""
+    if problem() is None:
+        importlib.import_module("torch_npu._inductor")
+
+
+def npugraph_ex(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable:
+    """``gm`` compiled by torch_npu's npugraph_ex: its own passes, then capture and replay as an ACL graph.
+
+    Raises:
+        ValueError: an option that npugraph_ex does not know.
+    """
+    import torch_npu  # noqa: F401: registers the module below
+
+    return torch.npu.npugraph_ex.compile_fx(gm, inputs, dict(options))
 
 
 def decompositions() -> dict:

@@ -17,7 +17,7 @@ from typing import Any, Mapping
 
 LEVELS = (0, 1, 2)
 TARGETS = ("auto", "cpu", "cuda", "npu")
-CODEGENS = ("auto", "inductor", "eager")
+CODEGENS = ("auto", "inductor", "eager", "npugraph_ex")
 CHECKS = ("off", "each")
 
 
@@ -51,7 +51,7 @@ class Options:
     """Bytes ("512MiB", or a number) by which overlapped communication may raise the modelled peak memory of a graph."""
 
     codegen: str = "auto"
-    """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is; "auto": inductor on cpu and cuda, eager on npu."""
+    """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is, "npugraph_ex" (npu) hands it to torch_npu's ACL graphs; "auto": inductor on cpu and cuda, eager on npu."""
 
     dump: str | None = None
     """Directory for per-pass before/after files, an index and an HTML report. Turns compile caches off."""
@@ -61,6 +61,9 @@ class Options:
 
     strict: bool = False
     """A pass named in ``enable`` that rewrote nothing is an error that carries its reasons."""
+
+    npugraph_ex: Mapping[str, Any] = field(default_factory=dict)
+    """Options of torch_npu's npugraph_ex for codegen "npugraph_ex", for example {"clone_input": False}."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Extra ``torch._inductor.config`` entries for codegen "inductor", for example {"max_autotune": True}."""
@@ -88,6 +91,10 @@ class Options:
         _check_budget(self.memory_budget)
         object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
         _check_inductor(self.inductor)
+        if not isinstance(self.npugraph_ex, Mapping):
+            raise OptionError(f'option "npugraph_ex" takes a dict of npugraph_ex options, not {self.npugraph_ex!r}')
+        if self.npugraph_ex and self.codegen != "npugraph_ex":
+            raise OptionError(f'option "npugraph_ex" is for codegen "npugraph_ex"; codegen is "{self.codegen}"')
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> "Options":
@@ -109,6 +116,8 @@ class Options:
         target = self.target if self.target != "auto" else device
         _one_of("target", target, TARGETS)
         codegen = self.codegen if self.codegen != "auto" else ("eager" if target == "npu" else "inductor")
+        if codegen == "npugraph_ex" and target != "npu":
+            raise OptionError(f'option "codegen" is "npugraph_ex", which runs on npu; the target is "{target}"')
         return dataclasses.replace(self, target=target, codegen=codegen, hardware=self.hardware or detect(target)[0])
 
     def as_dict(self) -> dict[str, Any]:

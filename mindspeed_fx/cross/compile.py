@@ -67,6 +67,7 @@ def cross_compile(
         if given[name] not in ("auto", only):
             raise OptionError(f'option "{name}" is {given[name]!r}; cross-compiling knows only "{only}"')
         given[name] = only
+    given["hardware"] = given["hardware"] or soc
     source = model if isinstance(model, str) else f"{type(model).__module__}.{type(model).__qualname__}" if not hasattr(model, "__qualname__") else f"{model.__module__}.{model.__qualname__}"
     script = ship.split(model) if isinstance(model, str) else None
     if script and (args or kwargs):
@@ -74,7 +75,7 @@ def cross_compile(
     data = b"" if script else ship.pack(model, tuple(args), dict(kwargs or {}))
     request = {
         "script": script, "model": data, "main": _main_module() if b"__main__" in data else None, "options": given, "baseline": baseline,
-        "hardware": soc, "path": sys.path, "argv": sys.argv[:1],
+        "hardware": given["hardware"], "path": sys.path, "argv": sys.argv[:1],
     }  # fmt: skip
     start = time.perf_counter()
     answer: dict[str, Any] = _ask(request, stub.environment(soc, 1, toolchain), timeout)

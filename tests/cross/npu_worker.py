@@ -1,6 +1,7 @@
 """What needs torch_npu in a process of its own; prints one JSON object on the last line.
 
     python npu_worker.py sites NAME ...    rewrites of models of npu_models.py, traced on npu and on cpu
+    python npu_worker.py npugraph_ex       a model through torch_npu's npugraph_ex, run without capture
 """
 
 from __future__ import annotations
@@ -36,5 +37,24 @@ def _sites(name: str, device: str) -> dict[str, Any]:
     return {"counts": counts, "products": products, "opaque": left, "breaks": traced.breaks, "without_gradient": traced.without_gradient, "graphs": len(traced.records)}
 
 
+def npugraph_ex() -> dict[str, Any]:
+    """The sides compiled, and what a bad option says; "force_eager" runs its graphs without capturing them."""
+    from mindspeed_fx import compat_npu
+
+    made, compile = [], compat_npu.npugraph_ex
+    compat_npu.npugraph_ex = lambda *args: made.append(compile(*args)) or made[-1]
+    found: dict[str, Any] = {}
+    for name, options in (("good", {"force_eager": True}), ("bad option", {"levle": 1})):
+        with torch.device("meta"):
+            model, args, kwargs = (*npu_models.norms(), {})[:3]
+        try:
+            traced = trace(model, args, kwargs, Options(codegen="npugraph_ex", npugraph_ex=options))
+            found.update(sides=[side for _, side, _ in traced.sides], without_gradient=traced.without_gradient, compiled=len(made))
+        except Exception as e:
+            found[name] = str(e)
+        torch._dynamo.reset()
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps({"sites": sites}[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps({"npugraph_ex": npugraph_ex, "sites": sites}[sys.argv[1]](*sys.argv[2:])))
