@@ -38,6 +38,11 @@ def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int = WORK) -
     return result
 
 
+_STARTS = ((1.0, 2.0, 0.0), (0.0, None, 0.0), (1.0, 2.0, 0.5), (0.0, 2.0, 0.5), (1.0, 0.5, 0.0), (0.0, 0.5, 0.5), (0.5, 2.0, 0.5), (1.0, 8.0, 0.0))
+"""What the search begins with: share of the order as given against the critical path in the keys; how far ahead to
+prefetch, in durations of the transfer (None: as far as memory allows); patience."""
+
+
 class _Search:
     def __init__(self, graph: TaskGraph, limit: int | None, given: Timeline):
         self.graph, self.limit = graph, limit
@@ -51,16 +56,15 @@ class _Search:
     def run(self, work: int) -> None:
         tails, size = self.graph.tails, len(self.graph)
         longest = max(tails, default=0.0)
-        for share, margin in ((1.0, 2.0), (0.0, None), (1.0, None), (0.0, 2.0), (1.0, 0.5), (0.5, 2.0), (1.0, 8.0)):
-            # share: of the order as given against the critical path; margin: how far ahead to prefetch
+        for share, margin, patience in _STARTS:
             self.release = None if margin is None or self.limit is None else just_in_time(self.graph, margin)
-            self._descend([share * longest * i / size - (1 - share) * t for i, t in enumerate(tails)], 0.0, work)
+            self._descend([share * longest * i / size - (1 - share) * t for i, t in enumerate(tails)], patience, work)
             if self.spent >= work or self._done():
                 return
         dice = random.Random(0)
         while self.spent < work and not self._done():
             noise = dice.choice((0.1, 0.3, 1.0))
-            patience = dice.choice((0.0, 0.0, 0.5, 1.0))
+            patience = dice.choice((0.0, 0.0, 0.5, 1.0, 3.0))
             self.release = None if self.limit is None or dice.random() < 0.5 else just_in_time(self.graph, dice.choice((0.5, 1.0, 2.0, 4.0)))
             keys = [-t * (1 + noise * (dice.random() - 0.5)) for t in tails]
             if dice.random() < 0.5:  # near the best so far

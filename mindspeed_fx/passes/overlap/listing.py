@@ -15,7 +15,8 @@ from mindspeed_fx.passes.overlap.memory import Anchor
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, TaskGraph
 
 _TRIES = 6  # tasks of a queue that are asked for memory before the step gives up on that queue
-_WIDE = 64
+_WIDE = 64  # and when nothing else can be done
+_FITS = 16  # ready tasks looked at for one that fits in before a more urgent one
 _REST = 4000  # a link that memory refused is asked again after one more task per so many tasks of the graph
 
 
@@ -90,6 +91,19 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
             push(heap, entry)
         return found
 
+    def fitting(window: float) -> int | None:
+        """A ready task that is done within ``window``; the first by key of those looked at."""
+        passed, found = [], None
+        while ready and len(passed) < _FITS:
+            entry = pop(ready)
+            if 0 < tasks[entry[1]].seconds <= window and anchor.allowed(entry[1]):
+                found = entry[1]
+                break
+            passed.append(entry)
+        for entry in passed:
+            push(ready, entry)
+        return found
+
     def held_back(entry: tuple[float, int]) -> bool:
         """Is a more urgent transfer expected on the same link so soon that this one should let it pass?"""
         key, i = entry
@@ -129,7 +143,12 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
                 continue
             if patience and later and seconds:
                 better = min(later, key=lambda e: e[1])
-                if better[1] < key and better[0] - clock <= patience * seconds and anchor.allowed(better[2]):
+                window = better[0] - clock
+                if better[1] < key and window < seconds and (filler := fitting(window)) is not None:
+                    push(ready, entry)
+                    issue(filler)
+                    continue
+                if better[1] < key and window <= patience * seconds and anchor.allowed(better[2]):
                     push(ready, entry)
                     if not feed(better[0]):
                         later.remove(better)
