@@ -2,7 +2,7 @@
 
 Source: Dao 2023, "FlashAttention-2"; ``npu_fusion_attention_v3`` of torch_npu; ``aten.scaled_dot_product_attention``,
 whose conventions are used: a boolean mask is True where attention is allowed, "causal" is aligned at the top left.
-Dropout is not part of the operator: its mask would have to be drawn as the unfused model draws it.
+Dropout is :mod:`mindspeed_fx.kernels.attention_dropout`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fake(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     return _like_bsnd(q, v.shape[-1]), lse
 
 
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
+def grouped(q: Tensor, k: Tensor) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     return k if groups == 1 else k.repeat_interleave(groups, 1)
 
@@ -43,9 +43,9 @@ def _allowed(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
     return keep.triu(1 - window) if window else keep
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor | None]:
+def masked_scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor | None]:
     """Masked scores, and tanh(scores / softcap) where there is a soft-cap, which its gradient needs."""
-    scores, tanh = (q * scale) @ _grouped(q, k).transpose(-1, -2), None
+    scores, tanh = (q * scale) @ grouped(q, k).transpose(-1, -2), None
     if softcap:
         tanh = torch.tanh(scores / softcap)
         scores = tanh * softcap
@@ -79,12 +79,12 @@ def attention(
         sink included, [batch, heads, q_seq] in float32 (float64 for float64). A row without any allowed key is zero.
     """
     wide = accumulation_dtype(q.dtype)
-    scores = _scores(q.to(wide), k.to(wide), mask, causal, scale, window, softcap)[0]
+    scores = masked_scores(q.to(wide), k.to(wide), mask, causal, scale, window, softcap)[0]
     lse = scores.logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(wide)[:, None])
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-    out = weights @ _grouped(q, v).to(wide)
+    out = weights @ grouped(q, v).to(wide)
     return stored_bsnd(out.to(q.dtype)), stored_bsnd(lse)
 
 
@@ -104,17 +104,17 @@ def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, s
     """
     wide = accumulation_dtype(q.dtype)
     g, qw, kw, vw = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
-    scores, tanh = _scores(qw, kw, mask, causal, scale, window, softcap)
+    scores, tanh = masked_scores(qw, kw, mask, causal, scale, window, softcap)
     p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     delta = (g * out.to(wide)).sum(-1, keepdim=True)
-    ds = p * (g @ _grouped(q, vw).transpose(-1, -2) - delta)
+    ds = p * (g @ grouped(q, vw).transpose(-1, -2) - delta)
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)
 
     def shared(x: Tensor, like: Tensor) -> Tensor:
         return x.unflatten(1, (like.shape[1], -1)).sum(2)
 
-    dq = ds @ _grouped(q, kw) * scale
+    dq = ds @ grouped(q, kw) * scale
     dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared(p.transpose(-1, -2) @ g, v)
     return tuple(stored_bsnd(grad.to(like.dtype)) for grad, like in ((dq, q), (dk, k), (dv, v)))
 

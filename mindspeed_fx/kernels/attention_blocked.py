@@ -31,12 +31,15 @@ SEQUENCE = range(320, 1024)
 aten = torch.ops.aten
 
 
-def _fake(q, k, v, scale, window=0, softcap=0.0):
+def _fake(q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
     return attention.fake(q, k, v, None, True, scale)
 
 
-@operator("attention_blocked(Tensor q, Tensor k, Tensor v, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor)", _fake, opaque=True)
-def attention_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+OPTIONS = "int window=0, float softcap=0.0, Tensor? keep=None, float p=0.0"
+
+
+@operator(f"attention_blocked(Tensor q, Tensor k, Tensor v, float scale, {OPTIONS}) -> (Tensor, Tensor)", _fake, opaque=True)
+def attention_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0, keep: Tensor | None = None, p: float = 0.0) -> tuple[Tensor, Tensor]:
     """Causal attention and its log-sum-exp; arguments and results as those of ``mindspeed::attention``.
 
     Args:
@@ -46,61 +49,65 @@ def attention_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
         scale: factor on q k^T.
         window: query i sees the last ``window`` keys up to its own; 0 for all.
         softcap: bound on the scores; 0 for none.
+        keep: bool [batch, heads, seq, seq], False where a weight is dropped, or None.
+        p: probability with which weights were dropped: those that are kept are divided by 1 - p.
 
     Returns:
         out [batch, heads, seq, v_dim] stored as [batch, seq, heads, v_dim]; lse [batch, heads, seq].
     """
     out, lse = _fake(q, k, v, scale, window, softcap)
     for b in _batches(q):
-        part = _Blocks(q[b], k[b], v[b], scale, window, softcap)
+        part = _Blocks(q[b], k[b], v[b], scale, window, softcap, None if keep is None else keep[b])
         outs, lses = (x[b].unflatten(1, part.split) for x in (out, lse))
         for rows, low, high in part.blocks():
             scores, _ = part.scores(rows, low, high)
-            p = aten._softmax.out(scores, -1, False, out=part.buffer("p", part.n, scores.shape[1], high - low))
+            weights = aten._softmax.out(scores, -1, False, out=part.buffer("p", part.n, scores.shape[1], high - low))
             # The largest weight is 1 / sum(exp(scores - max)), so no second pass over the exponentials is needed.
-            lses[:, :, :, rows] = (scores.amax(-1) - p.amax(-1).log_()).view(*part.lead, -1)
-            product = torch.bmm(p, part.values[:, low:high], out=part.buffer("v", part.n, p.shape[1], v.shape[-1]))
+            lses[:, :, :, rows] = (scores.amax(-1) - weights.amax(-1).log_()).view(*part.lead, -1)
+            part.drop(weights, rows, low, high)
+            product = torch.bmm(weights, part.values[:, low:high], out=part.buffer("v", part.n, weights.shape[1], v.shape[-1]))
+            product = product.div_(1 - p) if p else product
             outs[:, :, :, rows] = product.view(*part.lead, -1, v.shape[-1])
     return out, lse
 
 
-def _fake_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0):
+def _fake_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
     return attention.fake_backward(grad, q, k, v, out, lse, None, True, scale)
 
 
 @operator(
-    "attention_blocked_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    f"attention_blocked_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
     opaque=True,
 )
-def attention_blocked_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0):
+def attention_blocked_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
     """Gradients (dq, dk, dv) of :func:`attention_blocked`, each shaped as its input, stored as [batch, seq, heads, dim]."""
     grads = _fake_backward(grad, q, k, v, out, lse, scale, window, softcap)
     for b in _batches(q):
-        _backward(*(x[b] for x in (grad, q, k, v, lse, *grads)), scale, window, softcap)
+        _backward(*(x[b] for x in (grad, q, k, v, lse, *grads)), scale, window, softcap, None if keep is None else keep[b], p)
     return grads
 
 
 @attention_blocked.shard
-def _ways(q, k, v, scale, window=0, softcap=0.0):
-    return [([out, lse], [dq, dk, dv]) for out, lse, dq, dk, dv, *_ in attention.ways(q, k, None, True)]
+def _ways(q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
+    return [([out, lse], [dq, dk, dv, m]) for out, lse, dq, dk, dv, m, *_ in attention.ways(q, k, keep, True)]
 
 
 @attention_blocked_backward.shard
-def _ways_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0):
-    return [(grads, [o, dq, dk, dv, o, l]) for o, l, dq, dk, dv, _, _, grads in attention.ways(q, k, None, True)]
+def _ways_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
+    return [(grads, [o, dq, dk, dv, o, l, m]) for o, l, dq, dk, dv, m, _, grads in attention.ways(q, k, keep, True)]
 
 
 @attention_blocked.costs
-def _cost(out, q, k, v, scale, window=0, softcap=0.0):
+def _cost(out, q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
     """Blocks of scores stay in the last-level cache: see :data:`SCORES`."""
-    return cost.attention(out, q, k, v, True, window=window)
+    return cost.attention(out, q, k, v, True, keep, window=window)
 
 
 @attention_blocked_backward.costs
-def _backward_cost(out, grad, q, k, v, result, lse, scale, window=0, softcap=0.0):
+def _backward_cost(out, grad, q, k, v, result, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
     """The result is not read: rowsum(dO * O) comes out of the softmax's own backward."""
-    return cost.attention(out, q, k, v, True, grad, lse, window=window, backward=True)
+    return cost.attention(out, q, k, v, True, grad, lse, keep, window=window, backward=True)
 
 
 def _batches(q: Tensor) -> Iterator[slice]:
@@ -112,13 +119,14 @@ def _batches(q: Tensor) -> Iterator[slice]:
 class _Blocks:
     """One part of the batch: its blocks of rows, their scores, and the work buffers. Heads that share keys are one."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, keep: Tensor | None = None) -> None:
         (batch, heads, self.seq, self.dim), kv_heads = q.shape, k.shape[1]
         self.dtype, self.scale, self.window, self.softcap = accumulation_dtype(q.dtype), scale, window, softcap
         self.split = (kv_heads, heads // kv_heads)
         self.lead, self.n = (batch, *self.split), batch * kv_heads
         self.q = q.unflatten(1, self.split)
         self.keys, self.values = (x.to(self.dtype).reshape(self.n, self.seq, -1) for x in (k, v))
+        self.keep = None if keep is None else keep.unflatten(1, self.split)
         self._buffers: dict[str, Tensor] = {}
         self._diagonal = q.new_full((ROWS, ROWS), float("-inf"), dtype=self.dtype).triu_(1)
 
@@ -133,6 +141,11 @@ class _Blocks:
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = self.keys.new_empty(size)
         return self._buffers[name][:size].view(shape)
+
+    def drop(self, weights: Tensor, rows: slice, low: int, high: int) -> None:
+        """Zero, in place, what dropout drops of ``weights`` [n, groups * rows, high - low]."""
+        if self.keep is not None:
+            weights.view(*self.lead, -1, high - low).mul_(self.keep[:, :, :, rows, low:high])
 
     def rows_of(self, name: str, x: Tensor, rows: slice, factor: float = 1.0) -> Tensor:
         """x [batch, kv_heads, groups, seq, d] at ``rows`` as [n, groups * rows, d], times ``factor``."""
@@ -165,8 +178,8 @@ class _Blocks:
         return scores, tanh
 
 
-def _backward(grad, q, k, v, lse, dq, dk, dv, scale, window, softcap):
-    part = _Blocks(q, k, v, scale, window, softcap)
+def _backward(grad, q, k, v, lse, dq, dk, dv, scale, window, softcap, keep, p_drop):
+    part = _Blocks(q, k, v, scale, window, softcap, keep)
     grad, lse, dq = (x.unflatten(1, part.split) for x in (grad, lse, dq))
     sums = [x if x.dtype == part.dtype else x.new_zeros(x.shape, dtype=part.dtype) for x in (dk, dv)]
     if window:
@@ -183,9 +196,13 @@ def _backward(grad, q, k, v, lse, dq, dk, dv, scale, window, softcap):
     for rows, low, high in part.blocks():
         p, tanh = part.scores(rows, low, high, lse)
         p.exp_()
-        g = part.rows_of("g", grad, rows)
-        add(sums[1], p, g, low, high)
-        ds = torch.bmm(g, part.values[:, low:high].transpose(1, 2), out=part.buffer("ds", *p.shape))
+        g = part.rows_of("g", grad, rows, 1 / (1 - p_drop))
+        ds = part.buffer("ds", *p.shape)
+        if keep is not None:
+            part.drop(ds.copy_(p), rows, low, high)
+        add(sums[1], p if keep is None else ds, g, low, high)
+        torch.bmm(g, part.values[:, low:high].transpose(1, 2), out=ds)
+        part.drop(ds, rows, low, high)
         # dS = P (dP - rowsum(P dP)): the softmax's own backward, in one pass.
         aten._softmax_backward_data.out(ds, p, -1, p.dtype, grad_input=ds)
         if tanh is not None:

@@ -46,6 +46,9 @@ def cases():
         yield f"attention-{window}-{softcap}-{sinks}", ops.attention.default, (
             double(1, 2, 4, 4), double(1, 1, 4, 4), double(1, 1, 4, 3), None, True, 0.7, window, softcap, double(2) if sinks else None,
         )  # fmt: skip
+    for kv_heads, window, softcap in ((2, 0, 0.0), (1, 2, 1.5)):
+        q, k, v = double(1, 2, 4, 4), double(1, kv_heads, 4, 4), double(1, kv_heads, 4, 3)
+        yield f"attention_dropout-{kv_heads}-{window}", ops.attention_dropout.default, (q, k, v, torch.rand(1, 2, 4, 4) < 0.6, 0.7, window, softcap, 0.4)
     for smoothing in (0.0, 0.1):
         yield f"cross_entropy-{smoothing}", ops.cross_entropy.default, (double(4, 7), target, -100, smoothing)
 
@@ -106,8 +109,12 @@ def test_attention_in_blocks_is_the_reference(monkeypatch, seq, kv_heads, v_dim,
     shapes = ((4, 16), (kv_heads, 16), (kv_heads, v_dim), (4, v_dim))
     q, k, v, grad = (torch.randn(3, seq, n, d, dtype=torch.double).transpose(1, 2) for n, d in shapes)
     out, lse = ops.attention(q, k, v, None, True, 0.25, window, softcap)
-    want = out, lse, *ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.25, window, softcap)
-    have = *ops.attention_blocked(q, k, v, 0.25, window, softcap), *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap)
+    want = [out, lse, *ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.25, window, softcap)]
+    have = [*ops.attention_blocked(q, k, v, 0.25, window, softcap), *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap)]
+    keep, p = torch.rand(3, 4, seq, seq) < 0.7, 0.3
+    out, lse = ops.attention_dropout(q, k, v, keep, 0.25, window, softcap, p)
+    want += [out, lse, *ops.attention_dropout_backward(grad, q, k, v, out, lse, keep, 0.25, window, softcap, p)]
+    have += [*ops.attention_blocked(q, k, v, 0.25, window, softcap, keep, p), *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap, keep, p)]
     for h, w in zip(have, want, strict=True):
         assert layout(h) == layout(w)
         torch.testing.assert_close(h, w)

@@ -73,8 +73,13 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     yield ops.attention(q, k, v, None, False, 0.3, 0, 2.0)[0] ** 2
     yield ops.attention(q, k, v, torch.rand(b, 1, s, s) < 0.7, False, 0.3)[0] ** 2
     yield ops.attention(q, k, v, randn(n, s, s, grad=False), True, 0.3, 2, 0.0, randn(n))[0] ** 2
+    kept = torch.rand(b, n, s, s) < 0.7
+    yield ops.attention_dropout(q, k, v, kept, 0.3, 2, 1.5, 0.3)[0] ** 2
+    yield ops.attention_dropout(q, k, v, kept, 0.3, 0, 0.0, 0.3)[0] ** 2
     out, lse = ops.attention_blocked(q.detach(), k.detach(), v.detach(), 0.3)
     ops.attention_blocked_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3)
+    out, lse = ops.attention_blocked(q.detach(), k.detach(), v.detach(), 0.3, 0, 0.0, kept, 0.3)
+    ops.attention_blocked_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3, 0, 0.0, kept, 0.3)
     tokens, classes = b * s, 2 * h
     target = torch.randint(0, classes, (tokens,))
     target[0] = -100

@@ -5,7 +5,8 @@ Matched from the softmax outward, by meaning: scores through scales, casts, view
 heads are followed back to the grouped ones. A mask that is causal for every size, or causal with a sliding window, is
 recognized, any other stays an argument. So are soft-caps (``cap * tanh(scores / cap)``) and attention sinks (a column of
 one score per head joined to the scores and cut off after the softmax). ``scaled_dot_product_attention`` itself becomes
-the same operator. On cuda, where torch chooses among flash kernels behind ``scaled_dot_product_attention``, those calls
+the same operator. Dropout on the weights becomes ``mindspeed::attention_dropout``, whose mask is drawn where the model drops, so
+that a seed gives the same numbers. On cuda, where torch chooses among flash kernels behind ``scaled_dot_product_attention``, those calls
 stay and composed attention becomes one of them.
 Safe because the operator computes the softmax in float32 or better; rows that are masked whole differ only where the
 model used a finite fill value such as -10000.
@@ -13,6 +14,8 @@ model used a finite fill value such as -10000.
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -24,6 +27,10 @@ from mindspeed_fx.passes.fusion import heads, mask, match
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
+
+DROPOUT_ROWS = 256
+"""Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in float32, 1.4 in
+bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward and backward on one core)."""
 
 
 @dataclass
@@ -40,6 +47,9 @@ class Scores:
     sinks: fx.Node | None = None
     causal: bool = False
     """Causal besides what ``masks`` say."""
+    drop: fx.Node | None = None
+    """The dropout of the weights, or the call that drops them itself."""
+    p: float = 0.0
 
     @property
     def blocking(self) -> list[tuple[str, fx.Node, fx.Node]]:
@@ -59,14 +69,16 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     """Composed attention and scaled_dot_product_attention become one flash operator."""
     report = PassReport(NAME)
     softmaxes = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
+    generated = functools.partial(_emit, dropout_rows=DROPOUT_ROWS if context.left_to_inductor(NAME) else 1)
+    emit = {"cuda": _emit_sdpa, "npu": _emit_npu}.get(context.options.target, generated)
     for node in calls(gm, aten.scaled_dot_product_attention.default, *softmaxes):
         try:
             if node.target is not aten.scaled_dot_product_attention.default:
-                root, region = _from_softmax(gm, node, _emit_sdpa if context.options.target == "cuda" else _emit)
+                root, region = _from_softmax(gm, node, emit)
             elif context.options.target == "cuda":
                 raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
             else:
-                root, region = _from_sdpa(gm, node)
+                root, region = _from_sdpa(gm, node, emit)
         except Miss as miss:
             report.skipped.append(skip(OPERATOR, node, str(miss)))
         else:
@@ -79,10 +91,9 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
 # --------------------------------------------------------------------------- scaled_dot_product_attention
 
 
-def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, list[fx.Node]]:
     q, k, v, given = (match.argument(node, a) for a in ("query", "key", "value", "attn_mask"))
-    if match.argument(node, "dropout_p", 0.0):
-        raise Miss(f"dropout of {match.argument(node, 'dropout_p')} on the attention weights")
+    p = match.number(match.argument(node, "dropout_p", 0.0))
     if any(match.value(x).dim() != 4 for x in (q, k, v)):
         raise Miss("q, k and v are not 4-dimensional [batch, heads, seq, dim]")
     scale = match.argument(node, "scale")
@@ -98,7 +109,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node
     k, v = (heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
     if match.value(k).shape[1] != match.value(v).shape[1]:
         k, v = match.argument(node, "key"), match.argument(node, "value")
-    return node, _emit(gm, node, Scores(q, k, float(scale), masks, [node], causal=causal), q, k, v)
+    return node, emit(gm, node, Scores(q, k, float(scale), masks, [node], causal=causal, drop=node if p else None, p=float(p)), q, k, v)
 
 
 # --------------------------------------------------------------------------- softmax(q k^T) v
@@ -107,7 +118,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, list[fx.Node
 def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node | None, list[fx.Node]]:
     if not match.is_float(node.args[0]) or node.args[1] % match.value(node).dim() != match.value(node).dim() - 1:
         return None, []
-    root, v, after, cut = _weighted_sum(node)
+    root, v, after, cut, drop = _weighted_sum(node)
     if root is None:
         return None, []
     scores = _with_sinks(node.args[0])
@@ -128,6 +139,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         return x if list(match.value(x).shape) == shape else match.insert(gm, root, aten.reshape.default, (x, shape))
 
     scores.region += [node, *after]
+    scores.drop, scores.p = drop, float(drop.args[1]) if drop else 0.0
     product, others = list(match.value(scores.q).shape[:-2]), [list(match.value(x).shape[:-2]) for x in (scores.k_transposed, v)]
     if len(product) == 2 and others == [[product[0], 1]] * 2:
         k = _transposed(gm, root, scores.k_transposed)  # multi-query: one head of keys and values for all
@@ -143,38 +155,38 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     return root, emit(gm, root, scores, q, k, v)
 
 
-def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool]:
-    """(product with v, v, nodes between, whether the last column is cut off) after the softmax ``node``; the product
+def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool, fx.Node | None]:
+    """(product with v, v, nodes between, whether the last column is cut off, dropout) after the softmax ``node``; the product
     includes a view back to 4 dimensions."""
-    n, path, drops, cut = node, [], None, False
+    n, path, drop, cut = node, [], None, False
     while True:
         users = [u for u in n.users if u.op != "output"]
         products = [u for u in users if match.is_call(u, aten.matmul.default, aten.bmm.default) and u.args[0] is n]
         if products:
             if len(n.users) > 1:
                 raise Miss("the attention weights are used elsewhere in the model")
-            if drops:
-                raise Miss(f"dropout of {drops} on the attention weights")
             root, v = products[0], products[0].args[1]
             user = next(iter(root.users)) if len(root.users) == 1 else None
             if match.is_call(user, *match.VIEWS) and match.value(user).dim() == 4 and match.value(user).shape[-2:] == match.value(root).shape[-2:]:
                 if list(match.value(user).shape[:2]) == list(match.value(node).shape[:-2]):
-                    return user, v, [*path, root, user], cut
-            return root, v, [*path, root], cut
+                    return user, v, [*path, root, user], cut, drop
+            return root, v, [*path, root], cut, drop
         following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS) or match.part(u)]
         if len(following) != 1:
             if any(match.is_call(u, aten.einsum.default) for u in users) and _culprit(node.args[0]):
                 raise Miss("the product with v is an einsum; only matmul and bmm are matched")
-            return None, None, [], False
+            return None, None, [], False, None
         if len(n.users) > 1:
             raise Miss("the attention weights are used elsewhere in the model")
         n = following[0]
         if n.target is aten.dropout.default:
-            drops = n.args[1]
+            if drop is not None:
+                raise Miss("the attention weights are dropped twice")
+            drop = n
         if (piece := match.part(n)) and match.value(n).shape != match.value(piece.source).shape:
             width, last = match.value(piece.source).shape[-1], match.value(n).dim() - 1
             if (piece.dim, piece.start, piece.step) != (last, 0, 1) or match.value(n).shape[-1] != width - 1 or cut:
-                return None, None, [], False
+                return None, None, [], False, None
             cut = True
         path.append(n)
 
@@ -292,13 +304,16 @@ def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
 # --------------------------------------------------------------------------- the operator
 
 
-def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
-    """``mindspeed::attention`` in the place of ``root``."""
+def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, dropout_rows: int = 1) -> list[fx.Node]:
+    """``mindspeed::attention`` in the place of ``root``; with dropout from ``dropout_rows`` rows on."""
     masks = scores.blocking
     bands = [mask.kept(m, kind) for kind, m, _ in masks]
-    windows = [1 - b.low for b in bands if mask.is_window(b)]
-    causal = scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
-    rest = [given for given, band in zip(masks, bands) if not mask.is_causal(band) and not mask.is_window(band)]
+    # What the masks allow together: half a plane from one and half from another are a window.
+    both = mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
+    whole = mask.is_causal(both) or mask.is_window(both)
+    windows = [1 - b.low for b in ([both] if whole else bands) if mask.is_window(b)]
+    causal = whole or scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
+    rest = [given for given, band in zip(masks, bands) if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))]
     if len(rest) > 1:
         raise Miss(f"{len(rest)} masks besides the causal one")
     if rest and rest[0][0] == "add" and rest[0][1].meta["needs_grad"]:
@@ -308,6 +323,8 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     keys = match.value(k).shape[2]
     if isinstance(keys, int) and window >= keys:
         window = 0  # reaches every key
+    if scores.drop is not None:
+        return _emit_dropout(gm, root, scores, (q, k, v), given, causal, int(window), dropout_rows)
     arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
     while len(arguments) > 6 and not arguments[-1]:
         arguments = arguments[:-1]
@@ -315,8 +332,45 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
 
 
+def _emit_npu(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
+    """:func:`_emit`, for a target whose kernel takes no mask of dropped weights yet."""
+    if scores.drop is not None:
+        raise Miss(f"dropout of {scores.p} on the attention weights: no npu kernel takes the numbers that the model draws")
+    return _emit(gm, root, scores, q, k, v)
+
+
+def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, causal: bool, window: int, least: int) -> list[fx.Node]:
+    """``mindspeed::attention_dropout`` in the place of ``root``, its mask drawn where the model drops."""
+    (q, k, _), drop, p = (match.value(x) for x in qkv), scores.drop, scores.p
+    what = f"dropout of {p} on the attention weights"
+    rows, keys = q.shape[2], k.shape[2]
+    if given is not None or not causal or scores.sinks is not None:
+        raise Miss(f"{what}: the kernel takes causal masks, windows and soft-caps only")
+    if not all(isinstance(n, int) for n in (*q.shape, rows, keys)) or rows != keys:
+        raise Miss(f"{what}: the kernel takes equal and fixed sequence lengths of queries and keys only")
+    if rows < least:
+        raise Miss(f'{what}: generated code is as fast below {least} rows, and here are {rows}; put "{NAME}" in enable to fuse all the same')
+    if not 0 < p < 1:
+        raise Miss(f"{what}: everything is dropped")
+    shape = [*q.shape[:2], rows, keys]
+    weights = shape if drop is root else list(match.value(drop).shape)
+    if drop is not root and (not match.value(drop.args[0]).is_contiguous() or match.value(drop).numel() != math.prod(shape)):
+        raise Miss(f"{what}: the weights are not stored row by row, so that other numbers would be drawn")
+    empty = match.insert(gm, drop, aten.empty.memory_format, (weights,), {"dtype": torch.bool, "device": q.device})
+    keep = match.insert(gm, drop, aten.bernoulli.p, (empty, 1 - p))
+    keep = keep if weights == shape else match.insert(gm, root, aten.reshape.default, (keep, shape))
+    both = match.insert(gm, root, torch.ops.mindspeed.attention_dropout.default, (*qkv, keep, scores.scale, window, scores.softcap, p))
+    region = _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
+    if drop is not root:
+        drop.replace_all_uses_with(drop.args[0])
+    gm.graph.erase_node(drop)  # drawing makes it look alive
+    return region
+
+
 def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
     """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask."""
+    if scores.drop is not None:
+        raise Miss(f"dropout of {scores.p} on the attention weights: scaled_dot_product_attention would draw other numbers")
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
     masks = scores.blocking

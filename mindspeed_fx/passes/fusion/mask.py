@@ -44,6 +44,15 @@ class Band:
 Meaning = Union[Index, Band, int, float, None]
 
 
+CAUSAL = Band(-math.inf, 0, True, False)
+
+
+def together(bands: list[Band | None]) -> Band | None:
+    """Where all of ``bands`` that are known allow attention; None when none is known."""
+    known = [b for b in bands if b is not None]
+    return Band(max(b.low for b in known), min(b.high for b in known), True, False) if known else None
+
+
 def is_causal(keep: Band | None) -> bool:
     """True when query i may attend exactly to keys 0..i."""
     return keep is not None and (keep.low, keep.high) == (-math.inf, 0)

@@ -277,7 +277,9 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
 def layout_is_free(node: fx.Node) -> bool:
     """True when nothing after ``node`` can tell how it is stored: every use copies or only reads elements."""
     for user in node.users:
-        if is_call(user, aten.contiguous.default, aten.clone.default, aten.linear.default, aten.reshape.default, *ADD, *MUL):
+        if is_call(user, aten.contiguous.default, aten.clone.default, aten.linear.default, aten.reshape.default):
+            continue
+        if is_call(user, *ADD, *MUL) and not any(u.op == "output" for u in user.users):
             continue
         if is_call(user, aten.transpose.int, aten.permute.default, aten.to.dtype) and layout_is_free(user):
             continue

@@ -1,0 +1,124 @@
+"""Attention with dropout: for a seed the fused model drops what the unfused one drops."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import explain
+
+NAME = "fusion.attention"
+
+
+def qkv(heads=4, kv_heads=4, seq=6, dim=8, dtype=torch.double):
+    return [torch.randn(2, n, seq, dim, dtype=torch.double).to(dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)]
+
+
+def run(f, inputs, dtype=None):
+    leaves = [i.detach().to(dtype or i.dtype).requires_grad_(i.requires_grad) for i in inputs]
+    torch.manual_seed(5)
+    out = f(*leaves)
+    drawn = torch.rand(3)  # both must leave the generator in one state
+    wanted = [x for x in leaves if x.requires_grad]
+    return [out.detach(), drawn, *torch.autograd.grad(out, wanted, torch.linspace(0.5, 1.5, out.numel()).to(out.dtype).view_as(out))]
+
+
+def same_numbers(f, *inputs, tolerance=1e-9, **options):
+    torch._dynamo.reset()
+    have = run(torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager", **options}), inputs)
+    for h, w in zip(have, run(f, inputs), strict=True):
+        assert h.dtype == w.dtype and (h - w).abs().max() <= tolerance * w.abs().max()
+    torch._dynamo.reset()
+    return explain(f, *inputs, **options)
+
+
+def masked(scores):
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+
+
+SPELLINGS = {
+    "composed": lambda q, k, v: F.dropout(masked(q @ k.mT * 0.3).softmax(-1), 0.4) @ v,
+    "module": lambda q, k, v: torch.nn.Dropout(0.1)(masked(q @ k.mT).softmax(-1)) @ v,
+    "batched": lambda q, k, v: torch.bmm(F.dropout(masked(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)).softmax(-1), 0.4), v.flatten(0, 1)).view_as(q),
+    "Megatron": lambda q, k, v: torch.bmm(F.dropout(masked(q @ k.mT).softmax(-1), 0.4).view(8, 6, 6), v.flatten(0, 1)).view(2, 4, 6, 8),
+    "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=True),
+    "sdpa, mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(6, 6, dtype=torch.bool).tril(), dropout_p=0.4),
+    "float32 softmax": lambda q, k, v: F.dropout(masked(q @ k.mT).softmax(-1, dtype=torch.float32).to(q.dtype), 0.4) @ v,
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling(name):
+    report = same_numbers(SPELLINGS[name], *qkv(), tolerance=1e-5 if "float32" in name else 1e-9)
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.sampled_from([4, 2, 1]), st.sampled_from([0, 3]), st.booleans(), st.sampled_from(["q", "k", "v", "none"]), st.sampled_from([0.1, 0.7]), st.sampled_from([6, 70]))
+def test_variants(kv_heads, window, capped, frozen, p, seq):
+    inputs = qkv(kv_heads=kv_heads, seq=seq)
+    for name, x in zip("qkv", inputs):
+        x.requires_grad_(name != frozen)
+
+    def f(q, k, v):
+        k, v = (x.repeat_interleave(4 // kv_heads, 1) for x in (k, v))
+        scores = q @ k.mT * 0.3
+        scores = torch.tanh(scores / 2.0) * 2.0 if capped else scores
+        if window:
+            scores = scores.masked_fill(~torch.ones(seq, seq, dtype=torch.bool).triu(1 - window), float("-inf"))
+        return F.dropout(masked(scores).softmax(-1), p) @ v
+
+    assert same_numbers(f, *inputs).counts[NAME] == 1
+
+
+def test_bfloat16_is_as_close_to_float64_as_the_unfused_model_is():
+    f, inputs = SPELLINGS["composed"], qkv(seq=40, dtype=torch.bfloat16)
+    fused = run(torch.compile(f, backend="mindspeed", options={"codegen": "eager"}), inputs)
+    for have, unfused, want in zip(fused, run(f, inputs), run(f, inputs, torch.double), strict=True):
+        assert (have.double() - want).norm() <= 2 * (unfused.double() - want).norm()
+
+
+def test_the_order_in_which_numbers_are_drawn_is_kept():
+    def f(q, k, v):
+        first = masked(q @ k.mT).softmax(-1)
+        x, y = F.dropout(v, 0.5), F.dropout(first, 0.4)
+        return y @ v + F.dropout(x, 0.5)
+
+    assert same_numbers(f, *qkv()).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("f, reason", [
+    (lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v, "causal masks, windows and soft-caps only"),
+    (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "causal masks"),
+    (lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :3], k, v, dropout_p=0.1, is_causal=True), "equal and fixed"),
+    (lambda q, k, v: F.dropout(F.dropout(masked(q @ k.mT).softmax(-1), 0.5), 0.1) @ v, "twice"),
+    (lambda q, k, v: F.dropout(masked((k @ q.mT).mT).softmax(-1), 0.5) @ v, None),
+])  # fmt: skip
+def test_skips_say_why(f, reason):
+    report = same_numbers(f, *qkv())
+    assert reason is None or (report.counts[NAME] == 0 and reason in report.skipped(NAME)[0].reason)
+
+
+@pytest.mark.parametrize("target, reason", [("cuda", "would draw other numbers"), ("npu", "no npu kernel")])
+def test_other_targets_say_why(target, reason):
+    report = explain(SPELLINGS["composed"], *qkv(), target=target)
+    assert report.counts[NAME] == 0 and reason in report.skipped(NAME)[0].reason
+
+
+def test_generated_code_serves_short_sequences():
+    report = explain(SPELLINGS["composed"], *qkv(), codegen="inductor")
+    assert report.counts[NAME] == 0 and "below 256 rows" in report.skipped(NAME)[0].reason
+    torch._dynamo.reset()
+    inputs = qkv(seq=256, dtype=torch.float32)
+    assert explain(SPELLINGS["composed"], *inputs, codegen="inductor").counts[NAME] == 1
+    torch._dynamo.reset()
+    out = torch.compile(SPELLINGS["composed"], backend="mindspeed")(*inputs)
+    exact = SPELLINGS["composed"](*inputs)  # other numbers, the same distribution
+    assert (out.mean() - exact.mean()).abs() < 0.05 and (out.std() / exact.std() - 1).abs() < 0.2
+    assert all(g.isfinite().all() and g.abs().max() > 0 for g in torch.autograd.grad(out.sum(), inputs))
+
+
+def test_without_training_nothing_is_dropped():
+    report = explain(lambda q, k, v: F.dropout(masked(q @ k.mT).softmax(-1), 0.5, training=False) @ v, *qkv())
+    run_ = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts[NAME] == 1 and "mindspeed.attention_dropout" not in run_.after
