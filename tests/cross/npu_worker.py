@@ -1,12 +1,14 @@
 """What needs torch_npu in a process of its own; prints one JSON object on the last line.
 
     python npu_worker.py sites NAME ...    rewrites of models of npu_models.py, traced on npu and on cpu
+    python npu_worker.py gradients         every npu lowering of a backward operator: gradients that it loses
     python npu_worker.py npugraph_ex       a model through torch_npu's npugraph_ex, run without capture
 """
 
 from __future__ import annotations
 
 import json
+import pathlib
 import sys
 from collections import Counter
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch_npu  # noqa: F401
 
 import npu_models
+from gradients import lost as gradients_lost
 from mindspeed_fx.cross.trace import trace
 from mindspeed_fx.options import Options
 
@@ -30,11 +33,42 @@ def _sites(name: str, device: str) -> dict[str, Any]:
         model, args, kwargs = (*getattr(npu_models, name)(), {})[:3]
     traced = trace(model, args, kwargs, Options(codegen="eager"), device)
     products = Counter(side for _, side, gm in traced.sides for n in gm.graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default))
+    gone = [i for _, side, gm in traced.sides if side == "backward" for i in gradients_lost(gm, ["tangents"])]
     left = Counter(str(n.target) for _, _, gm in traced.sides for n in gm.graph.nodes if "matmul" in str(n.target) and "mindspeed" not in str(n.target))
     counts = Counter()
     for record in traced.records:
         counts.update({k: v for k, v in record.counts.items() if v and k.startswith("fusion.")})
-    return {"counts": counts, "products": products, "opaque": left, "breaks": traced.breaks, "without_gradient": traced.without_gradient, "graphs": len(traced.records)}
+    return {"counts": counts, "products": products, "opaque": left, "breaks": traced.breaks, "without_gradient": traced.without_gradient + gone, "graphs": len(traced.records)}
+
+
+def gradients() -> dict[str, Any]:
+    """Backward operators with an npu lowering: what each case loses, how many were checked, operators without a case."""
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels" / "npu"))
+    import npu_cases
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from gradients import lost_by_lowering
+    from mindspeed_fx.kernels import REGISTRY
+
+    problems, checked, seen = {}, 0, set()
+    for family in npu_cases.FAMILIES:
+        for name, op, args, kernel in npu_cases.cases(family, torch.bfloat16):
+            operator = REGISTRY[op.default]
+            if not operator.name.endswith("_backward"):
+                continue
+            with FakeTensorMode():
+                fakes = tuple(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="npu:0") if isinstance(a, torch.Tensor) else a for a in args)
+                lowering, reasons = operator.choose("npu", fakes, {})
+                try:
+                    found = lost_by_lowering(lowering.build, getattr(torch.ops.mindspeed, operator.name.split(".")[1]), fakes)
+                except Exception as e:
+                    found = [f"{type(e).__name__}: {e}"[:300]]
+            checked += 1
+            seen.add(operator.name)
+            if found:
+                problems[f"{family} {name}"] = found
+    unchecked = [o.name for o in REGISTRY.values() if "npu" in o.lowerings and o.name.endswith("_backward") and o.name not in seen]
+    return {"problems": problems, "checked": checked, "unchecked": unchecked}
 
 
 def npugraph_ex() -> dict[str, Any]:
@@ -57,4 +91,4 @@ def npugraph_ex() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"npugraph_ex": npugraph_ex, "sites": sites}[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps({"gradients": gradients, "npugraph_ex": npugraph_ex, "sites": sites}[sys.argv[1]](*sys.argv[2:])))

@@ -79,6 +79,9 @@ def test_a_script_from_the_command(tmp_path, capsys):
     assert "fusion.swiglu" in out and "bytes moved" not in out
     values = json.loads((tmp_path / "a.json").read_text())
     assert values["options"]["level"] == 1 and values["graphs"][0]["counts"] | models.LLAMA_COUNTS == values["graphs"][0]["counts"]
+    assert not [r for r in values["graphs"][0]["lowered"] if r["kernel"].startswith("reference")]
+    calls = {o["operator"]: o["calls"] for s in values["graphs"][0]["sides"] for o in s["operators"]}
+    assert calls["npu.npu_fusion_attention_v3"] == calls["npu.npu_fusion_attention_grad_v3"] == 2 and calls["npu.npu_rms_norm_backward"] == 5
     assert values["parameter_bytes"] > 0 and values["peak_memory"] < 2**30
 
 
