@@ -25,7 +25,7 @@ def _supports_grouped(x, weight, offsets, op="npu_grouped_matmul"):
     return first(
         typed(x=x, weight=weight),
         f"{op}: x is {x.dtype}, weight {weight.dtype}; valid: one type".replace("torch.", "") if x.dtype != weight.dtype else None,
-        within(f"{op}: groups", offsets.shape[0], 2, 1024),
+        within(f"{op}: groups", weight.shape[0], 2, 1024),
         within(f"{op}: k", weight.shape[1], 1, INNER),
         within(f"{op}: n", weight.shape[2], 1, INNER),
     )
