@@ -16,6 +16,12 @@ def accelerated() -> bool:
     return torch.cuda.is_available() or (hasattr(torch, "npu") and torch.npu.is_available())
 
 
+def current_device() -> torch.device:
+    """The accelerator of this process, CUDA's or an NPU (with or without torch_npu's transfer_to_npu), else the CPU."""
+    kind = "cuda" if torch.cuda.is_available() else "npu" if accelerated() else "cpu"
+    return torch.device(kind, getattr(torch, kind).current_device()) if kind != "cpu" else torch.device("cpu")
+
+
 class Alone:
     """The group of a process that runs without torch.distributed."""
 
@@ -66,7 +72,7 @@ def get_global_memory_buffer() -> Any:
 
 def buffer_get_tensor(self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None) -> torch.Tensor:
     """``GlobalMemoryBuffer.get_tensor``: a tensor of its own for each caller."""
-    return torch.empty(tuple(tensor_shape), dtype=dtype, device=torch.cuda.current_device() if accelerated() else "cpu")
+    return torch.empty(tuple(tensor_shape), dtype=dtype, device=current_device())
 
 
 class _Buffer:
