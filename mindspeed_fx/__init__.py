@@ -3,7 +3,7 @@
     step = torch.compile(model, backend="mindspeed")
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`compile`,
-:func:`explain`, :mod:`mindspeed_fx.passes` and the version.
+:func:`explain`, :func:`parallelize` with its :class:`Plan`, :func:`simulate`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_fx._version import __version__
 
-__all__ = ["__version__", "compile", "cross_compile", "explain", "passes", "restore_torch_compile"]
+__all__ = ["Plan", "__version__", "compile", "cross_compile", "explain", "parallelize", "passes", "restore_torch_compile", "simulate"]
 
 
 def compile(model: Callable, *, options: dict[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:
@@ -70,6 +70,10 @@ elif getattr(torch.compile, "__name__", "") != "_torch_compile":
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("parallelize", "simulate"):
+        return getattr(importlib.import_module(f"mindspeed_fx.passes.sharding.{name}"), name)
+    if name == "Plan":
+        return importlib.import_module("mindspeed_fx.passes.sharding.plan").Plan
     if name == "explain":
         return importlib.import_module("mindspeed_fx.report.explain").explain
     if name == "cross_compile":

@@ -27,6 +27,7 @@ from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner, cut
 from mindspeed_fx.passes import overlap, registered
 from mindspeed_fx.passes.pipeline import Pipeline
+from mindspeed_fx.passes.sharding import local as sharding
 from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
 
@@ -83,27 +84,21 @@ class Compilation:
         return compiled
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        if plan := sharding.cut(gm):
+            self.options = sharding.without_codegen(self.options, self.record.effective)
         table = compat_npu.decompositions() if self.options.target == "npu" else None
         if self.options.codegen == "npugraph_ex" and (why := compat_npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
         if self.options.codegen != "inductor":
             self.capture(gm)
-            return compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition, decompositions=table)
+            gm, inputs, wrap = sharding.localize(gm, inputs, plan)
+            return wrap(compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition, decompositions=table))
         if self.options.target == "npu":
             compat_npu.load_inductor()
         name = identity(self.options)
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
-        return compat.compile_with_inductor(
-            gm,
-            inputs,
-            inner=self.run_inductor,
-            pre_grad=_Captured(self, gm, name),
-            partitioner=Partitioner(self.prepare_joint, self.options.memory_budget, name),
-            post_grad=pinned,
-            config=config,
-            caches=self.caches,
-            decompositions=table,
-        )
+        hooks = {"pre_grad": _Captured(self, gm, name), "partitioner": Partitioner(self.prepare_joint, self.options.memory_budget, name), "post_grad": pinned}
+        return compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches, decompositions=table, **hooks)
 
     # ---------------------------------------------------------------- the steps
 
@@ -115,6 +110,7 @@ class Compilation:
             return
         with self._timed("capture"):
             captured = capture(gm)
+            captured.meta[sharding.KEY] = gm.meta.get(sharding.KEY)
         self._snapshot("captured", captured, text=False)
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable)

@@ -5,10 +5,13 @@ Importing this module imports DTensor (about half a second); only sharding does.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+import contextlib
+import operator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, first_plain_argument, is_even
 
@@ -43,13 +46,26 @@ def register_ways(overload: torch._ops.OpOverload, rule: Callable[[Sequence[Any]
         return expand_to_full_mesh_op_strategy(
             schema.get_mesh_from_args(),
             schema,
-            [[placement(p) for p in results + inputs] for results, inputs in rows],
+            _spelled(rows, schema),
             input_index=len(overload._schema.returns),
             is_valid_strategy_cb=allowed,
         )
 
     info = RuntimeSchemaInfo(first_plain_argument(overload), needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(overload, strategy, info)
+
+
+def _spelled(rows: list[tuple[list, list]], schema: Any) -> list[list[Placement]]:
+    """Ways as DTensor placements, those by strided shards first: a batch and its divided sequence, flattened, leave each rank
+    some of the rows, and a way by rows does not ask which. DTensor thinks that gathering strided shards is free (2.13), and
+    takes the first of what is free."""
+    strided = []
+    for results, inputs in rows:
+        for given, p in zip(schema.args_strategy + schema.kwargs_strategy, inputs):
+            for own in given.strategies[0].output_spec.placements:
+                if isinstance(own, _StridedShard) and p == own.dim and not any(isinstance(q, Even) for q in results + inputs):
+                    strided.append([placement(q) if isinstance(q, str) else _StridedShard(int(q), split_factor=own.split_factor) for q in results + inputs])
+    return strided + [[placement(p) for p in results + inputs] for results, inputs in rows]
 
 
 def _even(spec: Any, placement: Even | None) -> bool:
@@ -59,3 +75,72 @@ def _even(spec: Any, placement: Even | None) -> bool:
     for size, p in zip(spec.mesh.shape, spec.placements):
         parts *= size if isinstance(p, Shard) and p.dim == int(placement) else 1
     return is_even(spec.shape, placement, parts)
+
+
+def has_dtensor(types: Any) -> bool:
+    """Whether a dispatch is of DTensors, and so not yet of local ones."""
+    return any(t is DTensor for t in types)
+
+
+def annotated(word: str) -> Any:
+    """Context in which nodes that are traced bear ``word`` in ``meta["custom"]["mindspeed_fx"]``; nothing where torch cannot."""
+    annotate = getattr(torch.fx.traceback, "annotate", None)
+    return annotate({"mindspeed_fx": word}) if annotate is not None else contextlib.nullcontext()
+
+
+def as_graph(module: torch.nn.Module, like: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph that calls ``module``, with the number of inputs and the form of the results of ``like``."""
+    graph = torch.fx.Graph()
+    inputs = sum(n.op == "placeholder" for n in like.graph.nodes)
+    result = graph.call_module("program", tuple(graph.placeholder(f"input_{i}") for i in range(inputs)))
+    outputs = next(n for n in like.graph.nodes if n.op == "output").args[0]
+    # Inductor wants to see that a tuple is returned.
+    graph.output(tuple(graph.call_function(operator.getitem, (result, i)) for i in range(len(outputs))) if isinstance(outputs, (tuple, list)) else result)
+    return torch.fx.GraphModule({"program": module}, graph)
+
+
+def checkpointed(planned: Callable[[Any], Any], args: tuple, kwargs: dict) -> Any:
+    """A checkpointed region whose body runs as ``planned(body).run(...)``."""
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    body, *given = args
+
+    class Body(torch.nn.Module):
+        def forward(self, *values: Any) -> Any:
+            return planned(body).run(*values)
+
+    wrapped = as_graph(Body(), body)
+    wrapped.meta.update(body.meta)
+    return tag_activation_checkpoint(wrapped, *given, **kwargs)
+
+
+@contextlib.contextmanager
+def all_ranks(sizes: dict[str, int]) -> Iterator[Any]:
+    """A mesh of which this process is every rank: tensors made within hold one part per rank (LocalTensorMode).
+
+    Raises:
+        RuntimeError: a process group exists already.
+    """
+    import math
+
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("all ranks in one process need a process group of their own, and one exists already")
+    ranks = math.prod(sizes.values())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with LocalTensorMode(ranks):
+            yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    finally:
+        dist.destroy_process_group()
+
+
+def on_every_rank(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as the tensor that every rank holds."""
+    from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+    return LocalTensor({rank: x for rank in local_tensor_mode().ranks})

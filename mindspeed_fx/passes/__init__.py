@@ -16,7 +16,7 @@ from mindspeed_fx.passes.base import (
     source_line,
     unregister,
 )
-from mindspeed_fx.passes import fusion, inline, lowering, overlap  # noqa: F401  registers the built-in passes
+from mindspeed_fx.passes import fusion, inline, lowering, overlap, sharding  # noqa: F401  registers the built-in passes
 
 __all__ = [
     "Context", "Pass", "PassError", "PassReport", "Site", "Skip", "calls", "module_path", "register", "registered", "site",

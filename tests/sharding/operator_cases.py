@@ -43,6 +43,8 @@ def calls(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[tuple[Any
 
 def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.Tensor]:
     x, w, angles = randn(b, s, h), randn(h), (randn(s, d), randn(s, d))
+    yield ops.linear(x, randn(d, h), randn(d)) ** 2
+    yield ops.linear(x, randn(d, h), None) ** 2
     yield (ops.rms_norm(x, w, 1e-5, True)[0] * randn(b, s, h, grad=False))
     yield (ops.rms_norm(x, None, 1e-5, False)[0] * randn(b, s, h, grad=False))
     y, total, _ = ops.add_rms_norm(x, randn(b, s, h), w, 1e-5, False)

@@ -1,0 +1,95 @@
+"""Linear layer as one operator: ``y = x weight^T + bias`` over any number of leading dimensions.
+
+``aten.linear`` becomes a product of matrices with flattened rows before DTensor sees it, and rows of a batch whose
+sequence is divided are not contiguous in the whole: flattened they have no placement. Here every leading dimension keeps
+its own. Sharded graphs use it; it is inlined before code is generated. Source: Shoeybi et al. 2019, "Megatron-LM", for
+the column and the row way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mindspeed_fx.kernels.base import LIBRARY, operator
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
+
+
+def _fake(x, weight, bias=None):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@operator("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _fake)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Linear layer.
+
+    Args:
+        x: [..., k], float.
+        weight: [n, k], the dtype of ``x``.
+        bias: [n] or None.
+
+    Returns:
+        [..., n], contiguous.
+    """
+    return F.linear(x, weight, bias).contiguous()
+
+
+def _fake_backward(grad, x, weight, needed):
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    return tuple(torch.empty(s, dtype=x.dtype, device=x.device) if need else x.new_empty(0) for s, need in zip(shapes, needed))
+
+
+@operator("linear_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needed) -> (Tensor, Tensor, Tensor)", _fake_backward)
+def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dweight, dbias) of :func:`linear`, of size 0 where not needed: dx = grad weight, dweight = grad^T x over
+    all rows, dbias = the sum of the rows of grad."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    dx = (rows @ weight).view(x.shape) if needed[0] else x.new_empty(0)
+    dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if needed[1] else x.new_empty(0)
+    return dx, dweight, rows.sum(0) if needed[2] else x.new_empty(0)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, ctx.bias = inputs[0], inputs[1], inputs[2] is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx, grad):
+    needed = [*ctx.needs_input_grad[:2], ctx.bias and ctx.needs_input_grad[2]]
+    grads = torch.ops.mindspeed.linear_backward(grad, *ctx.saved_tensors, needed)
+    return tuple(g if need else None for g, need in zip(grads, needed))
+
+
+torch.library.register_autograd("mindspeed::linear", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@linear.shard
+def _ways(x, weight, bias=None):
+    """By row, by column of the result, and by summand; a bias is then one more summand."""
+    last = x.ndim - 1
+    return [([d], [d, REPLICATED, REPLICATED]) for d in range(last)] + [([last], [REPLICATED, 0, 0]), ([PARTIAL], [last, 1, PARTIAL])]
+
+
+@linear_backward.shard
+def _ways_backward(grad, x, weight, needed):
+    def results(*placements):
+        return [p if need else REPLICATED for p, need in zip(placements, needed)]
+
+    last = x.ndim - 1
+    found = [(results(d, PARTIAL, PARTIAL), [d, d, REPLICATED]) for d in range(last)]
+    return found + [(results(PARTIAL, 0, 0), [last, REPLICATED, 0]), (results(last, 1, REPLICATED), [REPLICATED, last, 1])]
+
+
+@register_flop_formula(torch.ops.mindspeed.linear)
+def _flops(x_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    rows = 1
+    for size in x_shape[:-1]:
+        rows *= size
+    return 2 * rows * weight_shape[0] * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.mindspeed.linear_backward)
+def _backward_flops(grad_shape, x_shape, weight_shape, needed, *args, out_shape=None, **kwargs) -> int:
+    return (needed[0] + needed[1]) * _flops(x_shape, weight_shape)

@@ -1,0 +1,12 @@
+"""Which rank holds which part of which tensor. One idea per file:
+
+* ``plan.py``: a plan is data: placements of parameters and inputs, and of what crosses the edges of modules and operators
+* ``named.py``: plans by name for a model (tensor parallel, ZeRO, Ulysses ...)
+* ``parallelize.py``: parameters become DTensors that the model's code still sees whole
+* ``place.py``: the pass ``sharding.place``: a plan's edges become ``place`` calls in the captured graph
+* ``program.py``: the graph run on DTensors inside what AOTAutograd traces, which is the local program
+* ``vocabulary.py``, ``rows.py``: operators that need collectives inside
+* ``simulate.py``: every rank of a plan in one process, to check it
+"""
+
+from mindspeed_fx.passes.sharding import place  # noqa: F401

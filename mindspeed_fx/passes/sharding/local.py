@@ -1,0 +1,175 @@
+"""From Dynamo's graph of a parallelized model to the local program and back: what the backend calls.
+
+    cut        the calls that show parameters whole leave the graph: the placeholder itself stands for the whole
+    (capture and captured passes, ``place`` among them, run on what is then a single-device graph)
+    localize   that graph on DTensors becomes a graph of local tensors for AOTAutograd; DTensor arguments become local
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+from mindspeed_fx.passes.base import module_path
+from mindspeed_fx.passes.sharding.place import operands
+from mindspeed_fx.passes.sharding.plan import ShardingError, placement_of
+
+log = logging.getLogger("mindspeed_fx")
+KEY = "sharding"
+"""Where in ``GraphModule.meta`` the sharding is."""
+
+
+@dataclass(eq=False)
+class Cut:
+    """A sharding and the graph it was found in."""
+
+    sharding: Any
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Placeholder -> name of the parameter."""
+    prefix: str = ""
+    """Path of the parallelized model in the compiled one, with a dot."""
+
+    @property
+    def plan(self) -> Any:
+        return self.sharding.plan
+
+    @property
+    def modules(self) -> list[str]:
+        return self.sharding.modules
+
+
+def cut(gm: fx.GraphModule) -> Cut | None:
+    """Take the whole-showing calls out of ``gm``, in place; None if it has none, and the model is not parallelized.
+
+    Raises:
+        ShardingError: parameters of two models, or one that is changed before its use.
+    """
+    numbers: set[int] = set()
+    names: dict[str, str] = {}
+    prefixes: set[str] = set()
+    for source, key, path in _cut(gm):
+        number, _, name = key.partition(":")
+        name, owner = name.lstrip("."), name.lstrip(".").rpartition(".")[0]
+        if source.op != "placeholder":
+            raise ShardingError(f'parameter "{name}" was changed before its use; plans know parameters as they are')
+        numbers.add(int(number))
+        names.setdefault(source.name, name)
+        if path.endswith(owner):
+            prefixes.add(path[: len(path) - len(owner)])
+    if not names:
+        return None
+    if len(numbers) > 1:
+        raise ShardingError("two models that were parallelized apart are compiled as one; call parallelize on a module that holds both")
+    from mindspeed_fx.passes.sharding.parallelize import SHARDINGS
+
+    found = gm.meta[KEY] = Cut(SHARDINGS[numbers.pop()], names, min(prefixes, key=len, default=""))
+    return found
+
+
+def _cut(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str, str]]:
+    """Input of ``gm`` that is a parameter, key and module path, for every call of ``gathered`` in it and in the graphs of its
+    checkpointed regions; afterwards the inputs look like whole parameters."""
+    for n in list(gm.graph.nodes):
+        if n.op != "call_function":
+            continue
+        if getattr(n.target, "__name__", "") == "gathered" and n.target.__module__ == f"{__package__}.parallelize":
+            _becomes(n.args[0], compat.example_value_of(n))
+            yield n.args[0], n.args[1], module_path(n)
+            n.replace_all_uses_with(n.args[0])
+            gm.graph.erase_node(n)
+        elif compat.is_higher_order(n.target):
+            for body, given in operands(gm, n):
+                for source, key, path in _cut(body):
+                    if isinstance(outer := given.get(source), fx.Node):
+                        _becomes(outer, source.meta["example_value"])
+                        yield outer, key, path
+    gm.recompile()
+
+
+def _becomes(node: fx.Node, whole: torch.Tensor) -> None:
+    node.meta["example_value"] = whole.detach().requires_grad_(node.meta["example_value"].requires_grad)
+
+
+def without_codegen(options: Any, effective: dict[str, Any]) -> Any:
+    """The options for a parallelized model, and the note of it in ``effective``: no generated code and no caches, because
+    code that Inductor generates from the local program with fused operators gave a wrong loss (torch 2.13, tensor parallel)."""
+    effective["caches"] = "off: the model is parallelized"
+    if options.codegen == "inductor":
+        effective["codegen"] = "eager: the model is parallelized, and generated code is not yet right for it"
+        log.warning("codegen: %s", effective["codegen"])
+        options = dataclasses.replace(options, codegen="eager")
+    return options
+
+
+def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: Cut | None) -> tuple[fx.GraphModule, list[Any], Callable[[Callable], Callable]]:
+    """The local program as a graph, its example inputs, and what makes a compiled program take the original arguments;
+    everything as it is without a sharding.
+
+    Raises:
+        ShardingError: symbolic sizes, or an input that cannot be divided as the plan says.
+    """
+    if found is None:
+        return gm, list(inputs), lambda compiled: compiled
+    from torch.distributed.tensor import DTensor
+
+    from mindspeed_fx import compat_sharding
+    from mindspeed_fx.passes.sharding.program import Program
+
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [_value(n, x, found) for n, x in zip(placeholders, inputs, strict=True)]
+    program = Program(gm, found.plan, found.sharding.mesh, values)
+    local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
+
+    def wrap(compiled: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            return compiled(*(a.to_local() if isinstance(a, DTensor) else a for a in args))
+
+        return run
+
+    return compat_sharding.as_graph(program, gm), local, wrap
+
+
+def _value(node: fx.Node, x: Any, found: Cut) -> Any:
+    """How the program takes one input."""
+    if isinstance(x, torch.SymInt):
+        raise ShardingError(f"input {node.name} is a symbolic size; a plan needs fixed sizes: torch.compile(..., dynamic=False)")
+    if not isinstance(x, torch.Tensor):
+        return None
+    if any(isinstance(s, torch.SymInt) for s in x.shape):
+        raise ShardingError(f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., dynamic=False)")
+    return parameter_value(x) if node.name in found.inputs else input_value(node, x, found)
+
+
+def parameter_value(x: Any) -> Any:
+    """A parameter: its own placements."""
+    from mindspeed_fx.passes.sharding.program import Value
+
+    return Value(tuple(x.placements), x.shape, x.stride(), True)
+
+
+def input_value(node: fx.Node, x: torch.Tensor, found: Cut) -> Any:
+    """An argument of the model, or a buffer: whole, and divided as the plan says."""
+    from mindspeed_fx.passes.sharding.program import Value
+    from mindspeed_fx.passes.sharding.redistribute import even, placements_of
+
+    name = argument_name(node)
+    placed = {} if name is None else placement_of(found.plan.inputs, name, "input")
+    where = f'plan "{found.plan.name}", input "{name}" of shape {tuple(x.shape)}'
+    placements = placements_of(placed, found.sharding.mesh, x.ndim, where)
+    even(x.shape, placements, found.sharding.mesh, where)
+    return Value(placements, x.shape, x.stride(), False)
+
+
+def argument_name(node: fx.Node) -> str | None:
+    """Name of the model's argument that a placeholder is, ``args_0`` for a positional one; None for a buffer."""
+    if re.search(r"_(buffers|parameters)_|_modules_", node.name.lower()):
+        return None
+    return re.sub(r"^l_(kwargs_)?|_$", "", node.name.lower()).strip("_")
+

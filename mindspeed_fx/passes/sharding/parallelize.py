@@ -1,0 +1,153 @@
+"""``parallelize(model, mesh, plan)``: parameters become DTensors that the model's own code still sees whole.
+
+A module with parameters gets a class of its own in which each parameter is a property: reading it gives the whole tensor
+(:func:`gathered`), so that the model, and Dynamo, see ordinary tensors; ``_parameters`` holds the DTensor, so that names,
+``state_dict``, ``torch.distributed.checkpoint``, optimizers and gradient clipping are those of a model of DTensors. The
+backend cuts :func:`gathered` out of the graph again (``local.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mindspeed_fx.options import nearest
+from mindspeed_fx.passes.sharding import initialize
+from mindspeed_fx.passes.sharding.named import named
+from mindspeed_fx.passes.sharding.plan import Plan, ShardingError, placement_of, unmatched
+from mindspeed_fx.passes.sharding.redistribute import even, placements_of
+
+
+@dataclass(eq=False)
+class Sharding:
+    """What ``parallelize`` decided for one model."""
+
+    plan: Plan
+    mesh: DeviceMesh | None
+    modules: list[str]
+    """Names of the model's modules."""
+
+
+SHARDINGS: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | str, *, init: Callable[[nn.Module], None] | None = None, seed: int = 0) -> nn.Module:
+    """Divide ``model`` over ``mesh`` by ``plan``, in place; ``torch.compile(model, backend="mindspeed")`` does the rest.
+
+    Every rank calls the compiled model with the same whole inputs and gets the same whole results; gradients arrive on
+    the parameters as DTensors. Without compilation the model runs too, whole on every rank.
+
+    Args:
+        model: whole parameters (rank 0's are used) or parameters on the meta device, which are initialized module by
+            module: no rank ever holds more than one module whole, and the values do not depend on the mesh.
+        mesh: with named dimensions, those of the plan.
+        plan: a plan, or the name of one (see :func:`mindspeed_fx.passes.sharding.named.named`).
+        init: for parameters on the meta device: called with each module that owns some, on real memory; default: the
+            module's ``reset_parameters``.
+        seed: of the initialization.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ShardingError: the plan does not fit the model or the mesh; the message names the pattern, parameter or size.
+    """
+    if isinstance(plan, str):
+        plan = named(plan, model)
+    if not isinstance(plan, Plan):
+        raise ShardingError(f"plan is {type(plan).__name__}; a Plan or the name of one is expected")
+    check_mesh(plan, mesh.mesh_dim_names or ())
+    if hasattr(model, "_sharding"):
+        raise ShardingError(f'the model is divided already, by plan "{model._sharding.plan.name}"')
+    unmatched_patterns(model, plan)
+    placements = {name: parameter_placements(plan, mesh, name, p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def divide(name: str, p: nn.Parameter, everywhere: bool) -> nn.Parameter:
+        whole = distribute_tensor(p.detach(), mesh, placements[name], src_data_rank=None if everywhere else 0)
+        return nn.Parameter(whole, requires_grad=p.requires_grad)
+
+    initialize.materialize(model, mesh, init, seed, lambda name, p: divide(name, p, True))
+    return show_whole(model, Sharding(plan, mesh, [n for n, _ in model.named_modules()]), lambda name, p: p if isinstance(p, DTensor) else divide(name, p, False))
+
+
+def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tensor) -> tuple:
+    """DTensor placements at rest of one parameter.
+
+    Raises:
+        ShardingError: a dimension it does not have or that does not divide evenly.
+    """
+    where = f'plan "{plan.name}", parameter "{name}" of shape {tuple(p.shape)}'
+    found = placements_of(placement_of(plan.parameters, name, "parameter"), mesh, p.ndim, where)
+    even(p.shape, found, mesh, where)
+    return found
+
+
+def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.Parameter], nn.Parameter]) -> nn.Module:
+    """Make every parameter of ``model`` a property that shows ``replace(name, parameter)`` whole; tied ones stay tied."""
+    number = next(_numbers)
+    SHARDINGS[number] = sharding
+    model.__dict__["_sharding"] = sharding  # keeps it alive as long as the model
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # keeps the old ones alive, so that none takes another's identity
+    for path, module in list(model.named_modules()):
+        own = {n: p for n, p in module._parameters.items() if p is not None}
+        if not own:
+            continue
+        for name, p in own.items():
+            if p not in replaced:
+                replaced[p] = replace(f"{path}.{name}".lstrip("."), p)
+            module._parameters[name] = replaced[p]
+        module.__dict__["_sharded"] = {n: f"{number}:{path}.{n}" for n in own}
+        module.__class__ = _showing(type(module), tuple(own))
+    return model
+
+
+@functools.cache
+def _showing(cls: type, names: tuple[str, ...]) -> type:
+    """``cls`` with properties for these parameters."""
+
+    def show(name: str) -> property:
+        def get(self: nn.Module) -> torch.Tensor:
+            return gathered(self._parameters[name], self._sharded[name])
+
+        def put(self: nn.Module, value: Any) -> None:
+            self._parameters[name] = value
+
+        return property(get, put)
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **{n: show(n) for n in names}})
+
+
+@torch._dynamo.allow_in_graph
+def gathered(parameter: torch.Tensor, key: str) -> torch.Tensor:
+    """A parameter, whole. ``key`` is "number of the sharding:name"; the backend knows the call by it."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def check_mesh(plan: Plan, have: tuple[str, ...]) -> None:
+    """Refuse a mesh without a dimension of the plan.
+
+    Raises:
+        ShardingError: with the nearest name.
+    """
+    for dim in plan.mesh:
+        if dim not in have:
+            raise ShardingError(f'plan "{plan.name}" needs mesh dimension "{dim}"{nearest(dim, have)}; the mesh has {", ".join(have) or "no names: give init_device_mesh mesh_dim_names"}')
+
+
+def unmatched_patterns(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan whose patterns name nothing in the model.
+
+    Raises:
+        ShardingError: with the nearest name.
+    """
+    unmatched(plan.parameters, [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name)
+    unmatched(plan.modules, [n for n, _ in model.named_modules()], "module", plan.name)

@@ -1,0 +1,231 @@
+"""A sharding plan: plain data that a person can read, edit, save, load and compare.
+
+In YAML (or JSON) a plan for Megatron's tensor parallelism of one layer is::
+
+    name: tp
+    mesh: [tp]
+    parameters:
+      layers.*.q_proj.weight: {tp: S(0)}
+      layers.*.o_proj.weight: {tp: S(1)}
+    modules:
+      layers.*.q_proj: {input: {tp: R}}
+      layers.*.o_proj: {output: {tp: R}}
+
+Placements are words: ``R`` the whole on every rank, ``S(d)`` divided along dimension d. Patterns are shell globs over
+the names of ``named_parameters`` and ``named_modules``; what no pattern names stays whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any, Iterable, Mapping
+
+from mindspeed_fx.options import OptionError, nearest
+
+Placed = Mapping[str, str]
+"""Mesh dimension -> placement."""
+
+GATHERS = ("never", "zero1", "zero2", "zero3")
+
+
+class ShardingError(OptionError):
+    """A plan that is wrong in itself or does not fit the model, the mesh or the sizes; says where and what would be right."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses the edge of a module or an operator."""
+
+    input: Placed = field(default_factory=dict)
+    """Of every activation that enters; parameters are not activations."""
+    output: Placed = field(default_factory=dict)
+    """Of every result that is used outside."""
+    arguments: Mapping[str, Placed] = field(default_factory=dict)
+    """Operators only: by the argument's name in the schema, instead of ``input``."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placements for a model on a mesh; adding two plans for different mesh dimensions combines them."""
+
+    name: str
+    mesh: tuple[str, ...]
+    """Mesh dimensions that the plan speaks of, outermost first."""
+    parameters: Mapping[str, Placed] = field(default_factory=dict)
+    """Parameter glob -> placement at rest: what a rank stores, and what its optimizer updates."""
+    inputs: Mapping[str, Placed] = field(default_factory=dict)
+    """Glob over the names of the model's arguments -> placement; callers pass the whole, each rank takes its part."""
+    modules: Mapping[str, Boundary] = field(default_factory=dict)
+    """Module glob -> placements at its edge."""
+    operators: Mapping[str, Boundary] = field(default_factory=dict)
+    """Operator glob ("mindspeed.attention") -> placements at its edge; "a|b" names alternatives, also of arguments."""
+    gather: Mapping[str, str] = field(default_factory=dict)
+    """Mesh dimension -> when parameters divided over it are made whole: "never" (the part computes, as in tensor parallelism),
+    or before use: "zero1" (gradients summed whole), "zero2" (gradients summed in parts), "zero3" (as zero2, and the
+    whole is not kept for the backward but gathered again)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", tuple(self.mesh))
+        for key, stage in self.gather.items():
+            if stage not in GATHERS:
+                raise ShardingError(f'plan "{self.name}": gather of "{key}" is {stage!r}; valid: {", ".join(GATHERS)}{nearest(str(stage), GATHERS)}')
+        for where, placed in self._placed():
+            for dim, word in placed.items():
+                if dim not in self.mesh:
+                    raise ShardingError(f'plan "{self.name}", {where}: no mesh dimension "{dim}"{nearest(dim, self.mesh)}; the plan has {", ".join(self.mesh)}')
+                parse_placement(word, f'plan "{self.name}", {where}')
+        for dim in self.gather:
+            if dim not in self.mesh:
+                raise ShardingError(f'plan "{self.name}", gather: no mesh dimension "{dim}"{nearest(dim, self.mesh)}; the plan has {", ".join(self.mesh)}')
+
+    def _placed(self) -> Iterable[tuple[str, Placed]]:
+        for section in ("parameters", "inputs"):
+            yield from ((f'{section} "{pattern}"', placed) for pattern, placed in getattr(self, section).items())
+        for section in ("modules", "operators"):
+            for pattern, edge in getattr(self, section).items():
+                yield from ((f'{section} "{pattern}", {part}', getattr(edge, part)) for part in ("input", "output"))
+                yield from ((f'{section} "{pattern}", argument "{name}"', placed) for name, placed in edge.arguments.items())
+
+    def __add__(self, other: "Plan") -> "Plan":
+        """Both plans at once, on the mesh of both; ``self``'s dimensions are the outer ones."""
+        if shared := set(self.mesh) & set(other.mesh):
+            raise ShardingError(f'plans "{self.name}" and "{other.name}" both use mesh dimension {", ".join(sorted(shared))}')
+        merged = {s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")}
+        return Plan(f"{self.name}+{other.name}", self.mesh + other.mesh, gather={**self.gather, **other.gather}, **merged)
+
+    # ---------------------------------------------------------------- words in, words out
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for YAML and JSON; empty parts are left out."""
+        return {k: v for k, v in _plain(self).items() if v}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
+        """The plan that :meth:`as_dict` describes.
+
+        Raises:
+            ShardingError: unknown or missing key, with the nearest valid one; a bad placement.
+        """
+        _keys(values, Plan, "plan")
+        for key in ("name", "mesh"):
+            if key not in values:
+                raise ShardingError(f'a plan needs "{key}"')
+        made = dict(values)
+        for section in ("modules", "operators"):
+            for pattern, edge in made.get(section, {}).items():
+                _keys(edge, Boundary, f'{section} "{pattern}"')
+            made[section] = {p: Boundary(**edge) for p, edge in made.get(section, {}).items()}
+        return cls(**made)
+
+    def save(self, path: str) -> None:
+        """Write the plan to ``path``: JSON for a name that ends so, else YAML."""
+        with open(path, "w") as file:
+            file.write(self.text(json_format=str(path).endswith(".json")))
+
+    @classmethod
+    def load(cls, path: str) -> "Plan":
+        """Read a plan that :meth:`save`, or a person, wrote."""
+        with open(path) as file:
+            text = file.read()
+        values = json.loads(text) if str(path).endswith(".json") else _yaml().safe_load(text)
+        if not isinstance(values, dict):
+            raise ShardingError(f"{path} holds no plan: a mapping with name, mesh and parameters is expected")
+        return cls.from_dict(values)
+
+    def text(self, json_format: bool = False) -> str:
+        """The plan as YAML, or as JSON."""
+        if json_format:
+            return json.dumps(self.as_dict(), indent=1) + "\n"
+        return _yaml().safe_dump(self.as_dict(), sort_keys=False, default_flow_style=None, width=160)
+
+    def diff(self, other: "Plan") -> str:
+        """What changes from this plan to ``other``, as a unified diff of their text; "" for equal plans."""
+        texts = [json.dumps(p.as_dict(), indent=1, sort_keys=True).splitlines() for p in (self, other)]
+        return "\n".join(difflib.unified_diff(*texts, self.name, other.name, lineterm="", n=2))
+
+
+def parse_placement(word: Any, where: str) -> int | None:
+    """The dimension of "S(d)", or None for "R".
+
+    Raises:
+        ShardingError: anything else.
+    """
+    found = re.fullmatch(r"S\((-?\d+)\)|R", word) if isinstance(word, str) else None
+    if not found:
+        raise ShardingError(f"{where}: placement {word!r}; valid: R (whole), S(d) (divided along dimension d)")
+    return int(found.group(1)) if found.group(1) else None
+
+
+def matching(patterns: Iterable[str], name: str) -> list[str]:
+    """The patterns that match ``name``."""
+    return [p for p in patterns if fnmatch.fnmatchcase(name, p)]
+
+
+def placement_of(section: Mapping[str, Placed], name: str, what: str) -> dict[str, str]:
+    """Everything that the patterns of ``section`` say of ``name``.
+
+    Raises:
+        ShardingError: two patterns say different things.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for pattern in matching(section, name):
+        for dim, word in section[pattern].items():
+            if dim in found and found[dim][0] != word:
+                raise ShardingError(f'{what} "{name}" is {found[dim][0]} on "{dim}" by "{found[dim][1]}" and {word} by "{pattern}"')
+            found[dim] = (word, pattern)
+    return {dim: word for dim, (word, _) in found.items()}
+
+
+def unmatched(patterns: Iterable[str], names: Iterable[str], what: str, plan: str) -> None:
+    """Refuse patterns that name nothing.
+
+    Raises:
+        ShardingError: with the nearest name.
+    """
+    names = list(names)
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ShardingError(f'plan "{plan}" names no {what}: "{pattern}"{nearest(pattern, names)}')
+
+
+def _merge(a: Mapping, b: Mapping) -> dict:
+    merged = dict(a)
+    for key, value in b.items():
+        old = merged.get(key)
+        if isinstance(old, Boundary):
+            value = Boundary({**old.input, **value.input}, {**old.output, **value.output}, _merge(old.arguments, value.arguments))
+        elif old is not None:
+            value = {**old, **value}
+        merged[key] = value
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        found = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return found if isinstance(value, Plan) else {k: v for k, v in found.items() if v}
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _keys(values: Any, kind: type, where: str) -> None:
+    valid = [f.name for f in dataclasses.fields(kind)]
+    if not isinstance(values, Mapping):
+        raise ShardingError(f"{where} is {values!r}; a mapping with {', '.join(valid)} is expected")
+    for key in values:
+        if key not in valid:
+            raise ShardingError(f'{where} has an unknown key "{key}"{nearest(str(key), valid)}; valid: {", ".join(valid)}')
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ShardingError("YAML needs the package PyYAML; or give the file a name that ends in .json") from None
+    return yaml

@@ -1,0 +1,133 @@
+"""The captured graph run on DTensors: what AOTAutograd traces here is the local program of one rank.
+
+Parameters enter as the shards that stand for the whole, inputs as this rank's part, and every operator runs on DTensors,
+which insert the collectives, forward and backward; ``place`` calls redistribute where the plan says. The results are whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx import compat, compat_sharding
+from mindspeed_fx.kernels.sharding import register_sharding_rules
+from mindspeed_fx.passes.base import module_path
+from mindspeed_fx.passes.sharding import rows, vocabulary
+from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
+from mindspeed_fx.passes.sharding.redistribute import redistribute
+from mindspeed_fx.report.source import source_line
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Value:
+    """How one input of the program becomes a DTensor."""
+
+    placements: tuple[Placement, ...]
+    """Of the local tensor that is given; for inputs of the model, given whole, what it is divided to."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    parameter: bool
+
+
+class Program(torch.nn.Module):
+    """``forward(*local tensors)`` -> whole results; traced by AOTAutograd, or run as it is."""
+
+    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None]):
+        super().__init__()
+        register_sharding_rules()
+        object.__setattr__(self, "graph", graph)
+        self.plan, self.mesh, self.values = plan, mesh, values
+
+    def forward(self, *local: Any) -> Any:
+        given = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
+        with fx.traceback.preserve_node_meta():
+            results = _Planned(self.graph, self.mesh).run(*given)
+        results = pytree.tree_map_only(DTensor, self._leave, results)
+        return tuple(results) if isinstance(results, (tuple, list)) else results
+
+    def _enter(self, x: Any, value: Value | None) -> Any:
+        if value is None:
+            return x
+        if not value.parameter:
+            whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+            return whole.redistribute(placements=value.placements)
+        made = DTensor.from_local(x, self.mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride)
+        for name, stage in self.plan.gather.items():
+            dim = self.mesh.mesh_dim_names.index(name)
+            if stage != "never" and made.placements[dim].is_shard():
+                with compat_sharding.annotated(stage):
+                    made = redistribute(made, {name: "R"})
+                if stage == "zero1":
+                    made = redistribute(made, {name: "R"})
+        return made
+
+    def _leave(self, x: DTensor) -> torch.Tensor:
+        return x.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
+
+
+class _Planned(fx.Interpreter):
+    """Runs a captured graph on DTensors; names the user's module and line where an operator cannot be divided."""
+
+    def __init__(self, graph: fx.GraphModule, mesh: DeviceMesh):
+        super().__init__(graph, garbage_collect_values=False)
+        self.extra_traceback, self.mesh = False, mesh
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
+        except ShardingError as e:
+            if "module " in str(e):
+                raise
+            raise ShardingError(f"{_where(n)}: {e}") from None
+        except Exception as e:
+            given = ", ".join(f"{a.name} {_shown(self.env.get(a))}" for a in n.all_input_nodes)
+            raise ShardingError(f"{_where(n)}: {n.target} cannot be computed in parts from {given}: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor made inside the graph, such as positions or a mask, is whole on every rank."""
+        return x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+    def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._whole(value) if isinstance(value, torch.Tensor) else value
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if compat.is_checkpoint(target):
+            return compat_sharding.checkpointed(lambda body: _Planned(body, self.mesh), args, kwargs)
+        handler = HANDLERS.get(target)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+HANDLERS: dict[Any, Callable] = {
+    aten.linear.default: rows.linear,
+    torch.ops.mindspeed.rms_norm.default: rows.rms_norm,
+    torch.ops.mindspeed.add_rms_norm.default: rows.add_rms_norm,
+    aten.matmul.default: rows.matmul,
+    aten.dropout.default: rows.dropout,
+    aten.embedding.default: vocabulary.embedding,
+    torch.ops.mindspeed.cross_entropy.default: vocabulary.cross_entropy,
+    torch.ops.mindspeed.linear_cross_entropy.default: vocabulary.linear_cross_entropy,
+    torch.ops.mindspeed.attention.default: rows.attention,
+    aten.scaled_dot_product_attention.default: rows.scaled_dot_product_attention,
+}
+"""Operators that DTensor alone would compute wrongly divided, or only after gathering their inputs."""
+
+
+def _where(node: fx.Node) -> str:
+    module, line = module_path(node), source_line(node)
+    return f'module "{module}"' + (f", {line}" if line else "")
+
+
+def _shown(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.placements}" if isinstance(value, DTensor) else type(value).__name__
+

@@ -1,0 +1,98 @@
+"""Operators that keep rows divided where DTensor alone would gather them: linear layers, dropout, attention by query."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from mindspeed_fx.kernels.base import accumulation_dtype
+
+aten = torch.ops.aten
+
+
+def linear(x: DTensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
+    """``aten.linear`` with a placement for every leading dimension."""
+    return torch.ops.mindspeed.linear(x, weight, bias)
+
+
+def matmul(x: DTensor, y: DTensor) -> DTensor:
+    """``aten.matmul``; by a matrix it is a linear layer."""
+    return linear(x, y.t()) if y.ndim == 2 and x.ndim >= 2 else torch.matmul(x, y)
+
+
+def rms_norm(x: DTensor, weight: DTensor | None, eps: float, cast_first: bool) -> Any:
+    """``mindspeed::rms_norm``. Of rows divided by width, each rank gives its squares, one number per row is summed."""
+    if not any(p == Shard(x.ndim - 1) for p in x.placements):
+        return torch.ops.mindspeed.rms_norm(x, weight, eps, cast_first)
+    wide = x.to(accumulation_dtype(x.dtype))
+    squares = (wide * wide).sum(-1, keepdim=True)
+    rstd = torch.rsqrt(summed(squares) / x.shape[-1] + eps)
+    y = wide * rstd
+    if weight is None:
+        return y.to(x.dtype), rstd
+    return (y.to(x.dtype) * weight if cast_first else (y * weight.to(wide.dtype)).to(x.dtype)), rstd
+
+
+def summed(x: DTensor) -> DTensor:
+    """``x`` without partial sums; its gradient is whole where ``x`` was partial."""
+    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+
+
+def add_rms_norm(x: DTensor, residual: DTensor, weight: DTensor | None, eps: float, cast_first: bool) -> Any:
+    """``mindspeed::add_rms_norm``; see :func:`rms_norm`."""
+    if not any(p == Shard(x.ndim - 1) for p in x.placements):
+        return torch.ops.mindspeed.add_rms_norm(x, residual, weight, eps, cast_first)
+    total = x + residual
+    y, rstd = rms_norm(total, weight, eps, cast_first)
+    return y, total, rstd
+
+
+def whole(x: torch.Tensor, like: DTensor) -> DTensor:
+    """A plain tensor that every rank holds alike, as a DTensor on the mesh of ``like``."""
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def dropout(x: DTensor, p: float, train: bool) -> DTensor:
+    """The mask is drawn for the whole tensor on every rank, as one device draws it, and each rank keeps its part."""
+    if not train or p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    x = summed(x)
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p).div_(1 - p)
+    return x * whole(mask, x).redistribute(placements=x.placements)
+
+
+def attention(q: DTensor, k: DTensor, v: DTensor, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None) -> Any:
+    """``mindspeed::attention``. Where only the queries are divided, causal means a mask of this rank's rows."""
+    if causal and _queries_divided(q, k):
+        mask, causal, window = _rows_of_causal(q, k, mask, window), False, 0
+    return torch.ops.mindspeed.attention(q, k, v, mask, causal, scale, window, softcap, sinks)
+
+
+def scaled_dot_product_attention(q: DTensor, k: DTensor, v: DTensor, attn_mask: DTensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> DTensor:
+    """``aten.scaled_dot_product_attention``, which DTensor would take apart; dropout stays with DTensor."""
+    if dropout_p:
+        return aten.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    lead = q.ndim - 4
+    if lead < 0:
+        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    out = attention(q, k, v, attn_mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+    return out.squeeze(0) if lead < 0 else out
+
+
+def _queries_divided(q: DTensor, k: DTensor) -> bool:
+    return any(p == Shard(2) and kept.is_replicate() for p, kept in zip(q.placements, k.placements))
+
+
+def _rows_of_causal(q: DTensor, k: DTensor, mask: DTensor | None, window: int) -> DTensor:
+    rows = whole(torch.arange(q.shape[2], device=q.device), q).redistribute(placements=[Shard(0) if p == Shard(2) else Replicate() for p in q.placements]).unsqueeze(1)
+    columns = whole(torch.arange(k.shape[2], device=q.device), q).unsqueeze(0)
+    keep = rows >= columns
+    if window:
+        keep = keep & (rows - columns < window)
+    if mask is None:
+        return keep
+    return keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, torch.full_like(mask, float("-inf")))

@@ -1,0 +1,128 @@
+"""Every rank of a plan in one process, to check it: outputs, gradients and collectives, on a CPU, without a process group.
+
+The model is captured whole, and the program of ``program.py`` runs on LocalTensors, which hold all ranks' parts, operator by
+operator; DTensor's propagation, the plan's edges and the operators' own collectives are those of the real thing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed_fx import compat_sharding
+from mindspeed_fx.options import Options
+from mindspeed_fx.passes.sharding import local
+from mindspeed_fx.passes.sharding.named import named
+from mindspeed_fx.passes.sharding.plan import Plan
+
+
+@dataclass
+class Simulation:
+    """What a simulated training step did."""
+
+    outputs: Any
+    """Whole, as a single device returns them."""
+    gradients: dict[str, torch.Tensor]
+    """Parameter -> whole gradient."""
+    forward: Counter = field(default_factory=Counter)
+    """Collective -> how often it ran in the forward."""
+    backward: Counter = field(default_factory=Counter)
+
+
+def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Simulation:
+    """Run one forward and backward of ``model`` by ``plan`` for every rank of a mesh.
+
+    Args:
+        model: whole, on cpu; is not changed.
+        mesh: dimension -> number of ranks, outermost first, e.g. {"dp": 2, "tp": 4}.
+        plan: a plan, or the name of one.
+        args, kwargs: of the model, whole. The backward starts from the sum of the floating outputs.
+        options: of the backend; decide which operators are fused.
+
+    Raises:
+        ShardingError: the plan does not fit the model or the mesh.
+        RuntimeError: a process group exists already.
+    """
+    from mindspeed_fx.backend import Compilation
+    from mindspeed_fx.passes.sharding.parallelize import Sharding, check_mesh, show_whole, unmatched_patterns
+
+    plan = named(plan, model) if isinstance(plan, str) else plan
+    check_mesh(plan, tuple(mesh))
+    model = copy.deepcopy(model)
+    unmatched_patterns(model, plan)
+    names = {id(p): n for n, p in model.named_parameters()}
+    show_whole(model, Sharding(plan, None, [n for n, _ in model.named_modules()]), lambda name, p: p)
+    made: list[Simulation] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        found = local.cut(gm)
+        Compilation(Options.parse(options).resolve("cpu")).capture(gm)
+        return lambda *given: _run(gm, found, plan, mesh, given, names, made)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    torch._dynamo.reset()
+    return made[0]
+
+
+def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int], given: Sequence[Any], names: dict[int, str], made: list[Simulation]) -> Any:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    from mindspeed_fx.passes.sharding.parallelize import parameter_placements
+    from mindspeed_fx.passes.sharding.program import Program
+
+    with compat_sharding.all_ranks(sizes) as mesh:
+        found.sharding.mesh = mesh
+        values, tensors, parameters = [], [], {}
+        for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True):
+            name = names.get(id(x))
+            if name is None:
+                values.append(local.input_value(node, x, found))
+                tensors.append(compat_sharding.on_every_rank(x) if isinstance(x, torch.Tensor) else x)
+                continue
+            placements = parameter_placements(plan, mesh, name, x)
+            whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
+            values.append(local.parameter_value(whole))
+            parameters[name] = (whole, whole.to_local().detach().requires_grad_(x.requires_grad))
+            tensors.append(parameters[name][1])
+        program = Program(gm, plan, mesh, values)
+        with _Collectives() as forward:
+            outputs = program(*tensors)
+        wanted = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
+        with _Collectives() as backward:
+            torch.autograd.backward([o.sum() for o in wanted])
+        result = Simulation(torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs), {}, forward.counts, backward.counts)
+        for name, (whole, part) in parameters.items():
+            if part.grad is not None:
+                gradient = type(whole).from_local(part.grad, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+                result.gradients[name] = _one(gradient.redistribute(placements=[Replicate()] * mesh.ndim).to_local())
+    made.append(result)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result.outputs)
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if compat_sharding.has_dtensor(types):
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and func._opname not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _one(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that all ranks hold alike."""
+    return (x.reconcile() if hasattr(x, "reconcile") else x).detach()
+

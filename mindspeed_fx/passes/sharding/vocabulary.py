@@ -1,0 +1,101 @@
+"""A vocabulary that is divided over ranks: embedding and cross-entropy without ever gathering logits or embedding.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3. The embedding's ranks sum their rows; the cross-entropy exchanges
+two numbers per token after the largest: the sum of exponentials and the target's logit, in one all-reduce.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.passes.sharding.rows import linear, whole
+
+
+def divided(x: DTensor, dim: int) -> list[int]:
+    """The mesh dimensions over which dimension ``dim`` of ``x`` is divided."""
+    return [i for i, p in enumerate(x.placements) if isinstance(p, Shard) and p.dim == dim]
+
+
+def embedding(weight: DTensor, ids: DTensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> DTensor:
+    """``aten.embedding``; with rows of ``weight`` divided, a partial sum to which each rank gives the tokens it has rows for."""
+    over = divided(weight, 0)
+    if not over or scale_grad_by_freq or sparse:
+        return torch.ops.aten.embedding(weight, ids, padding_idx, scale_grad_by_freq, sparse)
+    ids = ids.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(ids.placements)])
+    # Each rank's gradient is of its own tokens: a sum wherever the tokens are divided.
+    gradient = [Partial() if p.is_replicate() and q.is_shard() else p for p, q in zip(weight.placements, ids.placements)]
+    local, own = weight.to_local(grad_placements=gradient), ids.to_local()
+    index, mine = _own(own, whole(torch.arange(weight.shape[0], device=own.device), weight), over)
+    padding = torch.where(mine, own == padding_idx, False) if padding_idx >= 0 else None
+    rows = F.embedding(index, local)
+    if padding is not None:
+        rows = torch.where(padding.unsqueeze(-1), rows.detach(), rows)
+    out = _merged([Partial() if i in over else p for i, p in enumerate(ids.placements)], weight)
+    return DTensor.from_local(rows * mine.unsqueeze(-1), weight.device_mesh, out, run_check=False)
+
+
+def _merged(placements: list[Placement], weight: DTensor) -> list[Placement]:
+    last = [Shard(2) if isinstance(p, Shard) and p.dim == 1 else None for p in weight.placements]
+    return [q or p for p, q in zip(placements, last)]
+
+
+def _own(index: torch.Tensor, rows: DTensor, over: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index into this rank's rows, and whether it has that row."""
+    mine = rows.redistribute(placements=[Shard(0) if i in over else Replicate() for i in range(rows.device_mesh.ndim)]).to_local()
+    own = (index >= mine[0]) & (index <= mine[-1])
+    return torch.where(own, index - mine[0], 0), own
+
+
+def cross_entropy(logits: DTensor, target: DTensor, ignore_index: int, label_smoothing: float) -> tuple[DTensor, DTensor]:
+    """``mindspeed::cross_entropy``, also of logits [tokens, vocab] whose classes are divided."""
+    over = divided(logits, 1)
+    if not over:
+        return torch.ops.mindspeed.cross_entropy(logits, target, ignore_index, label_smoothing)
+    mesh, tokens = logits.device_mesh, [Replicate() if i in over or p.is_partial() else p for i, p in enumerate(logits.placements)]
+    logits = logits.redistribute(placements=[p if i in over else q for i, (p, q) in enumerate(zip(logits.placements, tokens))])
+    target = target.redistribute(placements=tokens).to_local()
+    classes = logits.shape[1]
+    local = logits.to_local()
+    wide = local.to(accumulation_dtype(local.dtype))
+
+    def over_ranks(x: torch.Tensor, operation: str) -> torch.Tensor:
+        parts = [Partial(operation) if i in over else (Shard(x.ndim - 1) if p.is_shard() else p) for i, p in enumerate(tokens)]
+        made = DTensor.from_local(x, mesh, parts, run_check=False)
+        return made.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(parts)]).to_local()
+
+    top = over_ranks(wide.detach().amax(-1), "max")
+    index, own = _own(target.where(target != ignore_index, -1), whole(torch.arange(classes, device=local.device), logits), over)
+    picked = torch.where(own, wide.gather(-1, index.unsqueeze(-1)).squeeze(-1) - top, 0.0)
+    numbers = [(wide - top.unsqueeze(-1)).exp().sum(-1), picked]
+    if label_smoothing:
+        numbers.append((wide - top.unsqueeze(-1)).sum(-1))
+    exponentials, picked, *total = over_ranks(torch.stack(numbers), "sum").unbind(0)
+    below = exponentials.log()
+    loss = below - picked
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (below - total[0] / classes)
+    loss = loss.where(target != ignore_index, 0.0)
+    return tuple(DTensor.from_local(x, mesh, tokens, run_check=False) for x in (loss, below.detach() + top))
+
+
+def linear_cross_entropy(hidden: DTensor, weight: DTensor, bias: DTensor | None, target: DTensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, reduction: str = "mean") -> DTensor:
+    """``mindspeed::linear_cross_entropy``; a mean divides by the number of tokens that count on all ranks."""
+    settings = (ignore_index, label_smoothing, z_loss, softcap)
+    if divided(weight, 0):
+        logits = linear(hidden, weight, bias)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        losses, lse = cross_entropy(logits, target, ignore_index, label_smoothing)
+        if z_loss:
+            raise NotImplementedError("a z-loss with a divided vocabulary")
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+    elif reduction == "none":
+        return torch.ops.mindspeed.linear_cross_entropy(hidden, weight, bias, target, *settings, reduction)
+    else:
+        total = torch.ops.mindspeed.linear_cross_entropy(hidden, weight, bias, target, *settings, "sum")
+    return total if reduction == "sum" else total / (target != ignore_index).sum().to(total.dtype)

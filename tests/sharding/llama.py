@@ -1,0 +1,65 @@
+"""A plain Llama with separate projections, for plans: every linear layer by a name that the named plans know."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models import RMSNorm, rotate
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden: int, heads: int, kv_heads: int, bias: bool):
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, hidden // heads
+        self.q_proj, self.o_proj = nn.Linear(hidden, hidden, bias=bias), nn.Linear(hidden, hidden, bias=bias)
+        self.k_proj, self.v_proj = (nn.Linear(hidden, kv_heads * self.dim, bias=bias) for _ in range(2))
+
+    def forward(self, x, cos, sin):
+        b, s, _ = x.shape
+        q, k, v = (p(x).view(b, s, n, self.dim).transpose(1, 2) for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads)))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int, ffn: int, bias: bool):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, ffn, bias=bias) for _ in range(2))
+        self.down_proj = nn.Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int, bias: bool):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
+        self.attention, self.mlp = Attention(hidden, heads, kv_heads, bias), MLP(hidden, ffn, bias)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attention(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, layers: int = 2, hidden: int = 32, heads: int = 4, kv_heads: int = 4, ffn: int = 64, vocab: int = 64, bias: bool = False, tied: bool = False):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList(Layer(hidden, heads, kv_heads, ffn, bias) for _ in range(layers))
+        self.norm, self.head = RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
+        self.dim, self.checkpointed = hidden // heads, False
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device).to(x.dtype), 1.0 / 100.0 ** (torch.arange(0, self.dim, 2, device=ids.device) / self.dim))
+        cos, sin = (torch.cat((f(angles), f(angles)), -1).to(x.dtype) for f in (torch.cos, torch.sin))
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False) if self.checkpointed else layer(x, cos, sin)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))

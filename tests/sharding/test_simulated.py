@@ -1,0 +1,116 @@
+"""Every named plan on all ranks in one process: loss and every gradient of the single device, and no collective too many."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from llama import Llama
+from mindspeed_fx.passes.sharding.plan import ShardingError
+from mindspeed_fx.passes.sharding.simulate import simulate
+
+LAYERS, NORMS, PARAMETERS = 2, 5, 21
+
+
+def batch(rows=4, seq=16):
+    return torch.randint(0, 64, (rows, seq)), torch.randint(0, 64, (rows, seq))
+
+
+def checked(model, mesh, plan, *args, tolerance=1e-10):
+    """The simulation, after comparing it with the model on one device."""
+    loss = model(*args)
+    model.zero_grad()
+    loss.backward()
+    result = simulate(model, mesh, plan, *args)
+    assert (result.outputs[0] - loss).abs() <= tolerance * loss.abs()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    assert result.gradients.keys() == expected.keys(), "a gradient appeared or disappeared"
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0
+        assert (result.gradients[name] - gradient).abs().max() <= tolerance * gradient.abs().max(), name
+    return result
+
+
+COUNTS = {
+    # Per layer and direction two all-reduces; forward also the embedding's and the cross-entropy's two, backward the head's.
+    "tp": ({"tp": 2}, {"all_reduce": 2 * LAYERS + 3}, {"all_reduce": 2 * LAYERS + 1}),
+    # Each all-reduce of activations becomes a reduce-scatter and an all-gather; the norms' gradients are summed.
+    "tp_sp": ({"tp": 4}, {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1, "all_reduce": 2}, {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1, "all_reduce": NORMS}),
+    # q, k, v and the result of attention; forward the loss and its count, backward every parameter.
+    "ulysses": ({"cp": 2}, {"shard_dim_alltoall": 4 * LAYERS, "all_reduce": 2}, {"shard_dim_alltoall": 4 * LAYERS, "all_reduce": PARAMETERS + 1}),
+    # Keys and values are gathered, their gradients scattered.
+    "kv_allgather": ({"cp": 2}, {"all_gather_into_tensor": 2 * LAYERS, "all_reduce": 2}, {"reduce_scatter_tensor": 2 * LAYERS, "all_reduce": PARAMETERS + 1}),
+    "zero1": ({"dp": 2}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"all_reduce": PARAMETERS + 1}),
+    "zero2": ({"dp": 4}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"reduce_scatter_tensor": PARAMETERS, "all_reduce": 1}),
+}
+
+
+@pytest.mark.parametrize("plan", COUNTS)
+def test_plan_equals_one_device_with_the_fewest_collectives(plan):
+    mesh, forward, backward = COUNTS[plan]
+    result = checked(Llama(layers=LAYERS).double(), mesh, plan, *batch())
+    assert dict(result.forward) == forward
+    assert dict(result.backward) == backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan,mesh", [
+    ("zero3+tp_sp", {"dp": 2, "tp": 2}), ("zero2+ulysses", {"dp": 2, "cp": 2}), ("ulysses+tp", {"cp": 2, "tp": 2}), ("zero1+kv_allgather+tp", {"dp": 2, "cp": 2, "tp": 2}),
+    ("tp_2d", {"tp_x": 2, "tp_y": 2}), ("zero3+tp_2d", {"dp": 2, "tp_x": 2, "tp_y": 2}), ("tp_sp", {"tp": 1}), ("ulysses", {"cp": 4}),
+])  # fmt: skip
+def test_combinations(plan, mesh):
+    checked(Llama().double(), mesh, plan, *batch())
+
+
+@pytest.mark.parametrize("variant", [{"bias": True}, {"tied": True}, {"kv_heads": 2}, {"kv_heads": 1}])
+def test_variants_of_the_model(variant):
+    checked(Llama(layers=1, **variant).double(), {"tp": 2}, "tp_sp" if variant != {"kv_heads": 1} else "kv_allgather", *batch()) if variant != {"kv_heads": 1} else checked(
+        Llama(layers=1, **variant).double(), {"cp": 2}, "kv_allgather", *batch()
+    )
+
+
+def test_checkpointed_layers():
+    model = Llama(layers=2).double()
+    model.checkpointed = True
+    checked(model, {"tp": 2}, "tp_sp", *batch())
+
+
+def test_ignored_tokens_count_over_all_ranks():
+    ids, labels = batch()
+    labels[0] = -100
+    checked(Llama(layers=1).double(), {"dp": 4}, "zero2", ids, labels)
+    checked(Llama(layers=1).double(), {"tp": 2}, "tp", ids, labels)
+
+
+@pytest.mark.parametrize("plan,mesh,says", [
+    ("tp", {"tp": 3}, 'parameter "embed.weight" of shape (64, 32): dimension 0 has 64 elements, which 3 ranks cannot share evenly'),
+    ("zero2", {"dp": 3}, "3 ranks cannot share evenly"),
+    ("tp", {"dp": 2}, 'mesh dimension "tp" (did you mean "dp"?)'),
+])  # fmt: skip
+def test_sizes_that_do_not_fit(plan, mesh, says):
+    with pytest.raises(Exception) as error:
+        simulate(Llama(layers=1), mesh, plan, *batch())
+    assert says in str(error.value)
+
+
+def test_error_names_module_and_line():
+    """Six heads on four ranks: the width divides, the heads do not."""
+    with pytest.raises(ShardingError) as error:
+        simulate(Llama(layers=1, hidden=48, heads=6, kv_heads=6), {"tp": 4}, "tp", *batch())
+    assert 'module "layers.0.attention"' in str(error.value) and "llama.py" in str(error.value)
+
+
+def test_dropout_draws_what_one_device_draws():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).double()
+    from mindspeed_fx.passes.sharding.plan import Plan
+
+    x = torch.randn(4, 8, dtype=torch.float64)
+    torch.manual_seed(3)
+    expected = model(x)
+    for placed in ("S(0)", "S(1)"):
+        plan = Plan("rows", ("dp",), inputs={"*": {"dp": placed}})
+        torch.manual_seed(3)
+        out = simulate(model, {"dp": 2}, plan, x).outputs[0]
+        assert math.isclose((out - expected).abs().max().item(), 0, abs_tol=1e-12)

@@ -1,0 +1,35 @@
+"""``parallelize`` and ``torch.compile`` in two gloo processes: the scenarios of two_ranks.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+HERE = Path(__file__).parent
+
+
+def worker(rank, store, scenarios):
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    import torch
+    import torch.distributed as dist
+
+    import two_ranks
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, two_ranks.RANKS), rank=rank, world_size=two_ranks.RANKS)
+    for scenario in scenarios:
+        getattr(two_ranks, scenario)()
+        torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("scenarios", [
+    pytest.param("checkpoints meta eagerly explained".split(), id="parallelize", marks=pytest.mark.slow),
+    pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
+    pytest.param(["asked_for_generated_code"], id="codegen", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_scenarios(scenarios, tmp_path):
+    mp.spawn(worker, (str(tmp_path / "store"), scenarios), nprocs=2)

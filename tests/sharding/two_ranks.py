@@ -1,0 +1,127 @@
+"""What two gloo processes check of a parallelized model; run by test_two_processes.py, one scenario after the other."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import mindspeed_fx
+from llama import Llama
+
+RANKS = 2
+
+
+def batch(rows=4, seq=16):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(0, 64, (rows, seq), generator=generator), torch.randint(0, 64, (rows, seq), generator=generator)
+
+
+def whole_model(**settings) -> Llama:
+    torch.manual_seed(0)
+    return Llama(layers=1, **settings).double()
+
+
+def compiled(model, dim, plan, **options):
+    model = mindspeed_fx.parallelize(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(dim,)), plan)
+    return model, torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": "eager", **options})
+
+
+def trains_alike(dim, plan, checkpointed=False, tolerance=1e-10, **options):
+    """Two steps of AdamW with clipping: losses, norms and weights of the single device."""
+    reference = whole_model()
+    reference.checkpointed = checkpointed
+    model, step = compiled(copy.deepcopy(reference), dim, plan, **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (reference, model)]
+    for _ in range(2):
+        losses, norms = [], []
+        for m, run, optimizer in ((reference, reference, optimizers[0]), (model, step, optimizers[1])):
+            optimizer.zero_grad()
+            loss = run(*batch())
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            losses.append(loss.detach())
+            optimizer.step()
+        assert abs(losses[0] - losses[1]) <= tolerance * abs(losses[0]), (plan, losses)
+        assert abs(norms[0] - norms[1]) <= tolerance * abs(norms[0]), (plan, norms)
+    expected = dict(reference.named_parameters())
+    for name, p in model.named_parameters():
+        assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements
+        assert (p.full_tensor() - expected[name]).abs().max() <= 1e-7, (plan, name)
+
+
+def plans():
+    for dim, plan in (("tp", "tp"), ("tp", "tp_sp"), ("cp", "ulysses"), ("dp", "zero1"), ("dp", "zero2"), ("dp", "zero3")):
+        trains_alike(dim, plan)
+    trains_alike("tp", "tp_sp", checkpointed=True)
+
+
+def asked_for_generated_code():
+    """It is not right yet, so it is not used; the options that are in force say so."""
+    trains_alike("tp", "tp_sp", codegen="inductor")
+    report = mindspeed_fx.explain(compiled(whole_model(), "tp", "tp")[0], *batch(), options={"codegen": "inductor"})
+    assert report.effective_options["codegen"].startswith("eager: the model is parallelized")
+
+
+def checkpoints():
+    """Saved under one plan, loaded under another, and by a whole model."""
+    reference = whole_model()
+    model, _ = compiled(copy.deepcopy(reference), "tp", "tp_sp")
+    assert model.state_dict().keys() == reference.state_dict().keys()
+    directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(directory)
+    dcp.save(model.state_dict(), checkpoint_id=directory[0])
+    torch.manual_seed(1)
+    other, _ = compiled(Llama(layers=1).double(), "dp", "zero3")
+    loaded = other.state_dict()
+    dcp.load(loaded, checkpoint_id=directory[0])
+    other.load_state_dict(loaded)
+    for name, p in other.named_parameters():
+        assert torch.equal(p.full_tensor(), dict(reference.named_parameters())[name]), name
+
+
+def meta():
+    """Initialized shard by shard: the same values under every plan, and trainable."""
+
+    def init(module):
+        for p in module.parameters(recurse=False):
+            torch.nn.init.normal_(p, std=0.1)
+
+    values = []
+    for dim, plan in (("tp", "tp_sp"), ("dp", "zero3")):
+        with torch.device("meta"):
+            model = Llama(layers=1, tied=True)
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=(dim,))
+        mindspeed_fx.parallelize(model, mesh, plan, init=init, seed=3)
+        assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+        values.append({n: p.full_tensor() for n, p in model.named_parameters()})
+        loss = torch.compile(model, backend="mindspeed", options={"codegen": "eager"})(*batch())
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+    assert values[0].keys() == values[1].keys()
+    for name, value in values[0].items():
+        assert torch.equal(value, values[1][name]) and value.std() > 0.05, name
+
+
+def eagerly():
+    """Without compilation the model is whole on every rank."""
+    reference = whole_model()
+    model = mindspeed_fx.parallelize(copy.deepcopy(reference), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), "tp")
+    for m in (reference, model):
+        m(*batch()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), dict(reference.named_parameters())[name].grad)
+
+
+def explained():
+    """The report lists every edge with module and line, and says that caches are off."""
+    report = mindspeed_fx.explain(compiled(whole_model(), "tp", "tp_sp")[0], *batch(), options={"codegen": "eager"})
+    sites = report.sites("sharding.place")
+    assert {s.module for s in sites} >= {"layers.0.attention.q_proj", "layers.0.mlp.down_proj", "head"}
+    assert all("llama.py" in s.source for s in sites if s.module.startswith("layers"))
