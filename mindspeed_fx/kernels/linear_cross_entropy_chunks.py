@@ -64,9 +64,9 @@ def chunked(
                 dbias.add_(p.sum(0), alpha=scale)
             d = work.narrow(p)
             if dhidden is not None:
-                dhidden[at] = _times_weight(d, weight).mul_(scale)
+                dhidden[at] = times_weight(d, weight).mul_(scale)
             if dweight is not None:
-                _add_product(dweight, d, x, scale, first)
+                add_product(dweight, d, x, scale, first)
             first = False
     if first and dweight is not None:
         dweight.zero_()  # every token is ignored
@@ -149,11 +149,11 @@ def _onednn(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and compat.onednn_beats_blas()
 
 
-def _times_weight(d: Tensor, weight: Tensor) -> Tensor:
+def times_weight(d: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(d, weight.t(), None, "none", [], "") if _onednn(d, weight) else torch.mm(d, weight)
 
 
-def _add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) -> None:
+def add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) -> None:
     """into [vocab, hidden] += scale d^T x; what ``into`` held does not count for the ``first``."""
     if into.dtype == d.dtype:
         torch.addmm(into, d.t(), x, beta=0 if first else 1, alpha=scale, out=into)
