@@ -24,7 +24,7 @@ from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.options import OptionError, Options
-from mindspeed_fx.partition.cut import Partitioner, cut
+from mindspeed_fx.partition.cut import Partitioner
 from mindspeed_fx.passes import overlap, registered
 from mindspeed_fx.passes.pipeline import Pipeline
 from mindspeed_fx.passes.sharding import local as sharding
@@ -84,21 +84,43 @@ class Compilation:
         return compiled
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+<<<<<<< HEAD
         if plan := sharding.cut(gm):
             self.options = sharding.without_codegen(self.options, self.record.effective)
+=======
+        name = identity(self.options)
+        partitioner = Partitioner(self.prepare_joint, self.decide, self.options.memory_budget, name)
+>>>>>>> 48906ab (The forward saves what pays on cpu: one priced minimum cut)
         table = compat_npu.decompositions() if self.options.target == "npu" else None
         if self.options.codegen == "npugraph_ex" and (why := compat_npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
         if self.options.codegen != "inductor":
             self.capture(gm)
+<<<<<<< HEAD
             gm, inputs, wrap = sharding.localize(gm, inputs, plan)
             return wrap(compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition, decompositions=table))
+=======
+            return compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=partitioner, decompositions=table)
+>>>>>>> 48906ab (The forward saves what pays on cpu: one priced minimum cut)
         if self.options.target == "npu":
             compat_npu.load_inductor()
-        name = identity(self.options)
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
+<<<<<<< HEAD
         hooks = {"pre_grad": _Captured(self, gm, name), "partitioner": Partitioner(self.prepare_joint, self.options.memory_budget, name), "post_grad": pinned}
         return compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches, decompositions=table, **hooks)
+=======
+        return compat.compile_with_inductor(
+            gm,
+            inputs,
+            inner=self.run_inductor,
+            pre_grad=_Captured(self, gm, name),
+            partitioner=partitioner,
+            post_grad=pinned,
+            config=config,
+            caches=self.caches,
+            decompositions=table,
+        )
+>>>>>>> 48906ab (The forward saves what pays on cpu: one priced minimum cut)
 
     # ---------------------------------------------------------------- the steps
 
@@ -124,9 +146,10 @@ class Compilation:
             with self._timed("lowering"):
                 self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=compat.inductor_decompositions())
 
-    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self.prepare_joint(joint)
-        return cut(joint, inputs, self.options.memory_budget, **kwargs)
+    def decide(self, joint: fx.Graph, nodes: Any) -> list[fx.Node] | None:
+        """What the forward saves for the backward."""
+        with self._timed("passes"):
+            return self.pipeline.decide(joint, nodes, self.record)
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""

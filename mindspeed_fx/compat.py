@@ -264,20 +264,6 @@ def inductor_decompositions() -> dict:
     return select_decomp_table()
 
 
-def min_cut_partition(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's min-cut partitioner; arguments that this version does not know are refused, not dropped."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    return min_cut_rematerialization_partition(gm, inputs, **kwargs)
-
-
-def activation_memory_budget(fraction: float | None) -> Any:
-    """Context in which the min-cut partitioner keeps at most this fraction of the activations' bytes."""
-    import torch._functorch.config as config
-
-    return contextlib.nullcontext() if fraction is None else config.patch(activation_memory_budget=float(fraction))
-
-
 def _custom_pass_classes() -> tuple[type, type]:
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from mindspeed_fx.cost.operators import SOFTMAX, Cost, size
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, times_weight
+from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 TILE = 8 * 2**20
 """Bytes of one tile of the gradient in the accumulation type: it stays in the last cache between the two products."""
@@ -92,6 +93,23 @@ def _tile(d: Tensor, logits: Tensor, target: Tensor, terms: tuple[Tensor, Tensor
     return d if extra is None else d.add_(extra)
 
 
-@register_flop_formula(torch.ops.mindspeed.linear_cross_entropy_backward)
-def _flops(grad_shape, logits_shape, target_shape, lse_shape, extra_shape, hidden_shape, *args, out_shape=None, **kwargs) -> int:
-    return 2 * sum(args[-1][:2]) * logits_shape[0] * logits_shape[1] * hidden_shape[1]
+# --------------------------------------------------------------------------- sharding and cost
+
+
+@linear_cross_entropy_backward.shard
+def _ways(grad, logits, target, lse, extra, hidden, weight, ignore_index, label_smoothing, needed):
+    """By token: each rank has the part of the weight's and bias' sums that its tokens give."""
+    results = [p if need else REPLICATED for p, need in zip((0, PARTIAL, PARTIAL), needed)]
+    return [(results, [0, 0, 0, 0, *([0] if extra is not None else [None]), 0, REPLICATED])]
+
+
+@linear_cross_entropy_backward.costs
+def _cost(out, grad, logits, target, lse, extra, hidden, weight, ignore_index, label_smoothing, needed):
+    """Tiles stay in the last cache: logits are read once, the weight once and dweight updated for each block of rows."""
+    (tokens, width), vocab = hidden.shape, weight.shape[0]
+    products, item, blocks = int(needed[0]) + int(needed[1]), 8 if hidden.dtype == "float64" else 4, -(-tokens // ROWS)
+    flops = 2 * products * tokens * width * vocab
+    again = weight.bytes * (blocks - 1)
+    read = size(grad, logits, target, lse, extra, hidden, weight) + again * products
+    tiles = blocks * (-(-vocab * item * ROWS // TILE))
+    return Cost(flops, flops, SOFTMAX * tokens * vocab, read, size(out) + again * int(needed[1]), hidden.dtype, "float64" if item == 8 else "float32", products * tiles)

@@ -1,7 +1,7 @@
-"""Joint graph -> forward and backward, by torch's min-cut with what it does not know filled in.
+"""Joint graph -> forward and backward.
 
-An operator that will be inlined anyway is inlined before the cut, so that the min-cut sees the pointwise work and the
-reductions it is made of and can save or recompute each; an operator with a kernel of its own stays whole and is saved.
+An operator that will be inlined anyway is inlined before the cut, so that whoever decides sees the pointwise work and the
+reductions it is made of and can save or recompute each; an operator with a kernel of its own stays whole.
 """
 
 from __future__ import annotations
@@ -10,34 +10,25 @@ from typing import Any, Callable, Sequence
 
 import torch.fx as fx
 
-from mindspeed_fx import compat
-
-
-def cut(gm: fx.GraphModule, inputs: Sequence[Any], memory_budget: float | None, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a joint graph.
-
-    Args:
-        memory_budget: fraction in (0, 1] of the bytes that saving all activations needs; None lets the min-cut decide.
-        kwargs: what AOTAutograd hands to a partitioner (``num_fwd_outputs``, ``static_lifetime_input_indices`` ...).
-    """
-    with compat.activation_memory_budget(memory_budget):
-        return compat.min_cut_partition(gm, inputs, **kwargs)
+from mindspeed_fx import compat, compat_partition
 
 
 class Partitioner(compat.CustomPartitioner):
-    """The partitioner that Inductor calls: joint passes, then :func:`cut`.
+    """The partitioner that Inductor and AOTAutograd call.
 
     Args:
         prepare: called with the joint graph before it is cut.
+        decide: called with the joint graph and torch's classification of its nodes; returns the nodes to save, or None
+            to leave that to torch's min-cut.
         identity: what compile caches know this partitioner by.
     """
 
-    def __init__(self, prepare: Callable[[fx.GraphModule], None], memory_budget: float | None, identity: str):
-        self.prepare, self.memory_budget, self.identity = prepare, memory_budget, identity
+    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: compat_partition.Choose, identity: str):
+        self.prepare, self.decide, self.identity = prepare, decide, identity
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.prepare(gm)
-        return cut(gm, joint_inputs, self.memory_budget, **kwargs)
+        return compat_partition.partition(gm, joint_inputs, self.decide, **kwargs)
 
     def uuid(self) -> str:
         return self.identity

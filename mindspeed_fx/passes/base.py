@@ -28,8 +28,9 @@ from mindspeed_fx.options import Options
 from mindspeed_fx.report.records import PassReport, Site, Skip
 from mindspeed_fx.report.source import source_line
 
-STAGES = ("captured", "joint", "partitioned")
-"""captured: before autograd. joint: forward and backward in one graph. partitioned: each on its own."""
+STAGES = ("captured", "joint", "cut", "partitioned")
+"""captured: before autograd. joint: forward and backward in one graph. cut: decides what the forward saves and rewrites
+nothing (:attr:`Context.nodes`, :attr:`PassReport.saved`). partitioned: forward and backward each on its own."""
 
 
 class PassError(ValueError):
@@ -44,6 +45,8 @@ class Context:
     """Resolved options: target and codegen are concrete."""
     side: str
     """"captured", "joint", "forward", "backward" or "inference"."""
+    nodes: Any = None
+    """Stage "cut" alone: torch's classification of the joint graph's nodes, for :mod:`mindspeed_fx.compat_partition`."""
 
     def left_to_inductor(self, name: str) -> bool:
         """True on cpu with generated code, where Inductor makes the same or better of what pass ``name`` rewrites, unless
@@ -98,7 +101,7 @@ def register(
 
     Args:
         name: "family.name": what the user types, the log prints and the dump file bears.
-        stage: "captured", "joint" or "partitioned".
+        stage: "captured", "joint", "cut" or "partitioned".
         level: the lowest optimization level that turns it on, 0 to 2; 3 for on request only.
         exact: outputs and gradients stay bitwise equal.
         requires, provides: capability names from which the order within the stage is derived; a pass runs after

@@ -1,8 +1,8 @@
 """The gradient of the logits, a tile at a time: the two or three products that read ``mindspeed::cross_entropy_backward``
 become ``mindspeed::linear_cross_entropy_backward``.
 
-For the losses that ``fusion.linear_cross_entropy`` leaves because somebody else reads the logits or because each token's
-loss is used. Works on the joint graph, where the backward is there to be read, whatever the model returns. Between the
+For the losses that ``fusion.linear_cross_entropy`` leaves because the logits are returned (as Hugging Face models do), so
+that their gradient cannot be written over them. Works on the joint graph, where the backward is there to be read, whatever the model returns. Between the
 gradient and the products only the rows of tokens may be viewed, transposed or padded; the forward must have made the logits
 by the same steps, so that a row's gradient needs nothing but that row. Another gradient of the logits is added tile by tile.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_partition
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
 from mindspeed_fx.passes.fusion.match import aten
@@ -58,9 +58,25 @@ def _gated(node: fx.Node, context: Context) -> str | None:
         return None
     if context.options.target != "cpu":
         return f'not measured on {context.options.target}; put "{NAME}" in enable to save the memory of the gradient of the logits'
+    if context.options.codegen == "inductor" and not _outlives(node.args[1]):
+        return "nobody else reads the logits, so that generated code writes their gradient over them"
     value = match.value(node)
     size = compat.hint(value.shape[0]) * compat.hint(value.shape[1]) * value.itemsize
     return f"the gradient of the logits takes {size / 2**20:.1f} MiB; below {SMALLEST >> 20} MiB nothing is gained" if size < SMALLEST else None
+
+
+def _outlives(logits: fx.Node) -> bool:
+    """True when the memory of ``logits`` is returned to the caller."""
+    while match.is_call(logits, *match.VIEWS, aten.detach.default, aten.alias.default, aten.slice.Tensor, aten.transpose.int, aten.permute.default):
+        logits = logits.args[0]
+    todo = [logits]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if compat_partition.is_view(user):
+                todo.append(user)
+    return False
 
 
 # --------------------------------------------------------------------------- from the gradient to the products

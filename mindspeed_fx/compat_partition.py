@@ -1,0 +1,156 @@
+"""Part of :mod:`mindspeed_fx.compat`: what torch's partitioner knows about a joint graph, and the one choice we take over.
+
+``min_cut_rematerialization_partition`` does a dozen things beside choosing what to save (random state, checkpointed
+regions, symbolic sizes, order of the backward, agreement of ranks). :func:`partition` leaves them to it and replaces the
+choice alone, a module-level function with one signature from torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Sequence
+from unittest import mock
+
+import torch
+import torch.fx as fx
+
+Choose = Callable[[fx.Graph, Any], "list[fx.Node] | None"]
+"""(joint graph, torch's classification of its nodes) -> the nodes to save, or None to leave that to torch's min-cut."""
+
+
+def partition(gm: fx.GraphModule, inputs: Sequence[Any], choose: Choose, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph.
+
+    Args:
+        choose: says what the forward saves.
+        kwargs: what AOTAutograd hands to a partitioner; arguments that this version does not know are refused, not dropped.
+    """
+    import torch._functorch.partitioners as partitioners
+
+    own = partitioners.choose_saved_values_set
+
+    def decide(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        chosen = choose(graph, info)
+        return own(graph, info, memory_budget=memory_budget) if chosen is None else chosen
+
+    with mock.patch.object(partitioners, "choose_saved_values_set", decide):
+        return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+
+def is_input(node: fx.Node) -> bool:
+    """True for what the forward gets from outside: parameters, inputs, random seeds."""
+    return node.op == "placeholder" and "tangents" not in str(node.target)
+
+
+def backward_nodes(info: Any) -> set[fx.Node]:
+    """The nodes that can only run in the backward, because they depend on its inputs."""
+    return set(info.tangents_closure)
+
+
+def needed_by_backward(info: Any) -> set[fx.Node]:
+    """Nodes outside :func:`backward_nodes` whose value the backward must have."""
+    closure = info.tangents_closure
+    needed = {n for n in info.required_bw_nodes if n not in closure and n.op != "output"}
+    for node in closure:
+        needed.update(n for n in node.all_input_nodes if n not in closure)
+    return needed
+
+
+def static_inputs(info: Any) -> set[fx.Node]:
+    """Inputs that outlive the step anyhow: parameters and buffers."""
+    return set(info.static_lifetime_input_nodes)
+
+
+@functools.cache
+def _types() -> Any:
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """True when generated code fuses ``node`` with its neighbours: pointwise work, views, small reductions."""
+    return node.op == "call_function" and _types().is_fusible(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for views, and for calls whose results are all views of one tensor (split, unbind)."""
+    return node.op == "call_function" and (_returns_alias(node.target) or aliased_input(node) is not None)
+
+
+def is_random(node: fx.Node) -> bool:
+    target = node.target
+    return _types().is_random(node) or (isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags)
+
+
+def must_recompute(node: fx.Node) -> bool:
+    """True inside a checkpointed region."""
+    from torch._functorch.partitioners import must_recompute
+
+    return must_recompute(node)
+
+
+def must_save(node: fx.Node) -> bool:
+    """True for what a checkpoint policy, a side effect or a collective keeps from being recomputed."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+
+
+def aliased_input(node: fx.Node) -> fx.Node | None:
+    """The tensor whose memory ``node`` is a view of; None when it has its own."""
+    import operator
+
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return aliased_input(source) if _returns_alias(source.target) else None
+    return node.args[0] if _returns_alias(node.target) else None
+
+
+@functools.cache
+def _returns_alias(target: Any) -> bool:
+    if target is torch.ops.aten._unsafe_view.default:
+        return True  # a view that promises its input is not used again
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+
+
+def is_collective(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+
+
+def is_pure(node: fx.Node) -> bool:
+    """True when calling ``node`` again gives the same value and changes nothing: no randomness, mutation, side effect,
+    collective, or size that only the data knows."""
+    import operator
+
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return not isinstance(node.target, torch._ops.HigherOrderOperator)  # arithmetic on sizes
+    if node.target._schema.is_mutable or is_random(node) or is_collective(node):
+        return False
+    return not ({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(node.target.tags))
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of a call that ``torch.utils.flop_counter`` has a formula for; 0 for others."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _concrete(n.meta["val"]))
+    return int(formula(*args, **kwargs, out_val=torch.utils._pytree.tree_map(_concrete, node.meta["val"])))
+
+
+def _concrete(value: Any) -> Any:
+    """A tensor of the hinted sizes on the meta device; other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty([s if isinstance(s, int) else s.node.hint for s in value.shape], dtype=value.dtype, device="meta")
