@@ -530,6 +530,14 @@ def fresh_callable(model: Callable) -> Callable:
     return fresh
 
 
+def recompiling() -> Any:
+    """Context in which Dynamo compiles however many variants of one code object it has already."""
+    import torch._dynamo.config as config
+
+    limits = {"recompile_limit", "accumulated_recompile_limit", "cache_size_limit", "accumulated_cache_size_limit"}
+    return config.patch({name: 2**20 for name in limits if name in config.get_config_copy()})
+
+
 def cache_directory() -> str:
     """Where Inductor keeps compiled code."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -12,28 +12,31 @@ from typing import Any, Callable, Sequence
 from unittest import mock
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.fx as fx
 
 Choose = Callable[[fx.Graph, Any], "list[fx.Node] | None"]
 """(joint graph, torch's classification of its nodes) -> the nodes to save, or None to leave that to torch's min-cut."""
 
 
-def partition(gm: fx.GraphModule, inputs: Sequence[Any], choose: Choose, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(gm: fx.GraphModule, inputs: Sequence[Any], choose: Choose, memory_budget: float | None = None, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a joint graph.
 
     Args:
         choose: says what the forward saves.
+        memory_budget: where ``choose`` leaves that to torch, the fraction of the activations' bytes to keep; None: what pays.
         kwargs: what AOTAutograd hands to a partitioner; arguments that this version does not know are refused, not dropped.
     """
     import torch._functorch.partitioners as partitioners
 
     own = partitioners.choose_saved_values_set
 
-    def decide(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+    def decide(graph: fx.Graph, info: Any, **settings: Any) -> list[fx.Node]:
         chosen = choose(graph, info)
-        return own(graph, info, memory_budget=memory_budget) if chosen is None else chosen
+        return own(graph, info, **settings) if chosen is None else chosen
 
-    with mock.patch.object(partitioners, "choose_saved_values_set", decide):
+    budget = {} if memory_budget is None else {"activation_memory_budget": float(memory_budget)}
+    with functorch_config.patch(**budget), mock.patch.object(partitioners, "choose_saved_values_set", decide):
         return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
 

@@ -100,7 +100,7 @@ def _tile(d: Tensor, logits: Tensor, target: Tensor, terms: tuple[Tensor, Tensor
 def _ways(grad, logits, target, lse, extra, hidden, weight, ignore_index, label_smoothing, needed):
     """By token: each rank has the part of the weight's and bias' sums that its tokens give."""
     results = [p if need else REPLICATED for p, need in zip((0, PARTIAL, PARTIAL), needed)]
-    return [(results, [0, 0, 0, 0, *([0] if extra is not None else [None]), 0, REPLICATED])]
+    return [(results, [0, 0, 0, 0, 0, 0, REPLICATED])]
 
 
 @linear_cross_entropy_backward.costs
@@ -112,4 +112,4 @@ def _cost(out, grad, logits, target, lse, extra, hidden, weight, ignore_index, l
     again = weight.bytes * (blocks - 1)
     read = size(grad, logits, target, lse, extra, hidden, weight) + again * products
     tiles = blocks * (-(-vocab * item * ROWS // TILE))
-    return Cost(flops, flops, SOFTMAX * tokens * vocab, read, size(out) + again * int(needed[1]), hidden.dtype, "float64" if item == 8 else "float32", products * tiles)
+    return Cost(flops, flops, SOFTMAX * tokens * vocab, read, size(out) + again * int(needed[1]), hidden.dtype, "float64" if item == 8 else "float32", products * tiles, once=blocks == 1)

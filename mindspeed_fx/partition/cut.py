@@ -20,15 +20,16 @@ class Partitioner(compat.CustomPartitioner):
         prepare: called with the joint graph before it is cut.
         decide: called with the joint graph and torch's classification of its nodes; returns the nodes to save, or None
             to leave that to torch's min-cut.
+        memory_budget: fraction in (0, 1] of the activations' bytes to keep where torch decides; None: what pays.
         identity: what compile caches know this partitioner by.
     """
 
-    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: compat_partition.Choose, identity: str):
-        self.prepare, self.decide, self.identity = prepare, decide, identity
+    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: compat_partition.Choose, memory_budget: float | None, identity: str):
+        self.prepare, self.decide, self.memory_budget, self.identity = prepare, decide, memory_budget, identity
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.prepare(gm)
-        return compat_partition.partition(gm, joint_inputs, self.decide, **kwargs)
+        return compat_partition.partition(gm, joint_inputs, self.decide, self.memory_budget, **kwargs)
 
     def uuid(self) -> str:
         return self.identity

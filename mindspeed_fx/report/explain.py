@@ -115,13 +115,15 @@ def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, 
     Raises:
         OptionError: a bad option. Errors of the model and of the compiler pass through.
     """
-    import mindspeed_fx
     from mindspeed_fx import compat
+    from mindspeed_fx.backend import mindspeed
     from mindspeed_fx.options import Options
 
     Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
-    with recorder.collecting() as graphs, compat.collecting_graph_breaks() as breaks, _unchanged(model):
-        outputs = mindspeed_fx.compile(compat.fresh_callable(model), options=options)(*args, **kwargs)
+    # Dynamo keeps what it compiled for a backend; one of its own makes it compile even a model that was compiled before.
+    backend = lambda gm, inputs: mindspeed(gm, inputs, options=options)  # noqa: E731
+    with recorder.collecting() as graphs, compat.collecting_graph_breaks() as breaks, compat.recompiling(), _unchanged(model):
+        outputs = compat.compile_with_backend(compat.fresh_callable(model), backend=backend)(*args, **kwargs)
         loss = loss_of(outputs)
         if loss is not None:
             loss.backward()

@@ -89,6 +89,9 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     hidden, head, bias = randn(tokens, h), randn(classes, h), randn(classes)
     for given, reduction in ((bias, "sum"), (None, "mean"), (bias, "none")):
         yield ops.linear_cross_entropy(hidden, head, given, target, reduction=reduction) * torch.tensor(1.5)
+    logits = hidden.detach() @ head.detach().t()
+    for extra in (torch.randn_like(logits), None):
+        ops.linear_cross_entropy_backward(torch.randn(tokens, dtype=torch.float64), logits, target, logits.logsumexp(-1), extra, hidden.detach(), head.detach(), -100, 0.1, [True, True, extra is None])
     experts, chosen = 3, 2
     offsets = torch.tensor([1, 1, tokens])
     for rows, weights in ((randn(tokens, h), randn(experts, h, d)), (randn(tokens, h, grad=False), randn(experts, h, d))):
