@@ -84,43 +84,21 @@ class Compilation:
         return compiled
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-<<<<<<< HEAD
         if plan := sharding.cut(gm):
             self.options = sharding.without_codegen(self.options, self.record.effective)
-=======
-        name = identity(self.options)
-        partitioner = Partitioner(self.prepare_joint, self.decide, self.options.memory_budget, name)
->>>>>>> 48906ab (The forward saves what pays on cpu: one priced minimum cut)
         table = compat_npu.decompositions() if self.options.target == "npu" else None
         if self.options.codegen == "npugraph_ex" and (why := compat_npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
         if self.options.codegen != "inductor":
             self.capture(gm)
-<<<<<<< HEAD
             gm, inputs, wrap = sharding.localize(gm, inputs, plan)
-            return wrap(compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partition, decompositions=table))
-=======
-            return compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=partitioner, decompositions=table)
->>>>>>> 48906ab (The forward saves what pays on cpu: one priced minimum cut)
+            return wrap(compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partitioner(), decompositions=table))
         if self.options.target == "npu":
             compat_npu.load_inductor()
+        name = identity(self.options)
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
-<<<<<<< HEAD
-        hooks = {"pre_grad": _Captured(self, gm, name), "partitioner": Partitioner(self.prepare_joint, self.options.memory_budget, name), "post_grad": pinned}
+        hooks = {"pre_grad": _Captured(self, gm, name), "partitioner": self.partitioner(name), "post_grad": pinned}
         return compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches, decompositions=table, **hooks)
-=======
-        return compat.compile_with_inductor(
-            gm,
-            inputs,
-            inner=self.run_inductor,
-            pre_grad=_Captured(self, gm, name),
-            partitioner=partitioner,
-            post_grad=pinned,
-            config=config,
-            caches=self.caches,
-            decompositions=table,
-        )
->>>>>>> 48906ab (The forward saves what pays on cpu: one priced minimum cut)
 
     # ---------------------------------------------------------------- the steps
 
@@ -146,10 +124,14 @@ class Compilation:
             with self._timed("lowering"):
                 self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=compat.inductor_decompositions())
 
-    def decide(self, joint: fx.Graph, nodes: Any) -> list[fx.Node] | None:
-        """What the forward saves for the backward."""
-        with self._timed("passes"):
-            return self.pipeline.decide(joint, nodes, self.record)
+    def partitioner(self, name: str = "") -> Partitioner:
+        """Cuts a joint graph into forward and backward, as the passes of stage "cut" decide."""
+
+        def decide(joint: fx.Graph, nodes: Any) -> list[fx.Node] | None:
+            with self._timed("passes"):
+                return self.pipeline.decide(joint, nodes, self.record)
+
+        return Partitioner(self.prepare_joint, decide, self.options.memory_budget, name)
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""
