@@ -96,6 +96,7 @@ class Compilation:
         if self.options.target == "npu":
             compat_npu.load_inductor()
         name = identity(self.options)
+        name = identity(self.options)
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
         hooks = {"pre_grad": _Captured(self, gm, name), "partitioner": self.partitioner(name), "post_grad": pinned}
         return compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches, decompositions=table, **hooks)
@@ -126,12 +127,7 @@ class Compilation:
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "cut" decide."""
-
-        def decide(joint: fx.Graph, nodes: Any) -> list[fx.Node] | None:
-            with self._timed("passes"):
-                return self.pipeline.decide(joint, nodes, self.record)
-
-        return Partitioner(self.prepare_joint, decide, self.options.memory_budget, name)
+        return Partitioner(self.prepare_joint, functools.partial(self.pipeline.decide, self.record), self.options.memory_budget, name)
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""

@@ -70,16 +70,18 @@ class Pipeline:
             run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
         return run
 
-    def decide(self, graph: fx.Graph, nodes: Any, record: GraphRecord) -> list[fx.Node] | None:
+    def decide(self, record: GraphRecord, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
         """What the forward of a joint graph saves, by the passes of stage "cut"; the last that decides wins. None: torch's choice."""
         saved = None
         for p in self.passes:
             if p.stage == "cut" and not compat.bisector_disables(p.name):
                 start = time.perf_counter()
                 report = p.run(graph.owning_module, Context(self.options, "joint", nodes))
-                saved = saved if report.saved is None else report.saved
-                record.runs.append(PassRun(report, "joint", time.perf_counter() - start, len(graph.nodes), len(graph.nodes)))
-        return saved
+                seconds = time.perf_counter() - start
+                saved = saved if report.saved is None else set(report.saved)
+                record.seconds["passes"] = record.seconds.get("passes", 0.0) + seconds
+                record.runs.append(PassRun(report, "joint", seconds, len(graph.nodes), len(graph.nodes)))
+        return saved if saved is None else [n for n in graph.nodes if n.name in saved]
 
     def refuse(self, stage: str, reason: str, record: GraphRecord) -> None:
         """Note for every pass of ``stage`` that the graph is not for it."""

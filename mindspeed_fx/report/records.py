@@ -41,8 +41,8 @@ class PassReport:
     """What it found besides, as sentences: modelled times, bounds, hashes."""
     files: dict[str, str] = field(default_factory=dict)
     """File name -> text for the dump; ".svg" is shown in the HTML report."""
-    saved: list[Any] | None = None
-    """Stage "cut" alone: the nodes that the forward saves; None when the pass leaves that to torch's min-cut."""
+    saved: list[str] | None = None
+    """Stage "cut" alone: names of the nodes that the forward saves; None when the pass leaves that to torch's min-cut."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ from mindspeed_fx import compat_partition
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.fusion.match import aten
 from mindspeed_fx.passes.recompute.cut import cheapest
-from mindspeed_fx.passes.recompute.tape import Operation, Tape, Value, record, saved_nodes
+from mindspeed_fx.passes.recompute.tape import Operation, Tape, Value, record, saved_names
 
 NAME = "recompute.pointwise"
 
@@ -39,7 +39,7 @@ def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
     written = {v: any(_reads_memory(u) for view in v.views for u in view.users) for v in tape.values}
     far = _read_far_apart(tape)
     saved = cheapest(tape, lambda o: _again(o, written, far), _kept)
-    report.saved = saved_nodes(gm.graph, context.nodes, {v.node for v in saved})
+    report.saved = saved_names(gm.graph, context.nodes, {v.node for v in saved})
     report.rewrites = [site("recomputed", v.node) for v in _made_again(tape, saved) if written[v]]
     return report
 

@@ -102,8 +102,8 @@ def record(graph: fx.Graph, info: Any) -> Tape | str:
     return tape
 
 
-def saved_nodes(graph: fx.Graph, info: Any, saved: set[fx.Node]) -> list[fx.Node]:
-    """``saved`` and the inputs that the backward needs beside, in graph order: what torch's partitioner expects."""
+def saved_names(graph: fx.Graph, info: Any, saved: set[fx.Node]) -> list[str]:
+    """Names of ``saved`` and of the inputs that the backward needs beside, in graph order: what torch's partitioner expects."""
     found, seen, todo = set(), set(), list(compat_partition.needed_by_backward(info))
     while todo:
         node = todo.pop()
@@ -114,7 +114,7 @@ def saved_nodes(graph: fx.Graph, info: Any, saved: set[fx.Node]) -> list[fx.Node
             found.add(node)
         else:
             todo.extend(node.all_input_nodes)
-    return [n for n in graph.nodes if n in found]
+    return [n.name for n in graph.nodes if n in found]
 
 
 def _operation(tape: Tape, node: fx.Node) -> Operation:
