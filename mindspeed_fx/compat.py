@@ -347,7 +347,7 @@ def compile_without_codegen(gm: fx.GraphModule, inputs: Sequence[Any], *, inner:
     def compiler(side: str) -> Callable:
         def compile_side(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
             made = inner(graph, example_inputs, side)
-            return make_boxed_func(made.forward if isinstance(made, fx.GraphModule) else made)
+            return _boxed(made) if isinstance(made, fx.GraphModule) else make_boxed_func(made)
 
         return compile_side
 
@@ -355,6 +355,23 @@ def compile_without_codegen(gm: fx.GraphModule, inputs: Sequence[Any], *, inner:
         fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler("inference"), partition_fn=partition, decompositions=decompositions
     )
     return backend(gm, inputs)
+
+
+def _boxed(gm: fx.GraphModule) -> Callable:
+    """``gm`` as a function of one list, which it empties: what is saved for the backward dies with its last reader, not with the call."""
+    from functorch.compile import make_boxed_func
+
+    codegen = getattr(fx.graph, "_BoxedCodeGen", None)
+    if codegen is None:
+        return make_boxed_func(gm.forward)
+    gm.graph.set_codegen(codegen())
+    gm.recompile()
+
+    def run(args: list) -> Any:
+        return gm.forward(args)
+
+    run._boxed_call = True
+    return run
 
 
 # --------------------------------------------------------------------------- small helpers

@@ -44,8 +44,10 @@ class Options:
     hardware: str | None = None
     """Device of the cost model, for example "ascend910b2" or "h100" (see docs/cost.md); None: the one at hand, by its name."""
 
-    memory_budget: float | None = None
-    """Fraction in (0, 1] of the saved activations' bytes to keep; the rest is recomputed. None: keep what pays."""
+    memory_budget: float | int | str | None = None
+    """Bytes ("24GiB", or a number above 1) that one graph may hold at once in a training step, parameters and gradients included, optimizer
+    states not; what does not fit is recomputed. "min": as few as can be. A fraction in (0, 1]: of the saved activations' bytes, chosen by
+    torch's knapsack. None: keep what pays."""
 
     overlap_memory: int | str = 0
     """Bytes ("512MiB", or a number) by which overlapped communication may raise the modelled peak memory of a graph."""
@@ -88,7 +90,7 @@ class Options:
             from mindspeed_fx.cost.hardware import hardware
 
             object.__setattr__(self, "hardware", hardware(self.hardware).name)
-        _check_budget(self.memory_budget)
+        object.__setattr__(self, "memory_budget", _budget(self.memory_budget))
         object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
         _check_inductor(self.inductor)
         if not isinstance(self.npugraph_ex, Mapping):
@@ -162,13 +164,18 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _check_budget(value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, str):
-        raise OptionError(f'option "memory_budget" is {value!r}; this version takes a fraction in (0, 1], not bytes')
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise OptionError(f'option "memory_budget" is {value!r}; valid: a fraction in (0, 1]')
+def _budget(value: Any) -> float | int | str | None:
+    """A fraction as a float, bytes as an int, "min" or None."""
+    if value is None or value == "min":
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value) if value <= 1 else int(value)
+    try:
+        if isinstance(value, str) and value.strip() and (size := _bytes("memory_budget", value)) > 1:
+            return size
+    except OptionError:
+        pass
+    raise OptionError(f'option "memory_budget" is {value!r}; valid: bytes as in "24GiB", a fraction in (0, 1], "min"')
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

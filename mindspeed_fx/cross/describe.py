@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.cost.graph import estimate
-from mindspeed_fx.cross import memory
+from mindspeed_fx.partition import memory
 from mindspeed_fx.cross.trace import Traced
 from mindspeed_fx.report.code import readable
 

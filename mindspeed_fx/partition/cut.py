@@ -24,12 +24,12 @@ class Partitioner(compat.CustomPartitioner):
         identity: what compile caches know this partitioner by.
     """
 
-    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: compat_partition.Choose, memory_budget: float | None, identity: str):
+    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: compat_partition.Choose, memory_budget: float | int | str | None, identity: str):
         self.prepare, self.decide, self.memory_budget, self.identity = prepare, decide, memory_budget, identity
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.prepare(gm)
-        return compat_partition.partition(gm, joint_inputs, self.decide, self.memory_budget, **kwargs)
+        return compat_partition.partition(gm, joint_inputs, self.decide, self.memory_budget if isinstance(self.memory_budget, float) else None, **kwargs)
 
     def uuid(self) -> str:
         return self.identity

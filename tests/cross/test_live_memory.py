@@ -3,7 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mindspeed_fx.cross import memory
+from mindspeed_fx.partition import memory
 
 
 def test_a_chain():

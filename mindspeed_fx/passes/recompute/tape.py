@@ -90,7 +90,7 @@ def record(graph: fx.Graph, info: Any) -> Tape | str:
             made[node] = _operation(tape, node)
             continue
         maker = made[node.args[0]] if node.target is operator.getitem and node.args[0] in made else _operation(tape, node)
-        tape.of[node] = Value(node, maker, _bytes(value), views=[node])
+        tape.of[node] = Value(node, maker, in_memory(value), views=[node])
         maker.outputs.append(tape.of[node])
         tape.values.append(tape.of[node])
     for node in _returned(graph, info):
@@ -134,7 +134,7 @@ def _understood(value: Any) -> bool:
     return value is None or isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
 
 
-def _bytes(value: Any) -> int:
+def in_memory(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     if value.layout != torch.strided:

@@ -1,0 +1,133 @@
+"""memory_budget in bytes: the plan's peak is the measured one, it fits, and values stay bitwise what they were."""
+
+import re
+
+import pytest
+import torch
+from models import Llama, tokens
+
+import mindspeed_fx
+
+NAME = "recompute.budget"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def llama():
+    torch.manual_seed(0)
+    return Llama(layers=4, vocab=256), tokens(4, 256, 256)
+
+
+def inputs_of(model, inputs):
+    """Bytes of what the graph is given: parameters, buffers, batch."""
+    return sum(t.numel() * t.itemsize for t in (*model.parameters(), *model.buffers(), *inputs))
+
+
+def measured(model, inputs, budget, **options):
+    """(peak bytes of a step, inputs included, by the allocator's events; loss and gradients)."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager", "memory_budget": budget, **options})
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        loss = compiled(*inputs)
+        loss.backward()
+        return loss.detach()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss = step()
+    events, todo = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if str(event.tag).endswith("Allocation"):
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    live, now, top = {}, 0, 0
+    for _, address, size in sorted(events, key=lambda e: e[0]):
+        if size > 0:
+            live[address] = size
+        now += size if size > 0 else -live.pop(address, 0)
+        top = max(top, now)
+    return top + inputs_of(model, inputs), [loss, *(p.grad.clone() for p in model.parameters())]
+
+
+def planned(model, inputs, budget):
+    """(modelled peak, least) in bytes, from the report's note."""
+    report = mindspeed_fx.explain(model, *inputs, options={"codegen": "eager", "memory_budget": budget})
+    (run,) = [r for r in report.graphs[0].runs if r.report.name == NAME]
+    numbers = [float(x) * MIB for x in re.findall(r"([\d.]+) MiB", run.report.notes[0])]
+    return numbers[0], numbers[-1], len(run.report.rewrites)
+
+
+def test_fits_and_is_what_was_modelled(llama):
+    model, inputs = llama
+    whole, exact = measured(model, inputs, "1GiB")
+    least = planned(model, inputs, "min")[1]
+    last, more = None, 0
+    for part in (0.95, 0.8, 0.65):
+        budget = int(part * whole)
+        assert budget > least
+        modelled, _, again = planned(model, inputs, budget)
+        peak, values = measured(model, inputs, budget)
+        assert peak <= budget
+        assert modelled == pytest.approx(peak, rel=0.05)
+        assert last is None or peak <= last
+        assert again > more
+        last, more = peak, again
+        assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
+
+
+def test_min_is_the_least(llama):
+    model, inputs = llama
+    peak, values = measured(model, inputs, "min")
+    assert peak < 0.65 * measured(model, inputs, None)[0]
+    assert all(torch.equal(a, b) for a, b in zip(values, measured(model, inputs, None)[1], strict=True))
+
+
+def test_a_budget_that_nothing_meets_names_the_smallest_and_what_holds_it_up(llama):
+    model, inputs = llama
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="the smallest this graph can do is") as e:
+        measured(model, inputs, "1MiB")
+    smallest = int(re.search(r"can do is (\d+) bytes", str(e.value))[1])
+    assert "parameters and inputs" in str(e.value) and "cross_entropy" in str(e.value)
+    assert measured(model, inputs, smallest)[0] <= smallest
+
+
+def test_everything_is_saved_where_it_fits(llama):
+    model, inputs = llama
+    assert planned(model, inputs, "1GiB")[2] == 0
+
+
+def test_dropout_is_not_drawn_again():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.nn.functional.dropout(torch.sin(layer(x)), 0.5)
+            return x.sum()
+
+    model, x = Net(), torch.randn(512, 64)
+    results = []
+    for budget in (None, "min"):
+        torch.manual_seed(5)
+        results.append(measured(model, (x,), budget)[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_frozen_and_no_grad(llama):
+    model, inputs = llama
+    with torch.no_grad():
+        torch._dynamo.reset()
+        loss = torch.compile(model, backend="mindspeed", options={"codegen": "eager", "memory_budget": "1GiB"})(*inputs)
+    torch.testing.assert_close(loss, model(*inputs))
+    model.embed.requires_grad_(False)
+    try:
+        planned(model, inputs, "min")
+    finally:
+        model.embed.requires_grad_(True)
