@@ -11,16 +11,18 @@ RUN := $(VENV)/bin/python
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
 
-SETTINGS := MINDSPEED_FX_TRITON=$(TRITON) MINDSPEED_FX_TOOLCHAIN=$(TOOLCHAIN)
+# One process per core, one thread each; a file of tests stays in one process.
+SPREAD ?= -n auto --dist loadfile
+SETTINGS := OMP_NUM_THREADS=1 MINDSPEED_FX_TRITON=$(TRITON) MINDSPEED_FX_TOOLCHAIN=$(TOOLCHAIN)
 
 test: $(VENV)/ready $(TRITON)/ready $(TOOLCHAIN)/ready
-	$(SETTINGS) $(RUN) -m pytest -m "not slow and not cuda" $(ARGS)
+	$(SETTINGS) $(RUN) -m pytest $(SPREAD) -m "not slow and not cuda" $(ARGS)
 
 test-slow: $(VENV)/ready $(TRITON)/ready $(TOOLCHAIN)/ready
-	$(SETTINGS) $(RUN) -m pytest $(ARGS)
+	$(SETTINGS) $(RUN) -m pytest $(SPREAD) $(ARGS)
 
 test-npu: $(VENV)/ready $(TOOLCHAIN)/ready
-	$(SETTINGS) $(RUN) -m pytest -m npu $(ARGS)
+	$(SETTINGS) $(RUN) -m pytest $(SPREAD) -m npu $(ARGS)
 
 # Triton has a directory of its own: the tests of its kernels use it in other processes, and torch must not find it, for
 # with triton importable it behaves differently. Where there is no wheel those tests are skipped with the reason.

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
@@ -82,14 +82,15 @@ def _ways_backward(grad, x, weight, needed):
     return found + [(results(PARTIAL, 0, 0), [last, REPLICATED, 0]), (results(last, 1, REPLICATED), [REPLICATED, last, 1])]
 
 
-@register_flop_formula(torch.ops.mindspeed.linear)
-def _flops(x_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
-    rows = 1
-    for size in x_shape[:-1]:
-        rows *= size
-    return 2 * rows * weight_shape[0] * weight_shape[1]
+@linear.costs
+def _cost(out, x, weight, bias=None):
+    return once(out, x, weight, bias, flops=2 * x.numel * weight.shape[0], vector=out.numel if bias is not None else 0, dtype=x.dtype)
 
 
-@register_flop_formula(torch.ops.mindspeed.linear_backward)
-def _backward_flops(grad_shape, x_shape, weight_shape, needed, *args, out_shape=None, **kwargs) -> int:
-    return (needed[0] + needed[1]) * _flops(x_shape, weight_shape)
+@linear_backward.costs
+def _backward_cost(out, grad, x, weight, needed):
+    """Each gradient is a product of its own, that reads the gradient of the result and the other operand."""
+    to_x, to_weight, to_bias = (int(n) for n in needed)
+    flops = 2 * (to_x + to_weight) * x.numel * weight.shape[0]
+    read = [grad] + [weight] * to_x + [x] * to_weight
+    return once(out, *read, flops=flops, vector=to_bias * grad.numel, dtype=grad.dtype)

@@ -21,6 +21,7 @@ from mindspeed_fx.options import OptionError
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site
 from mindspeed_fx.passes.recompute.cut import cheapest
 from mindspeed_fx.passes.recompute.peak import Peak, Step
+from mindspeed_fx.passes.recompute.pointwise import prices
 from mindspeed_fx.passes.recompute.tape import Operation, Tape, in_memory, record, saved_names
 
 NAME = "recompute.budget"
@@ -68,13 +69,20 @@ def _hull(tape: Tape, step: Step, context: Context) -> list[tuple[set[fx.Node], 
     if context.options.hardware is None:
         raise OptionError(f'option "memory_budget" is {context.options.memory_budget}: planning needs times, and option "hardware" is None: {detect(context.options.target)[1]}')
     device = hardware(context.options.hardware)
-    seconds = {o: _seconds(o, device) for o in tape.operations}
+    fused = context.options.codegen == "inductor"
+    again, keep, _ = prices(tape)
+    rate = device.memory_rate
+    # Fused pointwise work and what keeping costs by itself: as without a budget; the price of the budget comes on top.
+    seconds = {o: again(o) / rate if fused and again(o) < math.inf else _seconds(o, device) for o in tape.operations}
+    base = {v: keep(v) / rate if fused and context.options.target == "cpu" else 1e-15 for v in tape.values}
     ratios = [seconds[o] / v.bytes for o in tape.operations for v in o.outputs if v.bytes and 0 < seconds[o] < math.inf]
     low, high = (min(ratios), max(ratios) * 64) if ratios else (1.0, 1.0)
     plans: list[tuple[set[fx.Node], Peak]] = []
     for i in range(PRICES):
-        price = low * (high / low) ** (i / (PRICES - 1)) * (0.5 if i == 0 else 1.0)
-        saved = {v.node for v in cheapest(tape, seconds.__getitem__, lambda v: 0.0 if v.returned else price * v.bytes + 1e-15)}
+        price = low * (high / low) ** (i / (PRICES - 1)) * (i > 0)
+        # The first plan is the one without a budget.
+        times = {o: math.inf if fused and i == 0 and again(o) == math.inf else s for o, s in seconds.items()}
+        saved = {v.node for v in cheapest(tape, times.__getitem__, lambda v: 0.0 if v.returned else price * v.bytes + base[v])}
         if plans and saved == plans[-1][0]:
             continue
         peak = step.peak(saved)

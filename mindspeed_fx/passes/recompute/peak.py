@@ -47,7 +47,8 @@ class Step:
         self.returned = [n for n in self.output.all_input_nodes if n not in closure]
         self.needed = compat_partition.needed_by_backward(info)
         self.root = {n: self._root(n) for n in graph.nodes}
-        self.size = {n: _size(n) if self.root[n] is n and not compat_partition.is_input(n) and (not fused or _written(n)) else 0 for n in graph.nodes}
+        self.full = {n: _size(n) if self.root[n] is n and not compat_partition.is_input(n) else 0 for n in graph.nodes}
+        self.size = {n: size if not fused or (size and _written(n)) else 0 for n, size in self.full.items()}
         traced: dict[Any, int] = {}
         self.workspace = {n: _workspace(n, target, fused, traced) for n in graph.nodes if n.target in REGISTRY}
 
@@ -59,9 +60,10 @@ class Step:
         if any(not compat_partition.is_pure(n) and not compat_partition.must_recompute(n) for n in again):
             return None
         kept = {self.root[n] for n in (*self.returned, *saved)}
-        best, alive = self._walk(first, kept, {})
+        size = {**self.size, **{n: self.full[n] for n in kept}}  # what is kept is written out, fused or not
+        best, alive = self._walk(first, kept, {}, size)
         ends = {self.root[n] for n in (*self.returned, *self.output.all_input_nodes)}
-        later, _ = self._walk(second, ends, alive)
+        later, _ = self._walk(second, ends, alive, size)
         top = max(best, later, key=lambda found: found[0])
         return Peak(top[0], top[1], again)
 
@@ -86,7 +88,7 @@ class Step:
                 todo += [a for a in n.all_input_nodes if a not in stop and a not in found]
         return found
 
-    def _walk(self, run: list[fx.Node], kept: set[fx.Node], alive: dict[fx.Node, int]) -> tuple[tuple[int, fx.Node], dict[fx.Node, int]]:
+    def _walk(self, run: list[fx.Node], kept: set[fx.Node], alive: dict[fx.Node, int], size: dict[fx.Node, int]) -> tuple[tuple[int, fx.Node], dict[fx.Node, int]]:
         """((largest sum of bytes alive, where), what is alive at the end)."""
         last: dict[fx.Node, int] = {}
         for i, n in enumerate(run):
@@ -101,8 +103,8 @@ class Step:
         best = (total, run[0] if run else self.output)
         for i, n in enumerate(run):
             value = self.root[n]
-            if value not in alive and self.size[value]:
-                alive[value] = self.size[value]
+            if value not in alive and size[value]:
+                alive[value] = size[value]
                 total += alive[value]
             if total + self.workspace.get(n, 0) > best[0]:
                 best = (total + self.workspace.get(n, 0), n)

@@ -8,6 +8,7 @@ decides, which never makes again what the backward would have to write out.
 from __future__ import annotations
 
 import math
+from typing import Callable
 
 import torch.fx as fx
 
@@ -36,12 +37,18 @@ def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
     if isinstance(tape, str):
         report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{tape}; torch's min-cut decides"))
         return report
-    written = {v: any(_reads_memory(u) for view in v.views for u in view.users) for v in tape.values}
-    far = _read_far_apart(tape)
-    saved = cheapest(tape, lambda o: _again(o, written, far), _kept)
+    again, keep, written = prices(tape)
+    saved = cheapest(tape, again, keep)
     report.saved = saved_names(gm.graph, context.nodes, {v.node for v in saved})
     report.rewrites = [site("recomputed", v.node) for v in _made_again(tape, saved) if written[v]]
     return report
+
+
+def prices(tape: Tape) -> tuple[Callable[[Operation], float], Callable[[Value], float], dict[Value, bool]]:
+    """What running an operation again and keeping a value cost under generated code, in bytes moved; which values are written out."""
+    written = {v: any(_reads_memory(u) for view in v.views for u in view.users) for v in tape.values}
+    far = _read_far_apart(tape)
+    return lambda o: _again(o, written, far), _kept, written
 
 
 def _reads_memory(user: fx.Node) -> bool:
