@@ -11,8 +11,8 @@ RUN := $(VENV)/bin/python
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
 
-# One process per core, one thread each; a file of tests stays in one process.
-SPREAD ?= -n auto --dist loadfile
+# One process per core, one thread each.
+SPREAD ?= -n auto --dist worksteal
 SETTINGS := OMP_NUM_THREADS=1 MINDSPEED_FX_TRITON=$(TRITON) MINDSPEED_FX_TOOLCHAIN=$(TOOLCHAIN)
 
 test: $(VENV)/ready $(TRITON)/ready $(TOOLCHAIN)/ready

@@ -59,11 +59,6 @@ def needed_by_backward(info: Any) -> set[fx.Node]:
     return needed
 
 
-def static_inputs(info: Any) -> set[fx.Node]:
-    """Inputs that outlive the step anyhow: parameters and buffers."""
-    return set(info.static_lifetime_input_nodes)
-
-
 @functools.cache
 def _types() -> Any:
     from torch._functorch.partitioners import get_default_op_list

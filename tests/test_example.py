@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_shape_is_refused(whole, text):
     assert done.returncode == 1 and "was written with" in done.stderr
 
 
-@pytest.mark.parametrize("extra", [("--tp", "2"), ("--tp", "2", "--sequence-parallel")])
+@pytest.mark.parametrize("extra", [pytest.param(("--tp", "2"), marks=pytest.mark.slow), ("--tp", "2", "--sequence-parallel")])
 def test_tensor_parallel_gives_the_same_losses(whole, tmp_path, text, extra):
     run(tmp_path / "run", text, *extra, ranks=2)
     for a, b in zip(losses(whole[0]), losses(tmp_path / "run"), strict=True):

@@ -18,14 +18,3 @@ def adaptor():
     yield
     mindspeed_fx.megatron.undo()
 
-
-@pytest.fixture(scope="package", autouse=True)
-def no_groups_left():
-    """Other tests start process groups of their own."""
-    yield
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -138,8 +138,8 @@ def test_dynamic_sizes():
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_llama_is_bitwise_the_same(dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_llama_is_the_same(dtype):
     model, inputs = Llama(layers=1).to(dtype), tokens()
     results = []
     for options in ({}, {"disable": [NAME]}):

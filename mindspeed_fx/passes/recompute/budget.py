@@ -46,6 +46,8 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     step = Step(gm.graph, context.nodes, context.options.codegen == "inductor", context.options.target)
     inputs = sum(in_memory(n.meta["val"]) for n in gm.graph.nodes if compat_partition.is_input(n))
     plans = _hull(tape, step, context)
+    if not plans:
+        raise OptionError(f'option "memory_budget" is {asked!r}, but this graph\'s backward needs values that can be neither saved nor made again; valid here: a fraction')
     least = min(plans, key=lambda p: p[1].bytes)
     limit = least[1].bytes if asked == "min" else int((asked - inputs) * (1 - UNSEEN))
     fitting = [i for i, (_, peak) in enumerate(plans) if peak.bytes <= limit]
