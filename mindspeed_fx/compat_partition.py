@@ -107,6 +107,25 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
     return node.args[0] if _returns_alias(node.target) else None
 
 
+def owner(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` is a view of, over any number of views; itself when it has its own."""
+    while (source := aliased_input(node)) is not None:
+        node = source
+    return node
+
+
+def read_from_memory(node: fx.Node) -> bool:
+    """True when something that generated code cannot fuse ``node`` into reads it, or a view of it: another call, or the caller."""
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if is_view(user):
+                todo.append(user)
+            elif user.op == "output" or not is_fusible(user):
+                return True
+    return False
+
+
 @functools.cache
 def _returns_alias(target: Any) -> bool:
     if target is torch.ops.aten._unsafe_view.default:

@@ -66,7 +66,7 @@ def _head(logits: fx.Node) -> Head | str | None:
     n, steps, region, softcap = logits, [], [], 0.0
     while _product(n) is None:
         if match.is_call(n, *PLAIN, aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.transpose.int, aten.permute.default):
-            if not _acts_on_rows(n):
+            if not acts_on_rows(n):
                 return f"{n.name} ({n.target}) rearranges the classes" if _near(n) else None
             region.append(n)
             steps.append(n)
@@ -104,7 +104,7 @@ def _near(n: fx.Node, depth: int = 3) -> bool:
     return n.op == "call_function" and any(_product(a) is not None or (depth > 0 and _near(a, depth - 1)) for a in n.all_input_nodes)
 
 
-def _acts_on_rows(n: fx.Node) -> bool:
+def acts_on_rows(n: fx.Node) -> bool:
     """True when ``n`` leaves the last dimension, the classes, alone."""
     before, after = match.value(n.args[0]), match.value(n)
     last = before.dim() - 1

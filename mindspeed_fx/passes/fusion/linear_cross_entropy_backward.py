@@ -17,6 +17,7 @@ import torch.fx as fx
 from mindspeed_fx import compat, compat_partition
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion.linear_cross_entropy import acts_on_rows
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.linear_cross_entropy_backward", "mindspeed::linear_cross_entropy_backward"
@@ -67,9 +68,7 @@ def _gated(node: fx.Node, context: Context) -> str | None:
 
 def _outlives(logits: fx.Node) -> bool:
     """True when the memory of ``logits`` is returned to the caller."""
-    while match.is_call(logits, *match.VIEWS, aten.detach.default, aten.alias.default, aten.slice.Tensor, aten.transpose.int, aten.permute.default):
-        logits = logits.args[0]
-    todo = [logits]
+    todo = [compat_partition.owner(logits)]
     while todo:
         for user in todo.pop().users:
             if user.op == "output":
@@ -131,12 +130,8 @@ def _is_row_step(user: fx.Node, n: fx.Node) -> bool:
     if not isinstance(after, torch.Tensor) or after.dtype != before.dtype or after.dim() < 2 or before.shape[-1] != after.shape[-1]:
         return False
     last = before.dim() - 1
-    if match.is_call(user, *match.VIEWS, *COPIES):
-        return True
-    if match.is_call(user, aten.transpose.int):
-        return all(d % (last + 1) != last for d in user.args[1:])
-    if match.is_call(user, aten.permute.default):
-        return user.args[1][-1] % (last + 1) == last
+    if match.is_call(user, *match.VIEWS, *COPIES, aten.transpose.int, aten.permute.default):
+        return acts_on_rows(user)
     if match.is_call(user, aten.slice_backward.default):
         return user.args[0] is n and user.args[2] % (last + 1) != last
     if match.is_call(user, aten.slice_scatter.default):
@@ -178,22 +173,13 @@ def _linear(logits: fx.Node) -> tuple[fx.Node, tuple[fx.Node, bool], fx.Node] | 
     n = logits
     while not match.is_call(n, aten.mm.default, aten.addmm.default):
         rows = match.is_call(n, *match.VIEWS, *COPIES, aten.slice.Tensor, aten.transpose.int, aten.permute.default)
-        if not rows or match.value(n).shape[-1] != match.value(logits).shape[-1] or not _keeps_classes_last(n):
+        if not rows or not acts_on_rows(n):
             return None
         n = n.args[0]
     if n.kwargs:
         return None
     hidden, matrix = n.args[-2:]
     return hidden, _untransposed(matrix), n
-
-
-def _keeps_classes_last(n: fx.Node) -> bool:
-    last = match.value(n.args[0]).dim() - 1
-    if match.is_call(n, aten.transpose.int):
-        return all(d % (last + 1) != last for d in n.args[1:])
-    if match.is_call(n, aten.permute.default):
-        return n.args[1][-1] % (last + 1) == last
-    return not match.is_call(n, aten.slice.Tensor) or match.argument(n, "dim", 0) % (last + 1) != last
 
 
 def _untransposed(n: fx.Node) -> tuple[fx.Node, bool]:

@@ -17,7 +17,8 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.overlap.collectives import argument, group_of, is_start, kind
+from mindspeed_fx.passes.fusion.match import argument
+from mindspeed_fx.passes.overlap.collectives import group_of, is_start, kind
 from mindspeed_fx.passes.overlap.graph import GraphTasks, saved_activation, tasks_of
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.merge import Candidate, acyclic, buckets, merged

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the operators
 import torch.fx as fx
+
+from mindspeed_fx.passes.fusion.match import argument
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -28,14 +28,6 @@ def is_blocking(node: fx.Node) -> bool:
 def kind(node: fx.Node) -> str:
     """Name of the collective: "all_reduce", "all_gather_into_tensor", ..."""
     return node.target._schema.name.split("::")[1]
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """Value of an operator's argument by its schema name; None when it has none of that name."""
-    for n, arg in enumerate(node.target._schema.arguments):
-        if arg.name == name:
-            return node.args[n] if n < len(node.args) else node.kwargs.get(name, arg.default_value if arg.has_default_value() else None)
-    return None
 
 
 def group_of(node: fx.Node) -> str:

@@ -18,7 +18,8 @@ from mindspeed_fx.cost.collectives import Collective, collective
 from mindspeed_fx.cost.hardware import Hardware, detect
 from mindspeed_fx.cost.hardware import hardware as hardware_named
 from mindspeed_fx.options import Options
-from mindspeed_fx.passes.overlap.collectives import argument, group_of, is_start, kind
+from mindspeed_fx.passes.fusion.match import argument
+from mindspeed_fx.passes.overlap.collectives import group_of, is_start, kind
 from mindspeed_fx.passes.overlap.graph import CostOf
 
 _KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "broadcast": "broadcast"}

@@ -13,6 +13,7 @@ states and other graphs of the model are not in it.
 from __future__ import annotations
 
 import math
+
 import torch.fx as fx
 
 from mindspeed_fx import compat_partition
@@ -75,15 +76,15 @@ def _hull(tape: Tape, step: Step, context: Context) -> list[tuple[set[fx.Node], 
     again, keep, _ = prices(tape)
     rate = device.memory_rate
     # Fused pointwise work and what keeping costs by itself: as without a budget; the price of the budget comes on top.
-    seconds = {o: again(o) / rate if fused and again(o) < math.inf else _seconds(o, device) for o in tape.operations}
+    unplanned = {o: again(o) / rate if fused else _seconds(o, device) for o in tape.operations}
+    seconds = {o: price if price < math.inf else _seconds(o, device) for o, price in unplanned.items()}
     base = {v: keep(v) / rate if fused and context.options.target == "cpu" else 1e-15 for v in tape.values}
     ratios = [seconds[o] / v.bytes for o in tape.operations for v in o.outputs if v.bytes and 0 < seconds[o] < math.inf]
     low, high = (min(ratios), max(ratios) * 64) if ratios else (1.0, 1.0)
     plans: list[tuple[set[fx.Node], Peak]] = []
     for i in range(PRICES):
         price = low * (high / low) ** (i / (PRICES - 1)) * (i > 0)
-        # The first plan is the one without a budget.
-        times = {o: math.inf if fused and i == 0 and again(o) == math.inf else s for o, s in seconds.items()}
+        times = seconds if i else unplanned  # the first plan is the one without a budget
         saved = {v.node for v in cheapest(tape, times.__getitem__, lambda v: 0.0 if v.returned else price * v.bytes + base[v])}
         if plans and saved == plans[-1][0]:
             continue

@@ -41,14 +41,14 @@ class Step:
 
     def __init__(self, graph: fx.Graph, info: Any, fused: bool, target: str):
         self.order = {n: i for i, n in enumerate(graph.nodes)}
-        self.backward = [n for n in graph.nodes if n in compat_partition.backward_nodes(info) and n.op != "output"]
+        closure = compat_partition.backward_nodes(info)
+        self.backward = [n for n in graph.nodes if n in closure and n.op != "output"]
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
-        closure = set(self.backward)
         self.returned = [n for n in self.output.all_input_nodes if n not in closure]
         self.needed = compat_partition.needed_by_backward(info)
-        self.root = {n: self._root(n) for n in graph.nodes}
+        self.root = {n: compat_partition.owner(n) for n in graph.nodes}
         self.full = {n: _size(n) if self.root[n] is n and not compat_partition.is_input(n) else 0 for n in graph.nodes}
-        self.size = {n: size if not fused or (size and _written(n)) else 0 for n, size in self.full.items()}
+        self.size = {n: size if not fused or (size and (not compat_partition.is_fusible(n) or compat_partition.read_from_memory(n))) else 0 for n, size in self.full.items()}
         traced: dict[Any, int] = {}
         self.workspace = {n: _workspace(n, target, fused, traced) for n in graph.nodes if n.target in REGISTRY}
 
@@ -69,15 +69,15 @@ class Step:
 
     def _second(self, saved: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The backward in the order it runs, and what in it was run by the forward."""
-        done, run, again = set(saved), [], []
+        done, run, again, backward = set(saved), [], [], set(self.backward)
         for node in [*self.backward, *sorted((n for n in self.needed if n in self.output.all_input_nodes), key=self.order.__getitem__)]:
             found = self._ancestors([node], done)
             for n in sorted(found, key=self.order.__getitem__):
                 done.add(n)
                 run.append(n)
-                if n is not node and not compat_partition.is_input(n):
+                if n is not node and n not in backward and n.op == "call_function":
                     again.append(n)
-        return run, [n for n in again if n not in set(self.backward) and n.op == "call_function"]
+        return run, again
 
     def _ancestors(self, nodes: list[fx.Node], stop: Any = ()) -> set[fx.Node]:
         found, todo = set(), [n for n in nodes if n not in stop]
@@ -112,11 +112,6 @@ class Step:
                 total -= alive.pop(value, 0)
         return best, alive
 
-    def _root(self, node: fx.Node) -> fx.Node:
-        while (source := compat_partition.aliased_input(node)) is not None:
-            node = source
-        return node
-
 
 def _size(node: fx.Node) -> int:
     value = node.meta.get("val")
@@ -146,17 +141,3 @@ def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) 
         except Exception:  # kernels that look at values choose their own buffers
             traced[key] = 0
     return traced[key]
-
-
-def _written(node: fx.Node) -> bool:
-    """True when the value of ``node`` is in memory under generated code: a call makes or reads it, or it leaves the graph."""
-    if not compat_partition.is_fusible(node):
-        return True
-    todo = [node]
-    while todo:
-        for user in todo.pop().users:
-            if compat_partition.is_view(user):
-                todo.append(user)
-            elif user.op == "output" or not compat_partition.is_fusible(user):
-                return True
-    return False

@@ -46,14 +46,9 @@ def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def prices(tape: Tape) -> tuple[Callable[[Operation], float], Callable[[Value], float], dict[Value, bool]]:
     """What running an operation again and keeping a value cost under generated code, in bytes moved; which values are written out."""
-    written = {v: any(_reads_memory(u) for view in v.views for u in view.users) for v in tape.values}
+    written = {v: compat_partition.read_from_memory(v.node) for v in tape.values}
     far = _read_far_apart(tape)
     return lambda o: _again(o, written, far), _kept, written
-
-
-def _reads_memory(user: fx.Node) -> bool:
-    """True when ``user`` is a call that generated code cannot fuse its operands into."""
-    return user.op == "output" or not (compat_partition.is_fusible(user) or compat_partition.is_view(user))
 
 
 def _kept(v: Value) -> float:
