@@ -86,7 +86,10 @@ class Compilation:
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         if plan := sharding.cut(gm):
             self.options = sharding.without_codegen(self.options, self.record.effective)
-        table = compat_npu.decompositions() if self.options.target == "npu" else None
+        table = None
+        if self.options.target == "npu":
+            compat_npu.accept_aliases()
+            table = compat_npu.decompositions()
         if self.options.codegen == "npugraph_ex" and (why := compat_npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
         if self.options.codegen != "inductor":
@@ -95,7 +98,6 @@ class Compilation:
             return wrap(compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partitioner(), decompositions=table))
         if self.options.target == "npu":
             compat_npu.load_inductor()
-        name = identity(self.options)
         name = identity(self.options)
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
         hooks = {"pre_grad": _Captured(self, gm, name), "partitioner": self.partitioner(name), "post_grad": pinned}

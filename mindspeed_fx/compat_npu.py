@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from typing import Any, Callable, Mapping, Sequence
@@ -9,13 +10,36 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._functorch._aot_autograd import runtime_wrappers
 
 aten = torch.ops.aten
+
+RETURN_ARGUMENTS = {"npu::_npu_moe_token_unpermute"}
+"""Operators of torch_npu that return an argument as one of their results, for their backward, which their schema does not say."""
 
 
 def problem() -> str | None:
     """Why torch_npu cannot be used in this process; None when it is imported or can be."""
     return None if importlib.util.find_spec("torch_npu") else "torch_npu is not installed"
+
+
+def accept_aliases() -> None:
+    """Lets torch_npu's own operators return their arguments.
+
+    AOTAutograd checks the results of every custom operator at a graph's first call. Its word to the user is a warning, or, where
+    the environment has CI set, an error; neither is anything that the user could mend. Nothing of ours reads such a result.
+    """
+    check = getattr(runtime_wrappers, "_check_custom_op_aliasing", None)
+    if check is None or hasattr(check, "accepts"):
+        return
+
+    @functools.wraps(check)
+    def checked(name: str, *args: Any, **kwargs: Any) -> None:
+        if name not in RETURN_ARGUMENTS:
+            check(name, *args, **kwargs)
+
+    checked.accepts = RETURN_ARGUMENTS
+    runtime_wrappers._check_custom_op_aliasing = checked
 
 
 def load_inductor() -> None:
