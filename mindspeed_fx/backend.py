@@ -85,23 +85,26 @@ class Compilation:
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         if plan := sharding.cut(gm):
-            self.options = sharding.without_codegen(self.options, self.record.effective)
+            self.record.effective["caches"] = "off: the model is parallelized"
         table = None
         if self.options.target == "npu":
             compat_npu.accept_aliases()
             table = compat_npu.decompositions()
         if self.options.codegen == "npugraph_ex" and (why := compat_npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
-        if self.options.codegen != "inductor":
+        inductor, name = self.options.codegen == "inductor", identity(self.options)
+        # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
+        captured_by_hook = _Captured(self, gm, name) if inductor and not plan else None
+        if captured_by_hook is None:
             self.capture(gm)
-            gm, inputs, wrap = sharding.localize(gm, inputs, plan)
+        gm, inputs, wrap = sharding.localize(gm, inputs, plan)
+        if not inductor:
             return wrap(compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partitioner(), decompositions=table))
         if self.options.target == "npu":
             compat_npu.load_inductor()
-        name = identity(self.options)
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
-        hooks = {"pre_grad": _Captured(self, gm, name), "partitioner": self.partitioner(name), "post_grad": pinned}
-        return compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches, decompositions=table, **hooks)
+        hooks = {"pre_grad": captured_by_hook, "partitioner": self.partitioner(name), "post_grad": pinned}
+        return wrap(compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches and not plan, decompositions=table, **hooks))
 
     # ---------------------------------------------------------------- the steps
 

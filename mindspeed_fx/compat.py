@@ -86,12 +86,17 @@ def make_fx_pre_dispatch(run: Callable, values: Sequence[Any], names: Sequence[s
 
 
 def make_fx_decomposed(fn: Callable, values: Sequence[Any], decompositions: dict | None) -> fx.GraphModule:
-    """``fn(*values)`` on fake values as a graph of ATen operators, decomposed by ``decompositions``."""
+    """``fn(*values)`` on fake values as a graph of ATen operators, decomposed by ``decompositions``.
+
+    One value may stand in several places (DTensor gives operators of equal layout one fake result): ``make_fx`` tells inputs
+    apart by object, so each gets an object of its own.
+    """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = fake_mode_of(values)
     with mode if mode is not None else contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+        values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
         return make_fx(fn, decomposition_table=decompositions or {}, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
 
 
@@ -307,7 +312,7 @@ def compile_with_inductor(
 
     Args:
         inner: called as ``inner(gm, example_inputs, compile, **kwargs)`` for every forward, backward and inference graph.
-        pre_grad: CustomPass on the Dynamo graph; with torch 2.13 it runs only when the AOTAutograd cache misses.
+        pre_grad: CustomPass on the Dynamo graph; with torch 2.13 it runs only when the AOTAutograd cache misses. None: none.
         config: further ``torch._inductor.config`` entries.
         caches: False compiles anew and stores nothing.
         post_grad: CustomPass that runs last on each graph before Inductor lowers it; None: none.
@@ -320,9 +325,10 @@ def compile_with_inductor(
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         return inner(graph, example_inputs, compile_fx_inner, **kwargs)
 
-    patches = {**config, "pre_grad_custom_pass": _after_installed("pre_grad_custom_pass", pre_grad, config), "custom_partitioner_fn": partitioner}
-    if post_grad is not None:
-        patches["post_grad_custom_post_pass"] = _after_installed("post_grad_custom_post_pass", post_grad, config)
+    patches = {**config, "custom_partitioner_fn": partitioner}
+    for hook, ours in (("pre_grad_custom_pass", pre_grad), ("post_grad_custom_post_pass", post_grad)):
+        if ours is not None:
+            patches[hook] = _after_installed(hook, ours, config)
     functorch = {"autograd_cache_allow_custom_autograd_functions": True}
     if not caches:
         patches.update(fx_graph_cache=False, fx_graph_remote_cache=False)

@@ -29,7 +29,7 @@ def worker(rank, store, scenarios):
 @pytest.mark.parametrize("scenarios", [
     pytest.param("checkpoints meta eagerly explained".split(), id="parallelize", marks=pytest.mark.slow),
     pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
-    pytest.param(["asked_for_generated_code"], id="codegen", marks=pytest.mark.slow),
+    pytest.param(["generated_code"], id="codegen", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_scenarios(scenarios, tmp_path):
     mp.spawn(worker, (str(tmp_path / "store"), scenarios), nprocs=2)

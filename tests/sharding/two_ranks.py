@@ -62,11 +62,12 @@ def plans():
     trains_alike("tp", "tp_sp", checkpointed=True)
 
 
-def asked_for_generated_code():
-    """It is not right yet, so it is not used; the options that are in force say so."""
-    trains_alike("tp", "tp_sp", codegen="inductor")
+def generated_code():
+    """Inductor's code for the local program; caches are off, and the options that are in force say so."""
+    for plan, settings in (("tp", {}), ("tp_sp", {"level": 1}), ("tp_sp", {"disable": ["fusion.*"]})):
+        trains_alike("tp", plan, codegen="inductor", **settings)
     report = mindspeed_fx.explain(compiled(whole_model(), "tp", "tp")[0], *batch(), options={"codegen": "inductor"})
-    assert report.effective_options["codegen"].startswith("eager: the model is parallelized")
+    assert report.effective_options["codegen"] == "inductor" and report.effective_options["caches"].startswith("off: the model is parallelized")
 
 
 def checkpoints():

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import re
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Sequence
@@ -21,7 +19,6 @@ from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding.place import operands
 from mindspeed_fx.passes.sharding.plan import ShardingError, placement_of
 
-log = logging.getLogger("mindspeed_fx")
 KEY = "sharding"
 """Where in ``GraphModule.meta`` the sharding is."""
 
@@ -95,17 +92,6 @@ def _cut(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str, str]]:
 
 def _becomes(node: fx.Node, whole: torch.Tensor) -> None:
     node.meta["example_value"] = whole.detach().requires_grad_(node.meta["example_value"].requires_grad)
-
-
-def without_codegen(options: Any, effective: dict[str, Any]) -> Any:
-    """The options for a parallelized model, and the note of it in ``effective``: no generated code and no caches, because
-    code that Inductor generates from the local program with fused operators gave a wrong loss (torch 2.13, tensor parallel)."""
-    effective["caches"] = "off: the model is parallelized"
-    if options.codegen == "inductor":
-        effective["codegen"] = "eager: the model is parallelized, and generated code is not yet right for it"
-        log.warning("codegen: %s", effective["codegen"])
-        options = dataclasses.replace(options, codegen="eager")
-    return options
 
 
 def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: Cut | None) -> tuple[fx.GraphModule, list[Any], Callable[[Callable], Callable]]:

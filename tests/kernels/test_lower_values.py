@@ -1,0 +1,37 @@
+"""A reference inlined where nodes share values: the trace must know the operands apart, and a kept trace must fit its next call."""
+
+import pytest
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mindspeed_fx  # noqa: F401: registers the operators
+from mindspeed_fx.kernels.lower import lower
+
+swiglu = torch.ops.mindspeed.swiglu.default
+X, Y = (torch.randn(4, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(2))
+
+
+def graph_of(*calls, shared=False):
+    """``swiglu`` of inputs 0 and 1, as pairs of their numbers; ``shared``: both nodes have the very same fake value."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x"), graph.placeholder("y")]
+    with FakeTensorMode():
+        values = [torch.empty(4, 8, dtype=torch.float64) for _ in nodes]
+    for node, value in zip(nodes, values):
+        node.meta["val"] = values[0] if shared else value
+    results = [graph.call_function(swiglu, tuple(nodes[i] for i in pair)) for pair in calls]
+    for n in results:
+        n.meta["val"] = values[0]
+    graph.output(tuple(results))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.parametrize("calls, shared", [([(0, 1)], True), ([(0, 0), (0, 1), (1, 0)], False), ([(0, 1), (1, 1)], True)])
+def test_operands_stay_apart(calls, shared):
+    gm = graph_of(*calls, shared=shared)
+    lower(gm, "cpu", "forward", inline_references=True)
+    assert all(n.target is not swiglu for n in gm.graph.nodes)
+    for got, pair in zip(gm(X, Y), calls):
+        a, b = ((X, Y)[i] for i in pair)
+        torch.testing.assert_close(got, torch.nn.functional.silu(a) * b)
