@@ -2,7 +2,7 @@
 
 ``import mindspeed_fx.megatron_adaptor`` applies the patches (``table.py``); each has a reason and a place where it holds
 (:func:`applied`), and :func:`undo` restores Megatron. Most hold only while torch.compile traces: eager Megatron stays
-Megatron. Those for running without CUDA are applied only where there is neither CUDA nor an NPU.
+Megatron. Those for running without CUDA are applied only where torch has none: on a CPU, or an NPU without transfer_to_npu.
 """
 
 from __future__ import annotations

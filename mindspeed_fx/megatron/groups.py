@@ -16,10 +16,14 @@ def accelerated() -> bool:
     return torch.cuda.is_available() or (hasattr(torch, "npu") and torch.npu.is_available())
 
 
+def kind() -> str:
+    """Device type of this process: "cuda" (torch_npu's transfer_to_npu calls an NPU so too), else "npu", else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "npu" if accelerated() else "cpu"
+
+
 def current_device() -> torch.device:
     """The accelerator of this process, CUDA's or an NPU (with or without torch_npu's transfer_to_npu), else the CPU."""
-    kind = "cuda" if torch.cuda.is_available() else "npu" if accelerated() else "cpu"
-    return torch.device(kind, getattr(torch, kind).current_device()) if kind != "cpu" else torch.device("cpu")
+    return torch.device(kind(), getattr(torch, kind()).current_device()) if kind() != "cpu" else torch.device("cpu")
 
 
 class Alone:

@@ -11,7 +11,7 @@ from typing import Any, Callable
 import torch
 
 PREFIX = "megatron.core"
-IN_GRAPH, WITHOUT_ACCELERATOR, EVERYWHERE = "in a captured graph", "without CUDA or NPU", "everywhere"
+IN_GRAPH, WITHOUT_CUDA, WITHOUT_ACCELERATOR, EVERYWHERE = "in a captured graph", "without CUDA", "without CUDA or NPU", "everywhere"
 _KEEP = ("torch", "mindspeed_fx")
 """Packages whose own references to a replaced function are left alone."""
 
@@ -25,6 +25,7 @@ class Patch:
         replacement: what takes its place.
         reason: why, in one line.
         where: ``IN_GRAPH``: only while torch.compile traces, so eager Megatron stays what it was;
+            ``WITHOUT_CUDA``: only where torch has no CUDA: a CPU, or an NPU without transfer_to_npu;
             ``WITHOUT_ACCELERATOR``: only on a machine with neither CUDA nor NPU; ``EVERYWHERE``: always.
     """
 

@@ -1,4 +1,4 @@
-"""Megatron's random-number tracker in a captured graph, and over the CPU generator where there is no CUDA.
+"""Megatron's random-number tracker in a captured graph, and over an NPU's or the CPU's generator where there is no CUDA.
 
 ``fork`` switches to a named state: dropout in the tensor-parallel region draws from a stream of its own. A captured graph
 cannot switch the generator, so there ``fork`` is a mode under which dropout is ``x * noise``, and the noise comes from an
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import groups, patches
 
 DEFAULT = "default-rng"
 TRACKER = "tensor_parallel.random:CudaRNGStatesTracker"
@@ -98,24 +98,29 @@ def add(self: Any, name: str, seed: int) -> None:
         raise Exception(f"cuda rng state {name} already exists")
     self._is_initialized = True
     self.seeds_.add(seed)
-    self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+    self.states_[name] = torch.Generator(groups.kind()).manual_seed(seed).get_state()
+
+
+def _states() -> Any:
+    """What has the state of this process's generator: ``torch``, or ``torch.npu``."""
+    return torch if groups.kind() == "cpu" else getattr(torch, groups.kind())
 
 
 def get_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> Tensor:
-    """``_get_cuda_rng_state``: the CPU generator's."""
-    return torch.get_rng_state()
+    """``_get_cuda_rng_state``: the state of the NPU's generator, or the CPU's."""
+    return _states().get_rng_state()
 
 
 def set_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    """``_set_cuda_rng_state``: the CPU generator's."""
-    torch.set_rng_state(new_state)
+    """``_set_cuda_rng_state``: the same."""
+    _states().set_rng_state(new_state)
 
 
 def manual_seed(
     seed: int, te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False,
     tp_rank: int | None = None, ep_rank: int | None = None, etp_rank: int | None = None, force_reset_rng: bool = False,
 ) -> None:  # fmt: skip
-    """``model_parallel_cuda_manual_seed`` on the CPU generator, with Megatron's seeds: one stream for what all ranks of a
+    """``model_parallel_cuda_manual_seed`` on the NPU's or the CPU's generator, with Megatron's seeds: one stream for what all ranks of a
     tensor-parallel group hold, one of each rank's own, one for experts.
     """
     from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""Rotary embedding and attention masks without ``lru_cache`` in a graph, and without CUDA on a machine that has none."""
+"""Rotary embedding and attention masks without ``lru_cache`` in a graph, and on the device of a machine without CUDA."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def get_emb(self: Any, max_seq_len: int, offset: int = 0) -> Tensor:
     return angles[:, None, None, :]
 
 
-def causal_mask(sq: int) -> Tensor:
+def causal_mask(sq: int, *, device: str = "cpu") -> Tensor:
     """``get_default_causal_mask``: boolean [sq, sq], True above the diagonal: masked. Made of constants, in the graph."""
-    return torch.ones(sq, sq, dtype=torch.bool).triu(1)
+    return torch.ones(sq, sq, dtype=torch.bool, device=device).triu(1)
 
 
-def sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, int]) -> Tensor:
+def sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, int], *, device: str = "cpu") -> Tensor:
     """``get_sliding_window_causal_mask``: boolean [sq, skv], True outside the window around the diagonal that ends at the
     last key.
     """
-    inside = torch.ones(sq, skv, dtype=torch.bool)
+    inside = torch.ones(sq, skv, dtype=torch.bool, device=device)
     return ~inside.triu(skv - sq - window_size[0]).tril(skv - sq + window_size[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -9,14 +10,15 @@ import torch
 
 from mindspeed_fx.megatron import checkpoint, collectives, cross_entropy, experts, fusions, groups, jit, linear, moe, norm, rng, rotary
 from mindspeed_fx.megatron.groups import accelerated
-from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, Patch
+from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
 HIDES = "its handwritten backward hides it from the passes"
 
 
 def table() -> list[Patch]:
     """The patches for this machine and this Megatron-core."""
-    return _everywhere() + _in_graph() + (_with_accelerator() if accelerated() else _without_accelerator())
+    without_cuda = _without_cuda() if groups.kind() != "cuda" else []
+    return _everywhere() + _in_graph() + without_cuda + (_with_accelerator() if accelerated() else _without_accelerator())
 
 
 def _everywhere() -> list[Patch]:
@@ -61,26 +63,33 @@ def _with_accelerator() -> list[Patch]:
     return [Patch(rng.FORK, rng.fork_in_graph, "switches the generator, which a graph cannot")]
 
 
+def _without_cuda() -> list[Patch]:
+    """On a CPU, and on an NPU without torch_npu's transfer_to_npu, for which "cuda" is no device."""
+    where, kind = WITHOUT_CUDA, groups.kind()
+    return [
+        Patch("torch.cuda:current_device", current_device, "Megatron writes device=torch.cuda.current_device() in a hundred places", where),
+        Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
+        Patch("transformer.utils:get_default_causal_mask", functools.partial(rotary.causal_mask, device=kind), "makes the mask on CUDA", where),
+        Patch("transformer.utils:get_sliding_window_causal_mask", functools.partial(rotary.sliding_window_causal_mask, device=kind), "makes the mask on CUDA", where),
+        Patch("transformer.moe.router:Router.gating", moe.gating, "moves the router's weights to CUDA", where),
+        Patch(f"{rng.TRACKER}.add", rng.add, "seeds CUDA's generator", where),
+        Patch("tensor_parallel.random:_get_cuda_rng_state", rng.get_state, "reads CUDA's generator", where),
+        Patch("tensor_parallel.random:_set_cuda_rng_state", rng.set_state, "sets CUDA's generator", where),
+        Patch("tensor_parallel.random:model_parallel_cuda_manual_seed", rng.manual_seed, "seeds CUDA's generator", where),
+    ]
+
+
 def _without_accelerator() -> list[Patch]:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     where = WITHOUT_ACCELERATOR
     made = "a tracker made inside the graph would compile the model twice"
     return [
-        Patch("torch.cuda:current_device", current_device, "Megatron writes device=torch.cuda.current_device() in a hundred places", where),
-        Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
-        Patch("transformer.utils:get_default_causal_mask", rotary.causal_mask, "makes the mask on CUDA", where),
-        Patch("transformer.utils:get_sliding_window_causal_mask", rotary.sliding_window_causal_mask, "makes the mask on CUDA", where),
-        Patch("transformer.moe.router:Router.gating", moe.gating, "moves the router's weights to CUDA", where),
         Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),
         Patch(f"{moe.DISPATCHER}.cuda_dtoh_stream", object(), "makes a CUDA stream where there is none yet", where),
         Patch(rng.FORK, rng.fork, "forks CUDA's generator", where),
-        Patch(f"{rng.TRACKER}.add", rng.add, "seeds CUDA's generator", where),
         Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER", CudaRNGStatesTracker(), made, where),
         Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER_INITIALIZED", True, made, where),
-        Patch("tensor_parallel.random:_get_cuda_rng_state", rng.get_state, "reads CUDA's generator", where),
-        Patch("tensor_parallel.random:_set_cuda_rng_state", rng.set_state, "sets CUDA's generator", where),
-        Patch("tensor_parallel.random:model_parallel_cuda_manual_seed", rng.manual_seed, "seeds CUDA's generator", where),
     ]
 
 
@@ -95,5 +104,7 @@ def _rotary_forward() -> Any:
 
 
 def current_device() -> torch.device:
-    """``torch.cuda.current_device`` where Megatron uses it as a device."""
-    return torch.device("cpu")
+    """``torch.cuda.current_device`` where Megatron uses it as a device: the NPU or the CPU; meta where a model is built
+    under ``torch.device("meta")``, which Megatron's explicit device would defeat."""
+    default = torch.get_default_device()
+    return default if default.type == "meta" else torch.device(groups.kind())

@@ -38,7 +38,8 @@ def _sites(name: str, device: str) -> dict[str, Any]:
     counts = Counter()
     for record in traced.records:
         counts.update({k: v for k, v in record.counts.items() if v and k.startswith("fusion.")})
-    return {"counts": counts, "products": products, "opaque": left, "breaks": traced.breaks, "without_gradient": traced.without_gradient + gone, "graphs": len(traced.records)}
+    unlowered = [f"{row['operator']}: {row['reason']}" for r in traced.records for row in r.lowered if row["kernel"].startswith(("reference", "its own"))]
+    return {"counts": counts, "unlowered": unlowered, "products": products, "opaque": left, "breaks": traced.breaks, "without_gradient": traced.without_gradient + gone, "graphs": len(traced.records)}
 
 
 def gradients() -> dict[str, Any]:

@@ -22,6 +22,7 @@ def assert_equal_sites(name, names, passes):
     assert npu["products"] == cpu["products"] and npu["products"]["backward"] == 2 * npu["products"]["forward"]
     assert not [n for n in npu["opaque"] if n.startswith("aten")]
     assert npu["graphs"] == cpu["graphs"] and npu["without_gradient"] == []
+    assert npu["unlowered"] == []
 
 
 @needs_npu

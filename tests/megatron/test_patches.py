@@ -83,7 +83,7 @@ def test_functions_compiled_at_import_are_plain_and_compiled_again():
 
 
 def test_each_patch_says_why_and_where():
-    places = (patches.IN_GRAPH, patches.WITHOUT_ACCELERATOR, patches.EVERYWHERE)
+    places = (patches.IN_GRAPH, patches.WITHOUT_CUDA, patches.WITHOUT_ACCELERATOR, patches.EVERYWHERE)
     for patch in patches.applied():
         assert patch.reason and patch.where in places
     assert len({p.target for p in patches.applied()}) == len(patches.applied())
@@ -101,13 +101,22 @@ def test_eager_mode_is_megatrons_own_code(monkeypatch):
     assert calls == [1]
 
 
-def test_on_an_accelerator_nothing_is_done_for_want_of_one(monkeypatch):
-    from mindspeed_fx.megatron import table
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_on_an_accelerator_nothing_is_done_for_want_of_one(monkeypatch, kind):
+    from mindspeed_fx.megatron import groups, table
 
     monkeypatch.setattr(table, "accelerated", lambda: True)
+    monkeypatch.setattr(groups, "kind", lambda: kind)
     found = table.table()
-    assert not [p for p in found if p.where == patches.WITHOUT_ACCELERATOR or p.target.startswith("torch.")]
+    assert not [p for p in found if p.where == patches.WITHOUT_ACCELERATOR]
     assert "tensor_parallel.random:CudaRNGStatesTracker.fork" in {p.target for p in found if p.where == patches.IN_GRAPH}
+    elsewhere = {p.target: p for p in found if p.where == patches.WITHOUT_CUDA}
+    assert bool(elsewhere) == (kind == "npu"), "an NPU without transfer_to_npu has no device that is called cuda"
+    if elsewhere:
+        mask = elsewhere["transformer.utils:get_default_causal_mask"].replacement
+        assert mask.keywords == {"device": "npu"}
+        with torch.device("meta"):
+            assert elsewhere["torch.cuda:current_device"].replacement().type == "meta", "a model built without weights stays so"
 
 
 def test_importing_mindspeed_fx_does_not_import_megatron():

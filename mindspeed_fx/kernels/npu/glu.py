@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_fx.kernels.glu import glu, glu_backward
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu import first, lowering, promoted, typed, within
 from mindspeed_fx.kernels.swiglu import halves, swiglu, swiglu_backward
+from mindspeed_fx.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 
 npu, aten = torch.ops.npu, torch.ops.aten
 APPROXIMATE = {"gelu": 0, "gelu_tanh": 1}
@@ -92,3 +93,36 @@ lowering(swiglu, "aten silu and product", lambda x, up=None: typed(x=x, up=up))(
 lowering(swiglu_backward, "aten silu_backward and products", lambda grad, x, up=None: typed(x=x, up=up))(lambda grad, x, up=None: _product_backward(grad, x, up, "silu"))
 lowering(glu, "aten activation and product", lambda x, up, activation: typed(x=x, up=up))(_product)
 lowering(glu_backward, "aten activation's backward and products", lambda grad, x, up, activation: typed(x=x, up=up))(_product_backward)
+
+
+# --------------------------------------------------------------------------- SwiGLU times a weight per row
+
+
+def _gated(x: Tensor, up: Tensor | None) -> Tensor:
+    """SwiGLU, by the kernel where gate and up are one tensor."""
+    return npu.npu_swiglu(x, -1) if up is None else _product(x, up, "silu")
+
+
+def _weighted(x, up, weight):
+    """The product with the weight in the wider type of the two, rounded once, as the model has it."""
+    gated = _gated(x, up)
+    return (gated * weight).to(gated.dtype).contiguous()
+
+
+def _weighted_backward(grad, x, up, weight):
+    # The product that the gradient of the weight needs is made again: kept, it would be one more saved tensor.
+    gated, inner = _gated(x, up), (grad * weight).to(promoted(x, up))
+    # In float32: a sum over a row of thousands.
+    dweight = (grad.float() * gated).sum(-1, keepdim=True).to(weight.dtype)
+    if up is None:
+        return npu.npu_swiglu_backward(inner, x, -1).contiguous(), x.new_empty(0), dweight
+    return *_product_backward(inner, x, up, "silu"), dweight
+
+
+lowering(weighted_swiglu, "npu_swiglu and product", lambda x, up, weight: first(_packed("npu_swiglu", x, up), typed(weight=weight)), ("npu_swiglu",))(_weighted)
+lowering(
+    weighted_swiglu_backward, "npu_swiglu, npu_swiglu_backward and products",
+    lambda grad, x, up, weight: first(_packed("npu_swiglu_backward", x, up), typed(grad=grad, weight=weight)), ("npu_swiglu", "npu_swiglu_backward"),
+)(_weighted_backward)  # fmt: skip
+lowering(weighted_swiglu, "aten silu and products", lambda x, up, weight: typed(x=x, up=up, weight=weight))(_weighted)
+lowering(weighted_swiglu_backward, "aten silu_backward and products", lambda grad, x, up, weight: typed(x=x, up=up, grad=grad, weight=weight))(_weighted_backward)

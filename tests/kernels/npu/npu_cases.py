@@ -61,6 +61,30 @@ def glu_cases(dtype):
         yield f"glu_backward-packed-{activation}", ops.glu_backward, (grad, x, None, activation), backward
         yield f"glu-two-{activation}", ops.glu, (up, up + 1, activation), "aten activation and product"
         yield f"glu_backward-two-{activation}", ops.glu_backward, (grad, up, up + 1, activation), "aten activation's backward and products"
+    for wide in (False, True):
+        weight = normal(3, 5, 1, dtype=torch.float32 if wide else dtype)
+        yield f"weighted_swiglu-packed-{wide}", ops.weighted_swiglu, (x, None, weight), "npu_swiglu and product"
+        yield f"weighted_swiglu_backward-packed-{wide}", ops.weighted_swiglu_backward, (grad, x, None, weight), "npu_swiglu, npu_swiglu_backward and products"
+        yield f"weighted_swiglu-two-{wide}", ops.weighted_swiglu, (up, up + 1, weight), "aten silu and products"
+        yield f"weighted_swiglu_backward-two-{wide}", ops.weighted_swiglu_backward, (grad, up, up + 1, weight), "aten silu_backward and products"
+
+
+def activation_cases(dtype):
+    x, grad = normal(3, 5, 8, dtype=dtype), normal(3, 5, 8, dtype=dtype)
+    yield "activation-quick", ops.activation, (x, "quick_gelu"), "npu_fast_gelu"
+    yield "activation_backward-quick", ops.activation_backward, (grad, x, "quick_gelu"), "npu_fast_gelu_backward"
+    yield "activation-squared", ops.activation, (x, "squared_relu"), "aten relu and product"
+    yield "activation_backward-squared", ops.activation_backward, (grad, x, "squared_relu"), "aten relu and products"
+    packed = normal(3, 5, 16, dtype=dtype)
+    for alpha, (given, up), interleaved in itertools.product((1.702, 1.0), ((packed, None), (x, x + 1)), (False, True)):
+        if up is not None and interleaved:
+            continue
+        name, settings = f"{alpha}-{'packed' if up is None else 'two'}-{interleaved}", (alpha, 0.7, 1.0, interleaved)
+        quick = alpha == 1.702
+        yield f"clipped_swiglu-{name}", ops.clipped_swiglu, (given, up, *settings), "npu_fast_gelu, aten clamps and products" if quick else "aten clamps, sigmoid and products"
+        yield f"clipped_swiglu_backward-{name}", ops.clipped_swiglu_backward, (grad, given, up, *settings), "npu_fast_gelu and its backward, aten clamps and products" if quick else "aten clamps, sigmoid and products"
+    for bias in (None, normal(8, dtype=dtype)):
+        yield f"dropout_add-{bias is None}", ops.dropout_add, (x, bias, grad, 0.0), "aten native_dropout and additions"
 
 
 ROPE_FORMS = [
@@ -163,7 +187,7 @@ def moe_cases(dtype):
             yield f"moe_unpermute_backward-{name}", ops.moe_unpermute_backward, (torch.randn_like(out), permuted, order, probs, k), "npu_moe_token_unpermute_grad_v2"
 
 
-FAMILIES = {"norm": norm_cases, "glu": glu_cases, "rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases}
+FAMILIES = {"norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases}
 
 
 def cases(family, dtype):

@@ -1,0 +1,71 @@
+"""Megatron-core's GPT and mixture of experts compiled for an NPU: nothing left unlowered, run through emulated operators as Megatron
+trains, and cross-compiled on fake NPU tensors."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+import torch
+from gpt_models import COUNTS, batch, tiny_gpt
+from torch import nn
+
+TESTS = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "kernels" / "npu"), str(TESTS / "cross")]
+import npu_graphs  # noqa: E402
+from npu_process import needs_npu  # noqa: E402
+
+KINDS = {"gpt": {}, "moe": {"experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}}
+
+
+class Loss(nn.Module):
+    """A Megatron GPT as the function of token ids that it is."""
+
+    def __init__(self, **config):
+        super().__init__()
+        self.config, self.gpt = config, tiny_gpt(**config)
+
+    def __deepcopy__(self, memo):
+        """Another with the same weights; process groups cannot be copied."""
+        made = Loss(**self.config).to(next(self.parameters()).dtype)
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def forward(self, ids, labels):
+        return self.gpt(input_ids=ids, position_ids=torch.arange(ids.shape[1]).expand_as(ids), attention_mask=None, labels=labels).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowered_graphs_train_as_megatron_does(kind, dtype):
+    torch.manual_seed(1)
+    inputs = batch()
+    graphs = npu_graphs.trains_alike(Loss(hidden=64, ffn=48, layers=1, **KINDS[kind]), inputs["input_ids"], inputs["labels"], dtype=dtype)
+    assert graphs.unlowered() == []
+    assert graphs.npu("forward") == {"npu_rms_norm": 1, "npu_add_rms_norm": 2, "npu_rotary_mul": 2, "npu_fusion_attention_v3": 1, "npu_cross_entropy_loss": 1} | ({"npu_swiglu": 1} if kind == "moe" else {})
+    assert graphs.npu("backward")["npu_fusion_attention_grad_v3"] == 1
+
+
+@pytest.mark.parametrize("kind", ["gpt", "moe"])
+@needs_npu
+def test_cross_compiled(kind, tmp_path):
+    from mindspeed_fx import cli
+
+    script = tmp_path / "model.py"
+    script.write_text(
+        f"import sys, torch\nsys.path[:0] = [{str(TESTS / 'megatron')!r}]\n"
+        "def make():\n"
+        "    import mindspeed_fx.megatron_adaptor\n"
+        "    from gpt_models import batch, tiny_gpt\n"
+        "    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed\n"
+        "    model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)\n"
+        f"    config = dict(hidden=64, ffn=48, bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=False, **{KINDS[kind]!r})\n"
+        "    return tiny_gpt(**config), (), batch()\n"
+    )
+    answer = tmp_path / "report.json"
+    assert cli.main(["cross", f"{script}:make", "--no-baseline", "--no-kernels", "--json", str(answer)]) == 0
+    report = json.loads(answer.read_text())
+    (graph,) = report["graphs"]
+    assert report["breaks"] == [] and report["without_gradient"] == []
+    assert graph["counts"] | COUNTS == graph["counts"] and graph["counts"].get("fusion.weighted_swiglu", 0) == (2 if kind == "moe" else 0)
+    assert [r for r in graph["lowered"] if r["kernel"].startswith(("reference", "its own"))] == []
