@@ -6,6 +6,9 @@ TRITON_VERSION ?= triton==3.9.0
 TOOLCHAIN ?= build/toolchain
 RUN := $(VENV)/bin/python
 
+# Triton and the Ascend tool chain are fetched side by side.
+MAKEFLAGS += -j
+
 .PHONY: train test test-slow test-npu clean
 
 train: $(VENV)/ready
@@ -28,7 +31,7 @@ test-npu: $(VENV)/ready $(TOOLCHAIN)/ready
 # with triton importable it behaves differently. Where there is no wheel those tests are skipped with the reason.
 $(TRITON)/ready: $(VENV)/ready
 	mkdir -p $(TRITON)
-	-$(VENV)/bin/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(TRITON) "$(TRITON_VERSION)"
+	-$(VENV)/bin/pip install -q --no-compile --disable-pip-version-check --no-deps --upgrade --target $(TRITON) "$(TRITON_VERSION)"
 	touch $@
 
 # The Ascend tool chain (340 MB to download, 1.1 GB on disk, half a minute) in a directory of its own too, for the tests
@@ -38,11 +41,12 @@ $(TOOLCHAIN)/ready: $(VENV)/ready mindspeed_fx/cross/toolchain.py
 	-$(RUN) -m mindspeed_fx.cli toolchain install --dir $(TOOLCHAIN)
 	touch $@
 
-# Torch first and on its own: with it installed at the pinned version, nothing else can pull another build.
+# Torch first and on its own: with it installed at the pinned version, nothing else can pull another build. Byte code is left
+# to the first import: most of what is installed is never imported.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install -q --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(VENV)/bin/pip install -q --no-compile --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(VENV)/bin/pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
 clean:

@@ -227,7 +227,7 @@ def test_a_replaced_torch_compile_is_a_loud_error_with_a_way_out():
         assert words in done.stderr
 
 
-@pytest.mark.parametrize("way", ["environment", "imported_first", "restored"])
+@pytest.mark.parametrize("way", ["environment", *(pytest.param(way, marks=pytest.mark.slow) for way in ("imported_first", "restored"))])
 def test_the_ways_out_compile(way):
     check = """
     from mindspeed_fx.report import recorder

@@ -32,22 +32,26 @@ PROGRAM = """
             h = self.norm(x)
             return Scale.apply(F.silu(self.gate(h)) * self.up(h)).sum()
 
-    torch.manual_seed(0)
-    model = Model()
-    torch.compile(model, backend="mindspeed", options=json.loads(sys.argv[1]))(torch.randn(4, 16)).backward()
-    counters = torch._dynamo.utils.counters
-    print(json.dumps({"aot_hit": counters["aot_autograd"]["autograd_cache_hit"], "aot_miss": counters["aot_autograd"]["autograd_cache_miss"],
-                      "aot_bypass": counters["aot_autograd"]["autograd_cache_bypass"], "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
-                      "fx_miss": counters["inductor"]["fxgraph_cache_miss"], "grad": model.gate.weight.grad.sum().item()}))
+    for options in json.loads(sys.argv[1]):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model = Model()
+        torch.compile(model, backend="mindspeed", options=options)(torch.randn(4, 16)).backward()
+        counters = torch._dynamo.utils.counters
+        print(json.dumps({"aot_hit": counters["aot_autograd"]["autograd_cache_hit"], "aot_miss": counters["aot_autograd"]["autograd_cache_miss"],
+                          "aot_bypass": counters["aot_autograd"]["autograd_cache_bypass"], "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
+                          "fx_miss": counters["inductor"]["fxgraph_cache_miss"], "grad": model.gate.weight.grad.sum().item()}))
 """
 
 
-def run(cache, options=None, extra=""):
+def run(cache, *options, extra=""):
+    """What a process of its own counts, compiling once with each of ``options``."""
     code = textwrap.dedent(PROGRAM).replace("EXTRA", extra)
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "TESTS": os.path.dirname(__file__)}
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(options or {})], capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(options)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(options) :]]
 
 
 OWN_PASS = """
@@ -60,24 +64,23 @@ def nothing(gm, context):
 
 
 def test_second_process_hits_and_any_change_misses(tmp_path):
-    first, second = run(tmp_path), run(tmp_path)
+    changes = ({"disable": ["fusion.swiglu"]}, {"level": 0}, {"memory_budget": 0.5})
+    (first,) = run(tmp_path, {})
+    second, dumped, *changed = run(tmp_path, {}, {"dump": str(tmp_path / "dump")}, *changes)
     assert first["aot_miss"] == 1 and first["aot_bypass"] == 0 and first["fx_miss"] == 2
     assert second["aot_hit"] == 1 and second["aot_miss"] == 0 and second["fx_hit"] == 2 and second["fx_miss"] == 0
     assert second["grad"] == pytest.approx(first["grad"], rel=1e-6)
-    for change in ({"disable": ["fusion.swiglu"]}, {"level": 0}, {"memory_budget": 0.5}):
-        assert run(tmp_path, change)["aot_hit"] == 0, change
-    with_pass = OWN_PASS.replace("VERSION", "one")
-    assert run(tmp_path, extra=with_pass)["aot_hit"] == 0
-    assert run(tmp_path, extra=with_pass)["aot_hit"] == 1
-    assert run(tmp_path, extra=OWN_PASS.replace("VERSION", "two"))["aot_hit"] == 0
+    assert dumped["aot_hit"] == dumped["fx_hit"] == 0
+    assert "off: dump was asked for" in next((tmp_path / "dump/rank0").glob("graph*/index.md")).read_text()
+    for change, found in zip(changes, changed, strict=True):
+        assert (found["aot_hit"], found["aot_miss"]) == (0, 1), change
+    own, again = run(tmp_path, {}, {}, extra=OWN_PASS.replace("VERSION", "one"))
+    assert own["aot_hit"] == 0 and again["aot_hit"] == 1
+    assert run(tmp_path, {}, extra=OWN_PASS.replace("VERSION", "two"))[0]["aot_hit"] == 0
 
 
-def test_dump_turns_caches_off_and_says_so(tmp_path):
+def test_check_turns_caches_off_and_says_so():
     from mindspeed_fx.backend import Compilation
     from mindspeed_fx.options import Options
 
-    run(tmp_path / "cache")
-    dumped = run(tmp_path / "cache", {"dump": str(tmp_path / "dump")})
-    assert dumped["aot_hit"] == dumped["fx_hit"] == 0
-    assert "off: dump was asked for" in (tmp_path / "dump/rank0/graph0/index.md").read_text()
     assert Compilation(Options(codegen="eager", check="each").resolve("cpu")).record.effective["caches"] == "off: check was asked for"

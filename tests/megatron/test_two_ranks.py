@@ -129,7 +129,7 @@ def experts_over_two_ranks(rank):
 TENSOR_PARALLEL, EXPERT_PARALLEL = (mappings, losses, sharded_layers), (experts_over_two_ranks,)
 
 
-@pytest.mark.parametrize("checks", [TENSOR_PARALLEL, EXPERT_PARALLEL], ids=["tensor-parallel", "expert-parallel"])
+@pytest.mark.parametrize("checks", [pytest.param(TENSOR_PARALLEL, id="tensor-parallel"), pytest.param(EXPERT_PARALLEL, id="expert-parallel", marks=pytest.mark.slow)])
 def test_two_ranks(tmp_path, monkeypatch, checks):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.spawn(worker, args=(str(tmp_path / "store"), checks), nprocs=2)

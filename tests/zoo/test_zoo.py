@@ -41,7 +41,7 @@ def test_every_site_is_fused_in_more_models(name):
     check(name)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", [pytest.param("gemma2", marks=pytest.mark.slow), "gpt_oss"])
 def test_bfloat16_is_as_close_to_float64_as_the_unfused_model_is(name):
     model, inputs = architectures.build(name)
 
