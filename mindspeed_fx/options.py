@@ -46,8 +46,8 @@ class Options:
 
     memory_budget: float | int | str | None = None
     """Bytes ("24GiB", or a number above 1) that one graph may hold at once in a training step, parameters and gradients included, optimizer
-    states not; what does not fit is recomputed. "min": as few as can be. A fraction in (0, 1]: of the saved activations' bytes, chosen by
-    torch's knapsack. None: keep what pays."""
+    states not; what does not fit is recomputed. "min": as few as can be. A fraction in (0, 1]: of the way from the least modelled peak to
+    that of the plan without a budget. None: keep what pays."""
 
     overlap_memory: int | str = 0
     """Bytes ("512MiB", or a number) by which overlapped communication may raise the modelled peak memory of a graph."""

@@ -52,9 +52,9 @@ def cross_entropy_backward(grad, logits, target, lse, ignore_index, label_smooth
     """Gradient of :func:`cross_entropy` for the logits: grad * (softmax - (1 - s) onehot - s / vocab), in their type."""
     wide = logits.to(lse.dtype)
     grad = grad.where(target != ignore_index, 0.0).unsqueeze(-1)
-    hit = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)
     p = (wide - lse.unsqueeze(-1)).exp()
-    p = p - hit.to(p.dtype) * (1.0 - label_smoothing)
+    # No name for where the target is: it would stay in memory until the end.
+    p = p - (torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)).to(p.dtype) * (1.0 - label_smoothing)
     if label_smoothing:
         p = p - label_smoothing / logits.shape[-1]
     return (p * grad).to(logits.dtype)

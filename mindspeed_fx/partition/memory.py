@@ -9,6 +9,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat
+from mindspeed_fx.partition.liveness import curve
 
 
 def peak(gm: fx.GraphModule) -> dict[str, Any]:
@@ -17,26 +18,23 @@ def peak(gm: fx.GraphModule) -> dict[str, Any]:
     Inputs live throughout: parameters do, and what a backward is given is held by its caller. A value dies after its
     last use; workspaces within an operator and the allocator's rounding are not counted.
     """
-    nodes = list(gm.graph.nodes)
+    nodes = [n for n in gm.graph.nodes if n.op != "output"]
+    first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for position, node in enumerate(nodes):
-        for key, _ in _storages(node):
-            last[key] = max(last.get(key, 0), position)
-        for used in node.all_input_nodes:
-            for key, _ in _storages(used):
-                last[key] = position
-    output = next(n for n in nodes if n.op == "output")
-    kept = {key for n in output.all_input_nodes for key, _ in _storages(n)}
-    kept |= {key for n in nodes if n.op in ("placeholder", "get_attr") for key, _ in _storages(n)}
-    alive: dict[int, int] = {}
-    best, where = 0, ""
+    bytes_: dict[int, int] = {}
     for position, node in enumerate(nodes):
         for key, size in _storages(node):
-            alive.setdefault(key, size)
-        if (total := sum(alive.values())) > best:
-            best, where = total, node.name
-        for key in [k for k in alive if k not in kept and last[k] <= position]:
-            del alive[key]
+            bytes_.setdefault(key, size)
+            first.setdefault(key, position)
+        for used in (node, *node.all_input_nodes):
+            for key, _ in _storages(used):
+                last[key] = position
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    for n in (*output.all_input_nodes, *(n for n in nodes if n.op in ("placeholder", "get_attr"))):
+        last.update((key, len(nodes) - 1) for key, _ in _storages(n))
+    alive = curve(len(nodes), ((size, first[key], last[key]) for key, size in bytes_.items()))
+    best = max(alive, default=0)
+    where = nodes[alive.index(best)].name if best else ""
     return {"inputs": _total(n for n in nodes if n.op == "placeholder"), "outputs": _total(output.all_input_nodes), "peak": best, "node": where}
 
 

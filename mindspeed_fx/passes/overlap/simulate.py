@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Sequence
 
+from mindspeed_fx.partition.liveness import curve
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, TaskGraph
 
 
@@ -81,14 +82,8 @@ def memory_curve(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     position = [0] * len(graph)
     for k, i in enumerate(order):
         position[i] = k
-    change = [0] * (len(graph) + 1)
+    lives = []
     for buffer in graph.buffers:
         first = position[buffer.made_by] if buffer.made_by >= 0 else 0
-        change[first] += buffer.bytes
-        if not buffer.kept:
-            change[max([first, *(position[u] for u in buffer.users)]) + 1] -= buffer.bytes
-    curve, live = [], 0
-    for k in range(len(graph)):
-        live += change[k]
-        curve.append(live)
-    return curve
+        lives.append((buffer.bytes, first, len(graph) - 1 if buffer.kept else max([first, *(position[u] for u in buffer.users)])))
+    return curve(len(graph), lives)

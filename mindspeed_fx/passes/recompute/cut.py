@@ -9,39 +9,88 @@ and of torch's partitioner, with finite prices where that has bans.
 from __future__ import annotations
 
 import math
-from typing import Callable
+from typing import Callable, Sequence
 
 from mindspeed_fx import compat_partition
+from mindspeed_fx.passes.recompute.flow import ENDLESS, SINK, SOURCE, Network
+from mindspeed_fx.passes.recompute.schedule import Schedule
 from mindspeed_fx.passes.recompute.tape import Operation, Tape, Value
+
+UNIT = 1e-15
+"""Prices are counted in this, for exact and equal cuts on all ranks: a femtosecond."""
+
+FRACTION = 2.0**-10
+"""The same for prices in bytes moved."""
 
 
 def cheapest(tape: Tape, again: Callable[[Operation], float], save: Callable[[Value], float]) -> list[Value]:
     """The values to save.
 
     Args:
-        again: price of running an operation once more; infinite where it must not be.
+        again: price of running an operation once more, in bytes moved; infinite where it must not be.
         save: price of keeping a value; infinite where it cannot be.
     """
-    import networkx as nx
-
-    graph = nx.DiGraph()
-    for o in tape.operations:
+    operation = {o: 2 + n for n, o in enumerate(tape.operations)}
+    value = {v: 2 + len(operation) + n for n, v in enumerate(tape.values)}
+    network = Network(2 + len(operation) + len(value))
+    for o, vertex in operation.items():
         price = again(o)
-        if compat_partition.must_recompute(o.node):
-            graph.add_edge(o, "sink")
-        elif price > 0:
-            _add(graph, "source", o, price)
+        if price > 0 and not compat_partition.must_recompute(o.node):
+            network.add(SOURCE, vertex, _capacity(price, FRACTION))
         for v in o.inputs:
-            graph.add_edge(v, o)
-    for v in tape.values:
-        _add(graph, v.made_by, v, save(v) if v.savable else math.inf)
+            network.add(value[v], vertex, ENDLESS)
+    for v, vertex in value.items():
+        network.add(operation[v.made_by], vertex, _capacity(save(v), FRACTION) if v.savable and not compat_partition.must_recompute(v.made_by.node) else ENDLESS)
         if v.needed:
-            graph.add_edge(v, "sink")
-    if "source" not in graph or "sink" not in graph:
-        return []
-    _, (kept_apart, in_backward) = nx.minimum_cut(graph, "source", "sink")
-    return [v for v in tape.values if v in in_backward and v.made_by in kept_apart]
+            network.add(vertex, SINK, ENDLESS)
+    network.solve()
+    there = network.sink_side()
+    return [v for v in tape.values if there[value[v]] and not there[operation[v.made_by]]]
 
 
-def _add(graph, a, b, capacity: float) -> None:
-    graph.add_edge(a, b) if capacity == math.inf else graph.add_edge(a, b, capacity=capacity)
+class Cuts:
+    """Minimum cuts of one schedule at many prices.
+
+    Attributes:
+        values: the nodes whose values may be saved or made again.
+    """
+
+    def __init__(self, schedule: Schedule, seconds: Sequence[float] | None = None):
+        self.schedule, seconds = schedule, schedule.seconds if seconds is None else seconds
+        self.values = schedule.values
+        again = {v: 2 + 2 * n for n, v in enumerate(self.values)}
+        self._again, self._network = again, Network(2 + 2 * len(self.values))
+        root, needed = schedule.root, {schedule.root[i] for i in schedule.needed}
+        self._save = []
+        for v in self.values:
+            o = again[v]
+            if seconds[v] > 0:
+                self._network.add(SOURCE, o, _capacity(seconds[v], UNIT))
+            for a in {root[a] for a in schedule.sources[v]}:
+                if a in again:
+                    self._network.add(again[a] + 1, o, ENDLESS)
+            self._save.append(self._network.add(o, o + 1, 0))
+            if v in needed:
+                self._network.add(o + 1, SINK, ENDLESS)
+        self._empty, self._prices, self._flow = list(self._network.room), [0] * len(self.values), 0
+
+    def cheapest(self, price: Callable[[int], float]) -> tuple[frozenset[int], float]:
+        """(the nodes to save, the least sum of prices), where ``price`` in seconds is for saving a node's value.
+
+        The sum is a lower bound of ``seconds`` + price of all choices, up to :data:`UNIT` per value.
+        """
+        schedule = self.schedule
+        wanted = [_capacity(price(v) + schedule.keep[v], UNIT) if schedule.savable[v] and not schedule.forced[v] else ENDLESS for v in self.values]
+        if any(a < b for a, b in zip(wanted, self._prices)):  # flow cannot be taken back
+            self._network.room, self._prices, self._flow = list(self._empty), [0] * len(self.values), 0
+        room = self._network.room
+        for e, new, old in zip(self._save, wanted, self._prices):
+            room[e] += new - old
+        self._prices = wanted
+        self._flow += self._network.solve()
+        there = self._network.sink_side()
+        return frozenset(v for v in self.values if there[self._again[v] + 1] and not there[self._again[v]]), self._flow * UNIT
+
+
+def _capacity(price: float, unit: float) -> int:
+    return ENDLESS if price == math.inf else min(int(price / unit), ENDLESS - 1)

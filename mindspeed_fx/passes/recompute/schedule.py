@@ -1,0 +1,184 @@
+"""A training step as numbers: what is read, how large it is, in which order the backward runs; and one walk that says what a
+choice of saved values costs in time and in memory.
+
+The forward runs in order; the backward too, and what it makes again comes right before its first reader, as torch's
+partitioner orders it. Views share memory, a value dies with its last reader, what the forward returns and gradients live on.
+Nodes are numbers in the order of the joint graph. No torch here: tests make schedules of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Iterable
+
+from mindspeed_fx.partition.liveness import curve
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What comes of saving ``saved``."""
+
+    saved: frozenset[int]
+    bytes: int
+    """Peak beyond the inputs of the forward."""
+    seconds: float
+    """What the plan costs over a step that keeps everything for nothing: operations run again, and keeping where that has a price."""
+    at: int
+    """The node during which the peak is reached."""
+    again: tuple[int, ...]
+    """What the backward runs again, in order."""
+
+
+@dataclass
+class Schedule:
+    """One step. All lists but ``backward``, ``tail``, ``returned`` and ``gradients`` have an entry for each node."""
+
+    sources: list[tuple[int, ...]]
+    """What a node reads; nodes before it."""
+    root: list[int]
+    """Whose memory a node's value is: its own number unless it is a view."""
+    size: list[int]
+    """Bytes a node fills; 0 for views, inputs, and with generated code for what never leaves a kernel."""
+    full: list[int]
+    """The same when the value is kept for the backward, and so written out."""
+    seconds: list[float]
+    """Of running a node again; infinite where it must not be."""
+    savable: list[bool]
+    forced: list[bool]
+    """Inside a checkpointed region: saved never, whatever it costs."""
+    given: list[bool]
+    """Inputs of the forward."""
+    backward: list[int]
+    """Nodes that only the backward can run, in order."""
+    needed: list[int]
+    """Forward nodes that the backward reads."""
+    returned: list[int]
+    """What the forward returns."""
+    gradients: list[int]
+    """What the backward returns."""
+    workspace: list[int] = field(default_factory=list)
+    """Bytes alive within a node's call beside operands and results."""
+    keep: list[float] = field(default_factory=list)
+    """Seconds that keeping a node's value costs by itself."""
+
+    def __post_init__(self) -> None:
+        count = len(self.sources)
+        self.workspace = self.workspace or [0] * count
+        self.keep = self.keep or [0.0] * count
+        behind = bytearray(count)
+        for i in self.backward:
+            behind[i] = 1
+        self.forward = [i for i in range(count) if not behind[i]]
+        self.tail = sorted(set(self.needed) & set(self.gradients))
+        self.evaluations = 0
+
+    @cached_property
+    def values(self) -> list[int]:
+        """Nodes of the forward with a value of their own that the backward may need, in order."""
+        wanted = bytearray(len(self.sources))
+        for i in self.needed:
+            wanted[i] = 1
+        for i in reversed(self.forward):
+            if wanted[i]:
+                for a in self.sources[i]:
+                    wanted[a] = 1
+        return sorted({self.root[i] for i in self.forward if wanted[i] and not self.given[self.root[i]]})
+
+    def evaluate(self, saved: Iterable[int]) -> Plan | None:
+        """Time and peak of a choice; None when the backward could then not have all it needs."""
+        saved = frozenset(saved)
+        first = self._first(saved)
+        found = self._second(saved)
+        if found is None:
+            return None
+        second, again = found
+        run = first + second
+        alive = self._alive(saved, first, second)
+        best = max(alive, default=0)
+        spent = sum(self.seconds[i] for i in again) + sum(self.keep[i] for i in saved)
+        return Plan(saved, best, spent, run[alive.index(best)] if run else -1, tuple(again))
+
+    def trace(self, plan: Plan) -> tuple[list[int], list[int], int]:
+        """(the nodes of forward and backward as they run, bytes alive during each, how many are forward)."""
+        first, (second, _) = self._first(plan.saved), self._second(plan.saved)
+        return first + second, self._alive(plan.saved, first, second), len(first)
+
+    def _first(self, saved: frozenset[int]) -> list[int]:
+        runs = bytearray(len(self.sources))
+        for i in (*self.returned, *saved):
+            runs[i] = 1
+        sources = self.sources
+        for i in reversed(self.forward):
+            if runs[i]:
+                for a in sources[i]:
+                    runs[a] = 1
+        return [i for i in self.forward if runs[i]]
+
+    def _second(self, saved: frozenset[int]) -> tuple[list[int], list[int]] | None:
+        """The backward in the order it runs, and what in it was run by the forward; None when that must not run again."""
+        self.evaluations += 1
+        done, sources, run, again = bytearray(self.given), self.sources, [], []
+        for i in saved:
+            done[i] = 1
+        for node in (*self.backward, *self.tail):
+            if done[node]:
+                continue
+            missing = [a for a in sources[node] if not done[a]]
+            if missing:
+                for a in missing:
+                    done[a] = 1
+                k = 0
+                while k < len(missing):
+                    for a in sources[missing[k]]:
+                        if not done[a]:
+                            done[a] = 1
+                            missing.append(a)
+                    k += 1
+                missing.sort()
+                run += missing
+                again += missing
+            done[node] = 1
+            run.append(node)
+            if node in self._forward_set:
+                again.append(node)
+        if any(self.seconds[i] == math.inf for i in again):
+            return None
+        return run, again
+
+    @cached_property
+    def _forward_set(self) -> set[int]:
+        return set(self.forward)
+
+    def _alive(self, saved: frozenset[int], first: list[int], second: list[int]) -> list[int]:
+        root, sources, size, full = self.root, self.sources, self.size, self.full
+        kept = {root[i] for i in saved} | {root[i] for i in self.returned}
+        ends = {root[i] for i in (*self.returned, *self.gradients)}
+        length, cut = len(first) + len(second), len(first)
+        last = [-1] * len(sources)
+        for t, i in enumerate(first):
+            last[root[i]] = t
+            for a in sources[i]:
+                last[root[a]] = t
+        later = [-1] * len(sources)
+        for t, i in enumerate(second, cut):
+            later[root[i]] = t
+            for a in sources[i]:
+                later[root[a]] = t
+        lives, carried = [], set()
+        for t, i in enumerate(first):
+            if i in kept:
+                if full[i]:
+                    carried.add(i)
+                    lives.append((full[i], t, length - 1 if i in ends else max(later[i], cut - 1)))
+            elif size[i]:
+                lives.append((size[i], t, last[i]))
+        for t, i in enumerate(second, cut):
+            own = full[i] if i in kept else size[i]
+            if own and i not in carried:
+                lives.append((own, t, length - 1 if i in ends else later[i]))
+        alive = curve(length, lives)
+        if any(self.workspace):
+            alive = [a + self.workspace[i] for a, i in zip(alive, (*first, *second))]
+        return alive

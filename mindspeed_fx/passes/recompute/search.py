@@ -1,0 +1,165 @@
+"""The least time under a limit of the peak.
+
+1. With a price per saved byte the best choice is a minimum cut (:mod:`cut`). A rising price walks along the lower hull of time
+   against memory, from saving everything to making everything again.
+2. Of two neighbours on the hull, the richer does not fit and the leaner does. Between them values are given back, in several
+   orders, as many as fit: layers are decided one by one.
+3. A local search adds, drops and swaps single values while that saves time. Its work is counted in plans tried, not in
+   time, so that every rank finds the same plan.
+
+All peaks are those of the simulated step, so a plan that fits in the model fits in the model whatever the search did.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any, Callable, Iterable, Sequence
+
+from mindspeed_fx.passes.recompute.cut import Cuts
+from mindspeed_fx.passes.recompute.schedule import Plan, Schedule
+
+PRICES = 24
+"""Points tried on the hull, in equal ratios between the cheapest recomputation and the dearest."""
+
+MORE = 24
+"""Further points tried, each between two that were found."""
+
+WORK = 120_000
+"""Nodes that the local search may walk over, at least :data:`TRIES` plans."""
+
+TRIES = 8
+
+
+class Search:
+    """Plans of one schedule.
+
+    Args:
+        unplanned: prices of running a node again where no budget presses; they give the plan without a budget.
+
+    Attributes:
+        hull: plans from saving what costs anything to make again, to making again whatever may be; empty when the backward
+            needs what can be neither saved nor made again.
+    """
+
+    def __init__(self, schedule: Schedule, unplanned: Sequence[float] | None = None):
+        self.schedule, self.cuts = schedule, Cuts(schedule)
+        self._returned = {schedule.root[i] for i in schedule.returned}
+        self._seen: dict[frozenset[int], Plan | None] = {}
+        first = self._cut(0.0) if unplanned is None or unplanned == schedule.seconds else Cuts(schedule, unplanned).cheapest(lambda v: 0.0)[0]
+        self.hull = [p for p in [self._plan(first)] if p]
+        ratios = [schedule.seconds[v] / schedule.full[v] for v in self.cuts.values if schedule.full[v] and 0 < schedule.seconds[v] < math.inf]
+        low, high = (min(ratios), max(ratios) * 64) if ratios else (1.0, 1.0)
+        for i in range(PRICES):
+            self._append(self.hull, self._plan(self._cut(low * (high / low) ** (i / (PRICES - 1)))))
+        self._densify()
+
+    def _append(self, hull: list[Plan], plan: Plan | None) -> None:
+        if plan and (not hull or plan.saved != hull[-1].saved):
+            hull.append(plan)
+
+    def _densify(self) -> None:
+        """Points of the hull between those found: at the price where two neighbours cost the same, a third may cost less."""
+        pairs = list(zip(self.hull, self.hull[1:]))
+        between: dict[frozenset[int], list[Plan]] = {}
+        for _ in range(MORE):
+            pairs.sort(key=lambda p: self._kept(p[0]) - self._kept(p[1]))
+            if not pairs or (width := self._kept(pairs[-1][0]) - self._kept(pairs[-1][1])) <= 0:
+                break
+            rich, lean = pairs.pop()
+            plan = self._plan(self._cut(max(0.0, lean.seconds - rich.seconds) / width))
+            if plan and plan.saved not in (rich.saved, lean.saved) and self._kept(lean) < self._kept(plan) < self._kept(rich):
+                pairs += [(rich, plan), (plan, lean)]
+                between.setdefault(plan.saved, []).append(plan)
+        found = {p.saved: p for p in (*self.hull, *(p for many in between.values() for p in many))}
+        self.hull = self.hull[:1] + sorted((p for p in found.values() if p.saved != self.hull[0].saved), key=lambda p: (-self._kept(p), p.seconds, sorted(p.saved))) if self.hull else []
+
+    def _kept(self, plan: Plan) -> int:
+        return sum(self.schedule.full[v] for v in plan.saved if v not in self._returned)
+
+    @property
+    def richest(self) -> Plan:
+        """The plan without a budget."""
+        return self.hull[0]
+
+    @cached_property
+    def least(self) -> Plan:
+        """The smallest peak found; ties go to the faster plan."""
+        return self._descend(min(self.hull, key=_size), _size, None)
+
+    def best(self, limit: int) -> Plan | None:
+        """The fastest plan found whose peak is at most ``limit`` bytes; None when none was found."""
+        if self.richest.bytes <= limit:
+            return self.richest
+        for k, lean in enumerate(self.hull):
+            if lean.bytes <= limit:
+                for rich in self.hull[max(0, k - 2) : k] + self.hull[:1] * (k > 2):
+                    self._between(lean, rich, limit)
+                break
+        if self._fastest(limit) is None and self.least.bytes > limit:
+            return None
+        return self._descend(self._fastest(limit), _rank, limit)
+
+    def _fastest(self, limit: int) -> Plan | None:
+        return min((p for p in self._seen.values() if p and p.bytes <= limit), key=_rank, default=None)
+
+    def _descend(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None) -> Plan:
+        """The plan where no step that is tried leads to one of a better rank within the limit."""
+        work = self.schedule.evaluations + max(TRIES, WORK // max(1, len(self.schedule.sources)))
+        while (better := self._improved(best, rank, limit, work)) is not None:
+            best = better
+        return best
+
+    def _cut(self, price: float) -> frozenset[int]:
+        full, returned = self.schedule.full, self._returned
+        return self.cuts.cheapest(lambda v: 0.0 if v in returned else price * full[v])[0]
+
+    def _plan(self, saved: Iterable[int]) -> Plan | None:
+        saved = frozenset(saved)
+        if saved not in self._seen:
+            self._seen[saved] = self.schedule.evaluate(saved)
+        return self._seen[saved]
+
+    def _between(self, lean: Plan, rich: Plan, limit: int) -> None:
+        """Of what ``rich`` saves beside, as much as fits: the last of the forward first, the first of it, the dearest per byte."""
+        extra = sorted(rich.saved - lean.saved)
+        value = lambda v: -self.schedule.seconds[v] / max(1, self.schedule.full[v])  # noqa: E731
+        for order in (extra[::-1], extra, sorted(extra, key=value)):
+            low, high = 0, len(order)
+            while low < high:
+                middle = (low + high + 1) // 2
+                plan = self._plan(lean.saved | set(order[:middle]))
+                low, high = (middle, high) if plan and plan.bytes <= limit else (low, middle - 1)
+
+    def _improved(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None, work: int) -> Plan | None:
+        """A better plan one step away; None when there is none or the work is done."""
+        schedule, known = self.schedule, rank(best)
+        fits = lambda p: p is not None and (limit is None or p.bytes <= limit) and rank(p) < known  # noqa: E731
+        candidates = [v for v in self.cuts.values if v not in best.saved and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]]
+        made = set(best.again)
+        candidates.sort(key=lambda v: (v not in made, -schedule.seconds[v] / schedule.full[v], v))
+        kept = sorted(best.saved, key=lambda v: (-schedule.full[v], v))
+        moves: list[Callable[[], Iterable[frozenset[int]]]] = [
+            lambda: (best.saved | {v} for v in candidates),
+            lambda: (best.saved - {u} for u in kept),
+            lambda: ((best.saved - {u}) | {v} for v in candidates for u in kept),
+            lambda: ((best.saved - {u, w}) | {v} for v in candidates for n, u in enumerate(kept) for w in kept[:n]),
+            lambda: (best.saved - {u} | {v, w} for u in kept for n, v in enumerate(candidates) for w in candidates[:n]),
+        ]
+        for move in moves:
+            for saved in move():
+                if schedule.evaluations >= work:
+                    return None
+                if fits(plan := self._plan(saved)):
+                    return plan
+        return None
+
+
+def _rank(plan: Plan) -> tuple[float, int, list[int]]:
+    """Faster first, then smaller, then whatever is the same everywhere."""
+    return plan.seconds, plan.bytes, sorted(plan.saved)
+
+
+def _size(plan: Plan) -> tuple[int, float, list[int]]:
+    """Smaller first, then faster."""
+    return plan.bytes, plan.seconds, sorted(plan.saved)

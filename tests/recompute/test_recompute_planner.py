@@ -1,0 +1,151 @@
+"""The planner on random steps small enough to try every choice: plans fit, are the fastest, and the certificate is true."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_fx.partition.liveness import curve
+from mindspeed_fx.passes.recompute.bound import least_seconds, moments
+from mindspeed_fx.passes.recompute.flow import SINK, SOURCE, Network
+from mindspeed_fx.passes.recompute.schedule import Schedule
+from mindspeed_fx.passes.recompute.search import Search
+
+
+def step(seed: int, most: int) -> tuple[Schedule, float]:
+    """(a step of up to ``most`` forward nodes with skips, views, a gradient for most nodes; modelled seconds of it)."""
+    rng = random.Random(seed)
+    count = rng.randint(4, most)
+    sources, root, size, seconds = [()], [0], [0], [0.0]
+
+    def node(reads, bytes_, time, of=None):
+        sources.append(tuple(sorted(set(reads))))
+        root.append(len(root) if of is None else root[of])
+        size.append(bytes_ if of is None else 0)
+        seconds.append(time)
+        return len(sources) - 1
+
+    for i in range(1, count + 1):
+        if i > 1 and rng.random() < 0.1:
+            node([i - 1], 0, 0.0, of=i - 1)
+        else:
+            node([rng.randrange(max(0, i - 4), i) for _ in range(rng.choice((1, 1, 2)))], 64 * rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 5, 10, 20)) * 1e-6)
+    gradient = node([], 64, 0.0)
+    backward, needed, gradients = [gradient], set(), []
+    for i in range(count, 0, -1):
+        reads = [] if rng.random() < 0.3 else [i] if rng.random() < 0.4 else [a for a in sources[i] if a]
+        needed |= set(reads)
+        gradient = node([*reads, gradient], size[i], 2 * seconds[i])
+        backward.append(gradient)
+        if rng.random() < 0.4:
+            backward.append(node([*reads, gradient], 64, seconds[i]))
+            gradients.append(backward[-1])
+    numbers = range(len(sources))
+    made = Schedule(
+        sources=sources, root=root, size=size, full=size, seconds=seconds, savable=[0 < i <= count and root[i] == i for i in numbers], forced=[False for _ in numbers],
+        given=[i == 0 for i in numbers], backward=backward, needed=sorted(needed), returned=[count], gradients=[*gradients, gradient],
+    )  # fmt: skip
+    return made, sum(seconds)
+
+
+def choices(schedule: Schedule):
+    """Every choice of what to save, evaluated; what the caller gets is kept anyhow."""
+    kept = {schedule.root[i] for i in schedule.returned} & set(schedule.values)
+    free = [v for v in schedule.values if v not in kept]
+    plans = (schedule.evaluate({*kept, *some}) for n in range(len(free) + 1) for some in itertools.combinations(free, n))
+    return [p for p in plans if p]
+
+
+def test_gaps_to_the_optimum_and_bounds_over_random_steps():
+    gaps, certified = [], []
+    for seed in range(50):
+        schedule, whole = step(seed, 9)
+        every = choices(schedule)
+        search = Search(schedule)
+        assert search.least.bytes == min(p.bytes for p in every), seed
+        assert search.richest.seconds == 0.0
+        low, high = search.least.bytes, search.richest.bytes
+        for part in range(10):
+            limit = low + (high - low) * part // 9
+            best = min(p.seconds for p in every if p.bytes <= limit)
+            plan, bound = search.best(limit), least_seconds(schedule, search.cuts, limit)
+            assert plan.bytes <= limit
+            assert bound is not None and bound <= best + 1e-12, (seed, part)
+            gaps.append((plan.seconds - best) / (whole + best))
+            certified.append((plan.seconds - bound) / (whole + bound))
+        assert search.best(low - 1) is None
+    assert sum(gaps) / len(gaps) <= 0.01 and max(gaps) <= 0.03
+    assert sum(certified) / len(certified) < 0.05  # the relaxation has a gap of its own
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_linear_functions_are_below_the_memory_of_every_choice(seed):
+    schedule, _ = step(seed, 7)
+    rows = moments(schedule)
+    for plan in choices(schedule):
+        run, alive, cut = schedule.trace(plan)
+        read = {schedule.root[a] for i in run[cut:] for a in schedule.sources[i]} | {schedule.root[i] for i in schedule.returned}
+        if not plan.saved <= read:  # it saves what nobody reads: the same without that is no slower and no larger
+            continue
+        assert max(alive) == plan.bytes and run[alive.index(plan.bytes)] == plan.at
+        memory = rows.memory(plan.saved)
+        where = {node: t for t, node in enumerate(run) if t >= cut}
+        for t, node in enumerate(schedule.backward, len(memory) - len(schedule.backward)):
+            assert memory[t] <= alive[where[node]]
+        assert max(memory) <= plan.bytes
+
+
+def test_a_limit_that_the_certain_memory_exceeds_has_no_plan():
+    schedule, _ = step(3, 8)
+    assert least_seconds(schedule, Search(schedule).cuts, 0) is None
+
+
+def test_what_must_not_run_again_is_saved_and_what_is_forced_never():
+    schedule, _ = step(11, 9)
+    free = [v for v in schedule.values if schedule.sources[v] and v not in {schedule.root[i] for i in schedule.returned}]
+    schedule.seconds[free[0]] = float("inf")
+    schedule.forced[free[-1]] = True
+    for plan in Search(schedule).hull:
+        assert free[0] not in plan.again and free[-1] not in plan.saved
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_flow_is_the_least_cut_and_goes_on_when_capacities_rise(data):
+    count = data.draw(st.integers(2, 6))
+    edges = data.draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.integers(0, 9)), max_size=14))
+    network = Network(count)
+    numbers = [network.add(a, b, c) for a, b, c in edges]
+    more = data.draw(st.lists(st.integers(0, 5), min_size=len(edges), max_size=len(edges)))
+    flow = 0
+    for add in ([0] * len(edges), more):
+        for e, n in zip(numbers, add):
+            network.room[e] += n
+        edges = [(a, b, c + n) for (a, b, c), n in zip(edges, add)]
+        flow += network.solve()
+        sides = [{SINK, *some} for n in range(count - 1) for some in itertools.combinations(range(2, count), n)]
+        cuts = {frozenset(s): sum(c for a, b, c in edges if a not in s and b in s) for s in sides}
+        assert flow == min(cuts.values())
+        found = frozenset(v for v in range(count) if network.sink_side()[v])
+        assert SOURCE not in found and cuts[found] == flow
+
+
+def test_the_curve_counts_both_ends():
+    assert curve(4, [(8, 0, 1), (2, 1, 3), (1, 3, 3)]) == [8, 10, 2, 3]
+    assert curve(0, []) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_larger_random_steps(seed):
+    schedule, whole = step(1000 + seed, 15)
+    every, search = choices(schedule), Search(schedule)
+    low, high = search.least.bytes, search.richest.bytes
+    assert low <= 1.03 * min(p.bytes for p in every)
+    for part in range(10):
+        limit = low + (high - low) * part // 9
+        best = min(p.seconds for p in every if p.bytes <= limit)
+        assert (search.best(limit).seconds - best) / (whole + best) <= 0.03
