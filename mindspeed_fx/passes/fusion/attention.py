@@ -6,7 +6,8 @@ heads are followed back to the grouped ones. A mask that is causal for every siz
 recognized, any other stays an argument. So are soft-caps (``cap * tanh(scores / cap)``) and attention sinks (a column of
 one score per head joined to the scores and cut off after the softmax). ``scaled_dot_product_attention`` itself becomes
 the same operator. Dropout on the weights becomes ``mindspeed::attention_dropout``, whose mask is drawn where the model drops, so
-that a seed gives the same numbers. On cuda, where torch chooses among flash kernels behind ``scaled_dot_product_attention``, those calls
+that a seed gives the same numbers; on npu ``mindspeed::attention_seeded``, whose kernel draws numbers of its own, as torch_npu's
+``scaled_dot_product_attention`` does. On cuda, where torch chooses among flash kernels behind ``scaled_dot_product_attention``, those calls
 stay and composed attention becomes one of them.
 Safe because the operator computes the softmax in float32 or better; rows that are masked whole differ only where the
 model used a finite fill value such as -10000.
@@ -22,6 +23,7 @@ from typing import Any, Callable
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.kernels.attention_seeded import attention_seeded
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import heads, mask, match
 from mindspeed_fx.passes.fusion.match import aten
@@ -69,8 +71,8 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     """Composed attention and scaled_dot_product_attention become one flash operator."""
     report = PassReport(NAME)
     softmaxes = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
-    generated = functools.partial(_emit, dropout_rows=DROPOUT_ROWS if context.left_to_inductor(NAME) else 1)
-    emit = {"cuda": _emit_sdpa, "npu": _emit_npu}.get(context.options.target, generated)
+    generated = functools.partial(_emit, dropping=functools.partial(_emit_dropout, least=DROPOUT_ROWS if context.left_to_inductor(NAME) else 1))
+    emit = {"cuda": _emit_sdpa, "npu": functools.partial(_emit, dropping=_emit_seeded)}.get(context.options.target, generated)
     for node in calls(gm, aten.scaled_dot_product_attention.default, *softmaxes):
         try:
             if node.target is not aten.scaled_dot_product_attention.default:
@@ -173,6 +175,8 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
             return root, v, [*path, root], cut, drop
         following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS) or match.part(u)]
         if len(following) != 1:
+            if any(_from_a_stream(u) for u in users) and _culprit(node.args[0]):
+                raise Miss("dropout on the attention weights from a stream of Megatron's tracker, whose numbers no kernel draws")
             if any(match.is_call(u, aten.einsum.default) for u in users) and _culprit(node.args[0]):
                 raise Miss("the product with v is an einsum; only matmul and bmm are matched")
             return None, None, [], False, None
@@ -189,6 +193,12 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
                 return None, None, [], False, None
             cut = True
         path.append(n)
+
+
+def _from_a_stream(n: fx.Node) -> bool:
+    """Dropout as the Megatron adaptor writes it: a product with noise from a named state."""
+    given = [a for a in n.args if match.is_call(a, match.operator.getitem)] if match.is_call(n, aten.mul.Tensor) else []
+    return any(str(g.args[0].target).startswith("mindspeed.dropout_noise") for g in given)
 
 
 def _with_sinks(n: Any) -> Scores | None:
@@ -304,8 +314,8 @@ def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
 # --------------------------------------------------------------------------- the operator
 
 
-def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, dropout_rows: int = 1) -> list[fx.Node]:
-    """``mindspeed::attention`` in the place of ``root``; with dropout from ``dropout_rows`` rows on."""
+def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, dropping: Callable[..., list[fx.Node]]) -> list[fx.Node]:
+    """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there."""
     masks = scores.blocking
     bands = [mask.kept(m, kind) for kind, m, _ in masks]
     # What the masks allow together: half a plane from one and half from another are a window.
@@ -324,7 +334,7 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     if isinstance(keys, int) and window >= keys:
         window = 0  # reaches every key
     if scores.drop is not None:
-        return _emit_dropout(gm, root, scores, (q, k, v), given, causal, int(window), dropout_rows)
+        return dropping(gm, root, scores, (q, k, v), given, causal, int(window))
     arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
     while len(arguments) > 6 and not arguments[-1]:
         arguments = arguments[:-1]
@@ -332,11 +342,27 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
 
 
-def _emit_npu(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
-    """:func:`_emit`, for a target whose kernel takes no mask of dropped weights yet."""
-    if scores.drop is not None:
-        raise Miss(f"dropout of {scores.p} on the attention weights: no npu kernel takes the numbers that the model draws")
-    return _emit(gm, root, scores, q, k, v)
+def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, causal: bool, window: int) -> list[fx.Node]:
+    """``mindspeed::attention_seeded`` in the place of ``root``: the kernel draws, numbers of its own."""
+    what = f"dropout of {scores.p} on the attention weights"
+    if scores.softcap or scores.sinks is not None:
+        raise Miss(f"{what}, with {'a soft-cap' if scores.softcap else 'sinks'}: no kernel on npu has both")
+    if not 0 < scores.p < 1:
+        raise Miss(f"{what}: everything is dropped")
+    arguments = (*qkv, given, causal, scores.scale, window, scores.p)
+    kernel, reasons = attention_seeded.choose("npu", fx.map_arg(arguments, match.value), {})
+    if kernel is None:
+        raise Miss(f"{what}: {'; '.join(reasons)}")
+    made = match.insert(gm, root, attention_seeded.overload, arguments)
+    return _without_drop(gm, root, scores, _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (made, 0))))
+
+
+def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: list[fx.Node]) -> list[fx.Node]:
+    """Erases the model's dropout, which drawing makes look alive."""
+    if scores.drop is not root:
+        scores.drop.replace_all_uses_with(scores.drop.args[0])
+    gm.graph.erase_node(scores.drop)
+    return region
 
 
 def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, causal: bool, window: int, least: int) -> list[fx.Node]:
@@ -360,11 +386,7 @@ def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple,
     keep = match.insert(gm, drop, aten.bernoulli.p, (empty, 1 - p))
     keep = keep if weights == shape else match.insert(gm, root, aten.reshape.default, (keep, shape))
     both = match.insert(gm, root, torch.ops.mindspeed.attention_dropout.default, (*qkv, keep, scores.scale, window, scores.softcap, p))
-    region = _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
-    if drop is not root:
-        drop.replace_all_uses_with(drop.args[0])
-    gm.graph.erase_node(drop)  # drawing makes it look alive
-    return region
+    return _without_drop(gm, root, scores, _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0))))
 
 
 def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:

@@ -136,6 +136,16 @@ def attention_cases(dtype):
     yield from _attention("soft-cap", dtype, BSND, None, True, 4, heads=2, v_dim=16, softcap=2.0)
 
 
+    for name in ("full", "causal", "window", "bool-causal", "bias"):
+        mask, causal, window = masks[name]
+        q, k, v = (stored((2, n, 9, 16), BSND, dtype) for n in (4, 2, 2))
+        args = (mask, causal, 0.25, window, 0.0)
+        out, lse, seed, offset = ops.attention_seeded(q, k, v, *args)
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)
+        yield f"attention_seeded-{name}", ops.attention_seeded, (q, k, v, *args), "npu_fusion_attention_v3 with keep_prob"
+        yield f"attention_seeded_backward-{name}", ops.attention_seeded_backward, (torch.empty_like(out).copy_(torch.randn(out.shape)), q, k, v, out, lse, seed, offset, *args), "npu_fusion_attention_grad_v3 with keep_prob"
+
+
 def _attention(name, dtype, order, mask, causal, window, heads, v_dim, keys=9, sinks=None, softcap=0.0, queries=9):
     shapes = ((2, 4, queries, 16), (2, heads, keys, 16), (2, heads, keys, v_dim)) if queries == 9 else ((1, 1, queries, 8), (1, 1, keys, 8), (1, 1, keys, 8))
     q, k, v = (stored(shape, order, dtype) for shape in shapes)

@@ -99,10 +99,44 @@ def test_skips_say_why(f, reason):
     assert reason is None or (report.counts[NAME] == 0 and reason in report.skipped(NAME)[0].reason)
 
 
-@pytest.mark.parametrize("target, reason", [("cuda", "would draw other numbers"), ("npu", "no npu kernel")])
-def test_other_targets_say_why(target, reason):
-    report = explain(SPELLINGS["composed"], *qkv(), target=target)
+@pytest.mark.parametrize("target, name, dtype, reason", [
+    ("cuda", "composed", torch.double, "would draw other numbers"), ("npu", "composed", torch.double, "q is float64; valid: float16"), ("npu", "capped", torch.float32, "with a soft-cap: no kernel on npu has both"),
+])  # fmt: skip
+def test_other_targets_say_why(target, name, dtype, reason):
+    capped = lambda q, k, v: F.dropout(masked(torch.tanh(q @ k.mT / 2) * 2).softmax(-1), 0.4) @ v  # noqa: E731
+    report = explain(SPELLINGS.get(name, capped), *qkv(dtype=dtype), target=target)
     assert report.counts[NAME] == 0 and reason in report.skipped(NAME)[0].reason
+
+
+NPU = {"target": "npu", "codegen": "eager"}
+
+
+@pytest.mark.parametrize("name", ["composed", "sdpa", "batched", "not causal"])
+def test_on_npu_the_kernel_draws(name):
+    """Every weight is dropped or divided by 1 - p, as often as asked for, and the backward drops what the forward dropped."""
+    f = SPELLINGS.get(name, lambda q, k, v: F.dropout((q @ k.mT * 0.3).softmax(-1), 0.4) @ v)
+    report = explain(f, *qkv(dtype=torch.float32), **NPU)
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+    torch._dynamo.reset()
+    q, k, _ = qkv(seq=6, dtype=torch.float32)
+    v = torch.eye(6).expand(2, 4, 6, 6).clone() if name != "batched" else torch.eye(6, 8).expand(2, 4, 6, 8).clone()
+    compiled = torch.compile(f, backend="mindspeed", fullgraph=True, options=NPU)
+    torch.manual_seed(5)
+    weights = compiled(q, k, v)[..., :6]  # with the unit matrix for v the result is the weights
+    causal = name != "not causal"
+    scores = q @ k.mT * {"composed": 0.3, "sdpa": 8**-0.5, "batched": 1.0, "not causal": 0.3}[name]
+    whole = (masked(scores) if causal else scores).softmax(-1) / 0.6
+    seen = whole > 0
+    dropped = (weights == 0) & seen
+    torch.testing.assert_close(weights[seen & ~dropped], whole[seen & ~dropped])
+    assert abs(dropped.sum() / seen.sum() - 0.4) < 0.1
+    # d(sum of weights * c)/dv is, for the same seed, the weights that the forward had.
+    v.requires_grad_()
+    torch.manual_seed(5)
+    out = compiled(q, k, v)
+    g = torch.randn_like(out)
+    (dv,) = torch.autograd.grad(out, v, g)
+    torch.testing.assert_close(dv, weights.detach().mT @ g)
 
 
 def test_generated_code_serves_short_sequences():
