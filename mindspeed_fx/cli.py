@@ -1,4 +1,4 @@
-"""The ``mindspeed-fx`` command: ``explain``, ``cross``, ``doctor``, ``passes``, ``toolchain``."""
+"""The ``mindspeed-fx`` command: ``explain``, ``plan``, ``cross``, ``doctor``, ``passes``, ``toolchain``."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def main(argv: list[str] | None = None) -> int:
     cross.add_argument("--dir", help="of the tool chain (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
     cross.add_argument("--json", metavar="FILE", help="write everything as JSON")
     cross.add_argument("--html", metavar="FILE", help="write one HTML page")
+    plan = commands.add_parser("plan", help="search the fastest way to divide a model over devices, by the cost model alone: no device and no process group is needed")
+    plan.add_argument("source", metavar="SCRIPT.py:FUNCTION", help="the function returns (model, args) or (model, args, kwargs) with the whole batch of a step; it is called under the meta device, so weights take no memory")
+    plan.add_argument("--devices", type=int, help="how many; or --mesh")
+    plan.add_argument("--mesh", help="sizes that are given, e.g. dp=8,tp=8")
+    plan.add_argument("--hardware", default="ascend910b2", help="a device of the cost model (default: %(default)s)")
+    plan.add_argument("--memory", help="of one device, e.g. 60GiB (default: nine tenths of what it has)")
+    plan.add_argument("--optimizer", default="adam", help="adam, momentum or sgd: what it stores (default: %(default)s)")
+    plan.add_argument("--keep", type=int, default=5, help="how many meshes to print (default: %(default)s)")
+    plan.add_argument("--no-pipeline", action="store_true", help="leave out pipeline stages, which are modelled and cannot run")
+    plan.add_argument("--explain", metavar="PARAMETER", action="append", default=[], help="say why this parameter, or module, is placed as it is")
+    plan.add_argument("--save", metavar="FILE", help="write the best plan as YAML, or JSON by its name")
+    plan.add_argument("--html", metavar="FILE", help="write a picture of the best plan")
+    plan.add_argument("--json", action="store_true", help="print everything as JSON")
     toolchain = commands.add_parser("toolchain", help="the Ascend tool chain that cross-compiling needs: install it into a directory of its own, or see what is there")
     toolchain.add_argument("action", choices=("install", "status"))
     toolchain.add_argument("components", nargs="*", metavar="COMPONENT", help="torch_npu, triton_ascend, torch_mlir; none means all")
@@ -40,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(own)
     given.args = script_arguments
     try:
-        return {"cross": _cross, "explain": _explain, "doctor": _doctor, "passes": _passes, "toolchain": _toolchain}[given.command](given)
+        return {"cross": _cross, "explain": _explain, "doctor": _doctor, "passes": _passes, "plan": _plan, "toolchain": _toolchain}[given.command](given)
     except (ValueError, ImportError, OSError) as e:
         print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
         return 2
@@ -63,14 +76,47 @@ def _explain(given: argparse.Namespace) -> int:
 def _explain_function(path: str, function: str, options: dict[str, Any]) -> Any:
     import mindspeed_fx
 
+    model, args, kwargs = _made(path, function)
+    return mindspeed_fx.explain(model, *args, options=options, **kwargs)
+
+
+def _made(path: str, function: str) -> tuple:
+    """Model, args and kwargs that a function of a script returns."""
     namespace = runpy.run_path(path)
     if function not in namespace:
         raise ValueError(f"{path} has no function {function!r}")
     made = namespace[function]()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(f"{function} must return (model, args) or (model, args, kwargs)")
-    model, args, kwargs = (*made, {})[:3]
-    return mindspeed_fx.explain(model, *args, options=options, **kwargs)
+    return (*made, {})[:3]
+
+
+def _plan(given: argparse.Namespace) -> int:
+    import torch
+
+    import mindspeed_fx
+
+    path, _, function = given.source.partition(":")
+    if not path.endswith(".py") or not function:
+        raise ValueError(f"{given.source!r} is not SCRIPT.py:FUNCTION")
+    mesh = None
+    if given.mesh:
+        try:
+            mesh = {name.strip(): int(size) for name, size in (part.split("=") for part in given.mesh.split(","))}
+        except ValueError:
+            raise ValueError(f"--mesh {given.mesh!r}: sizes as in dp=8,tp=8 are expected") from None
+    with torch.device("meta"):
+        model, args, kwargs = _made(path, function)
+    plan = mindspeed_fx.plan(model, args, kwargs, devices=given.devices, mesh=mesh, hardware=given.hardware, memory=given.memory, keep=given.keep, optimizer=given.optimizer, pipeline=not given.no_pipeline)
+    why = {name: plan.explain(name) for name in given.explain}
+    print(json.dumps({**plan.summary(), "explained": why}, indent=1) if given.json else "\n".join([str(plan), *why.values()]))
+    if given.save:
+        plan.save(given.save)
+        print(f"plan: {given.save}", file=sys.stderr)
+    if given.html:
+        plan.save_picture(given.html)
+        print(f"picture: {given.html}", file=sys.stderr)
+    return 1 if plan.unsupported else 0
 
 
 def _explain_script(path: str, arguments: list[str]) -> Any:

@@ -136,8 +136,10 @@ def check_mesh(plan: Plan, have: tuple[str, ...]) -> None:
     """Refuse a mesh without a dimension of the plan.
 
     Raises:
-        ShardingError: with the nearest name.
+        ShardingError: with the nearest name; a searched plan that no program is made for yet.
     """
+    if unsupported := getattr(plan, "unsupported", None):
+        raise ShardingError(f'plan "{plan.name}" cannot be executed: {"; ".join(unsupported)}')
     for dim in plan.mesh:
         if dim not in have:
             raise ShardingError(f'plan "{plan.name}" needs mesh dimension "{dim}"{nearest(dim, have)}; the mesh has {", ".join(have) or "no names: give init_device_mesh mesh_dim_names"}')

@@ -1,0 +1,89 @@
+"""How the world is factored: a layout says how many ranks each mesh dimension has, and what holds for the whole model."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Iterator
+
+RECOMPUTE = ("none", "selective", "full")
+ZERO = ("never", "zero2", "zero3")
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Mesh dimensions, outermost first; neighbours in ``tp`` are neighbours in the machine."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp: int = 1
+    """Parts of the batch."""
+    cp: int = 1
+    """Parts of the sequence."""
+    ep: int = 1
+    """Parts of the batch whose experts are divided instead of copied."""
+    tp: int = 1
+    """Ranks whose operators choose placements one by one: tensor and sequence parallelism, or anything else."""
+    microbatches: int = 1
+    zero: str = "never"
+    recompute: str = "none"
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.dp * self.cp * self.ep * self.tp
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        return self.pp, self.dp, self.cp, self.ep, self.tp
+
+    @functools.lru_cache(maxsize=4096)
+    def ranks_per_node(self, dim: str, node: int) -> tuple[int, int]:
+        """Size of the group along ``dim``, and how many of it are in one machine. "data" are all ranks that hold a copy of a
+        parameter (dp, cp, ep), "expert" those that hold a copy of an expert (dp, cp)."""
+        inside, size = {
+            "tp": (1, self.tp), "ep": (self.tp, self.ep), "cp": (self.tp * self.ep, self.cp), "dp": (self.tp * self.ep * self.cp, self.dp), "pp": (self.devices // self.pp, self.pp),
+            "data": (self.tp, self.dp * self.cp * self.ep), "expert": (self.tp * self.ep, self.dp * self.cp),
+        }[dim]  # fmt: skip
+        near = max(1, min(size, node // inside))
+        while size % near:
+            near -= 1
+        return size, near
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{n}={getattr(self, n)}" for n in ("pp", "dp", "cp", "ep", "tp") if getattr(self, n) > 1) or "one device"
+        more = [f"{self.microbatches} microbatches"] * (self.microbatches > 1) + [self.zero] * (self.zero != "never") + [f"{self.recompute} recompute"] * (self.recompute != "none")
+        return ", ".join([sizes, *more])
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def meshes(devices: int, batch: int, sequence: int, layers: int, experts: int, fixed: dict[str, int], pipeline: bool = True) -> Iterator[tuple[int, ...]]:
+    """(pp, dp, cp, ep, tp) with these many devices: parts of batch and sequence are even, stages have layers, and expert
+    groups divide the experts. ``fixed`` names dimensions with their sizes."""
+
+    def choices(name: str, left: int) -> list[int]:
+        return [fixed[name]] if name in fixed and left % fixed[name] == 0 else [] if name in fixed else divisors(left)
+
+    for tp in choices("tp", devices):
+        for cp in choices("cp", devices // tp):
+            if sequence % cp:
+                continue
+            for pp in choices("pp", devices // tp // cp):
+                if pp > max(1, layers) or (pp > 1 and not pipeline and "pp" not in fixed):
+                    continue
+                data = devices // tp // cp // pp
+                for ep in choices("ep", data):
+                    dp = data // ep
+                    if (ep > 1 and (not experts or experts % ep)) or batch % (dp * ep) or fixed.get("dp", dp) != dp:
+                        continue
+                    yield pp, dp, cp, ep, tp
+
+
+def microbatches(pp: int, batch: int) -> list[int]:
+    """Numbers of microbatches to consider for ``batch`` rows of one rank: enough to fill the pipeline, in steps of two."""
+    fit = [m for m in divisors(batch) if m == 1 or m & (m - 1) == 0]
+    if pp == 1:
+        return fit
+    return [m for m in fit if m >= pp] or fit[-1:]

@@ -1,0 +1,178 @@
+"""The search over layouts: every way to factor the world, each with its best choice for every operator.
+
+Exact for the model: a layout is left out only when its lower bound (compute, inner collectives and optimizer alone, then the
+linear relaxation) is above the best few found, or when no choice in it fits in memory. More recomputation, or more
+microbatches without a pipeline, is not tried where the same layout without it fits: it only costs time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_fx.cost.hardware import Hardware
+from mindspeed_fx.passes.sharding.plan import ShardingError
+from mindspeed_fx.passes.sharding.search.graph import Problem
+from mindspeed_fx.passes.sharding.search.layouts import RECOMPUTE, ZERO, Layout, meshes, microbatches
+from mindspeed_fx.passes.sharding.search.price import Prices
+from mindspeed_fx.passes.sharding.search.solve import Allowed, Program, Solution
+
+
+@dataclass
+class Outcome:
+    """What a search found."""
+
+    solutions: list[Solution]
+    """The best of each mesh, fastest first."""
+    bound: float
+    """Seconds that no plan of the space is below."""
+    layouts: int
+    """How many there are."""
+    solved: int
+    """How many programs were solved."""
+    too_large: int
+    """Layouts that do not fit in memory."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the search itself, by part."""
+
+    @property
+    def gap(self) -> float:
+        """How much faster than the plan found a plan of the space can be at most, as a fraction."""
+        return max(0.0, self.solutions[0].seconds / self.bound - 1)
+
+
+def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed: dict[str, int] | None = None, keep: int = 5, optimizer: str = "adam", pipeline: bool = True, zero: tuple[str, ...] = ZERO, recompute: tuple[str, ...] = RECOMPUTE, allowed: Allowed | None = None) -> Outcome:
+    """The fastest ``keep`` meshes with the best plan of each.
+
+    Args:
+        memory: bytes that one rank may hold.
+        fixed: sizes of mesh dimensions that are given.
+        allowed: strategies that may be used; None: all.
+
+    Raises:
+        ShardingError: nothing fits, with what the least demanding layout needs.
+    """
+    prices = Prices(problem, hw, optimizer)
+    axes, batch = problem.axes, problem.batch
+    rows = axes.size[batch] if batch is not None else 1
+    length = axes.size[problem.sequence] if problem.sequence is not None else 1
+    experts = min((axes.size[e] for e in problem.experts.values()), default=0)
+    layers = sum(map(len, problem.runs))
+    factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline))
+    if not factored:
+        raise ShardingError(f"{devices} devices cannot share a batch of {rows} and a sequence of {length}{f' with {fixed}' if fixed else ''}; give a larger batch")
+    state = _State(prices, memory, keep, allowed)
+    for mesh in factored:
+        pp, dp, cp, ep, tp = mesh
+        for m in microbatches(pp, rows // (dp * ep)):
+            for z in zero[:2] if dp * cp * ep > 1 else ("never",):
+                state.offer(Layout(pp, dp, cp, ep, tp, m, z, recompute[0]), recompute, zero[2:] if z == "zero2" else ())
+    state.run()
+    state.close()
+    if not state.best:
+        raise ShardingError(f"no plan for {devices} {hw.name} fits in {memory / 2**30:.1f} GiB; the least demanding one that was tried needs {state.least / 2**30:.1f} GiB of states alone; use more devices or a smaller batch")
+    found = sorted(state.best.values(), key=lambda s: s.seconds)[:keep]
+    return Outcome(found, min(*state.bounds, found[0].seconds), len(factored), state.solved, state.too_large, state.times)
+
+
+class _State:
+    """Layouts waiting by lower bound, and the best of each mesh."""
+
+    def __init__(self, prices: Prices, memory: float, keep: int, allowed: Allowed | None):
+        self.prices, self.memory, self.keep, self.allowed = prices, memory, keep, allowed
+        self.heap: list[tuple[float, int, Program, tuple[str, ...], tuple[str, ...]]] = []
+        self.best: dict[tuple, Solution] = {}
+        self.open: list[tuple[float, int, Program, int]] = []
+        """Programs whose relaxation had fractions, and where their bound is."""
+        self.bounds: list[float] = []
+        self.least = float("inf")
+        self.solved = self.too_large = 0
+        self.done: set[tuple] = set()
+        self.times = {"prices": 0.0, "programs": 0.0}
+        self.number = itertools.count()
+
+    def offer(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
+        start = time.perf_counter()
+        program = Program(self.prices, layout, self.memory, self.allowed)
+        if program.possible:
+            program.priced()
+            seconds, state = program.lower()
+            self.least = min(self.least, state)
+            if state > self.memory:
+                self.too_large += 1
+                self.more(layout, recompute[:1], zero)
+            else:
+                heapq.heappush(self.heap, (seconds, next(self.number), program, recompute, zero))
+        self.times["prices"] += time.perf_counter() - start
+
+    def more(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
+        """What needs less memory and more time than ``layout``."""
+        if len(recompute) > 1:
+            self.offer(dataclasses.replace(layout, recompute=recompute[1]), recompute[1:], ())
+        if zero:
+            self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
+
+    def limit(self, mesh: tuple) -> float:
+        """Bounds from here on can change nothing: the mesh has a better plan, or there are enough better meshes."""
+        times = sorted(s.seconds for s in self.best.values())
+        return min(times[self.keep - 1] if len(times) >= self.keep else float("inf"), getattr(self.best.get(mesh), "seconds", float("inf")))
+
+    def run(self) -> None:
+        while self.heap:
+            lower, _, program, recompute, zero = heapq.heappop(self.heap)
+            layout = program.layout
+            if lower >= self.limit(layout.mesh) or (layout.pp == 1 and (layout.mesh, layout.zero, layout.recompute) in self.done):
+                continue
+            start = time.perf_counter()
+            made = program.solve()
+            self.times["programs"] += time.perf_counter() - start
+            self.solved += 1
+            slack = False
+            if made is None:
+                self.too_large += 1
+            else:
+                bound, chosen = made
+                solution = program.evaluate(chosen, bound)
+                slack = program.slack
+                self._enter(solution)
+                self.bounds.append(bound)
+                if program.fractional:
+                    self.open.append((bound, next(self.number), program, len(self.bounds) - 1))
+            if slack:
+                self.done.add((layout.mesh, layout.zero, layout.recompute))
+            else:
+                self.more(layout, recompute, zero)
+
+    def _enter(self, solution: Solution) -> None:
+        mine = self.best.get(solution.layout.mesh)
+        if solution.memory <= self.memory * (1 + 1e-9) and (mine is None or solution.seconds < mine.seconds):
+            self.best[solution.layout.mesh] = solution
+
+    def close(self, seconds: float = 3.0) -> None:
+        """Solve in integers what rounding left open, most promising first, for this long; the bound stands in any case."""
+        start = time.perf_counter()
+        for bound, _, program, place in sorted(self.open, key=lambda o: o[:2]):
+            left = seconds - (time.perf_counter() - start)
+            if left <= 0:
+                break
+            if bound >= self.limit(program.layout.mesh) * (1 - 1e-4):
+                continue
+            if (made := program.solve(integral=True, seconds=left)) is not None:
+                self.bounds[place] = max(bound, made[0])
+                self._enter(program.evaluate(made[1], self.bounds[place]))
+        self.times["integers"] = time.perf_counter() - start
+
+
+def memory_of(given: Any, hw: Hardware) -> float:
+    """Bytes from "60GiB" or a number; None: nine tenths of the device's memory.
+
+    Raises:
+        OptionError: no number of bytes.
+    """
+    from mindspeed_fx.options import _bytes
+
+    return 0.9 * float(hw.memory) if given is None else float(_bytes("memory", given))

@@ -1,0 +1,366 @@
+"""The best choice for every operator in one layout: an integer program, its linear relaxation the bound.
+
+Variables: x[n, s], operator n is computed by strategy s; y[v, p, t], value v is made at placement p and moved to t, once for
+all its readers; r[v, reader, p, t], the same for one reader. Constraints:
+
+    sum_s x[n, s] = 1
+    sum_t r[v, c, p, t] = sum of x over the strategies of v's producer that make p
+    sum_p r[v, c, p, t] = sum of x over the strategies of reader c that want t
+    y >= r
+    tied parameters are placed alike
+    memory: states + kept activations * microbatches in flight + the largest operator's needs + gathered layers <= limit
+    exposed >= gathers (reductions) - forward (backward) compute, for each kind of layer; exposed >= 0
+
+and the objective is the modelled step time. Layers of a run share their variables. Solved by HiGHS through scipy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import numpy as np
+
+from mindspeed_fx.passes.sharding.plan import ShardingError
+from mindspeed_fx.passes.sharding.search.emit import expressible, owner
+from mindspeed_fx.passes.sharding.search.graph import CHEAP, SAVES, Edge, Node, Problem, Value
+from mindspeed_fx.passes.sharding.search.layouts import Layout
+from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, NodePrice, P, Prices, R, Strategy
+
+Allowed = Callable[[Node, Strategy], bool]
+
+
+@dataclass(eq=False)
+class Move:
+    """A value and the readers that share its redistributions."""
+
+    value: Value
+    where: tuple
+    readers: list[Edge]
+    weight: float = 0.0
+
+
+@dataclass
+class Solution:
+    """A choice for every operator, and what it costs."""
+
+    layout: Layout
+    strategies: dict[Node, Strategy]
+    prices: dict[Node, NodePrice]
+    moves: list[tuple[Move, Label, Label, float, float]]
+    """Value, placement made, placement wanted, seconds (once per microbatch and layer), bytes kept."""
+    seconds: float
+    bound: float
+    """No choice in this layout is faster: the optimum of the linear relaxation."""
+    memory: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step: compute, recompute, collectives, exposed, update, bubble."""
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
+
+
+def milp() -> Any:
+    try:
+        from scipy import optimize, sparse
+    except ImportError:
+        raise ShardingError('the search needs the package scipy: pip install "mindspeed-fx[plans]"') from None
+    return optimize, sparse
+
+
+class Program:
+    """The integer program of one layout."""
+
+    def __init__(self, prices: Prices, layout: Layout, memory: float, allowed: Allowed | None = None):
+        self.prices, self.layout, self.limit, self.problem = prices, layout, memory, prices.problem
+        self.nodes = self.problem.nodes
+        self.choices = {n: [s for s in prices.strategies(n, layout) if allowed is None or allowed(n, s)] for n in self.nodes}
+        self.possible = all(self.choices.values())
+        layers = sum(map(len, self.problem.runs))
+        self.share = -(-layers // layout.pp) / layers if layers else 1.0
+        self.turns = layout.microbatches + layout.pp - 1
+        self.in_flight = min(layout.pp, layout.microbatches)
+
+    # ---------------------------------------------------------------- numbers
+
+    def weight(self, run: int) -> float:
+        """How often one stage has an operator of this run."""
+        return len(self.problem.runs[run]) * self.share if run >= 0 else 1.0
+
+    def priced(self) -> None:
+        """Everything that is linear in the choices."""
+        self.price = {(n, i): self.prices.price(n, s, self.layout) for n in self.nodes for i, s in enumerate(self.choices[n])}
+        self.moves = moves(self.problem, self.share)
+        ranks, near = self.layout.ranks_per_node("tp", self.prices.hw.node)
+        self.lines = {k: self.prices.line(k, ranks, near) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")} | {"": (0.0, 0.0)}
+        self.bytes = {m.value: self.prices.nbytes(m.value, self.layout) for m in self.moves}
+
+    def lower(self) -> tuple[float, float]:
+        """Seconds and bytes that every choice in this layout needs, whatever moves."""
+        seconds, memory = self.between_stages() * self.turns / self.layout.microbatches, 0.0
+        hide = {n.run: [0.0, 0.0] for n in self.nodes}
+        redo = {"none": 0.0, "selective": 0.0, "full": 1.0}[self.layout.recompute]
+        for n in self.nodes:
+            w, mine = self.weight(n.run), [self.price[n, i] for i in range(len(self.choices[n]))]
+            again = redo if n.run >= 0 else 0.0
+            seconds += w * min(self.turns * ((1 + again) * p.forward + p.backward + p.moved) + p.update for p in mine)
+            memory += w * min(p.state for p in mine)
+            hide[n.run][0] += w * min(p.gather - p.forward for p in mine)
+            hide[n.run][1] += w * min(p.reduce - p.backward for p in mine)
+        often = self.layout.microbatches if self.layout.zero == "zero3" else 1
+        return seconds + often * sum(max(0.0, x) for pair in hide.values() for x in pair), memory
+
+    def move_costs(self, move: Move, p: Label, t: Label, readers: list[Edge]) -> tuple[float, float, float] | None:
+        """Seconds there, seconds back, bytes at ``t``; None for what no plan does."""
+        n = self.bytes[move.value]
+        there = self._kind(p, t)
+        if there == "never" or (p != t and (p, t) != (R, SUMMED) and move.value.shape and not owner(move.value.producer) and not any(expressible(e) for e in readers)):
+            return None  # no reader could say so in a plan
+        back = self._kind({SUMMED: P}.get(t, t), {P: R}.get(p, p)) if move.value.floating else ""
+        (a, b), (c, d) = self.lines[there], self.lines[back]
+        return a + b * n, c + d * n, n / (self.layout.tp if isinstance(t, int) else 1)
+
+    @staticmethod
+    def _kind(p: Label, t: Label) -> str:
+        if p == t or p in (R, SUMMED):
+            return "never" if t == P and p != P else ""
+        if p == P:
+            return "all_reduce" if t in (R, SUMMED) else "reduce_scatter"
+        return "never" if t == P else "all_gather" if t in (R, SUMMED) else "all_to_all"
+
+    def keeps(self, move: Move, p: Label, t: Label, there: float, nbytes: float) -> tuple[float, float]:
+        """Bytes kept of a move for the backward, and seconds that the backward spends to have it again."""
+        wanted = any(_saves(e) for e in move.readers)
+        mode, value = self.layout.recompute, move.value
+        inside = value.producer.run >= 0 and move.where[0] == "inside"
+        if mode == "full" and not inside and any(e.node.run >= 0 for e in move.readers):
+            return (min(nbytes, self.prices.nbytes(value, self.layout, p) if p != P else nbytes), there if p != P else 0.0)
+        if mode == "full" and inside:
+            return 0.0, there
+        if not wanted:
+            return 0.0, 0.0
+        if mode == "selective" and value.producer.op in CHEAP and value.producer.op != "rope" and value.floating and inside and _inputs_kept(value.producer):
+            return 0.0, there
+        if mode == "selective" and isinstance(p, int) and p != t:
+            return nbytes / self.layout.tp, there
+        return nbytes, 0.0
+
+    def again(self, node: Node) -> bool:
+        """Whether the backward computes ``node`` again."""
+        if self.layout.recompute == "full":
+            return node.run >= 0
+        return self.layout.recompute == "selective" and node.run >= 0 and node.op in CHEAP and node.op != "rope" and _inputs_kept(node) and any(_saves(e) for e in self.problem.edges if e.value.producer is node)
+
+    # ---------------------------------------------------------------- the program
+
+    def solve(self, integral: bool = False, seconds: float = 20.0) -> tuple[float, dict[Node, int]] | None:
+        """Optimum of the relaxation, or of the program, and the (rounded) choice; None where nothing fits in memory."""
+        optimize, sparse = milp()
+        c, rows, lower, upper, n, integrality, first = self._matrix()
+        matrix = sparse.csr_matrix((rows[2], (rows[0], rows[1])), shape=(len(lower), n))
+        made = optimize.milp(
+            c, constraints=optimize.LinearConstraint(matrix, lower, upper), bounds=optimize.Bounds(0, np.inf), integrality=integrality if integral else None,
+            options={"mip_rel_gap": 1e-4, "time_limit": seconds} if integral else {},
+        )  # fmt: skip
+        if made.x is None:
+            return None
+        x = made.x
+        self.slack = float((matrix[-1] @ x)[0]) < upper[-1] * (1 - 1e-6)
+        chosen = {}
+        for node in self.nodes:
+            values = x[first[node] : first[node] + len(self.choices[node])]
+            chosen[node] = int(np.argmax(values))
+            self.fractional = self.fractional or float(values.max()) < 1 - 1e-6
+        bound = made.fun if not integral or made.mip_dual_bound is None else made.mip_dual_bound
+        return float(bound) + self.between_stages() * self.turns / self.layout.microbatches, chosen
+
+    def _matrix(self) -> tuple:
+        L = self.layout
+        self.fractional, self.slack = False, False
+        cost: list[float] = []
+        rr: list[int] = []
+        cc: list[int] = []
+        vv: list[float] = []
+        low: list[float] = []
+        up: list[float] = []
+
+        def row(columns: list[int], values: list[float], lo: float, hi: float) -> None:
+            rr.extend([len(low)] * len(columns))
+            cc.extend(columns)
+            vv.extend(values)
+            low.append(lo)
+            up.append(hi)
+
+        first: dict[Node, int] = {}
+        memory_columns: list[int] = []
+        memory_values: list[float] = []
+        segments = sorted({n.run for n in self.nodes})
+        hide: dict[int, tuple[list, list, list, list]] = {k: ([], [], [], []) for k in segments}
+        for n in self.nodes:
+            first[n] = len(cost)
+            w, again = self.weight(n.run), self.again(n)
+            for i in range(len(self.choices[n])):
+                p, column = self.price[n, i], len(cost)
+                cost.append(w * (self.turns * (p.forward * (1 + again) + p.backward + p.moved) + p.update))
+                memory_columns.append(column)
+                memory_values.append(w * (p.state + self.in_flight * p.kept * (not again)))
+                for k, value in enumerate((w * (p.forward - p.gather), w * (p.backward - p.reduce))):
+                    hide[n.run][2 * k].append(column)
+                    hide[n.run][2 * k + 1].append(value)
+            row(list(range(first[n], len(cost))), [1.0] * len(self.choices[n]), 1, 1)
+        choices_end = len(cost)
+        for move in self.moves:
+            self._move(move, first, cost, memory_columns, memory_values, row)
+        for run in segments:
+            for k, once in ((0, L.zero != "zero3"), (1, L.zero != "zero3")):
+                columns, values = hide[run][2 * k], hide[run][2 * k + 1]
+                cost.append(1.0 if once else float(L.microbatches))
+                row([*columns, len(cost) - 1], [*values, 1.0], 0, np.inf)
+        largest = len(cost)
+        cost.append(0.0)
+        for n in self.nodes:
+            size = len(self.choices[n])
+            row([*range(first[n], first[n] + size), largest], [-self.price[n, i].transient for i in range(size)] + [1.0], 0, np.inf)
+        if L.zero == "zero3":
+            whole = len(cost)
+            cost.append(0.0)
+            for run in segments:
+                mine = [(first[n] + i, -2 * self.price[n, i].gathered) for n in self.nodes if n.run == run for i in range(len(self.choices[n])) if self.price[n, i].gathered]
+                row([c for c, _ in mine] + [whole], [v for _, v in mine] + [1.0], 0, np.inf)
+            memory_columns.append(whole)
+            memory_values.append(1.0)
+        memory_columns.append(largest)
+        memory_values.append(1.0)
+        scale = 2.0**30
+        self._tied(first, row)
+        row(memory_columns, [v / scale for v in memory_values], -np.inf, self.limit / scale)  # last: see slack
+        integrality = np.zeros(len(cost))
+        integrality[:choices_end] = 1
+        return np.array(cost), (rr, cc, vv), np.array(low), np.array(up), len(cost), integrality, first
+
+    def _move(self, move: Move, first: dict[Node, int], cost: list, memory_columns: list, memory_values: list, row: Callable) -> None:
+        made = move.value.producer
+        sources: dict[Label, list[int]] = {}
+        for i, s in enumerate(self.choices[made]):
+            sources.setdefault(s.outs[move.value.index], []).append(first[made] + i)
+        targets = []
+        for edge in move.readers:
+            found: dict[Label, list[int]] = {}
+            for i, s in enumerate(self.choices[edge.node]):
+                found.setdefault(s.ins[edge.argument], []).append(first[edge.node] + i)
+            targets.append(found)
+        pairs = {}
+        for p in sources:
+            for t in dict.fromkeys(t for found in targets for t in found):
+                costs = self.move_costs(move, p, t, [e for e, found in zip(move.readers, targets) if t in found])
+                if costs is None:
+                    continue
+                there, back, nbytes = costs
+                kept, redo = self.keeps(move, p, t, there, nbytes)
+                pairs[p, t] = len(cost)
+                cost.append(move.weight * self.turns * (there + back + redo))
+                if kept:
+                    memory_columns.append(len(cost) - 1)
+                    memory_values.append(move.weight * self.in_flight * kept)
+        for found in targets:
+            mine = {}
+            for (p, t), y in pairs.items():
+                if t not in found or (p != t and (p, t) != (R, SUMMED) and move.value.shape and not owner(made) and not expressible(move.readers[targets.index(found)])):
+                    continue
+                if len(targets) == 1:
+                    mine[p, t] = y
+                else:
+                    mine[p, t] = len(cost)
+                    cost.append(0.0)
+                    row([y, mine[p, t]], [1.0, -1.0], 0, np.inf)
+            for p, columns in sources.items():  # a reader that p cannot reach forbids p
+                row([c for (q, _), c in mine.items() if q == p] + columns, [1.0] * sum(q == p for q, _ in mine) + [-1.0] * len(columns), 0, 0)
+            for t, columns in found.items():
+                row([c for (_, u), c in mine.items() if u == t] + columns, [1.0] * sum(u == t for _, u in mine) + [-1.0] * len(columns), 0, 0)
+
+    def _tied(self, first: dict[Node, int], row: Callable) -> None:
+        """A parameter that two operators use is stored in one placement: the dimension that is divided must be one."""
+        for parameter in self.problem.parameters:
+            (a, i), *others = parameter.users
+            for b, j in others:
+                if a is b:
+                    continue
+                dims = {self._dim(n, k, s) for n, k in ((a, i), (b, j)) for s in self.choices[n]}
+                for d in dims:
+                    mine = [first[a] + k for k, s in enumerate(self.choices[a]) if self._dim(a, i, s) == d]
+                    theirs = [first[b] + k for k, s in enumerate(self.choices[b]) if self._dim(b, j, s) == d]
+                    row(mine + theirs, [1.0] * len(mine) + [-1.0] * len(theirs), 0, 0)
+
+    def _dim(self, node: Node, i: int, s: Strategy) -> int | None:
+        """The dimension of the parameter that is divided."""
+        label = s.ins[i]
+        return next((d for d, atoms in enumerate(node.uses[i].value.dims) if label in atoms), None) if isinstance(label, int) else None
+
+    # ---------------------------------------------------------------- what a choice costs
+
+    def evaluate(self, chosen: dict[Node, int], bound: float) -> Solution:
+        """The modelled step of one choice, added up by itself and not taken from the solver."""
+        L, parts = self.layout, dict.fromkeys(("compute", "recompute", "collectives", "exposed", "update", "bubble"), 0.0)
+        state = kept = largest = 0.0
+        gathered: dict[int, float] = {}
+        hide = {n.run: [0.0, 0.0] for n in self.nodes}
+        for n, i in chosen.items():
+            p, w, again = self.price[n, i], self.weight(n.run), self.again(n)
+            parts["compute"] += w * L.microbatches * (p.forward + p.backward)
+            parts["recompute"] += w * L.microbatches * p.forward * again
+            parts["collectives"] += w * L.microbatches * p.moved
+            parts["update"] += w * p.update
+            state += w * p.state
+            kept += w * p.kept * (not again)
+            largest = max(largest, p.transient)
+            gathered[n.run] = gathered.get(n.run, 0.0) + 2 * p.gathered
+            hide[n.run][0] += w * (p.gather - p.forward)
+            hide[n.run][1] += w * (p.reduce - p.backward)
+        strategies = {n: self.choices[n][i] for n, i in chosen.items()}
+        moved = []
+        for move in self.moves:
+            p = strategies[move.value.producer].outs[move.value.index]
+            for t in dict.fromkeys(strategies[e.node].ins[e.argument] for e in move.readers):
+                costs = self.move_costs(move, p, t, move.readers)
+                if costs is None:
+                    raise AssertionError(f"{move.value.name} cannot go from {p} to {t}")
+                there, back, nbytes = costs
+                bytes_kept, redo = self.keeps(move, p, t, there, nbytes)
+                parts["collectives"] += move.weight * L.microbatches * (there + back)
+                parts["recompute"] += move.weight * L.microbatches * redo
+                kept += move.weight * bytes_kept
+                moved.append((move, p, t, there + back + redo, bytes_kept))
+        parts["collectives"] += self.between_stages()
+        steady = parts["compute"] + parts["recompute"] + parts["collectives"]
+        parts["bubble"] = steady * (L.pp - 1) / L.microbatches
+        parts["exposed"] = sum(max(0.0, x) for pair in hide.values() for x in pair) * (L.microbatches if L.zero == "zero3" else 1)
+        memory = state + self.in_flight * kept + largest + max(gathered.values())
+        seconds = sum(parts.values())
+        return Solution(L, strategies, {n: self.price[n, i] for n, i in chosen.items()}, moved, seconds, bound, memory, parts)
+
+    def between_stages(self) -> float:
+        """Seconds of a step in which a stage waits for its neighbours, without the bubble."""
+        if self.layout.pp == 1:
+            return 0.0
+        n = max((self.prices.nbytes(m.value, self.layout) for m in self.moves if m.where[0] == "between"), default=0.0)
+        return 2 * self.layout.microbatches * self.prices.seconds("send_recv", n, self.layout, "pp")
+
+
+def moves(problem: Problem, share: float) -> list[Move]:
+    """The values that go from one operator to others."""
+    found: dict[tuple, Move] = {}
+    for e in problem.edges:
+        made = found.setdefault((e.value, e.where), Move(e.value, e.where, []))
+        made.readers.append(e)
+        run, more = e.count
+        made.weight = max(0.0, (len(problem.runs[run]) + more) * share) if run >= 0 else float(more)
+    return list(found.values())
+
+
+def _saves(edge: Edge) -> bool:
+    return edge.value.floating and edge.node.op not in SAVES
+
+
+def _inputs_kept(node: Node) -> bool:
+    return node.op not in SAVES and node.op != "to"

@@ -1,0 +1,250 @@
+"""The search for a plan: optimal among all choices, no slower than the experts' plans, executed exactly, and strict."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
+
+import mindspeed_fx  # noqa: E402
+from llama import Llama  # noqa: E402
+from mindspeed_fx.cost.hardware import hardware  # noqa: E402
+from mindspeed_fx.passes.sharding.named import named  # noqa: E402
+from mindspeed_fx.passes.sharding.plan import Plan, ShardingError  # noqa: E402
+from mindspeed_fx.passes.sharding.search.axes import Axes  # noqa: E402
+from mindspeed_fx.passes.sharding.search.layouts import Layout, meshes  # noqa: E402
+from mindspeed_fx.passes.sharding.search.price import Prices  # noqa: E402
+from mindspeed_fx.passes.sharding.search.repeat import repetition  # noqa: E402
+from mindspeed_fx.passes.sharding.search.rivals import following  # noqa: E402
+from mindspeed_fx.passes.sharding.search.search import search  # noqa: E402
+from mindspeed_fx.passes.sharding.search.solve import Program  # noqa: E402
+from mindspeed_fx.passes.sharding.search.trace import trace  # noqa: E402
+from mindspeed_fx.passes.sharding.simulate import simulate  # noqa: E402
+
+GiB = 2**30
+HW = hardware("ascend910b2")
+
+
+def large(layers=8, batch=8, seq=4096, **sizes):
+    """A Llama of useful width on the meta device, with its batch; modules are called as in the small one."""
+    with torch.device("meta"):
+        model = Llama(layers, **{"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32768, **sizes}).bfloat16()
+        return model, (torch.zeros(batch, seq, dtype=torch.long), torch.zeros(batch, seq, dtype=torch.long))
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return trace(*large(), {})
+
+
+def small_agrees(plan, mesh):
+    """Runs ``plan`` for every rank on a small model of the same modules; compares it with one device."""
+    model, (ids, labels) = Llama(layers=2).double(), (torch.randint(0, 64, (4, 16)) for _ in range(2))
+    loss = model(ids, labels)
+    loss.backward()
+    result = simulate(model, mesh, plan, ids, labels)
+    assert (result.outputs[0] - loss).abs() <= 1e-10 * loss.abs()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    assert result.gradients.keys() == gradients.keys()
+    for name, g in gradients.items():
+        assert g.abs().max() > 0 and (result.gradients[name] - g).abs().max() <= 1e-10 * g.abs().max(), name
+    return result
+
+
+# --------------------------------------------------------------------------- what the search sees
+
+
+def test_axes_follow_reshapes():
+    axes = Axes()
+    b, s, h = axes.new(4), axes.new(6), axes.new(32)
+    heads = axes.reshape([b, s, h], (4, 6, 8, 4))
+    assert axes.atoms(h) == axes.atoms(heads[2]) + axes.atoms(heads[3])
+    flat = axes.reshape(heads, (24, 32))
+    assert axes.atoms(flat[0]) == axes.atoms(b) + axes.atoms(s) and axes.atoms(flat[1]) == axes.atoms(h)
+    weight = axes.new(32)
+    assert axes.unify(weight, flat[1]) and axes.atoms(weight) == axes.atoms(h), "a whole dimension takes on the parts of the other"
+    assert not axes.unify(axes.new(6), axes.new(4))
+    assert axes.extent(axes.reshape([axes.new(6)], (4,))[0]) == 4, "what does not fit is a dimension of its own"
+
+
+def test_two_of_each_kind_of_layer_are_traced(problem):
+    assert len(problem.runs) == 1 and len(problem.runs[0]) == 8
+    deep = trace(*large(layers=80), {})
+    assert len(deep.nodes) == len(problem.nodes) and len(deep.edges) == len(problem.edges)
+    whole = trace(*large(layers=2), {})
+    assert not whole.runs and len([n for n in problem.nodes if n.run == 0]) * 2 + len([n for n in problem.nodes if n.run < 0]) == len(whole.nodes)
+
+
+def test_layers_that_differ_are_kinds_of_their_own():
+    model, _ = large(layers=6)
+    model.layers[2].mlp.gate_proj = nn.Linear(4096, 14336, bias=True, device="meta")
+    assert [w for w, _ in repetition(model).runs] == [[f"layers.{i}" for i in (3, 4, 5)]]
+    for i, layer in enumerate(model.layers):
+        layer.layer_idx = i
+    found = repetition(model)
+    assert [len(w) for w, _ in found.runs] == [3] and any("layer_idx" in n for n in found.notes)
+    assert found.whole_name("layers.3.mlp.up_proj") == "layers.3.mlp.up_proj" and found.whole_name("layers.2.norm1") == "layers.2.norm1" and len(model.layers) == 6
+
+
+class ByNumber(Llama):
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for i in range(4):
+            x = x + self.layers[i].mlp(self.layers[i].norm1(x))
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def test_a_model_that_counts_its_layers_is_traced_whole():
+    model, args = ByNumber(layers=4), (torch.zeros(2, 8, dtype=torch.long),) * 2
+    found = trace(model, (args[0], args[1].clone()), {})
+    assert not found.runs and any("every layer was traced" in n for n in found.notes)
+    assert {n.module.split(".")[1] for n in found.nodes if n.module.startswith("layers.")} == {"0", "1", "2", "3"}
+
+
+def test_meshes_divide_evenly():
+    found = list(meshes(8, batch=4, sequence=6, layers=3, experts=0, fixed={}))
+    assert all(pp * dp * cp * ep * tp == 8 and 4 % (dp * ep) == 0 and 6 % cp == 0 and pp <= 3 and ep == 1 for pp, dp, cp, ep, tp in found)
+    assert (1, 4, 2, 1, 1) in found and (2, 4, 1, 1, 1) in found and len(found) == len(set(found))
+
+
+# --------------------------------------------------------------------------- the best choice
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 4096, bias=False), nn.Linear(4096, 1024, bias=False)
+
+    def forward(self, x):
+        return self.down(nn.functional.relu(self.up(x))).sum()
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(dp=2, tp=4, zero="zero2"), Layout(tp=8, recompute="selective")])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_no_choice_is_better(layout, batch):
+    """Every combination of every operator's strategies, one by one."""
+    with torch.device("meta"):
+        made = trace(Pair(), (torch.zeros(batch * layout.dp, 512, 1024),), {})
+    program = Program(Prices(made, HW), layout, 1e15)
+    program.priced()
+    best = float("inf")
+    for chosen in itertools.product(*(range(len(program.choices[n])) for n in program.nodes)):
+        try:
+            best = min(best, program.evaluate(dict(zip(program.nodes, chosen)), 0.0).seconds)
+        except AssertionError:  # a value that cannot go where it is wanted
+            continue
+    relaxed = program.solve()[0]
+    bound, chosen = program.solve(integral=True)
+    assert relaxed <= best * (1 + 1e-9) and bound <= best * (1 + 1e-9)
+    assert program.evaluate(chosen, bound).seconds == pytest.approx(best, rel=2e-4)
+
+
+def test_megatrons_pattern_is_recovered_where_it_is_best():
+    """One sequence on eight neighbours: columns, rows, the sequence divided in between."""
+    model, args = large(batch=1)
+    plan = mindspeed_fx.plan(model, args, mesh={"tp": 8}, hardware="ascend910b2")
+    expert = named("tp_sp", model)
+    assert plan.gap < 1e-6 and plan.row()["sp"]
+    for name, placed in expert.parameters.items():
+        if name.startswith("layers.0."):
+            assert plan.parameters[name.replace("layers.0.", "layers.*.")] == placed
+    edges = {name.replace("layers.*.", "layers.0."): edge for name, edge in plan.modules.items()}
+    assert {n: e for n, e in edges.items() if n.startswith("layers.")} == {n: e for n, e in expert.modules.items() if n.startswith("layers.0.")}
+    assert plan.seconds <= plan.price(expert).seconds * (1 + 1e-6)
+    words = [(c["module"], c["forward"], c["backward"]) for c in plan.collectives() if c["module"].startswith("layers.0.")]
+    assert sorted(words) == [
+        ("layers.0.attention.o_proj", "reduce_scatter", "all_gather"), ("layers.0.mlp.down_proj", "reduce_scatter", "all_gather"),
+        ("layers.0.norm1", "all_gather", "reduce_scatter"), ("layers.0.norm2", "all_gather", "reduce_scatter"),
+    ]  # fmt: skip
+    result = small_agrees(plan, {"tp": 4})
+    assert result.forward["reduce_scatter_tensor"] == 4 and result.forward["all_gather_into_tensor"] == 5
+    assert "chosen" in plan.explain("layers.3.attention.q_proj", [torch.distributed.tensor.Shard(0)])
+    assert "loses" in plan.explain("layers.3.attention.q_proj.weight", "S(1)") and "collectives +" in plan.explain("layers.3.attention.q_proj", "S(1)")
+    assert "tp=8 -> tp: " in (text := plan.diff(named("tp", model))) and "loses" in text and '+++ tp' in text
+    with pytest.raises(ShardingError, match='did you mean "layers.3.attention.q_proj'):
+        plan.explain("layers.3.attention.q_prj")
+
+
+@pytest.mark.parametrize("mesh,batch,seq", [
+    ({"cp": 2, "tp": 2}, 1, 8192),
+    pytest.param({"dp": 2, "tp": 4}, 4, 4096, marks=pytest.mark.slow), pytest.param({"dp": 2, "cp": 2, "tp": 2}, 2, 16384, marks=pytest.mark.slow), pytest.param({"dp": 2, "tp": 2}, 64, 4096, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_found_plans_run_on_all_ranks(mesh, batch, seq):
+    plan = mindspeed_fx.plan(*large(batch=batch, seq=seq), mesh=mesh, hardware="ascend910b2")
+    assert not plan.unsupported and plan.sizes == mesh and set(plan.gather.values()) <= {"zero2", "zero3"}
+    assert Plan.from_dict(plan.as_dict()).as_dict() == plan.as_dict()
+    small_agrees(plan, {k: 2 for k in mesh})
+
+
+def test_no_expert_is_faster(problem):
+    """Megatron TP+SP, FSDP and Ulysses, each at its best degree, under the same model."""
+    model, _ = large()
+    found = search(problem, HW, 8, 50 * GiB, keep=1)
+    assert 0 <= found.gap < 0.01
+    for tp, cp, plan in [(8, 1, "tp_sp"), (4, 1, "tp_sp"), (2, 1, "tp_sp"), (1, 1, None), (1, 8, None), (1, 4, None)]:
+        fixed = {"pp": 1, "ep": 1, "tp": tp, "cp": cp, "dp": 8 // tp // cp}
+        try:
+            expert = search(problem, HW, 8, 50 * GiB, keep=1, fixed=fixed, allowed=following(named(plan, model), problem) if plan else None)
+        except ShardingError as e:
+            assert "fits" in str(e)
+            continue
+        assert found.solutions[0].seconds <= expert.solutions[0].seconds * (1 + 1e-6), (tp, cp, plan)
+
+
+def test_memory_is_a_hard_limit(problem):
+    fixed = {"pp": 1, "cp": 1, "ep": 1}
+    free = search(problem, HW, 8, 1e15, keep=1, fixed=fixed).solutions[0]
+    tight = search(problem, HW, 8, 0.6 * free.memory, keep=1, fixed=fixed).solutions[0]
+    assert tight.memory <= 0.6 * free.memory and tight.seconds > free.seconds
+    with pytest.raises(ShardingError, match="no plan for 8 ascend910b2 fits in 1.0 GiB"):
+        search(problem, HW, 8, GiB, keep=1)
+
+
+# --------------------------------------------------------------------------- strict
+
+
+def test_what_cannot_run_is_refused():
+    plan = mindspeed_fx.plan(*large(batch=4), mesh={"pp": 2, "dp": 2, "tp": 2}, hardware="ascend910b2")
+    assert plan.layout.microbatches == 2 and plan.solution.parts["bubble"] > 0
+    assert "pp=2: pipeline stages are modelled" in plan.unsupported[0]
+    with pytest.raises(ShardingError, match="cannot be executed: pp=2"):
+        simulate(Llama(), {"pp": 2, "dp": 2, "tp": 2}, plan, *(torch.zeros(4, 16, dtype=torch.long),) * 2)
+
+
+@pytest.mark.parametrize("given,says", [
+    ({"devices": 0}, "devices is 0"), ({"mesh": {"tpp": 2}}, 'mesh dimension "tpp" (did you mean "tp"?)'), ({"mesh": {"tp": 2}, "devices": 3}, "devices is 3, and the mesh has 2"),
+    ({"devices": 2, "optimizer": "adan"}, 'did you mean "adam"'), ({"devices": 2, "hardware": "ascend911"}, 'option "hardware"'), ({"devices": 2, "memory": "60GB/s"}, 'option "memory"'),
+])  # fmt: skip
+def test_wrong_words(given, says):
+    with pytest.raises(ValueError) as error:
+        mindspeed_fx.plan(Llama(), (torch.zeros(2, 8, dtype=torch.long),) * 2, **{"hardware": "h100", **given})
+    assert says in str(error.value)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+from test_search import large
+def step():
+    return large(layers=4, batch=2)
+"""
+
+
+def test_command(tmp_path, capsys):
+    import sys
+
+    from mindspeed_fx.cli import main
+
+    (tmp_path / "model.py").write_text(SCRIPT.format(path=sys.path))
+    assert main(["plan", f"{tmp_path}/model.py:step", "--mesh", "dp=2,tp=2", "--save", f"{tmp_path}/plan.yaml", "--html", f"{tmp_path}/plan.html", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    best = made["plans"][0]
+    assert made["modelled"] and best["tp"] == 2 and best["dp"] == 2 and best["seconds"] > best["exposed_seconds"] > 0 and best["bytes"] < made["memory_limit"]
+    assert Plan.load(f"{tmp_path}/plan.yaml").as_dict() == made["plan"]
+    assert "<svg" in (page := (tmp_path / "plan.html").read_text()) and "layers.0.mlp.down_proj" in page
+    assert main(["plan", f"{tmp_path}/model.py:step", "--mesh", "dp2"]) == 2
