@@ -60,7 +60,10 @@ def masked(atten_mask, mode, pre, nxt, sq, skv, device):
         assert mask.shape[-2:] == (sq, skv) and mask.dim() in (2, 4), f"atten_mask is {tuple(mask.shape)}, scores are {sq} x {skv}"
         return mask if mode == 1 else mask | (ahead > nxt) | (ahead < -pre)
     if mode not in (2, 3, 4):
-        raise NotImplementedError(f"sparse_mode {mode} is not emulated")
+        raise NotImplementedError(
+            f"npu fusion attention on CPU: sparse_mode {mode} (prefixes and split varlen) is not emulated, only 0 to 4, which our lowerings call; "
+            "run this call on an NPU, or write its mask out and give it as atten_mask with sparse_mode 1"
+        )
     strict = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
     assert atten_mask.shape == strict.shape and torch.equal(atten_mask.bool(), strict), f"sparse_mode {mode} takes the {COMPRESSED} x {COMPRESSED} strict upper triangle"
     if mode == 2:

@@ -31,7 +31,10 @@ def _only_defaults(weight, reduction, ignore_index, label_smoothing, zloss):
     """What the documentation does not allow in training."""
     changed = weight is not None or label_smoothing != 0.0 or zloss != 0.0 or (reduction == "mean" and ignore_index != -100)
     if changed:
-        raise NotImplementedError("npu_cross_entropy_loss takes default arguments only where gradients are needed")
+        raise NotImplementedError(
+            f"npu_cross_entropy_loss(reduction={reduction!r}, ignore_index={ignore_index}, label_smoothing={label_smoothing}, z-loss scale {zloss}, weight {'given' if weight is not None else None}) has no gradient "
+            "that is documented: in training it allows the defaults alone, and another ignore_index only without mean. Use torch.nn.functional.cross_entropy, which fusion.cross_entropy lowers as far as the kernel goes"
+        )
 
 
 @emulation("npu_cross_entropy_loss", _fake_loss, _setup_loss, _backward_loss)

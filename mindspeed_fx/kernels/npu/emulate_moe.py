@@ -23,11 +23,16 @@ def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=N
     """Products of one x with one weight per group of rows (group_type 0), of one group of columns of x with the rows of
     weight (2), or of each pair (-1), in float32, rounded once. Rows that belong to no group are undefined."""
     if any(v for v in given.values() if v is not None):
-        raise NotImplementedError(f"npu_grouped_matmul with {', '.join(k for k, v in given.items() if v)} is not emulated")
+        raise NotImplementedError(
+            f"npu_grouped_matmul on CPU: {', '.join(k for k, v in given.items() if v is not None)} (quantization, biases, activations) are not emulated, for no lowering gives them; run this call on an NPU, or apply them outside"
+        )
     if group_type == -1:
         return [(a.float() @ w.float()).to(a.dtype) for a, w in zip(x, weight)]
     if split_item not in (2, 3) or len(x) != 1 or len(weight) != 1:
-        raise NotImplementedError("npu_grouped_matmul is emulated for one x, one weight and one result")
+        raise NotImplementedError(
+            f"npu_grouped_matmul on CPU: {len(x)} x, {len(weight)} weights, split_item {split_item} are not emulated, only one x with one weight [groups, k, n] and split_item 2 or 3 (one result); "
+            "stack the weights, or call it with group_type -1 for pairs"
+        )
     (a,), (w,) = x, weight
     assert group_list.dtype == torch.int64, f"npu_grouped_matmul: group_list is {group_list.dtype}"
     ends = (group_list if group_list_type == 0 else group_list.cumsum(0)).tolist()

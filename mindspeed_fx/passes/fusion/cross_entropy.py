@@ -1,6 +1,7 @@
 """Cross-entropy: ``cross_entropy(logits.float(), target)`` becomes ``mindspeed::cross_entropy``.
 
-Matches ``aten.cross_entropy_loss`` and ``nll_loss(log_softmax(x))``, any reduction, ignore index and label smoothing.
+Matches ``aten.cross_entropy_loss`` and ``nll_loss(log_softmax(x))``, any reduction, ignore index and label smoothing, and losses written
+out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.likelihood`).
 The widening cast of 16-bit logits moves into the operator, so that no float32 copy of them exists; the reduction stays
 outside as plain sums. Safe because the operator's formula is the definition, computed in float32.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion.likelihood import Likelihood, likelihoods
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.cross_entropy", "mindspeed::cross_entropy"
@@ -38,8 +41,32 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
         if reason is None:
             reason = match.substitute(gm, node, _insert(gm, node, logits))
         (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
+    for found in likelihoods(gm):
+        if isinstance(found, Likelihood):
+            reason = _written_out(gm, found)
+            node, region = found.root, found.region
+        else:
+            node, reason = found
+        (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
     match.finish(gm)
     return report
+
+
+def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
+    """The operator in the place of a loss per token that is written out; the reason when not."""
+    root, target, classes = found.root, found.target, match.value(found.logits).shape[-1]
+    if match.value(root).dtype.itemsize > accumulation_dtype(match.value(found.logits).dtype).itemsize:
+        return f"the loss of {match.value(found.logits).dtype} logits is computed in {match.value(root).dtype}"
+    if reason := match.unsafe(found.region, [found.logits, target]):
+        return reason
+    logits = found.logits if match.value(found.logits).dim() == 2 else match.insert(gm, root, aten.reshape.default, (found.logits, [-1, classes]))
+    target = target if match.value(target).dim() == 1 else match.insert(gm, root, aten.reshape.default, (target, [-1]))
+    both = match.insert(gm, root, torch.ops.mindspeed.cross_entropy.default, (_narrow(gm, root, logits), target, -100, found.smoothing))
+    loss = match.insert(gm, root, match.operator.getitem, (both, 0))
+    loss = loss if found.factor == 1.0 else match.insert(gm, root, aten.mul.Tensor, (loss, found.factor))
+    if match.value(loss).shape != match.value(root).shape:
+        loss = match.insert(gm, root, aten.reshape.default, (loss, list(match.value(root).shape)))
+    return match.substitute(gm, root, loss)
 
 
 def _unsupported(node: fx.Node, logits: fx.Node) -> str | None:

@@ -90,7 +90,10 @@ def linear_cross_entropy(hidden: DTensor, weight: DTensor, bias: DTensor | None,
             logits = softcap * torch.tanh(logits / softcap)
         losses, lse = cross_entropy(logits, target, ignore_index, label_smoothing)
         if z_loss:
-            raise NotImplementedError("a z-loss with a divided vocabulary")
+            raise NotImplementedError(
+                f"a z-loss of {z_loss} on a vocabulary divided over {[weight.device_mesh.size(i) for i in divided(weight, 0)]} ranks: its gradient needs the whole log-sum-exp's, which the divided loss does not pass on; "
+                "keep the head whole in the plan, or leave the z-loss out"
+            )
         if reduction == "none":
             return losses
         total = losses.sum()

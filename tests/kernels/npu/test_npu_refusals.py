@@ -114,3 +114,20 @@ def test_without_an_operator_that_it_needs(monkeypatch):
     monkeypatch.setattr(npu.emulate, "present", lambda: False)
     monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: name)
     assert npu._missing(("npu_rms_norm",)) == "torch_npu is installed but not imported"
+
+
+def test_what_is_not_emulated_says_why_and_what_to_do():
+    from mindspeed_fx.kernels.npu import emulate
+
+    emulate.define()
+    npu, q, mask = torch.ops.npu, torch.randn(1, 2, 4, 8), torch.ones(2048, 2048, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match="sparse_mode 5 .*give it as atten_mask with sparse_mode 1"):
+        npu.npu_fusion_attention_v3(q, q, q, 2, "BNSD", atten_mask=mask, sparse_mode=5)
+    logits = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="label_smoothing=0.1.*torch.nn.functional.cross_entropy"):
+        npu.npu_cross_entropy_loss(logits, torch.zeros(4, dtype=torch.int64), label_smoothing=0.1)
+    x, weights, ends = torch.randn(4, 8), [torch.randn(8, 8)] * 2, torch.tensor([2, 4])
+    with pytest.raises(NotImplementedError, match="act_type .*apply them outside"):
+        npu.npu_grouped_matmul([x], [torch.stack(weights)], group_list=ends, split_item=3, group_type=0, act_type=1)
+    with pytest.raises(NotImplementedError, match="1 x, 2 weights, split_item 0.*stack the weights"):
+        npu.npu_grouped_matmul([x], weights, group_list=ends, split_item=0, group_type=0)

@@ -58,3 +58,65 @@ def test_all_ignored_mean_is_nan_as_in_torch():
 
 def test_other_losses_are_left():
     assert explain(lambda x: F.nll_loss(x, TARGET), logits()).counts[NAME] == 0
+
+
+def _gathered(x, target, a, b, keep, total, minus):
+    """a * (log-probability of the target) + b * (mean of all), in one of its spellings."""
+    probs = x.log_softmax(-1)
+    one, all_ = probs.gather(-1, target.unsqueeze(-1)), (probs.sum(-1, keepdim=True) / x.shape[-1] if total else probs.mean(-1, keepdim=True))
+    if not keep:
+        one, all_ = one.squeeze(-1), all_.squeeze(-1)
+    return a * one - (-b * all_) if minus else b * all_ + one * a
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.sampled_from([0.1, 0.3]), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(5,), (2, 3)]), st.booleans())
+def test_label_smoothing_written_out(smoothing, keep, total, minus, shape, bare):
+    torch._dynamo.reset()
+    target = torch.randint(0, 7, shape)
+
+    def f(x):
+        if bare:
+            return -x.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        return -_gathered(x, target, 1 - smoothing, smoothing, keep, total, minus)
+
+    report = function_agrees(f, torch.randn(*shape, 7, dtype=torch.double, requires_grad=True))
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+ROWS = torch.tensor([0, 3, 1, 6, 2])
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: -x.log_softmax(-1)[torch.arange(5), ROWS].mean(),
+    lambda x: (x.logsumexp(-1) - x.gather(1, ROWS.view(-1, 1)).squeeze(1)).mean(),
+    lambda x: (x.gather(-1, ROWS[:, None]) - torch.logsumexp(x, -1, keepdim=True)).sum(),
+    lambda x: (lambda p: 2 * (0.9 * -p.gather(1, ROWS[:, None])[:, 0] - p.sum(1) * (0.1 / 7)).mean())(x.log_softmax(1)),
+])  # fmt: skip
+def test_picked_log_probabilities(f):
+    report = function_agrees(f, logits())
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+def test_picked_from_bfloat16_reads_no_float32_copy():
+    def f(x):
+        return -x.float().log_softmax(-1).gather(-1, ROWS[:, None]).mean()
+
+    report = function_agrees(f, torch.randn(5, 7).bfloat16().requires_grad_(), tolerance=2e-2)
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts[NAME] == 1 and "f32[5, 7]" not in run.after
+
+
+@pytest.mark.parametrize("f, reason", [
+    (lambda p, z: (p.gather(-1, ROWS[:, None]) + p.exp()).sum(), "also read by exp"),
+    (lambda p, z: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).sum(), "do not meet in a weighted sum per token"),
+    (lambda p, z: (2 * p.gather(-1, ROWS[:, None])[:, 0] - p.mean(-1)).sum(), "are no label smoothing"),
+    (lambda p, z: (p.gather(-1, ROWS[:, None]) * p.gather(-1, 6 - ROWS[:, None])).sum(), "2 different"),
+    (lambda p, z: (z - p.gather(-1, ROWS[:, None])[:, 0] + z**2).sum(), "z-loss"),
+])  # fmt: skip
+def test_written_out_but_not_fused(f, reason):
+    def whole(x):
+        return f(x if reason == "z-loss" else x.log_softmax(-1), x.logsumexp(-1))
+
+    report = function_agrees(whole, logits())
+    assert report.counts.get(NAME, 0) == 0 and reason in report.skipped(NAME)[0].reason, report.skipped(NAME)
