@@ -23,7 +23,7 @@ from mindspeed_fx.kernels.npu.schemas import SCHEMAS, TORCH_NPU
 
 log = logging.getLogger("mindspeed_fx")
 
-FAMILIES = ("norm", "glu", "activation", "attention", "loss", "moe")
+FAMILIES = ("norm", "glu", "activation", "attention", "loss", "moe", "softmax")
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,16 @@ def moe_cases(dtype):
             yield f"moe_unpermute_backward-{name}", ops.moe_unpermute_backward, (torch.randn_like(out), permuted, order, probs, k), "npu_moe_token_unpermute_grad_v2"
 
 
-FAMILIES = {"norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases}
+def softmax_cases(dtype):
+    x, grad = normal(2, 4, 32, 64, dtype=dtype), normal(2, 4, 32, 64, dtype=dtype)
+    for name, mask in {"rows": torch.rand(2, 1, 32, 64) < 0.3, "all": torch.rand(2, 4, 32, 64) < 0.3, "causal": torch.ones(1, 1, 32, 64, dtype=torch.bool).triu(1)}.items():
+        mask[..., 0] = False
+        yield f"scaled_masked_softmax-{name}", ops.scaled_masked_softmax, (x, mask, 0.3), "npu_scaled_masked_softmax"
+        y = ops.scaled_masked_softmax(x, mask, 0.3)
+        yield f"scaled_masked_softmax_backward-{name}", ops.scaled_masked_softmax_backward, (grad, y, mask, 0.3), "npu_scaled_masked_softmax_backward"
+
+
+FAMILIES = {"norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases, "softmax": softmax_cases}
 
 
 def cases(family, dtype):

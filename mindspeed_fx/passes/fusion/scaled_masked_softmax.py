@@ -1,0 +1,107 @@
+"""Softmax of scaled and masked scores that ``fusion.attention`` left: ``mindspeed::scaled_masked_softmax``.
+
+For attention whose weights must exist, because the model returns or drops them in a way that no attention kernel has. On npu alone: elsewhere
+generated code makes one kernel of it as it is. Matched from the softmax inward over casts, one boolean mask with a value of -10000 or less, and
+scales; a cast back to the type of the scores belongs to it. Safe because exp(-10000) is zero next to an ordinary score; rows that are masked
+whole differ only where the model used minus infinity, which makes them NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.kernels.scaled_masked_softmax import scaled_masked_softmax as operator
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import mask, match
+from mindspeed_fx.passes.fusion.match import aten
+
+NAME, OPERATOR = "fusion.scaled_masked_softmax", "mindspeed::scaled_masked_softmax"
+
+
+class Scores(NamedTuple):
+    """What stands before the softmax: ``mask(scale * x)``."""
+
+    x: fx.Node
+    mask: fx.Node
+    masked: bool
+    """True where ``mask`` is True: masked; else where it is False."""
+    scale: float
+    region: list[fx.Node]
+
+
+@register(NAME, stage="captured", level=1, after=("plain functions",))
+def scaled_masked_softmax(gm: fx.GraphModule, context: Context) -> PassReport:
+    """The softmax of attention weights that are needed, its scale and its mask become one kernel."""
+    report = PassReport(NAME)
+    for node in calls(gm, aten.softmax.int, aten._softmax.default, aten._safe_softmax.default):
+        found = _scores(node)
+        if found is None:
+            continue
+        if context.options.target != "npu" and NAME not in context.options.enable:
+            reason = f'one kernel already where code is generated, and no kernel on {context.options.target}; put "{NAME}" in enable to fuse all the same'
+        else:
+            reason = _rewrite(gm, report, node, found, context.options.target)
+        if reason:
+            report.skipped.append(skip(OPERATOR, node, reason))
+    match.finish(gm)
+    return report
+
+
+def _scores(node: fx.Node) -> Scores | None:
+    """The masked scores behind a softmax over the last of four dimensions."""
+    value = match.value(node)
+    if value.dim() != 4 or node.args[1] % 4 != 3 or not match.is_float(node.args[0]):
+        return None
+    n, region = node.args[0], [node]
+    while match.is_call(n, aten.to.dtype) and match.is_float(n.args[0]):
+        region.append(n)
+        n = n.args[0]
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _blocks(n.args[2]):
+        inner, given, masked = n.args[0], n.args[1], True
+    elif match.is_call(n, aten.where.self, aten.where.ScalarOther) and _blocks(n.args[2]) and isinstance(n.args[1], fx.Node):
+        inner, given, masked = n.args[1], n.args[0], False
+    else:
+        return None
+    region.append(n)
+    x, scale = match.unscale(match.uncast(inner))
+    x = match.uncast(x)
+    walk = inner
+    while walk is not x:
+        region.append(walk)
+        walk = next(a for a in walk.args if isinstance(a, fx.Node) and match.number(a) is None)
+    return Scores(x, given, masked, float(scale), region)
+
+
+def _blocks(fill: Any) -> bool:
+    number = match.number(fill) if match.number(fill) is not None else mask.meaning(fill)
+    return isinstance(number, (int, float)) and number <= mask.BLOCKED
+
+
+def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Scores, target: str) -> str | None:
+    x, narrow = found.x, match.value(found.x).dtype
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    root = user if match.is_call(user, aten.to.dtype) and match.value(user).dtype == narrow else node
+    if match.value(x).shape != match.value(node).shape:
+        return "the mask widens the scores"
+    if match.value(found.mask).dtype != torch.bool:
+        return f"the mask is {match.value(found.mask).dtype}, not boolean".replace("torch.", "")
+    region = [*found.region, *([root] if root is not node else [])]
+    if reason := match.unsafe(region, [x, found.mask]):
+        return reason
+    given = found.mask
+    if match.value(root).dtype != narrow:
+        x = match.insert(gm, root, aten.to.dtype, (x, match.value(root).dtype))
+    while match.value(given).dim() < 4:
+        given = match.insert(gm, root, aten.unsqueeze.default, (given, 0))
+    given = given if found.masked else match.insert(gm, root, aten.logical_not.default, (given,))
+    if target == "npu":
+        kernel, reasons = operator.choose("npu", (match.value(x), match.value(given), found.scale), {})
+        if kernel is None:
+            return "; ".join(reasons)
+    reason = match.substitute(gm, root, match.insert(gm, root, operator.overload, (x, given, found.scale)))
+    if reason is None:
+        report.rewrites.append(site(OPERATOR, root, region))
+    return reason
