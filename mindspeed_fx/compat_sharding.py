@@ -21,6 +21,11 @@ def placement(way: Any) -> Placement:
     return {REPLICATED: Replicate(), PARTIAL: Partial()}[way] if isinstance(way, str) else Shard(int(way))
 
 
+def is_strided(way: Placement) -> bool:
+    """True for a part that is several pieces of its dimension: what a divided dimension becomes where it is flattened behind another."""
+    return isinstance(way, _StridedShard)
+
+
 def register_ways(overload: torch._ops.OpOverload, rule: Callable[[Sequence[Any], dict], list[tuple[list, list]]]) -> None:
     """Register a sharding rule with DTensor.
 
@@ -63,7 +68,7 @@ def _spelled(rows: list[tuple[list, list]], schema: Any) -> list[list[Placement]
     for results, inputs in rows:
         for given, p in zip(schema.args_strategy + schema.kwargs_strategy, inputs):
             for own in given.strategies[0].output_spec.placements:
-                if isinstance(own, _StridedShard) and p == own.dim and not any(isinstance(q, Even) for q in results + inputs):
+                if is_strided(own) and p == own.dim and not any(isinstance(q, Even) for q in results + inputs):
                     strided.append([placement(q) if isinstance(q, str) else _StridedShard(int(q), split_factor=own.split_factor) for q in results + inputs])
     return strided + [[placement(p) for p in results + inputs] for results, inputs in rows]
 
@@ -144,3 +149,24 @@ def on_every_rank(x: torch.Tensor) -> torch.Tensor:
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
     return LocalTensor({rank: x for rank in local_tensor_mode().ranks})
+
+
+def by_coordinate(mesh: Any, dim: int, value: Callable[[int], int]) -> Any:
+    """``value(place along mesh dimension dim)``: an integer, or under LocalTensorMode one that has a value for every rank."""
+    from torch.distributed._local_tensor import LocalIntNode, local_tensor_mode
+
+    if local_tensor_mode() is None:
+        return value(mesh.get_local_rank(dim))
+    places = {int(rank): place for place, plane in enumerate(mesh.mesh.movedim(dim, 0)) for rank in plane.flatten().tolist()}
+    values = {rank: value(place) for rank, place in places.items()}
+    return torch.SymInt(LocalIntNode(values)) if len(set(values.values())) > 1 else next(iter(values.values()))
+
+
+def all_to_all(x: torch.Tensor, receives: list[int], sends: list[int], mesh: Any, dim: int) -> torch.Tensor:
+    """Rows of ``x`` to the ranks along mesh dimension ``dim``; to be :func:`waited` for."""
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receives, sends, mesh.get_group(dim).group_name)
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, when it is there."""
+    return torch.ops._c10d_functional.wait_tensor(x)

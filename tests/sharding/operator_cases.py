@@ -80,6 +80,8 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     kept = torch.rand(b, n, s, s) < 0.7
     yield ops.attention_dropout(q, k, v, kept, 0.3, 2, 1.5, 0.3)[0] ** 2
     yield ops.attention_dropout(q, k, v, kept, 0.3, 0, 0.0, 0.3)[0] ** 2
+    out, lse = ops.attention(q.detach(), k.detach(), v.detach(), None, False, 0.3)
+    ops.ring_attention_update(out, lse, torch.randn_like(out), torch.randn_like(lse))
     out, lse = ops.attention_blocked(q.detach(), k.detach(), v.detach(), 0.3)
     ops.attention_blocked_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3)
     out, lse = ops.attention_blocked(q.detach(), k.detach(), v.detach(), 0.3, 0, 0.0, kept, 0.3)

@@ -42,6 +42,8 @@ COUNTS = {
     "ulysses": ({"cp": 2}, {"shard_dim_alltoall": 4 * LAYERS, "all_reduce": 2}, {"shard_dim_alltoall": 4 * LAYERS, "all_reduce": PARAMETERS + 1}),
     # Keys and values are gathered, their gradients scattered.
     "kv_allgather": ({"cp": 2}, {"all_gather_into_tensor": 2 * LAYERS, "all_reduce": 2}, {"reduce_scatter_tensor": 2 * LAYERS, "all_reduce": PARAMETERS + 1}),
+    # Keys and values once round, less one; to chunks that balance and back. In the backward their gradients go round too, one step more.
+    "ring": ({"cp": 4}, {"all_to_all_single": (3 + 2) * LAYERS, "all_reduce": 2}, {"all_to_all_single": (3 + 4 + 2) * LAYERS, "all_reduce": PARAMETERS + 1}),
     "zero1": ({"dp": 2}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"all_reduce": PARAMETERS + 1}),
     "zero2": ({"dp": 4}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"reduce_scatter_tensor": PARAMETERS, "all_reduce": 1}),
 }
@@ -58,7 +60,7 @@ def test_plan_equals_one_device_with_the_fewest_collectives(plan):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan,mesh", [
     ("zero3+tp_sp", {"dp": 2, "tp": 2}), ("zero2+ulysses", {"dp": 2, "cp": 2}), ("ulysses+tp", {"cp": 2, "tp": 2}), ("zero1+kv_allgather+tp", {"dp": 2, "cp": 2, "tp": 2}),
-    ("tp_2d", {"tp_x": 2, "tp_y": 2}), ("zero3+tp_2d", {"dp": 2, "tp_x": 2, "tp_y": 2}), ("tp_sp", {"tp": 1}), ("ulysses", {"cp": 4}),
+    ("tp_2d", {"tp_x": 2, "tp_y": 2}), ("zero3+tp_2d", {"dp": 2, "tp_x": 2, "tp_y": 2}), ("tp_sp", {"tp": 1}), ("ulysses", {"cp": 4}), ("ring", {"cp": 2}), ("ring", {"cp": 1}), ("zero2+ring+tp", {"dp": 2, "cp": 2, "tp": 2}), ("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
 ])  # fmt: skip
 def test_combinations(plan, mesh):
     checked(Llama().double(), mesh, plan, *batch())

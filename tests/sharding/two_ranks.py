@@ -57,15 +57,15 @@ def trains_alike(dim, plan, checkpointed=False, tolerance=1e-10, **options):
 
 
 def plans():
-    for dim, plan in (("tp", "tp"), ("tp", "tp_sp"), ("cp", "ulysses"), ("dp", "zero1"), ("dp", "zero2"), ("dp", "zero3")):
+    for dim, plan in (("tp", "tp"), ("tp", "tp_sp"), ("cp", "ulysses"), ("cp", "ring"), ("dp", "zero1"), ("dp", "zero2"), ("dp", "zero3")):
         trains_alike(dim, plan)
     trains_alike("tp", "tp_sp", checkpointed=True)
 
 
 def generated_code():
     """Inductor's code for the local program; caches are off, and the options that are in force say so."""
-    for plan, settings in (("tp", {}), ("tp_sp", {"level": 1}), ("tp_sp", {"disable": ["fusion.*"]})):
-        trains_alike("tp", plan, codegen="inductor", **settings)
+    for dim, plan, settings in (("tp", "tp", {}), ("tp", "tp_sp", {"level": 1}), ("cp", "ring", {})):
+        trains_alike(dim, plan, codegen="inductor", **settings)
     report = mindspeed_fx.explain(compiled(whole_model(), "tp", "tp")[0], *batch(), options={"codegen": "inductor"})
     assert report.effective_options["codegen"] == "inductor" and report.effective_options["caches"].startswith("off: the model is parallelized")
 

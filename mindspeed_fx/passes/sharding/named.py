@@ -24,7 +24,7 @@ def named(name: str, model: nn.Module) -> Plan:
     """The plan ``name`` for ``model``, or several joined by "+", outermost mesh dimension first ("zero3+tp_sp").
 
     Mesh dimensions are "dp" for zero1, zero2 and zero3, "tp" for tp and tp_sp, "tp_x" and "tp_y" for tp_2d, "cp" for
-    ulysses and kv_allgather.
+    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid.
 
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
@@ -108,6 +108,24 @@ def kv_allgather(model: nn.Module, beside: Plan | None = None, dim: str = "cp") 
     return Plan("kv_allgather", (dim,), inputs={"*": {dim: "S(1)"}}, operators={ATTENTION: Boundary(arguments=placed, output={dim: "S(2)"})})
 
 
+def ring(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
+    """The sequence is divided everywhere; in attention keys and values pass from rank to rank (:mod:`ring`).
+
+    Source: Liu et al. 2023, "Ring Attention".
+    """
+    divided = {a: {dim: "S(2)"} for a in QKV}
+    return Plan("ring", (dim,), inputs={"*": {dim: "S(1)"}}, operators={ATTENTION: Boundary(arguments=divided, output={dim: "S(2)"})})
+
+
+def hybrid(model: nn.Module, beside: Plan | None = None, outer: str = "cp_ring", inner: str = "cp_ulysses") -> Plan:
+    """Ulysses inside a ring: the sequence is divided over both; attention has heads divided over ``inner``, a ring over ``outer``.
+
+    Source: Fang and Zhao 2024, "USP"; MindSpeed's hybrid_cp_algo.
+    """
+    placed = {a: {outer: "S(2)", inner: "S(1)"} for a in QKV}
+    return Plan("hybrid", (outer, inner), inputs={"*": {outer: "S(1)", inner: "S(1)"}}, operators={ATTENTION: Boundary(arguments=placed, output={outer: "S(2)", inner: "S(2)"})})
+
+
 def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
     """ZeRO over a data dimension: the batch is divided, and so is every parameter with its gradient and optimizer state.
 
@@ -132,7 +150,7 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
 
 
 NAMED: dict[str, Callable[..., Plan]] = {
-    "tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d, "ulysses": ulysses, "kv_allgather": kv_allgather,
+    "tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d, "ulysses": ulysses, "kv_allgather": kv_allgather, "ring": ring, "hybrid": hybrid,
     "zero1": zero("zero1"), "zero2": zero("zero2"), "zero3": zero("zero3"),
 }  # fmt: skip
 

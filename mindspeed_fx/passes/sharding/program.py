@@ -20,7 +20,7 @@ from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding import rows, vocabulary
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
-from mindspeed_fx.passes.sharding.redistribute import redistribute
+from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
 from mindspeed_fx.report.source import source_line
 
 aten = torch.ops.aten
@@ -110,6 +110,8 @@ class _Planned(fx.Interpreter):
 
 HANDLERS: dict[Any, Callable] = {
     aten.linear.default: rows.linear,
+    aten.view.default: reshape,
+    aten.reshape.default: reshape,
     torch.ops.mindspeed.rms_norm.default: rows.rms_norm,
     torch.ops.mindspeed.add_rms_norm.default: rows.add_rms_norm,
     aten.matmul.default: rows.matmul,

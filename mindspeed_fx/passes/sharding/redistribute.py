@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from mindspeed_fx import compat_sharding
 from mindspeed_fx.passes.sharding.plan import ShardingError, parse_placement
 
 
@@ -50,6 +51,27 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
         return _stored_alike(grad.redistribute(placements=ctx.placements)), None
+
+
+def reshape(x: DTensor, shape: list[int]) -> DTensor:
+    """``aten.view`` and ``aten.reshape``. A dimension that is divided over several mesh dimensions and flattened with others is one
+    that DTensor (2.13) cannot part again in the backward; the parts of one rank can be."""
+    y = x.reshape(shape)
+    return _Reshape.apply(x, tuple(shape)) if sum(map(compat_sharding.is_strided, y.placements)) > 1 else y
+
+
+class _Reshape(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, shape: tuple[int, ...]) -> DTensor:
+        y = x.reshape(shape)
+        ctx.x, ctx.placements, ctx.local = (x.placements, x.shape, x.stride()), y.placements, x.to_local().shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+        placements, shape, stride = ctx.x
+        local = grad.redistribute(placements=ctx.placements).to_local().reshape(ctx.local)
+        return DTensor.from_local(local, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None
 
 
 def _stored_alike(x: DTensor) -> DTensor:

@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.passes.sharding import ring
+from mindspeed_fx.passes.sharding.plan import ShardingError
 
 aten = torch.ops.aten
 
@@ -66,7 +68,13 @@ def dropout(x: DTensor, p: float, train: bool) -> DTensor:
 
 
 def attention(q: DTensor, k: DTensor, v: DTensor, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None) -> Any:
-    """``mindspeed::attention``. Where only the queries are divided, causal means a mask of this rank's rows."""
+    """``mindspeed::attention``. Where the sequences of all three are divided, keys and values go round; where only the queries
+    are, causal means a mask of this rank's rows."""
+    if (dim := ring.over(q, k, v)) is not None:
+        if mask is not None or window or sinks is not None:
+            what = "a mask" if mask is not None else "a sliding window" if window else "sinks"
+            raise ShardingError(f'ring attention with {what} is not built; plan "kv_allgather" or "ulysses" takes it')
+        return ring.attention(q, k, v, dim, causal, scale, softcap), None  # no pass reads the log-sum-exp, which would have to be sent back too
     if causal and _queries_divided(q, k):
         mask, causal, window = _rows_of_causal(q, k, mask, window), False, 0
     return torch.ops.mindspeed.attention(q, k, v, mask, causal, scale, window, softcap, sinks)

@@ -1,0 +1,204 @@
+"""Ring attention: queries, keys and values divided by sequence; keys and values pass from rank to rank while attention is computed.
+
+Source: Liu et al. 2023, "Ring Attention"; the balance is Megatron's zig-zag: the sequence is cut into two chunks per rank, and
+while it is in attention, rank r of n works on chunks r and 2n-1-r. After its own keys a rank then computes two blocks of a chunk
+by a chunk with the keys of every other rank: the same number of scores on every rank in every step, and no mask. Elsewhere the sequence stays divided in order, so that nothing else of the model needs to know.
+
+The next keys and values are sent before this step's attention, and waited for after it. The backward sends them round again,
+and the gradients of keys and values with them, a step behind; what it needs besides is the log-sum-exp over all keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from mindspeed_fx import compat_sharding
+from mindspeed_fx.kernels.attention import stored_bsnd
+from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.passes.sharding.plan import ShardingError
+
+ops = torch.ops.mindspeed
+
+
+def over(q: DTensor, k: DTensor, v: DTensor) -> int | None:
+    """The mesh dimension over which the sequences of q, k and v [batch, heads, sequence, dim] are divided; None: they are not.
+
+    Raises:
+        ShardingError: over several, as if one ring went through two mesh dimensions.
+    """
+    found = [i for i, placed in enumerate(zip(q.placements, k.placements, v.placements)) if all(p == Shard(2) for p in placed) and q.device_mesh.size(i) > 1]
+    if len(found) > 1:
+        names = q.device_mesh.mesh_dim_names
+        raise ShardingError(f"ring attention goes round one mesh dimension, and the sequence is divided over {', '.join(names[i] for i in found)}")
+    return found[0] if found else None
+
+
+def attention(q: DTensor, k: DTensor, v: DTensor, dim: int, causal: bool, scale: float, softcap: float = 0.0) -> DTensor:
+    """The result of ``mindspeed::attention`` without a mask, the sequences of all three divided over mesh dimension ``dim``.
+
+    Raises:
+        ShardingError: queries and keys of different lengths, or causal and a rank's part of odd length.
+    """
+    size = q.shape[2]
+    if k.shape[2] != size:
+        raise ShardingError(f"ring attention needs as many queries as keys; here {size} and {k.shape[2]}")
+    ranks = q.device_mesh.size(dim)
+    if causal and size % (2 * ranks):
+        raise ShardingError(f"causal ring attention cuts the sequence into two chunks per rank; {size} elements do not divide into {2 * ranks}")
+    ring = Ring(q.device_mesh, dim, ranks, causal, scale, softcap)
+    # Heads that are divided where their shared keys are not: each rank's gradient of the keys is of its own heads.
+    gradient = [[Partial() if p.is_replicate() and mine.is_shard() else p for p, mine in zip(x.placements, q.placements)] for x in (k, v)]
+    out = _Ring.apply(q.to_local(), *(x.to_local(grad_placements=g) for x, g in zip((k, v), gradient)), ring)
+    b, n, s, _ = q.shape
+    stored = torch.empty((b, s, n, v.shape[3]), device="meta").transpose(1, 2)  # as mindspeed::attention stores its result
+    return DTensor.from_local(stored_bsnd(out), q.device_mesh, q.placements, run_check=False, shape=stored.shape, stride=stored.stride())
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Who sends what to whom."""
+
+    mesh: Any
+    dim: int
+    ranks: int
+    causal: bool
+    scale: float
+    softcap: float
+
+    def by_rank(self, value: Callable[[int], int]) -> int:
+        """``value(rank)`` on each rank of the ring."""
+        return compat_sharding.by_coordinate(self.mesh, self.dim, value)
+
+    def exchange(self, x: Tensor, sends: Callable[[int, int], int], receives: Callable[[int, int], int]) -> Tensor:
+        """Rows of ``x`` to every rank, to be waited for; ``sends(rank, other)`` and ``receives(rank, other)`` count them."""
+        n = range(self.ranks)
+        return compat_sharding.all_to_all(x, [self.by_rank(lambda r, j=j: receives(r, j)) for j in n], [self.by_rank(lambda r, j=j: sends(r, j)) for j in n], self.mesh, self.dim)
+
+    def passed_on(self, *tensors: Tensor) -> "_Sent":
+        """Each tensor to the next rank, in one message."""
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        size, n = flat.shape[0], self.ranks
+        return _Sent(self.exchange(flat, lambda r, j: size * (j == (r + 1) % n), lambda r, j: size * (j == (r - 1) % n)), [t.shape for t in tensors])
+
+    def balanced(self, *tensors: Tensor) -> list[Tensor]:
+        """Of each [batch, heads, sequence / ranks, ...], chunks 2r and 2r+1 become chunks r and 2n-1-r; one message."""
+        if not self.causal:
+            return list(tensors)
+        chunks = self._in_order(_chunks(tensors))
+        return _joined(compat_sharding.waited(self.exchange(chunks, self._chunks_from_to, lambda r, j: self._chunks_from_to(j, r))), tensors)
+
+    def restored(self, *tensors: Tensor) -> list[Tensor]:
+        """The inverse of :meth:`balanced`."""
+        if not self.causal:
+            return list(tensors)
+        chunks = compat_sharding.waited(self.exchange(_chunks(tensors), lambda r, j: self._chunks_from_to(j, r), self._chunks_from_to))
+        return _joined(self._in_order(chunks), tensors)
+
+    def _owner(self, chunk: int) -> int:
+        return min(chunk, 2 * self.ranks - 1 - chunk)
+
+    def _chunks_from_to(self, r: int, j: int) -> int:
+        return (self._owner(2 * r) == j) + (self._owner(2 * r + 1) == j)
+
+    def _in_order(self, chunks: Tensor) -> Tensor:
+        """The two chunks in the order of the ranks that they belong to; its own inverse."""
+        first = self.by_rank(lambda r: int(self._owner(2 * r) > self._owner(2 * r + 1)))
+        second = self.by_rank(lambda r: int(self._owner(2 * r) <= self._owner(2 * r + 1)))
+        return torch.cat([chunks.narrow(0, first, 1), chunks.narrow(0, second, 1)])
+
+    def blocks(self, step: int, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Two pairs (first query, first key) of what a rank computes with the keys of the rank ``step`` places back: its second
+        chunk sees their first, and then, if they come from before, its first chunk sees their first, else its second their second."""
+        other = self.by_rank(lambda r: 0 if r >= step else half)
+        return (half, 0), (other, other)
+
+
+@dataclass
+class _Sent:
+    flat: Tensor
+    shapes: list[torch.Size]
+
+    def received(self) -> list[Tensor]:
+        parts = compat_sharding.waited(self.flat).split([math.prod(s) for s in self.shapes])
+        return [p.view(s) for p, s in zip(parts, self.shapes)]
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Tensor:
+    """[2, elements of all]: both halves of each sequence."""
+    return torch.cat([x.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for x in tensors], 1)
+
+
+def _joined(chunks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = chunks.split([x.numel() // 2 for x in like], 1)
+    return [p.reshape(2, *x.shape[:2], -1, *x.shape[3:]).movedim(0, 2).flatten(2, 3) for p, x in zip(parts, like)]
+
+
+def _taken(x: Tensor, starts: Sequence[int], half: int) -> Tensor:
+    """Two chunks of x [batch, heads, sequence, dim], one behind the other along the batch. The first one is the same on every
+    rank and is taken by another operator than the second: where both are equal, one rank's graph would else have a node less."""
+    return torch.cat([x.chunk(2, 2)[starts[0] // half], x.narrow(2, starts[1], half)])
+
+
+def _put(x: Tensor, chunk: Tensor, start: int) -> Tensor:
+    return torch.slice_scatter(x, chunk, 2, start, start + chunk.shape[2])
+
+
+class _Ring(torch.autograd.Function):
+    """On local tensors, [batch, heads, sequence / ranks, dim]. The graphs of all ranks differ in numbers alone, so that what is
+    decided about them (saving, order) is the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        q, k, v = ring.balanced(q, k, v)
+        keys, half = (k, v), q.shape[2] // 2
+        sent = ring.passed_on(k, v) if ring.ranks > 1 else None
+        out, lse = ops.attention(q, k, v, None, ring.causal, ring.scale, 0, ring.softcap)
+        out = out.to(accumulation_dtype(q.dtype))
+        for step in range(1, ring.ranks):
+            k, v = sent.received()
+            sent = ring.passed_on(k, v) if step < ring.ranks - 1 else None
+            if not ring.causal:
+                out, lse = ops.ring_attention_update(out, lse, *ops.attention(q, k, v, None, False, ring.scale, 0, ring.softcap))
+                continue
+            rows, columns = zip(*ring.blocks(step, half))
+            blocks = ops.attention(_taken(q, rows, half), _taken(k, columns, half), _taken(v, columns, half), None, False, ring.scale, 0, ring.softcap)
+            for start, block, block_lse in zip(rows, *(x.chunk(2) for x in blocks)):
+                new, new_lse = ops.ring_attention_update(out.narrow(2, start, half), lse.narrow(2, start, half), block, block_lse)
+                out, lse = _put(out, new, start), _put(lse, new_lse, start)
+        out, ctx.ring = out.to(q.dtype), ring
+        ctx.save_for_backward(q, *keys, out, lse)
+        return ring.restored(out)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        ring, (q, k, v, out, lse) = ctx.ring, ctx.saved_tensors
+        dtypes, wide, half = (k.dtype, v.dtype), accumulation_dtype(q.dtype), q.shape[2] // 2
+        (grad,) = ring.balanced(grad)
+        sent = ring.passed_on(k, v) if ring.ranks > 1 else None
+        dq, *gradients = (g.to(wide) for g in ops.attention_backward(grad, q, k, v, out, lse, None, ring.causal, ring.scale, 0, ring.softcap))
+        for step in range(1, ring.ranks):
+            behind = ring.passed_on(*gradients)  # arrives, as the keys that it belongs to did, while this step is computed
+            k, v = sent.received()
+            sent = ring.passed_on(k, v) if step < ring.ranks - 1 else None
+            if ring.causal:
+                rows, columns = zip(*ring.blocks(step, half))
+                given = [_taken(x, starts, half) for x, starts in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))]
+                blocks = ops.attention_backward(*given, None, False, ring.scale, 0, ring.softcap)
+                dq, *gradients = (_added(x, starts, b, half) for x, starts, b in zip((dq, *behind.received()), (rows, columns, columns), blocks))
+            else:
+                blocks = ops.attention_backward(grad, q, k, v, out, lse, None, False, ring.scale, 0, ring.softcap)
+                dq, *gradients = (x + b for x, b in zip((dq, *behind.received()), blocks))
+        dk, dv = ring.passed_on(*gradients).received() if ring.ranks > 1 else gradients
+        return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), None
+
+
+def _added(x: Tensor, starts: Sequence[int], blocks: Tensor, half: int) -> Tensor:
+    for start, block in zip(starts, blocks.chunk(2)):
+        x = _put(x, x.narrow(2, start, half) + block, start)
+    return x

@@ -1,0 +1,137 @@
+"""Ring attention: every score once, as many on every rank; what it refuses; bfloat16; queries of another length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mindspeed_fx  # noqa: F401: registers the operators
+from llama import Llama
+from mindspeed_fx.passes.sharding.named import QKV
+from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.passes.sharding.ring import Ring
+from mindspeed_fx.passes.sharding.simulate import simulate
+
+ops = torch.ops.mindspeed
+CONTEXT = {"cp": "S(2)"}
+PLAN = Plan("ring", ("cp",), inputs={x: CONTEXT for x in "qkv"}, operators={"mindspeed.attention|aten.scaled_dot_product_attention": Boundary(arguments={a: CONTEXT for a in QKV}, output=CONTEXT)})
+
+
+def at(rank: int, ranks: int, causal: bool = True) -> Ring:
+    class At(Ring):
+        def by_rank(self, value):
+            return value(rank)
+
+    return At(None, 0, ranks, causal, 1.0, 0.0)
+
+
+@given(st.integers(1, 12), st.integers(1, 3))
+def test_every_score_once_and_as_many_on_every_rank(ranks, half):
+    """The blocks that Ring.blocks names, by the chunks that the docstring says a rank has."""
+    chunks = [[*range(r * half, (r + 1) * half), *range((2 * ranks - 1 - r) * half, (2 * ranks - r) * half)] for r in range(ranks)]
+    computed, work = torch.zeros(2 * ranks * half, 2 * ranks * half, dtype=torch.int), []
+    for r in range(ranks):
+        own = torch.tensor(chunks[r])
+        computed[own.unsqueeze(1), own] += torch.ones(2 * half, 2 * half, dtype=torch.int).tril()
+        work.append(half * (2 * half + 1))
+        for step in range(1, ranks):
+            there = torch.tensor(chunks[(r - step) % ranks])
+            for row, column in at(r, ranks).blocks(step, half):
+                computed[own[row : row + half].unsqueeze(1), there[column : column + half]] += 1
+                work[-1] += half * half
+    assert torch.equal(computed, torch.ones_like(computed).tril())
+    assert max(work) == min(work)
+
+
+@given(st.integers(1, 12))
+def test_exchange_brings_each_rank_its_two_chunks_in_order(ranks):
+    sent = {r: [c for _, c in sorted((at(r, ranks)._owner(c), c) for c in (2 * r, 2 * r + 1))] for r in range(ranks)}
+    for r in range(ranks):
+        arrived = []
+        for source in range(ranks):
+            own = [c for c in sent[source] if at(0, ranks)._owner(c) == r]
+            assert len(own) == at(source, ranks)._chunks_from_to(source, r)
+            arrived += own
+        assert arrived == [r, 2 * ranks - 1 - r]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.booleans(), st.sampled_from([torch.float64, torch.float32]))
+def test_update_joins_two_sets_of_keys(first, second, transposed, dtype):
+    q, k, v = (torch.randn(2, 3, n, 4, dtype=dtype) for n in (3, first + second, first + second))
+    if transposed:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    whole = ops.attention(q, k, v, None, False, 0.5)
+    parts = [ops.attention(q, k[:, :, s], v[:, :, s], None, False, 0.5) for s in (slice(0, first), slice(first, None))]
+    for got, expected in zip(ops.ring_attention_update(*parts[0], *parts[1]), whole):
+        torch.testing.assert_close(got, expected)
+
+
+def test_update_with_rows_that_see_nothing_of_the_block():
+    out, lse = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2)
+    new = ops.ring_attention_update(out, lse, torch.zeros_like(out), torch.tensor([[[-float("inf"), 0.0]]]))
+    assert torch.equal(new[0][:, :, 0], out[:, :, 0]) and torch.equal(new[1][:, :, 0], lse[:, :, 0]) and (new[0][:, :, 1] != out[:, :, 1]).all()
+
+
+class Attend(torch.nn.Module):
+    """Projects, so that there is a parameter whose gradient can be compared."""
+
+    def __init__(self, dtype, **settings):
+        super().__init__()
+        self.settings, self.weight = settings, torch.nn.Parameter(torch.randn(3, 4, 4, dtype=dtype))
+
+    def forward(self, q, k, v):
+        q, k, v = (x @ w for x, w in zip((q, k, v), self.weight))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **self.settings) ** 2
+
+
+def qkv(dtype=torch.float64, seq=8, keys=8):
+    return torch.randn(2, 4, seq, 4, dtype=dtype), torch.randn(2, 2, keys, 4, dtype=dtype), torch.randn(2, 2, keys, 4, dtype=dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_equals_one_device(causal, ranks):
+    model, inputs = Attend(torch.float64, is_causal=causal), qkv(seq=4 * ranks, keys=4 * ranks)
+    expected = model(*inputs)
+    expected.sum().backward()
+    result = simulate(model, {"cp": ranks}, PLAN, *inputs)
+    torch.testing.assert_close(result.outputs[0], expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.gradients["weight"], model.weight.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_bfloat16_is_as_close_to_float64_as_one_device_is():
+    model, inputs = Attend(torch.bfloat16, is_causal=True), qkv(torch.bfloat16, 32, 32)
+    exact = Attend(torch.float64, is_causal=True)
+    exact.load_state_dict({"weight": model.weight.detach().double()})
+    exact(*(x.double() for x in inputs)).sum().backward()
+    model(*inputs).sum().backward()
+    found = simulate(model, {"cp": 2}, PLAN, *inputs).gradients["weight"]
+    assert (found - exact.weight.grad).norm() <= 2 * (model.weight.grad - exact.weight.grad).norm()
+
+
+@pytest.mark.parametrize("settings, inputs, says", [
+    (dict(is_causal=True), qkv(seq=6, keys=6), "two chunks per rank; 6 elements do not divide into 4"),
+    (dict(), qkv(seq=4), "as many queries as keys; here 4 and 8"),
+    (dict(attn_mask=torch.ones(8, 8, dtype=torch.bool).tril(1)), qkv(), 'ring attention with a mask is not built; plan "kv_allgather" or "ulysses" takes it'),
+])  # fmt: skip
+def test_what_it_refuses(settings, inputs, says):
+    with pytest.raises(ShardingError) as error:
+        simulate(Attend(torch.float64, **settings), {"cp": 2}, PLAN, *inputs)
+    assert says in str(error.value)
+
+
+def test_one_ring_goes_round_one_dimension():
+    both = {"a": "S(2)", "b": "S(2)"}
+    plan = Plan("rings", ("a", "b"), inputs={x: both for x in "qkv"}, operators={"mindspeed.attention|aten.scaled_dot_product_attention": Boundary(arguments={a: both for a in QKV}, output=both)})
+    with pytest.raises(ShardingError, match="round one mesh dimension, and the sequence is divided over a, b"):
+        simulate(Attend(torch.float64, is_causal=True), {"a": 2, "b": 2}, plan, *qkv())
+
+
+def test_a_model_without_gradient():
+    model = Llama(layers=1).double().requires_grad_(False)
+    ids = torch.randint(0, 64, (2, 16))
+    assert abs(simulate(model, {"cp": 2}, "ring", ids, ids).outputs[0] - model(ids, ids)) < 1e-12
