@@ -148,24 +148,33 @@ class Schedule:
         return run, again
 
     @cached_property
+    def _blocks(self) -> list[tuple[int, ...]]:
+        """The memory that a node reads or fills, by owner, where there is any."""
+        found = []
+        for i, sources in enumerate(self.sources):
+            found.append(tuple({r for r in (self.root[i], *(self.root[a] for a in sources)) if self.full[r]}))
+        return found
+
+    @cached_property
+    def _works(self) -> bool:
+        return any(self.workspace)
+
+    @cached_property
     def _forward_set(self) -> set[int]:
         return set(self.forward)
 
     def _alive(self, saved: frozenset[int], first: list[int], second: list[int]) -> list[int]:
-        root, sources, size, full = self.root, self.sources, self.size, self.full
+        root, sources, size, full, blocks = self.root, self.sources, self.size, self.full, self._blocks
         kept = {root[i] for i in saved} | {root[i] for i in self.returned}
         ends = {root[i] for i in (*self.returned, *self.gradients)}
         length, cut = len(first) + len(second), len(first)
-        last = [-1] * len(sources)
+        last, later = [-1] * len(sources), [-1] * len(sources)
         for t, i in enumerate(first):
-            last[root[i]] = t
-            for a in sources[i]:
-                last[root[a]] = t
-        later = [-1] * len(sources)
+            for r in blocks[i]:
+                last[r] = t
         for t, i in enumerate(second, cut):
-            later[root[i]] = t
-            for a in sources[i]:
-                later[root[a]] = t
+            for r in blocks[i]:
+                later[r] = t
         lives, carried = [], set()
         for t, i in enumerate(first):
             if i in kept:
@@ -179,6 +188,6 @@ class Schedule:
             if own and i not in carried:
                 lives.append((own, t, length - 1 if i in ends else later[i]))
         alive = curve(length, lives)
-        if any(self.workspace):
+        if self._works:
             alive = [a + self.workspace[i] for a, i in zip(alive, (*first, *second))]
         return alive

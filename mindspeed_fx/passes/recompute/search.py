@@ -25,7 +25,7 @@ PRICES = 24
 MORE = 24
 """Further points tried, each between two that were found."""
 
-WORK = 120_000
+WORK = 60_000
 """Nodes that the local search may walk over, at least :data:`TRIES` plans."""
 
 TRIES = 8

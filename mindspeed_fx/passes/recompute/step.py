@@ -1,7 +1,7 @@
 """The schedule of a joint graph: sizes from fake values, views resolved to whose memory they are, times from the cost model.
 
 With generated code, pointwise results that only fused code reads are never in memory. What an operator of ours fills and
-frees within its call is found by tracing it; workspaces of other libraries' calls and the allocator's rounding are not
+frees within its call is found by running it on fake values; workspaces of other libraries' calls and the allocator's rounding are not
 counted.
 """
 
@@ -15,10 +15,10 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat, compat_partition
+from mindspeed_fx.compat_meter import workspace
 from mindspeed_fx.cost.graph import Estimate, estimate
 from mindspeed_fx.cost.hardware import Hardware
 from mindspeed_fx.kernels import REGISTRY
-from mindspeed_fx.partition.memory import peak
 from mindspeed_fx.passes.recompute.pointwise import prices
 from mindspeed_fx.passes.recompute.schedule import Schedule
 from mindspeed_fx.passes.recompute.tape import Tape, in_memory
@@ -110,7 +110,7 @@ def _size(node: fx.Node) -> int:
 
 
 def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) -> int:
-    """Bytes that the kernel of ``node`` has alive at most beside its operands and results; 0 when it cannot be traced."""
+    """Bytes that the kernel of ``node`` has alive at most beside its operands and results; 0 when it does not run on fake values."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     lowering, _ = REGISTRY[node.target].choose(target, args, kwargs, codegen=fused)
     run = lowering.build if lowering else REGISTRY[node.target].reference
@@ -125,8 +125,7 @@ def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) 
             return run(*a, **k)
 
         try:
-            found = peak(compat.make_fx_decomposed(call, tensors, None))
-            traced[key] = max(0, found["peak"] - found["inputs"] - found["outputs"])
+            traced[key] = workspace(call, tensors)
         except Exception:  # kernels that look at values choose their own buffers
             traced[key] = 0
     return traced[key]
