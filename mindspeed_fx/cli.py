@@ -13,10 +13,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 fine, 1 the answer is bad news, 2 wrong usage)."""
     parser = argparse.ArgumentParser(prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model.")
     commands = parser.add_subparsers(dest="command", required=True)
-    explain = commands.add_parser("explain", help="run a script, or a function that returns a model and its inputs, and report every rewrite", usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--json] [-- script arguments]")
+    explain = commands.add_parser("explain", help="run a script, or a function that returns a model and its inputs, and report every rewrite", usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--memory-curve] [--json] [-- script arguments]")
     explain.add_argument("script", help='SCRIPT.py, whose torch.compile(..., backend="mindspeed") calls are reported, or SCRIPT.py:FUNCTION, which returns (model, args) or (model, args, kwargs)')
     explain.add_argument("--options", default="{}", help="backend options as JSON (for SCRIPT.py:FUNCTION)")
     explain.add_argument("--save", metavar="DIR", help="write before/after files, index and HTML report")
+    explain.add_argument("--memory-curve", action="store_true", help='print time against peak memory of every graph: the plans that no other beats in both (plans for a "memory_budget"; "min" unless the options name one)')
     explain.add_argument("--json", action="store_true", help="print everything but the code as JSON")
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
     doctor.add_argument("--json", action="store_true")
@@ -60,11 +61,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _explain(given: argparse.Namespace) -> int:
+    from mindspeed_fx.report.memory import pareto
+
     path, _, function = given.script.partition(":")
     if not path.endswith(".py"):
         raise ValueError(f"{path!r} is not a Python script")
-    report = _explain_function(path, function, json.loads(given.options)) if function else _explain_script(path, given.args)
+    options = json.loads(given.options)
+    if given.memory_curve:
+        if not function:
+            raise ValueError("--memory-curve needs SCRIPT.py:FUNCTION; a script names its own memory_budget, and its report has the curve")
+        options.setdefault("memory_budget", "min")
+    report = _explain_function(path, function, options) if function else _explain_script(path, given.args)
     print(report.to_json() if given.json else report)
+    for n, points in enumerate(report.pareto if given.memory_curve and not given.json else ()):
+        print(f"graph {n}: time against peak, modelled\n{pareto(points)}" if points else f"graph {n}: no plan; there is no backward to plan for")
     if given.save:
         print(f"report: {report.save(given.save) / 'index.html'}", file=sys.stderr)
     if not report.graphs:

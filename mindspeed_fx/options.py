@@ -49,6 +49,11 @@ class Options:
     states not; what does not fit is recomputed. "min": as few as can be. A fraction in (0, 1]: of the way from the least modelled peak to
     that of the plan without a budget. None: keep what pays."""
 
+    recompute: str | Mapping[str, str] | None = None
+    """Who decides what the backward makes again: "none", "selective", "full", "block:N", "activation_function", "norm" or "auto" (the planner;
+    the default). Or a mapping of module globs to "recompute" or "save", as in {"layers.*.mlp.act": "recompute"}, where the key "policy" may
+    name who decides the rest; of several globs that match the last one counts. See docs/memory.md."""
+
     overlap_memory: int | str = 0
     """Bytes ("512MiB", or a number) by which overlapped communication may raise the modelled peak memory of a graph."""
 
@@ -91,6 +96,7 @@ class Options:
 
             object.__setattr__(self, "hardware", hardware(self.hardware).name)
         object.__setattr__(self, "memory_budget", _budget(self.memory_budget))
+        _check_recompute(self.recompute, self.memory_budget)
         object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
         _check_inductor(self.inductor)
         if not isinstance(self.npugraph_ex, Mapping):
@@ -176,6 +182,27 @@ def _budget(value: Any) -> float | int | str | None:
     except OptionError:
         pass
     raise OptionError(f'option "memory_budget" is {value!r}; valid: bytes as in "24GiB", a fraction in (0, 1], "min"')
+
+
+POLICIES = ("none", "selective", "full", "block:N", "activation_function", "norm", "auto")
+
+
+def _check_recompute(value: Any, budget: Any) -> None:
+    wishes = {"policy": value} if isinstance(value, str) or value is None else value
+    valid = f'valid: {", ".join(POLICIES)}, or a mapping of module globs to "recompute" or "save"'
+    if not isinstance(wishes, Mapping):
+        raise OptionError(f'option "recompute" is {value!r}; {valid}')
+    for glob, wish in wishes.items():
+        if not isinstance(glob, str) or not glob:
+            raise OptionError(f'option "recompute" has the key {glob!r}; {valid}')
+        if glob == "policy":
+            known = wish is None and value is None or isinstance(wish, str) and (wish in POLICIES and wish != "block:N" or re.fullmatch(r"block:[1-9]\d*", wish))
+            if not known:
+                raise OptionError(f'option "recompute" has the policy {wish!r}{nearest(str(wish), POLICIES)}; {valid}')
+            if wish not in (None, "auto") and budget is not None:
+                raise OptionError(f'option "recompute" has the policy "{wish}", which fixes what is saved, and option "memory_budget" is {budget!r}, which plans it; give one of them, or the policy "auto"')
+        elif wish not in ("recompute", "save"):
+            raise OptionError(f'option "recompute" maps "{glob}" to {wish!r}{nearest(str(wish), ("recompute", "save"))}; valid: "recompute", "save"')
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 import os
 import pathlib
 import tempfile
 from typing import Any
 
+from mindspeed_fx.report import memory
 from mindspeed_fx.report.records import GraphRecord, PassRun
 
 
@@ -42,6 +44,8 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
                 _write(folder / f"{stem}.diff", diff_text(run))
             for name, text in run.report.files.items():
                 _write(folder / f"{number:02d}.{run.stage}.{run.report.name}.{name}", text)
+            if run.report.curves and importlib.util.find_spec("matplotlib"):
+                memory.png(run.report.curves, str(folder / f"{number:02d}.{run.stage}.{run.report.name}.memory.png"))
         _write(folder / "index.md", index_text(record))
         _write(folder / "metadata.json", json.dumps(metadata(record), indent=1, default=str))
         _write(folder / "report.html", graph_page(record))
@@ -73,6 +77,7 @@ def metadata(record: GraphRecord) -> dict[str, Any]:
         run.pop("before")
         run.pop("after")
         run["report"].pop("files")
+        run["report"].pop("curves")
     return {**values, "counts": record.counts, "modelled": rows(record)}
 
 

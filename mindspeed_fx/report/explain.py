@@ -61,6 +61,12 @@ class Report:
         """The near misses of one pass; KeyError as :meth:`sites`."""
         return [s for run in self._runs(name) for s in run.report.skipped]
 
+    @property
+    def pareto(self) -> list[list[tuple[float, int]]]:
+        """For every graph (modelled seconds of the step, modelled peak bytes) of the plans that no other beats in both, fastest
+        first; [] for a graph that was not planned for a memory budget."""
+        return [[point for run in g.runs for point in run.report.pareto] for g in self.graphs]
+
     def save(self, directory: str) -> pathlib.Path:
         """Write the same files as ``options["dump"]``; returns the directory."""
         from mindspeed_fx.report import dump

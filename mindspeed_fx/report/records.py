@@ -41,6 +41,10 @@ class PassReport:
     """What it found besides, as sentences: modelled times, bounds, hashes."""
     files: dict[str, str] = field(default_factory=dict)
     """File name -> text for the dump; ".svg" is shown in the HTML report."""
+    curves: dict[str, Any] = field(default_factory=dict)
+    """Stage "cut" alone: title -> :class:`mindspeed_fx.report.memory.Curve`."""
+    pareto: list[tuple[float, int]] = field(default_factory=list)
+    """Stage "cut" alone: (modelled seconds of the step, peak bytes) of the plans that no other beats in both."""
     saved: list[str] | None = None
     """Stage "cut" alone: names of the nodes that the forward saves; None when the pass leaves that to torch's min-cut."""
 

@@ -11,16 +11,22 @@ states and other graphs of the model are not in it.
 
 from __future__ import annotations
 
+import math
+
 import torch.fx as fx
+
 
 from mindspeed_fx.cost.hardware import detect, hardware
 from mindspeed_fx.options import OptionError
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site, skip
+from mindspeed_fx.passes.recompute import seen
 from mindspeed_fx.passes.recompute.bound import least_seconds
+from mindspeed_fx.passes.recompute.policy import Fixed, fixed
 from mindspeed_fx.passes.recompute.schedule import Plan
 from mindspeed_fx.passes.recompute.search import Search
 from mindspeed_fx.passes.recompute.step import Step
-from mindspeed_fx.passes.recompute.tape import record, saved_names
+from mindspeed_fx.passes.recompute.tape import Tape, record, saved_names
+from mindspeed_fx.report.memory import pareto
 
 NAME = "recompute.budget"
 
@@ -37,12 +43,15 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     report, asked = PassReport(NAME), context.options.memory_budget
     if asked is None:
         return report
-    step = _step(gm, context)
+    tape = record(gm.graph, context.nodes)
+    step = _step(gm, context, tape)
     if isinstance(step, str):
         if isinstance(asked, float):
             report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{step}; torch's knapsack decides, which bounds the bytes that are saved and not the peak"))
             return report
         raise OptionError(f'option "memory_budget" is {asked!r}, but the memory of this graph cannot be planned: {step}; valid here: a fraction')
+    decided = fixed(tape, context.options.recompute or {}, context.options.strict, report)
+    _fix(step, decided)
     search = Search(step.schedule, step.unplanned)
     if not search.hull:
         raise OptionError(f'option "memory_budget" is {asked!r}, but this graph\'s backward needs values that can be neither saved nor made again')
@@ -52,19 +61,32 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
         raise OptionError(_infeasible(int(asked), search.least, step))
     report.saved = saved_names(gm.graph, context.nodes, {step.nodes[i] for i in plan.saved})
     report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]]
-    report.notes = [_peaks(plan, search, step), _times(plan, search, step, limit)]
+    report.notes = [_peaks(plan, search, step), _times(plan, search, step, limit), *report.notes]
+    seen.show(report, step, {"saving everything": search.richest, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=True)
+    report.pareto = [(step.seconds + p.seconds, p.bytes + step.inputs) for p in search.frontier()]
+    report.files["pareto.txt"] = pareto(report.pareto)
     return report
 
 
-def _step(gm: fx.GraphModule, context: Context) -> Step | str:
+def _step(gm: fx.GraphModule, context: Context, tape: Tape | str) -> Step | str:
     """The graph as numbers, or why it cannot be planned."""
     options = context.options
-    tape = record(gm.graph, context.nodes)
     if isinstance(tape, str):
         return tape
     if options.hardware is None:
         return f'planning needs times, and option "hardware" is None: {detect(options.target)[1]}'
     return Step(gm, context.nodes, tape, hardware(options.hardware), options.codegen == "inductor", options.target)
+
+
+def _fix(step: Step, decided: Fixed) -> None:
+    """What the user decided is no choice: what is to be made again cannot be saved, what is to be saved must not run again."""
+    for v in decided.again:
+        step.schedule.forced[step.number[v.node]] = True
+        if step.unplanned[step.number[v.made_by.node]] == math.inf:
+            step.unplanned[step.number[v.made_by.node]] = step.schedule.seconds[step.number[v.made_by.node]]
+    for v in decided.keep:
+        for prices in (step.schedule.seconds, step.unplanned):
+            prices[step.number[v.made_by.node]] = math.inf
 
 
 def _limit(asked: float | int | str, search: Search, inputs: int) -> int:

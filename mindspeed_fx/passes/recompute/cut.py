@@ -40,12 +40,13 @@ def cheapest(tape: Tape, again: Callable[[Operation], float], save: Callable[[Va
         for v in o.inputs:
             network.add(value[v], vertex, ENDLESS)
     for v, vertex in value.items():
-        network.add(operation[v.made_by], vertex, _capacity(save(v), FRACTION) if v.savable and not compat_partition.must_recompute(v.made_by.node) else ENDLESS)
+        # One result of an operation that runs again may have to be saved all the same: the end of a checkpointed region.
+        network.add(SOURCE if compat_partition.must_save(v.node) else operation[v.made_by], vertex, _capacity(save(v), FRACTION) if v.savable and not compat_partition.must_recompute(v.node) else ENDLESS)
         if v.needed:
             network.add(vertex, SINK, ENDLESS)
     network.solve()
     there = network.sink_side()
-    return [v for v in tape.values if there[value[v]] and not there[operation[v.made_by]]]
+    return [v for v in tape.values if there[value[v]] and (compat_partition.must_save(v.node) or not there[operation[v.made_by]])]
 
 
 class Cuts:

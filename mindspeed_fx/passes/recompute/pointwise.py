@@ -16,6 +16,7 @@ from mindspeed_fx import compat_partition
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.fusion.match import aten
 from mindspeed_fx.passes.recompute.cut import cheapest
+from mindspeed_fx.passes.recompute.policy import fixed
 from mindspeed_fx.passes.recompute.tape import Operation, Tape, Value, record, saved_names
 
 NAME = "recompute.pointwise"
@@ -31,14 +32,18 @@ FUSED = 0.15
 def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
     """On cpu the backward makes pointwise results again rather than keeping them."""
     report = PassReport(NAME)
-    if context.options.memory_budget is not None or not context.left_to_inductor(NAME):
+    wishes = context.options.recompute
+    policy = wishes if isinstance(wishes, str) else (wishes or {}).get("policy", "auto")
+    if context.options.memory_budget is not None or policy != "auto" or not context.left_to_inductor(NAME):
         return report
     tape = record(gm.graph, context.nodes)
     if isinstance(tape, str):
         report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{tape}; torch's min-cut decides"))
         return report
     again, keep, written = prices(tape)
-    saved = cheapest(tape, again, keep)
+    decided = fixed(tape, wishes or {}, context.options.strict, report)
+    kept = {v.made_by for v in decided.keep}
+    saved = cheapest(tape, lambda o: math.inf if o in kept else again(o) if not any(v in decided.again for v in o.outputs) else min(again(o), 1.0), lambda v: math.inf if v in decided.again else keep(v))
     report.saved = saved_names(gm.graph, context.nodes, {v.node for v in saved})
     report.rewrites = [site("recomputed", v.node) for v in _made_again(tape, saved) if written[v]]
     return report

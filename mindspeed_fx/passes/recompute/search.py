@@ -100,6 +100,14 @@ class Search:
             return None
         return self._descend(self._fastest(limit), _rank, limit)
 
+    def frontier(self) -> list[Plan]:
+        """The plans tried that no other beats in both time and peak, fastest first."""
+        found: list[Plan] = []
+        for p in sorted((p for p in self._seen.values() if p), key=_rank):
+            if not found or p.bytes < found[-1].bytes:
+                found.append(p)
+        return found
+
     def _fastest(self, limit: int) -> Plan | None:
         return min((p for p in self._seen.values() if p and p.bytes <= limit), key=_rank, default=None)
 

@@ -30,6 +30,7 @@ class Step:
     Args:
         info: torch's classification of the nodes.
         fused: code is generated for what is not a kernel.
+        hardware: whose times count; None: operations take none.
         target: "cpu", "cuda" or "npu".
 
     Attributes:
@@ -40,7 +41,7 @@ class Step:
         inputs: bytes that the forward is given.
     """
 
-    def __init__(self, gm: fx.GraphModule, info: Any, tape: Tape, hardware: Hardware, fused: bool, target: str):
+    def __init__(self, gm: fx.GraphModule, info: Any, tape: Tape, hardware: Hardware | None, fused: bool, target: str):
         self.nodes = [n for n in gm.graph.nodes if n.op != "output"]
         number = self.number = {n: i for i, n in enumerate(self.nodes)}
         closure = compat_partition.backward_nodes(info)
@@ -51,10 +52,10 @@ class Step:
             owners[n] = n if source is None else owners[source]
         full = [_size(n) if owners[n] is n and n.op == "call_function" or n.op == "placeholder" and n in closure else 0 for n in self.nodes]
         written = [not fused or not compat_partition.is_fusible(n) or compat_partition.read_from_memory(n) if size else False for n, size in zip(self.nodes, full)]
-        cost = estimate(gm, hardware)
-        again = self._again(cost, fused)
+        cost = estimate(gm, hardware) if hardware else None
+        again = self._again(cost)
         self.unplanned, keep = again, [0.0] * len(self.nodes)
-        if fused:
+        if fused and hardware:
             cheap, kept, _ = prices(tape)
             self.unplanned = list(again)
             for o in tape.operations:
@@ -81,13 +82,13 @@ class Step:
             workspace=[_workspace(n, target, fused, traced) if n.target in REGISTRY else 0 for n in self.nodes],
             keep=keep,
         )
-        self.seconds = (cost if not fused else Estimate(cost.calls, hardware, True, cost.sizes)).seconds
+        self.seconds = 0.0 if cost is None else (Estimate(cost.calls, hardware, True, cost.sizes) if fused else cost).seconds
         self.inputs = sum(in_memory(n.meta["val"]) for n in self.nodes if compat_partition.is_input(n))
 
-    def _again(self, cost: Estimate, fused: bool) -> list[float]:
+    def _again(self, cost: Estimate | None) -> list[float]:
         """Modelled seconds of running each node again; infinite where it must not be."""
         spent: dict[str, float] = {}
-        for row in cost.nodes:
+        for row in cost.nodes if cost else ():
             name = row.name.partition("/")[0]  # a nested graph's calls count for the node that holds it
             spent[name] = spent.get(name, 0.0) + row.seconds
         found = []
