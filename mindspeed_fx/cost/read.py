@@ -48,14 +48,14 @@ class Call:
 
     def cost(self, note: Callable[[str], None] = lambda text: None) -> Cost:
         """Cost of a call that is not a collective; ``note`` is told what had to be assumed."""
-        from mindspeed_fx.kernels.base import REGISTRY
+        from mindspeed_fx.kernels.base import find
 
         try:
             if self.kind == "other" and not self.operator.startswith(("aten.", "prims.")):
                 note(f"{self.operator} is not known: counted as one pass over its tensors, its FLOP as one for each element")
             if self.kind != "operator":
                 return aten.cost(self.operator.rpartition(".")[2], self.out, self.args, self.kwargs)
-            known = REGISTRY.get(self.overload)
+            known = find(self.overload)
             if known is not None and known.cost is not None:
                 return known.cost(self.out, *self.args, **self.kwargs)
             note(f"{self.operator} has no cost: counted as one pass over its tensors")

@@ -102,6 +102,18 @@ class Operator:
 
 REGISTRY: dict[torch._ops.OpOverload, Operator] = {}
 """Every operator, by overload."""
+ADOPTED: dict[torch._ops.OpOverload, Operator] = {}
+"""Operators that a frontend defines for itself, by overload: they have costs and kernels of targets, but no sharding rule."""
+
+
+def find(overload: Any) -> Operator | None:
+    """The operator that a node calls, a frontend's own included."""
+    return REGISTRY.get(overload) or ADOPTED.get(overload)
+
+
+def adopt(overload: torch._ops.OpOverload, reference: Callable[..., Any]) -> Operator:
+    """Make a frontend's operator known; it runs as one call where no target has a kernel."""
+    return ADOPTED.setdefault(overload, Operator(overload, reference, opaque=True))
 
 
 def operator(schema: str, fake: Callable[..., Any], opaque: bool = False, random: bool = False) -> Callable[[Callable], Operator]:

@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat
-from mindspeed_fx.kernels.base import REGISTRY
+from mindspeed_fx.kernels.base import find
 from mindspeed_fx.kernels.tidy import tidy
 
 
@@ -32,7 +32,7 @@ def lower(gm: fx.GraphModule, target: str, side: str, *, inline_references: bool
     """
     rows, traces, added = [], {}, []
     for node in list(gm.graph.nodes):
-        fused = REGISTRY.get(node.target) if node.op == "call_function" else None
+        fused = find(node.target) if node.op == "call_function" else None
         if fused is None:
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

@@ -42,8 +42,26 @@ def test_lowered_graphs_train_as_megatron_does(kind, dtype):
     inputs = batch()
     graphs = npu_graphs.trains_alike(Loss(hidden=64, ffn=48, layers=1, **KINDS[kind]), inputs["input_ids"], inputs["labels"], dtype=dtype)
     assert graphs.unlowered() == []
-    assert graphs.npu("forward") == {"npu_rms_norm": 1, "npu_add_rms_norm": 2, "npu_rotary_mul": 2, "npu_fusion_attention_v3": 1, "npu_cross_entropy_loss": 1} | ({"npu_swiglu": 1} if kind == "moe" else {})
+    assert graphs.npu("forward") == {"npu_rms_norm": 1, "npu_add_rms_norm": 2, "npu_rotary_mul": 2, "npu_fusion_attention_v3": 1, "npu_cross_entropy_loss": 1} | ({"npu_swiglu": 1, "npu_grouped_matmul": 2} if kind == "moe" else {})
     assert graphs.npu("backward")["npu_fusion_attention_grad_v3"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0], [7, 0, 0], [1, 2, 2]])
+def test_products_of_experts(counts, dtype):
+    """Rows without an expert are zero, and an expert without rows has a gradient of zero."""
+    from mindspeed_fx.megatron import experts_npu
+
+    x, grad, counts = torch.randn(7, 5, dtype=dtype), torch.randn(7, 4, dtype=dtype), torch.tensor(counts)
+    weights = [torch.randn(4, 5, dtype=dtype) for _ in range(3)]
+    for operator, args in ((experts_npu.grouped_linear, (x, weights, counts)), (experts_npu.grouped_linear_backward, (grad, x, weights, counts))):
+        lowering, reasons = operator.choose("npu", args, {})
+        assert lowering is not None and lowering.kernel.startswith("npu_grouped_matmul"), reasons
+        have, want = lowering.build(*args), operator.overload(*args)
+        for h, w in zip(*([r] if isinstance(r, torch.Tensor) else r for r in (have, want)), strict=True):
+            torch.testing.assert_close(h, w)
+    for bad, reason in (((x, weights[:1], counts), "experts is 1; valid: 2 to 128"), ((x, [w.half() for w in weights], counts), "valid: one type"), ((x.double(), weights, counts), "x is float64")):
+        assert reason in experts_npu.grouped_linear.choose("npu", bad, {})[1][0]
 
 
 @pytest.mark.parametrize("kind", ["gpt", "moe"])
@@ -68,4 +86,7 @@ def test_cross_compiled(kind, tmp_path):
     (graph,) = report["graphs"]
     assert report["breaks"] == [] and report["without_gradient"] == []
     assert graph["counts"] | COUNTS == graph["counts"] and graph["counts"].get("fusion.weighted_swiglu", 0) == (2 if kind == "moe" else 0)
+    forward, backward = ({o["operator"]: o["calls"] for o in s["operators"]} for s in graph["sides"])
+    assert [side.get("npu.npu_grouped_matmul", 0) for side in (forward, backward)] == ([4, 8] if kind == "moe" else [0, 0])
+    assert not [c for c in (*forward, *backward) if "grouped_linear" in c]
     assert [r for r in graph["lowered"] if r["kernel"].startswith(("reference", "its own"))] == []

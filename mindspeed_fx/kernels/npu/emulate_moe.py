@@ -15,12 +15,12 @@ def _fake_grouped(x, weight, *, group_list=None, split_item=0, group_type=None, 
         return [a.new_empty(*a.shape[:-1], w.shape[-1]) for a, w in zip(x, weight)]
     if group_type == 2:
         return [x[0].new_empty(group_list.shape[0], x[0].shape[0], weight[0].shape[1])]
-    return [x[0].new_empty(x[0].shape[0], weight[0].shape[2])]
+    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1])]
 
 
 @emulation("npu_grouped_matmul", _fake_grouped)
 def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=None, group_list_type=0, **given):
-    """Products of one x with one weight per group of rows (group_type 0), of one group of columns of x with the rows of
+    """Products of one x with one weight per group of rows (group_type 0; one tensor of them or a list), of one group of columns of x with the rows of
     weight (2), or of each pair (-1), in float32, rounded once. Rows that belong to no group are undefined."""
     if any(v for v in given.values() if v is not None):
         raise NotImplementedError(
@@ -28,18 +28,20 @@ def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=N
         )
     if group_type == -1:
         return [(a.float() @ w.float()).to(a.dtype) for a, w in zip(x, weight)]
-    if split_item not in (2, 3) or len(x) != 1 or len(weight) != 1:
+    if split_item not in (2, 3) or len(x) != 1 or (len(weight) != 1 and group_type != 0):
         raise NotImplementedError(
-            f"npu_grouped_matmul on CPU: {len(x)} x, {len(weight)} weights, split_item {split_item} are not emulated, only one x with one weight [groups, k, n] and split_item 2 or 3 (one result); "
-            "stack the weights, or call it with group_type -1 for pairs"
+            f"npu_grouped_matmul on CPU: {len(x)} x, {len(weight)} weights, split_item {split_item} are not emulated, only one x with weights [groups, k, n] or one [k, n] each, and split_item 2 or 3 (one result); "
+            "give split_item 3, or call it with group_type -1 for pairs"
         )
-    (a,), (w,) = x, weight
+    (a,), w = x, weight[0] if len(weight) == 1 else weight
     assert group_list.dtype == torch.int64, f"npu_grouped_matmul: group_list is {group_list.dtype}"
     ends = (group_list if group_list_type == 0 else group_list.cumsum(0)).tolist()
     spans = list(zip([0, *ends], ends))
     if group_type == 2:
         return [torch.stack([a[:, i:j].float() @ w[i:j].float() for i, j in spans]).to(a.dtype)]
-    out = a.new_full((a.shape[0], w.shape[2]), float("nan"))
+    if len(weight) > 1:
+        assert a.dtype != torch.float32, "npu_grouped_matmul: float32 takes single tensors only"
+    out = a.new_full((a.shape[0], weight[0].shape[-1]), float("nan"))
     for (i, j), matrix in zip(spans, w):
         out[i:j] = (a[i:j].float() @ matrix.float()).to(a.dtype)
     return [out]

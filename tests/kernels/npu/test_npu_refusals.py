@@ -133,5 +133,5 @@ def test_what_is_not_emulated_says_why_and_what_to_do():
     x, weights, ends = torch.randn(4, 8), [torch.randn(8, 8)] * 2, torch.tensor([2, 4])
     with pytest.raises(NotImplementedError, match="act_type .*apply them outside"):
         npu.npu_grouped_matmul([x], [torch.stack(weights)], group_list=ends, split_item=3, group_type=0, act_type=1)
-    with pytest.raises(NotImplementedError, match="1 x, 2 weights, split_item 0.*stack the weights"):
+    with pytest.raises(NotImplementedError, match="1 x, 2 weights, split_item 0.*give split_item 3"):
         npu.npu_grouped_matmul([x], weights, group_list=ends, split_item=0, group_type=0)

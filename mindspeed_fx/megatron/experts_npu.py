@@ -1,0 +1,59 @@
+"""Cost of the experts' products, and their kernel on NPU: ``npu_grouped_matmul`` with a list of weights, so that no copy joins them.
+
+In float32 the kernel takes single tensors only, and the weights are stacked. Rows without an expert are undefined there and zero here. The
+weight gradients are one product in groups of the summed dimension (group_type 2), whose slices they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.cost.operators import once
+from mindspeed_fx.kernels.base import adopt
+from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu.moe import INNER, _zero_outside
+from mindspeed_fx.megatron import experts
+
+npu, OP = torch.ops.npu, "npu_grouped_matmul"
+grouped_linear = adopt(torch.ops.mindspeed.grouped_linear.default, experts.grouped_linear)
+grouped_linear_backward = adopt(torch.ops.mindspeed.grouped_linear_backward.default, experts.grouped_linear_backward)
+
+
+@grouped_linear.costs
+def _cost(out: Any, x: Any, weights: Any, counts: Any) -> Any:
+    """Every row times one matrix, as if every row had an expert."""
+    return once(out, x, weights, counts, flops=2 * out.numel * x.shape[1], dtype=x.dtype)
+
+
+@grouped_linear_backward.costs
+def _backward_cost(out: Any, grad: Any, x: Any, weights: Any, counts: Any) -> Any:
+    return once(out, grad, x, weights, counts, flops=4 * grad.numel * x.shape[1], dtype=x.dtype)
+
+
+def _supports(x: Tensor, weights: list[Tensor], counts: Tensor, grad: Tensor | None = None) -> str | None:
+    kinds = {w.dtype for w in weights} | {x.dtype}
+    return first(
+        typed(x=x), typed((x.dtype,), grad=grad), f"{OP}: x and the weights are {', '.join(sorted(map(str, kinds)))}; valid: one type".replace("torch.", "") if len(kinds) > 1 else None,
+        within(f"{OP}: experts", len(weights), 2, 128), within(f"{OP}: k", x.shape[1], 1, INNER), within(f"{OP}: n", weights[0].shape[0], 1, INNER),
+    )  # fmt: skip
+
+
+def _rows(x: Tensor, weights: list[Tensor], ends: Tensor) -> Tensor:
+    """Each expert's rows of x times its [k, n] of ``weights``; zero after the last."""
+    given = [torch.stack(weights)] if x.dtype == torch.float32 else list(weights)
+    return _zero_outside(npu.npu_grouped_matmul([x], given, group_list=ends, split_item=3, group_type=0, group_list_type=0)[0], ends)
+
+
+@lowering(grouped_linear, OP, _supports, (OP,))
+def _grouped(x, weights, counts):
+    return _rows(x, [w.t() for w in weights], counts.to(torch.int64).cumsum(0))
+
+
+@lowering(grouped_linear_backward, f"{OP}, of groups of rows and of columns", lambda grad, x, weights, counts: _supports(x, weights, counts, grad), (OP,))
+def _grouped_backward(grad, x, weights, counts):
+    ends = counts.to(torch.int64).cumsum(0)
+    to_weights = npu.npu_grouped_matmul([grad.t()], [x], group_list=ends, split_item=3, group_type=2, group_list_type=0)[0]
+    return [_rows(grad, weights, ends), *to_weights.unbind(0)]
