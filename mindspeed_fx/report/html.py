@@ -52,12 +52,6 @@ def index_page(graphs: Iterable[str]) -> str:
     return page("mindspeed_fx dump", f"<h1>mindspeed_fx dump</h1><ul>{links}</ul>")
 
 
-def summary_page(title: str, text: str, records: list[GraphRecord]) -> str:
-    """A page for a whole report: its text and every graph."""
-    links = "".join(f'<li><a href="rank{r.rank}/graph{r.index}/report.html">graph {r.index}</a></li>' for r in records)
-    return page(title, f'<h1>{escape(title)}</h1><div class="wide"><pre>{escape(text)}</pre></div><ul>{links}</ul>')
-
-
 def page(title: str, body: str) -> str:
     """A whole page around ``body``, which is HTML."""
     return (
