@@ -573,3 +573,21 @@ def statically_known_true(condition: object) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true as known
 
     return known(condition)
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether ``operator``, as in "aten::mm", has a kernel of its own for a dispatch key, as in "Meta"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def allow_side_effects_under_checkpoint() -> Callable[[], None]:
+    """Let Dynamo capture a checkpointed function with side effects, which a recomputation skips; returns what takes that
+    back. Nothing happens where Dynamo has no such setting."""
+    import torch._dynamo.config as config
+
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    if not hasattr(config, name):
+        return lambda: None
+    before = getattr(config, name)
+    setattr(config, name, True)
+    return lambda: setattr(config, name, before)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-
-_ALLOWANCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+from mindspeed_fx import compat
 
 
 def allow_side_effects() -> Callable[[], None]:
@@ -17,13 +15,7 @@ def allow_side_effects() -> Callable[[], None]:
     Recomputation inside a graph starts from the tracker's old state, which is an input of the operator that draws the
     noise, so that skipping the side effect there, as this allows, is what is wanted.
     """
-    import torch._dynamo
-
-    if not hasattr(torch._dynamo.config, _ALLOWANCE):
-        return lambda: None
-    before = getattr(torch._dynamo.config, _ALLOWANCE)
-    setattr(torch._dynamo.config, _ALLOWANCE, True)
-    return lambda: setattr(torch._dynamo.config, _ALLOWANCE, before)
+    return compat.allow_side_effects_under_checkpoint()
 
 
 def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:

@@ -12,18 +12,17 @@ imported into the process.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from dataclasses import dataclass
 from typing import Callable
 
 import torch
 
+from mindspeed_fx import compat
 from mindspeed_fx.kernels.npu.schemas import SCHEMAS, TORCH_NPU
+from mindspeed_fx.modules import import_all
 
 log = logging.getLogger("mindspeed_fx")
-
-FAMILIES = ("norm", "glu", "activation", "attention", "loss", "moe", "softmax")
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ def emulation(name: str, fake: Callable, setup: Callable | None = None, backward
 
 
 def _load() -> None:
-    for family in FAMILIES:
-        importlib.import_module(f"mindspeed_fx.kernels.npu.emulate_{family}")
+    import_all("mindspeed_fx.kernels.npu", prefix="emulate_")
 
 
 def present() -> bool:
@@ -115,6 +113,6 @@ def repair() -> None:
     for name, made in EMULATIONS.items():
         if not hasattr(torch.ops.npu, name):
             continue
-        known = torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", "Meta") or name in FAKES
+        known = compat.has_kernel(f"npu::{name}", "Meta") or name in FAKES
         if name in BROKEN or not known:
             library.impl(name, made.fake, "Meta", allow_override=True)
