@@ -30,7 +30,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoot
         label_smoothing: weight in [0, 1) of the uniform distribution.
 
     Returns:
-        loss and log-sum-exp, each [tokens] in float32 (float64 for float64 logits).
+        loss and log-sum-exp, each [tokens] in float32 (float64 for float64 logits). Both have gradients; the log-sum-exp of an ignored
+        token counts.
     """
     wide = logits.to(accumulation_dtype(logits.dtype))
     top = wide.amax(-1, keepdim=True)
@@ -63,15 +64,28 @@ def cross_entropy_backward(grad, logits, target, lse, ignore_index, label_smooth
 def _setup(ctx, inputs, output):
     logits, target, ctx.ignore_index, ctx.label_smoothing = inputs
     ctx.save_for_backward(logits, target, output[1])
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _grad_lse):
-    if grad is None:
+def _backward(ctx, grad, grad_lse):
+    if grad is None and grad_lse is None:
         return None, None, None, None
     logits, target, lse = ctx.saved_tensors
-    return torch.ops.mindspeed.cross_entropy_backward(grad, logits, target, lse, ctx.ignore_index, ctx.label_smoothing), None, None, None
+    dlogits = torch.ops.mindspeed.cross_entropy_backward
+    if grad_lse is None:
+        return dlogits(grad, logits, target, lse, ctx.ignore_index, ctx.label_smoothing), None, None, None
+    return _with_lse(dlogits, grad, grad_lse, logits, target, lse, ctx.ignore_index, ctx.label_smoothing), None, None, None
+
+
+def _with_lse(dlogits, grad, grad_lse, logits, target, lse, ignore_index, smoothing):
+    """The gradient where the log-sum-exp is used too (a z-loss): its own is grad_lse * softmax, so the two go through the operator as
+    one, and what the operator then took from the target for the log-sum-exp's sake is given back. An ignored token has the second alone."""
+    kept = target != ignore_index
+    both = grad_lse if grad is None else grad.where(kept, 0.0) + grad_lse
+    target = target.where(kept, 0)
+    out = dlogits(both, logits, target, lse, -100, smoothing)
+    out = out.scatter_add(1, target.unsqueeze(-1), (grad_lse * (1.0 - smoothing)).to(out.dtype).unsqueeze(-1))
+    return out + (grad_lse * (smoothing / logits.shape[-1])).to(out.dtype).unsqueeze(-1) if smoothing else out
 
 
 torch.library.register_autograd("mindspeed::cross_entropy", _backward, setup_context=_setup, lib=LIBRARY)

@@ -46,8 +46,9 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers: int = 2, hidden: int = 32, heads: int = 4, kv_heads: int = 4, ffn: int = 64, vocab: int = 64, bias: bool = False, tied: bool = False):
+    def __init__(self, layers: int = 2, hidden: int = 32, heads: int = 4, kv_heads: int = 4, ffn: int = 64, vocab: int = 64, bias: bool = False, tied: bool = False, z_loss: float = 0.0):
         super().__init__()
+        self.z_loss = z_loss
         self.embed = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList(Layer(hidden, heads, kv_heads, ffn, bias) for _ in range(layers))
         self.norm, self.head = RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
@@ -61,5 +62,6 @@ class Llama(nn.Module):
         cos, sin = (torch.cat((f(angles), f(angles)), -1).to(x.dtype) for f in (torch.cos, torch.sin))
         for layer in self.layers:
             x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False) if self.checkpointed else layer(x, cos, sin)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+        logits = self.head(self.norm(x)).view(-1, self.head.weight.shape[0])
+        loss = F.cross_entropy(logits, labels.view(-1))
+        return loss + self.z_loss * logits.logsumexp(-1).square().mean() if self.z_loss else loss

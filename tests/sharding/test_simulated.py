@@ -86,6 +86,12 @@ def test_ignored_tokens_count_over_all_ranks():
     checked(Llama(layers=1).double(), {"tp": 2}, "tp", ids, labels)
 
 
+@pytest.mark.parametrize("plan,mesh", [("tp", {"tp": 2}), ("zero2", {"dp": 2})])
+def test_a_z_loss(plan, mesh):
+    """Its gradient reaches a divided vocabulary, and divided tokens."""
+    checked(Llama(layers=1, z_loss=0.1).double(), mesh, plan, *batch())
+
+
 @pytest.mark.parametrize("plan,mesh,says", [
     ("tp", {"tp": 3}, 'parameter "embed.weight" of shape (64, 32): dimension 0 has 64 elements, which 3 ranks cannot share evenly'),
     ("zero2", {"dp": 3}, "3 ranks cannot share evenly"),

@@ -1,7 +1,7 @@
 """Cross-entropy: ``cross_entropy(logits.float(), target)`` becomes ``mindspeed::cross_entropy``.
 
 Matches ``aten.cross_entropy_loss`` and ``nll_loss(log_softmax(x))``, any reduction, ignore index and label smoothing, and losses written
-out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.likelihood`).
+out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.likelihood`). A log-sum-exp of the same logits (a z-loss) is the operator's second result.
 The widening cast of 16-bit logits moves into the operator, so that no float32 copy of them exists; the reduction stays
 outside as plain sums. Safe because the operator's formula is the definition, computed in float32.
 """
@@ -49,7 +49,40 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
             node, reason = found
         (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
     match.finish(gm)
+    _share_log_sum_exp(gm, report)
     return report
+
+
+def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
+    """``logsumexp`` of logits whose loss is known, as in a z-loss, reads them no second time."""
+    sums = [n for n in calls(gm, aten.logsumexp.default) if [d % match.value(n.args[0]).dim() for d in n.args[1]] == [match.value(n.args[0]).dim() - 1]]
+    for node in calls(gm, torch.ops.mindspeed.cross_entropy.default) if sums else ():
+        order = {n: i for i, n in enumerate(gm.graph.nodes)}
+        for n in sums:
+            if _tokens(n.args[0]) is not _tokens(node.args[0]) or not n.users:
+                continue
+            reason = match.unsafe([n, node], [_tokens(n.args[0])])
+            if any(order[user] < order[node] for user in n.users):
+                reason = "the log-sum-exp is used before the loss is computed; compute the loss first to read the logits once"
+            if match.value(n).dtype.itemsize > match.value(node)[1].dtype.itemsize:
+                reason = f"the log-sum-exp is computed in {match.value(n).dtype}"
+            if reason is None:
+                after = node.next
+                lse = match.insert(gm, after, match.operator.getitem, (node, 1))
+                lse = lse if match.value(lse).shape == match.value(n).shape else match.insert(gm, after, aten.reshape.default, (lse, list(match.value(n).shape)))
+                lse = lse if match.value(lse).dtype == match.value(n).dtype else match.insert(gm, after, aten.to.dtype, (lse, match.value(n).dtype))
+                n.replace_all_uses_with(lse)
+                report.rewrites.append(site(f"{OPERATOR}, its log-sum-exp", node, [n]))
+            else:
+                report.skipped.append(skip(OPERATOR, n, reason))
+    match.finish(gm)
+
+
+def _tokens(n: fx.Node) -> fx.Node:
+    """The logits that ``n`` holds, in another type or with its tokens in other dimensions."""
+    while match.is_call(n, aten.to.dtype, *match.VIEWS) and match.is_float(n.args[0]) and match.value(n).shape[-1] == match.value(n.args[0]).shape[-1]:
+        n = n.args[0]
+    return n
 
 
 def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:

@@ -160,7 +160,5 @@ def _of_log_sum_exp(node: fx.Node) -> Likelihood | tuple[fx.Node, str] | None:
             continue
         if lse.factor != picked.factor or match.value(node.args[0]).shape != match.value(node.args[1]).shape:
             return node, "the log-sum-exp and the picked logit are weighed differently"
-        if len(lse.leaf.users) > 1:
-            return node, "the log-sum-exp is read elsewhere too (a z-loss), and the operator gives it no gradient"
         return Likelihood(node, logits, target, 0.0, sign * lse.factor, [lse.leaf, picked.leaf, *lse.path, *picked.path, node])
     return None

@@ -164,7 +164,7 @@ def _refused(head: Head, node: fx.Node, named: bool) -> str | None:
 def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, named: bool) -> str | None:
     losses = next((u for u in node.users if match.is_call(u, match.operator.getitem) and u.args[1] == 0), None)
     if losses is None or len(node.users) > 1:
-        return "the log-sum-exp of the tokens is used too"
+        return "the log-sum-exp of the tokens is used too (a z-loss), which the chunks do not give; the logits exist, and are read once"
     reduction, old = _reduction(losses, node)
     trains = torch.is_grad_enabled() and head.product.meta["needs_grad"]  # a whole compilation may stand under no_grad
     if reduction == "none" and trains and not named:

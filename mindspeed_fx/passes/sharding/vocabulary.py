@@ -78,7 +78,7 @@ def cross_entropy(logits: DTensor, target: DTensor, ignore_index: int, label_smo
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing * (below - total[0] / classes)
     loss = loss.where(target != ignore_index, 0.0)
-    return tuple(DTensor.from_local(x, mesh, tokens, run_check=False) for x in (loss, below.detach() + top))
+    return tuple(DTensor.from_local(x, mesh, tokens, run_check=False) for x in (loss, below + top))
 
 
 def linear_cross_entropy(hidden: DTensor, weight: DTensor, bias: DTensor | None, target: DTensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, reduction: str = "mean") -> DTensor:

@@ -106,6 +106,24 @@ def test_linear_cross_entropy(reduction):
     assert graphs.unlowered() == []
 
 
+class ZLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 40, bias=False)
+
+    def forward(self, x, labels):
+        logits = self.head(x).float()
+        return F.cross_entropy(logits, labels, ignore_index=-1) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+@TYPES
+def test_z_loss(dtype):
+    labels = torch.randint(0, 40, (11,))
+    labels[3] = -1
+    graphs = npu_graphs.trains_alike(ZLoss(), torch.randn(11, 16, requires_grad=True), labels, dtype=dtype)
+    assert graphs.npu() == {"npu_cross_entropy_loss": 1, "npu_cross_entropy_loss_backward": 1} and graphs.unlowered() == []
+
+
 def test_frozen_parameters_and_no_gradient():
     model = models.Llama()
     for parameter in (model.norm.weight, model.embed.weight, model.blocks[0].q.weight):

@@ -108,15 +108,48 @@ def test_picked_from_bfloat16_reads_no_float32_copy():
 
 
 @pytest.mark.parametrize("f, reason", [
-    (lambda p, z: (p.gather(-1, ROWS[:, None]) + p.exp()).sum(), "also read by exp"),
-    (lambda p, z: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).sum(), "do not meet in a weighted sum per token"),
-    (lambda p, z: (2 * p.gather(-1, ROWS[:, None])[:, 0] - p.mean(-1)).sum(), "are no label smoothing"),
-    (lambda p, z: (p.gather(-1, ROWS[:, None]) * p.gather(-1, 6 - ROWS[:, None])).sum(), "2 different"),
-    (lambda p, z: (z - p.gather(-1, ROWS[:, None])[:, 0] + z**2).sum(), "z-loss"),
+    (lambda p: (p.gather(-1, ROWS[:, None]) + p.exp()).sum(), "also read by exp"),
+    (lambda p: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).sum(), "do not meet in a weighted sum per token"),
+    (lambda p: (2 * p.gather(-1, ROWS[:, None])[:, 0] - p.mean(-1)).sum(), "are no label smoothing"),
+    (lambda p: (p.gather(-1, ROWS[:, None]) * p.gather(-1, 6 - ROWS[:, None])).sum(), "2 different"),
 ])  # fmt: skip
 def test_written_out_but_not_fused(f, reason):
     def whole(x):
-        return f(x if reason == "z-loss" else x.log_softmax(-1), x.logsumexp(-1))
+        return f(x.log_softmax(-1))
 
     report = function_agrees(whole, logits())
     assert report.counts.get(NAME, 0) == 0 and reason in report.skipped(NAME)[0].reason, report.skipped(NAME)
+
+
+Z_LOSSES = {
+    "mean": lambda x, t: F.cross_entropy(x, t) + 0.1 * (x.logsumexp(-1) ** 2).mean(),
+    "smoothed": lambda x, t: F.cross_entropy(x, t, label_smoothing=0.2) + 0.1 * torch.logsumexp(x, -1, keepdim=True).square().mean(),
+    "counted": lambda x, t: F.cross_entropy(x, t, reduction="sum") + (x.logsumexp(dim=-1).pow(2) * (t != -100)).sum(),
+    "batched": lambda x, t: F.cross_entropy(x.view(-1, 7), t) + 0.1 * x.view(1, 5, 7).logsumexp(-1).pow(2).sum(),
+    "written out": lambda x, t: (lambda z: (z - x.gather(-1, t.clamp_min(0)[:, None])[:, 0]).mean() + 0.1 * z.square().mean())(x.logsumexp(-1)),
+    "alone": lambda x, t: F.cross_entropy(x, t).detach() + x.logsumexp(-1).pow(2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", Z_LOSSES)
+def test_a_z_loss_reads_the_logits_once(name):
+    report = function_agrees(lambda x: Z_LOSSES[name](x, TARGET), logits())
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts[NAME] == 2 and not report.skipped(NAME) and "aten.logsumexp" not in run.after
+
+
+@pytest.mark.parametrize("name", ["mean", "counted"])
+def test_a_z_loss_in_bfloat16(name):
+    torch._dynamo.reset()
+    report = function_agrees(lambda x: Z_LOSSES[name](x.float(), TARGET), torch.randn(5, 7).bfloat16().requires_grad_(), tolerance=2e-2)
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts[NAME] == 2 and "f32[5, 7]" not in run.after
+
+
+def test_a_log_sum_exp_used_before_the_loss_stays():
+    def f(x):
+        z = x.logsumexp(-1).square().mean()
+        return z * F.cross_entropy(x, TARGET)
+
+    report = function_agrees(f, logits())
+    assert report.counts[NAME] == 1 and "compute the loss first" in report.skipped(NAME)[0].reason

@@ -112,7 +112,7 @@ def written(hidden, weight):
     "f, reason, dtype",
     [
         (logits_too, "returned by the compiled function; compile a function that returns only the loss", torch.float),
-        (z_loss, "also read by logsumexp (aten.logsumexp.default)", torch.double),
+        (z_loss, "the log-sum-exp of the tokens is used too (a z-loss)", torch.double),
         (lambda h, w: F.cross_entropy(F.linear(h, w).relu().view(-1, 7), FLAT), "relu (aten.relu.default) stands between", torch.double),
         (lambda h, w: F.cross_entropy((F.linear(h, w) / 3).tanh().mul(2).view(-1, 7), FLAT), "mul (aten.mul.Tensor) stands between", torch.double),
         (classes_cut, "rearranges the classes", torch.double),
