@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import runpy
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="run a script, or a function that returns a model and its inputs, and report every rewrite", usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--memory-curve] [--json] [-- script arguments]")
     explain.add_argument("script", help='SCRIPT.py, whose torch.compile(..., backend="mindspeed") calls are reported, or SCRIPT.py:FUNCTION, which returns (model, args) or (model, args, kwargs)')
-    explain.add_argument("--options", default="{}", help="backend options as JSON (for SCRIPT.py:FUNCTION)")
+    explain.add_argument("--options", default="{}", help="backend options as JSON; what a SCRIPT.py gives in its own code wins")
     explain.add_argument("--save", metavar="DIR", help="write before/after files, index and HTML report")
     explain.add_argument("--memory-curve", action="store_true", help='print time against peak memory of every graph: the plans that no other beats in both (plans for a "memory_budget"; "min" unless the options name one)')
     explain.add_argument("--json", action="store_true", help="print everything but the code as JSON")
@@ -66,12 +67,12 @@ def _explain(given: argparse.Namespace) -> int:
     path, _, function = given.script.partition(":")
     if not path.endswith(".py"):
         raise ValueError(f"{path!r} is not a Python script")
-    options = json.loads(given.options)
+    options = _options(given.options)
     if given.memory_curve:
         if not function:
             raise ValueError("--memory-curve needs SCRIPT.py:FUNCTION; a script names its own memory_budget, and its report has the curve")
         options.setdefault("memory_budget", "min")
-    report = _explain_function(path, function, options) if function else _explain_script(path, given.args)
+    report = _explain_function(path, function, options) if function else _explain_script(path, given.args, options)
     print(report.to_json() if given.json else report)
     for n, points in enumerate(report.pareto if given.memory_curve and not given.json else ()):
         print(f"graph {n}: time against peak, modelled\n{pareto(points)}" if points else f"graph {n}: no plan; there is no backward to plan for")
@@ -81,6 +82,21 @@ def _explain(given: argparse.Namespace) -> int:
         print(f'mindspeed-fx explain: {given.script} compiled nothing with backend="mindspeed"', file=sys.stderr)
         return 1
     return 0
+
+
+def _options(text: str) -> dict[str, Any]:
+    """The value of --options.
+
+    Raises:
+        ValueError: not a JSON object.
+    """
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"--options is not JSON ({e}): {text!r}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--options must be a JSON object, as in '{{\"level\": 1}}', not {text!r}")
+    return options
 
 
 def _explain_function(path: str, function: str, options: dict[str, Any]) -> Any:
@@ -129,12 +145,17 @@ def _plan(given: argparse.Namespace) -> int:
     return 1 if plan.unsupported else 0
 
 
-def _explain_script(path: str, arguments: list[str]) -> Any:
+def _explain_script(path: str, arguments: list[str], options: dict[str, Any]) -> Any:
+    """Runs the script; ``options`` reach its compilations through the environment, so that what its code gives wins."""
     from mindspeed_fx import compat
+    from mindspeed_fx.options import Options, environment
     from mindspeed_fx.report import recorder
     from mindspeed_fx.report.explain import Report
 
+    Options.parse(options)
     saved, sys.argv = sys.argv, [path, *arguments]
+    before = dict(os.environ)
+    os.environ.update(environment(options))
     try:
         with recorder.collecting() as graphs, compat.collecting_graph_breaks() as breaks:
             try:
@@ -144,6 +165,8 @@ def _explain_script(path: str, arguments: list[str]) -> Any:
                     raise ValueError(f"{path} ended with status {e.code}") from e
     finally:
         sys.argv = saved
+        os.environ.clear()
+        os.environ.update(before)
     return Report(list(graphs), list(breaks))
 
 
@@ -159,7 +182,7 @@ def _cross(given: argparse.Namespace) -> int:
     from mindspeed_fx.cross.compile import CrossError, cross_compile
 
     try:
-        report = cross_compile(given.source, soc=given.soc, options=json.loads(given.options), baseline=not given.no_baseline, kernels=not given.no_kernels, toolchain=given.dir)
+        report = cross_compile(given.source, soc=given.soc, options=_options(given.options), baseline=not given.no_baseline, kernels=not given.no_kernels, toolchain=given.dir)
     except CrossError as e:
         print(f"{e.details}\nmindspeed-fx cross: {e}", file=sys.stderr)
         return 2
@@ -185,18 +208,11 @@ def _toolchain(given: argparse.Namespace) -> int:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    from mindspeed_fx.report.doctor import examine
+    from mindspeed_fx.report import doctor
 
-    found = examine()
-    print(json.dumps(found, indent=1) if given.json else _doctor_text(found))
+    found = doctor.examine()
+    print(json.dumps(found, indent=1) if given.json else doctor.text(found))
     return 0 if any(t["works"] for t in found["targets"]) else 1
-
-
-def _doctor_text(found: dict[str, Any]) -> str:
-    lines = ["installed"] + [f"  {k:<16} {v or '-'}" for k, v in found["installed"].items()]
-    lines += ["targets"] + [f"  {t['target']:<5} {t['codegen']:<9} {'works' if t['works'] else 'no: ' + t['reason']}" for t in found["targets"]]
-    lines += ["torch.compile", f"  {found['torch_compile']}", f"  entry point {found['entry_point']}", f"  caches in {found['caches']}"]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,13 @@ class Options:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
+def environment(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment variables that give a process the options it has from ``environ`` with ``given`` over them."""
+    values = {**_from_environment(os.environ if environ is None else environ), **given}
+    dump = values.pop("dump", None)
+    return {"MINDSPEED_FX_OPTIONS": json.dumps(values), "MINDSPEED_FX_DUMP": os.fspath(dump) if dump else ""}
+
+
 def nearest(name: str, valid: Any) -> str:
     """" (did you mean ...?)" when a valid name is close to ``name``, else ""."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)

@@ -18,7 +18,7 @@ _PACKAGES = ("mindspeed-fx", "torch", "torch_npu", "megatron-core", "transformer
 
 
 def examine() -> dict[str, Any]:
-    """Findings as plain values: ``installed``, ``targets`` (target, codegen, works, reason), ``torch_compile``, ``entry_point``, ``caches``."""
+    """Findings as plain values: ``installed``, ``targets`` (target, codegen, works, reason), ``torch_compile``, ``entry_point``, ``megatron_patches``, ``caches``."""
     import torch
 
     from mindspeed_fx import compat
@@ -27,7 +27,7 @@ def examine() -> dict[str, Any]:
     cuda = None if torch.cuda.is_available() else "no CUDA device (torch.cuda.is_available() is False)"
     triton = None if importlib.util.find_spec("triton") else "triton is not installed"
     npu = npu_problem()
-    targets = [("cpu", "inductor", compiler), ("cpu", "eager", None), ("cuda", "inductor", cuda or triton), ("cuda", "eager", cuda), ("npu", "eager", npu), ("npu", "inductor", npu)]
+    targets = [("cpu", "inductor", compiler), ("cpu", "eager", None), ("cuda", "inductor", cuda or triton), ("cuda", "eager", cuda), ("npu", "eager", npu), ("npu", "inductor", npu), ("npu", "npugraph_ex", npu or npugraph_ex_problem())]
     return {
         "installed": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}, "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) and os.environ.get("CXX", "g++")},
         "targets": [{"target": t, "codegen": c, "works": why is None, "reason": why or ""} for t, c, why in targets],
@@ -57,6 +57,22 @@ def npu_problem() -> str | None:
     if not (os.environ.get("ASCEND_HOME_PATH") or os.path.isdir("/usr/local/Ascend")):
         return "CANN is not installed (ASCEND_HOME_PATH is not set)"
     return None
+
+
+def npugraph_ex_problem() -> str | None:
+    """Why codegen "npugraph_ex" has nothing to run on; None when this torch_npu brings it."""
+    found = importlib.util.find_spec("torch_npu")
+    brought = found and any(pathlib.Path(p, "npu", "npugraph_ex").is_dir() for p in found.submodule_search_locations or ())
+    return None if brought else "this torch_npu has no torch.npu.npugraph_ex"
+
+
+def text(found: dict[str, Any]) -> str:
+    """What :func:`examine` found, for a person."""
+    lines = ["installed"] + [f"  {k:<16} {v or '-'}" for k, v in found["installed"].items()]
+    lines += ["targets"] + [f"  {t['target']:<5} {t['codegen']:<12} {'works' if t['works'] else 'no: ' + t['reason']}" for t in found["targets"]]
+    lines += ["torch.compile", f"  {found['torch_compile']}", f"  entry point {found['entry_point']}", f"  caches in {found['caches']}"]
+    lines += ["patches of Megatron-core"] + [f"  {p}" for p in found["megatron_patches"] or ("none in this process: importing mindspeed_fx.megatron_adaptor applies them",)]
+    return "\n".join(lines)
 
 
 def _megatron_patches() -> list[str]:
