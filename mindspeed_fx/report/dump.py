@@ -18,43 +18,93 @@ import pathlib
 import tempfile
 from typing import Any
 
+from mindspeed_fx import compat
 from mindspeed_fx.report import memory
 from mindspeed_fx.report.records import GraphRecord, PassRun
+
+
+_begun: set[tuple[int, str, int]] = set()
+"""(process, directory, rank) of the dumps that this process has begun."""
 
 
 def write(record: GraphRecord, directory: str) -> pathlib.Path:
     """Write, or rewrite, the files of one graph; returns its folder.
 
+    What an earlier process's dump left there for this rank goes first, see :func:`clear`.
+
     Raises:
         OSError: the directory cannot be written; the message names the option.
     """
-    from mindspeed_fx.report.html import graph_page, index_page
+    from mindspeed_fx.report.html import index_page
 
     root = pathlib.Path(directory)
     folder = root / f"rank{record.rank}" / f"graph{record.index}"
+    files, pictures = _files(record), _pictures(record)
     try:
+        if (begun := (os.getpid(), str(root.resolve()), record.rank)) not in _begun:
+            clear(directory, record.rank)
+            _begun.add(begun)
         folder.mkdir(parents=True, exist_ok=True)
-        for number, stage in enumerate(record.stages):
-            _write(folder / f"{number:02d}.graph.{stage}.py", record.stages[stage])
-        for number, run in enumerate(record.runs):
-            if changed(run):
-                stem = f"{number:02d}.{run.stage}.{run.report.name}"
-                _write(folder / f"{stem}.before.py", run.before)
-                _write(folder / f"{stem}.after.py", run.after)
-                _write(folder / f"{stem}.diff", diff_text(run))
-            for name, text in run.report.files.items():
-                _write(folder / f"{number:02d}.{run.stage}.{run.report.name}.{name}", text)
-            if run.report.curves and importlib.util.find_spec("matplotlib"):
-                memory.png(run.report.curves, str(folder / f"{number:02d}.{run.stage}.{run.report.name}.memory.png"))
-        _write(folder / "index.md", index_text(record))
-        _write(folder / "metadata.json", json.dumps(metadata(record), indent=1, default=str))
-        _write(folder / "report.html", graph_page(record))
-        graphs = sorted(root.glob("rank*/graph*/index.md"))
+        _remove(folder, [n for n in _own(folder) if n not in {*files, *pictures, "metadata.json"}])
+        # Before the files that it lists, so that those of a process that is killed here are known as ours.
+        _write(folder / "metadata.json", json.dumps({**metadata(record), "files": sorted([*files, *pictures])}, indent=1, default=str))
+        for name, text in files.items():
+            _write(folder / name, text)
+        for name, curves in pictures.items():
+            memory.png(curves, str(folder / name))
+        graphs = sorted(root.glob("rank*/graph*/index.md"), key=lambda g: [int("".join(filter(str.isdigit, part)) or 0) for part in g.parts[-3:-1]])
         _write(root / "index.md", "# mindspeed_fx dump\n\n" + "".join(f"- [{g.parent.relative_to(root)}]({g.relative_to(root)})\n" for g in graphs))
         _write(root / "index.html", index_page([str(g.parent.relative_to(root)) for g in graphs]))
     except OSError as e:
         raise OSError(f'option "dump": cannot write to {directory!r}: {e}') from e
     return folder
+
+
+def clear(directory: str, rank: int) -> None:
+    """Remove what an earlier dump wrote for ``rank``, and for ranks that this run does not have, by the lists in
+    metadata.json; whatever else lies there stays."""
+    for folder in pathlib.Path(directory).glob("rank*/graph*"):
+        number = folder.parent.name.removeprefix("rank")
+        if number == str(rank) or (rank == 0 and number.isdigit() and int(number) >= compat.world_size()):
+            _remove(folder, _own(folder))
+            for emptied in (folder, folder.parent):
+                if not any(emptied.iterdir()):
+                    emptied.rmdir()
+
+
+def _remove(folder: pathlib.Path, names: list[str]) -> None:
+    for name in names:
+        if (folder / name).is_file():
+            (folder / name).unlink(missing_ok=True)
+
+
+def _own(folder: pathlib.Path) -> list[str]:
+    """The files that a dump wrote into ``folder``; metadata.json, which says so, comes last."""
+    try:
+        names = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["files"]
+        return [n for n in names if n == os.path.basename(n) != "metadata.json"] + ["metadata.json"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _files(record: GraphRecord) -> dict[str, str]:
+    """File name -> text of one graph, but for metadata.json."""
+    from mindspeed_fx.report.html import graph_page
+
+    files = {f"{number:02d}.graph.{stage}.py": text for number, (stage, text) in enumerate(record.stages.items())}
+    for number, run in enumerate(record.runs):
+        stem = f"{number:02d}.{run.stage}.{run.report.name}"
+        if changed(run):
+            files |= {f"{stem}.before.py": run.before, f"{stem}.after.py": run.after, f"{stem}.diff": diff_text(run)}
+        files |= {f"{stem}.{name}": text for name, text in run.report.files.items()}
+    return {**files, "index.md": index_text(record), "report.html": graph_page(record)}
+
+
+def _pictures(record: GraphRecord) -> dict[str, Any]:
+    """File name -> curves of one graph; none without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return {}
+    return {f"{number:02d}.{run.stage}.{run.report.name}.memory.png": run.report.curves for number, run in enumerate(record.runs) if run.report.curves}
 
 
 def changed(run: PassRun) -> bool:

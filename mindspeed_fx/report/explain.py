@@ -68,9 +68,11 @@ class Report:
         return [[point for run in g.runs for point in run.report.pareto] for g in self.graphs]
 
     def save(self, directory: str) -> pathlib.Path:
-        """Write the same files as ``options["dump"]``; returns the directory."""
+        """Write the same files as ``options["dump"]``, in place of an earlier dump's; returns the directory."""
         from mindspeed_fx.report import dump
 
+        for rank in {graph.rank for graph in self.graphs}:
+            dump.clear(directory, rank)
         for graph in self.graphs:
             dump.write(graph, directory)
         return pathlib.Path(directory)
