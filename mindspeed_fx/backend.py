@@ -75,8 +75,6 @@ class Compilation:
         try:
             with self._timed("compile"):
                 compiled = self._compile(gm, inputs)
-            if self.options.strict and self.record.runs:
-                self.pipeline.require_named(self.record)
         except BaseException:
             recorder.discard(self.record)
             raise
@@ -144,6 +142,7 @@ class Compilation:
         with self._timed("lowering"):
             table = compat.inductor_decompositions() if inductor else None
             self.record.lowered += lower(gm, self.options.target, side, inline_references=inductor, decompositions=table)
+        self.pipeline.require_named(self.record, side)
         self._snapshot(side, gm)
         recorder.finish(self.record)
 

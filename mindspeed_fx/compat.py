@@ -255,11 +255,11 @@ def refresh_values(gm: fx.GraphModule) -> None:
 # --------------------------------------------------------------------------- Inductor and AOTAutograd
 
 
-def inductor_config_keys() -> frozenset[str]:
-    """Every settable entry of ``torch._inductor.config``, "a.b" for nested ones."""
+def inductor_config() -> dict[str, Any]:
+    """Every settable entry of ``torch._inductor.config``, "a.b" for nested ones, with its value."""
     import torch._inductor.config as config
 
-    return frozenset(config.get_config_copy())
+    return config.get_config_copy()
 
 
 def inductor_decompositions() -> dict:

@@ -67,7 +67,8 @@ class Options:
     """"each" runs every pass's graph before and after on real values and compares. Turns compile caches off."""
 
     strict: bool = False
-    """A pass named in ``enable`` that rewrote nothing is an error that carries its reasons."""
+    """A pass named in ``enable`` that rewrote nothing in a graph is an error that carries its reasons. Each graph of a model with
+    graph breaks is judged by itself."""
 
     npugraph_ex: Mapping[str, Any] = field(default_factory=dict)
     """Options of torch_npu's npugraph_ex for codegen "npugraph_ex", for example {"clone_input": False}."""
@@ -82,7 +83,7 @@ class Options:
         _one_of("check", self.check, CHECKS)
         for name in ("enable", "disable"):
             value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
                 raise OptionError(f'option "{name}" takes a list of pass names or globs, not {value!r}')
             object.__setattr__(self, name, tuple(value))
         if not isinstance(self.strict, bool):
@@ -148,9 +149,10 @@ def nearest(name: str, valid: Any) -> str:
 
 
 def _one_of(name: str, value: Any, valid: tuple) -> None:
-    if isinstance(value, bool) or value not in valid:
+    if type(value) is not type(valid[0]) or value not in valid:
         words = ", ".join(json.dumps(v) for v in valid)
-        raise OptionError(f'option "{name}" is {value!r}; valid: {words}{nearest(str(value), map(str, valid))}')
+        close = nearest(value, valid) if isinstance(value, str) and isinstance(valid[0], str) else ""
+        raise OptionError(f'option "{name}" is {value!r}; valid: {words}{close}')
 
 
 def _known(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -232,7 +234,9 @@ def _check_inductor(value: Any) -> None:
     if value:
         from mindspeed_fx import compat
 
-        valid = compat.inductor_config_keys()
+        valid = compat.inductor_config()
         for key in value:
             if key not in valid:
                 raise OptionError(f'option "inductor" has an unknown entry "{key}"{nearest(str(key), valid)}')
+            if isinstance(valid[key], bool) != isinstance(value[key], bool) and isinstance(valid[key], (bool, int)):
+                raise OptionError(f'option "inductor" has {key} = {value[key]!r}; it takes {"True or False" if isinstance(valid[key], bool) else "a number"}')

@@ -23,6 +23,10 @@ from mindspeed_fx.passes.pipeline import Pipeline
         ({"memory_budget": True}, ["True", "(0, 1]"]),
         ({"strict": "yes"}, ['"strict" takes True or False']),
         ({"inductor": {"max_autotun": True}}, ['"max_autotun"', 'did you mean "max_autotune"']),
+        ({"inductor": {"max_autotune": "maybe"}}, ["max_autotune = \"maybe\"", "True or False"]),
+        ({"enable": None}, ['"enable" takes a list', "None"]),
+        ({"level": 1.0}, ['"level" is 1.0', "valid: 0, 1, 2"]),
+        ({"level": "1"}, ['"level" is "1"; valid: 0, 1, 2']),
         ({"dump": ""}, ['"dump" takes a directory']),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from mindspeed_fx import compat
 from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
 from mindspeed_fx.kernels.attention_blocked import SEQUENCE, attention_blocked, attention_blocked_backward
+from mindspeed_fx.kernels.base import accumulation_dtype
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -45,6 +46,7 @@ def _flash(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, _padded(v, q), 0.0, causal, attn_mask=_additive(mask, q), scale=scale)
     out = out[..., : v.shape[-1]]
     if sinks is not None:
+        lse = lse.to(accumulation_dtype(q.dtype))  # torch 2.11's meta kernel says float32 where the kernel returns float64
         both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out, lse = (out * (lse - both).exp().nan_to_num(0.0).unsqueeze(-1)).to(q.dtype), stored_bsnd(both)
     return stored_bsnd(out), lse  # the kernel's result is stored as q is

@@ -77,8 +77,8 @@ class Pass:
         try:
             with open(inspect.getsourcefile(self.run), "rb") as file:
                 text = file.read()
-        except (OSError, TypeError):  # typed into an interpreter: the code itself
-            code = self.run.__code__
+        except (OSError, TypeError):  # typed into an interpreter, or an object that can be called: the code itself
+            code = (self.run if hasattr(self.run, "__code__") else type(self.run).__call__).__code__
             text = code.co_code + repr((code.co_consts, code.co_names)).encode()
         return hashlib.sha256(text).hexdigest()
 
@@ -118,6 +118,9 @@ def register(
         raise PassError(f'pass "{name}" has stage {stage!r}; valid: {", ".join(STAGES)}')
     if level not in (0, 1, 2, 3):
         raise PassError(f'pass "{name}" has level {level!r}; valid: 0, 1, 2, or 3 for on request only')
+    for field, value in (("requires", requires), ("provides", provides), ("after", after)):
+        if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            raise PassError(f'pass "{name}" has {field} {value!r}; it takes a tuple of capability names')
     if name in _REGISTERED and not replace:
         raise PassError(f'a pass named "{name}" is registered already; give replace=True to replace it')
 

@@ -34,6 +34,8 @@ class Pipeline:
         self.options = options
         self.named = {p.name for p in registered() if _matches(p.name, options.enable, "enable")}
         disabled = {p.name for p in registered() if _matches(p.name, options.disable, "disable")}
+        if options.strict and (contradicted := sorted(disabled & set(options.enable))):
+            raise OptionError(f'strict: option "enable" names "{contradicted[0]}", which option "disable" turns off ({", ".join(options.disable)})')
         active = [p for p in registered() if (p.level <= options.level or p.name in self.named) and p.name not in disabled]
         self.passes = [p for stage in STAGES for p in _ordered([p for p in active if p.stage == stage], stage, options)]
 
@@ -56,16 +58,15 @@ class Pipeline:
         start = time.perf_counter()
         report = PassReport(p.name)
         for graph in _with_bodies(gm) if p.stage == "captured" else [gm]:
-            part = p.run(graph, context)
-            if not isinstance(part, PassReport):
-                raise PassError(f'pass "{p.name}" returned {type(part).__name__}, not a PassReport')
+            part = _report_of(p, graph, context)
             report.rewrites += part.rewrites
             report.skipped += part.skipped
             report.notes += part.notes
             report.files.update(part.files)
         seconds = time.perf_counter() - start
         _validate(p, gm, outputs)
-        run = PassRun(report, side, seconds, count, _size(gm), before_text, readable(gm) if readable and report.rewrites else before_text)
+        after = _size(gm)
+        run = PassRun(report, side, seconds, count, after, before_text, readable(gm) if readable and (report.rewrites or after != count) else before_text)
         if before is not None:
             run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
         return run
@@ -76,7 +77,13 @@ class Pipeline:
         for p in self.passes:
             if p.stage == "cut" and not compat.bisector_disables(p.name):
                 start = time.perf_counter()
-                report = p.run(graph.owning_module, Context(self.options, "joint", nodes))
+                before = _shape(graph)
+                report = _report_of(p, graph.owning_module, Context(self.options, "joint", nodes))
+                if _shape(graph) != before:
+                    raise PassError(f'pass "{p.name}" of stage "cut" changed the graph; it may only decide what is saved')
+                unknown = set(report.saved or ()) - {n.name for n in graph.nodes}
+                if unknown:
+                    raise PassError(f'pass "{p.name}" saves what the joint graph does not have: {", ".join(sorted(unknown)[:5])}')
                 seconds = time.perf_counter() - start
                 saved = saved if report.saved is None else set(report.saved)
                 record.seconds["passes"] = record.seconds.get("passes", 0.0) + seconds
@@ -89,17 +96,32 @@ class Pipeline:
             if p.stage == stage:
                 record.runs.append(PassRun(PassReport(p.name, skipped=[Skip("", reason)]), stage, 0.0, 0, 0))
 
-    def require_named(self, record: GraphRecord) -> None:
+    def require_named(self, record: GraphRecord, side: str) -> None:
         """In strict mode, fail when a pass that the user named rewrote nothing; the error carries the reasons.
 
-        Globs are wishes, not names: only passes spelled out in ``enable`` are held to this.
+        Called when ``side`` has been through its passes: after a forward, passes on its own graphs still have the backward to
+        come. Globs are wishes, not names: only passes spelled out in ``enable`` are held to this, graph by graph.
         """
         counts = record.counts
-        for name in self.options.enable:
-            if name in counts and not counts[name]:
-                reasons = {s.reason for run in record.runs if run.report.name == name for s in run.report.skipped}
+        later = {p.name for p in self.passes if p.stage == "partitioned"} if side == "forward" else set()
+        for name in self.options.enable if self.options.strict else ():
+            if name in counts and not counts[name] and name not in later:
+                runs = [run.report for run in record.runs if run.report.name == name]
+                reasons = {s.reason for report in runs for s in report.skipped} or {note for report in runs for note in report.notes}
                 why = "; ".join(sorted(reasons)) or "no subgraph looked like it"
                 raise PassError(f'strict: pass "{name}" was enabled by name and rewrote nothing in graph {record.index}: {why}')
+
+
+def _report_of(p: Pass, gm: fx.GraphModule, context: Context) -> PassReport:
+    report = p.run(gm, context)
+    if not isinstance(report, PassReport):
+        raise PassError(f'pass "{p.name}" returned {type(report).__name__}, not a PassReport')
+    return report
+
+
+def _shape(graph: fx.Graph) -> list[Any]:
+    """What every node calls and reads."""
+    return [(n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes]
 
 
 def _matches(name: str, wanted: tuple[str, ...], option: str) -> bool:
@@ -161,7 +183,7 @@ def _output_layouts(gm: fx.GraphModule) -> list[Any]:
 
 def _validate(p: Pass, gm: fx.GraphModule, outputs: list[Any]) -> None:
     gm.graph.lint()
-    for node in gm.graph.nodes:
+    for node in (n for g in _with_bodies(gm) for n in g.graph.nodes):
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns and "val" not in node.meta:
             raise PassError(f'pass "{p.name}" left node {node.name} ({node.target}) without a fake value')
     after = _output_layouts(gm)

@@ -48,6 +48,11 @@ class PassReport:
     saved: list[str] | None = None
     """Stage "cut" alone: names of the nodes that the forward saves; None when the pass leaves that to torch's min-cut."""
 
+    def because(self, reason: str) -> "PassReport":
+        """This report, with the reason why the pass has nothing to do in this graph."""
+        self.notes.append(reason)
+        return self
+
 
 @dataclass
 class PassRun:

@@ -1,11 +1,13 @@
 """Order, contracts and checks of passes."""
 
+import pathlib
+
 import pytest
 import torch
 from models import explain
 
 from mindspeed_fx import passes
-from mindspeed_fx.options import Options
+from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.passes.check import CheckError
 from mindspeed_fx.passes.pipeline import Pipeline
 
@@ -202,3 +204,140 @@ def test_bisector_finds_the_wrong_pass(register, monkeypatch):
 
     found = CompilerBisector.do_bisect(is_right)
     assert found.backend == "mindspeed" and found.debug_info == "wrong.sign"
+
+
+# ---------------------------------------------------------------- strict
+
+
+def double_multiplications(gm, context):
+    """(2x) for (x + x): fires where there is an addition of a value to itself."""
+    report = passes.PassReport("mine.twice")
+    for node in passes.calls(gm, aten.add.Tensor):
+        if node.args[0] is node.args[1]:
+            node.target, node.args = aten.mul.Tensor, (node.args[0], 2.0)
+            report.rewrites.append(passes.site("twice", node))
+    gm.recompile()
+    return report
+
+
+def trained(f, **options):
+    x = torch.ones(4, 4, requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(f, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True, "codegen": "eager", **options})(x).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("stage", ["captured", "joint", "partitioned"])
+def test_strict_accepts_a_pass_that_fires(register, stage):
+    register("mine.twice", double_multiplications, stage=stage)
+    assert torch.equal(trained(lambda x: (x + x) * 3), torch.full((4, 4), 6.0))
+
+
+def test_strict_waits_for_the_backward(register):
+    """Only the backward has an addition of a value to itself: that of the two gradients of x."""
+
+    def backward_alone(gm, context):
+        report = double_multiplications(gm, context) if context.side == "backward" else passes.PassReport("mine.twice")
+        report.rewrites = report.rewrites or [passes.site("seen", next(iter(gm.graph.nodes)))] * (context.side == "backward")
+        return report
+
+    register("mine.twice", backward_alone, stage="partitioned")
+    trained(lambda x: x.sin())
+    with pytest.raises(Exception, match='strict: pass "mine.twice" was enabled by name and rewrote nothing'):
+        with torch.no_grad():
+            torch.compile(torch.sin, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True, "codegen": "eager"})(torch.ones(3))
+
+
+def test_strict_fails_again_and_again(register, tmp_path, monkeypatch):
+    """A graph that was refused is not in the compile caches."""
+    register("mine.twice", double_multiplications)
+    for _ in range(2):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="rewrote nothing in graph"), torch.no_grad():
+            torch.compile(torch.sin, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True})(torch.ones(3))
+
+
+def test_strict_says_what_the_pass_noted(register):
+    register("mine.twice", lambda gm, context: passes.PassReport("mine.twice").because("nothing is added here"))
+    with pytest.raises(Exception, match="rewrote nothing in graph [0-9]+: nothing is added here"):
+        trained(torch.sin)
+
+
+def test_a_contradiction_is_an_error_when_strict(register):
+    register("mine.twice", nothing)
+    Pipeline(Options(enable=["mine.twice"], disable=["mine.*"]))
+    with pytest.raises(OptionError, match=r'"enable" names "mine.twice", which option "disable" turns off \(mine\.\*\)'):
+        Pipeline(Options(enable=["mine.twice"], disable=["mine.*"], strict=True))
+
+
+def test_naming_a_pass_that_is_on_does_not_turn_it_off():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+    assert explain(model, torch.randn(4, 8), codegen="inductor", enable=["recompute.pointwise"], strict=True).counts["recompute.pointwise"] > 0
+
+
+# ---------------------------------------------------------------- contracts of stage "cut", and of regions
+
+
+def changes_the_graph(gm, context):
+    for node in passes.calls(gm, aten.sin.default):
+        node.target = aten.cos.default
+    return passes.PassReport("a.cut")
+
+
+def saves_what_is_not_there(gm, context):
+    report = passes.PassReport("a.cut")
+    report.saved = ["nowhere"]
+    return report
+
+
+@pytest.mark.parametrize("run, word", [
+    (lambda gm, context: None, "returned NoneType, not a PassReport"),
+    (changes_the_graph, 'of stage "cut" changed the graph'),
+    (saves_what_is_not_there, "saves what the joint graph does not have: nowhere"),
+])  # fmt: skip
+def test_a_cut_that_breaks_its_contract_is_named(register, run, word):
+    register("a.cut", run, stage="cut")
+    with pytest.raises(Exception, match=word) as error:
+        trained(lambda x: (x + x).sin(), enable=[], strict=False)
+    assert '"a.cut"' in str(error.value)
+
+
+def test_a_region_is_validated_too(register):
+    def forgets(gm, context):
+        for node in passes.calls(gm, aten.sin.default):
+            del node.meta["val"]
+        return passes.PassReport("a.forgets")
+
+    register("a.forgets", forgets)
+    with pytest.raises(Exception, match='"a.forgets" left node .* without a fake value'):
+        trained(lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False), enable=[], strict=False)
+
+
+def test_the_example_in_the_docs_rewrites():
+    """docs/passes.md shows the pass of examples/custom_pass.py, whole, and it fires."""
+    root = pathlib.Path(__file__).parents[2]
+    shown = (root / "docs" / "passes.md").read_text().split("```python\n")[1].split("```")[0]
+    assert shown.split("@passes.register")[1].strip() in (root / "examples" / "custom_pass.py").read_text()
+    space: dict = {}
+    try:
+        exec(compile(shown, "docs/passes.md", "exec"), space)
+        x = torch.randn(4, 4, requires_grad=True)
+        report = explain(lambda x: torch.softmax(x, -1).log(), x)
+        assert report.counts["mine.log_softmax"] == 1
+    finally:
+        passes.unregister("mine.log_softmax")
+
+
+@pytest.mark.parametrize("declared, word", [({"requires": "abc"}, "requires 'abc'; it takes a tuple"), ({"after": (1,)}, r"after \(1,\)")])
+def test_capabilities_are_tuples_of_names(declared, word):
+    with pytest.raises(passes.PassError, match=word):
+        passes.register("a.b", stage="captured", **declared)
+
+
+def test_an_object_that_can_be_called_is_a_pass(register):
+    class Nothing:
+        def __call__(self, gm, context):
+            return passes.PassReport("a.object")
+
+    register("a.object", Nothing())
+    assert len(next(p for p in passes.registered() if p.name == "a.object").source_hash()) == 64

@@ -45,7 +45,7 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     starts = [n for n in gm.graph.nodes if is_start(n)]
     if sum(n.target in _COALESCED for n in starts) < 2:
-        return report
+        return report.because("fewer than two collectives that could be joined")
     hardware, why = device(context.options)
     if hardware is None:
         report.skipped += [skip(kind(n), n, f"no cost model: {why}") for n in starts]

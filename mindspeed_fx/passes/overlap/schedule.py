@@ -32,7 +32,7 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
         if is_blocking(node):
             report.skipped.append(skip(str(node.target), node, "it starts and ends in one operator; only functional collectives can be overlapped"))
     if not any(is_start(n) for n in gm.graph.nodes):
-        return report
+        return report.because("no functional collectives")
     hardware, why = device(context.options)
     if hardware is None:
         starts = [n for n in gm.graph.nodes if is_start(n)]

@@ -32,10 +32,12 @@ FUSED = 0.15
 def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
     """On cpu the backward makes pointwise results again rather than keeping them."""
     report = PassReport(NAME)
-    wishes = context.options.recompute
+    options, wishes = context.options, context.options.recompute
     policy = wishes if isinstance(wishes, str) else (wishes or {}).get("policy", "auto")
-    if context.options.memory_budget is not None or policy != "auto" or not context.left_to_inductor(NAME):
-        return report
+    if options.memory_budget is not None or policy != "auto":
+        return report.because("memory_budget decides" if options.memory_budget is not None else f'the policy "{policy}" of option "recompute" decides')
+    if (options.target, options.codegen) != ("cpu", "inductor"):
+        return report.because(f'torch\'s min-cut decides for target "{options.target}" with codegen "{options.codegen}"')
     tape = record(gm.graph, context.nodes)
     if isinstance(tape, str):
         report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{tape}; torch's min-cut decides"))

@@ -40,10 +40,11 @@ def place_edges(gm: fx.GraphModule, context: Context) -> PassReport:
     """Marks where a plan of ``parallelize`` moves activations between ranks."""
     report = PassReport(NAME)
     sharding = gm.meta.get("sharding")
-    if sharding is not None:
-        parameters = {n: sharding.inputs[n.name].rpartition(".")[0] for n in gm.graph.nodes if n.op == "placeholder" and n.name in sharding.inputs}
-        _Edges(gm, sharding, report).insert(parameters)
-        gm.recompile()
+    if sharding is None:
+        return report.because("the model is not parallelized (mindspeed_fx.parallelize)")
+    parameters = {n: sharding.inputs[n.name].rpartition(".")[0] for n in gm.graph.nodes if n.op == "placeholder" and n.name in sharding.inputs}
+    _Edges(gm, sharding, report).insert(parameters)
+    gm.recompile()
     return report
 
 
