@@ -1,0 +1,97 @@
+"""Documents packed into one row: attention with a block-diagonal mask, however the model makes it."""
+
+import pathlib
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import function_agrees
+from torch import nn
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "kernels" / "npu"))
+import npu_graphs  # noqa: E402
+
+NAME, EOD, SEQ = "fusion.attention", 0, 12
+IDS = torch.tensor([[5, 3, EOD, 7, 7, 1, EOD, 2, 4, 4, 4, 1], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, EOD]])
+
+
+def documents(ids):
+    """The number of each token's document; an end-of-document token belongs to the document that it ends."""
+    return F.pad((ids == EOD).cumsum(-1), (1, 0))[:, :-1]
+
+
+def same_document(ids):
+    d = documents(ids)
+    return d[:, None, :, None] == d[:, None, None, :]
+
+
+def causal(seq):
+    return torch.ones(seq, seq, dtype=torch.bool).tril()
+
+
+def composed(allowed):
+    def attend(q, k, v):
+        return (q @ k.mT * 0.5).masked_fill(~allowed(IDS), float("-inf")).softmax(-1) @ v
+
+    return attend
+
+
+def starts(ids):
+    """The mask by the place where each token's document starts, as from cumulative lengths."""
+    place = torch.arange(ids.shape[1])
+    first = torch.where(F.pad(ids == EOD, (1, 0))[:, :-1], place, 0).cummax(-1).values
+    return (place[None, :] >= first[..., None])[:, None] & causal(ids.shape[1])
+
+
+SPELLINGS = {
+    "numbers and triangle": composed(lambda ids: same_document(ids) & causal(SEQ)),
+    "two fills": lambda q, k, v: (q @ k.mT * 0.5).masked_fill(~causal(SEQ), float("-inf")).masked_fill(~same_document(IDS), float("-inf")).softmax(-1) @ v,
+    "starts": composed(starts),
+    "added": lambda q, k, v: (q @ k.mT * 0.5 + torch.zeros(2, 1, SEQ, SEQ, dtype=q.dtype).masked_fill(~(same_document(IDS) & causal(SEQ)), float("-inf"))).softmax(-1) @ v,
+    "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, same_document(IDS) & causal(SEQ), scale=0.5),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_is_one_attention(name):
+    q, k, v = (torch.randn(2, 4, SEQ, 8, dtype=torch.double, requires_grad=True) for _ in range(3))
+    report = function_agrees(SPELLINGS[name], q, k, v)
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+    with torch.no_grad():  # nothing crosses from one document to another
+        alone = F.scaled_dot_product_attention(q[:1, :, 3:7], k[:1, :, 3:7], v[:1, :, 3:7], is_causal=True, scale=0.5)
+        torch.testing.assert_close(SPELLINGS[name](q, k, v)[:1, :, 3:7], alone)
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(10, 16), nn.Linear(16, 48)
+
+    def forward(self, ids):
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(self.embed(ids)).chunk(3, -1))
+        mask = same_document(ids) & causal(SEQ)
+        once = F.scaled_dot_product_attention(q, k, v, mask)
+        return F.scaled_dot_product_attention(once, k, v, mask).sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_on_npu(dtype):
+    graphs = npu_graphs.trains_alike(Packed(), IDS, dtype=dtype)
+    assert graphs.npu() == {"npu_fusion_attention_v3": 2, "npu_fusion_attention_grad_v3": 2} and graphs.unlowered() == []
+
+
+def test_hugging_face_by_positions_that_start_anew():
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "zoo"))
+    try:
+        import architectures
+    finally:
+        sys.path.pop(0)
+    from mindspeed_fx import explain
+
+    model, inputs = architectures.build("llama", "sdpa")
+    ids = inputs["input_ids"][:1]
+    places = torch.arange(ids.shape[1])[None] % (ids.shape[1] // 2)
+    report = explain(lambda i, p: model(input_ids=i, position_ids=p, use_cache=False).logits, ids, places, options={"codegen": "eager"})
+    assert report.graph_count == 1 and report.counts[NAME] == 2 and not report.skipped(NAME)
