@@ -133,6 +133,19 @@ def test_flow_is_the_least_cut_and_goes_on_when_capacities_rise(data):
         assert SOURCE not in found and cuts[found] == flow
 
 
+def test_a_call_with_two_results_fills_both_whoever_is_read():
+    """input 0 -> call 1 -> results 2 and 3; the backward 4 reads 3, then 5 reads 2."""
+    numbers = range(6)
+    made = Schedule(
+        sources=[(), (0,), (1,), (1,), (3,), (2, 4)], root=list(numbers), size=[0, 0, 8, 16, 1, 1], full=[0, 0, 8, 16, 1, 1], seconds=[0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
+        savable=[i in (2, 3) for i in numbers], forced=[False] * 6, given=[i == 0 for i in numbers], backward=[4, 5], needed=[2, 3], returned=[], gradients=[5], maker={2: 1, 3: 1},
+    )  # fmt: skip
+    again = made.evaluate([])
+    assert made.trace(again)[:2] == ([1, 3, 4, 2, 5], [24, 24, 25, 9, 10]) and again.seconds == 1.0
+    one = made.evaluate([3])  # the other is made again, and 3 once more for a moment
+    assert made.trace(one)[:2] == ([0, 1, 3, 4, 1, 2, 5], [0, 24, 16, 17, 25, 9, 10])
+
+
 def test_the_curve_counts_both_ends():
     assert curve(4, [(8, 0, 1), (2, 1, 3), (1, 3, 3)]) == [8, 10, 2, 3]
     assert curve(0, []) == []

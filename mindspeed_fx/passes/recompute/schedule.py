@@ -58,6 +58,8 @@ class Schedule:
     """What the forward returns."""
     gradients: list[int]
     """What the backward returns."""
+    maker: dict[int, int] = field(default_factory=dict)
+    """Result of a call with several results -> the call. Torch takes the results out of a call right behind it."""
     workspace: list[int] = field(default_factory=list)
     """Bytes alive within a node's call beside operands and results."""
     keep: list[float] = field(default_factory=list)
@@ -156,6 +158,15 @@ class Schedule:
         return found
 
     @cached_property
+    def _filled(self) -> list[list[int]]:
+        """The values whose memory a node's call fills: its own, or with several results all of them, whoever is read."""
+        found: list[list[int]] = [[] for _ in self.sources]
+        for i in range(len(self.sources)):
+            if self.full[i]:
+                found[self.maker.get(i, i)].append(i)
+        return found
+
+    @cached_property
     def _works(self) -> bool:
         return any(self.workspace)
 
@@ -176,17 +187,23 @@ class Schedule:
             for r in blocks[i]:
                 later[r] = t
         lives, carried = [], set()
+        runs = bytearray(len(sources))
+        for i in first:
+            runs[i] = 1
         for t, i in enumerate(first):
-            if i in kept:
-                if full[i]:
-                    carried.add(i)
-                    lives.append((full[i], t, length - 1 if i in ends else max(later[i], cut - 1)))
-            elif size[i]:
-                lives.append((size[i], t, last[i]))
+            for v in self._filled[i]:
+                if v in kept and runs[v]:
+                    carried.add(v)
+                    lives.append((full[v], t, length - 1 if v in ends else max(later[v], cut - 1)))
+                else:
+                    lives.append((size[v], t, last[v] if runs[v] else t))
+        runs = bytearray(len(sources))
+        for i in second:
+            runs[i] = 1
         for t, i in enumerate(second, cut):
-            own = full[i] if i in kept else size[i]
-            if own and i not in carried:
-                lives.append((own, t, length - 1 if i in ends else later[i]))
+            for v in self._filled[i]:
+                own = full[v] if v in kept else size[v]
+                lives.append((own, t, t if v in carried or not runs[v] else length - 1 if v in ends else later[v]))
         alive = curve(length, lives)
         if self._works:
             alive = [a + self.workspace[i] for a, i in zip(alive, (*first, *second))]

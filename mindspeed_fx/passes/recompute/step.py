@@ -8,6 +8,7 @@ counted.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class Step:
             needed=sorted(number[n] for n in compat_partition.needed_by_backward(info)),
             returned=sorted(number[n] for n in output.all_input_nodes if n not in closure),
             gradients=sorted(number[n] for n in output.all_input_nodes),
+            maker={i: number[n.args[0]] for i, n in enumerate(self.nodes) if n.target is operator.getitem and owners[n] is n and isinstance(n.args[0], fx.Node)},
             workspace=[_workspace(n, target, fused, traced) if n.target in REGISTRY else 0 for n in self.nodes],
             keep=keep,
         )
