@@ -24,7 +24,9 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
 
 
 def _all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
+    # Gathered along the first dimension, and put together here: what torch 2.11 calls for other dimensions cannot be traced.
+    whole = functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, group))
+    return whole if dim == 0 else torch.cat(whole.chunk(group.size(), 0), dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
