@@ -36,7 +36,8 @@ def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
 def _own_part(x: Tensor, dim: int, group: Any) -> Tensor:
     if x.shape[dim] % group.size():
         raise ValueError(f"dimension {dim} of size {x.shape[dim]} is not divisible by the {group.size()} tensor-parallel ranks")
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+    # A copy, for torch 2.11 replaces a Function whose result is a view of its argument by that view, and the gradient is lost.
+    return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 class _Copy(torch.autograd.Function):
