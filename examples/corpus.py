@@ -31,18 +31,23 @@ class Corpus:
         cache: directory for the token cache, shared by runs on the same text.
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: there is too little text.
+        OSError: a file is missing or cannot be read. ValueError: there is no text.
     """
 
     vocabulary = 256
 
     def __init__(self, files: list[str] | None, cache: str):
         paths = [pathlib.Path(f) for f in files] if files else standard_library()
+        if absent := [str(p) for p in paths if not p.is_file()]:
+            raise FileNotFoundError(f"there is no file {', '.join(absent)}")
         self.name = ", ".join(files) if files else f"source text of the Python {sysconfig.get_python_version()} standard library"
         stamp = "\n".join(f"{p}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in paths)
         folder = pathlib.Path(cache, hashlib.sha256(stamp.encode()).hexdigest()[:16])
-        if not (folder / "done").exists():
+        done = folder / "done"
+        if not done.exists() or not done.read_text():
             _tokenize(paths, folder)
+        self.fingerprint = done.read_text()[:16]
+        """The same for the same text, wherever its files lie."""
         self.train, self.validation = (np.memmap(folder / f"{part}.bin", dtype=np.uint8, mode="r") for part in ("train", "validation"))
 
     def unigram_entropy(self) -> float:
@@ -51,19 +56,23 @@ class Corpus:
         p = counts[counts > 0] / counts.sum()
         return float(-(p * np.log(p)).sum())
 
+    def require(self, sequence: int) -> None:
+        """ValueError where a part is too short for windows of ``sequence`` tokens."""
+        for part, tokens in (("train", self.train), ("validation", self.validation)):
+            if len(tokens) <= sequence + 1:
+                raise ValueError(f"{part} has {len(tokens)} tokens, fewer than a sequence of {sequence}; give more --data or a shorter --seq")
+
     def batch(self, part: str, size: int, sequence: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``size`` windows of ``sequence`` tokens and their successors, each int64 [size, sequence]; the same for the same seed."""
         tokens = self.train if part == "train" else self.validation
-        if len(tokens) <= sequence + 1:
-            raise ValueError(f"{part} has {len(tokens)} tokens, fewer than a sequence of {sequence}; give more --data or a shorter --seq")
         starts = np.random.default_rng(seed).integers(0, len(tokens) - sequence - 1, size)
         windows = torch.from_numpy(np.stack([tokens[s : s + sequence + 1] for s in starts]).astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def _tokenize(paths: list[pathlib.Path], folder: pathlib.Path) -> None:
-    """Write the cache; ``done`` comes last, so that a killed run leaves nothing that looks whole. Ranks may race: each
-    writes the same bytes under its own name and renames."""
+    """Write the cache; ``done``, with the hash of the text, comes last, so that a killed run leaves nothing that looks
+    whole. Ranks may race: each writes the same bytes under its own name and renames."""
     folder.mkdir(parents=True, exist_ok=True)
     text = b"\n".join(p.read_bytes() for p in paths)
     blocks = [text[i : i + BLOCK] for i in range(0, len(text), BLOCK)]
@@ -76,4 +85,6 @@ def _tokenize(paths: list[pathlib.Path], folder: pathlib.Path) -> None:
         temporary = folder / f"{part}.{os.getpid()}"
         data.tofile(temporary)
         temporary.rename(folder / f"{part}.bin")
-    (folder / "done").touch()
+    temporary = folder / f"done.{os.getpid()}"
+    temporary.write_text(hashlib.sha256(text).hexdigest())
+    temporary.rename(folder / "done")

@@ -2,6 +2,7 @@
 
     python examples/pretrain_gpt.py                                    # 13 M parameters on the standard library's source, minutes
     python examples/pretrain_gpt.py --backend inductor --data book.txt
+    python examples/pretrain_gpt.py --memory-budget 2GiB --check each  # every option of the backend: --help, docs/options.md
     python examples/pretrain_gpt.py --resume                           # go on from the last checkpoint, bitwise as if never stopped
     torchrun --nproc_per_node 4 examples/pretrain_gpt.py --tp 2        # data parallel 2 x tensor parallel 2, over gloo on CPU
     python examples/pretrain_gpt.py --layers 32 --hidden 4096 --ffn 11008 --heads 32 --kv-heads 32 --seq 4096   # Llama-2-7B
@@ -26,6 +27,7 @@ warnings.filterwarnings("ignore")  # Megatron-core warns of every optional packa
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 import mindspeed_fx.megatron_adaptor  # noqa: E402, F401
+import backend_options  # noqa: E402
 from corpus import Corpus  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -59,20 +61,8 @@ def arguments() -> argparse.Namespace:
     parallel.add_argument("--sequence-parallel", action="store_true")
     backend = parser.add_argument_group("compiler")
     backend.add_argument("--backend", choices=("eager", "inductor", "mindspeed"), default="mindspeed")
-    backend.add_argument("--level", type=int)
-    backend.add_argument("--enable", nargs="*")
-    backend.add_argument("--disable", nargs="*")
-    backend.add_argument("--target")
-    backend.add_argument("--memory-budget", type=float)
-    backend.add_argument("--codegen")
-    backend.add_argument("--dump", metavar="DIR")
-    backend.add_argument("--check")
-    backend.add_argument("--strict", action="store_true", default=None)
-    backend.add_argument("--inductor", type=json.loads, metavar="JSON", help="torch._inductor.config entries")
+    backend_options.add_arguments(backend)
     return parser.parse_args()
-
-
-BACKEND_OPTIONS = ("level", "enable", "disable", "target", "memory_budget", "codegen", "dump", "check", "strict", "inductor")
 
 
 def build(args: argparse.Namespace) -> GPTModel:
@@ -90,12 +80,17 @@ def build(args: argparse.Namespace) -> GPTModel:
 class Trainer:
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        options = backend_options.given(args, args.backend)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         self.out = pathlib.Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(args.seed)
-        self.corpus = Corpus(args.data, str(self.out.parent / "tokens"))
+        try:
+            self.corpus = Corpus(args.data, str(self.out.parent / "tokens"))
+            self.corpus.require(args.seq)
+        except (OSError, ValueError) as e:
+            raise SystemExit(f"--data: {e}") from None
         self.model = build(args)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         plain = [p for p in self.model.parameters() if p.dim() <= 1]
@@ -103,9 +98,6 @@ class Trainer:
         self.step, self.log = 0, []
         if args.resume:
             self.load()
-        options = {k: getattr(args, k) for k in BACKEND_OPTIONS if getattr(args, k) is not None}
-        if options and args.backend != "mindspeed":
-            raise SystemExit(f"--{next(iter(options)).replace('_', '-')} is an option of --backend mindspeed, not of --backend {args.backend}")
         self.compiled = self.model if args.backend == "eager" else torch.compile(self.model, backend=args.backend, **({"options": options} if options else {}))
 
     # ---------------------------------------------------------------- one step
@@ -183,7 +175,7 @@ class Trainer:
         """Replace the last checkpoint, whole or not at all."""
         if self.data_rank == 0:
             state = {"model": {k: v for k, v in self.model.state_dict().items() if isinstance(v, torch.Tensor)}, "optimizer": self.optimizer.state_dict(),
-                     "step": self.step, "log": self.log, "shape": self.shape(), "rng": torch.get_rng_state()}  # fmt: skip
+                     "step": self.step, "log": self.log, "settings": self.settings(), "rng": torch.get_rng_state()}  # fmt: skip
             temporary = self.path().with_suffix(".tmp")
             torch.save(state, temporary)
             os.replace(temporary, self.path())
@@ -192,16 +184,18 @@ class Trainer:
         if not self.path().exists():
             raise SystemExit(f"--resume: there is no checkpoint {self.path()}")
         state = torch.load(self.path(), weights_only=True)
-        if state["shape"] != self.shape():
-            raise SystemExit(f"--resume: {self.path()} was written with {state['shape']}, not {self.shape()}")
+        stored, now = state["settings"], self.settings()
+        if other := [f"{'--' * hasattr(self.args, n)}{n.replace('_', '-')} {stored.get(n)}, not {now[n]}" for n in now if stored.get(n) != now[n]]:
+            raise SystemExit(f"--resume: {self.path()} was written with {'; '.join(other)}")
         self.model.load_state_dict(state["model"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.log = state["step"], state["log"]
         torch.set_rng_state(state["rng"])
 
-    def shape(self) -> dict:
-        names = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq", "dtype", "batch", "steps", "lr", "warmup", "seed", "tp")
-        return {n: getattr(self.args, n) for n in names}
+    def settings(self) -> dict:
+        """All that the next step depends on, but for the backend: a run goes on with another one, the same to rounding."""
+        names = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq", "dtype", "batch", "steps", "lr", "warmup", "weight_decay", "clip", "seed", "tp", "sequence_parallel")
+        return {**{n: getattr(self.args, n) for n in names}, "data": f"text {self.corpus.fingerprint}", "data_parallel_ranks": self.data_ranks}
 
     # ---------------------------------------------------------------- the run
 
@@ -316,6 +310,8 @@ def main() -> None:
         dist.init_process_group("gloo")
     if dist.get_world_size() % args.tp:
         raise SystemExit(f"--tp {args.tp} does not divide the {dist.get_world_size()} processes")
+    if args.sequence_parallel and args.tp == 1:
+        raise SystemExit("--sequence-parallel divides what --tp leaves whole; --tp is 1")
     parallel_state.initialize_model_parallel(args.tp)
     try:
         Trainer(args).run()

@@ -59,3 +59,7 @@ def test_the_licence_is_the_one_that_is_declared():
 def test_printed_results_name_no_path_of_a_machine():
     found = [(f.name, hit[0]) for f in sorted((ROOT / "benchmarks" / "results").glob("*.txt")) if (hit := re.search(r"(file://|(?<![\w.])/(root|home|opt|tmp|work)/)\S*", f.read_text()))]
     assert not found, found
+
+
+def test_readme_shows_how_several_processes_are_started():
+    assert re.search(r"^\.venv/bin/torchrun .*examples/pretrain_gpt\.py .*--tp 2", (ROOT / "README.md").read_text(), re.M)
