@@ -35,8 +35,9 @@ class Loss(nn.Module):
         return self.gpt(input_ids=ids, position_ids=torch.arange(ids.shape[1]).expand_as(ids), attention_mask=None, labels=labels).mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, dtype", [
+    ("moe", torch.float32), *(pytest.param(kind, dtype, marks=pytest.mark.slow) for kind, dtype in (("gpt", torch.float32), ("gpt", torch.bfloat16), ("moe", torch.bfloat16))),
+])  # fmt: skip
 def test_lowered_graphs_train_as_megatron_does(kind, dtype):
     torch.manual_seed(1)
     inputs = batch()
@@ -64,7 +65,8 @@ def test_products_of_experts(counts, dtype):
         assert reason in experts_npu.grouped_linear.choose("npu", bad, {})[1][0]
 
 
-@pytest.mark.parametrize("kind", ["gpt", "moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 @needs_npu
 def test_cross_compiled(kind, tmp_path):
     from mindspeed_fx import cli

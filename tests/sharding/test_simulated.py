@@ -86,7 +86,7 @@ def test_ignored_tokens_count_over_all_ranks():
     checked(Llama(layers=1).double(), {"tp": 2}, "tp", ids, labels)
 
 
-@pytest.mark.parametrize("plan,mesh", [("tp", {"tp": 2}), ("zero2", {"dp": 2})])
+@pytest.mark.parametrize("plan,mesh", [("tp", {"tp": 2}), pytest.param("zero2", {"dp": 2}, marks=pytest.mark.slow)])
 def test_a_z_loss(plan, mesh):
     """Its gradient reaches a divided vocabulary, and divided tokens."""
     checked(Llama(layers=1, z_loss=0.1).double(), mesh, plan, *batch())

@@ -111,7 +111,7 @@ def test_other_targets_say_why(target, name, dtype, reason):
 NPU = {"target": "npu", "codegen": "eager"}
 
 
-@pytest.mark.parametrize("name", ["composed", "sdpa", "batched", "not causal"])
+@pytest.mark.parametrize("name", ["sdpa", "batched", *(pytest.param(name, marks=pytest.mark.slow) for name in ("composed", "not causal"))])
 def test_on_npu_the_kernel_draws(name):
     """Every weight is dropped or divided by 1 - p, as often as asked for, and the backward drops what the forward dropped."""
     f = SPELLINGS.get(name, lambda q, k, v: F.dropout((q @ k.mT * 0.3).softmax(-1), 0.4) @ v)

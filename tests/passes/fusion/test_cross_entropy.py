@@ -69,7 +69,7 @@ def _gathered(x, target, a, b, keep, total, minus):
     return a * one - (-b * all_) if minus else b * all_ + one * a
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(st.sampled_from([0.1, 0.3]), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(5,), (2, 3)]), st.booleans())
 def test_label_smoothing_written_out(smoothing, keep, total, minus, shape, bare):
     torch._dynamo.reset()
@@ -90,7 +90,7 @@ ROWS = torch.tensor([0, 3, 1, 6, 2])
 @pytest.mark.parametrize("f", [
     lambda x: -x.log_softmax(-1)[torch.arange(5), ROWS].mean(),
     lambda x: (x.logsumexp(-1) - x.gather(1, ROWS.view(-1, 1)).squeeze(1)).mean(),
-    lambda x: (x.gather(-1, ROWS[:, None]) - torch.logsumexp(x, -1, keepdim=True)).sum(),
+    pytest.param(lambda x: (x.gather(-1, ROWS[:, None]) - torch.logsumexp(x, -1, keepdim=True)).sum(), marks=pytest.mark.slow),
     lambda x: (lambda p: 2 * (0.9 * -p.gather(1, ROWS[:, None])[:, 0] - p.sum(1) * (0.1 / 7)).mean())(x.log_softmax(1)),
 ])  # fmt: skip
 def test_picked_log_probabilities(f):
@@ -131,7 +131,7 @@ Z_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", Z_LOSSES)
+@pytest.mark.parametrize("name", ["smoothed", "written out", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mean", "counted", "batched", "alone"))])
 def test_a_z_loss_reads_the_logits_once(name):
     report = function_agrees(lambda x: Z_LOSSES[name](x, TARGET), logits())
     run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
