@@ -127,21 +127,27 @@ class Pair(nn.Module):
 @pytest.mark.parametrize("layout", [Layout(tp=4), Layout(dp=2, tp=4, zero="zero2"), Layout(tp=8, recompute="selective")])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_no_choice_is_better(layout, batch):
-    """Every combination of every operator's strategies, one by one."""
+    """Every combination of every operator's strategies, one by one, without a memory limit and with two."""
     with torch.device("meta"):
         made = trace(Pair(), (torch.zeros(batch * layout.dp, 512, 1024),), {})
     program = Program(Prices(made, HW), layout, 1e15)
     program.priced()
-    best = float("inf")
+    found = []
     for chosen in itertools.product(*(range(len(program.choices[n])) for n in program.nodes)):
         try:
-            best = min(best, program.evaluate(dict(zip(program.nodes, chosen)), 0.0).seconds)
+            solution = program.evaluate(dict(zip(program.nodes, chosen)), 0.0)
         except AssertionError:  # a value that cannot go where it is wanted
             continue
-    relaxed = program.solve()[0]
-    bound, chosen = program.solve(integral=True)
-    assert relaxed <= best * (1 + 1e-9) and bound <= best * (1 + 1e-9)
-    assert program.evaluate(chosen, bound).seconds == pytest.approx(best, rel=2e-4)
+        found.append((solution.seconds, solution.memory))
+    fastest = min(found)
+    for limit in (1e15, 0.5 * (fastest[1] + min(m for _, m in found)), min(m for _, m in found) * 1.001):
+        program.limit = limit
+        best = min(t for t, m in found if m <= limit)
+        relaxed = program.solve()[0]
+        bound, chosen = program.solve(integral=True)
+        solution = program.evaluate(chosen, bound)
+        assert relaxed <= best * (1 + 1e-6) and bound <= best * (1 + 1e-6)
+        assert solution.seconds == pytest.approx(best, rel=2e-4) and solution.memory <= limit * (1 + 1e-5)
 
 
 def test_megatrons_pattern_is_recovered_where_it_is_best():

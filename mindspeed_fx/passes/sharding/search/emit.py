@@ -143,7 +143,7 @@ class _Emitter:
             pattern = QKV[edge.argument]
             if self.arguments.setdefault(pattern, {}).setdefault("tp", word) != word:
                 self.wrong.append(f'module "{edge.node.module}": attention layers that are placed differently cannot be told apart in a plan')
-        elif p != t:
+        elif p != t and not (p == P and t == R):
             self.wrong.append(f'module "{edge.node.module}": {edge.node.op} takes {edge.value.producer.op} as {self._say(t)}, made as {self._say(p)}; a plan can say that of modules with parameters and of attention alone')
 
     def _place(self, module: str, side: str, dims: list, t: Label, run: int) -> None:

@@ -59,14 +59,16 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def meshes(devices: int, batch: int, sequence: int, layers: int, experts: int, fixed: dict[str, int], pipeline: bool = True) -> Iterator[tuple[int, ...]]:
+def meshes(devices: int, batch: int, sequence: int, layers: int, experts: int, fixed: dict[str, int], pipeline: bool = True, node: int = 0) -> Iterator[tuple[int, ...]]:
     """(pp, dp, cp, ep, tp) with these many devices: parts of batch and sequence are even, stages have layers, and expert
-    groups divide the experts. ``fixed`` names dimensions with their sizes."""
+    groups divide the experts. ``fixed`` names dimensions with their sizes; tp else stays inside a machine of ``node`` ranks."""
 
     def choices(name: str, left: int) -> list[int]:
         return [fixed[name]] if name in fixed and left % fixed[name] == 0 else [] if name in fixed else divisors(left)
 
     for tp in choices("tp", devices):
+        if node and tp > node and "tp" not in fixed:
+            continue
         for cp in choices("cp", devices // tp):
             if sequence % cp:
                 continue
@@ -82,8 +84,10 @@ def meshes(devices: int, batch: int, sequence: int, layers: int, experts: int, f
 
 
 def microbatches(pp: int, batch: int) -> list[int]:
-    """Numbers of microbatches to consider for ``batch`` rows of one rank: enough to fill the pipeline, in steps of two."""
+    """Numbers of microbatches to consider for ``batch`` rows of one rank: powers of two; for a pipeline the three smallest that
+    fill it, and the largest."""
     fit = [m for m in divisors(batch) if m == 1 or m & (m - 1) == 0]
     if pp == 1:
         return fit
-    return [m for m in fit if m >= pp] or fit[-1:]
+    enough = [m for m in fit if m >= pp] or fit[-1:]
+    return [*enough[:3], *enough[3:][-1:]]

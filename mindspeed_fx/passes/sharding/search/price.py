@@ -29,6 +29,10 @@ OPTIMIZERS = {"adam": 8, "sgd": 0, "momentum": 4}
 """Bytes of optimizer state for each parameter; 16-bit parameters have a float32 copy on top."""
 
 
+BY_SHAPE = frozenset(("attention", "scaled_dot_product_attention", "rope", "moe_permute", "moe_unpermute", "grouped_matmul", "cumsum"))
+"""Operators whose price is not a matter of the number of tokens alone."""
+
+
 @dataclass(frozen=True, eq=False)
 class Strategy:
     """One way to compute one operator on the ``tp`` dimension."""
@@ -70,12 +74,15 @@ class NodePrice:
 class Prices:
     """Prices for one problem on one device; what does not depend on the layout is computed once."""
 
-    def __init__(self, problem: Problem, hw: Hardware, optimizer: str = "adam"):
+    def __init__(self, problem: Problem, hw: Hardware, optimizer: str = "adam", ways: tuple[str, ...] = ()):
+        self.ways = ways
         self.problem, self.hw, self.state_bytes = problem, hw, OPTIMIZERS[optimizer]
         self.axes = problem.axes
         self._strategies: dict[tuple, list[Strategy]] = {}
         self._compute: dict[tuple, tuple[float, float]] = {}
         self._prices: dict[tuple, NodePrice] = {}
+        self._stored: dict[tuple, NodePrice] = {}
+        self.stores = {n.name: [i for i, u in enumerate(n.uses) if u.value.parameter is not None] for n in problem.nodes}
         self.line, self._passes = functools.cache(self._line), functools.cache(self._passed)
         self.expert_atoms = set(problem.experts.values())
 
@@ -183,16 +190,25 @@ class Prices:
 
     def price(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
         """What ``node`` costs by ``strategy``, once per microbatch (the optimizer and reductions: once per step)."""
-        key = (strategy, layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
+        base = self.activations(node, strategy, layout)
+        if not self.stores[node.name]:
+            return base
+        key = (strategy, layout.tp, layout.ep, layout.cp, layout.dp, layout.zero)
+        if key not in self._stored:
+            stored = self._stored[key] = NodePrice()
+            for i in self.stores[node.name]:
+                self._parameter(node, i, strategy.ins[i], layout, stored)
+        stored = self._stored[key]
+        return NodePrice(base.forward, base.backward, base.moved, stored.gather, stored.reduce, stored.update, stored.state, stored.gathered, base.kept, base.transient, base.how)
+
+    def activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
+        """The part of :meth:`price` that has nothing to do with parameters; often a matter of tokens and tp alone."""
+        rows = layout.dp * layout.microbatches * layout.ep * layout.cp
+        alone = node.op not in BY_SHAPE and (layout.cp == 1 or self.problem.sequence is None or self._passes(node, self.problem.sequence, layout.cp))
+        key = (strategy, layout.tp, rows) if alone else (strategy, layout.tp, layout.ep, layout.cp, rows)
         if key not in self._prices:
             self._prices[key] = self._activations(node, strategy, layout)
-        if not any(u.value.parameter is not None for u in node.uses):
-            return self._prices[key]
-        made = dataclasses.replace(self._prices[key])
-        for i, use in enumerate(node.uses):
-            if use.value.parameter is not None:
-                self._parameter(node, i, strategy.ins[i], layout, made)
-        return made
+        return self._prices[key]
 
     def _activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
         made = NodePrice()
@@ -217,7 +233,7 @@ class Prices:
             made.transient += logits if divided else 0
         return made
 
-    def _time(self, node: Node, strategy: Strategy, layout: Layout, other: dict, without: str, tag: str) -> tuple[float, float]:
+    def _time(self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str) -> tuple[float, float]:
         b, s = layout.dp * layout.ep * layout.microbatches, layout.cp
         rows = (b * s,) if node.op not in ("attention", "scaled_dot_product_attention", "cumsum") else (b, s)
         key = (node.name, strategy.ins, strategy.outs, layout.tp, rows, layout.ep if node.op == "grouped_matmul" else 1, tag, layout.cp if tag else 1)
@@ -225,21 +241,23 @@ class Prices:
             self._compute[key] = self._timed(node, strategy, layout, other, without, tag)
         return self._compute[key]
 
-    def _timed(self, node: Node, strategy: Strategy, layout: Layout, other: dict, without: str, tag: str) -> tuple[float, float]:
+    def _timed(self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str) -> tuple[float, float]:
         if node.call.kind == "free":
             return 0.0, 0.0
-        labels = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
-        for a, n in other.items():
-            labels[a] = labels.get(a, 1) * n
+        outs = [Use(v, v.dims, v.shape) for v in node.outs]
+        labels: dict[int, dict] = {}
+        for chosen, ranks in ((strategy, layout.tp), (other, layout.cp)):
+            for use, x in zip((*node.uses, *outs), (*chosen.ins, *chosen.outs) if chosen else ()):
+                if isinstance(x, int):
+                    mine = labels.setdefault(id(use), {})
+                    mine[x] = mine.get(x, 1) * ranks
 
         def size(use: Any, spec: Spec) -> Spec:
             if not isinstance(use, Use):
                 return spec
-            mine = {a: n for a, n in labels.items()}
-            return dataclasses.replace(spec, shape=self.local(use.dims, use.shape, layout, mine, without), expanded=())
+            return dataclasses.replace(spec, shape=self.local(use.dims, use.shape, layout, labels.get(id(use), {}), without), expanded=())
 
         args = localized(node.args, node.call.args, size)
-        outs = [Use(v, v.dims, v.shape) for v in node.outs]
         out = localized(outs[0] if isinstance(node.call.out, Spec) else outs, node.call.out, size)
         if node.op == "attention" and len(args) > 4 and args[4] and self._by_query(node, strategy, other):
             args = (*args[:4], False, *args[5:])  # a mask of the rank's rows: nothing is skipped
@@ -248,9 +266,9 @@ class Prices:
         forward = float(cost.seconds(self.hw))
         return forward, self._backward(node, call, cost, forward)
 
-    def _by_query(self, node: Node, strategy: Strategy, other: dict) -> bool:
-        queries = set(node.uses[0].dims[2])
-        return strategy.ins[0] in queries or any(a in queries for a in other)
+    def _by_query(self, node: Node, strategy: Strategy, other: Strategy | None) -> bool:
+        queries = node.uses[0].dims[2]
+        return strategy.ins[0] in queries or (other is not None and other.ins[0] in queries)
 
     def _backward(self, node: Node, call: Any, cost: Cost, forward: float) -> float:
         if not any(v.floating for v in node.outs):
@@ -283,12 +301,12 @@ class Prices:
 
     # ---------------------------------------------------------------- dimensions without a choice of their own
 
-    def _around(self, node: Node, strategy: Strategy, layout: Layout) -> Iterator[tuple[str, dict, str, float, str]]:
-        """Ways on the dimensions that divide batch and sequence: name, atoms that are divided instead, the dimension they
-        replace, and seconds of the exchange there and back."""
+    def _around(self, node: Node, strategy: Strategy, layout: Layout) -> Iterator[tuple[str, Strategy | None, str, float, str]]:
+        """Ways on cp: name, what is divided instead of the sequence, "cp" if something is, seconds of the exchange there and
+        back, and a word for all that."""
         moved = self._exchange(node, strategy, layout)
         if layout.cp == 1 or self.problem.sequence is None or self._passes(node, self.problem.sequence, layout.cp):
-            yield "", {}, "", moved, ""
+            yield "", None, "", moved, ""
             return
         taken = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
         for other in self.labelled(node, layout.cp, lambda a: self.axes.size[a] // (self.parts(layout, a, "cp") * taken.get(a, 1))):
@@ -296,9 +314,11 @@ class Prices:
             if self.problem.batch in by:
                 continue
             heads = self.problem.sequence not in by
-            yield ("ulysses" if heads else "kv_allgather"), dict.fromkeys(by, layout.cp), "cp", moved + self._there_and_back(node, strategy, other, layout), f"cp{sorted(by)}"
+            if self.ways and ("ulysses" if heads else "kv_allgather") not in self.ways:
+                continue
+            yield ("ulysses" if heads else "kv_allgather"), other, "cp", moved + self._there_and_back(node, strategy, other, layout), f"cp{sorted(by)}"
         whole = Strategy((R,) * len(node.uses), (R,) * len(node.outs))
-        yield "whole", {}, "cp", moved + self._there_and_back(node, strategy, whole, layout), "cp whole"
+        yield "whole", whole, "cp", moved + self._there_and_back(node, strategy, whole, layout), "cp whole"
 
     def _passed(self, node: Node, atom: int, ranks: int) -> bool:
         """Whether the node can be computed with ``atom`` divided wherever it occurs."""

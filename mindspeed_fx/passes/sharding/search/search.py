@@ -45,24 +45,25 @@ class Outcome:
         return max(0.0, self.solutions[0].seconds / self.bound - 1)
 
 
-def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed: dict[str, int] | None = None, keep: int = 5, optimizer: str = "adam", pipeline: bool = True, zero: tuple[str, ...] = ZERO, recompute: tuple[str, ...] = RECOMPUTE, allowed: Allowed | None = None) -> Outcome:
+def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed: dict[str, int] | None = None, keep: int = 5, optimizer: str = "adam", pipeline: bool = True, zero: tuple[str, ...] = ZERO, recompute: tuple[str, ...] = RECOMPUTE, allowed: Allowed | None = None, ways: tuple[str, ...] = ()) -> Outcome:
     """The fastest ``keep`` meshes with the best plan of each.
 
     Args:
         memory: bytes that one rank may hold.
         fixed: sizes of mesh dimensions that are given.
         allowed: strategies that may be used; None: all.
+        ways: names of the ways on cp that may be used; (): all.
 
     Raises:
         ShardingError: nothing fits, with what the least demanding layout needs.
     """
-    prices = Prices(problem, hw, optimizer)
+    prices = Prices(problem, hw, optimizer, ways)
     axes, batch = problem.axes, problem.batch
     rows = axes.size[batch] if batch is not None else 1
     length = axes.size[problem.sequence] if problem.sequence is not None else 1
     experts = min((axes.size[e] for e in problem.experts.values()), default=0)
     layers = sum(map(len, problem.runs))
-    factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline))
+    factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline, hw.node))
     if not factored:
         raise ShardingError(f"{devices} devices cannot share a batch of {rows} and a sequence of {length}{f' with {fixed}' if fixed else ''}; give a larger batch")
     state = _State(prices, memory, keep, allowed)
@@ -84,7 +85,10 @@ class _State:
 
     def __init__(self, prices: Prices, memory: float, keep: int, allowed: Allowed | None):
         self.prices, self.memory, self.keep, self.allowed = prices, memory, keep, allowed
-        self.heap: list[tuple[float, int, Program, tuple[str, ...], tuple[str, ...]]] = []
+        self.heap: list[tuple[float, int, Layout, Program | None, tuple[str, ...], tuple[str, ...]]] = []
+        self.work: dict[tuple, dict[int, list[float]]] = {}
+        self.store: dict[tuple, dict[int, list[float]]] = {}
+        self.cores: dict[tuple, float] = {}
         self.best: dict[tuple, Solution] = {}
         self.open: list[tuple[float, int, Program, int]] = []
         """Programs whose relaxation had fractions, and where their bound is."""
@@ -96,18 +100,53 @@ class _State:
         self.number = itertools.count()
 
     def offer(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
+        """Put a layout in line by the compute and the states that its parts of the work have at least."""
         start = time.perf_counter()
-        program = Program(self.prices, layout, self.memory, self.allowed)
-        if program.possible:
-            program.priced()
-            seconds, state = program.lower()
-            self.least = min(self.least, state)
-            if state > self.memory:
-                self.too_large += 1
-                self.more(layout, recompute[:1], zero)
-            else:
-                heapq.heappush(self.heap, (seconds, next(self.number), program, recompute, zero))
+        seconds, state = self.least_of(layout)
+        self.least = min(self.least, state)
+        if state > self.memory:
+            self.too_large += 1
+            if zero:  # recomputing changes nothing about states
+                self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
+        else:
+            heapq.heappush(self.heap, (seconds, next(self.number), layout, None, recompute, zero))
         self.times["prices"] += time.perf_counter() - start
+
+    def least_of(self, layout: Layout) -> tuple[float, float]:
+        """Seconds and bytes from tables that many layouts share."""
+        problem, p = self.prices.problem, self.prices
+        work = (layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
+        store = (layout.tp, layout.ep, layout.cp, layout.dp, layout.zero)
+        for key, table in ((work, self.work), (store, self.store)):
+            if key in table:
+                continue
+            table[key] = {run: [0.0, 0.0] for run in range(-1, len(problem.runs))}
+            for n in problem.nodes:
+                allowed = [s for s in p.strategies(n, layout) if self.allowed is None or self.allowed(n, s)]
+                row = table[key][n.run]
+                if not allowed:
+                    row[0] = float("inf")
+                elif table is self.work:
+                    mine = [p.activations(n, s, layout) for s in allowed]
+                    row[0] += min(x.forward + x.backward + x.moved for x in mine)
+                    row[1] += min(x.forward for x in mine)
+                elif p.stores[n.name]:
+                    mine = [p.price(n, s, layout) for s in allowed]
+                    row[0] += min(x.state for x in mine)
+                    row[1] += min(x.update for x in mine)
+        layers = sum(map(len, problem.runs))
+        share = -(-layers // layout.pp) / layers if layers else 1.0
+        weight = {run: len(problem.runs[run]) * share if run >= 0 else 1.0 for run in range(-1, len(problem.runs))}
+        turns, full = layout.microbatches + layout.pp - 1, layout.recompute == "full"
+        seconds = sum(weight[r] * (turns * (w[0] + w[1] * (full and r >= 0))) for r, w in self.work[work].items()) + sum(weight[r] * w[1] for r, w in self.store[store].items())
+        return seconds, sum(weight[r] * w[0] for r, w in self.store[store].items())
+
+    def core(self, program: Program) -> float:
+        layout = program.layout
+        key = (layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
+        if key not in self.cores:
+            self.cores[key] = program.core() if layout.tp > 1 else 0.0
+        return self.cores[key]
 
     def more(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
         """What needs less memory and more time than ``layout``."""
@@ -123,9 +162,21 @@ class _State:
 
     def run(self) -> None:
         while self.heap:
-            lower, _, program, recompute, zero = heapq.heappop(self.heap)
-            layout = program.layout
+            lower, _, layout, program, recompute, zero = heapq.heappop(self.heap)
             if lower >= self.limit(layout.mesh) or (layout.pp == 1 and (layout.mesh, layout.zero, layout.recompute) in self.done):
+                continue
+            if program is None:
+                start = time.perf_counter()
+                program = Program(self.prices, layout, self.memory, self.allowed)
+                if program.possible:
+                    program.priced()
+                    seconds, memory = program.lower(self.core(program))
+                    if memory > self.memory:
+                        self.too_large += 1
+                        self.more(layout, recompute, zero)
+                    elif seconds < self.limit(layout.mesh):
+                        heapq.heappush(self.heap, (max(lower, seconds), next(self.number), layout, program, recompute, zero))
+                self.times["prices"] += time.perf_counter() - start
                 continue
             start = time.perf_counter()
             made = program.solve()
@@ -164,6 +215,8 @@ class _State:
             if (made := program.solve(integral=True, seconds=left)) is not None:
                 self.bounds[place] = max(bound, made[0])
                 self._enter(program.evaluate(made[1], self.bounds[place]))
+            elif program.infeasible:
+                self.bounds[place] = float("inf")
         self.times["integers"] = time.perf_counter() - start
 
 

@@ -27,6 +27,9 @@ from mindspeed_fx.passes.sharding.search.graph import CHEAP, SAVES, Edge, Node, 
 from mindspeed_fx.passes.sharding.search.layouts import Layout
 from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, NodePrice, P, Prices, R, Strategy
 
+GiB = 2.0**30
+"""Unit of memory in the program: HiGHS drops coefficients below 1e-9."""
+
 Allowed = Callable[[Node, Strategy], bool]
 
 
@@ -96,18 +99,35 @@ class Program:
         self.lines = {k: self.prices.line(k, ranks, near) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")} | {"": (0.0, 0.0)}
         self.bytes = {m.value: self.prices.nbytes(m.value, self.layout) for m in self.moves}
 
-    def lower(self) -> tuple[float, float]:
-        """Seconds and bytes that every choice in this layout needs, whatever moves."""
+    def core(self) -> float:
+        """Seconds of one microbatch in all layers, whatever is hidden, stored or made again: a bound for every layout with
+        these parts of batch and sequence."""
+        optimize, sparse = milp()
+        c, rows, lower, upper, n, _, _ = self._matrix(core=True)
+        made = optimize.milp(c, constraints=optimize.LinearConstraint(sparse.csr_matrix((rows[2], (rows[0], rows[1])), shape=(len(lower), n)), lower, upper), bounds=optimize.Bounds(0, np.inf))
+        return float(made.fun) if made.x is not None else float("inf")
+
+    def lower(self, core: float = 0.0) -> tuple[float, float]:
+        """Seconds and bytes that every choice in this layout needs; ``core``: see :meth:`core`."""
         seconds, memory = self.between_stages() * self.turns / self.layout.microbatches, 0.0
+        flat = again_at_least = 0.0
         hide = {n.run: [0.0, 0.0] for n in self.nodes}
         redo = {"none": 0.0, "selective": 0.0, "full": 1.0}[self.layout.recompute]
         for n in self.nodes:
             w, mine = self.weight(n.run), [self.price[n, i] for i in range(len(self.choices[n]))]
             again = redo if n.run >= 0 else 0.0
-            seconds += w * min(self.turns * ((1 + again) * p.forward + p.backward + p.moved) + p.update for p in mine)
+            seconds += w * min(p.update for p in mine)
+            flat += w * min(p.forward + p.backward + p.moved for p in mine)
+            again_at_least += w * again * min(p.forward for p in mine)
             memory += w * min(p.state for p in mine)
             hide[n.run][0] += w * min(p.gather - p.forward for p in mine)
             hide[n.run][1] += w * min(p.reduce - p.backward for p in mine)
+        seconds += self.turns * (max(flat, self.share * core) + again_at_least)
+        memory += max(min(self.price[n, i].transient for i in range(len(self.choices[n]))) for n in self.nodes)
+        for move in self.moves:
+            n = self.bytes[move.value] / self.layout.tp
+            kept = min(self.keeps(move, R, SUMMED, 0.0, n)[0], self.keeps(move, move.value.dims[0][0] if move.value.dims and move.value.dims[0] else R, R, 0.0, n)[0])
+            memory += move.weight * self.in_flight * min(n, kept)
         often = self.layout.microbatches if self.layout.zero == "zero3" else 1
         return seconds + often * sum(max(0.0, x) for pair in hide.values() for x in pair), memory
 
@@ -115,11 +135,17 @@ class Program:
         """Seconds there, seconds back, bytes at ``t``; None for what no plan does."""
         n = self.bytes[move.value]
         there = self._kind(p, t)
-        if there == "never" or (p != t and (p, t) != (R, SUMMED) and move.value.shape and not owner(move.value.producer) and not any(expressible(e) for e in readers)):
-            return None  # no reader could say so in a plan
+        if there == "never" or not any(self.sayable(move, p, t, e) for e in readers):
+            return None
         back = self._kind({SUMMED: P}.get(t, t), {P: R}.get(p, p)) if move.value.floating else ""
         (a, b), (c, d) = self.lines[there], self.lines[back]
         return a + b * n, c + d * n, n / (self.layout.tp if isinstance(t, int) else 1)
+
+    @staticmethod
+    def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
+        """Whether a plan can say that the value moves so before this reader, or DTensor does it unasked: it sums what an
+        operator needs whole."""
+        return p == t or (p in (P, R) and t in (R, SUMMED)) or not move.value.shape or bool(owner(move.value.producer)) or expressible(edge)
 
     @staticmethod
     def _kind(p: Label, t: Label) -> str:
@@ -163,6 +189,7 @@ class Program:
             c, constraints=optimize.LinearConstraint(matrix, lower, upper), bounds=optimize.Bounds(0, np.inf), integrality=integrality if integral else None,
             options={"mip_rel_gap": 1e-4, "time_limit": seconds} if integral else {},
         )  # fmt: skip
+        self.infeasible = made.status == 2
         if made.x is None:
             return None
         x = made.x
@@ -175,7 +202,7 @@ class Program:
         bound = made.fun if not integral or made.mip_dual_bound is None else made.mip_dual_bound
         return float(bound) + self.between_stages() * self.turns / self.layout.microbatches, chosen
 
-    def _matrix(self) -> tuple:
+    def _matrix(self, core: bool = False) -> tuple:
         L = self.layout
         self.fractional, self.slack = False, False
         cost: list[float] = []
@@ -202,7 +229,7 @@ class Program:
             w, again = self.weight(n.run), self.again(n)
             for i in range(len(self.choices[n])):
                 p, column = self.price[n, i], len(cost)
-                cost.append(w * (self.turns * (p.forward * (1 + again) + p.backward + p.moved) + p.update))
+                cost.append(w * (self.turns * (p.forward * (1 + again) + p.backward + p.moved) + p.update) if not core else w / self.share * (p.forward + p.backward + p.moved) * (n.run >= 0))
                 memory_columns.append(column)
                 memory_values.append(w * (p.state + self.in_flight * p.kept * (not again)))
                 for k, value in enumerate((w * (p.forward - p.gather), w * (p.backward - p.reduce))):
@@ -211,7 +238,9 @@ class Program:
             row(list(range(first[n], len(cost))), [1.0] * len(self.choices[n]), 1, 1)
         choices_end = len(cost)
         for move in self.moves:
-            self._move(move, first, cost, memory_columns, memory_values, row)
+            self._move(move, first, cost, memory_columns, memory_values, row, core)
+        if core:
+            return np.array(cost), (rr, cc, vv), np.array(low), np.array(up), len(cost), None, first
         for run in segments:
             for k, once in ((0, L.zero != "zero3"), (1, L.zero != "zero3")):
                 columns, values = hide[run][2 * k], hide[run][2 * k + 1]
@@ -221,25 +250,24 @@ class Program:
         cost.append(0.0)
         for n in self.nodes:
             size = len(self.choices[n])
-            row([*range(first[n], first[n] + size), largest], [-self.price[n, i].transient for i in range(size)] + [1.0], 0, np.inf)
+            row([*range(first[n], first[n] + size), largest], [-self.price[n, i].transient / GiB for i in range(size)] + [1.0], 0, np.inf)
         if L.zero == "zero3":
             whole = len(cost)
             cost.append(0.0)
             for run in segments:
-                mine = [(first[n] + i, -2 * self.price[n, i].gathered) for n in self.nodes if n.run == run for i in range(len(self.choices[n])) if self.price[n, i].gathered]
+                mine = [(first[n] + i, -2 * self.price[n, i].gathered / GiB) for n in self.nodes if n.run == run for i in range(len(self.choices[n])) if self.price[n, i].gathered]
                 row([c for c, _ in mine] + [whole], [v for _, v in mine] + [1.0], 0, np.inf)
             memory_columns.append(whole)
-            memory_values.append(1.0)
+            memory_values.append(GiB)
         memory_columns.append(largest)
-        memory_values.append(1.0)
-        scale = 2.0**30
+        memory_values.append(GiB)
         self._tied(first, row)
-        row(memory_columns, [v / scale for v in memory_values], -np.inf, self.limit / scale)  # last: see slack
+        row(memory_columns, [v / GiB for v in memory_values], -np.inf, self.limit / GiB)  # last: see slack
         integrality = np.zeros(len(cost))
         integrality[:choices_end] = 1
         return np.array(cost), (rr, cc, vv), np.array(low), np.array(up), len(cost), integrality, first
 
-    def _move(self, move: Move, first: dict[Node, int], cost: list, memory_columns: list, memory_values: list, row: Callable) -> None:
+    def _move(self, move: Move, first: dict[Node, int], cost: list, memory_columns: list, memory_values: list, row: Callable, core: bool) -> None:
         made = move.value.producer
         sources: dict[Label, list[int]] = {}
         for i, s in enumerate(self.choices[made]):
@@ -259,14 +287,14 @@ class Program:
                 there, back, nbytes = costs
                 kept, redo = self.keeps(move, p, t, there, nbytes)
                 pairs[p, t] = len(cost)
-                cost.append(move.weight * self.turns * (there + back + redo))
+                cost.append(move.weight * self.turns * (there + back + redo) if not core else move.weight / self.share * (there + back) * (move.value.producer.run >= 0 and move.where[0] in ("inside", "between")))
                 if kept:
                     memory_columns.append(len(cost) - 1)
                     memory_values.append(move.weight * self.in_flight * kept)
-        for found in targets:
+        for edge, found in zip(move.readers, targets):
             mine = {}
             for (p, t), y in pairs.items():
-                if t not in found or (p != t and (p, t) != (R, SUMMED) and move.value.shape and not owner(made) and not expressible(move.readers[targets.index(found)])):
+                if t not in found or not self.sayable(move, p, t, edge):
                     continue
                 if len(targets) == 1:
                     mine[p, t] = y

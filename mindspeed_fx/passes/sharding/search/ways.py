@@ -119,6 +119,12 @@ def _reduction(node: fx.Node, name: str, x: torch.Tensor, out: torch.Tensor) -> 
     return found + ([([P], [d]) for d in gone] if name in LINEAR_SUMS or name == "mean" else [])
 
 
+def _cat(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    """Along every dimension but the one that is joined."""
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    return [([d], [d] * len(values)) for d in range(out.ndim) if d != given % out.ndim]
+
+
 def _permute(node: fx.Node, values: Sequence[torch.Tensor], out: Any) -> list[Row]:
     """Each rank sorts its own tokens by expert, as expert-parallel programs do; by width."""
     return [([0, 0], [0, 0]), ([1, R], [1, R])]
@@ -135,6 +141,6 @@ def _grouped(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -
 
 
 _OWN = {
-    "linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _matmul, "embedding": _embedding, "linear_cross_entropy": _loss,
+    "linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _matmul, "embedding": _embedding, "cat": _cat, "linear_cross_entropy": _loss,
     "moe_permute": _permute, "moe_unpermute": _unpermute, "grouped_matmul": _grouped,
 }  # fmt: skip
