@@ -19,7 +19,7 @@ from mindspeed_fx.passes.sharding.plan import ShardingError
 from mindspeed_fx.passes.sharding.search.graph import Problem
 from mindspeed_fx.passes.sharding.search.layouts import RECOMPUTE, ZERO, Layout, meshes, microbatches
 from mindspeed_fx.passes.sharding.search.price import Prices
-from mindspeed_fx.passes.sharding.search.solve import Allowed, Program, Solution
+from mindspeed_fx.passes.sharding.search.solve import Allowed, Program, Solution, Unsayable
 
 
 @dataclass
@@ -187,9 +187,12 @@ class _State:
                 self.too_large += 1
             else:
                 bound, chosen = made
-                solution = program.evaluate(chosen, bound)
                 slack = program.slack
-                self._enter(solution)
+                try:
+                    self._enter(program.evaluate(chosen, bound))
+                except Unsayable:
+                    if not program.fractional:
+                        raise
                 self.bounds.append(bound)
                 if program.fractional:
                     self.open.append((bound, next(self.number), program, len(self.bounds) - 1))

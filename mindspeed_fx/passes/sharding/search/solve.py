@@ -30,7 +30,13 @@ from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, NodePrice, 
 GiB = 2.0**30
 """Unit of memory in the program: HiGHS drops coefficients below 1e-9."""
 
+EXPERTS = frozenset(("moe_permute", "moe_unpermute", "grouped_matmul"))
+
 Allowed = Callable[[Node, Strategy], bool]
+
+
+class Unsayable(Exception):
+    """A combination of choices in which a value cannot go where it is wanted; rounding can make one."""
 
 
 @dataclass(eq=False)
@@ -145,6 +151,8 @@ class Program:
     def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
         """Whether a plan can say that the value moves so before this reader, or DTensor does it unasked: it sums what an
         operator needs whole."""
+        if edge.node.op in EXPERTS or move.value.producer.op in EXPERTS:
+            return True  # modelled alone
         return p == t or (p in (P, R) and t in (R, SUMMED)) or not move.value.shape or bool(owner(move.value.producer)) or expressible(edge)
 
     @staticmethod
@@ -352,7 +360,7 @@ class Program:
             for t in dict.fromkeys(strategies[e.node].ins[e.argument] for e in move.readers):
                 costs = self.move_costs(move, p, t, move.readers)
                 if costs is None:
-                    raise AssertionError(f"{move.value.name} cannot go from {p} to {t}")
+                    raise Unsayable(f"{move.value.name} cannot go from {p} to {t}")
                 there, back, nbytes = costs
                 bytes_kept, redo = self.keeps(move, p, t, there, nbytes)
                 parts["collectives"] += move.weight * L.microbatches * (there + back)
