@@ -22,6 +22,7 @@ pre { margin: 0; padding: .6rem; font: 12.5px/1.45 ui-monospace, monospace; over
 pre span { display: block; min-width: max-content; } .add { background: var(--add); } .del { background: var(--del); } .at { opacity: .65; }
 details { border: 1px solid var(--line); border-radius: 6px; margin: .5rem 0; } summary { padding: .5rem .7rem; cursor: pointer; background: var(--soft); border-radius: 6px; }
 details > div { padding: .6rem; } .bar { background: var(--bar); height: .7rem; border-radius: 3px; min-width: 2px; } .muted { opacity: .7; }
+.bars { width: 45%; } @media (max-width: 600px) { .bars { display: none; } }
 .facts { display: flex; flex-wrap: wrap; gap: .5rem; padding: 0; list-style: none; } .facts li { border: 1px solid var(--line); border-radius: 6px; padding: .3rem .7rem; }
 """
 
@@ -85,7 +86,7 @@ def _diff(text: str) -> str:
 def _times(record: GraphRecord) -> str:
     rows = [(k, v) for k, v in record.seconds.items()] + [(f"{r.report.name} ({r.stage})", r.seconds) for r in record.runs]
     longest = max((v for _, v in rows), default=1.0) or 1.0
-    cells = "".join(f'<tr><td>{escape(k)}</td><td class="n">{v * 1e3:.1f} ms</td><td style="width:45%"><div class="bar" style="width:{100 * v / longest:.1f}%"></div></td></tr>' for k, v in rows)
+    cells = "".join(f'<tr><td>{escape(k)}</td><td class="n">{v * 1e3:.1f} ms</td><td class="bars"><div class="bar" style="width:{100 * v / longest:.1f}%"></div></td></tr>' for k, v in rows)
     return f'<div class="wide"><table><tbody>{cells}</tbody></table></div>'
 
 
