@@ -118,7 +118,11 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
 
 
 def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node | None, list[fx.Node]]:
-    if not match.is_float(node.args[0]) or node.args[1] % match.value(node).dim() != match.value(node).dim() - 1:
+    if not match.is_float(node.args[0]):
+        return None, []
+    if node.args[1] % match.value(node).dim() != match.value(node).dim() - 1:
+        if _with_sinks(node.args[0]) is not None and any(match.is_call(u, aten.matmul.default, aten.bmm.default) for u in node.users):
+            raise Miss(f"the softmax is over dimension {node.args[1]}; attention's is over the last, the keys")
         return None, []
     root, v, after, cut, drop = _weighted_sum(node)
     if root is None:
@@ -179,6 +183,9 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
                 raise Miss("dropout on the attention weights from a stream of Megatron's tracker, whose numbers no kernel draws")
             if any(match.is_call(u, aten.einsum.default) for u in users) and _culprit(node.args[0]):
                 raise Miss("the product with v is an einsum; only matmul and bmm are matched")
+            for u in users:
+                if any(match.is_call(after, aten.matmul.default, aten.bmm.default) and after.args[0] is u for after in u.users) and _with_sinks(node.args[0]) is not None:
+                    raise Miss(f"the attention weights are changed before the product with v: {u.target}")
             return None, None, [], False, None
         if len(n.users) > 1:
             raise Miss("the attention weights are used elsewhere in the model")

@@ -339,3 +339,13 @@ def test_multihead_attention_module():
     attention = nn.MultiheadAttention(16, 4, batch_first=True, bias=False).double()
     report = function_agrees(lambda x: attention(x, x, x, need_weights=False)[0], torch.randn(2, 5, 16, dtype=torch.double, requires_grad=True))
     assert report.counts[NAME] == 1
+
+
+@pytest.mark.parametrize("f, reason", [
+    (lambda q, k, v: torch.softmax(q @ k.mT * 0.3, -1) * 1.5 @ v, "changed before the product with v: aten.mul.Tensor"),
+    (lambda q, k, v: torch.softmax(q @ k.mT * 0.3, -2) @ v, "the softmax is over dimension -2"),
+])  # fmt: skip
+def test_what_is_nearly_attention_says_why_not(f, reason):
+    report = function_agrees(f, *qkv())
+    assert report.counts["fusion.attention"] == 0
+    assert any(reason in s.reason for s in report.skipped("fusion.attention")), report.skipped("fusion.attention")
