@@ -28,8 +28,7 @@ from mindspeed_fx.report.source import source_line
 RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
 VIEWS = RESHAPES | frozenset(("transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "contiguous", "detach", "alias", "clone", "chunk", "slice", "select", "narrow", "numpy_T"))
 SAVES = {"add": (), "sub": (), "neg": (), "sum": (), "mean": (), "rope": (), "cat": (), "embedding": (), "dropout": (), "moe_permute": (), "slice": (), "to": (), "where": ()}
-"""Operators whose backward needs none of their floating inputs; all others keep them. Attention and softmax keep results too."""
-KEEPS_RESULT = frozenset(("attention", "softmax", "_softmax", "sigmoid", "tanh", "exp", "scaled_dot_product_attention"))
+"""Operators whose backward needs none of their floating inputs; all others keep them."""
 CHEAP = frozenset(("rms_norm", "layer_norm", "swiglu", "glu", "gelu", "silu", "activation", "weighted_swiglu", "add", "mul", "to", "clipped_swiglu", "rope"))
 """Operators that are redone rather than kept under "selective" recompute, where their inputs are kept anyway."""
 
@@ -94,7 +93,6 @@ class Node:
     uses: list[Use]
     outs: list[Value]
     rows: list[Row] | None
-    data: bool = True
 
 
 @dataclass(eq=False)
