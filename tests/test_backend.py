@@ -146,7 +146,7 @@ def test_several_graphs():
     assert report.counts["fusion.attention"] == 2
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", [pytest.param("eager", marks=pytest.mark.slow), "inductor"])
 def test_checkpointed_regions_are_fused_and_recomputed(codegen):
     model = Llama(layers=2 if codegen == "eager" else 1)
     model.checkpointed = True

@@ -89,10 +89,12 @@ def test_tensor_parallel_gives_the_same_losses(whole, tmp_path, text, extra):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b["norm"] == pytest.approx(a["norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_data_parallel_runs(tmp_path, text):
     assert "2 data-parallel ranks" in run(tmp_path / "run", text, ranks=2)
 
 
+@pytest.mark.slow
 def test_every_backend_gives_the_same_losses(whole, tmp_path, text):
     arguments = [a for a in command(tmp_path / "eager", text, "--backend", "eager")]
     arguments = [a for i, a in enumerate(arguments) if a != "--codegen" and arguments[i - 1] != "--codegen"]

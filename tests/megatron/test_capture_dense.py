@@ -67,6 +67,7 @@ def test_graph_is_plain_operators():
     assert not [n for n in names if "autograd_function" in n or "all_reduce" in n or "all_gather" in n]
 
 
+@pytest.mark.slow  # test_adaptor.py has a dynamic one
 def test_sequence_length_that_varies_is_two_graphs():
     """The second length makes it dynamic; later ones need no graph of their own."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

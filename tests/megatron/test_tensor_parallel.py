@@ -51,7 +51,8 @@ def worker(rank, store, path, sequence_parallel, results):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # test_two_ranks.py has the parts, test_example.py a whole run
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_equal_one(tmp_path, sequence_parallel):
     from gpt_models import batch, tiny_gpt, train
 

@@ -15,11 +15,10 @@ sites = importlib.import_module("sites")
 architectures, table = importlib.import_module("architectures"), importlib.import_module("table")
 
 QUICK = {
-    "gemma2": {"fusion.attention": 2, "fusion.rms_norm": 9, "fusion.rope": 4, "fusion.glu": 2},  # soft-cap, windows, 1 + w
     "gpt_oss": {"fusion.attention": 2, "fusion.rms_norm": 5, "fusion.rope": 4},  # sinks
     "deepseek_v3": {"fusion.attention": 2, "fusion.rope": 4},  # latent attention, reordered pairs
 }
-MORE = ["bloom", "codegen", "cohere", "deepseek_v2", "falcon", "glm4", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2"]
+MORE = ["bloom", "codegen", "cohere", "deepseek_v2", "falcon", "gemma2", "glm4", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2"]
 
 
 def check(name):
