@@ -52,7 +52,7 @@ def test_passes_in_inductors_hooks_run_before_ours(where):
     pre, post = Mark(), Mark()
     hooks = {"pre_grad_custom_pass": pre, "post_grad_custom_post_pass": post}
     x = torch.randn(4, 64)
-    with inductor_config.patch(hooks if where == "installed" else {"fx_graph_cache": False}), torch._functorch.config.patch(enable_autograd_cache=False):
+    with inductor_config.patch({"fx_graph_cache": False, **(hooks if where == "installed" else {})}), torch._functorch.config.patch(enable_autograd_cache=False):
         y = compiled(**({"inductor": hooks} if where == "option" else {}))(x)
     torch.testing.assert_close(y, Norm()(x))
     # Theirs sees the graph as Dynamo made it, which ours replaces, and the graph that Inductor lowers.
