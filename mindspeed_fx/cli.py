@@ -62,12 +62,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _explain(given: argparse.Namespace) -> int:
+    from mindspeed_fx.options import json_object
     from mindspeed_fx.report.memory import pareto
 
     path, _, function = given.script.partition(":")
     if not path.endswith(".py"):
         raise ValueError(f"{path!r} is not a Python script")
-    options = _options(given.options)
+    options = json_object("--options", given.options)
     if given.memory_curve:
         if not function:
             raise ValueError("--memory-curve needs SCRIPT.py:FUNCTION; a script names its own memory_budget, and its report has the curve")
@@ -82,21 +83,6 @@ def _explain(given: argparse.Namespace) -> int:
         print(f'mindspeed-fx explain: {given.script} compiled nothing with backend="mindspeed"', file=sys.stderr)
         return 1
     return 0
-
-
-def _options(text: str) -> dict[str, Any]:
-    """The value of --options.
-
-    Raises:
-        ValueError: not a JSON object.
-    """
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise ValueError(f"--options is not JSON ({e}): {text!r}") from None
-    if not isinstance(options, dict):
-        raise ValueError(f"--options must be a JSON object, as in '{{\"level\": 1}}', not {text!r}")
-    return options
 
 
 def _explain_function(path: str, function: str, options: dict[str, Any]) -> Any:
@@ -180,9 +166,10 @@ def _passes(given: argparse.Namespace) -> int:
 
 def _cross(given: argparse.Namespace) -> int:
     from mindspeed_fx.cross.compile import CrossError, cross_compile
+    from mindspeed_fx.options import json_object
 
     try:
-        report = cross_compile(given.source, soc=given.soc, options=_options(given.options), baseline=not given.no_baseline, kernels=not given.no_kernels, toolchain=given.dir)
+        report = cross_compile(given.source, soc=given.soc, options=json_object("--options", given.options), baseline=not given.no_baseline, kernels=not given.no_kernels, toolchain=given.dir)
     except CrossError as e:
         print(f"{e.details}\nmindspeed-fx cross: {e}", file=sys.stderr)
         return 2

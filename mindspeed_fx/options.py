@@ -163,17 +163,26 @@ def _known(given: dict[str, Any], where: str) -> dict[str, Any]:
     return given
 
 
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """The JSON object that ``text`` is.
+
+    Raises:
+        OptionError: it is none; the message begins with ``name``.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise OptionError(f"{name} is not JSON ({e}): {text!r}") from None
+    if not isinstance(values, dict):
+        raise OptionError(f"{name} must be a JSON object, as in '{{\"level\": 1}}', not {text!r}")
+    return values
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     text = environ.get("MINDSPEED_FX_OPTIONS", "").strip()
     if text:
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as e:
-            raise OptionError(f"MINDSPEED_FX_OPTIONS is not JSON ({e}): {text!r}") from None
-        if not isinstance(values, dict):
-            raise OptionError(f"MINDSPEED_FX_OPTIONS must be a JSON object, not {text!r}")
-        _known(values, "MINDSPEED_FX_OPTIONS")
+        values = _known(json_object("MINDSPEED_FX_OPTIONS", text), "MINDSPEED_FX_OPTIONS")
     if environ.get("MINDSPEED_FX_DUMP"):
         values["dump"] = environ["MINDSPEED_FX_DUMP"]
     return values

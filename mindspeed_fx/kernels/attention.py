@@ -92,6 +92,18 @@ def fake_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softca
     return _like_bsnd(q, q.shape[-1]), _like_bsnd(k, k.shape[-1]), _like_bsnd(v, v.shape[-1])
 
 
+def gradients(q: Tensor, k: Tensor, v: Tensor, qw: Tensor, kw: Tensor, g: Tensor, weights: Tensor, ds: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from the gradient ``ds`` of the scores and the ``weights`` that v was multiplied with; gradients of shared heads are
+    summed. ``qw``, ``kw`` and ``g``, the gradient of the result, are in the type that is computed in; the results are as q, k and v."""
+
+    def shared(x: Tensor, like: Tensor) -> Tensor:
+        return x.unflatten(1, (like.shape[1], -1)).sum(2)
+
+    dq = ds @ grouped(q, kw) * scale
+    dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared(weights.transpose(-1, -2) @ g, v)
+    return tuple(stored_bsnd(x.to(like.dtype)) for x, like in ((dq, q), (dk, k), (dv, v)))
+
+
 @operator(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
     fake_backward,
@@ -110,13 +122,7 @@ def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, s
     ds = p * (g @ grouped(q, vw).transpose(-1, -2) - delta)
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)
-
-    def shared(x: Tensor, like: Tensor) -> Tensor:
-        return x.unflatten(1, (like.shape[1], -1)).sum(2)
-
-    dq = ds @ grouped(q, kw) * scale
-    dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared(p.transpose(-1, -2) @ g, v)
-    return tuple(stored_bsnd(grad.to(like.dtype)) for grad, like in ((dq, q), (dk, k), (dv, v)))
+    return gradients(q, k, v, qw, kw, g, p, ds, scale)
 
 
 def _setup(ctx, inputs, output):

@@ -65,13 +65,7 @@ def attention_dropout_backward(grad, q, k, v, out, lse, keep, scale, window, sof
     ds = weights * (dp - (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True))
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)
-
-    def shared(x: Tensor, like: Tensor) -> Tensor:
-        return x.unflatten(1, (like.shape[1], -1)).sum(2)
-
-    dq = ds @ plain.grouped(q, kw) * scale
-    dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared((weights * keep).transpose(-1, -2) @ g, v)
-    return tuple(plain.stored_bsnd(x.to(like.dtype)) for x, like in ((dq, q), (dk, k), (dv, v)))
+    return plain.gradients(q, k, v, qw, kw, g, weights * keep, ds, scale)
 
 
 def _setup(ctx, inputs, output):

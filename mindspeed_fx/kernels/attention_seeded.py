@@ -73,13 +73,7 @@ def attention_seeded_backward(grad, q, k, v, out, lse, seed, offset, mask, causa
     keep = _keep(seed, weights, p) if p else torch.ones_like(weights)
     dp = (g @ plain.grouped(q, vw).transpose(-1, -2)) * keep
     ds = weights * (dp - (g * out.to(wide)).sum(-1, keepdim=True))
-
-    def shared(x: Tensor, like: Tensor) -> Tensor:
-        return x.unflatten(1, (like.shape[1], -1)).sum(2)
-
-    dq = ds @ plain.grouped(q, kw) * scale
-    dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared((weights * keep).transpose(-1, -2) @ g, v)
-    return tuple(plain.stored_bsnd(x.to(like.dtype)) for x, like in ((dq, q), (dk, k), (dv, v)))
+    return plain.gradients(q, k, v, qw, kw, g, weights * keep, ds, scale)
 
 
 def _setup(ctx, inputs, output):

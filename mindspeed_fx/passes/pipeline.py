@@ -73,11 +73,10 @@ class Pipeline:
 
     def decide(self, record: GraphRecord, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
         """What the forward of a joint graph saves, by the passes of stage "cut"; the last that decides wins. None: torch's choice."""
-        saved = None
+        saved, before = None, _shape(graph)
         for p in self.passes:
             if p.stage == "cut" and not compat.bisector_disables(p.name):
                 start = time.perf_counter()
-                before = _shape(graph)
                 report = _report_of(p, graph.owning_module, Context(self.options, "joint", nodes))
                 if _shape(graph) != before:
                     raise PassError(f'pass "{p.name}" of stage "cut" changed the graph; it may only decide what is saved')
@@ -120,8 +119,8 @@ def _report_of(p: Pass, gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _shape(graph: fx.Graph) -> list[Any]:
-    """What every node calls and reads."""
-    return [(n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes]
+    """What every node calls and reads; of a graph that nobody touched, the very same objects."""
+    return [(n.name, n.target, n.args, n.kwargs) for n in graph.nodes]
 
 
 def _matches(name: str, wanted: tuple[str, ...], option: str) -> bool:

@@ -63,13 +63,7 @@ def moments(schedule: Schedule) -> Moments:
     """
     s = schedule
     returned, gradients = {s.root[i] for i in s.returned}, {s.root[i] for i in s.gradients}
-    runs = bytearray(len(s.sources))
-    for i in s.returned:
-        runs[i] = 1
-    for i in reversed(s.forward):
-        if runs[i]:
-            for a in s.sources[i]:
-                runs[a] = 1
+    runs = s.computing(s.returned)
     first = [i for i in s.forward if runs[i]]
     length, cut = len(first) + len(s.backward), len(first)
     made, done = [-1] * len(s.sources), [-1] * len(s.sources)

@@ -76,16 +76,21 @@ class Schedule:
         self.tail = sorted(set(self.needed) & set(self.gradients))
         self.evaluations = 0
 
-    @cached_property
-    def values(self) -> list[int]:
-        """Nodes of the forward with a value of their own that the backward may need, in order."""
+    def computing(self, nodes: Iterable[int]) -> bytearray:
+        """1 for ``nodes`` and for every node that a node of the forward among them is computed from."""
         wanted = bytearray(len(self.sources))
-        for i in self.needed:
+        for i in nodes:
             wanted[i] = 1
         for i in reversed(self.forward):
             if wanted[i]:
                 for a in self.sources[i]:
                     wanted[a] = 1
+        return wanted
+
+    @cached_property
+    def values(self) -> list[int]:
+        """Nodes of the forward with a value of their own that the backward may need, in order."""
+        wanted = self.computing(self.needed)
         return sorted({self.root[i] for i in self.forward if wanted[i] and not self.given[self.root[i]]})
 
     def evaluate(self, saved: Iterable[int]) -> Plan | None:
