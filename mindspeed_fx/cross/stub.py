@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 
 from mindspeed_fx.cross import elf, stub_source, toolchain
+from mindspeed_fx.kernels.triton import STUBBED
 from mindspeed_fx.options import nearest
 
 _LIBRARIES = re.compile(r"lib(acl|ge_|graph|hccl|ascend|msprof|runtime)")
@@ -47,7 +48,7 @@ def real_cann() -> str | None:
 
 def environment(soc: str = "Ascend910B2", devices: int = 1, directory: str | os.PathLike | None = None) -> dict[str, str]:
     """What to change in the environment of a process in which ``import torch_npu`` shall work: PYTHONPATH (torch_npu
-    first), LD_LIBRARY_PATH (the stubs first) and TORCH_DEVICE_BACKEND_AUTOLOAD.
+    first), LD_LIBRARY_PATH (the stubs first), TORCH_DEVICE_BACKEND_AUTOLOAD, and a word that says what the process is.
 
     Args:
         soc: the SoC that torch_npu is told, one of :data:`SOCS`.
@@ -66,7 +67,7 @@ def environment(soc: str = "Ascend910B2", devices: int = 1, directory: str | os.
     stubs = build(home / "torch_npu", soc, devices)
     python = [str(home), *filter(None, [os.environ.get("PYTHONPATH")])]
     libraries = [str(stubs), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    return {"PYTHONPATH": os.pathsep.join(python), "LD_LIBRARY_PATH": os.pathsep.join(libraries), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return {"PYTHONPATH": os.pathsep.join(python), "LD_LIBRARY_PATH": os.pathsep.join(libraries), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", STUBBED: soc}
 
 
 def build(package: pathlib.Path, soc: str, devices: int) -> pathlib.Path:

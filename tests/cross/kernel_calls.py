@@ -42,6 +42,9 @@ def many():
     found["cross_entropy 128256"] = kernels.call("cross_entropy", logits, target, -100, 0.1)
     found["cross_entropy_backward 128256"] = kernels.call("cross_entropy_backward", lse, logits, target, lse, -100, 0.0)
     found["swiglu packed 11008"] = kernels.call("swiglu", _new(4096, 2 * 11008), None)
+    x, bias, seed = _new(4096, 4096), _new(4096), _new(2, dtype=torch.int32)
+    found["dropout_add_seeded 4096"] = kernels.call("dropout_add_seeded", x, bias, x, seed, 0.1)
+    found["dropout_add_seeded_backward 4096"] = kernels.call("dropout_add_seeded_backward", x, seed, 0.1)
     return found
 
 

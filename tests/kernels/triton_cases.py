@@ -66,6 +66,15 @@ def cross_entropy(name: str, tokens: int, vocab: int, smoothing: float = 0.0, ig
     return Case(f"cross_entropy-{name}", "cross_entropy", make, backward)
 
 
+def dropout_add(name: str, rows: int, hidden: int, p: float, bias: bool = True, strided: bool = False) -> Case:
+    def make(new):
+        x = new(rows, 2 * hidden)[:, hidden:] if strided else new(rows, hidden)
+        # The second number makes 32-bit words wrap; the first is the largest there is.
+        return x, new(hidden) if bias else None, new(rows, hidden), torch.tensor([2**31 - 2, 1234567890], dtype=torch.int32, device=x.device), p
+
+    return Case(f"dropout_add_seeded-{name}", "dropout_add_seeded", make, lambda args, out, grad: (grad, args[3], p))
+
+
 CASES = [
     rms_norm("narrow", 300, 64),
     rms_norm("odd", 37, 100, cast_first=True),
@@ -95,6 +104,9 @@ CASES = [
     cross_entropy("blocks-smooth", 4, 12289, 0.2, mean=True),
     cross_entropy("widest", 4, 2**18),
     cross_entropy("strided", 8, 5003, ignored=-100, strided=True),
+    dropout_add("row", 9, 4096, 0.1),
+    dropout_add("odd", 30, 1001, 0.5, bias=False),
+    dropout_add("blocks", 4, 5003, 0.0, strided=True),
 ]
 
 

@@ -53,7 +53,7 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
         found.append((label, kernel, args, num_warps, constants))
 
     run = {}
-    for name in ("rms_norm", "swiglu", "rope", "cross_entropy"):
+    for name in ("rms_norm", "swiglu", "rope", "cross_entropy", "dropout_add_seeded"):
         run[name] = importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
         run[name].launch = record
     new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
@@ -80,6 +80,11 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
             x, target, lse = new(8192, vocab, dtype=dtype), new(8192, dtype=torch.int64), new(8192, dtype=F32)
             run["cross_entropy"].forward(x, target, -100, 0.1)
             run["cross_entropy"].backward(lse, x, target, lse, -100, 0.1)
+        for hidden in (1000, 4096):
+            label = f"{hidden}-{short}"
+            x, bias, seed = new(8192, hidden, dtype=dtype), new(hidden, dtype=dtype), new(2, dtype=torch.int32)
+            run["dropout_add_seeded"].forward(x, bias, x, seed, 0.1)
+            run["dropout_add_seeded"].backward(x, seed, 0.1)
     return found
 
 
@@ -108,7 +113,7 @@ def compile_offline() -> dict[str, dict]:
 
 def _type(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return {BF16: "*bf16", F32: "*fp32", torch.int64: "*i64"}[value.dtype]
+        return {BF16: "*bf16", F32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
 
 

@@ -60,6 +60,7 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     yield ops.add_layer_norm(x, randn(b, s, h), w.detach(), None, 1e-5)[0] * randn(b, s, h, grad=False)
     for given in (bias, None):
         yield ops.dropout_add(x, given, randn(b, s, h), 0.0)[0] * randn(b, s, h, grad=False)  # without drawing, parts can be compared
+        yield ops.dropout_add_seeded(x, given, randn(b, s, h), torch.tensor([5, 7], dtype=torch.int32), 0.0) * randn(b, s, h, grad=False)
     for up in (randn(b, s, h), None):
         yield ops.swiglu(x, up) ** 2
         yield ops.glu(x, up, "gelu") ** 2

@@ -1,12 +1,19 @@
-"""Dropout on NPU: torch's own operator, which torch_npu has a kernel for, and the additions around it.
+"""Dropout on NPU where :mod:`mindspeed_fx.kernels.dropout_add_seeded` does not take it: torch's own operator and additions around it.
 
-torch_npu has no kernel of bias, dropout and residual addition together (MindSpeed's ``npu_dropout_add_layer_norm`` is not in it). The
-parts are called, so that the graph shows what runs; the numbers are those of ``native_dropout`` on the device, as in the model.
+The mask of ``native_dropout`` is bits there (see passes/lowering/dropout_seeded.py), so that its first result, for ones, says what it
+kept: the numbers are those of the unfused model, the mask is one bool an element.
 """
 
 from __future__ import annotations
 
+import torch
+
 from mindspeed_fx.kernels.dropout_add import dropout_add
 from mindspeed_fx.kernels.npu import lowering, typed
 
-lowering(dropout_add, "aten native_dropout and additions", lambda x, bias, residual, p: typed(x=x, bias=bias, residual=residual))(dropout_add.reference)
+
+@lowering(dropout_add, "aten native_dropout, products and additions", lambda x, bias, residual, p: typed(x=x, bias=bias, residual=residual))
+def _dropout_add(x, bias, residual, p):
+    y = x if bias is None else x + bias
+    mask = torch.native_dropout(torch.ones_like(y), p, True)[0] != 0
+    return (residual + y * (mask.to(y.dtype) * (1 / (1 - p)))).contiguous(), mask

@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
+import sys
 from typing import Any, Callable
 
 import torch
@@ -27,8 +29,10 @@ WIDTH = 2**18
 """Widest row: no kernel was compiled or checked beyond it."""
 
 
-def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, supports: Callable[..., str | None], beats_codegen: bool = True) -> None:
-    """Give ``of`` a Triton kernel on "cuda".
+def kernel(
+    of: Operator, fake: Callable[..., Any], launcher: str, what: str, supports: Callable[..., str | None], beats_codegen: bool = True, targets: tuple[str, ...] = ("cuda",)
+) -> None:  # fmt: skip
+    """Give ``of`` a Triton kernel.
 
     Args:
         of: the operator; the kernel takes and returns the same.
@@ -37,23 +41,45 @@ def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, sup
         what: the kernel in a few words, for reports.
         supports: reason why these fake arguments are not for this kernel, or None. That triton is there is checked here.
         beats_codegen: whether to take it where Inductor could generate code that fuses with its neighbours.
+        targets: where it runs; "npu" where torch_npu has no kernel. Every kernel can be compiled for npu (mindspeed_fx.cross).
     """
     file, function = launcher.split(".")
     name = of.overload._schema.name
     schema = str(of.overload._schema).replace(name, f"{name}_triton", 1).removeprefix("mindspeed::")
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if "npu" in targets and not _interpreted() and all(x.device.type == "cpu" for x in args if isinstance(x, torch.Tensor)):
+            return of.reference(*args, **kwargs)  # an npu graph run on cpu, as its emulated operators are
         return getattr(importlib.import_module(f"{__name__}.{file}"), function)(*args, **kwargs)
 
     made = operator(schema, fake, opaque=True)(run)
     made.shard(lambda *args: of.sharding(*args))
     made.costs(lambda *args, **kwargs: of.cost(*args, **kwargs))
-    of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(made.overload)
+    for target in targets:
+        of.lower(target)(f"triton, {what}", lambda *args, target=target, **kwargs: (missing() if target == "cuda" else missing_on_npu()) or supports(*args, **kwargs), beats_codegen)(made.overload)
 
 
 @functools.cache
 def missing() -> str | None:
     return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+STUBBED = "MINDSPEED_FX_STUB"
+"""Set in a process whose torch_npu has stubs for CANN (mindspeed_fx.cross.stub): graphs are made there for another machine."""
+
+
+@functools.cache
+def missing_on_npu() -> str | None:
+    """Why a real NPU of this process cannot run Triton; None also where graphs are only made, or run on cpu by references."""
+    if "torch_npu" not in sys.modules or STUBBED in os.environ:
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "triton-ascend is not installed"
+    return None if importlib.util.find_spec("triton.backends.ascend") else "the installed triton is not triton-ascend"
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def refuse(width: Any, **tensors: Tensor | None) -> str | None:

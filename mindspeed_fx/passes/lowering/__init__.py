@@ -1,3 +1,5 @@
-"""Choices of kernels for single ATen operators, after autograd. One pass per file."""
+"""Choices of kernels for single operators. One pass per file."""
 
-from mindspeed_fx.passes.lowering import onednn  # noqa: F401
+from mindspeed_fx.modules import import_all
+
+import_all(__name__)

@@ -84,7 +84,10 @@ def activation_cases(dtype):
         yield f"clipped_swiglu-{name}", ops.clipped_swiglu, (given, up, *settings), "npu_fast_gelu, aten clamps and products" if quick else "aten clamps, sigmoid and products"
         yield f"clipped_swiglu_backward-{name}", ops.clipped_swiglu_backward, (grad, given, up, *settings), "npu_fast_gelu and its backward, aten clamps and products" if quick else "aten clamps, sigmoid and products"
     for bias in (None, normal(8, dtype=dtype)):
-        yield f"dropout_add-{bias is None}", ops.dropout_add, (x, bias, grad, 0.0), "aten native_dropout and additions"
+        yield f"dropout_add-{bias is None}", ops.dropout_add, (x, bias, grad, 0.0), "aten native_dropout, products and additions"
+        seed = torch.tensor([3, 5], dtype=torch.int32)
+        yield f"dropout_add_seeded-{bias is None}", ops.dropout_add_seeded, (x, bias, grad, seed, 0.3), "triton, mask drawn in place"
+        yield f"dropout_add_seeded_backward-{bias is None}", ops.dropout_add_seeded_backward, (grad, seed, 0.3), "triton, mask drawn again"
 
 
 ROPE_FORMS = [
