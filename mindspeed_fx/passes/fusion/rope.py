@@ -1,129 +1,259 @@
 """Rotary position embedding: ``x * cos + rotate(x) * sin`` becomes ``mindspeed::rope``.
 
-Both layouts of the pairs: half (``cat(-x2, x1)`` of the two halves, by chunk, split or slices) and interleaved
-(``stack(-x[1::2], x[::2])`` flattened). Then the forms whose cos and sin have one angle per pair and are doubled: the two
-parts of the pairs apart, ``x1 cos - x2 sin`` and ``x2 cos + x1 sin``, joined by ``cat`` or ``stack`` (DeepSeek takes
-every other element and joins halves, which rotates the reordered tensor), and complex products. cos and sin may be
-cached or made in the graph. Partial rotary models apply this to a slice, which matches as it is.
+A rotation adds, to every element times one angle, its partner times another. Which element is whose partner, and with
+which sign, is read off the sums that the elements are made of (:mod:`mindspeed_fx.passes.fusion.lanes`), so that the
+spelling does not matter: halves or neighbours turned by ``cat``, ``stack``, ``roll``, ``flip`` or views, the minus as a
+negation, a subtraction, a vector of signs or inside the sine's table, both parts of the pairs apart (DeepSeek reads
+neighbours and joins halves, which rotates the reordered tensor), angles given once or twice. Complex products are
+read as they are. cos and sin may be cached or made in the graph. Elements beside the rotated ones pass (partial rotary).
+Exact algebra: any two sums over the same pairs are what the operator computes, with the signs moved into its tables.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion.lanes import Lanes, Sum, TooWide
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
+SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.addcmul.default)
+OPAQUE = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.matmul.default, aten.einsum.default)
+"""What may move elements by a table or a matrix, which cannot be read."""
+KINDS = {
+    "sum": SUMS,
+    "product": (*match.MUL, aten.addcmul.default),
+    "move": (aten.cat.default, aten.stack.default, aten.flip.default, aten.roll.default, aten.slice.Tensor, aten.select.int, aten.narrow.default, match.operator.getitem, *OPAQUE),
+}
+BETWEEN = (aten.to.dtype, aten.neg.default, aten.clone.default, aten.contiguous.default, aten.unsqueeze.default, aten.transpose.int, *match.VIEWS)
+
+
+class Miss(Exception):
+    """A near miss; the text is the reason."""
+
+
+@dataclass
+class Rotation:
+    """Lanes ``low`` to ``high`` of the root rotate the lanes ``x``; the others pass."""
+
+    low: int
+    high: int
+    tensor: int
+    """Number of the tensor that is rotated."""
+    x: list[Sum]
+    cos: list[Sum]
+    sin: list[Sum]
+    interleaved: bool
 
 
 @register(NAME, stage="captured", level=1, after=("plain functions",))
 def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """x * cos + rotate(x) * sin becomes one operator, half and interleaved."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.add.Tensor, aten.cat.default, *match.VIEWS):
-        find = {aten.add.Tensor: _rotated, aten.cat.default: _joined}.get(node.target, _flattened)
-        found = find(gm, node)
-        if found is not None:
-            reason = _rewrite(gm, node, *found)
-            (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, found[4])))
+    apart: dict[fx.Node, fx.Node] = {}
+    for node in calls(gm, *SUMS, aten.cat.default, *match.VIEWS):
+        try:
+            region = _rotated(gm, node, apart)
+        except Miss as miss:
+            report.skipped.append(skip(OPERATOR, node, str(miss)))
+        else:
+            if region:
+                report.rewrites.append(site(OPERATOR, node, region))
+                apart = {half: x for half, x in apart.items() if half not in region}
+    for half, x in apart.items():
+        partner = next((h for h, y in apart.items() if h is not half and match.same(x, y)), None)
+        if partner is not None and half.name < partner.name and not half._erased:
+            report.skipped.append(skip(OPERATOR, half, f"the two parts of the pairs, {half.name} and {partner.name}, are not joined again"))
     match.finish(gm)
     return report
 
 
-def _rotated(gm: fx.GraphModule, node: fx.Node):
-    """(x, cos, sin, interleaved, region) when ``node`` is x * cos + rotate(x) * sin."""
-    for plain, turned in match.operands(node, aten.add.Tensor):
-        for rotation, sin in match.operands(turned, aten.mul.Tensor):
-            quarter = _quarter_turn(match.uncast(rotation))
-            if quarter is None:
-                continue
-            source, interleaved, backwards = quarter
-            for x, cos in match.operands(plain, aten.mul.Tensor):
-                if match.same(match.uncast(x), match.uncast(source)) and match.is_float(cos) and match.is_float(sin):
-                    region = [node, plain, turned, rotation]
-                    if backwards and not match.unsafe(region, [x, cos, sin]):
-                        sin = match.insert(gm, node, aten.neg.default, (sin,))
-                    return x, cos, sin, interleaved, region
+def _rotated(gm: fx.GraphModule, node: fx.Node, apart: dict[fx.Node, fx.Node]) -> list[fx.Node] | None:
+    """Rewrites ``node`` where it is a rotation and returns what it replaces; None where it is none."""
+    if not match.is_float(node):
+        return None
+    real = match.uncast(node.args[0]) if match.is_call(node, *match.VIEWS) else None
+    if match.is_call(real, aten.view_as_real.default) and match.value(real).dim() == match.value(node).dim() + 1:
+        found = _complex(gm, node, real)
+        return found and _rewrite(gm, node, *found)
+    if not _may_rotate(node):
+        return None
+    for split in (False, True):
+        try:
+            lanes = Lanes(node, split)
+        except TooWide:
+            continue
+        rotation = _rotation(lanes, apart)
+        if rotation is not None:
+            return _rewrite_lanes(gm, lanes, rotation)
     return None
 
 
-def _quarter_turn(n: fx.Node) -> tuple[fx.Node, bool, bool] | None:
-    """(x, interleaved, backwards) when ``n`` is a quarter turn of x's pairs; cat(x2, -x1) turns halves backwards."""
-    if match.is_call(n, aten.cat.default) and len(n.args[0]) == 2 and _is_last(n, match.argument(n, "dim", 0)):
-        for backwards, (minus, plus) in enumerate((n.args[0], n.args[0][::-1])):
-            turned, kept = match.part(minus.args[0]) if match.is_call(minus, aten.neg.default) else None, match.part(plus)
-            first, second = (turned, kept) if backwards else (kept, turned)
-            if first and second and _are_halves(first, second):
-                return first.source, False, bool(backwards)
-    if match.is_call(n, *match.VIEWS) and match.is_call(n.args[0], aten.stack.default):
-        stacked, shape = n.args[0], match.value(n).shape
-        parts = stacked.args[0]
-        last = match.argument(stacked, "dim", 0) in (-1, match.value(stacked).dim() - 1)
-        if len(parts) == 2 and last and match.is_call(parts[0], aten.neg.default):
-            odd, even = match.part(parts[0].args[0]), match.part(parts[1])
-            if odd and even and match.same(odd.source, even.source) and (odd.start, even.start, odd.step, even.step) == (1, 0, 2, 2):
-                if odd.dim == even.dim == match.value(odd.source).dim() - 1 and shape == match.value(odd.source).shape:
-                    return odd.source, True, False
+def _may_rotate(node: fx.Node, depth: int = 8) -> bool:
+    """A cheap look: below ``node`` are sums of products, and elements are moved."""
+    seen: set[str] = set()
+
+    def look(n: Any, depth: int) -> None:
+        if not depth or not isinstance(n, fx.Node) or n.op != "call_function":
+            return
+        kinds = [kind for kind, targets in KINDS.items() if n.target in targets]
+        seen.update(kinds)
+        if (kinds or n.target in BETWEEN) and n.target not in OPAQUE:
+            for a in n.all_input_nodes:
+                look(a, depth - 1)
+
+    look(node, depth)
+    return len(seen) == len(KINDS)
+
+
+# --------------------------------------------------------------------------- which rotation it is
+
+
+def _rotation(lanes: Lanes, apart: dict[fx.Node, fx.Node]) -> Rotation | None:
+    sums = lanes.lanes()
+    turned = [i for i, s in enumerate(sums) if len(s) == 2]
+    if not turned:
+        return None
+    low, high = turned[0], turned[-1] + 1
+    if len(turned) != high - low or not all(s for s in sums):
+        return None
+    sums = sums[low:high]
+    tensors = [t for t in range(len(lanes.tensors)) if all(_degree(term, t) == 1 for s in sums for term in s)]
+    # A product is symmetric in what turns and what is turned: the one with more elements is turned.
+    tensors.sort(key=lambda t: (-match.value(lanes.tensors[t][0]).dim(), not lanes.tensors[t][0].meta["needs_grad"], t))
+    for tensor in tensors:
+        pairs = [tuple(_lane(term, tensor) for term in s) for s in sums]
+        known = sorted({lane for pair in pairs for lane in pair})
+        if any(a == b for a, b in pairs):
+            continue
+        if len(known) == 2 * len(sums):
+            # Half of a rotation: x1 cos - x2 sin by itself.
+            apart[lanes.root] = lanes.tensors[tensor][0]
+            continue
+        if len(known) != len(sums) or len(known) % 2:
+            continue
+        found = _ordered(lanes, tensor, sums, pairs, known)
+        if found is not None:
+            x, angles, interleaved = found
+            return Rotation(low, high, tensor, [((1.0, ((tensor, lane),)),) for lane in x], angles[0], angles[1], interleaved)
+        partner = {}
+        for a, b in pairs:
+            partner.setdefault(a, set()).add(b)
+            partner.setdefault(b, set()).add(a)
+        if all(len(others) == 1 for others in partner.values()):
+            a, b = pairs[0]
+            raise Miss(f"element {min(a, b)} of each head turns with element {max(a, b)}: pairs are halves or neighbours, in the order that they have or the other's")
+    _complain(lanes, sums)
     return None
 
 
-def _is_last(n: fx.Node, dim: int) -> bool:
-    return dim % match.value(n).dim() == match.value(n).dim() - 1
+def _ordered(lanes: Lanes, tensor: int, sums: list[Sum], pairs: list[tuple[int, int]], known: list[int]):
+    """(lanes of x in the order in which they turn, (cos, sin), interleaved), or None."""
+    half = len(known) // 2
+    orders = [known, known[::2] + known[1::2], [known[i // 2 + i % 2 * half] for i in range(2 * half)]]
+    for order in orders:
+        for interleaved in (False, True):
+            other = [i ^ 1 if interleaved else (i + half) % (2 * half) for i in range(2 * half)]
+            if all({order[i], order[other[i]]} == set(pair) for i, pair in enumerate(pairs)):
+                cos, sin = [], []
+                for i, s in enumerate(sums):
+                    own, turned = s if _lane(s[0], tensor) == order[i] else s[::-1]
+                    minus = i % 2 == 0 if interleaved else i < half
+                    cos.append(_angle(own, tensor, 1.0))
+                    sin.append(_angle(turned, tensor, -1.0 if minus else 1.0))
+                return order, (cos, sin), interleaved
+    return None
 
 
-def _are_halves(first: match.Pieces, second: match.Pieces) -> bool:
-    size = match.value(first.source).shape[-1]
-    last = match.value(first.source).dim() - 1
-    ranges = (first.start, first.stop, second.start, second.stop) == (0, size // 2, size // 2, size)
-    return match.same(first.source, second.source) and first.dim == second.dim == last and ranges and first.step == second.step == 1
+def _degree(term, tensor: int) -> int:
+    return sum(t == tensor for t, _ in term[1])
 
 
-def _joined(gm: fx.GraphModule, node: fx.Node):
-    """:func:`_rotated` for cat(x1 cos - x2 sin, x2 cos + x1 sin), of halves or of every other element."""
-    if len(node.args[0]) != 2 or not _is_last(node, match.argument(node, "dim", 0)):
-        return None
-    found = _pair(*node.args[0])
-    if found is None:
-        return None
-    x1, x2, first, second, cos, sin, region = found
-    if match.unsafe([node, *region], [first.source, cos, sin]):
-        return None
-    if _are_halves(first, second):
-        x = first.source
-    elif _alternate(first, second):
-        x = match.insert(gm, node, aten.cat.default, ([match.uncast(x1), match.uncast(x2)], -1))
-    else:
-        return None
-    return x, *(match.insert(gm, node, aten.cat.default, ([c, c], -1)) for c in (cos, sin)), False, [node, *region]
+def _lane(term, tensor: int) -> int:
+    return next(lane for t, lane in term[1] if t == tensor)
 
 
-def _flattened(gm: fx.GraphModule, node: fx.Node):
-    """:func:`_rotated` for pairs that are stacked and flattened, or the real view of a complex product."""
-    source = match.uncast(node.args[0])
-    if not match.is_call(source, aten.view_as_real.default, aten.stack.default) or match.value(source).dim() != match.value(node).dim() + 1:
-        return None
-    if match.value(source).shape[-1] != 2:
-        return None
-    if match.is_call(source, aten.view_as_real.default):
-        return _complex(gm, node, source)
-    if match.argument(source, "dim", 0) % match.value(source).dim() != match.value(source).dim() - 1:
-        return None
-    found = _pair(*source.args[0]) if len(source.args[0]) == 2 else None
-    if found is None:
-        return None
-    _, _, first, second, cos, sin, region = found
-    if not _alternate(first, second) or match.unsafe([node, source, *region], [first.source, cos, sin]):
-        return None
-    if match.value(first.source).shape != match.value(node).shape:
-        return None
-    return first.source, *(_twice(gm, node, c) for c in (cos, sin)), True, [node, source, *region]
+def _angle(term, tensor: int, sign: float) -> Sum:
+    return ((term[0] * sign, tuple(f for f in term[1] if f[0] != tensor)),)
+
+
+def _complain(lanes: Lanes, sums: list[Sum]) -> None:
+    """A near miss where x is added to what a table or a matrix made of it, each with a factor of its own."""
+    for t, (moved, _) in enumerate(lanes.tensors):
+        if not match.is_call(moved, *OPAQUE) or not match.is_float(moved.args[0] if isinstance(moved.args[0], fx.Node) else None):
+            continue
+        source = match.uncast(moved.args[0])
+        x = next((i for i, (n, _) in enumerate(lanes.tensors) if match.same(match.uncast(n), source) and match.value(n).shape == match.value(moved).shape), None)
+        if x is not None and all(len(s) == 2 and {_degree(s[0], x), _degree(s[1], x)} == {0, 1} == {_degree(s[0], t), _degree(s[1], t)} and all(len(f) > 1 for _, f in s) for s in sums):
+            raise Miss(f"the elements are moved by {moved.target}, whose table or matrix is not read")
+
+
+# --------------------------------------------------------------------------- the operator
+
+
+def _rewrite_lanes(gm: fx.GraphModule, lanes: Lanes, rotation: Rotation) -> list[fx.Node]:
+    root, dims = lanes.root, lanes.of(lanes.root).dim()
+    shape = list(match.value(root).shape)
+    region = [n for n in lanes.read if any(f[0] == rotation.tensor for i in lanes.read[n].flatten().unique().tolist() for _, fs in lanes.sums[i] for f in fs)]
+    turned, _ = lanes.tensors[rotation.tensor]
+    region = [n for n in region if n is not turned and not lanes.is_leaf(n)]
+    inputs = [n for n, _ in lanes.tensors]
+    if reason := match.unsafe(region, inputs):
+        raise Miss(reason)
+    x = lanes.build(gm, root, rotation.x)
+    lead = shape[: len(shape) - dims]
+    if x is None or list(match.value(x).shape[:-1]) != lead:
+        raise Miss(f"what is turned has shape {tuple(match.value(turned).shape)} and the result {tuple(shape)}")
+    cos, sin = (lanes.build(gm, root, angles) for angles in (rotation.cos, rotation.sin))
+    if cos is None or sin is None:
+        raise Miss("cos and sin are not made of a few parts of tensors")
+    if any(match.value(a).numel() > match.value(x).numel() for a in (cos, sin)):
+        raise Miss("cos and sin are larger than what they turn")
+    new = _operator(gm, root, x, cos, sin, rotation.interleaved)
+    total = lanes.of(root).numel()
+    if rotation.high - rotation.low < total:
+        sums = lanes.lanes()
+        dtype = match.value(new).dtype
+        beside = [lanes.build(gm, root, part) if part else None for part in (sums[: rotation.low], sums[rotation.high :])]
+        if any(made is None for made, part in zip(beside, (sums[: rotation.low], sums[rotation.high :])) if part):
+            raise Miss("what passes beside the rotated elements is not made of a few parts of tensors")
+        before, after = (b if b is None or match.value(b).dtype == dtype else match.insert(gm, root, aten.to.dtype, (b, dtype)) for b in beside)
+        new = match.insert(gm, root, aten.cat.default, ([n for n in (before, new, after) if n is not None], -1))
+    if dims != 1:
+        new = match.insert(gm, root, aten.reshape.default, (new, shape))
+    if reason := match.substitute(gm, root, new):
+        raise Miss(reason)
+    return region
+
+
+def _operator(gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node, interleaved: bool) -> fx.Node:
+    size = match.value(x).shape[-1]
+    if match.value(cos).shape[-1] != size or match.value(sin).shape[-1] != size:
+        raise Miss(f"cos and sin have last dimension {match.value(cos).shape[-1]}, the rotated tensor {size}")
+    wide = torch.promote_types(match.value(cos).dtype, match.value(sin).dtype)
+    cos, sin = (a if match.value(a).dtype == wide else match.insert(gm, root, aten.to.dtype, (a, wide)) for a in (cos, sin))
+    return match.insert(gm, root, torch.ops.mindspeed.rope.default, (x, cos, sin, interleaved))
+
+
+def _rewrite(gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node, interleaved: bool, region: list[fx.Node]) -> list[fx.Node]:
+    if reason := match.unsafe(region, [x, cos, sin]):
+        raise Miss(reason)
+    if reason := match.substitute(gm, root, _operator(gm, root, x, cos, sin, interleaved)):
+        raise Miss(reason)
+    return region
+
+
+# --------------------------------------------------------------------------- complex products
 
 
 def _complex(gm: fx.GraphModule, node: fx.Node, real: fx.Node):
-    """:func:`_rotated` for view_as_real(view_as_complex(pairs of x) * (cos + i sin)), flattened."""
+    """(x, cos, sin, interleaved, region) for view_as_real(view_as_complex(pairs of x) * (cos + i sin)), flattened."""
     for turned, angles in match.operands(real.args[0], aten.mul.Tensor):
         if not match.is_call(turned, aten.view_as_complex.default) or not isinstance(angles, fx.Node):
             continue
@@ -132,52 +262,17 @@ def _complex(gm: fx.GraphModule, node: fx.Node, real: fx.Node):
         if x is None or match.value(x).shape != match.value(node).shape or not match.value(angles).is_complex():
             continue
         region = [node, real, real.args[0], turned, pairs]
-        if angles.meta["needs_grad"] or match.unsafe(region, [x, angles]):
-            return None
+        if angles.meta["needs_grad"]:
+            raise Miss("the complex angles need a gradient, which the operator does not give")
+        if reason := match.unsafe(region, [x, angles]):
+            raise Miss(reason)
         both = match.insert(gm, node, aten.view_as_real.default, (angles,))
         cos, sin = (_twice(gm, node, match.insert(gm, node, aten.select.int, (both, -1, i))) for i in (0, 1))
         return x, cos, sin, True, region
     return None
 
 
-def _pair(left: fx.Node, right: fx.Node):
-    """(x1, x2, their pieces, cos, sin, nodes) when ``left`` is x1 cos - x2 sin and ``right`` is x2 cos + x1 sin."""
-    if not match.is_call(left, aten.sub.Tensor) or left.kwargs or not match.operands(right, aten.add.Tensor):
-        return None
-    for x1, cos in match.operands(left.args[0], aten.mul.Tensor):
-        for x2, sin in match.operands(left.args[1], aten.mul.Tensor):
-            for a, b in match.operands(right, aten.add.Tensor):
-                by_cos = any(match.same(u, x2) and match.same(c, cos) for u, c in match.operands(a, aten.mul.Tensor))
-                by_sin = any(match.same(u, x1) and match.same(s, sin) for u, s in match.operands(b, aten.mul.Tensor))
-                if not (by_cos and by_sin and all(match.is_float(n) for n in (x1, x2, cos, sin))):
-                    continue
-                first, second = match.part(match.uncast(x1)), match.part(match.uncast(x2))
-                if first and second and first.start == 0:
-                    return x1, x2, first, second, cos, sin, [left, right]
-    return None
-
-
-def _alternate(first: match.Pieces, second: match.Pieces) -> bool:
-    """True for x[..., 0::2] and x[..., 1::2]."""
-    last = match.value(first.source).dim() - 1
-    steps = (first.start, first.step, second.start, second.step) == (0, 2, 1, 2)
-    return match.same(first.source, second.source) and first.dim == second.dim == last and steps and match.value(first.source).shape[-1] % 2 == 0
-
-
 def _twice(gm: fx.GraphModule, before: fx.Node, angle: fx.Node) -> fx.Node:
     """[..., d] as [..., 2 d], every element twice in a row."""
     stacked = match.insert(gm, before, aten.stack.default, ([angle, angle], -1))
     return match.insert(gm, before, aten.flatten.using_ints, (stacked, -2, -1))
-
-
-def _rewrite(gm, root, x, cos, sin, interleaved, region) -> str | None:
-    reason = match.unsafe(region, [x, cos, sin])
-    if reason:
-        return reason
-    size = match.value(x).shape[-1]
-    if match.value(cos).shape[-1] != size or match.value(sin).shape[-1] != size:
-        return f"cos and sin have last dimension {match.value(cos).shape[-1]}, the rotated tensor {size}"
-    if match.value(cos).dtype != match.value(sin).dtype:
-        return f"cos is {match.value(cos).dtype} and sin {match.value(sin).dtype}"
-    new = match.insert(gm, root, torch.ops.mindspeed.rope.default, (x, cos, sin, interleaved))
-    return match.substitute(gm, root, new)
