@@ -86,7 +86,9 @@ def cross_compile(
 def _kernels(calls: list[dict[str, Any]], soc: str, directory: str | os.PathLike | None) -> dict[str, Any]:
     """What became of the Triton kernels; the reason when triton-ascend is not installed, for graphs are worth having without."""
     try:
-        return {**compile_kernels(calls, soc, directory), "problem": ""}
+        made = compile_kernels(calls, soc, directory)
+        rows = [{**row, "in_graph": call["in_graph"]} for row, call in zip(made["calls"], calls, strict=True)]
+        return {**made, "calls": rows, "problem": ""}
     except ToolchainError as e:
         return {"compiler": "", "calls": [], "problem": str(e)}
 

@@ -35,7 +35,8 @@ class Traced:
     without_gradient: list[str] = field(default_factory=list)
     """Trainable parameters that the backward gave no gradient: unused ones, or ones whose gradient was lost."""
     triton_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Each different call of an operator that has a Triton kernel, as :func:`mindspeed_fx.cross.kernels.call` describes it."""
+    """Each different call of an operator that has a Triton kernel, as :func:`mindspeed_fx.cross.kernels.call` describes it, with
+    ``in_graph``: the npu graph calls that kernel, and no operator of torch_npu in its place."""
 
 
 class _Kept(Compilation):
@@ -46,12 +47,20 @@ class _Kept(Compilation):
         self.sides, self.calls = sides, calls
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
-        for node in gm.graph.nodes:
-            if node.op == "call_function" and node.target in REGISTRY and kernels.has_triton(name := REGISTRY[node.target].name.split(".")[1]):
-                found = kernels.call(name, *_arguments(node))
-                self.calls[json.dumps(found)] = found
+        self._note(gm)
         super().finish_side(gm, side)
+        self._note(gm)
         self.sides.append((self.record, side, gm))
+
+    def _note(self, gm: fx.GraphModule) -> None:
+        """The calls of operators that have a Triton kernel, before they are lowered, and of the kernels, after."""
+        for node in gm.graph.nodes:
+            name = REGISTRY[node.target].name.split(".")[1] if node.op == "call_function" and node.target in REGISTRY else ""
+            lowered, name = name.endswith("_triton"), name.removesuffix("_triton")
+            if name and kernels.has_triton(name):
+                found = kernels.call(name, *_arguments(node))
+                known = self.calls.setdefault(json.dumps(found), {**found, "in_graph": False})
+                known["in_graph"] |= lowered
 
 
 def _arguments(node: fx.Node) -> list[Any]:

@@ -115,9 +115,9 @@ def _backward_cost(out, grad, seed, p):
 
 triton.kernel(
     dropout_add_seeded, _fake, "dropout_add_seeded.forward", "mask drawn in place",
-    lambda x, bias, residual, seed, p: triton.refuse(x.shape[-1], x=x, bias=bias, residual=residual), beats_codegen=False, targets=("cuda", "npu"),
+    lambda x, bias, residual, seed, p: triton.refuse(x.shape[-1], x=x, bias=bias, residual=residual), beats_codegen=False,
 )  # fmt: skip
 triton.kernel(
     dropout_add_seeded_backward, _fake_backward, "dropout_add_seeded.backward", "mask drawn again",
-    lambda grad, seed, p: triton.refuse(grad.shape[-1], grad=grad), beats_codegen=False, targets=("cuda", "npu"),
+    lambda grad, seed, p: triton.refuse(grad.shape[-1], grad=grad), beats_codegen=False,
 )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.cost.operators import SPECIAL, once
-from mindspeed_fx.kernels import swiglu
+from mindspeed_fx.kernels import swiglu, triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "sigmoid")
@@ -113,3 +113,7 @@ def _backward_cost(out, grad, x, up, activation):
 
 glu.shard(swiglu.ways)
 glu_backward.shard(swiglu.ways_backward)
+
+
+triton.kernel(glu, _fake, "glu.forward", "one read", lambda x, up, activation: triton.refuse(x.shape[-1], x=x, up=up), beats_codegen=False)
+triton.kernel(glu_backward, _fake_backward, "glu.backward", "both gradients in one read", lambda grad, x, up, activation: triton.refuse(x.shape[-1], grad=grad, x=x, up=up), beats_codegen=False)

@@ -45,6 +45,10 @@ def many():
     x, bias, seed = _new(4096, 4096), _new(4096), _new(2, dtype=torch.int32)
     found["dropout_add_seeded 4096"] = kernels.call("dropout_add_seeded", x, bias, x, seed, 0.1)
     found["dropout_add_seeded_backward 4096"] = kernels.call("dropout_add_seeded_backward", x, seed, 0.1)
+    wide = _new(4096, 14336)
+    for activation in ("gelu", "gelu_tanh", "relu"):
+        found[f"glu {activation}"] = kernels.call("glu", wide, wide, activation)
+        found[f"glu_backward {activation}"] = kernels.call("glu_backward", wide, wide, wide, activation)
     return found
 
 

@@ -17,23 +17,23 @@ def llama():
 
 
 class Gpt2Block(nn.Module):
-    def __init__(self, hidden=32, heads=4):
+    def __init__(self, hidden=32, heads=4, dropout=0.0):
         super().__init__()
-        self.heads = heads
+        self.heads, self.drop = heads, nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.proj, self.up, self.down = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
 
 
 class Gpt2(nn.Module):
-    def __init__(self, layers=2, vocab=64, hidden=32):
+    def __init__(self, layers=2, vocab=64, hidden=32, dropout=0.0):
         super().__init__()
         self.embed, self.positions = nn.Embedding(vocab, hidden), nn.Embedding(64, hidden)
-        self.blocks, self.norm = nn.Sequential(*(Gpt2Block(hidden) for _ in range(layers))), nn.LayerNorm(hidden)
+        self.blocks, self.norm = nn.Sequential(*(Gpt2Block(hidden, dropout=dropout) for _ in range(layers))), nn.LayerNorm(hidden)
 
     def forward(self, ids, labels):
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))

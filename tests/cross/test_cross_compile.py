@@ -54,7 +54,7 @@ def test_errors_before_anything_is_started(monkeypatch):
 
 @needs_npu
 def test_a_module_from_python(tmp_path):
-    report = mindspeed_fx.cross_compile(Gpt2().bfloat16(), models.tokens(), soc="Ascend910B3", options={"disable": ["fusion.attention"]})
+    report = mindspeed_fx.cross_compile(Gpt2(dropout=0.1).bfloat16(), models.tokens(), soc="Ascend910B3", options={"disable": ["fusion.attention", "fusion.add_layer_norm"]})
     assert report.counts["fusion.cross_entropy"] == 1 and report.counts.get("fusion.attention", 0) == 0
     assert report.operators["aten.addmm"] == 8 and report.without_gradient == [] and len(report.graphs) == 1
     assert {s["side"] for s in report.graphs[0]["sides"]} == {"forward", "backward"}
@@ -67,6 +67,11 @@ def test_a_module_from_python(tmp_path):
     made = {r["operator"]: r for r in report.kernels}
     if toolchain.missing("triton_ascend") is None:
         assert made["mindspeed.cross_entropy_backward"]["outcome"] == "ok" and made["mindspeed.cross_entropy_backward"]["on_chip"]["UB"] > 0
+        for name in ("mindspeed.dropout_add_seeded", "mindspeed.dropout_add_seeded_backward"):  # torch_npu has none: ours is called
+            assert made[name]["in_graph"] and made[name]["outcome"] == "ok" and made[name]["on_chip"]["UB"] > 0
+            assert report.operators[f"{name}_triton"] == 2
+        assert not made["mindspeed.cross_entropy_backward"]["in_graph"]
+        assert "Triton kernels that the graphs call, compiled for Ascend910B3" in str(report)
     page, values = report.save(str(tmp_path / "a.html")).read_text(), json.loads(report.save(str(tmp_path / "a.json")).read_text())
     assert page.startswith("<!doctype html>") and "mindspeed.cross_entropy" in page and "http" not in page.split("<body>")[0]
     assert values["soc"] == "Ascend910B3" and "Ascend910B3" in str(report) and "nothing ran on an NPU" in str(report)

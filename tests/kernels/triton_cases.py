@@ -43,6 +43,13 @@ def swiglu(name: str, rows: int, ffn: int, up: bool, strided: bool = False) -> C
     return Case(f"swiglu-{name}", "swiglu", make, lambda args, out, grad: (grad, *args))
 
 
+def glu(name: str, activation: str, rows: int, ffn: int, up: bool) -> Case:
+    def make(new):
+        return (2 * new(rows, ffn), new(rows, ffn), activation) if up else (2 * new(rows, 2 * ffn), None, activation)
+
+    return Case(f"glu-{name}", "glu", make, lambda args, out, grad: (grad, *args))
+
+
 def rope(name: str, x: tuple, angles: tuple, interleaved: bool, transposed: bool = False) -> Case:
     def make(new):
         return (new(*x).transpose(1, 2) if transposed else new(*x)), new(*angles), new(*angles), interleaved
@@ -91,6 +98,11 @@ CASES = [
     swiglu("blocks", 4, 5003, True),
     swiglu("blocks-packed", 4, 5003, False),
     swiglu("strided", 7, 300, True, strided=True),
+    glu("gelu", "gelu", 5, 1000, True),
+    glu("gelu-packed", "gelu", 3, 301, False),
+    glu("tanh", "gelu_tanh", 5, 5003, True),
+    glu("relu", "relu", 5, 64, True),
+    glu("sigmoid", "sigmoid", 5, 64, False),
     rope("half-sbhd", (6, 2, 5, 64), (6, 1, 1, 64), False),
     rope("half-bhsd", (2, 5, 6, 64), (1, 1, 6, 64), False),
     rope("half-transposed", (2, 6, 5, 64), (2, 1, 6, 64), False, transposed=True),

@@ -53,7 +53,7 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
         found.append((label, kernel, args, num_warps, constants))
 
     run = {}
-    for name in ("rms_norm", "swiglu", "rope", "cross_entropy", "dropout_add_seeded"):
+    for name in ("rms_norm", "swiglu", "rope", "cross_entropy", "dropout_add_seeded", "glu"):
         run[name] = importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
         run[name].launch = record
     new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
@@ -69,6 +69,11 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
             x, y = new(8192, 2 * ffn, dtype=dtype), new(8192, ffn, dtype=dtype)
             run["swiglu"].forward(x)
             run["swiglu"].backward(y, x)
+        for activation in ("gelu", "gelu_tanh", "relu"):
+            label = f"{activation}-{short}"
+            x = new(8192, 4096, dtype=dtype)
+            run["glu"].forward(x, x, activation)
+            run["glu"].backward(x, x, x, activation)
         for interleaved in (True, False):
             label = f"{'interleaved' if interleaved else 'half'}-{short}"
             x, cos = new(4096, 2, 32, 128, dtype=dtype), new(4096, 1, 1, 128, dtype=F32)

@@ -2,7 +2,8 @@
 
 torch_npu's kernels take gate and up as the halves of one tensor. Where they are two tensors, joining them moves more bytes
 than it saves (passes over a tensor of the gate's size: joined 7 forward and 13 backward, activation and product 5 and
-11), so the activation and the product are called, as the unfused model does.
+11, one kernel 3 and 5), so a Triton kernel takes them; without triton-ascend the activation and the product are called,
+as the unfused model does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.glu import glu, glu_backward
 from mindspeed_fx.kernels.npu import first, lowering, promoted, typed, within
 from mindspeed_fx.kernels.swiglu import halves, swiglu, swiglu_backward
@@ -89,6 +91,8 @@ def _product_backward(grad, x, up, activation):
     return (torch.cat((dgate, dup), -1), x.new_empty(0)) if up is None else (dgate.contiguous(), dup.contiguous())
 
 
+for _operator in (swiglu, swiglu_backward, glu, glu_backward):
+    triton.on_npu(_operator)
 lowering(swiglu, "aten silu and product", lambda x, up=None: typed(x=x, up=up))(lambda x, up=None: _product(x, up, "silu"))
 lowering(swiglu_backward, "aten silu_backward and products", lambda grad, x, up=None: typed(x=x, up=up))(lambda grad, x, up=None: _product_backward(grad, x, up, "silu"))
 lowering(glu, "aten activation and product", lambda x, up, activation: typed(x=x, up=up))(_product)

@@ -29,10 +29,8 @@ WIDTH = 2**18
 """Widest row: no kernel was compiled or checked beyond it."""
 
 
-def kernel(
-    of: Operator, fake: Callable[..., Any], launcher: str, what: str, supports: Callable[..., str | None], beats_codegen: bool = True, targets: tuple[str, ...] = ("cuda",)
-) -> None:  # fmt: skip
-    """Give ``of`` a Triton kernel.
+def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, supports: Callable[..., str | None], beats_codegen: bool = True) -> None:
+    """Give ``of`` a Triton kernel on "cuda"; :func:`on_npu` gives it to "npu" too.
 
     Args:
         of: the operator; the kernel takes and returns the same.
@@ -41,22 +39,35 @@ def kernel(
         what: the kernel in a few words, for reports.
         supports: reason why these fake arguments are not for this kernel, or None. That triton is there is checked here.
         beats_codegen: whether to take it where Inductor could generate code that fuses with its neighbours.
-        targets: where it runs; "npu" where torch_npu has no kernel. Every kernel can be compiled for npu (mindspeed_fx.cross).
     """
     file, function = launcher.split(".")
     name = of.overload._schema.name
     schema = str(of.overload._schema).replace(name, f"{name}_triton", 1).removeprefix("mindspeed::")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if "npu" in targets and not _interpreted() and all(x.device.type == "cpu" for x in args if isinstance(x, torch.Tensor)):
-            return of.reference(*args, **kwargs)  # an npu graph run on cpu, as its emulated operators are
+        if os.environ.get("TRITON_INTERPRET") != "1" and all(x.device.type == "cpu" for x in args if isinstance(x, torch.Tensor)):
+            return of.reference(*args, **kwargs)  # a graph of another target run on cpu
         return getattr(importlib.import_module(f"{__name__}.{file}"), function)(*args, **kwargs)
 
     made = operator(schema, fake, opaque=True)(run)
     made.shard(lambda *args: of.sharding(*args))
     made.costs(lambda *args, **kwargs: of.cost(*args, **kwargs))
-    for target in targets:
-        of.lower(target)(f"triton, {what}", lambda *args, target=target, **kwargs: (missing() if target == "cuda" else missing_on_npu()) or supports(*args, **kwargs), beats_codegen)(made.overload)
+    _KERNELS[of.name] = what, supports, beats_codegen, made
+    of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(made.overload)
+
+
+_KERNELS: dict[str, tuple] = {}
+
+
+def on_npu(of: Operator, only: Callable[..., str | None] = lambda *args, **kwargs: None) -> None:
+    """The kernel of ``of`` on "npu" too, after the kernels that it has there already: where torch_npu has none.
+
+    Args:
+        of: an operator that has a :func:`kernel`.
+        only: reason why these fake arguments are for torch_npu, or None.
+    """
+    what, supports, beats_codegen, made = _KERNELS[of.name]
+    of.lower("npu")(f"triton, {what}", lambda *args, **kwargs: missing_on_npu() or only(*args, **kwargs) or supports(*args, **kwargs), beats_codegen)(made.overload)
 
 
 @functools.cache
@@ -76,10 +87,6 @@ def missing_on_npu() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton-ascend is not installed"
     return None if importlib.util.find_spec("triton.backends.ascend") else "the installed triton is not triton-ascend"
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def refuse(width: Any, **tensors: Tensor | None) -> str | None:

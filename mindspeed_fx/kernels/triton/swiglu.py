@@ -10,11 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, rows, warps
-
-BLOCK = 4096
-"""Most elements of a column block."""
-
+from mindspeed_fx.kernels.triton.glu import halves, tile
+from mindspeed_fx.kernels.triton.launch import launch, rows
 
 @triton.jit
 def swiglu_forward(gate_ptr, up_ptr, y_ptr, count, N: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, BLOCK: tl.constexpr):
@@ -44,10 +41,10 @@ def swiglu_backward(g_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, count, N: tl.co
 
 def forward(x: Tensor, up: Tensor | None = None) -> Tensor:
     """``mindspeed::swiglu``: [..., ffn] contiguous of gate and up [..., ffn], or of the two packed in x [..., 2 * ffn]."""
-    gate, u = _halves(rows(x), up)
+    gate, u = halves(rows(x), up)
     count, n = gate.shape
     y = torch.empty((*x.shape[:-1], n), dtype=torch.promote_types(gate.dtype, u.dtype), device=x.device)
-    block, num_warps, grid = _tile(gate)
+    block, num_warps, grid = tile(gate)
     launch(swiglu_forward, grid, gate, u, y, count, num_warps=num_warps, N=n, GATE_STRIDE=gate.stride(0), UP_STRIDE=u.stride(0), BLOCK=block)
     return y
 
@@ -55,23 +52,12 @@ def forward(x: Tensor, up: Tensor | None = None) -> Tensor:
 def backward(grad: Tensor, x: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``mindspeed::swiglu_backward``: (dx, dup) contiguous; packed inputs have one packed gradient and an empty dup."""
     g = rows(grad)
-    gate, u = _halves(rows(x), up)
+    gate, u = halves(rows(x), up)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dup = x.new_empty(0) if up is None else torch.empty(up.shape, dtype=up.dtype, device=x.device)
-    dgate, du = _halves(rows(dx), None if up is None else dup)
-    block, num_warps, grid = _tile(gate)
+    dgate, du = halves(rows(dx), None if up is None else dup)
+    block, num_warps, grid = tile(gate)
     tensors = {"G": g, "GATE": gate, "UP": u, "DGATE": dgate, "DUP": du}
     strides = {f"{name}_STRIDE": t.stride(0) for name, t in tensors.items()}
     launch(swiglu_backward, grid, *tensors.values(), gate.shape[0], num_warps=num_warps, N=gate.shape[1], **strides, BLOCK=block)
     return dx, dup
-
-
-def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    return x.chunk(2, -1) if up is None else (x, rows(up))
-
-
-def _tile(gate: Tensor) -> tuple[int, int, int]:
-    """Column block, warps and programs."""
-    count, n = gate.shape
-    block = min(BLOCK, power_of_two(n))
-    return block, warps(block), programs(gate, count * -(-n // block), warps(block), 64)

@@ -52,15 +52,15 @@ def glu_cases(dtype):
     x, up, grad = normal(3, 5, 16, dtype=dtype), normal(3, 5, 8, dtype=dtype), normal(3, 5, 8, dtype=dtype)
     yield "swiglu-packed", ops.swiglu, (x,), "npu_swiglu"
     yield "swiglu_backward-packed", ops.swiglu_backward, (grad, x), "npu_swiglu_backward"
-    yield "swiglu-two", ops.swiglu, (up, grad), "aten silu and product"
-    yield "swiglu_backward-two", ops.swiglu_backward, (grad, up, up + 1), "aten silu_backward and products"
+    yield "swiglu-two", ops.swiglu, (up, grad), "triton, one read"
+    yield "swiglu_backward-two", ops.swiglu_backward, (grad, up, up + 1), "triton, both gradients in one read"
     for activation in ("gelu", "gelu_tanh", "relu", "sigmoid"):
-        kernel = "npu_geglu" if activation.startswith("gelu") else "aten activation and product"
-        backward = "npu_geglu, npu_geglu_grad" if activation.startswith("gelu") else "aten activation's backward and products"
+        kernel = "npu_geglu" if activation.startswith("gelu") else "triton, one read"
+        backward = "npu_geglu, npu_geglu_grad" if activation.startswith("gelu") else "triton, both gradients in one read"
         yield f"glu-packed-{activation}", ops.glu, (x, None, activation), kernel
         yield f"glu_backward-packed-{activation}", ops.glu_backward, (grad, x, None, activation), backward
-        yield f"glu-two-{activation}", ops.glu, (up, up + 1, activation), "aten activation and product"
-        yield f"glu_backward-two-{activation}", ops.glu_backward, (grad, up, up + 1, activation), "aten activation's backward and products"
+        yield f"glu-two-{activation}", ops.glu, (up, up + 1, activation), "triton, one read"
+        yield f"glu_backward-two-{activation}", ops.glu_backward, (grad, up, up + 1, activation), "triton, both gradients in one read"
     for wide in (False, True):
         weight = normal(3, 5, 1, dtype=torch.float32 if wide else dtype)
         yield f"weighted_swiglu-packed-{wide}", ops.weighted_swiglu, (x, None, weight), "npu_swiglu and product"
