@@ -8,6 +8,7 @@ choice alone, a module-level function with one signature from torch 2.11 to 2.13
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, Callable, Sequence
 from unittest import mock
 
@@ -31,6 +32,7 @@ def partition(gm: fx.GraphModule, inputs: Sequence[Any], choose: Choose, memory_
 
     own = partitioners.choose_saved_values_set
 
+    @functools.wraps(own)
     def decide(graph: fx.Graph, info: Any, **settings: Any) -> list[fx.Node]:
         chosen = choose(graph, info)
         return own(graph, info, **settings) if chosen is None else chosen
@@ -38,6 +40,19 @@ def partition(gm: fx.GraphModule, inputs: Sequence[Any], choose: Choose, memory_
     budget = {} if memory_budget is None else {"activation_memory_budget": float(memory_budget)}
     with functorch_config.patch(**budget), mock.patch.object(partitioners, "choose_saved_values_set", decide):
         return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+
+def knapsack(graph: fx.Graph, info: Any, budget: float, solver: str) -> list[fx.Node]:
+    """What torch itself would save, asked from within a ``choose``.
+
+    Args:
+        budget: fraction of the activations' bytes, in (0, 1].
+        solver: "dp", "greedy" or "ilp" (needs scipy).
+    """
+    import torch._functorch.partitioners as partitioners
+
+    with functorch_config.patch(activation_memory_budget_solver=solver):
+        return inspect.unwrap(partitioners.choose_saved_values_set)(graph, info, memory_budget=budget)
 
 
 def is_input(node: fx.Node) -> bool:

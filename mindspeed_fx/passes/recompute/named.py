@@ -12,10 +12,10 @@ from mindspeed_fx.options import OptionError
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.recompute import seen
 from mindspeed_fx.passes.recompute.cut import cheapest
-from mindspeed_fx.passes.recompute.policy import fixed
+from mindspeed_fx.passes.recompute.policy import Fixed, fixed
 from mindspeed_fx.passes.recompute.pointwise import NAME as POINTWISE
 from mindspeed_fx.passes.recompute.step import Step
-from mindspeed_fx.passes.recompute.tape import record, saved_names
+from mindspeed_fx.passes.recompute.tape import Tape, Value, record, saved_names
 
 NAME = "recompute.policy"
 
@@ -39,12 +39,7 @@ def named(gm: fx.GraphModule, context: Context) -> PassReport:
         report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{tape}; torch's min-cut decides"))
         return report
     decided = fixed(tape, asked, options.strict, report)
-    again = {v.made_by for v in decided.again}
-    saved = cheapest(
-        tape,
-        lambda o: 1.0 if o in again else 0.0 if not all(v.savable for v in o.outputs) else math.inf,
-        lambda v: 0.0 if v.returned else math.inf if v in decided.again else 1.0 + v.bytes,
-    )
+    saved = kept(tape, decided)
     report.saved = saved_names(gm.graph, context.nodes, {v.node for v in saved})
     step = Step(gm, context.nodes, tape, hardware(options.hardware) if options.hardware else None, options.codegen == "inductor", options.target)
     plan = step.schedule.evaluate({step.number[v.node] for v in saved})
@@ -54,3 +49,13 @@ def named(gm: fx.GraphModule, context: Context) -> PassReport:
         report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]]
         seen.show(report, step, {"saving everything": everything, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=False)
     return report
+
+
+def kept(tape: Tape, decided: Fixed) -> list[Value]:
+    """What is saved when nothing but ``decided`` is made again: the fewest bytes."""
+    again = {v.made_by for v in decided.again}
+    return cheapest(
+        tape,
+        lambda o: 1.0 if o in again else 0.0 if not all(v.savable for v in o.outputs) else math.inf,
+        lambda v: 0.0 if v.returned else math.inf if v in decided.again else 1.0 + v.bytes,
+    )

@@ -1,0 +1,41 @@
+"""Random training steps as numbers, for the planner's tests and benchmarks."""
+
+import random
+
+from mindspeed_fx.passes.recompute.schedule import Schedule
+
+
+def step(seed: int, most: int) -> tuple[Schedule, float]:
+    """(a step of up to ``most`` forward nodes with skips, views, a gradient for most nodes; modelled seconds of it)."""
+    rng = random.Random(seed)
+    count = rng.randint(4, most)
+    sources, root, size, seconds = [()], [0], [0], [0.0]
+
+    def node(reads, bytes_, time, of=None):
+        sources.append(tuple(sorted(set(reads))))
+        root.append(len(root) if of is None else root[of])
+        size.append(bytes_ if of is None else 0)
+        seconds.append(time)
+        return len(sources) - 1
+
+    for i in range(1, count + 1):
+        if i > 1 and rng.random() < 0.1:
+            node([i - 1], 0, 0.0, of=i - 1)
+        else:
+            node([rng.randrange(max(0, i - 4), i) for _ in range(rng.choice((1, 1, 2)))], 64 * rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 5, 10, 20)) * 1e-6)
+    gradient = node([], 64, 0.0)
+    backward, needed, gradients = [gradient], set(), []
+    for i in range(count, 0, -1):
+        reads = [] if rng.random() < 0.3 else [i] if rng.random() < 0.4 else [a for a in sources[i] if a]
+        needed |= set(reads)
+        gradient = node([*reads, gradient], size[i], 2 * seconds[i])
+        backward.append(gradient)
+        if rng.random() < 0.4:
+            backward.append(node([*reads, gradient], 64, seconds[i]))
+            gradients.append(backward[-1])
+    numbers = range(len(sources))
+    made = Schedule(
+        sources=sources, root=root, size=size, full=size, seconds=seconds, savable=[0 < i <= count and root[i] == i for i in numbers], forced=[False for _ in numbers],
+        given=[i == 0 for i in numbers], backward=backward, needed=sorted(needed), returned=[count], gradients=[*gradients, gradient],
+    )  # fmt: skip
+    return made, sum(seconds)
