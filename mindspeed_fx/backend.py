@@ -25,11 +25,13 @@ from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner
+from mindspeed_fx.partition.offload import move
 from mindspeed_fx.passes import overlap, registered
 from mindspeed_fx.passes.pipeline import Pipeline
 from mindspeed_fx.passes.sharding import local as sharding
 from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
+from mindspeed_fx.report.records import Skip
 
 
 def mindspeed(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None) -> Callable:
@@ -130,7 +132,13 @@ class Compilation:
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "cut" decide."""
-        return Partitioner(self.prepare_joint, functools.partial(self.pipeline.decide, self.record), self.options.memory_budget, name)
+        return Partitioner(self.prepare_joint, functools.partial(self.pipeline.decide, self.record), self.move, self.options.memory_budget, name)
+
+    def move(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """Copies to host memory and back of what the passes of stage "cut" move there."""
+        for run in self.record.runs:
+            if run.report.moves:
+                run.report.skipped += [Skip("", f"{name} is not moved: {why}") for name, why in move(forward, backward, run.report.moves).items()]
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""

@@ -54,6 +54,16 @@ class Options:
     the default). Or a mapping of module globs to "recompute" or "save", as in {"layers.*.mlp.act": "recompute"}, where the key "policy" may
     name who decides the rest; of several globs that match the last one counts. See docs/memory.md."""
 
+    offload: bool = False
+    """With a ``memory_budget``: saved activations may also wait in host memory, copied beside the compute, where the link hides that and
+    making them again would take longer."""
+
+    host_memory: int | str | None = None
+    """With ``offload``: bytes ("64GiB", or a number) of host memory that one graph may use at once; None: any number."""
+
+    host_bandwidth: int | str | None = None
+    """With ``offload``: bytes per second ("50GB", or a number) between device and host, each way; None: the hardware's."""
+
     overlap_memory: int | str = 0
     """Bytes ("512MiB", or a number) by which overlapped communication may raise the modelled peak memory of a graph."""
 
@@ -98,6 +108,7 @@ class Options:
             object.__setattr__(self, "hardware", hardware(self.hardware).name)
         object.__setattr__(self, "memory_budget", _budget(self.memory_budget))
         _check_recompute(self.recompute, self.memory_budget)
+        _check_offload(self)
         object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
         _check_inductor(self.inductor)
         if not isinstance(self.npugraph_ex, Mapping):
@@ -127,6 +138,8 @@ class Options:
         codegen = self.codegen if self.codegen != "auto" else ("eager" if target == "npu" else "inductor")
         if codegen == "npugraph_ex" and target != "npu":
             raise OptionError(f'option "codegen" is "npugraph_ex", which runs on npu; the target is "{target}"')
+        if codegen == "npugraph_ex" and self.offload:
+            raise OptionError('option "offload" is True, which needs streams of its own, and codegen "npugraph_ex" records one; valid with "offload": codegen "eager", "inductor"')
         return dataclasses.replace(self, target=target, codegen=codegen, hardware=self.hardware or detect(target)[0])
 
     def as_dict(self) -> dict[str, Any]:
@@ -200,6 +213,21 @@ def _budget(value: Any) -> float | int | str | None:
     except OptionError:
         pass
     raise OptionError(f'option "memory_budget" is {value!r}; valid: bytes as in "24GiB", a fraction in (0, 1], "min"')
+
+
+def _check_offload(options: Options) -> None:
+    if not isinstance(options.offload, bool):
+        raise OptionError(f'option "offload" takes True or False, not {options.offload!r}')
+    if options.offload and options.memory_budget is None:
+        raise OptionError('option "offload" is True, but what is moved to host memory is planned for a "memory_budget", which is None; give one')
+    for name in ("host_memory", "host_bandwidth"):
+        value = getattr(options, name)
+        if value is not None and not options.offload:
+            raise OptionError(f'option "{name}" is {value!r}, but "offload" is False, so that nothing goes to host memory')
+        if value is not None:
+            object.__setattr__(options, name, _bytes(name, value))
+    if options.host_bandwidth == 0:
+        raise OptionError('option "host_bandwidth" is 0; valid: bytes per second, above 0')
 
 
 POLICIES = ("none", "selective", "full", "block:N", "activation_function", "norm", "auto")

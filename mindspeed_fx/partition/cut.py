@@ -20,16 +20,19 @@ class Partitioner(compat.CustomPartitioner):
         prepare: called with the joint graph before it is cut.
         decide: called with the joint graph and torch's classification of its nodes; returns the nodes to save, or None
             to leave that to torch's min-cut.
+        finish: called with the forward and the backward.
         memory_budget: fraction in (0, 1] of the activations' bytes to keep where torch decides; None: what pays.
         identity: what compile caches know this partitioner by.
     """
 
-    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: compat_partition.Choose, memory_budget: float | int | str | None, identity: str):
-        self.prepare, self.decide, self.memory_budget, self.identity = prepare, decide, memory_budget, identity
+    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: compat_partition.Choose, finish: Callable[[fx.GraphModule, fx.GraphModule], None], memory_budget: float | int | str | None, identity: str):
+        self.prepare, self.decide, self.finish, self.memory_budget, self.identity = prepare, decide, finish, memory_budget, identity
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.prepare(gm)
-        return compat_partition.partition(gm, joint_inputs, self.decide, self.memory_budget if isinstance(self.memory_budget, float) else None, **kwargs)
+        forward, backward = compat_partition.partition(gm, joint_inputs, self.decide, self.memory_budget if isinstance(self.memory_budget, float) else None, **kwargs)
+        self.finish(forward, backward)
+        return forward, backward
 
     def uuid(self) -> str:
         return self.identity

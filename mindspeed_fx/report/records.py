@@ -47,6 +47,8 @@ class PassReport:
     """Stage "cut" alone: (modelled seconds of the step, peak bytes) of the plans that no other beats in both."""
     saved: list[str] | None = None
     """Stage "cut" alone: names of the nodes that the forward saves; None when the pass leaves that to torch's min-cut."""
+    moves: dict[str, Any] = field(default_factory=dict)
+    """Stage "cut" alone: saved value -> :class:`mindspeed_fx.partition.offload.Move`, of those that go to host memory meanwhile."""
 
     def because(self, reason: str) -> "PassReport":
         """This report, with the reason why the pass has nothing to do in this graph."""

@@ -21,6 +21,7 @@ from mindspeed_fx.options import OptionError
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site, skip
 from mindspeed_fx.passes.recompute import seen
 from mindspeed_fx.passes.recompute.bound import least_seconds
+from mindspeed_fx.passes.recompute.moves import offloads, places
 from mindspeed_fx.passes.recompute.policy import Fixed, fixed
 from mindspeed_fx.passes.recompute.schedule import Plan
 from mindspeed_fx.passes.recompute.search import Search
@@ -55,13 +56,19 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     search = Search(step.schedule, step.unplanned)
     if not search.hull:
         raise OptionError(f'option "memory_budget" is {asked!r}, but this graph\'s backward needs values that can be neither saved nor made again')
-    limit = _limit(asked, search, step.inputs)
+    moves = offloads(step, search, context.options) if context.options.offload else None
+    least = moves.least() if moves else search.least
+    limit = _limit(asked, search, least, step.inputs)
     plan = search.best(limit)
+    plan = moves.best(limit, plan) if moves else plan
+    if plan is None and least.bytes <= limit:
+        plan = least
     if plan is None:
-        raise OptionError(_infeasible(int(asked), search.least, step))
+        raise OptionError(_infeasible(int(asked), least, step))
+    report.moves = places(step, plan)
     report.saved = saved_names(gm.graph, context.nodes, {step.nodes[i] for i in plan.saved})
-    report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]]
-    report.notes = [_peaks(plan, search, step), _times(plan, search, step, limit), *report.notes]
+    report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]] + [site("offloaded", step.nodes[v]) for v, _, _ in plan.ways]
+    report.notes = [_peaks(plan, search, least, step), _times(plan, search, step, limit), *([moves.told(plan)] if moves else []), *report.notes]
     seen.show(report, step, {"saving everything": search.richest, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=True)
     report.pareto = [(step.seconds + p.seconds, p.bytes + step.inputs) for p in search.frontier()]
     report.files["pareto.txt"] = pareto(report.pareto)
@@ -89,10 +96,10 @@ def _fix(step: Step, decided: Fixed) -> None:
             prices[step.number[v.made_by.node]] = math.inf
 
 
-def _limit(asked: float | int | str, search: Search, inputs: int) -> int:
+def _limit(asked: float | int | str, search: Search, least: Plan, inputs: int) -> int:
     """The budget in bytes of modelled peak beyond the inputs."""
     if asked == "min":
-        return search.least.bytes
+        return least.bytes
     if isinstance(asked, float):
         return search.least.bytes + int(asked * (search.richest.bytes - search.least.bytes))
     return int((asked - inputs) * (1 - UNSEEN))
@@ -106,13 +113,15 @@ def _infeasible(asked: int, least: Plan, step: Step) -> str:
     )
 
 
-def _peaks(plan: Plan, search: Search, step: Step) -> str:
+def _peaks(plan: Plan, search: Search, least: Plan, step: Step) -> str:
     mib = lambda p: f"{(p.bytes + step.inputs) / MIB:.1f} MiB"  # noqa: E731
-    return f"modelled peak {mib(plan)}, of which {step.inputs / MIB:.1f} MiB parameters and inputs; saving everything takes {mib(search.richest)}; the least is {mib(search.least)}"
+    return f"modelled peak {mib(plan)}, of which {step.inputs / MIB:.1f} MiB parameters and inputs; saving everything takes {mib(search.richest)}; the least is {mib(least)}"
 
 
 def _times(plan: Plan, search: Search, step: Step, limit: int) -> str:
     """Modelled time of the plan, what no plan under the limit can beat, and the gap between the two."""
+    if plan.ways:
+        return f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again and for copies that nothing hides; nothing takes less than {step.seconds * 1e3:.3f} ms, so this plan is at most {plan.seconds / step.seconds * 100:.2f} % from the optimum"
     bound = least_seconds(step.schedule, search.cuts, limit) or 0.0
     whole, least = step.seconds + plan.seconds, step.seconds + min(bound, plan.seconds)
     return f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again; no plan within this peak takes less than {least * 1e3:.3f} ms, so this one is at most {(whole / least - 1) * 100:.2f} % from the optimum"

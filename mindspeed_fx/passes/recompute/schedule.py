@@ -29,6 +29,9 @@ class Plan:
     """The node during which the peak is reached."""
     again: tuple[int, ...]
     """What the backward runs again, in order."""
+    ways: tuple[tuple[int, int, int], ...] = ()
+    """(value, free, back) of each saved value that is moved to host memory: positions in the step from which on its memory is
+    free, and from which on it is being filled again. See :mod:`offload`."""
 
 
 @dataclass
@@ -64,11 +67,14 @@ class Schedule:
     """Bytes alive within a node's call beside operands and results."""
     keep: list[float] = field(default_factory=list)
     """Seconds that keeping a node's value costs by itself."""
+    takes: list[float] = field(default_factory=list)
+    """Seconds of running a node once; empty: what running it again costs."""
 
     def __post_init__(self) -> None:
         count = len(self.sources)
         self.workspace = self.workspace or [0] * count
         self.keep = self.keep or [0.0] * count
+        self.takes = self.takes or [0.0 if s == math.inf else s for s in self.seconds]
         behind = bytearray(count)
         for i in self.backward:
             behind[i] = 1
@@ -110,7 +116,7 @@ class Schedule:
     def trace(self, plan: Plan) -> tuple[list[int], list[int], int]:
         """(the nodes of forward and backward as they run, bytes alive during each, how many are forward)."""
         first, (second, _) = self._first(plan.saved), self._second(plan.saved)
-        return first + second, self._alive(plan.saved, first, second), len(first)
+        return first + second, self._alive(plan.saved, first, second, plan.ways), len(first)
 
     def _first(self, saved: frozenset[int]) -> list[int]:
         runs = bytearray(len(self.sources))
@@ -179,7 +185,7 @@ class Schedule:
     def _forward_set(self) -> set[int]:
         return set(self.forward)
 
-    def _alive(self, saved: frozenset[int], first: list[int], second: list[int]) -> list[int]:
+    def _alive(self, saved: frozenset[int], first: list[int], second: list[int], ways: Iterable[tuple[int, int, int]] = ()) -> list[int]:
         root, sources, size, full, blocks = self.root, self.sources, self.size, self.full, self._blocks
         kept = {root[i] for i in saved} | {root[i] for i in self.returned}
         ends = {root[i] for i in (*self.returned, *self.gradients)}
@@ -191,7 +197,7 @@ class Schedule:
         for t, i in enumerate(second, cut):
             for r in blocks[i]:
                 later[r] = t
-        lives, carried = [], set()
+        lives, carried, away = [], set(), {v: (free, back) for v, free, back in ways}
         runs = bytearray(len(sources))
         for i in first:
             runs[i] = 1
@@ -199,7 +205,11 @@ class Schedule:
             for v in self._filled[i]:
                 if v in kept and runs[v]:
                     carried.add(v)
-                    lives.append((full[v], t, length - 1 if v in ends else max(later[v], cut - 1)))
+                    if v in away:
+                        free, back = away[v]
+                        lives += [(full[v], t, free - 1), (full[v], back, later[v])]
+                    else:
+                        lives.append((full[v], t, length - 1 if v in ends else max(later[v], cut - 1)))
                 else:
                     lives.append((size[v], t, last[v] if runs[v] else t))
         runs = bytearray(len(sources))

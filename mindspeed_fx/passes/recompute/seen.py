@@ -27,7 +27,7 @@ def show(report: PassReport, step: Step, plans: Mapping[str, Plan | None], why: 
     curves = {title: curve(step, p) for title, p in shown.items()}
     saved = sum(r.bytes for r in rows if r.decision == "save")
     peak = curves[list(shown)[-1]]
-    report.notes.append(f"saved for the backward {saved / MIB:.2f} MiB; made again {len(report.rewrites)} calls; modelled peak {peak.peak / MIB:.2f} MiB at {peak.where}")
+    report.notes.append(f"saved for the backward {saved / MIB:.2f} MiB; made again {len(report.rewrites) - len(plan.ways)} calls; modelled peak {peak.peak / MIB:.2f} MiB at {peak.where}")
     report.files["activations.md"] = memory.markdown(rows)
     report.files["memory.svg"] = memory.picture(curves)
     report.curves = curves
@@ -35,7 +35,7 @@ def show(report: PassReport, step: Step, plans: Mapping[str, Plan | None], why: 
 
 def table(step: Step, plan: Plan, why: Mapping[int, str], planned: bool) -> list[memory.Activation]:
     """Every activation that the backward may need, largest first."""
-    schedule, again = step.schedule, set(plan.again)
+    schedule, again, away = step.schedule, set(plan.again), {v for v, _, _ in plan.ways}
     read = {schedule.root[i] for i in schedule.needed}
     returned = {schedule.root[i] for i in schedule.returned}
     rows = []
@@ -43,7 +43,9 @@ def table(step: Step, plan: Plan, why: Mapping[int, str], planned: bool) -> list
         if not schedule.full[v]:
             continue
         node = step.nodes[v]
-        if v in plan.saved:
+        if v in away:
+            decision, reason = "offload", "in host memory between its last reader and its next"
+        elif v in plan.saved:
             decision, reason = "save", _saved(v, step, returned, planned)
         elif v in again:
             decision, reason = "recompute", "checkpointed region" if schedule.forced[v] else f"made again in {schedule.seconds[v] * 1e6:.1f} us" if schedule.seconds[v] else "made again for nothing"

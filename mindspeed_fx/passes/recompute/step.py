@@ -20,6 +20,7 @@ from mindspeed_fx.compat_meter import workspace
 from mindspeed_fx.cost.graph import Estimate, estimate
 from mindspeed_fx.cost.hardware import Hardware
 from mindspeed_fx.kernels import REGISTRY
+from mindspeed_fx.partition.offload import dense
 from mindspeed_fx.passes.recompute.pointwise import prices
 from mindspeed_fx.passes.recompute.schedule import Schedule
 from mindspeed_fx.passes.recompute.tape import Tape, in_memory
@@ -40,6 +41,7 @@ class Step:
         seconds: modelled time of the step when nothing is made again.
         unplanned: what running a node again costs where no budget presses: infinite for products with generated code.
         inputs: bytes that the forward is given.
+        movable: values that can be moved to host memory, where copying takes longer than starting the copy.
     """
 
     def __init__(self, gm: fx.GraphModule, info: Any, tape: Tape, hardware: Hardware | None, fused: bool, target: str):
@@ -83,8 +85,10 @@ class Step:
             maker={i: number[n.args[0]] for i, n in enumerate(self.nodes) if n.target is operator.getitem and owners[n] is n and isinstance(n.args[0], fx.Node)},
             workspace=[_workspace(n, target, fused, traced) if n.target in REGISTRY else 0 for n in self.nodes],
             keep=keep,
+            takes=[t if a == math.inf else a for t, a in zip(self.takes, again)],
         )
         self.seconds = 0.0 if cost is None else (Estimate(cost.calls, hardware, True, cost.sizes) if fused else cost).seconds
+        self.movable = [i for i, n in enumerate(self.nodes) if hardware and self.schedule.savable[i] and full[i] >= hardware.launch * hardware.host_bandwidth and dense(n.meta.get("val"))]
         self.inputs = sum(in_memory(n.meta["val"]) for n in self.nodes if compat_partition.is_input(n))
 
     def _again(self, cost: Estimate | None) -> list[float]:
@@ -93,7 +97,7 @@ class Step:
         for row in cost.nodes if cost else ():
             name = row.name.partition("/")[0]  # a nested graph's calls count for the node that holds it
             spent[name] = spent.get(name, 0.0) + row.seconds
-        found = []
+        self.takes, found = [spent.get(n.name, 0.0) for n in self.nodes], []
         for n in self.nodes:
             runs = n.op == "call_function" and not compat_partition.is_view(n)
             fixed = runs and not compat_partition.must_recompute(n) and (compat_partition.must_save(n) or not compat_partition.is_pure(n))
