@@ -18,6 +18,7 @@ import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.fusion.match import argument
+from mindspeed_fx.passes.overlap.chunk import CHUNK
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, kind
 from mindspeed_fx.passes.overlap.graph import GraphTasks, saved_activation, tasks_of
 from mindspeed_fx.passes.overlap.improve import schedule
@@ -43,7 +44,7 @@ _COALESCED = {
 def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     """Small collectives of one kind and group become one, where the model says it pays."""
     report = PassReport(NAME)
-    starts = [n for n in gm.graph.nodes if is_start(n)]
+    starts = [n for n in gm.graph.nodes if is_start(n) and CHUNK not in n.meta]
     if sum(n.target in _COALESCED for n in starts) < 2:
         return report.because("fewer than two collectives that could be joined")
     hardware, why = device(context.options)
@@ -51,9 +52,11 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
         report.skipped += [skip(kind(n), n, f"no cost model: {why}") for n in starts]
         return report
     work = tasks_of(gm, cost_of(gm, hardware, context.options.codegen == "inductor"), owned=saved_activation if context.side == "backward" else None)
-    candidates = [_candidate(i, n, hardware) for i, n in enumerate(work.nodes) if is_start(n) and n.target in _COALESCED]
-    gm.meta[LIMIT] = simulate(work.tasks).peak + context.options.overlap_memory
-    chosen, told = choose(work, candidates, context.options.overlap_memory)
+    members = set(starts)
+    candidates = [_candidate(i, n, hardware) for i, n in enumerate(work.nodes) if n in members and n.target in _COALESCED]
+    peak = simulate(work.tasks).peak
+    limit = gm.meta.setdefault(LIMIT, peak + context.options.overlap_memory)
+    chosen, told = choose(work, candidates, max(limit - peak, 0))
     report.notes.append(told)
     inside = {c.task for bucket in chosen for c in bucket}
     if chosen:

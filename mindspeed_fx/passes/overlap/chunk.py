@@ -1,0 +1,95 @@
+"""A region's nodes, each as many times as there are chunks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.fusion.match import argument, insert, value
+from mindspeed_fx.passes.overlap.collectives import is_start
+from mindspeed_fx.passes.overlap.cuts import Put, Sum, chunk_shape, dense, take, together
+from mindspeed_fx.passes.overlap.region import Region
+from mindspeed_fx.passes.overlap.rows import VIEWS
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+CHUNK = "mindspeed_fx_chunk"
+"""Key in ``node.meta`` of collectives that move one chunk; they are no material for buckets."""
+
+
+def chunked(gm: fx.GraphModule, region: Region, parts: int, put: Put | None = None) -> None:
+    """Compute ``region`` in ``parts`` chunks, in place. Each chunk's node stands where the whole's stood; who reads the whole from
+    outside the region gets it put together."""
+    order = [n for n in gm.graph.nodes if n in region.cuts]
+    work = _Chunks(put or functools.partial(insert, gm), region, parts)
+    for node in order:
+        work.made[node] = []
+        for i in range(parts):
+            work.made[node].append(work.chunk(node, i))
+        if not isinstance(region.cuts[node], tuple) and any(u not in region.cuts or region.needs[u].get(node) is None for u in node.users):
+            work.wholes[node] = work.whole(node)
+    for node in order:
+        for user in [u for u in node.users if u not in region.cuts]:
+            user.replace_input_with(node, work.wholes[node])
+    for node in reversed(order):
+        gm.graph.erase_node(node)
+
+
+class _Chunks:
+    def __init__(self, put: Put, region: Region, parts: int):
+        self.put, self.region, self.parts = put, region, parts
+        self.made: dict[fx.Node, list[fx.Node]] = {}
+        self.wholes: dict[fx.Node, fx.Node] = {}
+        self.taken: dict[Any, fx.Node] = {}
+
+    def chunk(self, node: fx.Node, i: int) -> fx.Node:
+        """Node ``node`` for chunk ``i``."""
+        needs = self.region.needs[node]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda s: self._input(node, s, needs.get(s), i))
+        if i and self._added_up(node):
+            return self.put(node, aten.addmm.default, (self.made[node][-1], *args))
+        args = self._sizes(node, list(args))
+        if node.target in VIEWS or is_start(node):
+            args[0] = dense(self.put, node, args[0])
+        new = self.put(node, node.target, tuple(args), kwargs)
+        if is_start(node):
+            new.meta[CHUNK] = True
+        return new
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        cut = self.region.cuts[node]
+        if cut is None:
+            return self.made[node][0]
+        return self.made[node][-1] if self._added_up(node) else together(self.put, node, self.made[node], cut, value(node))
+
+    def _added_up(self, node: fx.Node) -> bool:
+        """The product of each chunk is added to those of the chunks before it, in one call."""
+        return node.target is aten.mm.default and isinstance(self.region.cuts[node], Sum)
+
+    def _input(self, node: fx.Node, source: fx.Node, cut: Any, i: int) -> fx.Node:
+        if source in self.region.cuts:
+            return self.made[source][i] if cut is not None else self.wholes[source]
+        if cut is None:
+            return source
+        if cut.blocks > 1:
+            source = self._once(("dense", source), lambda: dense(self.put, node, source))
+        return self._once((source, cut, i), lambda: take(self.put, node, source, cut, i, self.parts))
+
+    def _once(self, key: Any, make: Any) -> fx.Node:
+        if key not in self.taken:
+            self.taken[key] = make()
+        return self.taken[key]
+
+    def _sizes(self, node: fx.Node, args: list[Any]) -> list[Any]:
+        """Arguments that are sizes, for a chunk."""
+        cut = self.region.cuts[node]
+        if node.target in VIEWS:
+            args[1] = chunk_shape(value(node).shape, cut, self.parts)
+        elif node.target in (aten.split.Tensor, aten.split_with_sizes.default):
+            if argument(node, "dim") % value(node.args[0]).dim() == cut[0].dim:
+                args[1] = args[1] // self.parts if isinstance(args[1], int) else [s // self.parts for s in args[1]]
+        elif node.target is c10d.all_to_all_single.default and cut.dim == 0:
+            args[1], args[2] = ([s // self.parts for s in sizes] for sizes in args[1:3])
+        return args

@@ -1,0 +1,147 @@
+"""How a value is cut into chunks, and the nodes that take a chunk out of a value and put chunks together again."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+from mindspeed_fx.passes.fusion.match import insert, value
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Dimension ``dim`` is cut, each of its ``blocks`` equal blocks by itself: chunk i has the i-th part of every block.
+
+    What p ranks gathered along a dimension has p blocks there, for a chunk of the gathered is the gathered chunk: the same
+    part of every rank's rows.
+    """
+
+    dim: int
+    blocks: int = 1
+
+    def fits(self, shape: Sequence[Any], parts: int) -> bool:
+        """Whether a tensor of this shape has ``parts`` equal chunks."""
+        size = shape[self.dim]
+        return isinstance(size, int) and size > 0 and size % (self.blocks * parts) == 0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Instead of a cut: the whole is the sum over the chunks of what was cut in ``blocks``."""
+
+    blocks: int = 1
+
+
+def through_view(cut: Cut, before: Sequence[int], after: Sequence[int]) -> Cut | None:
+    """The cut of a tensor of shape ``before`` as one of shape ``after`` that holds the same elements in order; None where there is none."""
+    if not all(isinstance(n, int) for n in (*before, *after)):
+        return None
+    outer = cut.blocks
+    for n in before[: cut.dim]:
+        outer *= n
+    rest = 1  # elements behind the cut within a block
+    for n in before[cut.dim + 1 :]:
+        rest *= n
+    inside = before[cut.dim] // cut.blocks * rest
+    seen = 1
+    for dim, n in enumerate(after):
+        blocks = outer // seen
+        if outer % seen == 0 and n % blocks == 0 and n > blocks:
+            behind = 1
+            for m in after[dim + 1 :]:
+                behind *= m
+            return Cut(dim, blocks) if n // blocks * behind == inside else None
+        seen *= n
+    return None
+
+
+def chunk_shape(shape: Sequence[int], cut: Cut, parts: int) -> list[int]:
+    return [n // parts if d == cut.dim else n for d, n in enumerate(shape)]
+
+
+Put = Callable[..., fx.Node]
+"""``put(before, target, args, kwargs)`` adds a call to the graph."""
+
+
+class Draft:
+    """A :data:`Put` for graphs that are only priced: calls of equal inputs share one fake value, which costs the most to compute."""
+
+    def __init__(self, gm: fx.GraphModule, values: dict[Any, Any]):
+        self.gm, self.values = gm, values
+
+    def __call__(self, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
+        if target is operator.getitem:
+            known = args[0].meta["val"][args[1]]
+        else:
+            inputs: list[Any] = []
+            plain = fx.map_arg((args, kwargs or {}), lambda n: inputs.append(_key(n.meta.get("val"))) or n)
+            key = (target, repr(fx.map_arg(plain, lambda n: ())), tuple(inputs))
+            known = self.values.get(key)
+            if known is None:
+                new = insert(self.gm, before, target, args, kwargs)
+                self.values[key] = new.meta["val"]
+                return new
+        with self.gm.graph.inserting_before(before):
+            new = self.gm.graph.call_function(target, args, kwargs or {})
+        new.meta = {"val": known}
+        return new
+
+
+def _key(value: Any) -> Any:
+    return compat.layout_key(value) if isinstance(value, torch.Tensor) else tuple(map(_key, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def take(put: Put, before: fx.Node, x: fx.Node, cut: Cut, i: int, parts: int) -> fx.Node:
+    """Chunk ``i`` of ``x``, which is contiguous where it has several blocks; a view where it has one."""
+    shape = list(value(x).shape)
+    size = shape[cut.dim] // (cut.blocks * parts)
+    if cut.blocks == 1:
+        return put(before, aten.slice.Tensor, (x, cut.dim, i * size, (i + 1) * size))
+    part = put(before, aten.select.int, (put(before, aten.view.default, (x, shape[: cut.dim] + [cut.blocks, parts, size] + shape[cut.dim + 1 :])), cut.dim + 1, i))
+    return put(before, aten.view.default, (dense(put, before, part), chunk_shape(shape, cut, parts)))
+
+
+def together(put: Put, before: fx.Node, chunks: Sequence[fx.Node], cut: "Cut | Sum", like: torch.Tensor) -> fx.Node:
+    """The whole, of the shape, type and layout of ``like``."""
+    if isinstance(cut, Sum):
+        return _summed(put, before, chunks)
+    if cut.blocks == 1:
+        whole = put(before, aten.cat.default, (list(chunks), cut.dim))
+    else:
+        part = list(value(chunks[0]).shape)
+        unfolded = part[: cut.dim] + [cut.blocks, part[cut.dim] // cut.blocks] + part[cut.dim + 1 :]
+        pieces = [put(before, aten.view.default, (dense(put, before, c), unfolded)) for c in chunks]
+        whole = put(before, aten.view.default, (put(before, aten.cat.default, (pieces, cut.dim + 1)), list(like.shape)))
+    return stored_like(put, before, whole, like)
+
+
+def _summed(put: Put, before: fx.Node, chunks: Sequence[fx.Node]) -> fx.Node:
+    """chunk 0 + chunk 1 + ..., in float32 for sixteen-bit types."""
+    dtype = value(chunks[0]).dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    parts = [c if wide == dtype else put(before, aten._to_copy.default, (c,), {"dtype": wide}) for c in chunks]
+    total = parts[0]
+    for p in parts[1:]:
+        total = put(before, aten.add.Tensor, (total, p))
+    return total if wide == dtype else put(before, aten._to_copy.default, (total,), {"dtype": dtype})
+
+
+def dense(put: Put, before: fx.Node, x: fx.Node) -> fx.Node:
+    """``x``, copied where it is not contiguous."""
+    return x if value(x).is_contiguous() else put(before, aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+
+
+def stored_like(put: Put, before: fx.Node, x: fx.Node, like: torch.Tensor) -> fx.Node:
+    """``x`` stored in the order of dimensions that ``like`` is stored in."""
+    if compat.layout(value(x)) == compat.layout(like):
+        return x
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    inner = dense(put, before, put(before, aten.permute.default, (x, order)))
+    return put(before, aten.permute.default, (inner, sorted(range(like.dim()), key=order.__getitem__)))

@@ -1,0 +1,180 @@
+"""``overlap.decompose``: a product and the collective next to it in chunks, one chunk's communication under another's product.
+
+all_gather and the products that read it, products and the reduce_scatter or all_reduce they go into (MindSpeed's CoC in
+script mode; Wang et al. 2023, "Overlap communication with dependent computation via decomposition"), forward and backward,
+whoever put the collectives there. A weight gradient is added up over the chunks that its input gradient's collective moves,
+and what is read whole is put together from them: nothing is gathered twice. See region.py for how far chunks reach, cuts.py for which rows a chunk has:
+a rank keeps the rows it had.
+
+There is no ring of sends: on the networks of the cost tables an all_gather uses every link of a mesh at once and a port of a
+switch both ways, so a ring of one direction or of two moves the same bytes over fewer links or with more launches.
+
+Every element is the same dot product and the same sum over ranks as before; but a library may sum K in another order for
+fewer rows, a ring may begin an element's sum at another rank, and gradients of weights become sums over chunks, 0 + 1 + ...
+So the pass is not exact, and off under ``torch.use_deterministic_algorithms``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat
+from mindspeed_fx.cost.hardware import Hardware
+from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.overlap.chunk import chunked
+from mindspeed_fx.passes.overlap.collectives import is_start, kind
+from mindspeed_fx.passes.overlap.cuts import Draft
+from mindspeed_fx.passes.overlap.frugal import leaner, reordered
+from mindspeed_fx.passes.overlap.graph import GraphTasks, saved_activation, tasks_of
+from mindspeed_fx.passes.overlap.improve import schedule
+from mindspeed_fx.passes.overlap.price import cost_of, device
+from mindspeed_fx.passes.overlap.region import KINDS, REACHES, Region, regions, sized
+from mindspeed_fx.passes.overlap.schedule import LIMIT
+from mindspeed_fx.passes.overlap.simulate import simulate
+
+NAME = "overlap.decompose"
+PARTS = (2, 4, 8)
+GAIN = 0.01
+"""Share of the modelled step that chunks must save: more launches make the host busier, which the model does not see."""
+LARGE = 3000
+"""Nodes from which only pipelines of two and of four chunks are tried."""
+
+
+@register(NAME, stage="partitioned", level=2, provides=("decomposed",), after=("split",))
+def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Products and their collectives in chunks that run under each other, where the model says it pays."""
+    report = PassReport(NAME)
+    starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in KINDS]
+    if not starts:
+        return report.because("no collective that can be cut")
+    hardware, why = device(context.options)
+    if torch.are_deterministic_algorithms_enabled():
+        why, hardware = "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only", None
+    elif hardware is None:
+        why = f"no cost model: {why}"
+    if hardware is None:
+        report.skipped += [skip(kind(n), n, why) for n in starts]
+        return report
+    found = {reach: list(_disjoint(starts, reach)) for reach in REACHES}
+    tried = _Trials(gm, context, hardware)
+    best = tried.best(found)
+    gm.meta[LIMIT] = tried.limit
+    report.notes.append(tried.told)
+    inside: set[fx.Node] = set()
+    for region, parts in best:
+        inside |= set(region.starts)
+        label = " and ".join(dict.fromkeys(f"{kind(s)}" for s in region.starts))
+        report.rewrites.append(site(f"{label} with {len(region.products)} products in {parts} chunks", region.starts[0], list(region.cuts)))
+    for n in starts:
+        if n not in inside:
+            report.skipped.append(skip(kind(n), n, _why(n, found)))
+    for region, parts in best:
+        chunked(gm, region, parts)
+    if best:
+        work = tried.tasks(gm)
+        work.apply(leaner(work.tasks, tried.limit) or range(len(work.tasks)))
+    return report
+
+
+def _disjoint(starts: list[fx.Node], reach: str) -> Iterator[Region]:
+    """Regions that share no node, the first along each collective's best dimension that can be cut."""
+    taken: set[fx.Node] = set()
+    for start in starts:
+        if start in taken:
+            continue
+        for region in regions(start, reach):
+            if region.most_parts(PARTS) and not taken & set(region.cuts):
+                taken |= set(region.cuts)
+                yield region
+                break
+
+
+def _why(start: fx.Node, found: dict[str, list[Region]]) -> str:
+    if any(start in r.cuts for rs in found.values() for r in rs):
+        return "the model finds no shorter step with it in chunks"
+    if not sized(start) or not sized(start.args[0]):
+        return "its sizes are known at run time only (dynamic shapes)"
+    grown = [r for reach in REACHES for r in regions(start, reach)]
+    if grown:
+        shape = tuple((start.meta["val"] if kind(start) == "reduce_scatter_tensor" else start.args[0].meta["val"]).shape)
+        return f"its shape {shape} has no dimension that {PARTS[0]} chunks divide evenly" if not any(r.most_parts(PARTS) for r in grown) else "its chunks would share nodes with another collective's"
+    beside = {"all_gather_into_tensor": "no product of matrices reads its rows", "all_to_all_single": "no product of matrices works on its rows, or its splits are not equal"}
+    return beside.get(kind(start), "what it reduces is made by no product of matrices, row by row")
+
+
+class _Trials:
+    """Steps with chunks, modelled."""
+
+    def __init__(self, gm: fx.GraphModule, context: Context, hardware: Hardware):
+        self.gm, self.context, self.hardware = gm, context, hardware
+        self.places = {n: k for k, n in enumerate(gm.graph.nodes)}
+        work = self.tasks(gm).tasks
+        self.limit = simulate(work).peak + context.options.overlap_memory
+        self.effort = len(work) * (1 if len(self.places) > LARGE else 3)
+        self.plain = schedule(work, allowance=context.options.overlap_memory, work=self.effort)
+        self.told, self.values = "", {}
+
+    def best(self, found: dict[str, list[Region]]) -> list[tuple[Region, int]]:
+        """Regions and their numbers of chunks with the shortest step; [] when none saves GAIN."""
+        seconds, chosen, tries = self.plain.seconds, [], 0
+        if self.plain.exposed_seconds > GAIN * seconds:
+            for reach in REACHES if len(self.places) <= LARGE else REACHES[1:]:
+                classes = _classes(found[reach])
+                for parts in PARTS if len(self.places) <= LARGE else PARTS[:2]:
+                    now = self._step(made := [(r, parts) for r in found[reach] if parts in r.most_parts(PARTS)]) if classes else None
+                    tries += 1
+                    if now is not None and now < seconds:
+                        seconds, chosen = now, made
+            if chosen and len(self.places) <= LARGE:
+                seconds, chosen, more = self._refined(seconds, chosen)
+                tries += more
+        if seconds > self.plain.seconds * (1 - GAIN):
+            seconds, chosen = self.plain.seconds, []
+        self.told = f"modelled step {self.plain.seconds * 1e3:.3f} ms whole, {seconds * 1e3:.3f} ms with {len(chosen)} regions in chunks ({tries} ways tried; less than {GAIN:.0%} is not taken)"
+        return chosen
+
+    def _refined(self, seconds: float, chosen: list[tuple[Region, int]]) -> tuple[float, list[tuple[Region, int]], int]:
+        """Each kind of region by itself: another number of chunks, or none."""
+        tries = 0
+        for same in _classes([r for r, _ in chosen]):
+            for parts in (1, *PARTS):
+                if parts != 1 and parts not in same[0].most_parts(PARTS):
+                    continue
+                trial = [(r, parts if any(r is s for s in same) else p) for r, p in chosen]
+                trial = [(r, p) for r, p in trial if p > 1]
+                now, tries = self._step(trial), tries + 1
+                if now is not None and now < seconds * (1 - 1e-4):
+                    seconds, chosen = now, [t for t in trial]
+        return seconds, chosen, tries
+
+    def _step(self, chosen: list[tuple[Region, int]]) -> float | None:
+        """Modelled step; None where memory does not allow it."""
+        if not chosen:
+            return self.plain.seconds
+        copy = compat.copy_graph(self.gm)
+        nodes = list(copy.graph.nodes)
+        for region, parts in chosen:
+            at = lambda n: nodes[self.places[n]]
+            mapped = Region({at(n): c for n, c in region.cuts.items()}, {at(n): {at(s): c for s, c in need.items()} for n, need in region.needs.items()})
+            chunked(copy, mapped, parts, Draft(copy, self.values))
+        work = self.tasks(copy).tasks
+        order = leaner(work, self.limit)
+        if order is None:
+            return None
+        work = reordered(work, order)
+        return schedule(work, allowance=self.limit - simulate(work).peak, work=self.effort).seconds
+
+    def tasks(self, gm: fx.GraphModule) -> GraphTasks:
+        options = self.context.options
+        return tasks_of(gm, cost_of(gm, self.hardware, options.codegen == "inductor"), owned=saved_activation if self.context.side == "backward" else None)
+
+
+def _classes(found: list[Region]) -> list[list[Region]]:
+    """Regions that are alike, as those of repeated layers are."""
+    alike: dict[Any, list[Region]] = {}
+    for r in found:
+        alike.setdefault(tuple((str(n.target), str(c), str(getattr(n.meta["val"], "shape", ""))) for n, c in r.cuts.items()), []).append(r)
+    return list(alike.values())
