@@ -88,7 +88,7 @@ def of_random(seed: int, most: int) -> Case:
     for solver in SOLVERS:
         solve = getattr(knapsacks, f"{solver}_knapsack")
         for f in FRACTIONS:
-            _, saved, _ = solve([schedule.full[v] / total for v in items], [schedule.seconds[v] for v in items], f)
+            _, saved, _ = (0, [], []) if not items else solve([schedule.full[v] / total for v in items], [schedule.seconds[v] for v in items], f)
             rivals.setdefault(f"torch {solver}", []).append(schedule.evaluate({*kept_anyhow, *(items[i] for i in saved)}))
     return Case(f"random {seed}", schedule, seconds, rivals)
 
