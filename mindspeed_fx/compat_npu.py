@@ -99,3 +99,15 @@ def matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: list[bool]) -> tup
         da = (grad @ columns.transpose(-1, -2)).sum_to_size(rows.shape) if mask[0] else None
         db = (rows.transpose(-1, -2) @ grad).sum_to_size(columns.shape) if mask[1] else None
     return da.reshape(a.shape) if da is not None else None, db.reshape(b.shape) if db is not None else None
+
+
+def hcom(group: str) -> str:
+    """Name of a process group's HCCL communicator, as torch_npu's fused operators take it; the group's own name where it has no
+    NPU backend: graphs are then traced, or emulated on CPU."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(group)._get_backend(torch.device("npu")).get_hccl_comm_name(dist.get_rank())
+    except Exception:  # no device type "npu", no such group, or a backend of another kind
+        return group

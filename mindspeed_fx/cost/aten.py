@@ -107,6 +107,12 @@ def _npu_attention_grad(out: Any, q: Spec, k: Spec, v: Spec, grad: Spec, heads: 
     return attention(tensors(out)[:3], _heads(q, heads, layout), _heads(k, kv, layout), _heads(v, kv, layout), kw.get("sparse_mode", 0) in (2, 3), grad, *more, *kw.values(), backward=True)
 
 
+def _product_and_collective(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
+    """The product: of all ranks' rows where the left operand is gathered. The collective counts 0 here."""
+    made = tensors(out)
+    return once(out, a, b, flops=2 * (made[0].numel * a.shape[-1] if len(made) > 1 else a.numel * b.shape[-1]), dtype=a.dtype)
+
+
 def _grouped(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
     """Every row times one matrix, as if each had a group; the product of two 2-D operands has a group dimension instead."""
     one = _first(out)
@@ -137,6 +143,7 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "scaled_dot_product_attention": _sdpa, "_scaled_dot_product_flash_attention": _flash, "_scaled_dot_product_flash_attention_for_cpu": _flash, "_scaled_dot_product_efficient_attention": _efficient, "_scaled_dot_product_cudnn_attention": _efficient,
     **dict.fromkeys(("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"), _flash_backward),
     "npu_fusion_attention": _npu_attention, "npu_fusion_attention_v3": _npu_attention, "npu_fusion_attention_grad": _npu_attention_grad, "npu_fusion_attention_grad_v3": _npu_attention_grad,
+    **dict.fromkeys(("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base", "npu_mm_all_reduce_base"), _product_and_collective),
     **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "index_add", "index_copy", "masked_scatter"), _scatter),
     "embedding_dense_backward": _embedding_backward, "sort": _sort, "argsort": _sort, "topk": lambda out, x, *more, **kw: once(out, x, vector=4 * x.numel),

@@ -13,7 +13,7 @@ from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.chunk import chunked
 from mindspeed_fx.passes.overlap.collectives import is_start, kind
 from mindspeed_fx.passes.overlap.cuts import Cut, through_view
-from mindspeed_fx.passes.overlap.decompose import _disjoint, overlap_decompose
+from mindspeed_fx.passes.overlap.decompose import disjoint, overlap_decompose
 from mindspeed_fx.passes.overlap.region import KINDS
 from mindspeed_fx.passes.overlap.split import overlap_split
 from overlap import parallel_layers as layers
@@ -33,7 +33,7 @@ def in_chunks(gm, reach, parts):
     """``gm`` with every region that can be in ``parts`` chunks; how many regions."""
     gm = compat.copy_graph(gm)
     overlap_split(gm, context())
-    found = list(_disjoint([n for n in gm.graph.nodes if is_start(n) and kind(n) in KINDS], reach))
+    found = list(disjoint([n for n in gm.graph.nodes if is_start(n) and kind(n) in KINDS], reach))
     cut = [r for r in found if parts in r.most_parts((parts,))]
     for region in cut:
         chunked(gm, region, parts)

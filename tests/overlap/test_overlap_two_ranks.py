@@ -47,7 +47,6 @@ def training(rank, codegens, names):
     """A training step in another order and in buckets is bitwise that of the graph as it came; in chunks it is so within rounding."""
     from unittest import mock
 
-    import mindspeed_fx  # noqa: F401  the operators
     from overlap import parallel_layers as layers
 
     given = layers.inputs(rank)
@@ -61,6 +60,18 @@ def training(rank, codegens, names):
                 found = trained(layer, given, {**options, "codegen": codegen, "strict": True, "enable": ["overlap.decompose"]})
                 for a, b in zip(found, plain, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def fused(rank):
+    """torch_npu's operators for a product and its collective, emulated: values and gradients within twice bfloat16's own error."""
+    from overlap import parallel_layers as layers
+
+    of = layers.shapes(hidden=256, ffn=256)
+    exact = trained(layers.mlp, layers.inputs(rank, of), None)
+    plain = trained(layers.mlp, layers.inputs(rank, of, torch.bfloat16), None)
+    options = {"target": "npu", "hardware": "ascend910b2", "enable": ["overlap.mc2"], "strict": True}
+    for e, p, f in zip(exact, plain, trained(layers.mlp, layers.inputs(rank, of, torch.bfloat16), options), strict=True):
+        assert f.dtype == torch.bfloat16 and (f.double() - e).norm() <= 2 * (p.double() - e).norm() > 0
 
 
 def worker(rank, store):
@@ -113,12 +124,13 @@ def generated(rank, store):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    fused(rank)
     training(rank, ("eager", "inductor"), ("mlp", "mlp_whole"))
     dist.destroy_process_group()
 
 
-@pytest.mark.slow  # minutes of compilation; test_two_ranks runs the same graphs as they are
-def test_two_ranks_with_generated_code(tmp_path):
+@pytest.mark.slow  # minutes of compilation; test_two_ranks runs the same graphs as they are, test_overlap_mc2.py fused ones on one rank
+def test_two_ranks_fused_and_with_generated_code(tmp_path):
     mp.spawn(generated, (str(tmp_path / "store"),), nprocs=2)
 
 

@@ -28,10 +28,11 @@ def lowering(of: Operator, kernel: str, supports: Callable[..., str | None], nee
         supports: the reason why these fake arguments are not for it, or None.
         needs: the ``npu::`` operators that it calls.
     """
-    return of.lower("npu")(kernel, lambda *args, **kwargs: _missing(needs) or supports(*args, **kwargs))
+    return of.lower("npu")(kernel, lambda *args, **kwargs: missing(needs) or supports(*args, **kwargs))
 
 
-def _missing(needs: tuple[str, ...]) -> str | None:
+def missing(needs: tuple[str, ...]) -> str | None:
+    """Why these ``npu::`` operators can't be called; None when they can, torch_npu's or ours."""
     if not needs:
         return None
     if not emulate.present():

@@ -16,7 +16,7 @@ So the pass is not exact, and off under ``torch.use_deterministic_algorithms``.
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.fx as fx
@@ -39,11 +39,12 @@ NAME = "overlap.decompose"
 PARTS = (2, 4, 8)
 GAIN = 0.01
 """Share of the modelled step that chunks must save: more launches make the host busier, which the model does not see."""
+INEXACT = "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"
 LARGE = 3000
 """Nodes from which only pipelines of two and of four chunks are tried."""
 
 
-@register(NAME, stage="partitioned", level=2, provides=("decomposed",), after=("split",))
+@register(NAME, stage="partitioned", level=2, provides=("decomposed",), after=("split", "mc2"))
 def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products and their collectives in chunks that run under each other, where the model says it pays."""
     report = PassReport(NAME)
@@ -52,14 +53,14 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         return report.because("no collective that can be cut")
     hardware, why = device(context.options)
     if torch.are_deterministic_algorithms_enabled():
-        why, hardware = "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only", None
+        why, hardware = INEXACT, None
     elif hardware is None:
         why = f"no cost model: {why}"
     if hardware is None:
         report.skipped += [skip(kind(n), n, why) for n in starts]
         return report
-    found = {reach: list(_disjoint(starts, reach)) for reach in REACHES}
-    tried = _Trials(gm, context, hardware)
+    found = {reach: list(disjoint(starts, reach)) for reach in REACHES}
+    tried = Trials(gm, context, hardware)
     best = tried.best(found)
     gm.meta[LIMIT] = tried.limit
     report.notes.append(tried.told)
@@ -79,7 +80,7 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _disjoint(starts: list[fx.Node], reach: str) -> Iterator[Region]:
+def disjoint(starts: list[fx.Node], reach: str) -> Iterator[Region]:
     """Regions that share no node, the first along each collective's best dimension that can be cut."""
     taken: set[fx.Node] = set()
     for start in starts:
@@ -105,7 +106,7 @@ def _why(start: fx.Node, found: dict[str, list[Region]]) -> str:
     return beside.get(kind(start), "what it reduces is made by no product of matrices, row by row")
 
 
-class _Trials:
+class Trials:
     """Steps with chunks, modelled."""
 
     def __init__(self, gm: fx.GraphModule, context: Context, hardware: Hardware):
@@ -115,10 +116,10 @@ class _Trials:
         self.limit = simulate(work).peak + context.options.overlap_memory
         self.effort = len(work) * (1 if len(self.places) > LARGE else 3)
         self.plain = schedule(work, allowance=context.options.overlap_memory, work=self.effort)
-        self.told, self.values = "", {}
+        self.told, self.seconds, self.values = "", self.plain.seconds, {}
 
     def best(self, found: dict[str, list[Region]]) -> list[tuple[Region, int]]:
-        """Regions and their numbers of chunks with the shortest step; [] when none saves GAIN."""
+        """Regions and their numbers of chunks with the shortest step, :attr:`seconds`; [] when none saves GAIN."""
         seconds, chosen, tries = self.plain.seconds, [], 0
         if self.plain.exposed_seconds > GAIN * seconds:
             for reach in REACHES if len(self.places) <= LARGE else REACHES[1:]:
@@ -133,6 +134,7 @@ class _Trials:
                 tries += more
         if seconds > self.plain.seconds * (1 - GAIN):
             seconds, chosen = self.plain.seconds, []
+        self.seconds = seconds
         self.told = f"modelled step {self.plain.seconds * 1e3:.3f} ms whole, {seconds * 1e3:.3f} ms with {len(chosen)} regions in chunks ({tries} ways tried; less than {GAIN:.0%} is not taken)"
         return chosen
 
@@ -151,15 +153,22 @@ class _Trials:
         return seconds, chosen, tries
 
     def _step(self, chosen: list[tuple[Region, int]]) -> float | None:
-        """Modelled step; None where memory does not allow it."""
-        if not chosen:
-            return self.plain.seconds
+        def edit(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
+            put = Draft(copy, self.values)
+            for region, parts in chosen:
+                chunked(copy, Region({at(n): c for n, c in region.cuts.items()}, {at(n): {at(s): c for s, c in need.items()} for n, need in region.needs.items()}), parts, put)
+
+        return self.step(edit) if chosen else self.plain.seconds
+
+    def step(self, edit: Callable[[fx.GraphModule, Callable[[fx.Node], fx.Node]], None]) -> float | None:
+        """Modelled step of an edited copy of the graph; None where memory does not allow it.
+
+        Args:
+            edit: called with the copy, and with what gives the copy's node for the graph's.
+        """
         copy = compat.copy_graph(self.gm)
         nodes = list(copy.graph.nodes)
-        for region, parts in chosen:
-            at = lambda n: nodes[self.places[n]]
-            mapped = Region({at(n): c for n, c in region.cuts.items()}, {at(n): {at(s): c for s, c in need.items()} for n, need in region.needs.items()})
-            chunked(copy, mapped, parts, Draft(copy, self.values))
+        edit(copy, lambda n: nodes[self.places[n]])
         work = self.tasks(copy).tasks
         order = leaner(work, self.limit)
         if order is None:

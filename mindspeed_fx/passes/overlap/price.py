@@ -25,6 +25,12 @@ from mindspeed_fx.passes.overlap.graph import CostOf
 _KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "broadcast": "broadcast"}
 
 
+FUSED = "mindspeed_fx_fused"
+"""Key in ``node.meta`` of a product and collective in one operator: kind of the collective and name of its group."""
+TILES = 8
+"""Pieces in which such an operator is assumed to overlap the two (the default of CoC and of CANN's tiling is not published)."""
+
+
 def cost_of(gm: fx.GraphModule, hardware: Hardware, fused: bool) -> CostOf:
     """What :func:`~mindspeed_fx.passes.overlap.graph.tasks_of` asks of each node of ``gm``.
 
@@ -39,6 +45,9 @@ def cost_of(gm: fx.GraphModule, hardware: Hardware, fused: bool) -> CostOf:
         if is_start(node):
             modelled = transfer(node, hardware)
             return float(modelled.seconds), modelled.tier
+        if FUSED in node.meta:
+            product, sent = seconds.get(node.name, 0.0), float(fused_transfer(node, hardware).beta)
+            return max(product, sent) + min(product, sent) / TILES, ""
         return seconds.get(node.name, 0.0), ""
 
     return cost
@@ -55,6 +64,18 @@ def transfer(node: fx.Node, hardware: Hardware) -> Collective:
     name = kind(node).removesuffix("_").removesuffix("_out").removesuffix("_coalesced").removesuffix("_")
     ranks = ranks_of(node)
     return collective(_KINDS.get(name, "all_reduce"), moved_bytes(node), len(ranks), hardware, per_machine(ranks, hardware.node))
+
+
+def fused_transfer(node: fx.Node, hardware: Hardware) -> Collective:
+    """Modelled time of the collective inside an operator that also multiplies: of the gathered input, or of the product."""
+    kind_, group = node.meta[FUSED]
+    a, b = (x.meta["val"] for x in node.args[:2])
+    try:
+        ranks = compat_distributed.ranks_of(group)
+    except Exception:  # a graph that was traced elsewhere
+        ranks = list(range(node.args[3] if len(node.args) > 3 else 2))
+    size = a.element_size() * a.shape[0] * (a.shape[1] * len(ranks) if kind_ == "all_gather_into_tensor" else b.shape[1])
+    return collective(_KINDS[kind_], size, len(ranks), hardware, per_machine(ranks, hardware.node))
 
 
 def moved_bytes(node: fx.Node) -> int:

@@ -114,10 +114,10 @@ def test_what_is_refused_and_why(op, args, reason):
 def test_without_an_operator_that_it_needs(monkeypatch):
     from mindspeed_fx.kernels import npu
 
-    assert "this torch_npu has no npu_from_the_future" == npu._missing(("npu_rms_norm", "npu_from_the_future"))
+    assert "this torch_npu has no npu_from_the_future" == npu.missing(("npu_rms_norm", "npu_from_the_future"))
     monkeypatch.setattr(npu.emulate, "present", lambda: False)
     monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: name)
-    assert npu._missing(("npu_rms_norm",)) == "torch_npu is installed but not imported"
+    assert npu.missing(("npu_rms_norm",)) == "torch_npu is installed but not imported"
 
 
 def test_what_is_not_emulated_says_why_and_what_to_do():

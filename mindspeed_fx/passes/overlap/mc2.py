@@ -1,0 +1,210 @@
+"""``overlap.mc2``: on npu, a product and its collective become one operator of torch_npu that overlaps them tile by tile.
+
+    all_gather -> product       npu_all_gather_base_mm       (the gathered input comes out too, where others read it)
+    product -> reduce_scatter   npu_mm_reduce_scatter_base
+    product -> all_reduce       npu_mm_all_reduce_base       (documented for inference: graphs without a backward alone)
+
+Their limits, from torch_npu's documentation, are checked by :func:`refused`, which names the one that is broken. Taken where
+the modelled step is shorter than whole and than in chunks. An operator sums over tiles and ranks in an order of its own, so the pass is
+not exact. Traced and modelled; nothing has run on a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import operator
+from typing import Callable, Iterator, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat_npu
+from mindspeed_fx.kernels import npu
+from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.fusion.match import argument, insert, value
+from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
+from mindspeed_fx.passes.overlap.cuts import dense
+from mindspeed_fx.passes.overlap.decompose import GAIN, INEXACT, Trials, disjoint
+from mindspeed_fx.passes.overlap.price import FUSED, device, ranks_of
+from mindspeed_fx.passes.overlap.region import REACHES, sized
+from mindspeed_fx.passes.overlap.rows import VIEWS
+
+NAME = "overlap.mc2"
+aten = torch.ops.aten
+OPERATORS = {"all_gather_into_tensor": "npu_all_gather_base_mm", "reduce_scatter_tensor": "npu_mm_reduce_scatter_base", "all_reduce": "npu_mm_all_reduce_base"}
+_LINEAR, _MM = torch.ops.mindspeed.linear.default, aten.mm.default
+_domain: set[str] = set()
+"""The communication domain of this process's fused operators: a limit of A2 that holds for the model, not for the graph."""
+
+
+class Pair(NamedTuple):
+    """A collective and the product it becomes one operator with."""
+
+    start: fx.Node
+    product: fx.Node
+
+
+@register(NAME, stage="partitioned", level=2, provides=("mc2",), after=("split",))
+def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
+    """A product and its collective in one operator of torch_npu, where its limits allow and the model says it pays."""
+    report = PassReport(NAME)
+    if context.options.target != "npu":
+        return report.because(f'torch_npu has these operators; the target is "{context.options.target}"')
+    starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in OPERATORS]
+    if not starts:
+        return report.because("no collective that torch_npu fuses with a product")
+    hardware, why = device(context.options)
+    if torch.are_deterministic_algorithms_enabled():
+        hardware, why = None, INEXACT
+    pairs: list[Pair] = []
+    taken: set[fx.Node] = set()
+    for start in starts:
+        pair = beside(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
+        reason = pair if isinstance(pair, str) else refused(pair, hardware.name, hardware.node, context.side)
+        if reason is None and pair.product in taken:
+            reason = "its product is fused with another collective"
+        if reason is None:
+            taken.add(pair.product)
+            pairs.append(pair)
+        else:
+            report.skipped.append(skip(OPERATORS[kind(start)], start, reason))
+    if not pairs:
+        return report
+    trials = Trials(gm, context, hardware)
+
+    def all_fused(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
+        for p in [Pair(at(p.start), at(p.product)) for p in pairs]:
+            fuse(copy, p)
+        in_order(copy)
+
+    fused = trials.step(all_fused)
+    trials.best({reach: list(disjoint(starts, reach)) for reach in REACHES})
+    told = f"modelled step {trials.plain.seconds * 1e3:.3f} ms whole, {trials.seconds * 1e3:.3f} ms at best in chunks, {fused * 1e3:.3f} ms with {len(pairs)} fused" if fused is not None else "fused operators need more memory than is allowed"
+    report.notes.append(told)
+    if fused is None or fused > trials.plain.seconds * (1 - GAIN) or fused > trials.seconds:
+        report.skipped += [skip(OPERATORS[kind(p.start)], p.start, told) for p in pairs]
+        return report
+    for pair in pairs:
+        _domain.add(group_of(pair.start))
+        report.rewrites.append(site(f"npu::{OPERATORS[kind(pair.start)]}", pair.start, [pair.start, pair.product]))
+        fuse(gm, pair)
+    in_order(gm)
+    gm.recompile()
+    return report
+
+
+def beside(start: fx.Node) -> Pair | str:
+    """The product next to a collective with nothing but views between; or why there is none."""
+    if not sized(start) or not sized(start.args[0]):
+        return "its sizes are known at run time only (dynamic shapes)"
+    if kind(start) == "all_gather_into_tensor":
+        found = [path[-1] for path in _paths(start)]
+        return Pair(start, max(found, key=lambda n: value(n).numel())) if found else "no product of matrices reads its rows as they are gathered"
+    node, alone = start.args[0], len(start.args[0].users) == 1
+    while _keeps_rows(node):
+        node = node.args[0]
+        alone = alone and len(node.users) == 1
+    if node.target not in (_LINEAR, _MM):
+        return "no product of matrices makes its rows as they are scattered" if kind(start) == "reduce_scatter_tensor" else "no product of matrices makes what it reduces"
+    return Pair(start, node) if alone else "the product is read by others too, before it is reduced"
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    return node.target in VIEWS and value(node).shape[-1] == value(node.args[0]).shape[-1]
+
+
+def _paths(node: fx.Node) -> Iterator[list[fx.Node]]:
+    """From a collective over waits and views to each product whose rows its result is."""
+    for user in node.users:
+        if is_wait(user) or _keeps_rows(user):
+            yield from ([user, *rest] for rest in _paths(user))
+        elif user.target in (_LINEAR, _MM) and user.args[0] is node:
+            yield [user]
+
+
+def _waits(start: fx.Node) -> list[fx.Node]:
+    """Waits of a collective, and waits of waits."""
+    found = [u for u in start.users if is_wait(u)]
+    return found + [w for f in found for w in _waits(f)]
+
+
+def refused(pair: Pair, hardware: str, machine: int, side: str) -> str | None:
+    """The documented limit of the operator that the pair breaks, or None."""
+    start, name = pair.start, OPERATORS[kind(pair.start)]
+    a = start.args[0] if kind(start) == "all_gather_into_tensor" else pair.product.args[0]
+    b, ranks = pair.product.args[1], ranks_of(start)
+    k, rows = value(pair.product.args[0]).shape[-1], value(a).numel() // value(a).shape[-1]
+    worlds = (2, 4, 8) if hardware.startswith("ascend910b") else (2, 4, 8, 16) if hardware.startswith("ascend910c") else ()
+    stored = value(b)
+    return npu.first(
+        npu.missing((name,)),
+        None if worlds else f"documented for Atlas A2 and A3; the hardware is {hardware}",
+        None if len(ranks) in worlds else f"{len(ranks)} ranks; valid on {hardware}: {', '.join(map(str, worlds))}",
+        None if len({r // machine for r in ranks}) == 1 or not hardware.startswith("ascend910b") else "the ranks are in several machines; on Atlas A2 the operator works within one",
+        None if not _domain - {group_of(start)} or not hardware.startswith("ascend910b") else f"on Atlas A2 the fused operators of a model share one communication domain, and group \"{min(_domain)}\" has it",
+        npu.typed((torch.float16, torch.bfloat16), x=value(a), weight=stored),
+        None if value(a).dtype == stored.dtype else f"x is {value(a).dtype}, weight {stored.dtype}; valid: one type".replace("torch.", ""),
+        npu.within("k", k, 256, 65534),
+        None if rows % len(ranks) == 0 or name != "npu_mm_reduce_scatter_base" else f"{rows} rows, which {len(ranks)} ranks do not divide",
+        None if value(a).is_contiguous() else "x is a transposed view",
+        None if stored.is_contiguous() or stored.t().is_contiguous() else "the weight is neither stored whole nor a transposed view",
+        None if argument(start, "reduce_op", "sum") == "sum" or kind(start) == "all_gather_into_tensor" else f'reduces by "{argument(start, "reduce_op")}"; valid: sum',
+        "it has a bias" if pair.product.target is _LINEAR and len(pair.product.args) > 2 and pair.product.args[2] is not None else None,
+        None if name != "npu_mm_all_reduce_base" or side == "inference" else "documented for inference, and this graph belongs to a training step",
+    )
+
+
+def fuse(gm: fx.GraphModule, pair: Pair) -> None:
+    """Put the operator in the place of the pair."""
+    put = functools.partial(insert, gm)
+    start, product = pair
+    gathers = kind(start) == "all_gather_into_tensor"
+    path = next(p for p in _paths(start) if p[-1] is product) if gathers else []
+    others = any(len(n.users) > 1 for n in (start, *path[:-1]))
+    at = product if gathers else start
+    a = start.args[0] if gathers else product.args[0]
+    rows = put(at, aten.view.default, (dense(put, at, a), [-1, value(a).shape[-1]]))
+    weight = put(at, aten.t.default, (product.args[1],)) if product.target is _LINEAR else product.args[1]
+    group = group_of(start)
+    args = (rows, weight, compat_npu.hcom(group)) + ((len(ranks_of(start)),) if kind(start) != "all_reduce" else ())
+    new = put(at, getattr(torch.ops.npu, OPERATORS[kind(start)]).default, args, {"gather_output": others} if gathers else None)
+    new.meta[FUSED] = (kind(start), group)
+    out = put(at, operator.getitem, (new, 0)) if gathers else new
+    made = put(at, aten.view.default, (out, list(value(at).shape)))
+    if gathers:
+        product.replace_all_uses_with(made)
+        whole = put(at, aten.view.default, (put(at, operator.getitem, (new, 1)), list(value(start).shape))) if others else None
+    else:
+        whole = made
+    views = path[:-1] if gathers else _views_before(start, product)
+    for wait in _waits(start):
+        if whole is not None:
+            wait.replace_all_uses_with(whole)
+    for node in (product, *reversed([v for v in views if not is_wait(v)]), *reversed(_waits(start)), start) if gathers else (*reversed(_waits(start)), start, *views, product):
+        if not node.users:
+            gm.graph.erase_node(node)
+
+
+def _views_before(start: fx.Node, product: fx.Node) -> list[fx.Node]:
+    found, node = [], start.args[0]
+    while node is not product:
+        found.append(node)
+        node = node.args[0]
+    return found
+
+
+def in_order(gm: fx.GraphModule) -> None:
+    """Readers of a gathered input may stand before the product that now gathers it: every node goes behind what it reads."""
+    place = {n: k for k, n in enumerate(gm.graph.nodes)}
+    missing = {n: len(n.all_input_nodes) for n in place}
+    ready = [(k, n) for n, k in place.items() if not missing[n] and n.op != "output"]
+    heapq.heapify(ready)
+    last = next(n for n in gm.graph.nodes if n.op == "output")
+    while ready:
+        _, node = heapq.heappop(ready)
+        last.prepend(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user] and user.op != "output":
+                heapq.heappush(ready, (place[user], user))
