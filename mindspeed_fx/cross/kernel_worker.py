@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_fx.cross import bishengir, frontend, tiles
-from mindspeed_fx.kernels import REGISTRY
+from mindspeed_fx.cross import bishengir, frontend
+from mindspeed_fx.kernels import REGISTRY, triton
+from mindspeed_fx.kernels.triton import launch, tiles
 
 
 class Compiler:
@@ -36,11 +37,12 @@ class Compiler:
 
     def call(self, operator: str, arguments: list[Any]) -> dict[str, Any]:
         """The kernels of one call of ``mindspeed::<operator>``: for each launch the best tile, or why there is none."""
-        run = REGISTRY[getattr(torch.ops.mindspeed, f"{operator}_triton").default].reference
+        run = triton.load(triton.PARTS[operator]) if operator in triton.PARTS else REGISTRY[getattr(torch.ops.mindspeed, f"{operator}_triton").default].reference
         problems = []
-        for settings in tiles.VARIANTS.get(launcher_of(operator), ({},)):
+        module, variants = tiles.VARIANTS.get(operator.removesuffix("_backward"), ("", ({},)))
+        for settings in variants:
             try:
-                found = [self.launch(*launch) for launch in launches(operator, run, arguments, settings)]
+                found = [self.launch(*made) for made in launches(run, arguments, module, settings)]
             except (NotImplementedError, AssertionError) as e:
                 return {"operator": operator, "kernels": [], "problem": str(e) or "the launcher does not take these arguments"}
             if all("problem" not in f for f in found):
@@ -84,26 +86,18 @@ class Compiler:
         return row
 
 
-def launches(operator: str, run: Any, arguments: list[Any], settings: dict[str, int]) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """(kernel, arguments, constants) of each launch that a call makes; nothing is started."""
-    module = importlib.import_module(f"mindspeed_fx.kernels.triton.{launcher_of(operator)}")
+def launches(run: Any, arguments: list[Any], module: str = "", settings: dict[str, int] | None = None) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """(kernel, arguments, constants) of each launch that a call makes, with thresholds of a launcher's file set; nothing is started."""
     found: list = []
-
-    def record(kernel: Any, grid: int, *args: Any, num_warps: int, **constants: Any) -> None:
-        found.append((kernel, args, constants))
-
-    before = {name: getattr(module, name) for name in (*settings, "launch")}
+    where = vars(importlib.import_module(f"mindspeed_fx.kernels.triton.{module}")) if settings else {}
+    before = {name: where[name] for name in settings or ()}
+    where.update(settings or {})
     try:
-        vars(module).update(settings, launch=record)
-        run(*arguments)
+        with launch.launching(lambda kernel, grid, args, num_warps, constants: found.append((kernel, args, constants))):
+            run(*arguments)
     finally:
-        vars(module).update(before)
+        where.update(before)
     return found
-
-
-def launcher_of(operator: str) -> str:
-    """The file of an operator's launcher: a backward is in its forward's."""
-    return operator.removesuffix("_backward")
 
 
 def tensor(value: Any) -> Any:

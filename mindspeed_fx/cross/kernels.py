@@ -16,6 +16,7 @@ import mindspeed_fx
 import mindspeed_fx.kernels
 from mindspeed_fx import compat
 from mindspeed_fx.cross import toolchain
+from mindspeed_fx.kernels.triton import PARTS
 from mindspeed_fx.options import nearest
 
 SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1", "Ascend910_9391", "Ascend910_9382", "Ascend910_9381", "Ascend910_9372", "Ascend910_9362")
@@ -23,8 +24,8 @@ SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B
 
 
 def has_triton(operator: str) -> bool:
-    """True when ``mindspeed::<operator>`` has a Triton kernel."""
-    return hasattr(torch.ops.mindspeed, f"{operator}_triton")
+    """True when ``mindspeed::<operator>`` has a Triton kernel, or is one that an operator launches on its way."""
+    return operator in PARTS or hasattr(torch.ops.mindspeed, f"{operator}_triton")
 
 
 def call(operator: str, *arguments: Any) -> dict[str, Any]:

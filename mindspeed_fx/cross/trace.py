@@ -47,20 +47,26 @@ class _Kept(Compilation):
         self.sides, self.calls = sides, calls
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
-        self._note(gm)
+        self._note(gm, lowered=False)
         super().finish_side(gm, side)
-        self._note(gm)
+        self._note(gm, lowered=True)
         self.sides.append((self.record, side, gm))
 
-    def _note(self, gm: fx.GraphModule) -> None:
+    def _note(self, gm: fx.GraphModule, lowered: bool) -> None:
         """The calls of operators that have a Triton kernel, before they are lowered, and of the kernels, after."""
         for node in gm.graph.nodes:
-            name = REGISTRY[node.target].name.split(".")[1] if node.op == "call_function" and node.target in REGISTRY else ""
-            lowered, name = name.endswith("_triton"), name.removesuffix("_triton")
-            if name and kernels.has_triton(name):
-                found = kernels.call(name, *_arguments(node))
-                known = self.calls.setdefault(json.dumps(found), {**found, "in_graph": False})
-                known["in_graph"] |= lowered
+            fused = REGISTRY.get(node.target) if node.op == "call_function" else None
+            if fused is None:
+                continue
+            name = fused.name.split(".")[1]
+            if name.endswith("_triton") == lowered and kernels.has_triton(name.removesuffix("_triton")):
+                self._called(kernels.call(name.removesuffix("_triton"), *_arguments(node)), lowered)
+            for part, arguments in fused.parts(*_arguments(node)) if lowered and fused.parts else ():
+                self._called(kernels.call(part, *arguments), lowered)
+
+    def _called(self, call: dict[str, Any], in_graph: bool) -> None:
+        known = self.calls.setdefault(json.dumps(call), {**call, "in_graph": False})
+        known["in_graph"] |= in_graph
 
 
 def _arguments(node: fx.Node) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.cost.operators import once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.layer_norm import fake_backward, layer_norm, layer_norm_aten, layer_norm_aten_backward, layer_norm_backward, pays, supports, supports_backward, ways_backward
 from mindspeed_fx.kernels.sharding import REPLICATED
@@ -116,3 +117,10 @@ def _cpu_backward(*args):
 for _where, _good in ((True, lambda x: pays(x)), (False, lambda x: None)):
     add_layer_norm.lower("cpu")("sum, then aten", lambda x, residual, weight, bias, eps, good=_good: good(x) or supports(x, weight, bias), beats_codegen=_where)(_cpu)
     add_layer_norm_backward.lower("cpu")("aten, then sum", lambda grad, grad_sum, *rest, good=_good: good(rest[0]) or supports_backward(*rest), beats_codegen=_where)(_cpu_backward)
+
+
+triton.kernel(add_layer_norm, _fake, "add_layer_norm.forward", "one read of a row", lambda x, residual, weight, bias, eps: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight, bias=bias))
+triton.kernel(
+    add_layer_norm_backward, _fake_backward, "add_layer_norm.backward", "all gradients in one read of a row",
+    lambda grad, grad_sum, s, weight, *rest: triton.refuse(s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight),
+)  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.cost.operators import once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.rms_norm import rms_norm, rms_norm_backward
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
@@ -90,3 +91,10 @@ def _ways(x, residual, weight, eps, cast_first):
 @add_rms_norm_backward.shard
 def _ways_backward(grad, grad_sum, s, weight, rstd, cast_first, need_weight):
     return [([d, PARTIAL if need_weight else REPLICATED], [d, d, d, REPLICATED, d]) for d in range(s.ndim - 1)]
+
+
+triton.kernel(add_rms_norm, _fake, "add_rms_norm.forward", "one read of a row", lambda x, residual, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight))
+triton.kernel(
+    add_rms_norm_backward, _fake_backward, "add_rms_norm.backward", "all gradients in one read of a row",
+    lambda grad, grad_sum, s, weight, rstd, cast_first, need_weight: triton.refuse(s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight),
+)  # fmt: skip

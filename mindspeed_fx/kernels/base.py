@@ -47,6 +47,8 @@ class Operator:
     """FLOP and bytes: see :meth:`costs`."""
     sharding: Callable[..., list] | None = None
     """How it is computed part by part: see :mod:`mindspeed_fx.kernels.sharding`."""
+    parts: Callable[..., list[tuple[str, list]]] | None = None
+    """Kernels that the reference launches on an accelerator, from its arguments: names in ``kernels.triton.PARTS``, and theirs."""
     lowerings: dict[str, list[Lowering]] = field(default_factory=dict)
     """Target -> kernels in order of preference; the reference comes last, unnamed."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat import statically_known_true
 from mindspeed_fx.cost.operators import once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
@@ -173,3 +174,10 @@ PAYS = 2**19
 for _where, _good in ((True, lambda x: pays(x)), (False, lambda x: None)):
     layer_norm.lower("cpu")("aten, one read of a row", lambda x, weight, bias, eps, good=_good: good(x) or supports(x, weight, bias), beats_codegen=_where)(layer_norm_aten.overload)
     layer_norm_backward.lower("cpu")("aten, all gradients", lambda grad, *rest, good=_good: good(rest[0]) or supports_backward(*rest), beats_codegen=_where)(layer_norm_aten_backward.overload)
+
+
+triton.kernel(layer_norm, fake, "layer_norm.forward", "one read of a row", lambda x, weight, bias, eps: triton.refuse(x.shape[-1], x=x, weight=weight, bias=bias))
+triton.kernel(
+    layer_norm_backward, fake_backward, "layer_norm.backward", "all gradients in one read of a row",
+    lambda grad, x, weight, *rest: triton.refuse(x.shape[-1], grad=grad, x=x, weight=weight),
+)  # fmt: skip

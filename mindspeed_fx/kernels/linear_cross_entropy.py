@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.linear_cross_entropy_chunks import CHUNK, chunked
+from mindspeed_fx.kernels.linear_cross_entropy_chunks import CHUNK, chunked, parts
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
@@ -232,3 +232,8 @@ def _tokens_cost(out, hidden, weight, bias, target, ignore_index, label_smoothin
 @linear_cross_entropy_tokens_backward.costs
 def _tokens_backward_cost(out, grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
     return _work(out, hidden, weight, needed, bias, target, grad)
+
+
+linear_cross_entropy_total.parts = lambda hidden, weight, bias, target, ignored, s, z, cap, mean, needed: parts(hidden, weight, False, s, z, cap, any(needed))
+linear_cross_entropy_tokens.parts = lambda hidden, weight, bias, target, ignored, s, z, cap: parts(hidden, weight, False, s, z, cap, False)
+linear_cross_entropy_tokens_backward.parts = lambda grad, hidden, weight, bias, target, ignored, s, z, cap, needed: parts(hidden, weight, True, s, z, cap, any(needed))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.cost.operators import Cost, once, size
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even
 
@@ -174,3 +175,19 @@ def _unpermute_backward_cost(out, grad, permuted, sorted_indices, probs, k):
     """A token's gradient is read for each of its copies, which are read too where the probabilities have gradients."""
     read = permuted.bytes * (2 if probs is not None else 1) + size(sorted_indices, probs)
     return Cost(vector=3 * permuted.numel, read=read, write=size(out) + sorted_indices.bytes)
+
+
+def _refuse(permuted, probs, k, **others):
+    if probs is None and not isinstance(k, int):
+        return "the number of choices is symbolic"
+    return triton.refuse(permuted.shape[-1], permuted=permuted, probs=probs, **others)
+
+
+triton.kernel(
+    moe_unpermute, _fake_unpermute, "moe_unpermute.forward", "copies added as they are found",
+    lambda permuted, sorted_indices, probs=None, k=1: _refuse(permuted, probs, k), beats_codegen=False,
+)  # fmt: skip
+triton.kernel(
+    moe_unpermute_backward, _fake_unpermute_backward, "moe_unpermute.backward", "both gradients in one read",
+    lambda grad, permuted, sorted_indices, probs, k: _refuse(permuted, probs, k, grad=grad),
+)  # fmt: skip

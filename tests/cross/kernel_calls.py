@@ -45,6 +45,20 @@ def many():
     x, bias, seed = _new(4096, 4096), _new(4096), _new(2, dtype=torch.int32)
     found["dropout_add_seeded 4096"] = kernels.call("dropout_add_seeded", x, bias, x, seed, 0.1)
     found["dropout_add_seeded_backward 4096"] = kernels.call("dropout_add_seeded_backward", x, seed, 0.1)
+    for hidden in (2048, 4096, 8192):
+        x, w, rstd = _new(4096, hidden), _new(hidden), _new(4096, 1, dtype=f32)
+        found[f"add_rms_norm {hidden}"] = kernels.call("add_rms_norm", x, x, w, 1e-5, True)
+        found[f"add_rms_norm_backward {hidden}"] = kernels.call("add_rms_norm_backward", x, x, x, w, rstd, True, True)
+    for hidden in (1024, 4096):
+        x, w, rstd = _new(4096, hidden), _new(hidden), _new(4096, 1, dtype=f32)
+        found[f"add_layer_norm {hidden}"] = kernels.call("add_layer_norm", x, x, w, w, 1e-5)
+        found[f"layer_norm_backward {hidden}"] = kernels.call("layer_norm_backward", x, x, w, rstd, rstd, True, True)
+    x, pairs, probs = _new(4096 * 2, 4096), _new(4096 * 2, dtype=torch.int64), _new(4096, 2)
+    found["moe_unpermute 4096"] = kernels.call("moe_unpermute", x, pairs, probs, 2)
+    found["moe_unpermute_backward 4096"] = kernels.call("moe_unpermute_backward", _new(4096, 4096), x, pairs, probs, 2)
+    logits, target, upstream = _new(128, 128256), _new(128, dtype=torch.int64), _new(128, dtype=f32)
+    found["linear_cross_entropy_chunk 128256"] = kernels.call("linear_cross_entropy_chunk", logits, target, None, 0.0, 0.0, 0.0, True)
+    found["linear_cross_entropy_chunk, capped"] = kernels.call("linear_cross_entropy_chunk", logits, target, upstream, 0.1, 1e-4, 30.0, True)
     wide = _new(4096, 14336)
     for activation in ("gelu", "gelu_tanh", "relu"):
         found[f"glu {activation}"] = kernels.call("glu", wide, wide, activation)

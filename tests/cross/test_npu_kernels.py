@@ -6,17 +6,21 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kernel_calls
-from mindspeed_fx.cross import bishengir, kernels, tiles, toolchain
+from mindspeed_fx.cross import bishengir, kernels, toolchain
+from mindspeed_fx.kernels.triton import npu, tiles
+from mindspeed_fx.cross.trace import trace
+from mindspeed_fx.options import Options
 from npu_process import HERE
 
 MISSING = toolchain.missing("triton_ascend")
 needs_compiler = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-SINGLE = {"rms_norm_backward 8192"}
+SINGLE = {"rms_norm_backward 8192", "add_rms_norm_backward 8192"}
 """Rows that fill the buffer once; in column blocks they would be read three times."""
 
 _cache = {}
@@ -51,8 +55,9 @@ def test_golden_numbers(name):
 @needs_compiler
 @pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend910_9391", *(pytest.param(s, marks=pytest.mark.slow) for s in ("Ascend910B1", "Ascend910B4", "Ascend910_9382"))])
 def test_every_soc(soc):
-    """The on-chip memories of these SoCs are equal, and so are the tiles."""
-    found, wanted = compiled(soc, kernel_calls.few())[1], compiled("Ascend910B2", kernel_calls.many())[1]
+    """The on-chip memories of these SoCs are equal, and so are the tiles; every kernel is tried in the slow tier."""
+    calls = kernel_calls.few() if soc in ("Ascend910B3", "Ascend910_9391") else kernel_calls.many()
+    found, wanted = compiled(soc, calls)[1], compiled("Ascend910B2", kernel_calls.many())[1]
     for name, rows in found.items():
         assert_good(name, rows)
         assert rows == wanted[name]
@@ -90,6 +95,36 @@ def test_column_blocks(width):
 def test_whole_rows(width, rows):
     found = tiles.candidates({"N": width, "ROWS": rows, "BLOCK": 1 << max(0, width - 1).bit_length()})
     assert all(t["BLOCK"] == width for t in found) and found[-1]["ROWS"] >= 1 and found[0]["ROWS"] * width <= tiles._TOGETHER
+
+
+class Overflowing:
+    """A kernel of which only tiles of at most ``most`` compile."""
+
+    __name__ = "overflowing"
+
+    def __init__(self, most):
+        self.started, self.most = [], most
+
+    def __getitem__(self, grid):
+        def start(*args, **constants):
+            self.started.append((grid, constants))
+            if constants["BLOCK"] > self.most:
+                raise RuntimeError("MLIRCompilationError: ub overflow, requires 1704192 bits")
+            if constants["BLOCK"] == 1024:
+                raise ValueError("no such type")
+
+        return start
+
+
+def test_launches_take_the_first_tile_that_fits():
+    kernel, x = Overflowing(4096), torch.empty(4, 16384)
+    for _ in range(2):
+        npu.start(kernel, 40, (x, 4), {"N": 16384, "BLOCK": 4096})
+    assert [c["BLOCK"] for _, c in kernel.started] == [16384, 8192, 4096, 4096] and {g for g, _ in kernel.started} == {(40,)}
+    with pytest.raises(ValueError, match="no such type"):
+        npu.start(kernel, 40, (x, 4), {"N": 1024, "BLOCK": 1024})
+    with pytest.raises(RuntimeError, match="ub overflow"):
+        npu.start(Overflowing(16), 40, (x, 4), {"N": 10007, "BLOCK": 16384})
 
 
 IR = """
@@ -131,3 +166,18 @@ def test_the_last_attempt_counts():
     messages, ir = bishengir._separate("\n".join(log))
     assert len(messages) == 2 - 1 + 0 and "auto-multi-buffer to false" in messages[0] and bishengir.tally(ir)["work"]["1"]["repeats"] == 64
     assert bishengir._failure(["error: ub overflow, requires 1704192 bits while 1572864 bits available!"]) == {"outcome": "overflow", "message": "UB overflow: needs 213,024 bytes of 196,608"}
+
+
+def test_kernels_of_a_graph_and_of_an_operators_way():
+    """Dropout and gated units are called by the graph; the chunks of a linear loss that torch_npu does not take launch theirs."""
+
+    def model(x, gate, up, head, target):
+        x = x + torch.nn.functional.dropout((torch.nn.functional.relu(x @ gate) * (x @ up)), 0.1, True)
+        return torch.nn.functional.cross_entropy(x @ head.t(), target)
+
+    x, gate, up, head = torch.randn(64, 32), *(torch.randn(n, 32, requires_grad=True) for n in (32, 32, 5000))
+    options = Options.parse({"target": "npu", "enable": ["fusion.linear_cross_entropy"]}, environ={})
+    found = {c["operator"]: c for c in trace(model, (x, gate, up, head, torch.zeros(64, dtype=torch.int64)), {}, options, device="cpu").triton_calls}
+    names = ("dropout_add_seeded", "dropout_add_seeded_backward", "glu", "glu_backward", "linear_cross_entropy_chunk")
+    assert all(found[n]["in_graph"] for n in names)
+    assert found["linear_cross_entropy_chunk"]["arguments"][0]["shape"] == [64, 5000]

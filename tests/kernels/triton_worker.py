@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 import triton_cases as cases  # noqa: E402
+from mindspeed_fx.kernels.triton.launch import launching  # noqa: E402
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -48,48 +49,58 @@ def lower() -> dict[str, dict]:
 def launches() -> list[tuple[str, object, tuple, int, dict]]:
     """(label, kernel, arguments, warps, constants) of the launches that the launchers make for training shapes."""
     found = []
-
-    def record(kernel, grid, *args, num_warps, **constants):
-        found.append((label, kernel, args, num_warps, constants))
-
-    run = {}
-    for name in ("rms_norm", "swiglu", "rope", "cross_entropy", "dropout_add_seeded", "glu"):
-        run[name] = importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
-        run[name].launch = record
+    run = {name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}") for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "rope", "cross_entropy", "dropout_add_seeded", "glu", "moe_unpermute", "linear_cross_entropy")}
     new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
-    for dtype in (BF16, F32):
-        short = str(dtype).removeprefix("torch.")
-        for hidden in (64, 1000, 4096, 8192, 16384, 32768, 131072):
-            label = f"{hidden}-{short}"
-            x, w, rstd = new(8192, hidden, dtype=dtype), new(hidden, dtype=dtype), new(8192, 1, dtype=F32)
-            run["rms_norm"].forward(x, w, 1e-5, True)
-            run["rms_norm"].backward(x, x, w, rstd, True, True)
-        for ffn in (1000, 11008):
-            label = f"{ffn}-{short}"
-            x, y = new(8192, 2 * ffn, dtype=dtype), new(8192, ffn, dtype=dtype)
-            run["swiglu"].forward(x)
-            run["swiglu"].backward(y, x)
-        for activation in ("gelu", "gelu_tanh", "relu"):
-            label = f"{activation}-{short}"
-            x = new(8192, 4096, dtype=dtype)
-            run["glu"].forward(x, x, activation)
-            run["glu"].backward(x, x, x, activation)
-        for interleaved in (True, False):
-            label = f"{'interleaved' if interleaved else 'half'}-{short}"
-            x, cos = new(4096, 2, 32, 128, dtype=dtype), new(4096, 1, 1, 128, dtype=F32)
-            run["rope"].forward(x, cos, cos, interleaved)
-            label = "backward-" + label
-            run["rope"].backward(x, x, cos, cos, interleaved, False)
-        for vocab in (32000, 128256):
-            label = f"{vocab}-{short}"
-            x, target, lse = new(8192, vocab, dtype=dtype), new(8192, dtype=torch.int64), new(8192, dtype=F32)
-            run["cross_entropy"].forward(x, target, -100, 0.1)
-            run["cross_entropy"].backward(lse, x, target, lse, -100, 0.1)
-        for hidden in (1000, 4096):
-            label = f"{hidden}-{short}"
-            x, bias, seed = new(8192, hidden, dtype=dtype), new(hidden, dtype=dtype), new(2, dtype=torch.int32)
-            run["dropout_add_seeded"].forward(x, bias, x, seed, 0.1)
-            run["dropout_add_seeded"].backward(x, seed, 0.1)
+    with launching(lambda kernel, grid, args, num_warps, constants: found.append((label, kernel, args, num_warps, constants))):
+        for dtype in (BF16, F32):
+            short = str(dtype).removeprefix("torch.")
+            for hidden in (64, 1000, 4096, 8192, 16384, 32768, 131072):
+                label = f"{hidden}-{short}"
+                x, w, rstd = new(8192, hidden, dtype=dtype), new(hidden, dtype=dtype), new(8192, 1, dtype=F32)
+                run["rms_norm"].forward(x, w, 1e-5, True)
+                run["rms_norm"].backward(x, x, w, rstd, True, True)
+                if hidden not in ((4096, 32768) if dtype == BF16 else (8192,)):
+                    continue
+                label = f"sum-{hidden}-{short}"
+                run["add_rms_norm"].forward(x, x, w, 1e-5, True)
+                run["add_rms_norm"].backward(x, x, x, w, rstd, True, True)
+            for hidden in (4096, 32768) if dtype == BF16 else (8192,):
+                label = f"sum-{hidden}-{short}"
+                x, w, rstd = new(8192, hidden, dtype=dtype), new(hidden, dtype=dtype), new(8192, 1, dtype=F32)
+                run["add_layer_norm"].forward(x, x, w, w, 1e-5)
+                run["add_layer_norm"].backward(x, x, x, w, rstd, rstd, True, True)
+            label = f"experts-{short}"
+            x, pairs, probs = new(8192 * 2, 4096, dtype=dtype), new(8192 * 2, dtype=torch.int64), new(8192, 2, dtype=dtype)
+            run["moe_unpermute"].forward(x, pairs, probs)
+            run["moe_unpermute"].backward(new(8192, 4096, dtype=dtype), x, pairs, probs, 2)
+            for ffn in (1000, 11008):
+                label = f"{ffn}-{short}"
+                x, y = new(8192, 2 * ffn, dtype=dtype), new(8192, ffn, dtype=dtype)
+                run["swiglu"].forward(x)
+                run["swiglu"].backward(y, x)
+            for activation in ("gelu", "relu") if dtype == BF16 else ("gelu_tanh",):
+                label = f"{activation}-{short}"
+                x = new(8192, 4096, dtype=dtype)
+                run["glu"].forward(x, x, activation)
+                run["glu"].backward(x, x, x, activation)
+            for interleaved in (True, False):
+                label = f"{'interleaved' if interleaved else 'half'}-{short}"
+                x, cos = new(4096, 2, 32, 128, dtype=dtype), new(4096, 1, 1, 128, dtype=F32)
+                run["rope"].forward(x, cos, cos, interleaved)
+                label = "backward-" + label
+                run["rope"].backward(x, x, cos, cos, interleaved, False)
+            for vocab in (32000, 128256):
+                label = f"{vocab}-{short}"
+                x, target, lse = new(8192, vocab, dtype=dtype), new(8192, dtype=torch.int64), new(8192, dtype=F32)
+                run["cross_entropy"].forward(x, target, -100, 0.1)
+                if vocab == (128256 if dtype == BF16 else 32000):
+                    run["linear_cross_entropy"].chunk(x, target, lse, *((0.0, 0.0, 0.0) if dtype == BF16 else (0.1, 0.1, 30.0)), True)
+                run["cross_entropy"].backward(lse, x, target, lse, -100, 0.1)
+            for hidden in (4096,) if dtype == BF16 else (1000,):
+                label = f"{hidden}-{short}"
+                x, bias, seed = new(8192, hidden, dtype=dtype), new(hidden, dtype=dtype), new(2, dtype=torch.int32)
+                run["dropout_add_seeded"].forward(x, bias, x, seed, 0.1)
+                run["dropout_add_seeded"].backward(x, seed, 0.1)
     return found
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat import statically_known_true
 from mindspeed_fx.kernels.base import Operator, operator
+from mindspeed_fx.kernels.triton.launch import redirected
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,14 +41,13 @@ def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, sup
         supports: reason why these fake arguments are not for this kernel, or None. That triton is there is checked here.
         beats_codegen: whether to take it where Inductor could generate code that fuses with its neighbours.
     """
-    file, function = launcher.split(".")
     name = of.overload._schema.name
     schema = str(of.overload._schema).replace(name, f"{name}_triton", 1).removeprefix("mindspeed::")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("TRITON_INTERPRET") != "1" and all(x.device.type == "cpu" for x in args if isinstance(x, torch.Tensor)):
+        if all(x.device.type == "cpu" for x in args if isinstance(x, torch.Tensor)) and unable(torch.device("cpu")):
             return of.reference(*args, **kwargs)  # a graph of another target run on cpu
-        return getattr(importlib.import_module(f"{__name__}.{file}"), function)(*args, **kwargs)
+        return load(launcher)(*args, **kwargs)
 
     made = operator(schema, fake, opaque=True)(run)
     made.shard(lambda *args: of.sharding(*args))
@@ -87,6 +87,23 @@ def missing_on_npu() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton-ascend is not installed"
     return None if importlib.util.find_spec("triton.backends.ascend") else "the installed triton is not triton-ascend"
+
+
+def unable(device: torch.device) -> str | None:
+    """Why Triton cannot run on tensors of ``device``; on cpu it can where launches are interpreted or go elsewhere."""
+    if device.type == "cpu":
+        return None if os.environ.get("TRITON_INTERPRET") == "1" or redirected() else "the tensors are on cpu"
+    return {"cuda": missing, "npu": missing_on_npu}.get(device.type, lambda: f"no kernels for {device.type}")()
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function "<file>.<function>" of this package, which imports triton."""
+    file, function = name.split(".")
+    return getattr(importlib.import_module(f"{__name__}.{file}"), function)
+
+
+PARTS = {"linear_cross_entropy_chunk": "linear_cross_entropy.chunk"}
+"""Launchers that an operator calls on its way, by the name that :func:`mindspeed_fx.cross.kernels.call` gives them."""
 
 
 def refuse(width: Any, **tensors: Tensor | None) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+import importlib
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,7 +28,10 @@ def warps(elements: int) -> int:
 
 
 def programs(x: Tensor, work: int, num_warps: int, resident: int) -> int:
-    """Size of the grid: enough programs to put ``resident`` warps on every multiprocessor, no more than pieces of work."""
+    """Size of the grid: enough programs to put ``resident`` warps on every multiprocessor, no more than pieces of work; on an NPU
+    one for each vector core."""
+    if x.device.type == "npu":
+        return min(work, importlib.import_module("mindspeed_fx.kernels.triton.npu").cores(x.device))
     return min(work, _multiprocessors(x.device) * max(1, resident // num_warps) if x.device.type == "cuda" else INTERPRETED)
 
 
@@ -37,9 +42,31 @@ def _multiprocessors(device: torch.device) -> int:
 
 def launch(kernel: Any, grid: int, *args: Any, num_warps: int, **constants: Any) -> None:
     """Start ``kernel`` on ``grid`` programs, on the device of its first argument; an empty grid is no launch."""
-    if grid:
+    if _instead:
+        _instead[-1](kernel, grid, args, num_warps, constants)
+    elif grid and args[0].device.type == "npu":
+        importlib.import_module("mindspeed_fx.kernels.triton.npu").start(kernel, grid, args, constants)
+    elif grid:
         with torch.cuda.device_of(args[0]):
             kernel[(grid,)](*args, num_warps=num_warps, **constants)
+
+
+_instead: list[Callable] = []
+
+
+def redirected() -> bool:
+    """Whether launches go elsewhere than to a device: :func:`launching`."""
+    return bool(_instead)
+
+
+@contextlib.contextmanager
+def launching(instead: Callable[[Any, int, tuple, int, dict[str, Any]], None]) -> Iterator[None]:
+    """In here ``instead(kernel, grid, args, num_warps, constants)`` is called in the place of every launch."""
+    _instead.append(instead)
+    try:
+        yield
+    finally:
+        _instead.pop()
 
 
 def rows(x: Tensor) -> Tensor:

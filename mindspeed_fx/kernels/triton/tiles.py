@@ -10,8 +10,13 @@ from __future__ import annotations
 
 from typing import Any, Iterator
 
-VARIANTS: dict[str, tuple[dict[str, int], ...]] = {"rms_norm": ({"FORWARD_WHOLE": 2**30, "BACKWARD_WHOLE": 2**30}, {"FORWARD_WHOLE": 0, "BACKWARD_WHOLE": 0})}
-"""Launcher file -> settings of its thresholds that lead to another kernel, in order of preference: whole rows, then column blocks."""
+_THRESHOLDS = ({"FORWARD_WHOLE": 2**30, "BACKWARD_WHOLE": 2**30}, {"FORWARD_WHOLE": 0, "BACKWARD_WHOLE": 0})
+VARIANTS: dict[str, tuple[str, tuple[dict[str, int], ...]]] = {
+    **{name: ("rms_norm", _THRESHOLDS) for name in ("rms_norm", "add_rms_norm")},
+    **{name: ("layer_norm", _THRESHOLDS) for name in ("layer_norm", "add_layer_norm")},
+}
+"""Operator -> launcher file, and settings of its thresholds that lead to another kernel, in order of preference: whole rows, then
+column blocks."""
 
 TRIES = 5
 """Tiles of a kernel that are compiled at most."""

@@ -1,0 +1,34 @@
+"""The linalg IR of the Triton kernels run on CPU: distances from float64, as JSON. Run with triton-ascend and torch-mlir on the path.
+
+    python execute_worker.py CASE ...    names of tests/kernels/triton_cases.py
+"""
+
+import json
+import pathlib
+import sys
+import traceback
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
+
+import torch  # noqa: E402
+
+import triton_cases as cases  # noqa: E402
+from mindspeed_fx.cross.execute import executing  # noqa: E402
+
+
+def run(case, dtype):
+    with executing() as ran:
+        found = cases.distances(case, dtype, "cpu")
+    return {"distances": found, "kernels": sorted(set(ran))}
+
+
+if __name__ == "__main__":
+    rows = {}
+    for case in cases.CASES:
+        if case.name in sys.argv[1:]:
+            for dtype in (torch.float32, torch.bfloat16):
+                try:
+                    rows[f"{case.name}-{str(dtype)[6:]}"] = run(case, dtype)
+                except Exception as e:  # the others still tell something
+                    rows[f"{case.name}-{str(dtype)[6:]}"] = {"error": f"{type(e).__name__}: {e}"[:600], "trace": traceback.format_exc()[-1500:]}
+    print(json.dumps(rows))
