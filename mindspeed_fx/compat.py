@@ -598,3 +598,9 @@ def allow_side_effects_under_checkpoint() -> Callable[[], None]:
     before = getattr(config, name)
     setattr(config, name, True)
     return lambda: setattr(config, name, before)
+
+
+def varlen_attention_of_torch() -> Any:
+    """The operator behind ``torch.nn.attention.varlen.varlen_attn``; None where this torch has none or it was not imported."""
+    operator = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
+    return getattr(operator, "default", None)

@@ -1,7 +1,8 @@
 """Which attention mask a subgraph builds, by abstract interpretation instead of evaluation.
 
 Masks are made of position indices: ``arange``, shifts, comparisons, ``triu`` and ``tril``, boolean logic, ``where``. A
-value is described by what it says of row i and column j, so the answer holds for every size, symbolic ones included.
+value is described by what it says of row i and column j, so the answer holds for every size, symbolic ones included. Numbers
+of documents, equal at row and column where attention is allowed, are a part of the answer.
 """
 
 from __future__ import annotations
@@ -30,18 +31,36 @@ class Index:
 
 @dataclass(frozen=True)
 class Band:
-    """Inside where low <= j - i <= high, with the values ``inside`` and ``outside``."""
+    """Inside where low <= j - i <= high, and where i and j have the same number in ``documents``, [seq] or [batch, seq], if there
+    are any; with the values ``inside`` and ``outside``."""
 
     low: float
     high: float
     inside: float
     outside: float
+    documents: fx.Node | None = None
 
-    def flip(self) -> "Band":
-        return Band(self.low, self.high, self.outside, self.inside)
+    def valued(self, inside: float, outside: float) -> "Band":
+        """The same region with other values."""
+        return Band(self.low, self.high, inside, outside, self.documents)
+
+    def meets(self, other: "Band") -> "Band | None":
+        """Where both are inside, with the values of this one; None when that is no band."""
+        if self.documents is not None and other.documents is not None and not match.same(self.documents, other.documents):
+            return None
+        return Band(max(self.low, other.low), min(self.high, other.high), self.inside, self.outside, self.documents if self.documents is not None else other.documents)
 
 
-Meaning = Union[Index, Band, int, float, None]
+@dataclass(frozen=True)
+class Distance:
+    """``factor`` times how far the column is ahead of the row, j - i or its absolute value, plus ``offset``."""
+
+    factor: float
+    offset: float
+    absolute: bool = False
+
+
+Meaning = Union[Index, Band, Distance, int, float, None]
 
 
 CAUSAL = Band(-math.inf, 0, True, False)
@@ -49,18 +68,23 @@ CAUSAL = Band(-math.inf, 0, True, False)
 
 def together(bands: list[Band | None]) -> Band | None:
     """Where all of ``bands`` that are known allow attention; None when none is known."""
-    known = [b for b in bands if b is not None]
-    return Band(max(b.low for b in known), min(b.high for b in known), True, False) if known else None
+    both = None
+    for band in bands:
+        if band is not None:
+            both = band.valued(True, False) if both is None else both.meets(band)
+            if both is None:
+                return None
+    return both
 
 
 def is_causal(keep: Band | None) -> bool:
     """True when query i may attend exactly to keys 0..i."""
-    return keep is not None and (keep.low, keep.high) == (-math.inf, 0)
+    return keep is not None and keep.documents is None and (keep.low, keep.high) == (-math.inf, 0)
 
 
 def is_window(keep: Band | None) -> bool:
     """True when query i may attend exactly to a fixed number of keys that ends with its own."""
-    return keep is not None and keep.high == 0 and -math.inf < keep.low <= 0
+    return keep is not None and keep.documents is None and keep.high == 0 and -math.inf < keep.low <= 0
 
 
 def kept(n: fx.Node, kind: str) -> Band | None:
@@ -81,7 +105,9 @@ def kept(n: fx.Node, kind: str) -> Band | None:
 
 
 def _complement(band: Band) -> Band | None:
-    """The outside of a half plane is a half plane; the outside of a strip is no band."""
+    """The outside of a half plane is a half plane; the outside of a strip, or of documents, is no band."""
+    if band.documents is not None:
+        return None
     if band.low == -math.inf:
         return Band(band.high + 1, math.inf, band.outside, band.inside)
     return Band(-math.inf, band.low - 1, band.outside, band.inside) if band.high == math.inf else None
@@ -118,7 +144,7 @@ def _same_value(n: fx.Node, of) -> Meaning:
 def _cast(n: fx.Node, of) -> Meaning:
     inner = of(n.args[0])
     if isinstance(inner, Band) and match.value(n).dtype == torch.bool:
-        return Band(inner.low, inner.high, bool(inner.inside), bool(inner.outside))
+        return inner.valued(bool(inner.inside), bool(inner.outside))
     return inner
 
 
@@ -164,6 +190,8 @@ def _slice(n: fx.Node, of) -> Meaning:
         return Index(inner.dim, inner.offset + (piece.start if dim == inner.dim else 0))
     if isinstance(inner, Band):
         shift = {1: piece.start, 2: -piece.start}.get(dim, 0)
+        if inner.documents is not None:
+            return inner if dim > 2 and match.value(n).shape == match.value(n.args[0]).shape else None
         return Band(inner.low - shift, inner.high - shift, inner.inside, inner.outside)
     return None
 
@@ -173,16 +201,24 @@ def _sum(n: fx.Node, of) -> Meaning:
     if n.target in (aten.rsub.Scalar, aten.rsub.Tensor):
         a, b = b, a
     sign = 1 if n.target in match.ADD else -1
+    if isinstance(a, Index) and isinstance(b, Index) and sign == -1 and {a.dim, b.dim} == {1, 2}:
+        return Distance(1 if a.dim == 1 else -1, a.offset - b.offset)
+    if isinstance(a, Distance) and isinstance(b, (int, float)):
+        return Distance(a.factor, a.offset + sign * b, a.absolute)
+    if isinstance(b, Distance) and isinstance(a, (int, float)):
+        return Distance(sign * b.factor, a + sign * b.offset, b.absolute)
     if isinstance(a, Index) and isinstance(b, int):
         return Index(a.dim, a.offset + sign * b)
     if isinstance(b, Index) and isinstance(a, int) and sign == 1:
         return Index(b.dim, a + b.offset)
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return a + sign * b
+    if isinstance(a, Band) and isinstance(b, Band) and sign == 1 and a.inside == b.inside == 0 and max(a.outside, b.outside) <= BLOCKED:
+        return a.meets(b)
     if isinstance(a, Band) and isinstance(b, (int, float)):
-        return Band(a.low, a.high, a.inside + sign * b, a.outside + sign * b)
+        return a.valued(a.inside + sign * b, a.outside + sign * b)
     if isinstance(b, Band) and isinstance(a, (int, float)):
-        return Band(b.low, b.high, a + sign * b.inside, a + sign * b.outside)
+        return b.valued(a + sign * b.inside, a + sign * b.outside)
     return None
 
 
@@ -191,7 +227,10 @@ def _product(n: fx.Node, of) -> Meaning:
     if isinstance(b, Band):
         a, b = b, a
     if isinstance(a, Band) and isinstance(b, (int, float)):
-        return Band(a.low, a.high, a.inside * b, a.outside * b)
+        return a.valued(a.inside * b, a.outside * b)
+    if isinstance(a, Band) and isinstance(b, Band) and not a.outside and not b.outside:
+        met = a.meets(b)  # zero outside of either
+        return met and met.valued(a.inside * b.inside, 0)
     return None
 
 
@@ -201,15 +240,70 @@ def _compare(n: fx.Node, of) -> Meaning:
     name = n.target._schema.name.split("::")[1]
     if isinstance(a, Index) and isinstance(b, Index) and {a.dim, b.dim} == {1, 2}:
         if a.dim == 2:  # i ? j is the mirrored comparison of j and i
-            a, b, name = b, a, {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}[name]
+            a, b, name = b, a, {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}.get(name, name)
         shift = b.offset - a.offset  # j + a.offset ? i + b.offset
-        low = {"ge": shift, "gt": shift + 1}.get(name, -math.inf)
-        high = {"le": shift, "lt": shift - 1}.get(name, math.inf)
-        return Band(low, high, True, False)
+        low = {"ge": shift, "gt": shift + 1, "eq": shift, "ne": shift}.get(name, -math.inf)
+        high = {"le": shift, "lt": shift - 1, "eq": shift, "ne": shift}.get(name, math.inf)
+        return Band(low, high, name != "ne", name == "ne")
     test = getattr(operator, name)
+    if isinstance(a, Distance) and isinstance(b, (int, float)) and name not in ("eq", "ne"):
+        return _nearer(a, name, b)
     if isinstance(a, Band) and isinstance(b, (int, float)):
-        return Band(a.low, a.high, test(a.inside, b), test(a.outside, b))
+        return a.valued(test(a.inside, b), test(a.outside, b))
+    if name in ("eq", "ne") and (documents := _same_number(n, of)) is not None:
+        return Band(-math.inf, math.inf, name == "eq", name == "ne", documents)
     return test(a, b) if isinstance(a, (int, float)) and isinstance(b, (int, float)) else None
+
+
+def _nearer(a: Distance, name: str, bound: float) -> Band | None:
+    """factor * d + offset compared with ``bound``, as a band of d."""
+    limit, strict = (bound - a.offset) / a.factor, name in ("lt", "gt")
+    below = (name in ("lt", "le")) == (a.factor > 0)
+    if a.absolute:
+        # What is not below or at a limit is above it.
+        reach = (math.ceil(limit) - 1 if strict else math.floor(limit)) if below else (math.floor(limit) if strict else math.ceil(limit) - 1)
+        return Band(-reach, reach, below, not below) if reach >= 0 else None
+    high = math.ceil(limit) - 1 if strict else math.floor(limit)
+    low = math.floor(limit) + 1 if strict else math.ceil(limit)
+    return Band(-math.inf, high, True, False) if below else Band(low, math.inf, True, False)
+
+
+def _same_number(n: fx.Node, of) -> fx.Node | None:
+    """d when ``n`` compares d[i] with d[j], or their difference with zero, for integers d of one or two dimensions."""
+    a, b = n.args[:2]
+    if match.number(b) == 0 and match.is_call(a, aten.sub.Tensor) and not a.kwargs:
+        a, b = a.args
+    (x, i), (y, j) = (_numbers(m, of) for m in (a, b))
+    return x if x is not None and y is not None and {i, j} == {1, 2} and match.same(x, y) else None
+
+
+def _numbers(n: Any, of) -> tuple[fx.Node | None, int]:
+    """(d, the dimension from the end along which it runs) when ``n`` is d, a number per token, laid along rows or columns."""
+    if not isinstance(n, fx.Node) or not isinstance(match.value(n), torch.Tensor) or match.value(n).is_floating_point():
+        return None, 0
+    if match.is_call(n, aten.index.Tensor) and match.value(n).dim() >= 2:
+        at = [of(i) if i is not None else None for i in n.args[1]]
+        whole = len(at) == match.value(n.args[0]).dim() and all(isinstance(i, Index) and i.offset == 0 for i in at)
+        rows = [match.value(i).shape[match.value(i).dim() - at[-1].dim] for i in n.args[1][-1:]] if whole else []
+        if whole and rows[0] == match.value(n.args[0]).shape[-1] and (len(at) == 1 or (len(at) == 2 and at[0].dim == 4)):
+            return n.args[0], at[-1].dim
+        return None, 0
+    dims = _long_dims(n)
+    along = next((d for d in dims if d in (1, 2)), 0)
+    if not along or any(d in (1, 2) for d in dims if d != along):
+        return None, 0
+    source = n
+    while match.value(source).dim() > 1 and match.is_call(source, aten.unsqueeze.default, aten.transpose.int, aten.to.dtype, *match.VIEWS) and match.value(source.args[0]).dim() >= 1:
+        inner = source.args[0]
+        if match.is_call(source, aten.transpose.int) and match.value(source).shape[-2] != 1 and match.value(source).shape[-1] != 1:
+            break
+        if match.value(inner).numel() != match.value(source).numel() or match.value(inner).is_floating_point() or match.value(inner).dim() > match.value(source).dim():
+            break
+        source = inner
+    shape, whole = list(match.value(source).shape), list(match.value(n).shape)
+    if len(shape) > 2 or shape[-1] != whole[-along] or (len(shape) == 2 and shape[0] != 1 and whole[0] != shape[0]) or match.value(source).numel() != match.value(n).numel():
+        return None, 0
+    return source, along
 
 
 def _difference(n: fx.Node, of) -> Meaning:
@@ -241,13 +335,13 @@ def _triangle(n: fx.Node, of) -> Meaning:
         return None
     low, high = (diagonal, math.inf) if n.target is aten.triu.default else (-math.inf, diagonal)
     if isinstance(inner, Band) and not inner.outside:
-        return Band(max(low, inner.low), min(high, inner.high), inner.inside, inner.outside)
+        return inner.meets(Band(low, high, True, False))
     return Band(low, high, inner, 0) if isinstance(inner, (int, float)) else None
 
 
 def _not(n: fx.Node, of) -> Meaning:
     inner = of(n.args[0])
-    return Band(inner.low, inner.high, not inner.inside, not inner.outside) if isinstance(inner, Band) else None
+    return inner.valued(not inner.inside, not inner.outside) if isinstance(inner, Band) else None
 
 
 def _and(n: fx.Node, of) -> Meaning:
@@ -255,24 +349,37 @@ def _and(n: fx.Node, of) -> Meaning:
     for x, y in ((a, b), (b, a)):
         if isinstance(x, (bool, int)) and match.value(n).dtype == torch.bool:
             return y if x else False
-    if isinstance(a, Band) and isinstance(b, Band) and a.inside and b.inside and not a.outside and not b.outside:
-        return Band(max(a.low, b.low), min(a.high, b.high), True, False)
+    bands = [x if isinstance(x, Band) and x.inside and not x.outside else x and isinstance(x, Band) and _complement(x) for x in (a, b)]
+    if all(isinstance(x, Band) and x.inside and not x.outside for x in bands):
+        return bands[0].meets(bands[1])
+    return None
+
+
+def _or(n: fx.Node, of) -> Meaning:
+    """Blocked here or there: not inside of either."""
+    a, b = (of(x) for x in n.args[:2])
+    for x, y in ((a, b), (b, a)):
+        if isinstance(x, (bool, int)) and match.value(n).dtype == torch.bool:
+            return True if x else y
+    bands = [x if isinstance(x, Band) and x.outside and not x.inside else x and isinstance(x, Band) and _complement(x) for x in (a, b)]
+    if all(isinstance(x, Band) and x.outside and not x.inside for x in bands):
+        return bands[0].meets(bands[1])
     return None
 
 
 def _where(n: fx.Node, of) -> Meaning:
     condition, a, b = (of(x) for x in n.args)
     plain = isinstance(condition, Band) and isinstance(a, (int, float)) and isinstance(b, (int, float))
-    return Band(condition.low, condition.high, a if condition.inside else b, a if condition.outside else b) if plain else None
+    return condition.valued(a if condition.inside else b, a if condition.outside else b) if plain else None
 
 
 def _masked_fill(n: fx.Node, of) -> Meaning:
     base, condition, fill = (of(x) for x in n.args)
     if isinstance(condition, Band) and isinstance(fill, (int, float)):
         if isinstance(base, (int, float)):
-            return Band(condition.low, condition.high, fill if condition.inside else base, fill if condition.outside else base)
-        if isinstance(base, Band) and (base.low, base.high) == (condition.low, condition.high):
-            return Band(base.low, base.high, fill if condition.inside else base.inside, fill if condition.outside else base.outside)
+            return condition.valued(fill if condition.inside else base, fill if condition.outside else base)
+        if isinstance(base, Band) and (base.low, base.high, base.documents) == (condition.low, condition.high, condition.documents):
+            return base.valued(fill if condition.inside else base.inside, fill if condition.outside else base.outside)
     return None
 
 
@@ -295,6 +402,7 @@ _HANDLERS = {
     **dict.fromkeys((aten.triu.default, aten.tril.default), _triangle),
     **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _not),
     **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor, getattr(aten, "__and__").Tensor), _and),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor, getattr(aten, "__or__").Tensor), _or),
     **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar), _where),
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _masked_fill),
 }  # fmt: skip

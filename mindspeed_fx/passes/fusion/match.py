@@ -262,7 +262,7 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
         new = insert(gm, old, aten.to.dtype, (new, a.dtype))
     if compat.layout(value(new)) != compat.layout(a) and not layout_is_free(old):
         # The layout that the model had: dimensions by falling stride, densely packed.
-        order = sorted(range(a.dim()), key=lambda d: (-_hint(a.stride(d)), d))
+        order = sorted(range(a.dim()), key=lambda d: (-hint(a.stride(d)), d))
         back = sorted(range(a.dim()), key=order.__getitem__)
         new = insert(gm, old, aten.permute.default, (new, order)) if order != list(range(a.dim())) else new
         new = insert(gm, old, aten.contiguous.default, (new,))
@@ -287,7 +287,8 @@ def layout_is_free(node: fx.Node) -> bool:
     return True
 
 
-def _hint(size: Any) -> int:
+def hint(size: Any) -> int:
+    """``size``, or the value that a symbolic one was traced with."""
     return size if isinstance(size, int) else compat.hint(size)
 
 

@@ -149,6 +149,15 @@ def attention_cases(dtype):
         yield f"attention_seeded_backward-{name}", ops.attention_seeded_backward, (torch.empty_like(out).copy_(torch.randn(out.shape)), q, k, v, out, lse, seed, offset, *args), "npu_fusion_attention_grad_v3 with keep_prob"
 
 
+    numbers, ends = torch.repeat_interleave(torch.arange(3), torch.tensor([4, 3, 6]))[None], torch.tensor([4, 7, 7, 13])
+    for name, causal, window in (("full", False, 0), ("causal", True, 0), ("window", True, 3)):
+        q, k, v = (stored((1, n, 13, 16), BSND, dtype) for n in (4, 2, 2))
+        args = (numbers, ends, causal, 0.25, window)
+        out, lse = ops.varlen_attention(q, k, v, *args)
+        yield f"varlen_attention-{name}", ops.varlen_attention, (q, k, v, *args), "npu_fusion_attention_v3 in TND"
+        yield f"varlen_attention_backward-{name}", ops.varlen_attention_backward, (torch.empty_like(out).copy_(torch.randn(out.shape)), q, k, v, out, lse, *args), "npu_fusion_attention_grad_v3 in TND"
+
+
 def _attention(name, dtype, order, mask, causal, window, heads, v_dim, keys=9, sinks=None, softcap=0.0, queries=9):
     shapes = ((2, 4, queries, 16), (2, heads, keys, 16), (2, heads, keys, v_dim)) if queries == 9 else ((1, 1, queries, 8), (1, 1, keys, 8), (1, 1, keys, 8))
     q, k, v = (stored(shape, order, dtype) for shape in shapes)

@@ -1,0 +1,199 @@
+"""Attention within documents that are packed into one sequence: no score between two documents is computed.
+
+Source: Dao 2023, "FlashAttention-2", its variable-length form; layout TND of ``npu_fusion_attention_v3``. A token names its
+document by a number, so that shapes do not depend on how many documents there are; the kernel finds them when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.cost import operators as cost
+from mindspeed_fx.kernels import attention as plain
+from mindspeed_fx.kernels.attention_blocked import attention_blocked, attention_blocked_backward
+from mindspeed_fx.kernels.base import LIBRARY, operator
+from mindspeed_fx.kernels.sharding import REPLICATED
+
+aten = torch.ops.aten
+
+TOGETHER = 128
+"""Short documents are attended to together, under a mask, until they have so many tokens: calls stay few."""
+
+SETTINGS = "bool causal, float scale, int window=0"
+
+
+def _fake(q, k, v, documents, ends, causal, scale, window=0):
+    return plain.fake(q, k, v, None, causal, scale)
+
+
+@operator(f"varlen_attention(Tensor q, Tensor k, Tensor v, Tensor documents, Tensor? ends, {SETTINGS}) -> (Tensor, Tensor)", _fake, opaque=True)
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, ends: Tensor | None, causal: bool, scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v among the tokens of each document.
+
+    Args:
+        q: [batch, heads, seq, dim], float.
+        k: [batch, kv_heads, seq, dim]; kv_heads divides heads.
+        v: [batch, kv_heads, seq, v_dim].
+        documents: [batch or 1, seq], integers: tokens of a row with equal numbers are one document, wherever they stand.
+        ends: [any], integers: where the documents end, counted in tokens, in order; for targets whose kernel takes them (batch 1), else None.
+        causal: a token sees those of its document up to its own.
+        scale: factor on q k^T.
+        window: with ``causal``, a token sees those at most ``window`` - 1 places before it; 0 for all.
+
+    Returns:
+        out [batch, heads, seq, v_dim] and the log-sum-exp of each row, as those of ``mindspeed::attention``.
+    """
+    out, lse = _fake(q, k, v, documents, ends, causal, scale)
+    for piece in _pieces(documents, q.shape[0]):
+        qs, ks, vs = (piece.of(x) for x in (q, k, v))
+        mask = piece.mask(causal, window)
+        if window and mask is None:
+            made = attention_blocked.reference(qs, ks, vs, scale, window)
+        elif q.shape[-1] < v.shape[-1]:
+            made = plain.attention.reference(qs, ks, vs, mask, causal and mask is None, scale)
+        else:
+            made = aten._scaled_dot_product_flash_attention_for_cpu(qs, ks, _padded(vs, qs), 0.0, causal and mask is None, attn_mask=_additive(mask, q.dtype), scale=scale)
+            made = made[0][..., : v.shape[-1]], made[1]
+        for whole, part in zip((out, lse), made):
+            piece.put(whole, part)
+    return out, lse
+
+
+def _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
+    return plain.fake_backward(grad, q, k, v, out, lse, None, causal, scale)
+
+
+@operator(
+    f"varlen_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor documents, Tensor? ends, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _fake_backward, opaque=True,
+)  # fmt: skip
+def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
+    """Gradients (dq, dk, dv) of :func:`varlen_attention`, each stored as [batch, seq, heads, dim]."""
+    grads = _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale)
+    for piece in _pieces(documents, q.shape[0]):
+        g, qs, ks, vs, o, l = (piece.of(x) for x in (grad, q, k, v, out, lse))
+        mask = piece.mask(causal, window)
+        if window and mask is None:
+            made = attention_blocked_backward.reference(g, qs, ks, vs, o, l, scale, window)
+        elif q.shape[-1] < v.shape[-1]:
+            made = plain.attention_backward.reference(g, qs, ks, vs, o, l, mask, causal and mask is None, scale)
+        else:
+            made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _padded(g, qs), qs, ks, _padded(vs, qs), _padded(o, qs), l, 0.0, causal and mask is None, attn_mask=_additive(mask, q.dtype), scale=scale
+            )
+        for whole, part in zip(grads, made):
+            piece.put(whole, part[..., : whole.shape[-1]])
+    return grads
+
+
+# --------------------------------------------------------------------------- which tokens belong together
+
+
+class _Piece:
+    """Whole documents of some rows: those of ``numbers``, at ``tokens`` of the rows ``rows``."""
+
+    def __init__(self, rows: slice, tokens: slice | Tensor, numbers: Tensor, single: bool) -> None:
+        self.rows, self.tokens, self.numbers, self.single = rows, tokens, numbers, single
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [batch, heads, seq, ...] at this piece."""
+        return x[self.rows, :, self.tokens]
+
+    def put(self, into: Tensor, part: Tensor) -> None:
+        into[self.rows, :, self.tokens] = part.to(into.dtype)
+
+    def mask(self, causal: bool, window: int) -> Tensor | None:
+        """What a token may see, [tokens, tokens] bool; None where there is one document, to whose length the kernels' own masks apply."""
+        contiguous = isinstance(self.tokens, slice)
+        if self.single and (contiguous or not window):
+            return None
+        allowed = self.numbers[:, None] == self.numbers
+        if window:
+            places = torch.arange(len(self.numbers), device=self.numbers.device) if contiguous else self.tokens
+            allowed &= places[:, None] - places < window
+        return allowed.tril() if causal else allowed
+
+
+def _pieces(documents: Tensor, batch: int) -> Iterator[_Piece]:
+    """The documents of every row, short ones together; of all rows at once where the rows share their documents."""
+    for row, numbers in enumerate(documents):
+        rows = slice(row, row + 1) if documents.shape[0] == batch else slice(0, batch)
+        starts = [0, *((numbers[1:] != numbers[:-1]).nonzero().flatten() + 1).tolist()]
+        order = None
+        if len(starts) != numbers.unique().numel():
+            # A number comes back: tokens are brought together, in the order that they have.
+            numbers, order = numbers.sort(stable=True)
+            starts = [0, *((numbers[1:] != numbers[:-1]).nonzero().flatten() + 1).tolist()]
+        for low, high, single in _grouped(starts, numbers.shape[0]):
+            yield _Piece(rows, slice(low, high) if order is None else order[low:high], numbers[low:high], single)
+
+
+def _grouped(starts: Sequence[int], seq: int) -> Iterator[tuple[int, int, bool]]:
+    """(first token, one past the last, whether it is one document) of documents that are attended to together."""
+    low, count = 0, 0
+    for stop in [*starts[1:], seq]:
+        count += 1
+        if stop - low >= TOGETHER or stop == seq:
+            yield low, stop, count == 1
+            low, count = stop, 0
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))[None, None]
+
+
+def _padded(x: Tensor, like: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, like.shape[-1] - x.shape[-1])) if x.shape[-1] != like.shape[-1] else x
+
+
+# --------------------------------------------------------------------------- gradient, placements, cost
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, documents, ends, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, documents, ends)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _grad_lse):
+    if grad is None:
+        return (None,) * 8
+    grads = torch.ops.mindspeed.varlen_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), None, None, None, None, None
+
+
+torch.library.register_autograd("mindspeed::varlen_attention", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def _rows(q, k, documents, ends):
+    """The ways of causal attention: tokens see each other by their numbers, which every rank needs whole. By batch only without ``ends``,
+    which count the tokens of all rows."""
+    for out, lse, dq, dk, dv, _, _, grads in plain.ways(q, k, None, True):
+        rows = out == 0
+        if not (rows and ends is not None):
+            yield out, lse, dq, dk, dv, 0 if rows and documents.shape[0] != 1 else REPLICATED, REPLICATED, grads
+
+
+@varlen_attention.shard
+def _ways(q, k, v, documents, ends, causal, scale, window=0):
+    return [([out, lse], [dq, dk, dv, numbers, e]) for out, lse, dq, dk, dv, numbers, e, _ in _rows(q, k, documents, ends)]
+
+
+@varlen_attention_backward.shard
+def _ways_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
+    return [(grads, [o, dq, dk, dv, o, l, numbers, e]) for o, l, dq, dk, dv, numbers, e, grads in _rows(q, k, documents, ends)]
+
+
+@varlen_attention.costs
+def _cost(out, q, k, v, documents, ends, causal, scale, window=0):
+    """As one document, for how many there are is data: the most that it can cost."""
+    return cost.attention(out, q, k, v, causal, documents, window=window)
+
+
+@varlen_attention_backward.costs
+def _backward_cost(out, grad, q, k, v, result, lse, documents, ends, causal, scale, window=0):
+    return cost.attention(out, q, k, v, causal, grad, result, lse, documents, window=window, backward=True)

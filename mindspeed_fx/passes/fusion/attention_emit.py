@@ -1,0 +1,209 @@
+"""The operator that takes the place of an attention, target by target, and the arguments that it is given."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import statically_known_true
+from mindspeed_fx.kernels.attention_seeded import attention_seeded
+from mindspeed_fx.kernels.varlen_attention import varlen_attention
+from mindspeed_fx.passes.base import Context
+from mindspeed_fx.passes.fusion import documents, mask, match
+from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.scores import Miss, Scores
+
+DROPOUT_ROWS = 256
+"""Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in float32, 1.4 in
+bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward and backward on one core)."""
+
+PACKED_ROWS = 512
+"""Documents in shorter rows are masked where code is generated."""
+
+Emit = Callable[..., list[fx.Node]]
+
+
+def emitter(name: str, context: Context) -> Emit:
+    """What puts the target's operator in the place of an attention: f(graph, root, scores, q, k, v) -> region, or :class:`Miss`."""
+    generated = context.left_to_inductor(name)
+    here = functools.partial(
+        _emit, dropping=functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1), packing=functools.partial(_packed, least=PACKED_ROWS if generated else 1)
+    )
+    return {"cuda": _emit_sdpa, "npu": functools.partial(_emit, dropping=_emit_seeded, packing=functools.partial(_packed, least=1, npu=True))}.get(context.options.target, here)
+
+
+def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | None]) -> list[fx.Node]:
+    """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed documents what ``packing`` makes."""
+    masks = scores.blocking
+    bands = [mask.kept(m, kind) for kind, m, _ in masks]
+    if any(b is not None and b.documents is not None for b in bands):
+        if made := packing(gm, root, scores, q, k, v, bands):
+            return _put(gm, root, scores, made)
+        bands = [b if b is None or b.documents is None else None for b in bands]
+    # What the masks allow together: half a plane from one and half from another are a window.
+    both = mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
+    whole = mask.is_causal(both) or mask.is_window(both)
+    windows = [1 - b.low for b in ([both] if whole else bands) if mask.is_window(b)]
+    causal = whole or scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
+    rest = [given for given, band in zip(masks, bands) if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))]
+    if len(rest) > 1:
+        raise Miss(f"{len(rest)} masks besides the causal one")
+    if rest and rest[0][0] == "add" and rest[0][1].meta["needs_grad"]:
+        raise Miss("the additive mask needs a gradient, which the operator does not give")
+    q, k, given = _operands(gm, root, scores, q, k, v, rest)
+    window = min(windows, default=0)
+    keys = match.value(k).shape[2]
+    if isinstance(keys, int) and window >= keys:
+        window = 0  # reaches every key
+    if scores.drop is not None:
+        return dropping(gm, root, scores, (q, k, v), given, causal, int(window))
+    arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
+    while len(arguments) > 6 and not arguments[-1]:
+        arguments = arguments[:-1]
+    both = match.insert(gm, root, torch.ops.mindspeed.attention.default, arguments)
+    return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
+
+
+def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, least: int, npu: bool = False) -> fx.Node | None:
+    """``mindspeed::varlen_attention`` for masks that keep documents apart; None where the mask has to be computed."""
+    both = mask.together([*bands, mask.CAUSAL] if scores.causal else bands) if None not in bands else None
+    numbers = both.documents if both is not None else None
+    if numbers is None or scores.softcap or scores.sinks is not None or scores.drop is not None:
+        return None
+    batch, _, rows, _ = match.value(q).shape
+    causal = both.high == 0
+    if not (causal or (both.low, both.high) == (-math.inf, math.inf)) or not _belongs(numbers, [m for _, m, _ in scores.blocking], batch):
+        return None
+    if not statically_known_true(rows == match.value(k).shape[2]) or not statically_known_true(rows == match.value(numbers).shape[-1]) or match.hint(rows) < least:
+        return None
+    ends = documents.ends(gm, root, numbers) if npu and statically_known_true(batch == 1) else None
+    if npu and ends is None:
+        return None
+    q, k, _ = _operands(gm, root, scores, q, k, v, [])
+    if match.value(numbers).dim() == 1:
+        numbers = match.insert(gm, root, aten.unsqueeze.default, (numbers, 0))
+    window = 0 if both.low == -math.inf else int(1 - both.low)
+    arguments = (q, k, v, numbers, ends, causal, scores.scale, window)
+    if npu and varlen_attention.choose("npu", fx.map_arg(arguments, match.value), {})[0] is None:
+        return None
+    made = match.insert(gm, root, varlen_attention.overload, arguments)
+    return match.insert(gm, root, match.operator.getitem, (made, 0))
+
+
+def _belongs(numbers: fx.Node, masks: list[fx.Node], batch: Any) -> bool:
+    """Whether the rows of ``numbers`` are those of the batch, in masks that are broadcast to [batch, heads, seq, seq]."""
+    shape = match.value(numbers).shape
+    if len(shape) == 1 or statically_known_true(shape[0] == 1):
+        return True
+    whole = [match.value(m).shape for m in masks if match.value(m).dim() > 2 and not statically_known_true(match.value(m).numel() == match.value(m).shape[-1] * match.value(m).shape[-2])]
+    return statically_known_true(shape[0] == batch) and all(len(s) == 4 and statically_known_true(s[0] == batch) and statically_known_true(s[1] == 1) for s in whole)
+
+
+def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, causal: bool, window: int) -> list[fx.Node]:
+    """``mindspeed::attention_seeded`` in the place of ``root``: the kernel draws, numbers of its own."""
+    what = f"dropout of {scores.p} on the attention weights"
+    if scores.softcap or scores.sinks is not None:
+        raise Miss(f"{what}, with {'a soft-cap' if scores.softcap else 'sinks'}: no kernel on npu has both")
+    if not 0 < scores.p < 1:
+        raise Miss(f"{what}: everything is dropped")
+    arguments = (*qkv, given, causal, scores.scale, window, scores.p)
+    kernel, reasons = attention_seeded.choose("npu", fx.map_arg(arguments, match.value), {})
+    if kernel is None:
+        raise Miss(f"{what}: {'; '.join(reasons)}")
+    made = match.insert(gm, root, attention_seeded.overload, arguments)
+    return _without_drop(gm, root, scores, _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (made, 0))))
+
+
+def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: list[fx.Node]) -> list[fx.Node]:
+    """Erases the model's dropout, which drawing makes look alive."""
+    if scores.drop is not root:
+        scores.drop.replace_all_uses_with(scores.drop.args[0])
+    gm.graph.erase_node(scores.drop)
+    return region
+
+
+def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, causal: bool, window: int, name: str, least: int) -> list[fx.Node]:
+    """``mindspeed::attention_dropout`` in the place of ``root``, its mask drawn where the model drops."""
+    (q, k, _), drop, p = (match.value(x) for x in qkv), scores.drop, scores.p
+    what = f"dropout of {p} on the attention weights"
+    rows, keys = q.shape[2], k.shape[2]
+    if given is not None or not causal or scores.sinks is not None:
+        raise Miss(f"{what}: the kernel takes causal masks, windows and soft-caps only")
+    if not all(isinstance(n, int) for n in (*q.shape, rows, keys)) or rows != keys:
+        raise Miss(f"{what}: the kernel takes equal and fixed sequence lengths of queries and keys only")
+    if rows < least:
+        raise Miss(f'{what}: generated code is as fast below {least} rows, and here are {rows}; put "{name}" in enable to fuse all the same')
+    if not 0 < p < 1:
+        raise Miss(f"{what}: everything is dropped")
+    shape = [*q.shape[:2], rows, keys]
+    weights = shape if drop is root else list(match.value(drop).shape)
+    if drop is not root and (not match.value(drop.args[0]).is_contiguous() or match.value(drop).numel() != math.prod(shape)):
+        raise Miss(f"{what}: the weights are not stored row by row, so that other numbers would be drawn")
+    empty = match.insert(gm, drop, aten.empty.memory_format, (weights,), {"dtype": torch.bool, "device": q.device})
+    keep = match.insert(gm, drop, aten.bernoulli.p, (empty, 1 - p))
+    keep = keep if weights == shape else match.insert(gm, root, aten.reshape.default, (keep, shape))
+    both = match.insert(gm, root, torch.ops.mindspeed.attention_dropout.default, (*qkv, keep, scores.scale, window, scores.softcap, p))
+    return _without_drop(gm, root, scores, _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0))))
+
+
+def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
+    """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask."""
+    if scores.drop is not None:
+        raise Miss(f"dropout of {scores.p} on the attention weights: scaled_dot_product_attention would draw other numbers")
+    if scores.softcap or scores.sinks is not None:
+        raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
+    masks = scores.blocking
+    causal = bool(masks) and all(mask.is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
+    if len(masks) > 1 and not causal:
+        raise Miss(f"{len(masks)} masks; scaled_dot_product_attention takes one")
+    q, k, given = _operands(gm, root, scores, q, k, v, [] if causal else masks)
+    if given is not None and match.value(given).dtype != torch.bool:
+        given = _widened(gm, root, given, match.value(q).dtype)
+    grouped = match.value(q).shape[1] != match.value(k).shape[1]
+    options = {"scale": scores.scale, **({"enable_gqa": True} if grouped else {})}
+    return _put(gm, root, scores, match.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, given, 0.0, causal), options))
+
+
+def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """q, k and the mask, True or zero where attention is allowed, as an operator takes them; Miss where it is not safe."""
+    kind, given, where = masks[0] if masks else ("keep", None, None)
+    dtype = match.value(root).dtype
+    # Matching looks through casts of q and k; one that widened them to the type of v is made again.
+    q, k = (_widened(gm, root, x, dtype) for x in (q, k))
+    if not all(match.value(x).dtype == dtype for x in (q, k, v)):
+        raise Miss(f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}")
+    reason = match.unsafe([root, *scores.region], [q, k, v, given, scores.sinks])
+    if reason:
+        raise Miss(reason)
+    if kind == "drop" and given is not None:
+        given = match.insert(gm, root, aten.logical_not.default, (given,))
+    if given is not None:
+        given = _four_dimensional(gm, root, given, where, list(match.value(q).shape[:2]))
+    return q, k, given
+
+
+def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> list[fx.Node]:
+    if list(match.value(out).shape) != list(match.value(root).shape):
+        out = match.insert(gm, root, aten.reshape.default, (out, list(match.value(root).shape)))
+    reason = match.substitute(gm, root, out)
+    if reason:
+        raise Miss(reason)
+    return [*scores.region, root]
+
+
+def _four_dimensional(gm: fx.GraphModule, before: fx.Node, given: fx.Node, where: fx.Node, lead: list[Any]) -> fx.Node:
+    """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one."""
+    if match.value(where).dim() == 3 and match.value(given).dim() == 3 and match.value(given).shape[0] != 1:
+        return match.insert(gm, before, aten.reshape.default, (given, [*lead, *match.value(given).shape[1:]]))
+    while match.value(given).dim() < 4:
+        given = match.insert(gm, before, aten.unsqueeze.default, (given, 0))
+    return given
+
+
+def _widened(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    narrow = match.value(x).dtype
+    return match.insert(gm, before, aten.to.dtype, (x, dtype)) if narrow != dtype and torch.promote_types(narrow, dtype) == dtype else x

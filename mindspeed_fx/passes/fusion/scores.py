@@ -1,0 +1,142 @@
+"""What stands before the softmax of an attention: the product q k^T, through scales, casts, views, masks, soft-caps and sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+from mindspeed_fx.passes.fusion import heads, mask, match
+from mindspeed_fx.passes.fusion.match import aten
+
+
+@dataclass
+class Scores:
+    """What stands before the softmax."""
+
+    q: fx.Node
+    k_transposed: fx.Node
+    scale: float
+    masks: list[tuple[str, fx.Node, fx.Node]] = field(default_factory=list)
+    """(kind, mask, where it is applied)"""
+    region: list[fx.Node] = field(default_factory=list)
+    softcap: float = 0.0
+    sinks: fx.Node | None = None
+    causal: bool = False
+    """Causal besides what ``masks`` say."""
+    drop: fx.Node | None = None
+    """The dropout of the weights, or the call that drops them itself."""
+    p: float = 0.0
+
+    @property
+    def blocking(self) -> list[tuple[str, fx.Node, fx.Node]]:
+        """The masks, without those that add zero."""
+        return [given for given in self.masks if given[0] != "add" or mask.meaning(given[1]) != 0]
+
+
+class Miss(Exception):
+    """A near miss; the text is the reason."""
+
+
+def with_sinks(n: Any) -> Scores | None:
+    """:func:`_product`, where a column of one score per head may be joined and the row's maximum subtracted."""
+    if match.is_call(n, aten.sub.Tensor) and not n.kwargs and match.same(_maximum_of(n.args[1]), n.args[0]):
+        return _extended(with_sinks(n.args[0]), n)  # a softmax does not change, nor does its gradient
+    if match.is_call(n, aten.to.dtype):
+        return _extended(with_sinks(n.args[0]), n)
+    if not match.is_call(n, aten.cat.default) or len(n.args[0]) != 2 or match.argument(n, "dim", 0) % match.value(n).dim() != match.value(n).dim() - 1:
+        return _product(n)
+    scores, column = _product(n.args[0][0]), match.uncast(n.args[0][1])
+    heads_of = match.value(n).shape[1] if match.value(n).dim() == 4 else None
+    column = heads.source_of(column, aten.expand.default, aten.to.dtype)
+    lined_up = list(match.value(column).shape) == [1, heads_of, 1, 1]
+    column = heads.source_of(column, *match.VIEWS, aten.unsqueeze.default)
+    if scores is None or not lined_up or list(match.value(column).shape) != [heads_of]:
+        return None
+    scores.sinks = column
+    return _extended(scores, n)
+
+
+def _maximum_of(n: Any) -> fx.Node | None:
+    """x when ``n`` is the maximum of x over its last dimension, kept."""
+    if match.is_call(n, match.operator.getitem) and n.args[1] == 0 and match.is_call(n.args[0], aten.max.dim):
+        n = n.args[0]
+    if not match.is_call(n, aten.max.dim, aten.amax.default) or not match.argument(n, "keepdim", False):
+        return None
+    dim, last = match.argument(n, "dim"), match.value(n.args[0]).dim() - 1
+    dims = [d % (last + 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
+    return n.args[0] if dims == [last] else None
+
+
+def culprit(n: Any, depth: int = 12) -> str | None:
+    """The operator between the softmax and a product of two activations that no rule covers; None without such a product."""
+    if not depth or not isinstance(n, fx.Node) or n.op != "call_function":
+        return None
+    if match.is_call(n, aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default):
+        return str(n.target)
+    inner = next((a for a in n.all_input_nodes if match.is_float(a)), None)
+    below = culprit(inner, depth - 1)
+    known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD) or match.unscale(n)[0] is not n
+    return below if known or below is None else f"{n.target} ({n.name})"
+
+
+def _product(n: Any, depth: int = 20) -> Scores | None:
+    """The product q k^T behind ``n``, with the scale and masks on the way; None when there is none."""
+    if depth == 0 or not isinstance(n, fx.Node) or n.op != "call_function":
+        return None
+    if match.is_call(n, aten.matmul.default, aten.bmm.default):
+        (q, by_q), (k, by_k) = (match.unscale(match.uncast(x)) for x in n.args)
+        return Scores(q, k, by_q * by_k, region=[n])
+    if match.is_call(n, aten.baddbmm.default):
+        alpha, beta = (match.number(match.argument(n, name, 1)) for name in ("alpha", "beta"))
+        if alpha is None or beta not in (0, 1):
+            return None
+        return Scores(n.args[1], n.args[2], float(alpha), [("add", n.args[0], n)] if beta else [], [n])
+    inner, factor = match.unscale(n)
+    if match.is_call(inner, aten.tanh.default) and factor > 0:
+        return _capped(_product(inner.args[0], depth - 1), n, inner, factor)
+    if inner is not n:
+        scores = _product(inner, depth - 1)
+        if scores and any(kind == "add" and mask.kept(m, kind) is None for kind, m, _ in scores.masks):
+            raise Miss("the scores are scaled after an additive mask")
+        if scores and scores.softcap:
+            raise Miss("the scores are scaled after the soft-cap")
+        return _extended(scores, n, factor=factor)
+    if match.is_call(n, aten.to.dtype) or (match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]):
+        return _extended(_product(n.args[0], depth - 1), n)
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _blocks(n.args[2]):
+        return _extended(_product(n.args[0], depth - 1), n, ("drop", n.args[1]))
+    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and _blocks(n.args[2]):
+        return _extended(_product(n.args[1], depth - 1), n, ("keep", n.args[0]))
+    if match.is_call(n, aten.where.self, aten.where.ScalarSelf) and _blocks(n.args[1]):
+        return _extended(_product(n.args[2], depth - 1), n, ("drop", n.args[0]))
+    for a, b in match.operands(n, aten.add.Tensor):
+        scores = _product(a, depth - 1) if match.is_float(b) else None
+        if scores is not None:
+            return _extended(scores, n, ("add", b))
+    return None
+
+
+def _capped(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float) -> Scores | None:
+    """cap * tanh(scores), where the scores were divided by the cap."""
+    if scores is None:
+        return None
+    if scores.softcap or scores.masks:
+        raise Miss("a soft-cap after a mask or another soft-cap")
+    scores.softcap, scores.scale = cap, scores.scale * cap
+    return _extended(_extended(scores, tanh), n)
+
+
+def _blocks(fill: Any) -> bool:
+    number = match.number(fill) if match.number(fill) is not None else mask.meaning(fill)
+    return isinstance(number, (int, float)) and number <= mask.BLOCKED
+
+
+def _extended(scores: Scores | None, n: fx.Node, given: tuple[str, fx.Node] | None = None, factor: float = 1.0) -> Scores | None:
+    if scores is not None:
+        scores.region.append(n)
+        scores.scale *= factor
+        if given:
+            scores.masks.append((*given, n))
+    return scores
