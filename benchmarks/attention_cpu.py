@@ -1,4 +1,4 @@
-"""Attention's backward on CPU: our blocks of rows against ATen's flash kernel, over sequence lengths, interleaved.
+"""Attention on CPU, causal, float32: ATen's flash kernel, blocks of rows, and our flash kernel in C++, interleaved.
 
     python benchmarks/attention_cpu.py --rounds 15
 """
@@ -12,23 +12,32 @@ import torch
 import common
 import mindspeed_fx.kernels  # noqa: F401
 
-SHAPES = [(2, 8, 8, 128, 64), (2, 8, 8, 256, 64), (2, 8, 4, 512, 64), (8, 8, 4, 512, 64), (1, 32, 8, 512, 128), (2, 8, 4, 768, 64), (1, 8, 4, 960, 64), (1, 8, 4, 1024, 64), (1, 8, 4, 2048, 64)]
+SHAPES = [(2, 8, 8, 64, 64), (2, 8, 8, 128, 64), (2, 8, 8, 256, 64), (2, 8, 4, 512, 64), (8, 8, 4, 512, 64), (1, 32, 8, 512, 128), (1, 8, 4, 1024, 64), (1, 8, 1, 2048, 64), (1, 8, 8, 4096, 64)]
+aten, ops = torch.ops.aten, torch.ops.mindspeed
 
 
 def main() -> None:
     args = common.arguments(rounds=15)
-    common.header("attention backward, causal, float32")
-    print(f"{'batch, heads, kv heads, seq, dim':<36}{'flash ms':>10}{'blocks ms':>11}{'ratio':>8}")
+    common.header("attention, causal, float32; ratios are those of our kernel")
+    print(f"{'':<9}{'batch, heads, kv heads, seq, dim':<34}{'flash ms':>10}{'blocks ms':>11}{'own ms':>9}{'own/flash':>11}{'own/blocks':>12}")
     for batch, heads, kv_heads, seq, dim in SHAPES:
         q, grad = (torch.randn(batch, seq, heads, dim).transpose(1, 2) for _ in range(2))
         k, v = (torch.randn(batch, seq, kv_heads, dim).transpose(1, 2) for _ in range(2))
         scale = dim**-0.5
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-        flash = lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)  # noqa: E731
-        blocks = lambda: torch.ops.mindspeed.attention_blocked_backward(grad, q, k, v, out, lse, scale)  # noqa: E731
-        times = common.interleaved({"flash": flash, "blocks": blocks}, args.rounds)
-        a, b = (statistics.median(times[n]) * 1e3 for n in ("flash", "blocks"))
-        print(f"{str((batch, heads, kv_heads, seq, dim)):<36}{a:>10.2f}{b:>11.2f}{b / a:>8.3f}", flush=True)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        forward = {
+            "flash": lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale),
+            "blocks": lambda: ops.attention_blocked(q, k, v, scale),
+            "own": lambda: ops.attention_flash(q, k, v, True, scale),
+        }
+        backward = {
+            "flash": lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale),
+            "blocks": lambda: ops.attention_blocked_backward(grad, q, k, v, out, lse, scale),
+            "own": lambda: ops.attention_flash_backward(grad, q, k, v, out, lse, True, scale),
+        }
+        for side, rivals in (("forward", forward), ("backward", backward)):
+            flash, blocks, own = (statistics.median(t) * 1e3 for t in common.interleaved(rivals, args.rounds).values())
+            print(f"{side:<9}{str((batch, heads, kv_heads, seq, dim)):<34}{flash:>10.2f}{blocks:>11.2f}{own:>9.2f}{own / flash:>11.3f}{own / blocks:>12.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which kernel runs attention on CPU: ATen's flash kernel or our blocks of rows."""
+"""Which kernel runs attention on CPU: our own flash kernel, ATen's, or blocks of rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,30 @@ from torch import Tensor
 
 from mindspeed_fx import compat
 from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
+from mindspeed_fx.kernels import attention_flash
 from mindspeed_fx.kernels.attention_blocked import SEQUENCE, attention_blocked, attention_blocked_backward
 from mindspeed_fx.kernels.base import accumulation_dtype
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _own_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    return "a mask" if mask is not None else attention_flash.supports(q, k, v)
+
+
+def _own_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    return _own_supports(q, k, v, mask, causal, scale) if grad.dtype == q.dtype else f"a gradient of type {grad.dtype}"
+
+
+@attention.lower("cpu")("flash attention in C++", _own_supports)
+def _own(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    return attention_flash.attention_flash.overload(q, k, v, causal, scale, window, softcap, sinks)
+
+
+@attention_backward.lower("cpu")("flash attention backward in C++", _own_backward_supports)
+def _own_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    return attention_flash.attention_flash_backward.overload(grad, q, k, v, out, lse, causal, scale, window, softcap)
 
 
 def _flash_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):

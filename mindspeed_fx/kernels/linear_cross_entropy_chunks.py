@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx import compat
-from mindspeed_fx.kernels import triton
+from mindspeed_fx.kernels import triton, weight_gradient
 from mindspeed_fx.kernels.base import accumulation_dtype
 
 CHUNK = 64 * 2**20
@@ -195,6 +195,9 @@ def times_weight(d: Tensor, weight: Tensor) -> Tensor:
 def add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) -> None:
     """into [vocab, hidden] += scale d^T x; what ``into`` held does not count for the ``first``."""
     if into.dtype == d.dtype:
+        if into.is_contiguous() and weight_gradient.problem(d, x) is None:
+            weight_gradient.weight_gradient(d, x, into, scale, add=not first)
+            return
         torch.addmm(into, d.t(), x, beta=0 if first else 1, alpha=scale, out=into)
         return
     step = max(1, BLOCK // (x.shape[1] * d.itemsize))

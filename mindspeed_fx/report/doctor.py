@@ -18,10 +18,10 @@ _PACKAGES = ("mindspeed-fx", "torch", "torch_npu", "megatron-core", "transformer
 
 
 def examine() -> dict[str, Any]:
-    """Findings as plain values: ``installed``, ``targets`` (target, codegen, works, reason), ``torch_compile``, ``entry_point``, ``megatron_patches``, ``caches``."""
+    """Findings as plain values: ``installed``, ``targets`` (target, codegen, works, reason), ``cpu_kernels``, ``torch_compile``, ``entry_point``, ``megatron_patches``, ``caches``."""
     import torch
 
-    from mindspeed_fx import compat
+    from mindspeed_fx import compat, compat_cpp
 
     compiler = compiler_problem()
     cuda = None if torch.cuda.is_available() else "no CUDA device (torch.cuda.is_available() is False)"
@@ -31,6 +31,7 @@ def examine() -> dict[str, Any]:
     return {
         "installed": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}, "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) and os.environ.get("CXX", "g++")},
         "targets": [{"target": t, "codegen": c, "works": why is None, "reason": why or ""} for t, c, why in targets],
+        "cpu_kernels": compat_cpp.problem() or "are built on first use, into Inductor's cache",
         "torch_compile": compat.torch_compile_replaced() or "is torch's own",
         "entry_point": "registered" if _entry_point() else "missing: install the package (pip install mindspeed-fx), or import mindspeed_fx.backend and pass the function",
         "megatron_patches": _megatron_patches(),
@@ -70,6 +71,7 @@ def text(found: dict[str, Any]) -> str:
     """What :func:`examine` found, for a person."""
     lines = ["installed"] + [f"  {k:<16} {v or '-'}" for k, v in found["installed"].items()]
     lines += ["targets"] + [f"  {t['target']:<5} {t['codegen']:<12} {'works' if t['works'] else 'no: ' + t['reason']}" for t in found["targets"]]
+    lines += ["kernels in C++ for cpu", f"  {found['cpu_kernels']}"]
     lines += ["torch.compile", f"  {found['torch_compile']}", f"  entry point {found['entry_point']}", f"  caches in {found['caches']}"]
     lines += ["patches of Megatron-core"] + [f"  {p}" for p in found["megatron_patches"] or ("none in this process: importing mindspeed_fx.megatron_adaptor applies them",)]
     return "\n".join(lines)

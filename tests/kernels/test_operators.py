@@ -7,7 +7,7 @@ import torch
 from models import double
 
 import mindspeed_fx.kernels as kernels
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_cpp
 from mindspeed_fx.kernels import activation, attention_blocked, glu
 
 ops = torch.ops.mindspeed
@@ -89,7 +89,7 @@ def test_cpu_attention_kernel_is_the_reference(dtype, heads, causal, mask, store
     operator, backward = kernels.REGISTRY[ops.attention.default], kernels.REGISTRY[ops.attention_backward.default]
     args = (q, k, v, given, causal, 0.25)
     kernel, reasons = operator.choose("cpu", args, {})
-    assert kernel is not None and not reasons
+    assert kernel is not None and all(r.startswith("flash attention in C++: ") for r in reasons)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     out, lse = operator.reference(*args)
     for have, want in zip(kernel.build(*args), (out, lse), strict=True):
@@ -132,13 +132,15 @@ def test_attention_in_blocks_computes_16_bit_inputs_in_float32(dtype):
         assert (h.double() - w).abs().max() <= 2 * torch.finfo(dtype).eps * w.abs().max()
 
 
-@pytest.mark.parametrize("seq, options, dtype, backward, forward", [
-    (512, {}, torch.float32, "blocks", "flash"), (128, {}, torch.float32, "flash", "flash"), (1024, {}, torch.float32, "flash", "flash"),
-    (512, {}, torch.bfloat16, "flash", "flash"), (64, {"window": 8}, torch.float32, "blocks", "blocks"),
-    (64, {"softcap": 5.0}, torch.bfloat16, "blocks", "blocks"),
+@pytest.mark.parametrize("seq, options, dtype, built, backward, forward", [
+    (512, {}, torch.float32, True, "C++", "C++"), (64, {"window": 8}, torch.float32, True, "C++", "C++"), (64, {"softcap": 5.0}, torch.float32, True, "C++", "C++"),
+    (512, {}, torch.float32, False, "blocks", "aten flash"), (128, {}, torch.float32, False, "aten flash", "aten flash"), (1024, {}, torch.float32, False, "aten flash", "aten flash"),
+    (512, {}, torch.bfloat16, True, "aten flash", "aten flash"), (64, {"window": 8}, torch.float32, False, "blocks", "blocks"),
+    (64, {"softcap": 5.0}, torch.bfloat16, True, "blocks", "blocks"),
 ])  # fmt: skip
-def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, backward, forward):
+def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, built, backward, forward):
     monkeypatch.setattr(compat, "onednn_beats_blas", lambda: True)
+    monkeypatch.setattr(compat_cpp, "problem", lambda: None if built else "not here")
     q, k, v, grad = (torch.empty(1, 4, seq, 16, dtype=dtype, device="meta") for _ in range(4))
     given = (None, True, 0.25, options.get("window", 0), options.get("softcap", 0.0))
     assert forward in kernels.REGISTRY[ops.attention.default].choose("cpu", (q, k, v, *given), {})[0].kernel
@@ -196,8 +198,8 @@ def test_where_generated_code_is_as_good_the_layer_norm_kernel_is_not_taken():
 
 def test_a_kernel_that_cannot_says_why():
     operator = kernels.REGISTRY[ops.attention.default]
-    kernel, reasons = operator.choose("cpu", (torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5), None, False, 1.0), {})
-    assert kernel is None and "head_dim of v (5) is larger" in reasons[0]
+    kernel, reasons = operator.choose("cpu", (torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5), torch.ones(3, 3) > 0, False, 1.0), {})
+    assert kernel is None and reasons[0].endswith("in C++: a mask") and "head_dim of v (5) is larger" in reasons[1]
 
 
 def test_a_fully_masked_row_is_zero_and_has_no_gradient():

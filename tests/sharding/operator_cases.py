@@ -90,6 +90,8 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     ops.attention_blocked_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3)
     out, lse = ops.attention_blocked(q.detach(), k.detach(), v.detach(), 0.3, 0, 0.0, kept, 0.3)
     ops.attention_blocked_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3, 0, 0.0, kept, 0.3)
+    out, lse = ops.attention_flash(q.detach(), k.detach(), v.detach(), False, 0.3, 0, 1.5, torch.randn(n))
+    ops.attention_flash_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, False, 0.3, 0, 1.5)
     for mask in (torch.rand(b, 1, s, s) < 0.3, torch.rand(1, n, 1, s) < 0.3):
         yield ops.scaled_masked_softmax(randn(b, n, s, s), mask, 0.3) ** 2
     tokens, classes = b * s, 2 * h

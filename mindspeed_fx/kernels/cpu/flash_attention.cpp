@@ -1,0 +1,200 @@
+// Flash attention in float32: forward, and backward from its log-sum-exp. See kernels/attention_flash.py.
+//
+// Tiles of scores are kept transposed, [key, query]: statistics of a query then lie side by side, so that every loop over
+// a tile is a plain vector loop and nothing is summed across a vector. Tiles are multiplied by oneDNN's small matrix
+// product, which is made for sizes at which the BLAS still unpacks its arguments.
+
+namespace {
+
+constexpr int64_t T = 64;  // queries and keys of a tile: three tiles stay in a first-level cache of 48 KiB
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+struct View {  // [batch, head, row, *], the last dimension contiguous
+  float* data;
+  int64_t batch, head, row;
+  float* at(int64_t b, int64_t h, int64_t r = 0) const { return data + b * batch + h * head + r * row; }
+};
+
+struct Problem {
+  int64_t batch, heads, kv_heads, queries, keys, dim, v_dim, causal, window, threads, gradient_heads;
+  float scale, softcap;
+};
+
+View view(int index, float* const* data, const int64_t* strides) {
+  return {data[index], strides[3 * index], strides[3 * index + 1], strides[3 * index + 2]};
+}
+
+int64_t tiles(int64_t rows) { return (rows + T - 1) / T; }
+
+// e^x to 2 units in the last place, and 0 below the smallest normal number. Cephes, expf.
+inline float exponential(float x) {
+  const float n = std::nearbyint(x * 1.44269504088896341f);
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(std::max(n, -126.0f)) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return x < -87.0f ? 0.0f : p * power;
+}
+
+inline float tangent(float x) { return 1.0f - 2.0f / (exponential(2.0f * std::min(x, 20.0f)) + 1.0f); }
+
+struct Tile {
+  int64_t q0, nq, k0, nk;
+};
+
+// Tiles of keys that some query of [q0, q0 + nq) sees: [first, second).
+std::pair<int64_t, int64_t> seen(const Problem& n, int64_t q0, int64_t nq) {
+  const int64_t high = n.causal ? std::min(n.keys, q0 + nq) : n.keys;
+  const int64_t low = n.window ? std::max<int64_t>(0, q0 - n.window + 1) : 0;
+  return {low / T, std::max(low / T, tiles(high))};
+}
+
+// Scores of keys that a query does not see become -inf.
+void hide(float* s, const Tile& t, const Problem& n) {
+  const bool after = n.causal && t.k0 + t.nk - 1 > t.q0, before = n.window && t.k0 < t.q0 + t.nq - n.window;
+  for (int64_t k = 0; k < t.nk && (after || before); ++k) {
+    if (after) std::fill(s + k * T, s + k * T + std::clamp<int64_t>(t.k0 + k - t.q0, 0, t.nq), NEVER);
+    if (before) std::fill(s + k * T + std::clamp<int64_t>(t.k0 + k + n.window - t.q0, 0, t.nq), s + k * T + t.nq, NEVER);
+  }
+}
+
+}  // namespace
+
+// data, strides: q, k, v, out, lse, sinks, packed [batch, kv_heads, tiles of keys, v_dim, T]; sinks may be null.
+extern "C" void attention_forward(const Problem* problem, float* const* data, const int64_t* strides) {
+  const Problem n = *problem;
+  const View q = view(0, data, strides), k = view(1, data, strides), v = view(2, data, strides), out = view(3, data, strides), lse = view(4, data, strides);
+  const float* sinks = data[5];
+  float* packed = data[6];
+  const int64_t query_tiles = tiles(n.queries), key_tiles = tiles(n.keys), group = n.heads / n.kv_heads;
+#pragma omp parallel num_threads(n.threads)
+  {
+#pragma omp for collapse(3)
+    for (int64_t b = 0; b < n.batch; ++b)
+      for (int64_t h = 0; h < n.kv_heads; ++h)
+        for (int64_t j = 0; j < key_tiles; ++j)
+          transpose(v.at(b, h, j * T), v.row, std::min(T, n.keys - j * T), n.v_dim, packed + ((b * n.kv_heads + h) * key_tiles + j) * n.v_dim * T, T);
+    float* s = buffer(T * T + (n.dim + n.v_dim + 4) * T);
+    float *qt = s + T * T, *sum_v = qt + n.dim * T, *top = sum_v + n.v_dim * T, *sum = top + T, *shrink = sum + T, *high = shrink + T;
+#pragma omp for collapse(3) schedule(dynamic, 1)
+    for (int64_t b = 0; b < n.batch; ++b)
+      for (int64_t h = 0; h < n.heads; ++h)
+        for (int64_t back = 1; back <= query_tiles; ++back) {  // the last rows, which see the most keys, first
+          const int64_t q0 = (query_tiles - back) * T, nq = std::min(T, n.queries - q0);
+          const auto [low, end] = seen(n, q0, nq);
+          transpose(q.at(b, h, q0), q.row, nq, n.dim, qt, T, n.scale);
+          std::fill(top, top + T, sinks ? sinks[h] : NEVER);
+          std::fill(sum, sum + T, sinks ? 1.0f : 0.0f);
+          if (low == end) std::fill(sum_v, sum_v + n.v_dim * T, 0.0f);
+          for (int64_t j = low; j < end; ++j) {
+            const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
+            product(t.nk, nq, n.dim, k.at(b, h / group, t.k0), k.row, qt, T, s, T, false);
+            if (n.softcap)
+              for (int64_t x = 0; x < t.nk * T; ++x) s[x] = n.softcap * tangent(s[x] / n.softcap);
+            hide(s, t, n);
+            std::copy(top, top + T, high);
+            for (int64_t y = 0; y < t.nk; ++y)
+              for (int64_t c = 0; c < nq; ++c) high[c] = std::max(high[c], s[y * T + c]);
+            for (int64_t c = 0; c < nq; ++c) {
+              const float to = high[c] == NEVER ? 0.0f : high[c];
+              shrink[c] = exponential(top[c] - to);
+              sum[c] *= shrink[c];
+              top[c] = high[c];
+              high[c] = to;
+            }
+            for (int64_t y = 0; y < t.nk; ++y)
+              for (int64_t c = 0; c < nq; ++c) {
+                const float e = exponential(s[y * T + c] - high[c]);
+                s[y * T + c] = e;
+                sum[c] += e;
+              }
+            if (j > low)
+              for (int64_t x = 0; x < n.v_dim; ++x)
+                for (int64_t c = 0; c < nq; ++c) sum_v[x * T + c] *= shrink[c];
+            product(n.v_dim, nq, t.nk, packed + ((b * n.kv_heads + h / group) * key_tiles + j) * n.v_dim * T, T, s, T, sum_v, T, j > low);
+          }
+          for (int64_t c = 0; c < nq; ++c) {
+            *lse.at(b, h, q0 + c) = top[c] + std::log(sum[c]);
+            shrink[c] = sum[c] == 0.0f ? 0.0f : 1.0f / sum[c];  // a row that sees no key is zero
+          }
+          for (int64_t x = 0; x < n.v_dim; ++x)
+            for (int64_t c = 0; c < nq; ++c) sum_v[x * T + c] *= shrink[c];
+          transpose(sum_v, T, n.v_dim, nq, out.at(b, h, q0), out.row);
+        }
+    release(s);
+  }
+}
+
+// data, strides: grad, q, k, v, out, lse, dq, dk, dv. dk and dv have gradient_heads heads: a multiple of kv_heads that divides heads.
+extern "C" void attention_backward(const Problem* problem, float* const* data, const int64_t* strides) {
+  const Problem n = *problem;
+  const View grad = view(0, data, strides), q = view(1, data, strides), k = view(2, data, strides), v = view(3, data, strides), out = view(4, data, strides),
+             lse = view(5, data, strides), dq = view(6, data, strides), dk = view(7, data, strides), dv = view(8, data, strides);
+  const int64_t query_tiles = tiles(n.queries), key_tiles = tiles(n.keys), group = n.heads / n.gradient_heads, share = n.gradient_heads / n.kv_heads;
+#pragma omp parallel num_threads(n.threads)
+  {
+    float* kt = buffer(key_tiles * T * n.dim + 3 * T * T + (2 * n.dim + n.v_dim + 2) * T);
+    float *p = kt + key_tiles * T * n.dim, *ds = p + T * T, *bend = ds + T * T, *qt = bend + T * T, *dqt = qt + n.dim * T, *gt = dqt + n.dim * T;
+    float *delta = gt + n.v_dim * T, *top = delta + T;
+#pragma omp for collapse(2) schedule(dynamic, 1)
+    for (int64_t b = 0; b < n.batch; ++b)
+      for (int64_t g = 0; g < n.gradient_heads; ++g) {
+        for (int64_t j = 0; j < key_tiles; ++j) transpose(k.at(b, g / share, j * T), k.row, std::min(T, n.keys - j * T), n.dim, kt + j * T * n.dim, T);
+        for (int64_t key = n.causal || !n.queries ? query_tiles * T : n.keys; key < n.keys; ++key) {  // keys that no query sees
+          std::fill_n(dk.at(b, g, key), n.dim, 0.0f);
+          std::fill_n(dv.at(b, g, key), n.v_dim, 0.0f);
+        }
+        for (int64_t h = g * group; h < (g + 1) * group; ++h)
+          for (int64_t i = 0; i < query_tiles; ++i) {
+            const int64_t q0 = i * T, nq = std::min(T, n.queries - q0);
+            const auto [low, end] = seen(n, q0, nq);
+            const float *qi = q.at(b, h, q0), *gi = grad.at(b, h, q0);
+            transpose(qi, q.row, nq, n.dim, qt, T, n.scale);
+            transpose(gi, grad.row, nq, n.v_dim, gt, T);
+            for (int64_t c = 0; c < nq; ++c) {
+              const float *o = out.at(b, h, q0 + c), *x = gi + c * grad.row, l = *lse.at(b, h, q0 + c);
+              float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+              for (int64_t e = 0; e < n.v_dim; ++e) total += x[e] * o[e];
+              delta[c] = total;
+              top[c] = l == NEVER ? 0.0f : l;
+            }
+            if (low == end)
+              for (int64_t c = 0; c < nq; ++c) std::fill_n(dq.at(b, h, q0 + c), n.dim, 0.0f);
+            for (int64_t j = low; j < end; ++j) {
+              const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
+              product(t.nk, nq, n.dim, k.at(b, g / share, t.k0), k.row, qt, T, p, T, false);
+              product(t.nk, nq, n.v_dim, v.at(b, g / share, t.k0), v.row, gt, T, ds, T, false);
+              if (n.softcap)
+                for (int64_t x = 0; x < t.nk * T; ++x) {
+                  const float bent = tangent(p[x] / n.softcap);
+                  p[x] = n.softcap * bent;
+                  bend[x] = 1.0f - bent * bent;
+                }
+              hide(p, t, n);
+              for (int64_t y = 0; y < t.nk; ++y)
+                for (int64_t c = 0; c < nq; ++c) {
+                  const float e = exponential(p[y * T + c] - top[c]);
+                  p[y * T + c] = e;
+                  ds[y * T + c] = e * (ds[y * T + c] - delta[c]) * n.scale;
+                }
+              if (n.softcap)
+                for (int64_t x = 0; x < t.nk * T; ++x) ds[x] *= bend[x];
+              const bool first = h == g * group && i == (n.causal ? j : 0);  // of the queries that see these keys
+              product(t.nk, n.v_dim, nq, p, T, gi, grad.row, dv.at(b, g, t.k0), dv.row, !first);
+              product(t.nk, n.dim, nq, ds, T, qi, q.row, dk.at(b, g, t.k0), dk.row, !first);
+              product(n.dim, nq, t.nk, kt + j * T * n.dim, T, ds, T, dqt, T, j > low);
+            }
+            if (low != end) transpose(dqt, T, n.dim, nq, dq.at(b, h, q0), dq.row);
+          }
+      }
+    release(kt);
+  }
+}

@@ -1,0 +1,111 @@
+"""Our own flash attention on CPU against the reference in float64: every option, sizes around its tiles, and where it does not serve."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_fx import compat_cpp, kernels
+from mindspeed_fx.kernels import attention_flash
+
+ops = torch.ops.mindspeed
+served = pytest.mark.skipif(compat_cpp.problem() is not None, reason=str(compat_cpp.problem()))
+SIZES = st.sampled_from([1, 2, 63, 64, 65, 130, 200])
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def both(q, k, v, grad, causal, scale, window, softcap, sinks):
+    """Results and gradients of the kernel, and of the reference in float64."""
+    out, lse = ops.attention_flash(q, k, v, causal, scale, window, softcap, sinks)
+    have = [out, lse, *ops.attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window, softcap)]
+    q, k, v, grad, sinks = (None if x is None else x.double() for x in (q, k, v, grad, sinks))
+    out, lse = ops.attention(q, k, v, None, causal, scale, window, softcap, sinks)
+    return have, [out, lse, *ops.attention_backward(grad, q, k, v, out, lse, None, causal, scale, window, softcap)]
+
+
+@served
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 2), st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]), SIZES, SIZES, st.sampled_from([(8, 8), (40, 24), (17, 33)]), st.sampled_from([0, 0, 1, 50, 300]),
+       st.sampled_from([0.0, 0.0, 3.0]), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1, 2, 5]))  # fmt: skip
+def test_is_the_reference(batch, heads, queries, keys, dims, window, softcap, causal, sinks, stored_bsnd, threads):
+    torch.set_num_threads(threads)
+    torch.manual_seed(queries * 1000 + keys)
+
+    def made(n, s, d):
+        return torch.randn(batch, s, n, d).transpose(1, 2) if stored_bsnd else torch.randn(batch, n, s, d)
+
+    q, k, v, grad = made(heads[0], queries, dims[0]), made(heads[1], keys, dims[0]), made(heads[1], keys, dims[1]), made(heads[0], queries, dims[1])
+    have, want = both(q, k, v, grad, causal, dims[0] ** -0.5, window if causal else 0, softcap, torch.randn(heads[0]) if sinks else None)
+    for h, w in zip(have, want, strict=True):
+        assert h.shape == w.shape and h.transpose(1, 2).is_contiguous()
+        torch.testing.assert_close(h.double(), w, rtol=2e-5, atol=2e-5)
+
+
+@served
+def test_any_storage_and_gradient():
+    q, k, v = torch.randn(2, 4, 16, 70).transpose(2, 3), torch.randn(2, 2, 70, 32)[..., ::2], torch.randn(1, 2, 70, 16).expand(2, 2, 70, 16)
+    have, want = both(q, k, v, torch.ones(()).expand(2, 4, 70, 16), True, 0.25, 0, 0.0, None)
+    for h, w in zip(have, want, strict=True):
+        torch.testing.assert_close(h.double(), w, rtol=2e-5, atol=2e-5)
+
+
+@served
+@pytest.mark.parametrize("queries, keys, causal", [(0, 5, True), (0, 5, False), (5, 0, False), (70, 3, True), (3, 200, True)])
+def test_rows_and_keys_that_meet_nothing_are_zero(queries, keys, causal):
+    q, k, v, grad = (torch.randn(1, 2, n, 8) for n in (queries, keys, keys, queries))
+    have, want = both(q, k, v, grad, causal, 0.3, 2 if causal else 0, 0.0, None)
+    for h, w in zip(have, want, strict=True):
+        torch.testing.assert_close(h.double(), w, rtol=2e-5, atol=2e-5)
+    assert have[0].isfinite().all() and all(g.isfinite().all() for g in have[2:])
+
+
+@served
+def test_large_scores_are_exact_and_nan_is_not_hidden():
+    q, k, v, grad = (torch.randn(1, 1, 80, 8) for _ in range(4))
+    have, want = both(100 * q, 100 * k, v, grad, True, 1.0, 0, 0.0, None)  # scores of tens of thousands: all weight on one key
+    torch.testing.assert_close(have[0].double(), want[0], rtol=1e-4, atol=1e-4)
+    q[0, 0, 70, 3] = float("nan")
+    out, _ = ops.attention_flash(q, k, v, True, 1.0)
+    assert out[0, 0, 70].isnan().all() and not out[0, 0, :70].isnan().any()
+
+
+@served
+def test_the_same_whatever_the_number_of_threads():
+    q, k, v, grad = (torch.randn(2, n, 130, 16) for n in (4, 4, 4, 4))
+    found = []
+    for threads in (1, 4):
+        torch.set_num_threads(threads)
+        out, lse = ops.attention_flash(q, k, v, True, 0.25)
+        found.append([out, lse, *ops.attention_flash_backward(grad, q, k, v, out, lse, True, 0.25)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types_run_the_reference(dtype):
+    q, k, v = (torch.randn(1, 2, 9, 8).to(dtype) for _ in range(3))
+    assert "not float32" in attention_flash.supports(q, k, v)
+    for have, want in zip(ops.attention_flash(q, k, v, True, 0.3), ops.attention(q, k, v, None, True, 0.3)):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("capability, word", [("DEFAULT", "has DEFAULT"), ("AVX2", "no C++ compiler: none here")])
+def test_where_it_cannot_be_built_it_says_why_and_atens_kernel_serves(monkeypatch, capability, word):
+    def no_compiler():
+        raise RuntimeError("none here")
+
+    monkeypatch.setattr(compat_cpp, "capability", lambda: capability)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    compat_cpp.problem.cache_clear()
+    try:
+        q = torch.empty(1, 2, 9, 8, device="meta")
+        chosen, reasons = kernels.REGISTRY[ops.attention.default].choose("cpu", (q, q, q, None, True, 0.3, 0, 0.0, None), {})
+        assert chosen.kernel == "aten flash attention"
+        assert len(reasons) == 1 and reasons[0].startswith("flash attention in C++: ") and word in reasons[0]
+    finally:
+        compat_cpp.problem.cache_clear()
