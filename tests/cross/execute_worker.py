@@ -23,7 +23,8 @@ def run(case, dtype):
 
 
 if __name__ == "__main__":
-    rows = {}
+    with executing() as ran:
+        rows = {"adamw-float32": {"distances": cases.adamw("cpu"), "kernels": ran}} if "adamw" in sys.argv else {}
     for case in cases.CASES:
         if case.name in sys.argv[1:]:
             for dtype in (torch.float32, torch.bfloat16):

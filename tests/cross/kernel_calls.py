@@ -59,6 +59,8 @@ def many():
     logits, target, upstream = _new(128, 128256), _new(128, dtype=torch.int64), _new(128, dtype=f32)
     found["linear_cross_entropy_chunk 128256"] = kernels.call("linear_cross_entropy_chunk", logits, target, None, 0.0, 0.0, 0.0, True)
     found["linear_cross_entropy_chunk, capped"] = kernels.call("linear_cross_entropy_chunk", logits, target, upstream, 0.1, 1e-4, 30.0, True)
+    flat, narrow = _new(2**24, dtype=f32), _new(2**24)
+    found["adamw"] = kernels.call("adamw", flat, narrow, flat, flat, narrow, 1e-3, 0.999, 0.9, 0.95, 1e-8, 1.5, 0.5)
     wide = _new(4096, 14336)
     for activation in ("gelu", "gelu_tanh", "relu"):
         found[f"glu {activation}"] = kernels.call("glu", wide, wide, activation)

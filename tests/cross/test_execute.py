@@ -56,3 +56,10 @@ def test_the_ir_of_two_kernels(name, dtype):
 @pytest.mark.parametrize("name", [c.name for c in cases.CASES if c.name not in FIRST])
 def test_the_ir_of_every_kernel(name, dtype):
     check(name, dtype, executed(tuple(c.name for c in cases.CASES if c.name not in FIRST)))
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@needs_compiler
+def test_the_ir_of_an_optimizer_step():
+    check("adamw", "float32", executed(("adamw",)))

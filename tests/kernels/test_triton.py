@@ -26,7 +26,7 @@ NAMED = os.environ.get("MINDSPEED_FX_TRITON", "")
 FOUND = NAMED if os.path.isdir(os.path.join(NAMED, "triton")) else None
 needs_triton = pytest.mark.skipif(not FOUND and importlib.util.find_spec("triton") is None, reason="triton is not installed, nor named by MINDSPEED_FX_TRITON")
 
-KERNELS = {"rms_norm_forward", "rms_norm_forward_wide", "rms_norm_backward", "rms_norm_backward_wide", "rms_norm_weight_gradient", "swiglu_forward", "swiglu_backward", "rope_rotate", "cross_entropy_forward", "cross_entropy_backward", "dropout_add_forward", "dropout_add_backward", "glu_forward", "glu_backward", "layer_norm_forward", "layer_norm_forward_wide", "layer_norm_backward", "layer_norm_backward_wide", "layer_norm_parameter_gradients", "moe_combine_forward", "moe_combine_backward", "cross_entropy_chunk"}
+KERNELS = {"rms_norm_forward", "rms_norm_forward_wide", "rms_norm_backward", "rms_norm_backward_wide", "rms_norm_weight_gradient", "swiglu_forward", "swiglu_backward", "rope_rotate", "cross_entropy_forward", "cross_entropy_backward", "dropout_add_forward", "dropout_add_backward", "glu_forward", "glu_backward", "layer_norm_forward", "layer_norm_forward_wide", "layer_norm_backward", "layer_norm_backward_wide", "layer_norm_parameter_gradients", "moe_combine_forward", "moe_combine_backward", "cross_entropy_chunk", "adamw_step"}
 
 
 SPILLED = 8
@@ -69,6 +69,11 @@ def test_where_the_norm_is_rounded(weight):
 @needs_triton
 def test_no_rows():
     assert worker("interpret")["without_rows"] == [[0, 64], [0, 1], [0, 64], [64], [9000], [0, 32], [0], [0], [0, 1, 64]]
+
+
+@needs_triton
+def test_adamw_in_the_interpreter():
+    assert all(d <= 1 for d in worker("interpret")["adamw"].values()), worker("interpret")["adamw"]
 
 
 def assert_lowered(found, codegen):

@@ -233,6 +233,27 @@ def without_rows(device: str) -> list[list[int]]:
     return [list(t.shape) for t in (y, rstd, dx, dw, dwide, ops.swiglu_triton(x), loss, lse, rotated)]
 
 
+def adamw(device: str) -> dict[str, float]:
+    """Distances of three steps of the kernel from torch's optimizer in float64, of the weights, the moments and the copy."""
+    from mindspeed_fx.kernels.adamw import adamw_, unable
+
+    n, settings = 5003, {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    weight = torch.randn(n, dtype=torch.float64).float()
+    want = torch.nn.Parameter(weight.double())
+    optimizer = torch.optim.AdamW([want], **settings)
+    weight, m, v = weight.to(device), torch.zeros(n, device=device), torch.zeros(n, device=device)
+    copy = torch.empty(n, dtype=torch.bfloat16, device=device)
+    for step in range(1, 4):
+        grad = torch.randn(n).to(device, torch.bfloat16)
+        assert unable(weight, grad, m, v, copy) is None
+        adamw_(weight, grad, m, v, copy, step=step, grad_scale=0.5, **settings)
+        want.grad = 0.5 * grad.double().cpu()
+        optimizer.step()
+    state = optimizer.state[want]
+    pairs = {"weight": (weight, want), "exp_avg": (m, state["exp_avg"]), "exp_avg_sq": (v, state["exp_avg_sq"]), "copy": (copy, want)}
+    return {name: _distance(have.cpu(), w.detach()) for name, (have, w) in pairs.items()}
+
+
 class Model(torch.nn.Module):
     """A norm, a gated product, a rotation and a loss, spelled as models spell them."""
 

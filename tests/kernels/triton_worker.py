@@ -35,6 +35,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 def interpret() -> dict[str, Any]:
     found = {f"cast_first-{dtype}".replace("torch.", ""): cases.equal_shares(dtype, "cpu") for dtype in (torch.float16, torch.float32)}
     found["without_rows"] = cases.without_rows("cpu")
+    found["adamw"] = cases.adamw("cpu")
     return found | {f"{case.name}-{dtype}".replace("torch.", ""): cases.distances(case, dtype, "cpu") for case in cases.CASES for dtype in cases.TOLERANCE}
 
 
@@ -49,7 +50,7 @@ def lower() -> dict[str, dict]:
 def launches() -> list[tuple[str, object, tuple, int, dict]]:
     """(label, kernel, arguments, warps, constants) of the launches that the launchers make for training shapes."""
     found = []
-    run = {name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}") for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "rope", "cross_entropy", "dropout_add_seeded", "glu", "moe_unpermute", "linear_cross_entropy")}
+    run = {name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}") for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "rope", "cross_entropy", "dropout_add_seeded", "glu", "moe_unpermute", "linear_cross_entropy", "adamw")}
     new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     with launching(lambda kernel, grid, args, num_warps, constants: found.append((label, kernel, args, num_warps, constants))):
         for dtype in (BF16, F32):
@@ -83,6 +84,9 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 x = new(8192, 4096, dtype=dtype)
                 run["glu"].forward(x, x, activation)
                 run["glu"].backward(x, x, x, activation)
+            if dtype == BF16:
+                label, flat, narrow = f"flat-{short}", new(2**24, dtype=F32), new(2**24, dtype=BF16)
+                run["adamw"].step(flat, narrow, flat, flat, narrow, 1e-3, 0.999, 0.9, 0.95, 1e-8, 1.5, 0.5)
             for interleaved in (True, False):
                 label = f"{'interleaved' if interleaved else 'half'}-{short}"
                 x, cos = new(4096, 2, 32, 128, dtype=dtype), new(4096, 1, 1, 128, dtype=F32)

@@ -102,8 +102,8 @@ def load(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"{__name__}.{file}"), function)
 
 
-PARTS = {"linear_cross_entropy_chunk": "linear_cross_entropy.chunk"}
-"""Launchers that an operator calls on its way, by the name that :func:`mindspeed_fx.cross.kernels.call` gives them."""
+PARTS = {"linear_cross_entropy_chunk": "linear_cross_entropy.chunk", "adamw": "adamw.step"}
+"""Launchers that are no operator's, or that one calls on its way, by the name that :func:`mindspeed_fx.cross.kernels.call` gives them."""
 
 
 def refuse(width: Any, **tensors: Tensor | None) -> str | None:

@@ -32,14 +32,16 @@ _TOGETHER = 32768
 def candidates(constants: dict[str, Any]) -> list[dict[str, int]]:
     """Tiles for a launch with ``constants``, best guess first; [{}] when it has no tile to choose.
 
-    A tile is ROWS whole rows of N, or BLOCK columns of N (or V), or HEADS heads.
+    A tile is ROWS whole rows of N, or BLOCK columns of N (or V), or BLOCK elements of a flat buffer, or HEADS heads.
     """
     width = constants.get("N", constants.get("V"))
     if "HEADS" in constants:
         lanes = 2 * constants["HALF"]
         return [{"HEADS": h} for h in _powers(constants["HEADS"]) if h * lanes <= _TOGETHER][:TRIES]
-    if "BLOCK" not in constants or width is None:
+    if "BLOCK" not in constants:
         return [{}]
+    if width is None:
+        return [{"BLOCK": b} for b in (8192, 4096, 2048, 1024, 512)]
     if "ROWS" in constants and constants["BLOCK"] >= width:
         return [{"ROWS": r, "BLOCK": width} for r in _powers(16) if r * width <= _TOGETHER][:TRIES] or [{"ROWS": 1, "BLOCK": width}]
     blocks = list(_blocks(width))
@@ -62,10 +64,12 @@ def _powers(most: int) -> list[int]:
 
 
 def trips(constants: dict[str, Any]) -> float:
-    """Trips of the outermost loop for each row (or token) of the work."""
+    """Trips of the outermost loop for each row (or token, or element of a flat buffer) of the work."""
     width = constants.get("N", constants.get("V", 1))
     if "HEADS" in constants:
         return 1 / constants["HEADS"]
+    if "N" not in constants and "V" not in constants:
+        return 1 / constants.get("BLOCK", 1)
     rows = 1 / constants["ROWS"] if "ROWS" in constants else 1.0
     return rows * (1 if constants.get("BLOCK", width) >= width else -(-width // constants["BLOCK"]))
 
