@@ -103,6 +103,8 @@ class Compilation:
         if self.options.target == "npu":
             compat_npu.load_inductor()
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
+        if plan:  # a rank's part of a table may be one number throughout where another rank's is not, and then only one of them would be folded
+            config["joint_graph_constant_folding"] = False
         hooks = {"pre_grad": captured_by_hook, "partitioner": self.partitioner(name), "post_grad": pinned}
         return wrap(compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches and not plan, decompositions=table, **hooks))
 

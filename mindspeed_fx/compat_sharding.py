@@ -157,9 +157,23 @@ def by_coordinate(mesh: Any, dim: int, value: Callable[[int], int]) -> Any:
 
     if local_tensor_mode() is None:
         return value(mesh.get_local_rank(dim))
-    places = {int(rank): place for place, plane in enumerate(mesh.mesh.movedim(dim, 0)) for rank in plane.flatten().tolist()}
-    values = {rank: value(place) for rank, place in places.items()}
+    values = {rank: value(place) for rank, place in _places(mesh, dim).items()}
     return torch.SymInt(LocalIntNode(values)) if len(set(values.values())) > 1 else next(iter(values.values()))
+
+
+def entry_by_coordinate(mesh: Any, dim: int, table: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """``table[place along mesh dimension dim]`` as a tensor. The whole table is part of a traced graph, so that those of all ranks
+    differ in one number."""
+    from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+    if local_tensor_mode() is None:
+        return torch.tensor(table, device=device).narrow(0, mesh.get_local_rank(dim), 1).squeeze(0)
+    return LocalTensor({rank: torch.tensor(table[place], device=device) for rank, place in _places(mesh, dim).items()})
+
+
+def _places(mesh: Any, dim: int) -> dict[int, int]:
+    """Rank -> place along a mesh dimension."""
+    return {int(rank): place for place, plane in enumerate(mesh.mesh.movedim(dim, 0)) for rank in plane.flatten().tolist()}
 
 
 def all_to_all(x: torch.Tensor, receives: list[int], sends: list[int], mesh: Any, dim: int) -> torch.Tensor:

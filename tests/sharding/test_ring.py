@@ -116,7 +116,6 @@ def test_bfloat16_is_as_close_to_float64_as_one_device_is():
 @pytest.mark.parametrize("settings, inputs, says", [
     (dict(is_causal=True), qkv(seq=6, keys=6), "two chunks per rank; 6 elements do not divide into 4"),
     (dict(), qkv(seq=4), "as many queries as keys; here 4 and 8"),
-    (dict(attn_mask=torch.ones(8, 8, dtype=torch.bool).tril(1)), qkv(), 'ring attention with a mask is not built; plan "kv_allgather" or "ulysses" takes it'),
 ])  # fmt: skip
 def test_what_it_refuses(settings, inputs, says):
     with pytest.raises(ShardingError) as error:

@@ -70,6 +70,64 @@ def generated_code():
     assert report.effective_options["codegen"] == "inductor" and report.effective_options["caches"].startswith("off: the model is parallelized")
 
 
+class Masked(torch.nn.Module):
+    """Attention in a window, in documents that are known by their numbers, and in a prefix; checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 8, 8, dtype=torch.float64))
+
+    def attend(self, x, documents):
+        q, k, v = (torch.einsum("bsh,hd->bsd", x, w).unflatten(-1, (2, 4)).transpose(1, 2) for w in self.weight)
+        row, column = torch.arange(x.shape[1]).unsqueeze(1), torch.arange(x.shape[1])
+        masks = [(column <= row) & (row - column < 5), (column <= row) | (column < 5), (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1) & (column <= row)]
+        return sum(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=m) for m in masks).transpose(1, 2).flatten(2)
+
+    def forward(self, x, documents):
+        x = torch.utils.checkpoint.checkpoint(self.attend, x, documents, use_reentrant=False)
+        return self.attend(x, documents).square().mean()
+
+
+def masks(codegen="eager"):
+    """A ring by blocks, compiled: windows, documents, prefixes; checkpointed regions."""
+    torch.manual_seed(0)
+    reference = Masked()
+    x, documents = torch.randn(2, 16, 8, dtype=torch.float64), torch.arange(16).div(6, rounding_mode="floor").repeat(2, 1)
+    expected = reference(x, documents)
+    expected.backward()
+    model, step = compiled(copy.deepcopy(reference), "cp", "ring", codegen=codegen)
+    model.zero_grad()
+    loss = step(x, documents)
+    loss.backward()
+    assert abs(loss - expected) <= 1e-10 * abs(expected)
+    assert (model._parameters["weight"].grad.full_tensor() - reference.weight.grad).abs().max() <= 1e-10 * reference.weight.grad.abs().max()
+
+
+def masks_in_generated_code():
+    masks("inductor")
+
+
+def experts(codegen="eager"):
+    """Mixtral with experts on both ranks, compiled."""
+    from test_experts import hugging_face
+
+    reference = hugging_face("Mixtral", "batched_mm")
+    ids = torch.arange(32).view(4, 8) * 7 % 32
+    expected = reference(ids)
+    expected.backward()
+    model, step = compiled(copy.deepcopy(reference), "ep", "ep", codegen=codegen)
+    model.zero_grad()
+    loss = step(ids)
+    loss.backward()
+    assert abs(loss - expected) <= 1e-7 * abs(expected)
+    for (name, p), whole in zip(model.named_parameters(), reference.parameters()):
+        assert (p.grad.full_tensor() - whole.grad).abs().max() <= 1e-6 * whole.grad.abs().max(), name
+
+
+def experts_in_generated_code():
+    experts("inductor")
+
+
 def checkpoints():
     """Saved under one plan, loaded under another, and by a whole model."""
     reference = whole_model()

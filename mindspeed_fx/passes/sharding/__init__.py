@@ -5,7 +5,8 @@
 * ``parallelize.py``: parameters become DTensors that the model's code still sees whole
 * ``place.py``: the pass ``sharding.place``: a plan's edges become ``place`` calls in the captured graph
 * ``program.py``: the graph run on DTensors inside what AOTAutograd traces, which is the local program
-* ``vocabulary.py``, ``rows.py``: operators that need collectives inside
+* ``vocabulary.py``, ``rows.py``, ``ring.py``, ``experts.py``: operators that need collectives inside
+* ``blocks.py``, ``ring_blocks.py``, ``known.py``: attention of divided sequences with masks: who computes what, how, and masks known while compiling
 * ``simulate.py``: every rank of a plan in one process, to check it
 """
 

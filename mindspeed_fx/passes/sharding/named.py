@@ -7,6 +7,7 @@ that pack several tensors in one (``gate_up``, ``qkv``) stay whole: their parts 
 
 from __future__ import annotations
 
+import inspect
 from typing import Callable, Mapping
 
 from torch import nn
@@ -24,7 +25,7 @@ def named(name: str, model: nn.Module) -> Plan:
     """The plan ``name`` for ``model``, or several joined by "+", outermost mesh dimension first ("zero3+tp_sp").
 
     Mesh dimensions are "dp" for zero1, zero2 and zero3, "tp" for tp and tp_sp, "tp_x" and "tp_y" for tp_2d, "cp" for
-    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid.
+    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid, "ep" for ep.
 
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
@@ -34,7 +35,7 @@ def named(name: str, model: nn.Module) -> Plan:
         if part not in NAMED:
             raise ShardingError(f'no plan is named "{part}"{nearest(part, NAMED)}; valid: {", ".join(NAMED)}')
         new = NAMED[part](model, plan)
-        plan = new if plan is None else new + plan
+        plan = new if plan is None else new.beside(plan) if part == "ep" else new + plan
     return plan
 
 
@@ -99,13 +100,13 @@ def ulysses(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Pl
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
     heads = {a: {dim: "S(1)"} for a in QKV}
-    return Plan("ulysses", (dim,), inputs={"*": {dim: "S(1)"}}, operators={ATTENTION: Boundary(arguments=heads, output={dim: "S(2)"})})
+    return Plan("ulysses", (dim,), inputs=_sequence(model, dim), operators={ATTENTION: Boundary(arguments=heads, output={dim: "S(2)"})})
 
 
 def kv_allgather(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
     """The sequence is divided, also the queries of attention, which gathers keys and values: any number of heads."""
     placed = {QKV[0]: {dim: "S(2)"}, QKV[1]: {dim: "R"}, QKV[2]: {dim: "R"}}
-    return Plan("kv_allgather", (dim,), inputs={"*": {dim: "S(1)"}}, operators={ATTENTION: Boundary(arguments=placed, output={dim: "S(2)"})})
+    return Plan("kv_allgather", (dim,), inputs=_sequence(model, dim), operators={ATTENTION: Boundary(arguments=placed, output={dim: "S(2)"})})
 
 
 def ring(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
@@ -114,7 +115,7 @@ def ring(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
     Source: Liu et al. 2023, "Ring Attention".
     """
     divided = {a: {dim: "S(2)"} for a in QKV}
-    return Plan("ring", (dim,), inputs={"*": {dim: "S(1)"}}, operators={ATTENTION: Boundary(arguments=divided, output={dim: "S(2)"})})
+    return Plan("ring", (dim,), inputs=_sequence(model, dim), operators={ATTENTION: Boundary(arguments=divided, output={dim: "S(2)"})})
 
 
 def hybrid(model: nn.Module, beside: Plan | None = None, outer: str = "cp_ring", inner: str = "cp_ulysses") -> Plan:
@@ -123,7 +124,25 @@ def hybrid(model: nn.Module, beside: Plan | None = None, outer: str = "cp_ring",
     Source: Fang and Zhao 2024, "USP"; MindSpeed's hybrid_cp_algo.
     """
     placed = {a: {outer: "S(2)", inner: "S(1)"} for a in QKV}
-    return Plan("hybrid", (outer, inner), inputs={"*": {outer: "S(1)", inner: "S(1)"}}, operators={ATTENTION: Boundary(arguments=placed, output={outer: "S(2)", inner: "S(2)"})})
+    return Plan("hybrid", (outer, inner), inputs=_sequence(model, outer, inner), operators={ATTENTION: Boundary(arguments=placed, output={outer: "S(2)", inner: "S(2)"})})
+
+
+def ep(model: nn.Module, beside: Plan | None = None, dim: str = "ep") -> Plan:
+    """The batch is divided, and so are the experts of every mixture; tokens are gathered for the experts and their results scattered
+    (:mod:`experts`). Ranks that divide the batch by a zero plan share the rows of the experts that they all hold. Beside tensor
+    parallelism the experts are divided over "tp" too, by number and not by width (MindSpeed's TP-extends-EP).
+
+    Experts are parameters [experts, ., .] of a module whose name ends in "experts", as in Hugging Face models.
+    Source: Megatron-core's "allgather" token dispatcher.
+    """
+    held = {n: p for n, p in model.named_parameters() if p.ndim == 3 and n.rpartition(".")[0].endswith("experts")}
+    if not held:
+        raise ShardingError('plan "ep" found no experts: parameters of shape [experts, ., .] in a module whose name ends in "experts"; experts that are a list of modules are not divided')
+    dims = [dim, *(d for d in (beside.mesh if beside else ()) if d == "tp")]
+    # Where the sequence is divided between layers, the sum of the experts' results meets it there.
+    whole = {"tp": "R"} if "tp" in dims and not any(edge.output.get("tp", "R") != "R" for edge in beside.modules.values()) else {}
+    modules = {n.rpartition(".")[0]: Boundary(input=dict.fromkeys(dims, "R"), output={dim: "S(0)", **whole}) for n in held}
+    return Plan("ep", (dim, *dims[1:]), {n: dict.fromkeys(dims, "S(0)") for n in held}, inputs={"*": {dim: "S(0)"}}, modules=modules)
 
 
 def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
@@ -150,9 +169,15 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
 
 
 NAMED: dict[str, Callable[..., Plan]] = {
-    "tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d, "ulysses": ulysses, "kv_allgather": kv_allgather, "ring": ring, "hybrid": hybrid,
+    "tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d, "ulysses": ulysses, "kv_allgather": kv_allgather, "ring": ring, "hybrid": hybrid, "ep": ep,
     "zero1": zero("zero1"), "zero2": zero("zero2"), "zero3": zero("zero3"),
 }  # fmt: skip
+
+
+def _sequence(model: nn.Module, *dims: str) -> dict[str, dict[str, str]]:
+    """Inputs divided by sequence, their second dimension; masks are whole, since it is another dimension of theirs."""
+    masks = [n for n in inspect.signature(model.forward).parameters if "mask" in n]
+    return {"*": {d: "S(1)" for d in dims}, **{n: {d: "R" for d in dims} for n in masks}}
 
 
 def _linears(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:

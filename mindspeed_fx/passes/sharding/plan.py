@@ -95,8 +95,13 @@ class Plan:
         """Both plans at once, on the mesh of both; ``self``'s dimensions are the outer ones."""
         if shared := set(self.mesh) & set(other.mesh):
             raise ShardingError(f'plans "{self.name}" and "{other.name}" both use mesh dimension {", ".join(sorted(shared))}')
+        return self.beside(other)
+
+    def beside(self, other: "Plan") -> "Plan":
+        """As the sum, for a plan that was made for ``other`` and speaks of its dimensions too."""
         merged = {s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")}
-        return Plan(f"{self.name}+{other.name}", self.mesh + other.mesh, gather={**self.gather, **other.gather}, **merged)
+        own = tuple(d for d in self.mesh if d not in other.mesh)
+        return Plan(f"{self.name}+{other.name}", own + other.mesh, gather={**self.gather, **other.gather}, **merged)
 
     # ---------------------------------------------------------------- words in, words out
 
@@ -167,18 +172,22 @@ def matching(patterns: Iterable[str], name: str) -> list[str]:
 
 
 def placement_of(section: Mapping[str, Placed], name: str, what: str) -> dict[str, str]:
-    """Everything that the patterns of ``section`` say of ``name``.
+    """Everything that the patterns of ``section`` say of ``name``; one with more letters is heard before one with fewer ("mask" before "*").
 
     Raises:
-        ShardingError: two patterns say different things.
+        ShardingError: two patterns of as many letters say different things.
     """
     found: dict[str, tuple[str, str]] = {}
-    for pattern in matching(section, name):
+    for pattern in sorted(matching(section, name), key=_letters, reverse=True):
         for dim, word in section[pattern].items():
-            if dim in found and found[dim][0] != word:
+            if dim in found and found[dim][0] != word and _letters(found[dim][1]) == _letters(pattern):
                 raise ShardingError(f'{what} "{name}" is {found[dim][0]} on "{dim}" by "{found[dim][1]}" and {word} by "{pattern}"')
-            found[dim] = (word, pattern)
+            found.setdefault(dim, (word, pattern))
     return {dim: word for dim, (word, _) in found.items()}
+
+
+def _letters(pattern: str) -> int:
+    return len(pattern) - pattern.count("*")
 
 
 def unmatched(patterns: Iterable[str], names: Iterable[str], what: str, plan: str) -> None:

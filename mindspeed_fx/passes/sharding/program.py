@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx import compat, compat_sharding
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
-from mindspeed_fx.passes.sharding import rows, vocabulary
+from mindspeed_fx.passes.sharding import experts, rows, vocabulary
+from mindspeed_fx.passes.sharding.known import known_masks
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
 from mindspeed_fx.report.source import source_line
@@ -45,11 +46,13 @@ class Program(torch.nn.Module):
         register_sharding_rules()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
+        object.__setattr__(self, "known", known_masks(graph))
+        self.data = [mesh.mesh_dim_names.index(name) for name, stage in plan.gather.items() if stage != "never"]
 
     def forward(self, *local: Any) -> Any:
         given = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
         with fx.traceback.preserve_node_meta():
-            results = _Planned(self.graph, self.mesh).run(*given)
+            results = _Planned(self.graph, self.mesh, self.known, self.data).run(*given)
         results = pytree.tree_map_only(DTensor, self._leave, results)
         return tuple(results) if isinstance(results, (tuple, list)) else results
 
@@ -76,11 +79,12 @@ class Program(torch.nn.Module):
 class _Planned(fx.Interpreter):
     """Runs a captured graph on DTensors; names the user's module and line where an operator cannot be divided."""
 
-    def __init__(self, graph: fx.GraphModule, mesh: DeviceMesh):
+    def __init__(self, graph: fx.GraphModule, mesh: DeviceMesh, known: dict[fx.Node, torch.Tensor], data: list[int]):
         super().__init__(graph, garbage_collect_values=False)
-        self.extra_traceback, self.mesh = False, mesh
+        self.extra_traceback, self.mesh, self.known, self.data = False, mesh, known, data
 
     def run_node(self, n: fx.Node) -> Any:
+        self.node = n
         try:
             return pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
         except ShardingError as e:
@@ -101,11 +105,19 @@ class _Planned(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if compat.is_checkpoint(target):
-            return compat_sharding.checkpointed(lambda body: _Planned(body, self.mesh), args, kwargs)
+            return compat_sharding.checkpointed(lambda body: _Planned(body, self.mesh, self.known, self.data), args, kwargs)
+        if target is torch.ops.mindspeed.grouped_matmul.default:
+            return experts.grouped_matmul(*args, **kwargs, data=self.data)
+        if self.node in self.known:
+            kwargs = {**kwargs, "known": self.known[self.node]}
+        return experts.with_own_rows(self._called, target, args, kwargs)
+
+    def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:
         handler = HANDLERS.get(target)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        return super().call_function(target, args, kwargs)
+        return super().call_function(target, args, kwargs) if handler is None else handler(*args, **kwargs)
+
+    def output(self, target: str, args: tuple, kwargs: dict) -> Any:
+        return pytree.tree_map(experts.whole, super().output(target, args, kwargs))
 
 
 HANDLERS: dict[Any, Callable] = {

@@ -4,6 +4,8 @@ Source: Liu et al. 2023, "Ring Attention"; the balance is Megatron's zig-zag: th
 while it is in attention, rank r of n works on chunks r and 2n-1-r. After its own keys a rank then computes two blocks of a chunk
 by a chunk with the keys of every other rank: the same number of scores on every rank in every step, and no mask. Elsewhere the sequence stays divided in order, so that nothing else of the model needs to know.
 
+With a mask or a window there is no ring: :mod:`blocks` says which rank computes what, and :mod:`ring_blocks` does it.
+
 The next keys and values are sent before this step's attention, and waited for after it. The backward sends them round again,
 and the gradients of keys and values with them, a step behind; what it needs besides is the log-sum-exp over all keys.
 """
@@ -16,12 +18,14 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from mindspeed_fx import compat_sharding
+from mindspeed_fx import compat, compat_sharding
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.passes.sharding.blocks import PER_RANK, Schedule, best, needed
 from mindspeed_fx.passes.sharding.plan import ShardingError
+from mindspeed_fx.passes.sharding.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
 
 ops = torch.ops.mindspeed
 
@@ -39,25 +43,62 @@ def over(q: DTensor, k: DTensor, v: DTensor) -> int | None:
     return found[0] if found else None
 
 
-def attention(q: DTensor, k: DTensor, v: DTensor, dim: int, causal: bool, scale: float, softcap: float = 0.0) -> DTensor:
-    """The result of ``mindspeed::attention`` without a mask, the sequences of all three divided over mesh dimension ``dim``.
+def attention(
+    q: DTensor, k: DTensor, v: DTensor, dim: int, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None, known: Tensor | None = None
+) -> DTensor:
+    """The result of ``mindspeed::attention``, the sequences of all three divided over mesh dimension ``dim``.
+
+    Without a mask and a window a ring; else by :mod:`ring_blocks`, which leaves out the blocks that a window empties, or ``known``.
+
+    Args:
+        known: the mask's values where they are known while compiling: broadcast to [queries, keys], True where any head attends.
 
     Raises:
-        ShardingError: queries and keys of different lengths, or causal and a rank's part of odd length.
+        ShardingError: queries and keys of different lengths, or causal without a mask and a rank's part of odd length.
     """
     size = q.shape[2]
     if k.shape[2] != size:
         raise ShardingError(f"ring attention needs as many queries as keys; here {size} and {k.shape[2]}")
     ranks = q.device_mesh.size(dim)
-    if causal and size % (2 * ranks):
-        raise ShardingError(f"causal ring attention cuts the sequence into two chunks per rank; {size} elements do not divide into {2 * ranks}")
-    ring = Ring(q.device_mesh, dim, ranks, causal, scale, softcap)
-    # Heads that are divided where their shared keys are not: each rank's gradient of the keys is of its own heads.
-    gradient = [[Partial() if p.is_replicate() and mine.is_shard() else p for p, mine in zip(x.placements, q.placements)] for x in (k, v)]
-    out = _Ring.apply(q.to_local(), *(x.to_local(grad_placements=g) for x, g in zip((k, v), gradient)), ring)
+    local = [x.to_local(grad_placements=_gradient(x, q, 0)) for x in (k, v)]
+    sinks = None if sinks is None else _beside(sinks, q, {1: 0})
+    local.append(None if sinks is None else sinks.to_local(grad_placements=_gradient(sinks, q, 1)))
+    if mask is None and not window:
+        if causal and size % (2 * ranks):
+            raise ShardingError(f"causal ring attention cuts the sequence into two chunks per rank; {size} elements do not divide into {2 * ranks}")
+        out = _Ring.apply(q.to_local(), *local, Ring(q.device_mesh, dim, ranks, causal, scale, softcap))
+    else:
+        schedule = schedule_for(size, ranks, causal, window, known)
+        by = Exchange(q.device_mesh, dim, ranks, size // (ranks * schedule.per_rank), schedule, causal, window, scale, softcap)
+        whole = None if mask is None else _beside(mask[(None,) * (4 - mask.ndim)], q, {0: 0, 1: 1}).to_local()
+        out = ScheduledAttention.apply(q.to_local(), *local[:2], whole, local[2], by)
     b, n, s, _ = q.shape
     stored = torch.empty((b, s, n, v.shape[3]), device="meta").transpose(1, 2)  # as mindspeed::attention stores its result
     return DTensor.from_local(stored_bsnd(out), q.device_mesh, q.placements, run_check=False, shape=stored.shape, stride=stored.stride())
+
+
+def _gradient(x: DTensor, q: DTensor, keep: int) -> list[Placement]:
+    """What a rank's gradient of ``x`` is. Heads or rows of queries that are divided where x is not: the part that they have in it."""
+    return [Partial() if p.is_replicate() and mine.is_shard() and not (keep and mine == Shard(keep)) else p for p, mine in zip(x.placements, q.placements)]
+
+
+def _beside(x: DTensor, q: DTensor, dims: dict[int, int]) -> DTensor:
+    """``x`` divided as ``q`` is along the dimensions of ``dims`` (of q: of x), and whole along all others."""
+    found = [dims.get(p.dim) if isinstance(p, Shard) else None for p in q.placements]
+    return x.redistribute(placements=[Replicate() if d is None or x.shape[d] == 1 else Shard(d) for d in found])
+
+
+def schedule_for(size: int, ranks: int, causal: bool, window: int, known: Tensor | None) -> Schedule:
+    """Who computes which blocks of a sequence of ``size`` elements on ``ranks`` ranks."""
+    per_rank = max(n for n in PER_RANK if size // ranks % n == 0)
+    blocks = ranks * per_rank
+    rows = size // blocks
+    need = needed(blocks, rows, causal, window)
+    if known is not None:
+        with compat.outside_tracing():
+            there = known.expand(size, size).unflatten(1, (blocks, rows)).any(2).unflatten(0, (blocks, rows)).any(1).tolist()
+        need = tuple(tuple(a and b for a, b in zip(*lines)) for lines in zip(need, there))
+    return best(need, ranks, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +195,7 @@ class _Ring(torch.autograd.Function):
     decided about them (saving, order) is the same everywhere."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
         q, k, v = ring.balanced(q, k, v)
         keys, half = (k, v), q.shape[2] // 2
         sent = ring.passed_on(k, v) if ring.ranks > 1 else None
@@ -171,13 +212,15 @@ class _Ring(torch.autograd.Function):
             for start, block, block_lse in zip(rows, *(x.chunk(2) for x in blocks)):
                 new, new_lse = ops.ring_attention_update(out.narrow(2, start, half), lse.narrow(2, start, half), block, block_lse)
                 out, lse = _put(out, new, start), _put(lse, new_lse, start)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         out, ctx.ring = out.to(q.dtype), ring
-        ctx.save_for_backward(q, *keys, out, lse)
+        ctx.save_for_backward(q, *keys, out, lse, sinks)
         return ring.restored(out)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        ring, (q, k, v, out, lse) = ctx.ring, ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ring, (q, k, v, out, lse, sinks) = ctx.ring, ctx.saved_tensors
         dtypes, wide, half = (k.dtype, v.dtype), accumulation_dtype(q.dtype), q.shape[2] // 2
         (grad,) = ring.balanced(grad)
         sent = ring.passed_on(k, v) if ring.ranks > 1 else None
@@ -195,7 +238,8 @@ class _Ring(torch.autograd.Function):
                 blocks = ops.attention_backward(grad, q, k, v, out, lse, None, False, ring.scale, 0, ring.softcap)
                 dq, *gradients = (x + b for x, b in zip((dq, *behind.received()), blocks))
         dk, dv = ring.passed_on(*gradients).received() if ring.ranks > 1 else gradients
-        return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), None
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), dsinks, None
 
 
 def _added(x: Tensor, starts: Sequence[int], blocks: Tensor, half: int) -> Tensor:

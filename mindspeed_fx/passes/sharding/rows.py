@@ -67,27 +67,30 @@ def dropout(x: DTensor, p: float, train: bool) -> DTensor:
     return x * whole(mask, x).redistribute(placements=x.placements)
 
 
-def attention(q: DTensor, k: DTensor, v: DTensor, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None) -> Any:
+def attention(
+    q: DTensor, k: DTensor, v: DTensor, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None, known: torch.Tensor | None = None
+) -> Any:
     """``mindspeed::attention``. Where the sequences of all three are divided, keys and values go round; where only the queries
-    are, causal means a mask of this rank's rows."""
+    are, causal means a mask of this rank's rows.
+
+    Args:
+        known: see :func:`ring.attention`.
+    """
     if (dim := ring.over(q, k, v)) is not None:
-        if mask is not None or window or sinks is not None:
-            what = "a mask" if mask is not None else "a sliding window" if window else "sinks"
-            raise ShardingError(f'ring attention with {what} is not built; plan "kv_allgather" or "ulysses" takes it')
-        return ring.attention(q, k, v, dim, causal, scale, softcap), None  # no pass reads the log-sum-exp, which would have to be sent back too
+        return ring.attention(q, k, v, dim, mask, causal, scale, window, softcap, sinks, known), None  # no pass reads the log-sum-exp, which would have to be sent back too
     if causal and _queries_divided(q, k):
         mask, causal, window = _rows_of_causal(q, k, mask, window), False, 0
     return torch.ops.mindspeed.attention(q, k, v, mask, causal, scale, window, softcap, sinks)
 
 
-def scaled_dot_product_attention(q: DTensor, k: DTensor, v: DTensor, attn_mask: DTensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> DTensor:
+def scaled_dot_product_attention(q: DTensor, k: DTensor, v: DTensor, attn_mask: DTensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, known: torch.Tensor | None = None) -> DTensor:
     """``aten.scaled_dot_product_attention``, which DTensor would take apart; dropout stays with DTensor."""
     if dropout_p:
         return aten.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     lead = q.ndim - 4
     if lead < 0:
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    out = attention(q, k, v, attn_mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+    out = attention(q, k, v, attn_mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, known=known)[0]
     return out.squeeze(0) if lead < 0 else out
 
 
