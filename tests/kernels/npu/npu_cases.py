@@ -218,7 +218,20 @@ def softmax_cases(dtype):
         yield f"scaled_masked_softmax_backward-{name}", ops.scaled_masked_softmax_backward, (grad, y, mask, 0.3), "npu_scaled_masked_softmax_backward"
 
 
-FAMILIES = {"norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases, "softmax": softmax_cases}
+def ring_cases(dtype):
+    for (name, order), wide in itertools.product((("BNSD", BNSD), ("BSND", BSND), ("SBND", SBND), ("NBSD", (1, 0, 2, 3))), (False, True)):
+        shape = (2, 4, 6, 16)
+        out, block = stored(shape, order, torch.float32 if wide else dtype), stored(shape, order, dtype)
+        lse, block_lse = (stored(shape[:3], [i for i in order if i < 3]) * 5 for _ in range(2))
+        block_lse[0, :, 1] = float("-inf")  # a row that sees none of the keys
+        yield f"ring_attention_update-{name}-{wide}", ops.ring_attention_update, (out, lse, block, block_lse), "npu_ring_attention_update"
+    out = stored((1, 32, 64, 128), BSND, dtype)  # the upstream test, shorter
+    yield "ring_attention_update-long", ops.ring_attention_update, (out, normal(1, 32, 64), torch.randn_like(out), normal(1, 32, 64)), "npu_ring_attention_update"
+    part = stored((2, 4, 6, 16), BSND, dtype)
+    yield "ring_attention_update-part", ops.ring_attention_update, (part.narrow(2, 3, 3), normal(2, 4, 6).narrow(2, 3, 3), part.narrow(2, 0, 3), normal(2, 4, 3)), "npu_ring_attention_update"
+
+
+FAMILIES = {"ring": ring_cases, "norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases, "softmax": softmax_cases}
 
 
 def cases(family, dtype):

@@ -29,6 +29,9 @@ def linear(hidden=None, weight=None, bias=None, target=None, smoothing=0.0, z_lo
 
 
 REFUSED = [
+    (ops.ring_attention_update, (t(1, 2, 4, 8, dtype=F64), t(1, 2, 4, dtype=F64), t(1, 2, 4, 8), t(1, 2, 4, dtype=F64)), "out is float64"),
+    (ops.ring_attention_update, (t(1, 2, 4, 8), t(1, 2, 4, dtype=F64), t(1, 2, 4, 8), t(1, 2, 4, dtype=F32)), "lse is float64; valid: float32"),
+    (ops.ring_attention_update, (t(1, 2, 8, 4).mT, t(1, 2, 4, dtype=F32), t(1, 2, 4, 8), t(1, 2, 4, dtype=F32)), "last dimension of out is not contiguous"),
     (ops.rms_norm, (t(4, 8, dtype=F64), None, 1e-5, True), "x is float64; valid: float16, bfloat16, float32"),
     (ops.rms_norm, (t(8), None, 1e-5, True), "dimensions of x is 1; valid: 2 to 8"),
     (ops.rms_norm, (t(*[1] * 8, 8), None, 1e-5, True), "dimensions of x is 9; valid: 2 to 8"),
