@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from mindspeed_fx.passes.overlap.beam import beam
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.memory import Anchor
 from mindspeed_fx.passes.overlap.simulate import memory_curve, simulate
@@ -96,6 +97,38 @@ def test_near_the_proven_optimum():
         assert best is not None
         ratios.append(schedule(graph, allowance=None).seconds / best)
     assert min(ratios) >= 1 - 1e-9 and np.mean(ratios) <= 1.01 and max(ratios) <= 1.05
+
+
+@pytest.mark.slow
+def test_optimal_within_memory():
+    """HiGHS proves the optimum of 200 graphs under the memory that the order as given needs."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from overlap_optimum import optimum_within, random_graph
+    finally:
+        sys.path.pop(0)
+    ratios = []
+    for seed in range(7000, 7200):
+        graph = random_graph(seed, size=6 + seed % 5)
+        limit = simulate(graph).peak
+        best, ours = optimum_within(graph, limit, 60.0), schedule(graph, work=20_000)
+        assert best is not None and ours.peak <= limit
+        ratios.append(ours.seconds / best)
+    assert min(ratios) >= 1 - 1e-5 and np.mean(ratios) <= 1.01 and max(ratios) <= 1.05
+
+
+def test_a_beam_finds_what_a_list_under_memory_does_not():
+    """Two gathers: the long one must start before the work whose memory would keep it out."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from overlap_optimum import random_graph
+    finally:
+        sys.path.pop(0)
+    for seed, best in ((3027, 12.0), (3152, 14.5)):  # proven by enumeration
+        graph = random_graph(seed, size=6 + seed % 5)
+        found = schedule(graph, work=5000)
+        assert found.seconds == best and found.peak <= simulate(graph).peak
+    assert beam(graph, simulate(graph).peak - 1_000_000, 50) is None
 
 
 def large(layers, nodes):

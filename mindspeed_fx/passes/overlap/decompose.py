@@ -40,6 +40,8 @@ PARTS = (2, 4, 8)
 GAIN = 0.01
 """Share of the modelled step that chunks must save: more launches make the host busier, which the model does not see."""
 INEXACT = "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"
+SURE = 30_000
+"""Tasks that the search may place where whole and chunks are compared at last."""
 LARGE = 3000
 """Nodes from which only pipelines of two and of four chunks are tried."""
 
@@ -112,10 +114,10 @@ class Trials:
     def __init__(self, gm: fx.GraphModule, context: Context, hardware: Hardware):
         self.gm, self.context, self.hardware = gm, context, hardware
         self.places = {n: k for k, n in enumerate(gm.graph.nodes)}
-        work = self.tasks(gm).tasks
-        self.limit = simulate(work).peak + context.options.overlap_memory
-        self.effort = len(work) * (1 if len(self.places) > LARGE else 3)
-        self.plain = schedule(work, allowance=context.options.overlap_memory, work=self.effort)
+        self.work = self.tasks(gm).tasks
+        self.limit = simulate(self.work).peak + context.options.overlap_memory
+        self.effort = len(self.work) * (1 if len(self.places) > LARGE else 3)
+        self.plain = schedule(self.work, allowance=context.options.overlap_memory, work=self.effort)
         self.told, self.seconds, self.values = "", self.plain.seconds, {}
 
     def best(self, found: dict[str, list[Region]]) -> list[tuple[Region, int]]:
@@ -132,6 +134,10 @@ class Trials:
             if chosen and len(self.places) <= LARGE:
                 seconds, chosen, more = self._refined(seconds, chosen)
                 tries += more
+        if chosen:  # a quick search may find less for one of the two
+            self.effort = SURE
+            self.plain = min(self.plain, schedule(self.work, allowance=self.context.options.overlap_memory, work=SURE), key=lambda t: t.seconds)
+            seconds = min(seconds, self._step(chosen) or seconds)
         if seconds > self.plain.seconds * (1 - GAIN):
             seconds, chosen = self.plain.seconds, []
         self.seconds = seconds

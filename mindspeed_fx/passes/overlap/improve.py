@@ -6,15 +6,23 @@ The budget is work, not time: a number of tasks placed, so that every rank finds
 from __future__ import annotations
 
 import random
-from typing import Sequence
+from typing import Iterator, Sequence
 
+from mindspeed_fx.passes.overlap.beam import beam
+from mindspeed_fx.passes.overlap.frugal import frugal, reordered
 from mindspeed_fx.passes.overlap.listing import list_schedule
-from mindspeed_fx.passes.overlap.simulate import Timeline, simulate
+from mindspeed_fx.passes.overlap.simulate import Timeline, memory_curve, simulate
 from mindspeed_fx.passes.overlap.margins import raise_starts, sink_waits
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, Task, TaskGraph
 
 WORK = 120_000
 """Tasks placed by the search, about 2 s on one core."""
+
+FRUGAL = 3000
+"""Tasks up to which a frugal order is tried as well."""
+
+SMALL = 64
+"""Tasks up to which a beam search follows under a memory limit."""
 
 CLOSE = 1e-4
 """Within this share of the bound nothing more is tried."""
@@ -30,12 +38,37 @@ def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int = WORK) -
     given = simulate(graph)
     limit = None if allowance is None else given.peak + allowance
     search = _Search(graph, limit, given)
-    search.run(work)
-    order = sink_waits(graph, raise_starts(graph, search.best_order, limit), limit)
+    search.run(work if limit is None else max(work // 2, 1))
+    best, order, spent = search.best, search.best_order, search.spent
+    if limit is not None:
+        for anchor in _anchors(graph, limit, order):
+            if spent + len(graph) > work or search._done():
+                break
+            moved = reordered(graph, anchor)
+            search = _Search(moved, limit, simulate(moved, memory=False))
+            search.run((work - spent + 1) // 2)
+            spent += search.spent
+            if search.best < best:
+                best, order = search.best, [anchor[k] for k in search.best_order]
+        width = min(work // (4 * max(len(graph), 1)), 500)  # about four ready tasks to each partial order
+        if len(graph) <= SMALL and width >= 20 and best > graph.machine_bound() * (1 + CLOSE):
+            found = beam(graph, limit, width)
+            if found is not None and simulate(graph, found, memory=False).seconds < best:
+                order = found
+    order = sink_waits(graph, raise_starts(graph, order, limit), limit)
     result = simulate(graph, order)
     if result.seconds > given.seconds * (1 + 1e-12):
         return given
     return result
+
+
+def _anchors(graph: TaskGraph, limit: int, best: Sequence[int]) -> Iterator[list[int]]:
+    """Other orders within the limit to search from: what may be issued ahead depends on the order that memory is promised for."""
+    if len(graph) <= FRUGAL:
+        lean = frugal(graph)
+        if max(memory_curve(graph, lean), default=0) <= limit:
+            yield lean
+    yield list(best)
 
 
 _STARTS = ((1.0, 2.0, 0.0), (0.0, None, 0.0), (1.0, 2.0, 0.5), (0.0, 2.0, 0.5), (1.0, 0.5, 0.0), (0.0, 0.5, 0.5), (0.5, 2.0, 0.5), (1.0, 8.0, 0.0))
