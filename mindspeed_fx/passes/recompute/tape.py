@@ -47,8 +47,9 @@ class Value:
 
     @property
     def savable(self) -> bool:
-        """False for what AOTAutograd cannot hand to a backward: numbers with a fraction."""
-        return not isinstance(self.node.meta["val"], (torch.SymFloat, float)) and self.node.op != "get_attr"
+        """False for what AOTAutograd cannot hand to a backward: numbers with a fraction, and the nothing that a check returns."""
+        value = self.node.meta.get("val")
+        return value is not None and not isinstance(value, (torch.SymFloat, float)) and self.node.op != "get_attr"
 
 
 @dataclass
