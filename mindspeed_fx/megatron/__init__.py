@@ -59,7 +59,7 @@ def known_limits() -> list[str]:
 _LIMITS = (
     "MoE with experts on other ranks (expert parallel or expert tensor parallel > 1) and no padding to capacity: the sizes of the all-to-all depend on the data, and the graph breaks at every MoE layer; with moe_pad_expert_input_to_capacity it is one graph.",
     "MoE with sinkhorn routing, biases in the experts, a latent projection, overlapped shared experts or TransformerEngine's and GroupedMLP's experts is left to Megatron's own code.",
-    "Gradient accumulation fusion (main_grad) and deferred embedding weight gradients stay with Megatron's autograd.Function, which writes outside the graph and breaks it.",
+    "Deferred embedding weight gradients, and main_grad under Megatron's FSDP, stay with Megatron's autograd.Function, which writes outside the graph and breaks it. With gradient_accumulation_fusion the flag grad_added_to_main_grad is not set in a graph; DistributedDataParallel adds a gradient of zeros.",
     "In a graph the gathered input of a sequence-parallel linear is kept for its weight gradient; Megatron gathers it again in the backward.",
     "Sequence shards of uneven size (output_split_sizes, input_split_sizes) raise NotImplementedError in a graph.",
     "Label smoothing with tensor parallelism smooths over the whole vocabulary in a graph, so that the loss does not depend on the number of ranks; Megatron smooths over each rank's part.",

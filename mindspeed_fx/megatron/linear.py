@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import collectives, groups, patches
+from mindspeed_fx.megatron import collectives, groups, main_grad, patches
 
 LINEAR = "tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce"
 
@@ -27,10 +28,9 @@ def linear(
     """``linear_with_grad_accumulation_and_async_allreduce`` as a collective and ``linear``.
 
     Megatron's own overlaps the input gradient's collective with the weight gradient by ``async_op=True``; in a compiled
-    graph that is the scheduler's work. Accumulation into ``main_grad`` and deferred weight gradients, which write outside
-    the graph, stay with Megatron's function.
+    graph that is the scheduler's work. Deferred weight gradients, which write outside the graph, stay with Megatron's function.
     """
-    if gradient_accumulation_fusion or grad_output_buffer is not None:
+    if grad_output_buffer is not None or hasattr(weight, "__fsdp_param__"):
         return patches.original(LINEAR)(
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
             grad_output_buffer, wgrad_deferral_limit, async_grad_allreduce, tp_group,
@@ -39,7 +39,16 @@ def linear(
         input = collectives.gather_from_sequence_parallel_region(input, True, tp_group)
     elif allreduce_dgrad:
         input = collectives.copy_to_tensor_model_parallel_region(input, tp_group)
-    return F.linear(input, weight, bias)
+    return main_grad.linear(input, weight, bias) if gradient_accumulation_fusion else F.linear(input, weight, bias)
+
+
+def eager_linear(input: Tensor, weight: Tensor, bias: Tensor | None, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any) -> Tensor:
+    """Outside a graph Megatron's own, but for ``gradient_accumulation_fusion``, whose extension needs CUDA."""
+    own = not torch.compiler.is_compiling() and not gradient_accumulation_fusion
+    return (patches.original(LINEAR) if own else linear)(input, weight, bias, gradient_accumulation_fusion, *args, **kwargs)
+
+
+eager_linear.warned = False  # Megatron's own keeps this flag on whatever has its name
 
 
 def frozen_linear(

@@ -43,7 +43,7 @@ def _in_graph() -> list[Patch]:
     counts = "reads token counts on the host"
     return [
         *(Patch(f"tensor_parallel.mappings:{name}", getattr(collectives, name), functional) for name in collectives.MAPPINGS),
-        Patch(linear.LINEAR, linear.linear, "async_op=True in its backward cannot be captured"),
+        *([Patch(linear.LINEAR, linear.linear, "async_op=True in its backward cannot be captured")] if groups.kind() == "cuda" else []),
         Patch("tensor_parallel.layers:linear_with_frozen_weight", linear.frozen_linear, "all-reduces in place in its backward"),
         Patch("tensor_parallel.layers:VocabParallelEmbedding.forward", linear.embedding_forward, "writes zeros in place through a mask"),
         Patch("fusions.fused_bias_swiglu:bias_swiglu_impl", fusions.bias_swiglu_impl, HIDES),
@@ -67,6 +67,8 @@ def _without_cuda() -> list[Patch]:
     """On a CPU, and on an NPU without torch_npu's transfer_to_npu, for which "cuda" is no device."""
     where, kind = WITHOUT_CUDA, groups.kind()
     return [
+        Patch(linear.LINEAR, linear.eager_linear, "async_op=True in its backward cannot be captured; main_grad's extension needs CUDA", where),
+        Patch("tensor_parallel.layers:_grad_accum_fusion_available", True, "main_grad needs no extension here", where),
         Patch("torch.cuda:current_device", current_device, "Megatron writes device=torch.cuda.current_device() in a hundred places", where),
         Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
         Patch("transformer.utils:get_default_causal_mask", functools.partial(rotary.causal_mask, device=kind), "makes the mask on CUDA", where),

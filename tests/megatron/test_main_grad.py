@@ -1,0 +1,69 @@
+"""Gradient accumulation fusion in one graph: weight gradients are added to ``main_grad``."""
+
+import types
+
+import pytest
+import torch
+from gpt_models import batch, tiny_gpt
+from mindspeed_fx.megatron import linear as adapted
+from mindspeed_fx.megatron import patches
+
+
+def prepared(dtype, parts_of_one):
+    """A model whose weights have main_grad buffers, filled with 1; Megatron's own are parts of one flat buffer."""
+    torch.manual_seed(0)
+    model = tiny_gpt(layers=1, gradient_accumulation_fusion=True).to(dtype)
+    weights = list(model.parameters())
+    flat = torch.ones(sum(p.numel() for p in weights))
+    for p, part in zip(weights, flat.split([p.numel() for p in weights])):
+        p.main_grad = part.view(p.shape) if parts_of_one else torch.ones(p.shape)
+    return model
+
+
+def step(run, model, times=2):
+    for i in range(times):
+        run(**batch()).mean().backward()
+    return {n: p.main_grad.clone() for n, p in model.named_parameters()}, {n: p.grad for n, p in model.named_parameters()}
+
+
+def megatrons(model):
+    """Megatron's own function, its extension emulated."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, grad, into: into.addmm_(grad.t().float(), x.float()))
+    own, ours = patches.original(adapted.LINEAR), layers.linear_with_grad_accumulation_and_async_allreduce
+    layers.linear_with_grad_accumulation_and_async_allreduce = own
+    for module in model.modules():
+        if hasattr(module, "_forward_impl"):
+            module._forward_impl = own
+    try:
+        return step(model, model)
+    finally:
+        layers.linear_with_grad_accumulation_and_async_allreduce = ours
+        del layers.fused_weight_gradient_mlp_cuda
+
+
+@pytest.mark.parametrize("dtype, parts_of_one, codegen", [
+    (torch.bfloat16, True, "eager"), pytest.param(torch.float32, False, "inductor", marks=pytest.mark.slow), pytest.param(torch.float32, True, "inductor", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_weight_gradients_are_added_to_main_grad(dtype, parts_of_one, codegen):
+    model = prepared(dtype, parts_of_one)
+    reference = prepared(dtype, parts_of_one)
+    reference.load_state_dict(model.state_dict())
+    expected, expected_grads = megatrons(reference)
+    torch._dynamo.reset()
+    found, grads = step(torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": codegen}), model)
+    linear = {n for n in expected if "linear" in n and "norm" not in n} | {"output_layer.weight"}
+    for name in expected:
+        assert (grads[name] is None) == (expected_grads[name] is None) == (name in linear), name
+        assert ((found[name] != 1).any().item()) == (name in linear), name
+        tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+        assert (found[name] - expected[name]).abs().max() <= tolerance * (expected[name] - 1).abs().max() + 5e-7, name
+
+
+def test_a_weight_without_main_grad_is_named():
+    model = tiny_gpt(layers=1, gradient_accumulation_fusion=True)
+    with torch.no_grad():
+        model(**batch())  # nothing is accumulated
+    with pytest.raises(RuntimeError, match="has no main_grad"):
+        model(**batch())
