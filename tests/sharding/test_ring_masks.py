@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_fx.passes.sharding import blocks, ring
+from mindspeed_fx.passes.sharding.named import ATTENTION as OPERATORS
 from mindspeed_fx.passes.sharding.plan import Boundary, Plan
 from mindspeed_fx.passes.sharding.simulate import simulate
 
 ops = torch.ops.mindspeed
 CP = {"cp": "S(2)"}
-OPERATORS = "mindspeed.attention|aten.scaled_dot_product_attention"
 SEQ = 24
 
 
@@ -40,6 +40,11 @@ def prefix(q, k, v, sinks, mask):
 def documents(q, k, v, sinks, mask):
     i, j = positions()
     return ops.attention(q, k, v, (i // 9 == j // 9).expand(2, 1, SEQ, SEQ), True, 0.5)[0]
+
+
+def documents_given(q, k, v, sinks, mask):
+    """Which token is of which document is an input."""
+    return ops.varlen_attention(q, k, v, mask[:, 0, 0].cumsum(-1), None, True, 0.5)[0]
 
 
 def additive(q, k, v, sinks, mask):
@@ -93,7 +98,7 @@ def several(*case):
 
 
 @pytest.mark.parametrize("attend, ranks, overhead, computed", [
-    several(window, 4, 0, 21), (prefix, 2, 64, 39), several(prefix, 3, 0, 321), (documents, 2, 0, 6), several(documents, 4, 0, 15), several(additive, 2, 0, 49), (given_mask, 2, 64, 4), several(given_mask_of_heads, 3, 0, 300),
+    several(window, 4, 0, 21), (prefix, 2, 64, 39), several(prefix, 3, 0, 321), (documents, 2, 0, 6), several(documents, 4, 0, 15), several(additive, 2, 0, 49), (given_mask, 2, 64, 4), several(documents_given, 2, 64, 10), several(given_mask_of_heads, 3, 0, 300),
     (sinks, 2, 0, None), several(sinks_in_a_window, 2, 0, 21),
 ])  # fmt: skip
 def test_equals_one_device(attend, ranks, overhead, computed, monkeypatch):

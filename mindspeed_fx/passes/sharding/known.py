@@ -15,8 +15,9 @@ MOST = 2**28
 """Elements of the largest value that is computed here."""
 
 aten = torch.ops.aten
-ATTENTION = {torch.ops.mindspeed.attention.default: "mask", aten.scaled_dot_product_attention.default: "attn_mask"}
-"""Operator -> its argument that is the mask."""
+VARLEN = torch.ops.mindspeed.varlen_attention.default
+ATTENTION = {torch.ops.mindspeed.attention.default: "mask", VARLEN: "documents", aten.scaled_dot_product_attention.default: "attn_mask"}
+"""Operator -> its argument that is the mask, or numbers the documents [batch or 1, sequence]."""
 
 
 def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> dict[fx.Node, torch.Tensor]:
@@ -34,6 +35,7 @@ def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> 
         if node.target in ATTENTION:
             mask = _argument(node, ATTENTION[node.target])
             if isinstance(mask, fx.Node) and isinstance(value := _value(mask, values), torch.Tensor) and value.ndim >= 2:
+                value = value.unsqueeze(2) == value.unsqueeze(1) if node.target is VARLEN else value
                 allowed = value if value.dtype == torch.bool else value != -math.inf
                 found[node] = allowed.flatten(0, -3).any(0) if value.ndim > 2 else allowed
         elif compat.is_higher_order(node.target):

@@ -17,7 +17,7 @@ from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "q", "k", "v", "query", "key", "value", "wq", "wk", "wv", "gate_proj", "up_proj", "gate", "up", "w1", "w3", "fc1", "c_fc", "dense_h_to_4h")
 ROW = ("o_proj", "out_proj", "o", "wo", "dense", "down_proj", "down", "w2", "fc2", "c_proj", "dense_4h_to_h", "proj")
-ATTENTION = "mindspeed.attention|aten.scaled_dot_product_attention"
+ATTENTION = "mindspeed.attention|mindspeed.varlen_attention|aten.scaled_dot_product_attention"
 QKV = ("q|query", "k|key", "v|value")
 
 

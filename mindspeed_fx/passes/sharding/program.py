@@ -132,6 +132,7 @@ HANDLERS: dict[Any, Callable] = {
     torch.ops.mindspeed.cross_entropy.default: vocabulary.cross_entropy,
     torch.ops.mindspeed.linear_cross_entropy.default: vocabulary.linear_cross_entropy,
     torch.ops.mindspeed.attention.default: rows.attention,
+    torch.ops.mindspeed.varlen_attention.default: rows.varlen_attention,
     aten.scaled_dot_product_attention.default: rows.scaled_dot_product_attention,
 }
 """Operators that DTensor alone would compute wrongly divided, or only after gathering their inputs."""

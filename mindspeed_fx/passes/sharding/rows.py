@@ -83,6 +83,16 @@ def attention(
     return torch.ops.mindspeed.attention(q, k, v, mask, causal, scale, window, softcap, sinks)
 
 
+def varlen_attention(
+    q: DTensor, k: DTensor, v: DTensor, documents: DTensor, ends: DTensor | None, causal: bool, scale: float, window: int = 0, known: torch.Tensor | None = None
+) -> Any:
+    """``mindspeed::varlen_attention``; where the sequence is divided, attention with a mask of the documents."""
+    if not any(p == Shard(2) for p in q.placements):
+        return torch.ops.mindspeed.varlen_attention(q, k, v, documents, ends, causal, scale, window)
+    documents = documents.redistribute(placements=[Replicate() if p == Shard(1) else p for p in documents.placements])
+    return attention(q, k, v, (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1), causal, scale, window, known=known)
+
+
 def scaled_dot_product_attention(q: DTensor, k: DTensor, v: DTensor, attn_mask: DTensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, known: torch.Tensor | None = None) -> DTensor:
     """``aten.scaled_dot_product_attention``, which DTensor would take apart; dropout stays with DTensor."""
     if dropout_p:
