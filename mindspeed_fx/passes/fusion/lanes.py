@@ -60,12 +60,13 @@ class Lanes:
             handler = _HANDLERS.get(n.target) if n.op == "call_function" else None
             known = None
             if handler and match.is_float(n) and not n.meta["mutated"] and n.meta["grad_enabled"] == self.root.meta["grad_enabled"]:
-                known = handler(self, n)
-            if known is None:
+                try:
+                    known = handler(self, n)
+                except TooWide:
+                    known = None  # heads of one wide projection: what they are views of is not read, they are
+            if known is None or known.numel() > WIDEST:
                 self._whole.add(n)
                 known = self.leaf(n, 1)
-            if known.numel() > WIDEST:
-                raise TooWide
             self.read[n] = known
         return self.read[n]
 

@@ -99,3 +99,12 @@ def test_a_different_rotation_is_left_alone(turned):
 
 def test_two_different_tensors_are_left_alone():
     assert function_agrees(lambda x, y, c, s: x * c + half_slices(y) * s, double(3, 8), double(3, 8), double(8), double(8)).counts[NAME] == 0
+
+
+def test_many_heads_of_one_projection():
+    """Together they are wider than what is read element by element; each is not."""
+    def heads(x, cos, sin):
+        q = x.view(1, 4, 32, 128).transpose(1, 2)
+        return q * cos + half_chunk(q) * sin
+
+    assert function_agrees(heads, double(1, 4, 4096), double(4, 128), double(4, 128)).counts[NAME] == 1
