@@ -14,7 +14,7 @@ from mindspeed_fx.passes.base import Context, PassReport, calls, register, site,
 from mindspeed_fx.passes.fusion import match
 from mindspeed_fx.passes.fusion.match import aten
 
-NAME, OPERATOR = "fusion.varlen_attention", "mindspeed::varlen_attention"
+NAME, OPERATOR = "inline.varlen_attention", "mindspeed::varlen_attention"
 
 
 @register(NAME, stage="captured", level=0)
