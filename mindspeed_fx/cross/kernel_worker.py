@@ -22,7 +22,7 @@ import torch
 
 from mindspeed_fx.cross import bishengir, frontend
 from mindspeed_fx.kernels import REGISTRY, triton
-from mindspeed_fx.kernels.triton import launch, tiles
+from mindspeed_fx.kernels.triton import generate, launch, tiles
 
 
 class Compiler:
@@ -49,6 +49,14 @@ class Compiler:
                 return {"operator": operator, "kernels": found, "problem": ""}
             problems += [f"{f['kernel']}: {f['problem']}" for f in found if "problem" in f]
         return {"operator": operator, "kernels": [], "problem": "; ".join(problems)}
+
+    def region(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The kernel of a region of a graph."""
+        inputs, outputs = ([tensor(t) for t in call[k]] for k in ("inputs", "outputs"))
+        (made,) = launches(generate.run, [call["source"], tuple(call["shape"]), inputs, outputs])
+        found = self.launch(*made)
+        problem = found.get("problem", "")
+        return {"operator": f"region of {call['what']}", "kernels": [] if problem else [found], "problem": problem}
 
     def launch(self, kernel: Any, args: tuple, constants: dict[str, Any]) -> dict[str, Any]:
         """The best tile of one launch; "problem" instead when none compiles."""
@@ -110,7 +118,7 @@ def tensor(value: Any) -> Any:
 def main(folder: str, request: str, result: str) -> None:
     asked = json.loads(pathlib.Path(request).read_text())
     made = Compiler(folder, asked["soc"])
-    rows = [made.call(c["operator"], [tensor(a) for a in c["arguments"]]) for c in asked["calls"]]
+    rows = [made.region(c) if "source" in c else made.call(c["operator"], [tensor(a) for a in c["arguments"]]) for c in asked["calls"]]
     pathlib.Path(result).write_text(json.dumps({"compiler": bishengir.version(made.program), "calls": rows}))
 
 

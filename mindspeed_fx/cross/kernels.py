@@ -16,8 +16,9 @@ import mindspeed_fx
 import mindspeed_fx.kernels
 from mindspeed_fx import compat
 from mindspeed_fx.cross import toolchain
-from mindspeed_fx.kernels.triton import PARTS
+from mindspeed_fx.kernels.triton import PARTS, generate
 from mindspeed_fx.options import nearest
+from mindspeed_fx.partition.regions import Region, names
 
 SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1", "Ascend910_9391", "Ascend910_9382", "Ascend910_9381", "Ascend910_9372", "Ascend910_9362")
 """What bishengir-compile takes of the A2 and A3 generations."""
@@ -33,6 +34,16 @@ def call(operator: str, *arguments: Any) -> dict[str, Any]:
     if not has_triton(operator):
         raise ValueError(f"mindspeed::{operator} has no Triton kernel")
     return {"operator": operator, "arguments": [_described(a) for a in arguments]}
+
+
+def region_call(region: Region) -> dict[str, Any]:
+    """A kernel made of a region of a graph, for :func:`compile_kernels`.
+
+    Raises:
+        NotImplementedError: an operator of it has no translation.
+    """
+    described = {k: [_described(n.meta["val"]) for n in getattr(region, k)] for k in ("inputs", "outputs")}
+    return {"operator": "region", "what": names(region), "source": generate.source(region), "shape": list(region.shape), **described}
 
 
 def compile_kernels(calls: Iterable[dict[str, Any]], soc: str = "Ascend910B2", directory: str | os.PathLike | None = None) -> dict[str, Any]:

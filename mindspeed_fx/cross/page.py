@@ -39,7 +39,7 @@ def _kernels(report: CrossReport) -> str:
     made = report.values["kernels"]
     if made["problem"]:
         return f"<p>Not compiled: {escape(made['problem'])}</p>"
-    called = lambda r: "by the graph" if r["in_graph"] else "no: torch_npu's is"  # noqa: E731
+    called = lambda r: "by the graph" if r["in_graph"] else "no: generated" if r["generated"] else "no: torch_npu's is"  # noqa: E731
     head = ("operator", "called", "kernel", "tile", "outcome", "on chip", "dynamic transfers", "scalar loops")
     rows = [(r["operator"], called(r), r["problem"]) if r["problem"] else (r["operator"], called(r), r["kernel"], str(r["tile"]), r["outcome"], ", ".join(f"{k} {size(v)}" for k, v in r["on_chip"].items()), r["dynamic"], r["scalar_loops"]) for r in report.kernels]
     return f"<p>Compiled for {escape(report.soc)} with bishengir-compile {escape(made['compiler'])}, up to the closed last stage; the tile is the best of those that were compiled.</p>" + table(head, rows)

@@ -54,10 +54,12 @@ class CrossReport:
     @property
     def kernels(self) -> list[dict[str, Any]]:
         """Triton kernels compiled for the SoC: operator, in_graph (the graph calls it, and not torch_npu's kernel in its place),
-        kernel, tile, outcome, on_chip, dynamic, scalar_loops ...; or operator, in_graph and ``problem``. Those of the graph first."""
+        kernel, tile, outcome, on_chip, dynamic, scalar_loops ...; or operator, in_graph and ``problem``. Those of the graph first. ``generated``: made of
+        a region of pointwise operators and row reductions that no fused operator took; the graph runs those one by one."""
         rows = []
         for made in sorted(self.values["kernels"]["calls"], key=lambda m: not m["in_graph"]):
-            head = {"operator": f"mindspeed.{made['operator']}", "in_graph": made["in_graph"]}
+            generated = made["operator"].startswith("region of ")
+            head = {"operator": made["operator"] if generated else f"mindspeed.{made['operator']}", "generated": generated, "in_graph": made["in_graph"]}
             rows += [{**head, **k, "problem": ""} for k in made["kernels"]] or [{**head, "problem": made["problem"]}]
         return rows
 
@@ -121,8 +123,9 @@ class CrossReport:
         if self.unlowered:
             lines += ["not lowered: the NPU would run the reference"] + [f"  {r['operator']:<40} {r['side']:<9} {r['calls']:>5}  {r['reason']}" for r in self.unlowered]
         if self.kernels:
-            for called, what in ((True, "Triton kernels that the graphs call"), (False, "Triton kernels of operators that torch_npu has one for")):
-                rows = [f"  {r['operator']:<40} {r['problem'] or kernel_text(r)}" for r in self.kernels if r["in_graph"] == called]
+            kinds = ((True, False, "Triton kernels that the graphs call"), (False, False, "Triton kernels of operators that torch_npu has one for"), (False, True, "Triton kernels generated from what no operator took, not in the graphs"))
+            for called, generated, what in kinds:
+                rows = [f"  {r['operator']:<40} {r['problem'] or kernel_text(r)}" for r in self.kernels if (r["in_graph"], r["generated"]) == (called, generated)]
                 lines += [f"{what}, compiled for {self.soc}, bishengir-compile {v['kernels']['compiler'].split()[0]}", *rows] if rows else []
         elif v["kernels"]["problem"]:
             lines += [f"Triton kernels were not compiled: {v['kernels']['problem']}"]

@@ -14,6 +14,7 @@ from mindspeed_fx.backend import Compilation, device_of
 from mindspeed_fx.cross import kernels, ship
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.options import Options
+from mindspeed_fx.partition.regions import regions
 from mindspeed_fx.report import recorder
 from mindspeed_fx.report.explain import loss_of
 from mindspeed_fx.report.records import GraphRecord
@@ -37,6 +38,10 @@ class Traced:
     triton_calls: list[dict[str, Any]] = field(default_factory=list)
     """Each different call of an operator that has a Triton kernel, as :func:`mindspeed_fx.cross.kernels.call` describes it, with
     ``in_graph``: the npu graph calls that kernel, and no operator of torch_npu in its place."""
+
+
+SMALLEST = 3
+"""Operators of a region for which a kernel is generated: of fewer, half of what it moves is moved anyway."""
 
 
 class _Kept(Compilation):
@@ -63,6 +68,12 @@ class _Kept(Compilation):
                 self._called(kernels.call(name.removesuffix("_triton"), *_arguments(node)), lowered)
             for part, arguments in fused.parts(*_arguments(node)) if lowered and fused.parts else ():
                 self._called(kernels.call(part, *arguments), lowered)
+
+        for region in regions(gm, SMALLEST) if lowered else ():
+            try:
+                self._called(kernels.region_call(region), False)
+            except NotImplementedError:
+                continue
 
     def _called(self, call: dict[str, Any], in_graph: bool) -> None:
         known = self.calls.setdefault(json.dumps(call), {**call, "in_graph": False})

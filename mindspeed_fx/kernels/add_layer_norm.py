@@ -119,8 +119,8 @@ for _where, _good in ((True, lambda x: pays(x)), (False, lambda x: None)):
     add_layer_norm_backward.lower("cpu")("aten, then sum", lambda grad, grad_sum, *rest, good=_good: good(rest[0]) or supports_backward(*rest), beats_codegen=_where)(_cpu_backward)
 
 
-triton.kernel(add_layer_norm, _fake, "add_layer_norm.forward", "one read of a row", lambda x, residual, weight, bias, eps: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight, bias=bias))
+triton.kernel(add_layer_norm, _fake, "add_layer_norm.forward", "one read of a row", lambda x, residual, weight, bias, eps: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight, bias=bias), beats_codegen=False)
 triton.kernel(
     add_layer_norm_backward, _fake_backward, "add_layer_norm.backward", "all gradients in one read of a row",
-    lambda grad, grad_sum, s, weight, *rest: triton.refuse(s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight),
+    lambda grad, grad_sum, s, weight, *rest: triton.refuse(s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight), beats_codegen=False,
 )  # fmt: skip

@@ -93,8 +93,8 @@ def _ways_backward(grad, grad_sum, s, weight, rstd, cast_first, need_weight):
     return [([d, PARTIAL if need_weight else REPLICATED], [d, d, d, REPLICATED, d]) for d in range(s.ndim - 1)]
 
 
-triton.kernel(add_rms_norm, _fake, "add_rms_norm.forward", "one read of a row", lambda x, residual, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight))
+triton.kernel(add_rms_norm, _fake, "add_rms_norm.forward", "one read of a row", lambda x, residual, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight), beats_codegen=False)
 triton.kernel(
     add_rms_norm_backward, _fake_backward, "add_rms_norm.backward", "all gradients in one read of a row",
-    lambda grad, grad_sum, s, weight, rstd, cast_first, need_weight: triton.refuse(s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight),
+    lambda grad, grad_sum, s, weight, rstd, cast_first, need_weight: triton.refuse(s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight), beats_codegen=False,
 )  # fmt: skip

@@ -176,8 +176,8 @@ for _where, _good in ((True, lambda x: pays(x)), (False, lambda x: None)):
     layer_norm_backward.lower("cpu")("aten, all gradients", lambda grad, *rest, good=_good: good(rest[0]) or supports_backward(*rest), beats_codegen=_where)(layer_norm_aten_backward.overload)
 
 
-triton.kernel(layer_norm, fake, "layer_norm.forward", "one read of a row", lambda x, weight, bias, eps: triton.refuse(x.shape[-1], x=x, weight=weight, bias=bias))
+triton.kernel(layer_norm, fake, "layer_norm.forward", "one read of a row", lambda x, weight, bias, eps: triton.refuse(x.shape[-1], x=x, weight=weight, bias=bias), beats_codegen=False)
 triton.kernel(
     layer_norm_backward, fake_backward, "layer_norm.backward", "all gradients in one read of a row",
-    lambda grad, x, weight, *rest: triton.refuse(x.shape[-1], grad=grad, x=x, weight=weight),
+    lambda grad, x, weight, *rest: triton.refuse(x.shape[-1], grad=grad, x=x, weight=weight), beats_codegen=False,
 )  # fmt: skip

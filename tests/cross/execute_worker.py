@@ -12,6 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
 
 import torch  # noqa: E402
 
+import region_cases  # noqa: E402
 import triton_cases as cases  # noqa: E402
 from mindspeed_fx.cross.execute import executing  # noqa: E402
 
@@ -25,6 +26,9 @@ def run(case, dtype):
 if __name__ == "__main__":
     with executing() as ran:
         rows = {"adamw-float32": {"distances": cases.adamw("cpu"), "kernels": ran}} if "adamw" in sys.argv else {}
+    for dtype in (torch.float32, torch.bfloat16) if "regions" in sys.argv else ():
+        with executing():
+            rows[f"regions-{str(dtype)[6:]}"] = region_cases.distances(dtype)
     for case in cases.CASES:
         if case.name in sys.argv[1:]:
             for dtype in (torch.float32, torch.bfloat16):

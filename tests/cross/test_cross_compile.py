@@ -71,6 +71,7 @@ def test_a_module_from_python(tmp_path):
             assert made[name]["in_graph"] and made[name]["outcome"] == "ok" and made[name]["on_chip"]["UB"] > 0
             assert report.operators[f"{name}_triton"] == 2
         assert not made["mindspeed.cross_entropy_backward"]["in_graph"]
+        assert all(not r["in_graph"] and (r["problem"] or r["on_chip"]["UB"] > 0) for r in report.kernels if r["generated"])
         assert "Triton kernels that the graphs call, compiled for Ascend910B3" in str(report)
     page, values = report.save(str(tmp_path / "a.html")).read_text(), json.loads(report.save(str(tmp_path / "a.json")).read_text())
     assert page.startswith("<!doctype html>") and "mindspeed.cross_entropy" in page and "http" not in page.split("<body>")[0]

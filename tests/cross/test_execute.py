@@ -63,3 +63,11 @@ def test_the_ir_of_every_kernel(name, dtype):
 @needs_compiler
 def test_the_ir_of_an_optimizer_step():
     check("adamw", "float32", executed(("adamw",)))
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@needs_compiler
+def test_the_ir_of_generated_kernels():
+    found = executed(("regions",))
+    assert all(d < 2e-6 for d in found["regions-float32"].values()) and all(d < 1.2e-2 for d in found["regions-bfloat16"].values()), found

@@ -173,11 +173,14 @@ def test_kernels_of_a_graph_and_of_an_operators_way():
 
     def model(x, gate, up, head, target):
         x = x + torch.nn.functional.dropout((torch.nn.functional.relu(x @ gate) * (x @ up)), 0.1, True)
+        x = (x.abs() * 0.3).exp().neg() * x  # of no operator
         return torch.nn.functional.cross_entropy(x @ head.t(), target)
 
     x, gate, up, head = torch.randn(64, 32), *(torch.randn(n, 32, requires_grad=True) for n in (32, 32, 5000))
     options = Options.parse({"target": "npu", "enable": ["fusion.linear_cross_entropy"]}, environ={})
-    found = {c["operator"]: c for c in trace(model, (x, gate, up, head, torch.zeros(64, dtype=torch.int64)), {}, options, device="cpu").triton_calls}
+    calls = trace(model, (x, gate, up, head, torch.zeros(64, dtype=torch.int64)), {}, options, device="cpu").triton_calls
+    found = {c["operator"]: c for c in calls}
     names = ("dropout_add_seeded", "dropout_add_seeded_backward", "glu", "glu_backward", "linear_cross_entropy_chunk")
     assert all(found[n]["in_graph"] for n in names)
+    assert any(c["shape"] == [64, 32] and "tl.exp" in c["source"] and not c["in_graph"] for c in calls if c["operator"] == "region")
     assert found["linear_cross_entropy_chunk"]["arguments"][0]["shape"] == [64, 5000]

@@ -76,6 +76,11 @@ def test_adamw_in_the_interpreter():
     assert all(d <= 1 for d in worker("interpret")["adamw"].values()), worker("interpret")["adamw"]
 
 
+@needs_triton
+def test_regions_in_the_interpreter():
+    assert all(d < 2e-6 for d in worker("interpret")["regions"].values()), worker("interpret")["regions"]
+
+
 def assert_lowered(found, codegen):
     ours = [k for k in found["kernels"] if ": triton, " in k]
     left_to_codegen = ("rope", "swiglu") if codegen == "inductor" else ()

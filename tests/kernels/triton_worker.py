@@ -26,6 +26,7 @@ if MODE != "compile":
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+import region_cases  # noqa: E402
 import triton_cases as cases  # noqa: E402
 from mindspeed_fx.kernels.triton.launch import launching  # noqa: E402
 
@@ -36,6 +37,7 @@ def interpret() -> dict[str, Any]:
     found = {f"cast_first-{dtype}".replace("torch.", ""): cases.equal_shares(dtype, "cpu") for dtype in (torch.float16, torch.float32)}
     found["without_rows"] = cases.without_rows("cpu")
     found["adamw"] = cases.adamw("cpu")
+    found["regions"] = region_cases.distances(F32)
     return found | {f"{case.name}-{dtype}".replace("torch.", ""): cases.distances(case, dtype, "cpu") for case in cases.CASES for dtype in cases.TOLERANCE}
 
 
