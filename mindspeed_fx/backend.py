@@ -27,6 +27,7 @@ from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.passes import overlap, registered
+from mindspeed_fx.passes.overlap import data_parallel
 from mindspeed_fx.passes.pipeline import Pipeline
 from mindspeed_fx.passes.sharding import local as sharding
 from mindspeed_fx.report import recorder
@@ -66,7 +67,7 @@ class Compilation:
         self.options = options
         self.pipeline = Pipeline(options)
         why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
-        why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * compat.bisecting()
+        why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * compat.bisecting() + ["gradients are averaged over ranks"] * bool(options.data_parallel)
         self.caches = not why
         hardware = options.hardware or f"none: {detect(options.target)[1]}"
         effective = {**options.as_dict(), "hardware": hardware, "passes": [p.name for p in self.pipeline.passes], "caches": "on" if self.caches else f"off: {', '.join(why)}"}
@@ -84,7 +85,10 @@ class Compilation:
         return compiled
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        self.averaged = data_parallel.parameters(inputs) if self.options.data_parallel else []
         if plan := sharding.cut(gm):
+            if self.options.data_parallel:
+                raise OptionError(f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its plan reduces gradients')
             self.record.effective["caches"] = "off: the model is parallelized"
         table = None
         if self.options.target == "npu":
@@ -115,7 +119,7 @@ class Compilation:
         self._snapshot("dynamo", gm)
         if reason := refusal(gm):
             self.pipeline.refuse("captured", reason, self.record)
-            return
+            return self.average(gm)
         with self._timed("capture"):
             captured = capture(gm)
             captured.meta[sharding.KEY] = gm.meta.get(sharding.KEY)
@@ -123,6 +127,11 @@ class Compilation:
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable)
         compat.replace_graph(gm, captured)
+        self.average(gm)
+
+    def average(self, gm: fx.GraphModule) -> None:
+        if self.averaged:
+            data_parallel.average(gm, self.averaged, self.options.data_parallel)
 
     def prepare_joint(self, joint: fx.GraphModule) -> None:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""

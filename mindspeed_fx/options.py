@@ -67,6 +67,10 @@ class Options:
     overlap_memory: int | str = 0
     """Bytes ("512MiB", or a number) by which overlapped communication may raise the modelled peak memory of a graph."""
 
+    data_parallel: str | None = None
+    """Process group ("world", or a group's name) over whose ranks the backward graph averages the gradients of parameters as they become
+    ready, as DistributedDataParallel does; each rank passes its own part of the batch. None: they stay as they are."""
+
     codegen: str = "auto"
     """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is, "npugraph_ex" (npu) hands it to torch_npu's ACL graphs; "auto": inductor on cpu and cuda, eager on npu."""
 
@@ -110,6 +114,8 @@ class Options:
         _check_recompute(self.recompute, self.memory_budget)
         _check_offload(self)
         object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
+        if self.data_parallel is not None and not (isinstance(self.data_parallel, str) and self.data_parallel):
+            raise OptionError(f'option "data_parallel" is {self.data_parallel!r}; valid: "world", or the name of a process group')
         _check_inductor(self.inductor)
         if not isinstance(self.npugraph_ex, Mapping):
             raise OptionError(f'option "npugraph_ex" takes a dict of npugraph_ex options, not {self.npugraph_ex!r}')
