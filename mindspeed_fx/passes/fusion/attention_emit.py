@@ -13,7 +13,7 @@ from mindspeed_fx.compat import statically_known_true
 from mindspeed_fx.kernels.attention_seeded import attention_seeded
 from mindspeed_fx.kernels.varlen_attention import varlen_attention
 from mindspeed_fx.passes.base import Context
-from mindspeed_fx.passes.fusion import documents, mask, match
+from mindspeed_fx.passes.fusion import alibi, documents, mask, match
 from mindspeed_fx.passes.fusion.match import aten
 from mindspeed_fx.passes.fusion.scores import Miss, Scores
 
@@ -38,6 +38,8 @@ def emitter(name: str, context: Context) -> Emit:
 
 def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | None]) -> list[fx.Node]:
     """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed documents what ``packing`` makes."""
+    if scores.sinks is None:  # with a sink a row of scores cannot be moved as a whole
+        scores.masks = alibi.apart(scores.masks)
     masks = scores.blocking
     bands = [mask.kept(m, kind) for kind, m, _ in masks]
     if any(b is not None and b.documents is not None for b in bands):
@@ -50,6 +52,8 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     windows = [1 - b.low for b in ([both] if whole else bands) if mask.is_window(b)]
     causal = whole or scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
     rest = [given for given, band in zip(masks, bands) if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))]
+    if scores.sinks is None:
+        rest = [(kind, alibi.by_keys(gm, root, m, causal) or m if kind == "add" else m, where) for kind, m, where in rest]
     if len(rest) > 1:
         raise Miss(f"{len(rest)} masks besides the causal one")
     if rest and rest[0][0] == "add" and rest[0][1].meta["needs_grad"]:

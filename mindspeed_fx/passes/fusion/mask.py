@@ -163,6 +163,8 @@ def _moved(n: fx.Node, of) -> Meaning:
     if isinstance(inner, Band):
         kept_last = match.value(n).shape[-2:] == match.value(source).shape[-2:] and n.target is not aten.transpose.int
         return inner if kept_last else None
+    if isinstance(inner, Distance):
+        return inner if match.value(n).shape[-2:] == match.value(source).shape[-2:] and n.target is not aten.transpose.int else None
     return inner
 
 
@@ -173,7 +175,7 @@ def _long_dims(n: fx.Node) -> list[int]:
 
 def _expand(n: fx.Node, of) -> Meaning:
     inner = of(n.args[0])
-    return inner if not isinstance(inner, Band) or match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:] else None
+    return inner if not isinstance(inner, (Band, Distance)) or match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:] else None
 
 
 def _slice(n: fx.Node, of) -> Meaning:
@@ -226,6 +228,9 @@ def _product(n: fx.Node, of) -> Meaning:
     a, b = (of(x) for x in n.args[:2])
     if isinstance(b, Band):
         a, b = b, a
+    for x, c in ((a, b), (b, a)):
+        if isinstance(x, Distance) and isinstance(c, (int, float)):
+            return Distance(c * x.factor, c * x.offset, x.absolute) if c else 0
     if isinstance(a, Band) and isinstance(b, (int, float)):
         return a.valued(a.inside * b, a.outside * b)
     if isinstance(a, Band) and isinstance(b, Band) and not a.outside and not b.outside:
@@ -344,6 +349,20 @@ def _not(n: fx.Node, of) -> Meaning:
     return inner.valued(not inner.inside, not inner.outside) if isinstance(inner, Band) else None
 
 
+def _absolute(n: fx.Node, of) -> Meaning:
+    inner = of(n.args[0])
+    if isinstance(inner, Distance) and inner.offset == 0:
+        return Distance(abs(inner.factor), 0, True)
+    return abs(inner) if isinstance(inner, (int, float)) else None
+
+
+def _negated(n: fx.Node, of) -> Meaning:
+    inner = of(n.args[0])
+    if isinstance(inner, Distance):
+        return Distance(-inner.factor, -inner.offset, inner.absolute)
+    return -inner if isinstance(inner, (int, float)) else None
+
+
 def _and(n: fx.Node, of) -> Meaning:
     a, b = (of(x) for x in n.args[:2])
     for x, y in ((a, b), (b, a)):
@@ -393,6 +412,8 @@ _HANDLERS = {
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.VIEWS), _moved),
     aten.expand.default: _expand,
     aten.diff.default: _difference,
+    aten.abs.default: _absolute,
+    aten.neg.default: _negated,
     aten.cumsum.default: _running_sum,
     aten.index.Tensor: _gather,
     aten.slice.Tensor: _slice,

@@ -1,0 +1,88 @@
+"""ALiBi without a bias for every pair: ``slopes * (j - i)`` becomes ``slopes * j``, [1, heads, 1, keys].
+
+A softmax does not change when a row of scores is moved as a whole, so that the part of a bias that depends on the row alone is left
+out. Where attention is causal, ``-slopes * |i - j|`` is the same bias. Source: Press et al. 2022, "Train Short, Test Long".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import statically_known_true
+from mindspeed_fx.passes.fusion import mask, match
+from mindspeed_fx.passes.fusion.match import aten
+
+Given = tuple[str, fx.Node, fx.Node]
+"""(kind, mask, where it is applied), as in :class:`mindspeed_fx.passes.fusion.scores.Scores`."""
+
+
+def apart(masks: list[Given]) -> list[Given]:
+    """``masks`` with every bias by slopes by itself, where it was added to, or filled into, the rest of a mask before."""
+    found: list[Given] = []
+    for kind, n, where in masks:
+        found += _apart(n, where) if kind == "add" and mask.kept(n, kind) is None and _has_slopes(n) else [(kind, n, where)]
+    # Operators take one mask that is no band: a bias that was added to another such mask stays with it.
+    return found if _others(found) <= max(1, _others(masks)) else masks
+
+
+def _others(masks: list[Given]) -> int:
+    return sum(mask.kept(n, kind) is None and mask.meaning(n) != 0 for kind, n, _ in masks)
+
+
+def _apart(n: fx.Node, where: fx.Node) -> list[Given]:
+    if _slopes(n) is None and match.operands(n, aten.add.Tensor) and all(match.is_float(a) for a in n.args):
+        return [given for a in n.args for given in _apart(a, where)]
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _blocks(n.args[2]):
+        return [*_apart(n.args[0], where), ("drop", n.args[1], where)]
+    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and _blocks(n.args[2]):
+        return [*_apart(n.args[1], where), ("keep", n.args[0], where)]
+    return [("add", n, where)]
+
+
+def _blocks(fill: Any) -> bool:
+    number = match.number(fill) if match.number(fill) is not None else mask.meaning(fill)
+    return isinstance(number, (int, float)) and number <= mask.BLOCKED
+
+
+def _has_slopes(n: Any, depth: int = 6) -> bool:
+    if not depth or not match.is_float(n) or n.op != "call_function":
+        return False
+    return _slopes(n) is not None or any(_has_slopes(a, depth - 1) for a in n.all_input_nodes)
+
+
+def _slopes(n: fx.Node) -> tuple[fx.Node, mask.Distance] | None:
+    """(slopes [..., heads, 1, 1], distance) when ``n`` is their product."""
+    for slopes, distance in match.operands(n, aten.mul.Tensor):
+        if match.is_float(slopes) and match.value(slopes).dim() >= 3 and all(statically_known_true(s == 1) for s in match.value(slopes).shape[-2:]):
+            found = mask.meaning(distance)
+            if isinstance(found, mask.Distance):
+                return slopes, found
+    return None
+
+
+def by_keys(gm: fx.GraphModule, before: fx.Node, n: fx.Node, causal: bool) -> fx.Node | None:
+    """The bias ``n`` by key alone; None where it is none of slopes, where it looks both ways, and for 16-bit types, in which far keys
+    would have biases too large to tell neighbours apart."""
+    plain, kept = n, []
+    while match.is_call(plain, aten.unsqueeze.default, aten.to.dtype, aten.expand.default, *match.VIEWS) and match.value(plain).shape[-2:] == match.value(plain.args[0]).shape[-2:]:
+        kept.append(plain)
+        plain = plain.args[0]
+    found = _slopes(plain)
+    if found is None or match.value(n).dtype not in (torch.float32, torch.float64) or (found[1].absolute and not causal):
+        return None
+    if any(match.value(k).shape[:-2] != match.value(plain).shape[:-2] and k.target is not aten.unsqueeze.default for k in kept):
+        return None
+    slopes, distance = found
+    keys, device = match.value(n).shape[-1], match.value(n).device
+    places = match.insert(gm, before, aten.arange.default, (keys,), {"device": device})
+    places = match.insert(gm, before, aten.to.dtype, (places, match.value(n).dtype))
+    places = match.insert(gm, before, aten.mul.Tensor, (places, -distance.factor if distance.absolute else distance.factor))
+    bias = match.insert(gm, before, aten.mul.Tensor, (slopes, places))
+    for k in reversed(kept):
+        if match.is_call(k, aten.unsqueeze.default):
+            dims = match.value(k).dim()
+            bias = match.insert(gm, before, aten.unsqueeze.default, (bias, k.args[1] % dims - dims))
+    return bias if match.value(bias).dtype == match.value(n).dtype else match.insert(gm, before, aten.to.dtype, (bias, match.value(n).dtype))
