@@ -116,7 +116,7 @@ class Trials:
         self.places = {n: k for k, n in enumerate(gm.graph.nodes)}
         self.work = self.tasks(gm).tasks
         self.limit = simulate(self.work).peak + context.options.overlap_memory
-        self.effort = len(self.work) * (1 if len(self.places) > LARGE else 3)
+        self.effort = max(min(16 * len(self.work), SURE), 2 * len(self.work))
         self.plain = schedule(self.work, allowance=context.options.overlap_memory, work=self.effort)
         self.told, self.seconds, self.values = "", self.plain.seconds, {}
 
@@ -146,17 +146,16 @@ class Trials:
 
     def _refined(self, seconds: float, chosen: list[tuple[Region, int]]) -> tuple[float, list[tuple[Region, int]], int]:
         """Each kind of region by itself: another number of chunks, or none."""
-        tries = 0
+        tries, now = 0, list(chosen)
         for same in _classes([r for r, _ in chosen]):
-            for parts in (1, *PARTS):
-                if parts != 1 and parts not in same[0].most_parts(PARTS):
+            for parts in (1, *same[0].most_parts(PARTS)):
+                trial = [(r, parts if any(r is s for s in same) else p) for r, p in now]
+                if [p for _, p in trial] == [p for _, p in now]:
                     continue
-                trial = [(r, parts if any(r is s for s in same) else p) for r, p in chosen]
-                trial = [(r, p) for r, p in trial if p > 1]
-                now, tries = self._step(trial), tries + 1
-                if now is not None and now < seconds * (1 - 1e-4):
-                    seconds, chosen = now, [t for t in trial]
-        return seconds, chosen, tries
+                found, tries = self._step([(r, p) for r, p in trial if p > 1]), tries + 1
+                if found is not None and found < seconds * (1 - 1e-4):
+                    seconds, now = found, trial
+        return seconds, [(r, p) for r, p in now if p > 1], tries
 
     def _step(self, chosen: list[tuple[Region, int]]) -> float | None:
         def edit(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
