@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import logging
 import pathlib
 from typing import Any
 
 import torch
 
+log = logging.getLogger("mindspeed_fx")
 SOURCES = pathlib.Path(__file__).parent / "kernels" / "cpu"
 _FLAGS = ("-O2", "-ftree-loop-vectorize", "-fvect-cost-model=dynamic", "-fno-math-errno", "-fno-signed-zeros", "-fno-trapping-math", "-ffp-contract=fast")
 """After Inductor's own, which they override: it writes vectors by hand, forbids the compiler to, and builds with -O3, which takes three
@@ -47,12 +49,18 @@ def start() -> None:
 
 @functools.cache
 def function(name: str) -> Any:
-    """An ``extern "C"`` function of the kernels, as ctypes has it; waits for the build.
+    """An ``extern "C"`` function of the kernels, as ctypes has it; waits for the build. None where it failed, after a warning with the compiler's message."""
+    library = _built()
+    return None if library is None else getattr(library, name)
 
-    Raises:
-        torch._inductor.exc.CppCompileError: with the compiler's message.
-    """
-    return getattr(_library().result(), name)
+
+@functools.cache
+def _built() -> Any:
+    try:
+        return _library().result()
+    except Exception as error:  # CppCompileError, and what a full disk or a broken linker raises
+        log.warning("the kernels in C++ for cpu could not be built, slower ones run instead: %s", error)
+        return None
 
 
 @functools.cache

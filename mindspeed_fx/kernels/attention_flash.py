@@ -9,6 +9,7 @@ Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; measured by benchmarks
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,13 +62,13 @@ def attention_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float,
     Returns:
         out [batch, heads, q_seq, v_dim] stored as [batch, q_seq, heads, v_dim]; lse [batch, heads, q_seq].
     """
-    if supports(q, k, v):
+    if supports(q, k, v) or (kernel := compat_cpp.function("attention_forward")) is None:
         return attention.attention.reference(q, k, v, None, causal, scale, window, softcap, sinks)
     q, k, v = (_rows(x) for x in (q, k, v))
     out, lse = _fake(q, k, v, causal, scale)
     sinks = None if sinks is None else sinks.to(q.dtype).contiguous()
     packed = q.new_empty(v.shape[0] * v.shape[1] * v.shape[3] * -(-v.shape[2] // TILE) * TILE)
-    _call("attention_forward", _problem(q, k, v, causal, scale, window, softcap), q, k, v, out, lse, sinks, packed)
+    _call(kernel, _problem(q, k, v, causal, scale, window, softcap), q, k, v, out, lse, sinks, packed)
     return out, lse
 
 
@@ -82,18 +83,18 @@ def _fake_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0
 )
 def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
     """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads, dim]."""
-    if supports(q, k, v) or grad.dtype != q.dtype:
+    if supports(q, k, v) or grad.dtype != q.dtype or (kernel := compat_cpp.function("attention_backward")) is None:
         return attention.attention_backward.reference(grad, q, k, v, out, lse, None, causal, scale, window, softcap)
     grad, q, k, v, out = (_rows(x) for x in (grad, q, k, v, out))
     dq, dk, dv = _fake_backward(grad, q, k, v, out, lse, causal, scale)
     problem = _problem(q, k, v, causal, scale, window, softcap)
     if problem.batch * problem.kv_heads >= problem.threads or problem.heads == problem.kv_heads:
-        _call("attention_backward", problem, grad, q, k, v, out, lse, dq, dk, dv)
+        _call(kernel, problem, grad, q, k, v, out, lse, dq, dk, dv)
         return dq, dk, dv
     # A thread takes whole heads: where those that share keys are too few, each query head gets gradients of its own first.
     problem.gradient_heads = problem.heads
     each = [x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in (k, v)]
-    _call("attention_backward", problem, grad, q, k, v, out, lse, dq, *each)
+    _call(kernel, problem, grad, q, k, v, out, lse, dq, *each)
     for one, total in zip(each, (dk, dv)):
         total.copy_(one.unflatten(1, (total.shape[1], -1)).sum(2))
     return dq, dk, dv
@@ -108,13 +109,13 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
     return _Problem(batch, heads, k.shape[1], queries, k.shape[2], dim, v.shape[3], causal, window if causal else 0, torch.get_num_threads(), k.shape[1], scale, softcap)
 
 
-def _call(name: str, problem: _Problem, *tensors: Tensor | None) -> None:
+def _call(kernel: Any, problem: _Problem, *tensors: Tensor | None) -> None:
     strides = (ctypes.c_int64 * (3 * len(tensors)))()
     for i, x in enumerate(tensors):
         if x is not None and x.dim() > 1:  # the sinks and the work buffer have no rows
             strides[3 * i : 3 * i + 3] = x.stride()[:3]
     data = (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
-    compat_cpp.function(name)(ctypes.byref(problem), data, strides)
+    kernel(ctypes.byref(problem), data, strides)
 
 
 @attention_flash.shard

@@ -51,9 +51,11 @@ def weight_gradient(a: Tensor, b: Tensor, out: Tensor | None = None, scale: floa
     out = a.new_empty((m, n)) if out is None else out
     if k == 0:
         return out if add else out.zero_()
+    if (kernel := compat_cpp.function("weight_gradient")) is None:
+        return torch.addmm(out, a.t(), b, beta=int(add), alpha=scale, out=out)
     packed = torch.empty_like(b)
     size, data = ctypes.c_int64, ctypes.c_void_p
-    compat_cpp.function("weight_gradient")(
+    kernel(
         size(m), size(n), size(k), data(a.data_ptr()), data(b.data_ptr()), data(out.data_ptr()), data(packed.data_ptr()), ctypes.c_float(scale), size(add), size(torch.get_num_threads())
     )  # fmt: skip
     return out

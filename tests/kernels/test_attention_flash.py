@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mindspeed_fx import compat_cpp, kernels
 from mindspeed_fx.kernels import attention_flash
+from mindspeed_fx.kernels.weight_gradient import weight_gradient
 
 ops = torch.ops.mindspeed
 served = pytest.mark.skipif(compat_cpp.problem() is not None, reason=str(compat_cpp.problem()))
@@ -109,3 +110,30 @@ def test_where_it_cannot_be_built_it_says_why_and_atens_kernel_serves(monkeypatc
         assert len(reasons) == 1 and reasons[0].startswith("flash attention in C++: ") and word in reasons[0]
     finally:
         compat_cpp.problem.cache_clear()
+
+
+def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
+    import concurrent.futures
+
+    broken = concurrent.futures.Future()
+    broken.set_exception(RuntimeError("ld: cannot find -lgomp"))
+    told = []
+    monkeypatch.setattr(compat_cpp, "_library", lambda: broken)
+    monkeypatch.setattr(compat_cpp, "problem", lambda: None)
+    monkeypatch.setattr(compat_cpp.log, "warning", lambda text, *args: told.append(text % args))
+    for cached in (compat_cpp.function, compat_cpp._built):
+        cached.cache_clear()
+    try:
+        q, k, v, grad = (torch.randn(1, 2, 9, 8) for _ in range(4))
+        out, lse = ops.attention_flash(q, k, v, True, 0.3)
+        assert torch.equal(out, ops.attention(q, k, v, None, True, 0.3)[0])
+        for have, want in zip(ops.attention_flash_backward(grad, q, k, v, out, lse, True, 0.3), ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3)):
+            assert torch.equal(have, want)
+        a, b, into = torch.randn(5, 3), torch.randn(5, 4), torch.randn(3, 4)
+        want = into + 0.5 * a.t() @ b
+        torch.testing.assert_close(weight_gradient(a, b, into, 0.5, add=True), want)
+        torch.testing.assert_close(weight_gradient(a, b), a.t() @ b)
+        assert len(told) == 1 and "cannot find -lgomp" in told[0]
+    finally:
+        for cached in (compat_cpp.function, compat_cpp._built):
+            cached.cache_clear()
