@@ -48,6 +48,7 @@ def worker(rank, store, path, sequence_parallel, results):
     torch._dynamo.reset()
     report = mindspeed_fx.explain(model, options={"codegen": "eager"}, **batch())
     results[rank] = {"loss": loss.item(), "worst": worst, "graphs": report.graph_count, "breaks": report.break_reasons, "counts": report.counts}
+    results[rank] |= {"notes": [n for g in report.graphs for r in g.runs if r.report.name == "sharding.recognize" for n in r.report.notes]}
     dist.destroy_process_group()
 
 
@@ -67,4 +68,6 @@ def test_two_ranks_equal_one(tmp_path, sequence_parallel):
             assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
             assert found["worst"] < 2e-5
             assert found["graphs"] == 1 and found["breaks"] == []
+            plans = [n for n in found["notes"] if "per layer" in n]
+            assert len(plans) == 2 and all(('plan "tp_sp"; the fewest' if sequence_parallel else 'plan "tp"; ') in n for n in plans), found["notes"]
             assert (found["counts"]["fusion.attention"], found["counts"]["fusion.rms_norm"], found["counts"]["fusion.swiglu"], found["counts"]["fusion.rope"]) == (2, 5, 2, 4)
