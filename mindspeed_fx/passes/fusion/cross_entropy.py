@@ -62,7 +62,11 @@ def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
             if _tokens(n.args[0]) is not _tokens(node.args[0]) or not n.users:
                 continue
             reason = match.unsafe([n, node], [_tokens(n.args[0])])
-            if any(order[user] < order[node] for user in n.users):
+            early = any(order[user] < order[node] for user in n.users)
+            if early and reason is None and all(order[a] < order[n] for a in node.all_input_nodes):
+                n.append(node)  # the loss is computed where the log-sum-exp was
+                order = {m: i for i, m in enumerate(gm.graph.nodes)}
+            elif early:
                 reason = "the log-sum-exp is used before the loss is computed; compute the loss first to read the logits once"
             if match.value(n).dtype.itemsize > match.value(node)[1].dtype.itemsize:
                 reason = f"the log-sum-exp is computed in {match.value(n).dtype}"

@@ -162,10 +162,16 @@ def _refused(head: Head, node: fx.Node, named: bool) -> str | None:
 
 
 def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, named: bool) -> str | None:
-    losses = next((u for u in node.users if match.is_call(u, match.operator.getitem) and u.args[1] == 0), None)
-    if losses is None or len(node.users) > 1:
-        return "the log-sum-exp of the tokens is used too (a z-loss), which the chunks do not give; the logits exist, and are read once"
+    losses, sums = (next((u for u in node.users if match.is_call(u, match.operator.getitem) and u.args[1] == i), None) for i in (0, 1))
+    if losses is None:
+        return "only the log-sum-exp of the tokens is used, which the chunks do not give"
     reduction, old = _reduction(losses, node)
+    factor = 0.0
+    if sums is not None:
+        found = _z_loss(sums, node, reduction, old)
+        if isinstance(found, str):
+            return f"the log-sum-exp of the tokens is used too (a z-loss), which the chunks do not give; the logits exist, and are read once: {found}"
+        factor, end = found
     trains = torch.is_grad_enabled() and head.product.meta["needs_grad"]  # a whole compilation may stand under no_grad
     if reduction == "none" and trains and not named:
         return (
@@ -174,7 +180,8 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, 
         )
     hidden, weight, bias = _inputs(gm, node, head)
     _, target, ignore, smoothing = node.args
-    new = match.insert(gm, old, torch.ops.mindspeed.linear_cross_entropy.default, (hidden, weight, bias, target, ignore, smoothing, 0.0, head.softcap, reduction))
+    old = old if sums is None else end
+    new = match.insert(gm, old, torch.ops.mindspeed.linear_cross_entropy.default, (hidden, weight, bias, target, ignore, smoothing, factor, head.softcap, reduction))
     if match.is_call(old, aten.mean.default):
         new = match.insert(gm, old, aten.div.Tensor, (new, match.value(losses).shape[0]))
     reason = match.substitute(gm, old, new)
@@ -197,6 +204,55 @@ def _reduction(losses: fx.Node, node: fx.Node) -> tuple[str, fx.Node]:
         if match.is_call(kept, aten.sum.default) and match.is_call(kept.args[0], aten.ne.Scalar) and tuple(kept.args[0].args) == (node.args[1], node.args[2]):
             return "mean", count
     return "sum", user
+
+
+def _z_loss(sums: fx.Node, node: fx.Node, reduction: str, old: fx.Node) -> tuple[float, fx.Node] | str:
+    """(factor, loss + factor * z) where the loss ``old`` and the squares of ``sums``, reduced alike, meet; what is in the way."""
+    n, factor, squared, masked, summed, divided = sums, 1.0, False, False, False, False
+    while True:
+        user = next(iter(n.users), None)
+        if len(n.users) != 1 or user.op != "call_function":
+            return "it is used for more than the square that is added to the loss"
+        other = next((a for a in user.args if a is not n), None)
+        if match.squared(user) is n and not squared and not masked:
+            squared = True
+        elif match.is_call(user, *PLAIN, aten.squeeze.dim, aten.unsqueeze.default):
+            pass
+        elif match.is_call(user, *match.MUL) and match.number(other) is not None:
+            factor *= match.number(other) ** (1 if squared else 2)
+        elif match.is_call(user, aten.mul.Tensor) and not summed and _counts(other, node) and match.value(user).numel() == match.value(n).numel():
+            masked = True
+        elif match.is_call(user, aten.sum.default) and not summed:
+            summed = True
+        elif match.is_call(user, *match.DIV) and user.args[0] is n and match.number(other) is not None:
+            factor /= match.number(other) ** (1 if squared else 2)
+        elif match.is_call(user, aten.div.Tensor) and user.args[0] is n and summed and not divided and match.is_call(uncount := match.uncast(other), aten.sum.default) and _counts(uncount.args[0], node):
+            divided = True
+        elif match.operands(user, aten.add.Tensor) and other is old:
+            if not squared or reduction == "none" or match.value(user).dtype != match.value(old).dtype or len(old.users) != 1:
+                return "it is not squared and added to the mean or sum of the losses"
+            if not (masked and summed and divided == (reduction == "mean")) or match.is_call(old, aten.mean.default):
+                return "it is not reduced over the tokens of the loss; multiply by (target != ignore_index), and divide by its sum where the loss is a mean"
+            return float(factor), user
+        else:
+            averaged = match.is_call(user, aten.mean.default, aten.mean.dim)
+            return "its mean is over all tokens, those included that the loss ignores; multiply by (target != ignore_index) and divide by its sum" if averaged else f"{user.name} ({user.target})"
+        n = user
+
+
+def _counts(n: Any, node: fx.Node) -> bool:
+    """True for target != ignore_index, in any type and shape."""
+    while match.is_call(n, aten.to.dtype, *match.VIEWS):
+        n = n.args[0]
+    target = node.args[1]
+    while match.is_call(target, *match.VIEWS):
+        target = target.args[0]
+    if not match.is_call(n, aten.ne.Scalar) or n.args[1] != node.args[2]:
+        return False
+    compared = n.args[0]
+    while match.is_call(compared, *match.VIEWS):
+        compared = compared.args[0]
+    return match.same(compared, target)
 
 
 def _inputs(gm: fx.GraphModule, node: fx.Node, head: Head) -> tuple[fx.Node, fx.Node, fx.Node | None]:
