@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_fx.partition.liveness import curve
+from mindspeed_fx.passes.recompute import search, segments
 from mindspeed_fx.passes.recompute.bound import least_seconds, moments
 from mindspeed_fx.passes.recompute.flow import SINK, SOURCE, Network
 from mindspeed_fx.passes.recompute.schedule import Schedule
@@ -129,3 +130,41 @@ def test_larger_random_steps(seed):
         limit = low + (high - low) * part // 9
         best = min(p.seconds for p in every if p.bytes <= limit)
         assert (search.best(limit).seconds - best) / (whole + best) <= 0.03
+
+
+def residual(layers: int) -> Schedule:
+    """Layers x' = x + narrow(wide(x)): what is narrow is dear to make, and the backward of a layer reads all three."""
+    sources, size, seconds = [(), (0,)], [0, 8], [0.0, 1e-6]
+    needed, x = [], 1
+    for _ in range(layers):
+        wide = len(sources)
+        sources += [(x,), (wide,), (x, wide + 1)]
+        size += [16, 8, 8]
+        seconds += [1e-6, 50e-6, 1e-6]
+        needed.append((x, wide, wide + 1))
+        x = wide + 2
+    count, gradient = len(sources), 0
+    backward = [count]
+    sources.append((x,))
+    size.append(8)
+    for reads in reversed(needed):
+        gradient = len(sources)
+        sources.append((*reads, gradient - 1))
+        size.append(8)
+        backward.append(gradient)
+    total = len(sources)
+    seconds += [1e-6] * (total - count)
+    return Schedule(
+        sources=sources, root=list(range(total)), size=size, full=size, seconds=seconds, savable=[0 < i < count for i in range(total)], forced=[False] * total,
+        given=[i == 0 for i in range(total)], backward=backward, needed=sorted({x, *(i for r in needed for i in r)}), returned=[x], gradients=[gradient],
+    )  # fmt: skip
+
+
+def test_a_residual_stream_is_made_again_segment_by_segment(monkeypatch):
+    schedule = residual(24)
+    places = segments.crossings(schedule)
+    assert len(places) >= 23 and all(len(p) == 1 and schedule.full[next(iter(p))] == 8 for p in places[1:-1])
+    small = Search(schedule).least
+    monkeypatch.setattr(search, "boundaries", lambda s: [])
+    large = Search(schedule).least
+    assert small.bytes < 0.8 * large.bytes, (small.bytes, large.bytes)

@@ -35,6 +35,9 @@ UNSEEN = 1 / 32
 """Part of a budget in bytes kept free for workspaces of other libraries' kernels, which :mod:`step` does not see (measured: up to 3 %
 of a small Llama's step on cpu)."""
 
+ROUNDS_WORK = 400_000
+"""Nodes times minimum cuts spent on the certificate, between 10 and 40 cuts."""
+
 MIB = 2**20
 
 
@@ -122,6 +125,6 @@ def _times(plan: Plan, search: Search, step: Step, limit: int) -> str:
     """Modelled time of the plan, what no plan under the limit can beat, and the gap between the two."""
     if plan.ways:
         return f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again and for copies that nothing hides; nothing takes less than {step.seconds * 1e3:.3f} ms, so this plan is at most {plan.seconds / step.seconds * 100:.2f} % from the optimum"
-    bound = least_seconds(step.schedule, search.cuts, limit) or 0.0
+    bound = least_seconds(step.schedule, search.cuts, limit, rounds=max(10, min(40, ROUNDS_WORK // len(step.nodes)))) or 0.0
     whole, least = step.seconds + plan.seconds, step.seconds + min(bound, plan.seconds)
     return f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again; no plan within this peak takes less than {least * 1e3:.3f} ms, so this one is at most {(whole / least - 1) * 100:.2f} % from the optimum"

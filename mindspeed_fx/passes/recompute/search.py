@@ -18,6 +18,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 from mindspeed_fx.passes.recompute.cut import Cuts
 from mindspeed_fx.passes.recompute.schedule import Plan, Schedule
+from mindspeed_fx.passes.recompute.segments import boundaries
 
 PRICES = 24
 """Points tried on the hull, in equal ratios between the cheapest recomputation and the dearest."""
@@ -25,10 +26,22 @@ PRICES = 24
 MORE = 24
 """Further points tried, each between two that were found."""
 
+SHARES = 8
+"""Prices tried with each set of boundaries that are kept for nothing (:mod:`segments`)."""
+
+LARGE = 8_000
+"""Nodes from which on fewer points and orders are tried, in proportion: planning stays in seconds."""
+
 WORK = 60_000
 """Nodes that the local search may walk over, at least :data:`TRIES` plans."""
 
 TRIES = 8
+
+
+FILL_WORK = 1_500_000
+"""Nodes that filling the room between two plans may walk over, at least :data:`FILLS` plans."""
+
+FILLS = 24
 
 
 class Search:
@@ -50,9 +63,13 @@ class Search:
         self.hull = [p for p in [self._plan(first)] if p]
         ratios = [schedule.seconds[v] / schedule.full[v] for v in self.cuts.values if schedule.full[v] and 0 < schedule.seconds[v] < math.inf]
         low, high = (min(ratios), max(ratios) * 64) if ratios else (1.0, 1.0)
-        for i in range(PRICES):
-            self._append(self.hull, self._plan(self._cut(low * (high / low) ** (i / (PRICES - 1)))))
+        points, shares, self._more = (max(4, n * LARGE // max(LARGE, len(schedule.sources))) for n in (PRICES, SHARES, MORE))
+        for i in range(points):
+            self._append(self.hull, self._plan(self._cut(low * (high / low) ** (i / (points - 1)))))
         self._densify()
+        for kept in boundaries(schedule):
+            for i in range(shares):
+                self._plan(self._cut(low * (high / low) ** (i / (shares - 1)), kept))
 
     def _append(self, hull: list[Plan], plan: Plan | None) -> None:
         if plan and (not hull or plan.saved != hull[-1].saved):
@@ -62,7 +79,7 @@ class Search:
         """Points of the hull between those found: at the price where two neighbours cost the same, a third may cost less."""
         pairs = list(zip(self.hull, self.hull[1:]))
         between: dict[frozenset[int], list[Plan]] = {}
-        for _ in range(MORE):
+        for _ in range(self._more):
             pairs.sort(key=lambda p: self._kept(p[0]) - self._kept(p[1]))
             if not pairs or (width := self._kept(pairs[-1][0]) - self._kept(pairs[-1][1])) <= 0:
                 break
@@ -85,17 +102,19 @@ class Search:
     @cached_property
     def least(self) -> Plan:
         """The smallest peak found; ties go to the faster plan."""
-        return self._descend(min(self.hull, key=_size), _size, None)
+        return self._descend(min((p for p in self._seen.values() if p), key=_size), _size, None)
 
     def best(self, limit: int) -> Plan | None:
         """The fastest plan found whose peak is at most ``limit`` bytes; None when none was found."""
         if self.richest.bytes <= limit:
             return self.richest
-        for k, lean in enumerate(self.hull):
-            if lean.bytes <= limit:
-                for rich in self.hull[max(0, k - 2) : k] + self.hull[:1] * (k > 2):
-                    self._between(lean, rich, limit)
-                break
+        self._until = self.schedule.evaluations + max(FILLS, FILL_WORK // max(1, len(self.schedule.sources)))
+        k = next((k for k, p in enumerate(self.hull) if p.bytes <= limit), None)
+        fits = [p for p in (self._fastest(limit), None if k is None else self.hull[k]) if p]
+        for lean in dict.fromkeys(fits):
+            faster = [p for p in self.frontier() if p.seconds < lean.seconds]
+            for rich in dict.fromkeys((*faster[-1:], self.richest, *faster[-2:-1], *self.hull[max(0, (k or 0) - 2) : k or 0])):
+                self._between(lean, rich, limit)
         if self._fastest(limit) is None and self.least.bytes > limit:
             return None
         return self._descend(self._fastest(limit), _rank, limit)
@@ -118,9 +137,9 @@ class Search:
             best = better
         return best
 
-    def _cut(self, price: float) -> frozenset[int]:
-        full, returned = self.schedule.full, self._returned
-        return self.cuts.cheapest(lambda v: 0.0 if v in returned else price * full[v])[0]
+    def _cut(self, price: float, free: frozenset[int] = frozenset()) -> frozenset[int]:
+        full, free = self.schedule.full, self._returned | free
+        return self.cuts.cheapest(lambda v: 0.0 if v in free else price * full[v])[0]
 
     def _plan(self, saved: Iterable[int]) -> Plan | None:
         saved = frozenset(saved)
@@ -132,9 +151,9 @@ class Search:
         """Of what ``rich`` saves beside, as much as fits: the last of the forward first, the first of it, the dearest per byte."""
         extra = sorted(rich.saved - lean.saved)
         value = lambda v: -self.schedule.seconds[v] / max(1, self.schedule.full[v])  # noqa: E731
-        for order in (extra[::-1], extra, sorted(extra, key=value)):
+        for order in (sorted(extra, key=value), extra[::-1], extra):
             low, high = 0, len(order)
-            while low < high:
+            while low < high and self.schedule.evaluations < self._until:
                 middle = (low + high + 1) // 2
                 plan = self._plan(lean.saved | set(order[:middle]))
                 low, high = (middle, high) if plan and plan.bytes <= limit else (low, middle - 1)
