@@ -74,6 +74,27 @@ class Reduce(torch.autograd.Function):
         return grad
 
 
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return all_to_all(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_to_all(grad)
+
+
+def experts(x, norm, up, down):
+    """Two experts per rank with a capacity of half the sequence, and a shared expert: [seq, batch, hidden]."""
+    local, rows = 2, x.reshape(2, -1, x.shape[-1])
+    sent = torch.stack([rows[i % 2] * norm + i for i in range(local * size())])  # [experts, capacity, hidden]
+    here = Exchange.apply(sent).unflatten(0, (size(), local)).transpose(0, 1).flatten(1, 2)
+    made = torch.bmm(torch.relu(torch.bmm(here, up.t().expand(local, -1, -1))), down.t().expand(local, -1, -1))
+    back = Exchange.apply(made.unflatten(1, (size(), -1)).transpose(0, 1).flatten(0, 1).contiguous())
+    shared = F.linear(torch.tanh(F.linear(x, up)), down)
+    return shared + back.unflatten(0, (-1, 2)).sum(0).reshape(x.shape)
+
+
 def mlp(x, norm, up, down):
     """Megatron's with sequence parallelism: [seq / ranks, batch, hidden]."""
     y = torch.ops.mindspeed.rms_norm(x, norm, 1e-5, True)[0]

@@ -1,8 +1,9 @@
 """Which nodes around a collective are computed chunk by chunk with it.
 
-"pair": the collective, the products at its side (after all_gather, before reduce_scatter and all_reduce) and the views,
-casts and pointwise work between. "pipeline": everything that works row by row and lies between products and collectives,
-through further collectives, up to what needs the whole sequence (attention, unless whole samples are cut).
+"pair": the collective, the products at its side (after all_gather, before reduce_scatter and all_reduce, on both sides of
+all_to_all) and the views, casts and pointwise work between. "pipeline": everything that works row by row and lies between products and collectives,
+through further collectives, up to what needs the whole sequence (attention, unless whole samples are cut). Experts are cut
+along their capacity, or one by one, between the all_to_all that brings their tokens and the one that takes them back.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def regions(start: fx.Node, reach: str) -> list[Region]:
         region = _grown(start, out, reach) if out is not None and inputs(start, out) is not None else None
         if region is not None and region.starts and region.products:
             found.append(region)
-    return sorted(found, key=lambda r: -(len(r.starts) + len(r.products)))
+    return sorted(found, key=lambda r: (-(len(r.starts) + len(r.products)), -len(r.most_parts((2, 4, 8)))))
 
 
 def _grown(start: fx.Node, out: Cut, reach: str) -> Region:
@@ -101,9 +102,9 @@ def _grown(start: fx.Node, out: Cut, reach: str) -> Region:
         down, up = True, True
         if reach == "pair":
             at_end = is_product(node) or (is_start(node) and node is not start)
-            backwards = kind(start) != "all_gather_into_tensor"
-            down, up = not at_end and not backwards, not at_end and backwards
-            if is_start(start) and node is start:
+            backwards = kind(start) in ("reduce_scatter_tensor", "all_reduce")
+            down, up = not at_end and not backwards, not at_end and kind(start) != "all_gather_into_tensor"
+            if node is start:
                 for wait in node.users:
                     add(wait, out)
             elif is_wait(node) and backwards:

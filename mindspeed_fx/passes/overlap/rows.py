@@ -162,7 +162,7 @@ def _moved(node: fx.Node, cut: Any, backwards: bool) -> Cut | None:
     """Through a collective: along dimension 0 the ranks' parts are blocks, of the result of all_gather, of the input of reduce_scatter."""
     if not isinstance(cut, Cut):
         raise _Whole
-    if cut.dim > 0 and not (node.target is c10d.all_to_all_single.default and not _even(node)):
+    if cut.dim > 0:
         return cut
     if node.target is c10d.all_to_all_single.default:
         ranks = len(argument(node, "input_split_sizes"))
