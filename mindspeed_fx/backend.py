@@ -65,6 +65,7 @@ class Compilation:
 
     def __init__(self, options: Options):
         self.options = options
+        self.averaged: list = []
         self.pipeline = Pipeline(options)
         why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
         why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * compat.bisecting() + ["gradients are averaged over ranks"] * bool(options.data_parallel)
@@ -90,6 +91,7 @@ class Compilation:
             if self.options.data_parallel:
                 raise OptionError(f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its plan reduces gradients')
             self.record.effective["caches"] = "off: the model is parallelized"
+            plan.generated = self.options.codegen == "inductor"
         table = None
         if self.options.target == "npu":
             compat_npu.accept_aliases()

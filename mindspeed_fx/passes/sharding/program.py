@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx import compat, compat_sharding
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
-from mindspeed_fx.passes.sharding import experts, rows, vocabulary
+from mindspeed_fx.passes.sharding import experts, ring, rows, vocabulary
 from mindspeed_fx.passes.sharding.known import known_masks
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
@@ -41,8 +41,9 @@ class Value:
 class Program(torch.nn.Module):
     """``forward(*local tensors)`` -> whole results; traced by AOTAutograd, or run as it is."""
 
-    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None]):
+    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None], generated: bool = False):
         super().__init__()
+        self.generated = generated
         register_sharding_rules()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
@@ -51,7 +52,7 @@ class Program(torch.nn.Module):
 
     def forward(self, *local: Any) -> Any:
         given = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
-        with fx.traceback.preserve_node_meta():
+        with fx.traceback.preserve_node_meta(), ring.for_generated_code(self.generated):
             results = _Planned(self.graph, self.mesh, self.known, self.data).run(*given)
         results = pytree.tree_map_only(DTensor, self._leave, results)
         return tuple(results) if isinstance(results, (tuple, list)) else results

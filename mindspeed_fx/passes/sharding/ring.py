@@ -12,9 +12,11 @@ and the gradients of keys and values with them, a step behind; what it needs bes
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +30,19 @@ from mindspeed_fx.passes.sharding.plan import ShardingError
 from mindspeed_fx.passes.sharding.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
 
 ops = torch.ops.mindspeed
+
+
+_generated: contextvars.ContextVar[bool] = contextvars.ContextVar("generated", default=False)
+
+
+@contextlib.contextmanager
+def for_generated_code(generated: bool) -> Iterator[None]:
+    """Whether Inductor will generate code for what is traced within."""
+    token = _generated.set(generated)
+    try:
+        yield
+    finally:
+        _generated.reset(token)
 
 
 def over(q: DTensor, k: DTensor, v: DTensor) -> int | None:
@@ -68,6 +83,8 @@ def attention(
             raise ShardingError(f"causal ring attention cuts the sequence into two chunks per rank; {size} elements do not divide into {2 * ranks}")
         out = _Ring.apply(q.to_local(), *local, Ring(q.device_mesh, dim, ranks, causal, scale, softcap))
     else:
+        if _generated.get():
+            raise ShardingError('ring attention with a mask or a window runs with codegen "eager"; in code that Inductor generates its gradients were wrong (torch 2.13, gloo)')
         schedule = schedule_for(size, ranks, causal, window, known)
         by = Exchange(q.device_mesh, dim, ranks, size // (ranks * schedule.per_rank), schedule, causal, window, scale, softcap)
         whole = None if mask is None else _beside(mask[(None,) * (4 - mask.ndim)], q, {0: 0, 1: 1}).to_local()
