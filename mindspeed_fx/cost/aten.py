@@ -21,7 +21,7 @@ ROWS = {
     "softmax": SOFTMAX, "_softmax": SOFTMAX, "_safe_softmax": SOFTMAX, "log_softmax": SOFTMAX, "_log_softmax": SOFTMAX, "_softmax_backward_data": 4, "_log_softmax_backward_data": SPECIAL + 3,
     "logsumexp": SOFTMAX, "layer_norm": 8, "native_layer_norm": 8, "native_layer_norm_backward": 14, "rms_norm": 5, "_fused_rms_norm": 5, "_fused_rms_norm_backward": 10,
     "group_norm": 8, "native_group_norm": 8, "native_group_norm_backward": 14, "cross_entropy_loss": SOFTMAX, "var": 4, "var_mean": 4, "std": 4, "norm": 2, "linalg_vector_norm": 2,
-    "npu_rms_norm": 5, "npu_rms_norm_backward": 10, "npu_add_rms_norm": 6, "npu_swiglu": SPECIAL + 3, "npu_swiglu_backward": SPECIAL + 8, "npu_geglu": SPECIAL + 3, "npu_rotary_mul": 3, "npu_scaled_masked_softmax": SOFTMAX,
+    "npu_rms_norm": 5, "npu_rms_norm_backward": 10, "npu_add_rms_norm": 6, "npu_swiglu": SPECIAL + 3, "npu_swiglu_backward": SPECIAL + 8, "npu_geglu": SPECIAL + 3, "npu_rotary_mul": 3, "npu_rotary_mul_backward": 3, "npu_scaled_masked_softmax": SOFTMAX,
 }  # fmt: skip
 """Operators that take several vector FLOP per element of their largest tensor, and how many."""
 
@@ -113,6 +113,18 @@ def _product_and_collective(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -
     return once(out, a, b, flops=2 * (made[0].numel * a.shape[-1] if len(made) > 1 else a.numel * b.shape[-1]), dtype=a.dtype)
 
 
+def _linear_max_sum(out: Any, x: Spec, weight: Spec, target: Spec, *more: Any, **kw: Any) -> Cost:
+    """Logits that are never written, and their largest and the sum of their exponentials."""
+    logits = x.shape[0] * weight.shape[0]
+    return once(tensors(out)[:5], x, weight, target, flops=2 * logits * x.shape[1], vector=SOFTMAX * logits, dtype=x.dtype)
+
+
+def _linear_loss_backward(out: Any, grad: Spec, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost:
+    """The logits again, and from them both gradients."""
+    logits = x.shape[0] * weight.shape[0]
+    return once(out, grad, x, weight, *more, flops=6 * logits * x.shape[1], vector=(SPECIAL + 3) * logits, dtype=x.dtype)
+
+
 def _grouped(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
     """Every row times one matrix, as if each had a group; the product of two 2-D operands has a group dimension instead."""
     one = _first(out)
@@ -144,6 +156,8 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     **dict.fromkeys(("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"), _flash_backward),
     "npu_fusion_attention": _npu_attention, "npu_fusion_attention_v3": _npu_attention, "npu_fusion_attention_grad": _npu_attention_grad, "npu_fusion_attention_grad_v3": _npu_attention_grad,
     **dict.fromkeys(("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base", "npu_mm_all_reduce_base"), _product_and_collective),
+    "npu_fused_linear_online_max_sum": _linear_max_sum, "npu_fused_linear_cross_entropy_loss_with_max_sum_backward": _linear_loss_backward,
+    "npu_fused_cross_entropy_loss_with_max_sum": lambda out, top, total, picked, **kw: once(out, top, total, picked, vector=(SPECIAL + 2) * top.numel),
     **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "index_add", "index_copy", "masked_scatter"), _scatter),
     "embedding_dense_backward": _embedding_backward, "sort": _sort, "argsort": _sort, "topk": lambda out, x, *more, **kw: once(out, x, vector=4 * x.numel),

@@ -291,3 +291,16 @@ def test_the_cache_forgets_what_was_used_longest_ago():
     assert touch("a", "b") == 0 and touch("a", "c") == 60 * 2**20
     assert touch("a", "d") == 60 * 2**20, "a, c, d are left of 192 MiB"
     assert touch("b", "e") == 0 and touch("d", "f") == 60 * 2**20
+
+
+def test_npu_linear_losses_cost_their_products():
+    """Logits once forward; again, and both gradients of them, backward."""
+    from mindspeed_fx.cost import aten as costs
+    from mindspeed_fx.cost.operators import Spec
+
+    make = lambda *shape, dtype="bfloat16": Spec(shape, dtype, 4 if dtype == "float32" else 2)  # noqa: E731
+    x, weight, one, target = make(64, 32), make(1000, 32), make(64, dtype="float32"), make(64, dtype="float32")
+    forward = costs.cost("npu_fused_linear_online_max_sum", [one] * 5, (x, weight, target, 0, 999), {})
+    backward = costs.cost("npu_fused_linear_cross_entropy_loss_with_max_sum_backward", [x, weight], (one, x, weight, one, target, 0.0, one, one), {})
+    assert forward.flops == 2 * 64 * 1000 * 32 and backward.flops == 3 * forward.flops
+    assert forward.bytes < 64 * 1000 * 2 and backward.bytes < 64 * 1000 * 2 + 4 * weight.bytes
