@@ -78,7 +78,7 @@ def choose(work: GraphTasks, candidates: list[Candidate], allowance: int) -> tup
     graph = work.tasks
     given = simulate(graph)
     limit = given.peak + allowance
-    effort = len(graph) * (1 if len(graph) > LARGE else 4)
+    effort = len(graph) if len(graph) > LARGE else max(4 * len(graph), min(16 * len(graph), 30_000))
     base = schedule(graph, allowance=allowance, work=effort).seconds
     best, seconds, refused = [], base, 0
     for times in (1,) if len(graph) > LARGE else (0.5, 1, 2, 4):
