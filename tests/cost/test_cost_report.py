@@ -98,6 +98,7 @@ def test_text_dump_and_html(eager, tmp_path):
     assert "calls" not in values and json.loads(eager.to_json())["graphs"][0]["modelled"]
 
 
+@pytest.mark.slow
 def test_generated_code_is_modelled_as_grouped():
     report = explained(hardware="h100")
     rows = {r["stage"]: r for r in report.cost.rows()}

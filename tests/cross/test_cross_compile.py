@@ -91,6 +91,7 @@ def test_a_script_from_the_command(tmp_path, capsys):
     assert values["parameter_bytes"] > 0 and values["peak_memory"] < 2**30
 
 
+@pytest.mark.slow
 @needs_npu
 def test_parameters_without_a_gradient_are_named(capsys):
     report = mindspeed_fx.cross_compile(Unused(), (torch.zeros(2, 8),), baseline=False, kernels=False)
@@ -104,6 +105,7 @@ def test_an_error_over_there_is_an_error_here():
     assert "Traceback" in error.value.details
 
 
+@pytest.mark.slow
 @needs_npu
 def test_classes_of_the_users_own_script(tmp_path):
     script = tmp_path / "user.py"

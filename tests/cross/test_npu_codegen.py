@@ -64,6 +64,7 @@ def test_a_chain_is_known_to_caches_only_when_every_pass_is():
     assert compat.ChainedPass([Mark(), lambda graph: None]).uuid() is None
 
 
+@pytest.mark.slow
 @needs_npu
 def test_npugraph_ex_takes_our_graphs_forward_and_backward():
     found = worker("npugraph_ex")

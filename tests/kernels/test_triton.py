@@ -90,7 +90,7 @@ def assert_lowered(found, codegen):
 
 
 @needs_triton
-@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+@pytest.mark.parametrize("codegen", [pytest.param("inductor", marks=pytest.mark.slow), "eager"])
 def test_a_model_lowered_to_the_kernels(codegen):
     assert_lowered(worker("lower")[codegen], codegen)
 

@@ -44,7 +44,8 @@ def worker(rank, store, codegen):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_gradients_are_those_of_distributed_data_parallel(codegen, tmp_path):
     mp.spawn(worker, (str(tmp_path / "store"), codegen), nprocs=2)
 

@@ -71,6 +71,7 @@ def test_waits_sink_to_their_users_and_memory_holds_them_back():
     assert names(limited).index("wait") < names(limited).index("b") and limited.peak <= simulate(TaskGraph(tasks, held)).peak
 
 
+@pytest.mark.slow
 def test_the_same_on_every_run_and_hash_seed():
     code = (
         "from overlap.random_tasks import random_tasks; from mindspeed_fx.passes.overlap.improve import schedule;"

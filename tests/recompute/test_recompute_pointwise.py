@@ -138,7 +138,8 @@ def test_dynamic_sizes():
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_llama_is_the_same(dtype):
     model, inputs = Llama(layers=1).to(dtype), tokens()
     results = []
