@@ -255,9 +255,11 @@ def _compare(n: fx.Node, of) -> Meaning:
         return _nearer(a, name, b)
     if isinstance(a, Band) and isinstance(b, (int, float)):
         return a.valued(test(a.inside, b), test(a.outside, b))
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return test(a, b)  # before documents: numbers that are all the same keep nothing apart
     if name in ("eq", "ne") and (documents := _same_number(n, of)) is not None:
         return Band(-math.inf, math.inf, name == "eq", name == "ne", documents)
-    return test(a, b) if isinstance(a, (int, float)) and isinstance(b, (int, float)) else None
+    return None
 
 
 def _nearer(a: Distance, name: str, bound: float) -> Band | None:

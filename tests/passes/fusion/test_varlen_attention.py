@@ -111,6 +111,20 @@ def test_other_masks_of_numbers_stay_masks(form, calls):
     assert function_agrees(form, *qkv()).counts[NAME] == 1 and not calls
 
 
+def test_positions_that_count_on_are_one_document(calls):
+    """Hugging Face numbers documents by where positions do not count on; positions made in the graph always do."""
+
+    def one(q, k, v):
+        p = torch.arange(SEQ)[None]
+        d = (torch.diff(p, prepend=p[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        return F.scaled_dot_product_attention(q, k, v, (d[:, None, :, None] == d[:, None, None]) & causal(), scale=0.5)
+
+    report = function_agrees(one, *qkv())
+    assert report.counts[NAME] == 1 and not calls
+    code = report.graphs[0].stages["forward"]
+    assert "flash" in code and "cumsum" not in code and "attn_mask" not in code, "the mask is still computed"
+
+
 def expected(q, k, v, documents, causal, scale, window):
     allowed = documents[:, None, :, None] == documents[:, None, None]
     i = torch.arange(q.shape[2])
