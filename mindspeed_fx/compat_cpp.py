@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import inspect
 import logging
 import pathlib
 from typing import Any
@@ -67,10 +68,17 @@ def _built() -> Any:
 def _library() -> concurrent.futures.Future:
     from torch._inductor.codecache import CppCodeCache
 
+    # Inductor finds out what the processor has by trying, and keeps it in objects that two threads spoil: the flags of its own kernels
+    # would then depend on chance, and caches miss. Ours need no answer but -march=native; torch before 2.13 asks all the same.
+    plain = {"needs_vec_isa": False} if "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters else {}
+    if not plain:
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        pick_vec_isa()
     flags = _FLAGS + (_WIDE if capability() == "AVX512" else ())
     source = "\n".join(path.read_text() for path in sorted(SOURCES.glob("*.cpp")))  # one text, since it is the key of the cache
     pool = concurrent.futures.ThreadPoolExecutor(1, "mindspeed_fx_cpp")
     try:
-        return pool.submit(CppCodeCache.load, source, device_type="cpu", extra_flags=flags)
+        return pool.submit(CppCodeCache.load, source, device_type="cpu", extra_flags=flags, **plain)
     finally:
         pool.shutdown(wait=False)

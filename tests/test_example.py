@@ -104,6 +104,7 @@ def test_every_backend_gives_the_same_losses(whole, tmp_path, text):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_too_little_text_is_a_clear_error(tmp_path):
     (tmp_path / "tiny.txt").write_text("too short")
     done = subprocess.run(command(tmp_path / "run", str(tmp_path / "tiny.txt")), capture_output=True, text=True)

@@ -137,3 +137,21 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
     finally:
         for cached in (compat_cpp.function, compat_cpp._built):
             cached.cache_clear()
+
+
+@served
+def test_the_build_leaves_inductors_search_for_instruction_sets_alone(monkeypatch):
+    """It is not made for two threads: both would add their finds to one list of flags, and the next process would miss every kernel."""
+    import threading
+
+    from torch._inductor import codecache
+
+    asked, pick = [], codecache.pick_vec_isa
+    pick()  # torch before 2.13 asks whatever it is told, and finds this answer
+    monkeypatch.setattr(codecache, "pick_vec_isa", lambda: asked.append(threading.current_thread()) or pick())
+    compat_cpp._library.cache_clear()
+    try:
+        compat_cpp._library().result()
+        assert not asked or torch.__version__ < "2.13"
+    finally:
+        compat_cpp._library.cache_clear()

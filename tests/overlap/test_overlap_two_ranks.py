@@ -74,6 +74,14 @@ def fused(rank):
         assert f.dtype == torch.bfloat16 and (f.double() - e).norm() <= 2 * (p.double() - e).norm() > 0
 
 
+def agrees(codegen, inputs, expected, group):
+    torch._dynamo.reset()
+    options = {"codegen": codegen, "hardware": "h100", "overlap_memory": "1MiB"}
+    got = torch.compile(lambda x, w: program(x, w, group), backend="mindspeed", options=options, fullgraph=True)(*inputs)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b) if codegen == "eager" else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
 def worker(rank, store):
     torch.set_num_threads(1)
     import torch.distributed as dist
@@ -85,12 +93,7 @@ def worker(rank, store):
     group = dist.group.WORLD
     inputs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * rank + s)) for s in (1, 2)]
     expected = program(*inputs, group)
-    for codegen in ("eager", "inductor"):
-        torch._dynamo.reset()
-        options = {"codegen": codegen, "hardware": "h100", "overlap_memory": "1MiB"}
-        got = torch.compile(lambda x, w: program(x, w, group), backend="mindspeed", options=options, fullgraph=True)(*inputs)
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a, b) if codegen == "eager" else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+    agrees("eager", inputs, expected, group)
     report = mindspeed_fx.explain(lambda x, w: program(x, w, group), *inputs, options={"codegen": "eager", "hardware": "h100", "overlap_memory": "1MiB"})
     assert [s.operator.split(" ")[0] for s in report.sites("overlap.bucket")] == ["all_reduce_coalesced"], str(report)
     assert "order of collectives" in str(report)
@@ -124,6 +127,9 @@ def generated(rank, store):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    group = dist.group.WORLD
+    inputs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * rank + s)) for s in (1, 2)]
+    agrees("inductor", inputs, program(*inputs, group), group)
     fused(rank)
     training(rank, ("eager", "inductor"), ("mlp", "mlp_whole"))
     dist.destroy_process_group()
