@@ -148,6 +148,10 @@ class Options:
             raise OptionError('option "offload" is True, which needs streams of its own, and codegen "npugraph_ex" records one; valid with "offload": codegen "eager", "inductor"')
         return dataclasses.replace(self, target=target, codegen=codegen, hardware=self.hardware or detect(target)[0])
 
+    def deciding(self) -> str:
+        """The options that decide what a graph becomes, as JSON: equal on ranks that compile alike, whatever they dump or check."""
+        return json.dumps({k: v for k, v in self.as_dict().items() if k not in ("dump", "check", "strict", "inductor", "npugraph_ex")}, sort_keys=True, default=str)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         values = dataclasses.asdict(self)

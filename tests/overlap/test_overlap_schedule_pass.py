@@ -138,3 +138,62 @@ def test_orders_that_differ_are_named():
         compare("tp", {0: ["a", "b", "c"], 2: ["a", "c", "b"], 1: ["a", "b", "c"]})
     with pytest.raises(PassError, match="rank 1 has nothing more"):
         compare("dp", {0: ["a", "b"], 1: ["a"]})
+
+
+class Ranks:
+    """Several ranks that compile, one after the other, in this process; a store between them."""
+
+    def __init__(self, monkeypatch, ranks=2):
+        import mindspeed_fx.passes.overlap.order as order
+
+        self.rank, self.order = 0, order
+        store = dist.HashStore()
+        monkeypatch.setattr(order.compat_distributed, "default_store", lambda: store)
+        monkeypatch.setattr(order.compat_distributed, "ranks_of", lambda group: list(range(ranks)))
+        monkeypatch.setattr(order.compat, "rank", lambda: self.rank)
+        monkeypatch.setattr(order, "orders", lambda gm: {"tp": gm})
+
+    def compiles(self, rank, order, settings="eager"):
+        self.rank = rank
+        return self.order.check_across_ranks(list(order), "forward", settings)
+
+
+def test_one_program_may_have_an_order_for_each_of_its_settings(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    for rank in (0, 1):  # rank 0 is done with both before rank 1 begins
+        ranks.compiles(rank, "ab")
+        ranks.compiles(rank, "ba", "inductor")
+    for rank in (1, 0):
+        assert ranks.compiles(rank, "ab")["tp"] == ranks.order.digest("ab")  # compiled again
+    ranks.compiles(0, "cab")
+    ranks.compiles(0, "bca", "inductor")
+    with pytest.raises(OrderMismatch, match="rank 0 has b, rank 1 has c"):  # an order that rank 0 has too, but not so
+        ranks.compiles(1, "cab", "inductor")
+
+
+def test_ranks_with_other_options_are_told_so(monkeypatch):
+    ranks = Ranks(monkeypatch, 3)
+    ranks.compiles(2, "ab")
+    with pytest.raises(OrderMismatch, match="ranks 1 and 2 .*compiled with different options: rank 1 inductor, rank 2 eager"):
+        ranks.compiles(1, "ba", "inductor")
+
+
+def test_two_codegens_in_one_group(fake_world, plain_costs, monkeypatch):
+    """The order of the second codegen differs from the first's: rank 0 compiles both, then rank 1."""
+    store, rank = dist.HashStore(), [0]
+    import mindspeed_fx.passes.overlap.order as order
+
+    monkeypatch.setattr(order.compat_distributed, "default_store", lambda: store)
+    monkeypatch.setattr(order.compat, "rank", lambda: rank[0])
+    def costs(gm, hardware, fused):
+        """What reads the gathered weight takes long in generated code, what reads the reduced gradient elsewhere."""
+        return lambda node: (1.5e-3, "wire") if is_start(node) else (5e-3 if ("sum" if fused else "cos") in str(node.target) else 0.0, "")
+
+    monkeypatch.setattr("mindspeed_fx.passes.overlap.schedule.cost_of", costs)
+    found = []
+    for rank[0] in (0, 1):
+        for codegen in ("eager", "inductor"):
+            torch._dynamo.reset()
+            report = mindspeed_fx.explain(lambda x, w, v, g: model(x, w, v, g), *inputs(), options={"codegen": codegen})
+            found.append(re.search(r"order of collectives (\w+)", str(report))[1])
+    assert found[:2] == found[2:] and found[0] != found[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 import torch.fx as fx
@@ -46,7 +46,7 @@ def digest(order: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(order).encode()).hexdigest()[:16]
 
 
-def compare(group: str, by_rank: Mapping[int, Sequence[str]]) -> None:
+def compare(group: str, by_rank: Mapping[int, Sequence[str]], note: str = "") -> None:
     """Raise OrderMismatch, naming the first collective that differs, unless all ranks have one order."""
     (first, reference), *others = sorted(by_rank.items())
     for rank, order in others:
@@ -56,14 +56,19 @@ def compare(group: str, by_rank: Mapping[int, Sequence[str]]) -> None:
         a, b = (o[at] if at < len(o) else "nothing more" for o in (reference, order))
         raise OrderMismatch(
             f'group "{group}": ranks {first} and {rank} call their collectives in different orders; the first to differ is number {at + 1} of {max(len(reference), len(order))}: '
-            f"rank {first} has {a}, rank {rank} has {b} (hashes {digest(reference)}, {digest(order)}). Training would hang or mix up data."
+            f"rank {first} has {a}, rank {rank} has {b} (hashes {digest(reference)}, {digest(order)}). Training would hang or mix up data.{note}"
         )
 
 
-def check_across_ranks(gm: fx.GraphModule, side: str) -> dict[str, str]:
+def check_across_ranks(gm: fx.GraphModule, side: str, settings: str = "") -> dict[str, str]:
     """Compare this rank's orders with what the other ranks of each group have written so far.
 
-    Graphs are matched by the set of their collectives, so a rank that compiles more or other graphs is not an error.
+    Graphs are matched by the set of their collectives, so a rank that compiles more or other graphs is not an error. One set may have
+    several orders in a process: compiled with other settings, or beside other compute. So each rank writes every order it came to, and
+    ranks differ when each has one that the other has not, or when they do under the same settings.
+
+    Args:
+        settings: what this order was made with, as every rank writes it.
 
     Returns:
         Group -> hash. Empty without a process group.
@@ -75,11 +80,25 @@ def check_across_ranks(gm: fx.GraphModule, side: str) -> dict[str, str]:
     store = compat_distributed.default_store()
     if store is not None:
         for group, order in found.items():
-            ranks = compat_distributed.ranks_of(group)
+            ranks, own = compat_distributed.ranks_of(group), compat.rank()
             key = f"mindspeed_fx/order/{group}/{side}/{hashlib.sha256(json.dumps(sorted(order)).encode()).hexdigest()[:16]}"
-            own = compat.rank()
-            store.set(f"{key}/{own}", json.dumps(order))
-            there = {r: json.loads(store.get(f"{key}/{r}")) for r in ranks if r == own or store.check([f"{key}/{r}"])}
-            compare(group, there)
+            written = lambda r: json.loads(store.get(f"{key}/{r}")) if store.check([f"{key}/{r}"]) else []
+            mine = written(own)
+            if [settings, order] not in mine:
+                mine.append([settings, order])
+            store.set(f"{key}/{own}", json.dumps(mine))
+            for r in ranks:
+                if r != own:
+                    _compare_all(group, {own: mine, r: written(r)})
     return {group: digest(order) for group, order in found.items()}
 
+
+def _compare_all(group: str, by_rank: Mapping[int, Sequence[Sequence[Any]]]) -> None:
+    """Raise OrderMismatch when each of two ranks has an order that the other has not, whatever the settings or under the same."""
+    common = set.intersection(*({s for s, _ in written} for written in by_rank.values()))
+    for settings in (*sorted(common), None):
+        seen = {rank: [(s, order) for s, order in written if settings in (None, s)] for rank, written in by_rank.items()}
+        only = {rank: next(((s, o) for s, o in mine if not all(o in [x for _, x in others] for others in seen.values())), None) for rank, mine in seen.items()}
+        if all(only.values()):
+            note = "" if settings is not None else " They were compiled with different options: " + ", ".join(f"rank {r} {s}" for r, (s, _) in sorted(only.items()))
+            compare(group, {rank: order for rank, (_, order) in only.items()}, note)

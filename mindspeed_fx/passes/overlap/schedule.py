@@ -45,7 +45,7 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     if after.order != before.order:
         work.apply(after.order)
     _tell(report, work, before, after)
-    for group, digest in check_across_ranks(gm, context.side).items():
+    for group, digest in check_across_ranks(gm, context.side, context.options.deciding()).items():
         report.notes.append(f'group "{group}": order of collectives {digest}')
     return report
 
