@@ -62,12 +62,13 @@ def _allocations(profile: Any) -> list[tuple[int, int]]:
     return [(address, size) for _, address, size in sorted(events, key=lambda e: e[0])]
 
 
-def rivals(model: torch.nn.Module, inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor], **compile_options: Any) -> dict[str, Step]:
-    """One training step of ``model`` under eager, Inductor and mindspeed, each compiled and run once."""
+def rivals(model: torch.nn.Module, inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor], options: dict[str, Any] | None = None, **compile_options: Any) -> dict[str, Step]:
+    """One training step of ``model`` under eager, Inductor and mindspeed, each compiled and run once; ``options`` are mindspeed's."""
     steps = {}
     for name in ("eager", "inductor", "mindspeed"):
         torch._dynamo.reset()
-        compiled = model if name == "eager" else torch.compile(model, backend=name, **compile_options)
+        own = {"options": options} if options and name == "mindspeed" else {}
+        compiled = model if name == "eager" else torch.compile(model, backend=name, **compile_options, **own)
         steps[name] = training_step(model, compiled, inputs, loss_of)
         steps[name]()
     return steps

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.linear_cross_entropy_chunks import CHUNK, chunked, parts
+from mindspeed_fx.kernels.linear_cross_entropy_chunks import chunked, parts
+from mindspeed_fx.kernels.linear_cross_entropy_work import CHUNK
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"

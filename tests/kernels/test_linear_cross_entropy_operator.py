@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_fx import compat
 from mindspeed_fx.kernels import linear_cross_entropy_chunks as chunks
+from mindspeed_fx.kernels import linear_cross_entropy_work as work
 
 ops = torch.ops.mindspeed
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -17,8 +18,9 @@ EVERYTHING = (3, 0.1, 0.01, 2.0)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK", 3 * 7 * 8)  # three rows of seven classes in float64
-    monkeypatch.setattr(chunks, "BLOCK", 2 * 7 * 4)
+    monkeypatch.setattr(work, "CHUNK", 3 * 7 * 8)  # three rows of seven classes in float64
+    monkeypatch.setattr(work, "BLOCK", 2 * 7 * 4)
+    monkeypatch.setattr(work, "CACHED", 1)
 
 
 def inputs(dtype=torch.double, tokens=8, hidden=5, vocab=7, bias=True):
@@ -82,10 +84,12 @@ def test_any_shape_and_any_frozen_parameter(data):
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch is built without oneDNN")
-@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("onednn, cpp", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("reduction, variant", [("mean", PLAIN), ("mean", EVERYTHING), ("none", EVERYTHING)])
-def test_either_library_of_matrix_products(monkeypatch, onednn, reduction, variant):
+def test_either_library_of_matrix_products_and_either_way(monkeypatch, onednn, cpp, reduction, variant):
     monkeypatch.setattr(compat, "onednn_beats_blas", lambda: onednn)
+    if not cpp:
+        monkeypatch.setattr(work, "in_cpp", lambda *_: "torch's operators")
     *tensors, target = inputs(torch.float32)
     assert_agrees(tensors, target.clamp_min(0), variant, reduction)
     with torch.no_grad():

@@ -18,6 +18,10 @@ void brgemm_release(bool vnni);
 
 namespace {
 
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+int64_t parts(int64_t of, int64_t size) { return (of + size - 1) / size; }
+
 float* buffer(int64_t floats) { return static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64))); }
 
 void release(float* data) {
@@ -48,5 +52,24 @@ void transpose(const float* from, int64_t ld, int64_t rows, int64_t cols, float*
       }
     }
 }
+
+// e^x to 2 units in the last place, and 0 below the smallest normal number. Cephes, expf.
+inline float exponential(float x) {
+  const float n = std::nearbyint(x * 1.44269504088896341f);
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(std::max(n, -126.0f)) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return x < -87.0f ? 0.0f : p * power;
+}
+
+inline float tangent(float x) { return 1.0f - 2.0f / (exponential(2.0f * std::min(x, 20.0f)) + 1.0f); }
 
 }  // namespace

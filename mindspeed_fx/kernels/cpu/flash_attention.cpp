@@ -7,7 +7,6 @@
 namespace {
 
 constexpr int64_t T = 64;  // queries and keys of a tile: three tiles stay in a first-level cache of 48 KiB
-constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 struct View {  // [batch, head, row, *], the last dimension contiguous
   float* data;
@@ -24,26 +23,7 @@ View view(int index, float* const* data, const int64_t* strides) {
   return {data[index], strides[3 * index], strides[3 * index + 1], strides[3 * index + 2]};
 }
 
-int64_t tiles(int64_t rows) { return (rows + T - 1) / T; }
-
-// e^x to 2 units in the last place, and 0 below the smallest normal number. Cephes, expf.
-inline float exponential(float x) {
-  const float n = std::nearbyint(x * 1.44269504088896341f);
-  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(std::max(n, -126.0f)) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof(power));
-  return x < -87.0f ? 0.0f : p * power;
-}
-
-inline float tangent(float x) { return 1.0f - 2.0f / (exponential(2.0f * std::min(x, 20.0f)) + 1.0f); }
+int64_t tiles(int64_t rows) { return parts(rows, T); }
 
 struct Tile {
   int64_t q0, nq, k0, nk;

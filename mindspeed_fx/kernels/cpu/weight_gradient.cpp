@@ -7,8 +7,6 @@ namespace {
 
 constexpr int64_t ROWS = 64, DEPTH = 256, COLUMNS = 128;  // of a tile of the result, and of one product
 
-int64_t parts(int64_t of, int64_t size) { return (of + size - 1) / size; }
-
 }  // namespace
 
 // packed: n * k floats.

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from mindspeed_fx import compat
 from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.kernels.linear_cross_entropy_work import in_cpp
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
 from mindspeed_fx.passes.fusion.match import aten
@@ -22,9 +23,13 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.linear_cross_entropy", "mindspeed::linear_cross_entropy"
 
 SMALLEST = 128 * 2**20
-"""Bytes of logits, in the type the loss is computed in, below which the unfused form is faster. Measured against this
-backend with the pass off (AMD EPYC, one core, float32, hidden 512): 1.01 to 1.13 of its time at up to 64 MiB, 1.01 to 1.03
-at 128, 1.01 at 256."""
+"""Bytes of logits, in the type the loss is computed in, below which the unfused form is faster where torch's operators make
+the chunks. Measured against this backend with the pass off (AMD EPYC, one core, float32, hidden 512): 1.01 to 1.13 of its time
+at up to 64 MiB, 1.01 to 1.03 at 128, 1.01 at 256."""
+
+SMALLEST_CPP = 16 * 2**20
+"""The same where the function in C++ does: 0.93 to 0.98 of the time from 16 MiB on at a vocabulary of 8192, 1.00 to 1.02 at
+32768 (benchmarks/linear_cross_entropy.py, two cores)."""
 
 PLAIN = (*match.VIEWS, aten.to.dtype, aten.contiguous.default, aten.clone.default)
 """What keeps every row as it is."""
@@ -49,7 +54,7 @@ def linear_cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, torch.ops.mindspeed.cross_entropy.default, aten.cross_entropy_loss.default):
         head = _head(node.args[0])
         if isinstance(head, Head):
-            reason = _refused(head, node, named) or _rewrite(gm, report, node, head, named)
+            reason = _refused(head, node, named, context.options.target) or _rewrite(gm, report, node, head, named)
         else:
             reason = head
         if reason:
@@ -137,7 +142,7 @@ def _softcap(n: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
 # --------------------------------------------------------------------------- when not
 
 
-def _refused(head: Head, node: fx.Node, named: bool) -> str | None:
+def _refused(head: Head, node: fx.Node, named: bool, target: str) -> str | None:
     """Why the logits that ``node`` reads must, or had better, exist; None when they need not."""
     if node.target == aten.cross_entropy_loss.default:
         return "fusion.cross_entropy, on whose result this pass builds, is off or left this loss as it is"
@@ -153,8 +158,9 @@ def _refused(head: Head, node: fx.Node, named: bool) -> str | None:
         return f"the loss of {dtype} logits is computed in {computed}, the operator computes it in {accumulation_dtype(dtype)}"
     logits = match.value(node.args[0])
     size = compat.hint(logits.shape[0]) * compat.hint(logits.shape[1]) * computed.itemsize
-    if size < SMALLEST and not named:
-        return f'the logits take {size / 2**20:.1f} MiB; below {SMALLEST >> 20} MiB the unfused form is faster; put "{NAME}" in enable to save their memory all the same'
+    smallest = SMALLEST_CPP if in_cpp(dtype, target) is None else SMALLEST
+    if size < smallest and not named:
+        return f'the logits take {size / 2**20:.1f} MiB; below {smallest >> 20} MiB the unfused form is faster; put "{NAME}" in enable to save their memory all the same'
     return match.unsafe([*head.region, node], [x, w, b, node.args[1]])
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from models import LLAMA_COUNTS, Llama, assert_same_training, explain, function_agrees, fusion_counts, tokens
 from torch import nn
 
+from mindspeed_fx import compat_cpp
 from mindspeed_fx.kernels import linear_cross_entropy as operators
 from mindspeed_fx.passes.fusion import linear_cross_entropy as fusion
 
@@ -19,6 +20,7 @@ FLAT = TARGET.view(-1)
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     monkeypatch.setattr(fusion, "SMALLEST", 0)
+    monkeypatch.setattr(fusion, "SMALLEST_CPP", 0)
 
 
 def inputs(dtype=torch.double):
@@ -142,6 +144,13 @@ def test_small_logits_stay_unless_the_pass_is_named(monkeypatch):
     assert report.counts[NAME] == 0 and "below 1 MiB the unfused form is faster" in report.skipped(NAME)[0].reason
     assert function_agrees(flat, *inputs(), enable=[NAME]).counts[NAME] == 1
     assert function_agrees(flat, *inputs(), enable=["fusion.*"]).counts[NAME] == 0
+
+
+def test_the_kernel_in_cpp_pays_earlier(monkeypatch):
+    monkeypatch.setattr(fusion, "SMALLEST", 2**20)
+    assert function_agrees(flat, *inputs(torch.float)[:2], tolerance=1e-5).counts[NAME] == (compat_cpp.problem() is None)
+    monkeypatch.setattr(fusion, "in_cpp", lambda *_: "no compiler")
+    assert function_agrees(flat, *inputs(torch.float)[:2], tolerance=1e-5).counts[NAME] == 0
 
 
 def test_losses_of_tokens_when_the_pass_is_named_or_no_gradient_flows():

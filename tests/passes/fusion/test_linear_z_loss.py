@@ -15,6 +15,7 @@ KEPT = TARGET != -100
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     monkeypatch.setattr(fusion, "SMALLEST", 0)
+    monkeypatch.setattr(fusion, "SMALLEST_CPP", 0)
 
 
 def mean(hidden, weight):

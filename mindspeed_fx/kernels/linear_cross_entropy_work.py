@@ -1,0 +1,204 @@
+"""What linear cross-entropy does with one chunk of logits: losses, and gradients in their place.
+
+Three ways, the best that can run: one Triton kernel on an accelerator; one function in C++ on cpu in float32; torch's operators elsewhere,
+with probabilities in a buffer of the accumulation type. Buffers are allocated once and reused: a fresh one costs more in
+page faults than what fills it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx import compat, compat_cpp
+from mindspeed_fx.kernels import triton
+from mindspeed_fx.kernels.base import accumulation_dtype
+
+CHUNK = 64 * 2**20
+"""Most bytes of one chunk of logits, in the accumulation type. Every chunk reads the weight twice and its gradient once;
+below this size that shows."""
+
+BLOCK = 32 * 2**20
+"""Bytes that one call of oneDNN may allocate for logits: what the C library keeps for the next call, without page faults."""
+
+CACHED, ROWS = 8 * 2**20, 256
+"""Bytes of a chunk that stays in the last cache, and rows from which on reading the weight once more does not show. Measured
+by benchmarks/whole_models.py: 8 MiB are faster than 4, 16 or 64 at a vocabulary of 8192."""
+
+
+class Linear:
+    """Logits of rows of hidden states, and what loss is made of them; base of the three ways.
+
+    Args:
+        hidden: [tokens, hidden], read for its type and place; weight: [vocab, hidden]; bias: [vocab] or None.
+        settings: label_smoothing, z_loss, softcap.
+        gradients: whether anybody needs those of the logits.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool):
+        self.weight, self.bias, self.gradients = weight, bias, gradients
+        self.label_smoothing, self.z_loss, self.softcap = settings
+        self.rows = full(hidden.shape[0], weight.shape[0], accumulation_dtype(hidden.dtype))
+
+    def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((rows, self.weight.shape[0]), dtype=dtype, device=self.weight.device)
+
+    def product(self, x: Tensor, out: Tensor) -> Tensor:
+        """Logits [n, vocab] in the type of the inputs, in the first rows of ``out``."""
+        out = out[: len(x)]
+        return torch.mm(x, self.weight.t(), out=out) if self.bias is None else torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def onednn(self, x: Tensor) -> Tensor:
+        """Logits [n, vocab] in memory that oneDNN allocates."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Gradients of sum(upstream * losses) for the logits, in the type of the inputs and valid until the next call (None
+        where nobody needs them), and losses.
+
+        Args:
+            x: [n, hidden], n at most ``rows``; target: [n], int64, classes.
+            upstream: [n], or None for ones.
+        """
+        raise NotImplementedError
+
+
+def full(tokens: int, vocab: int, wide: torch.dtype, budget: int | None = None) -> int:
+    """Rows of a full chunk of at most ``budget`` bytes in the type ``wide``; CHUNK when None."""
+    return max(1, min(tokens, (CHUNK if budget is None else budget) // (vocab * wide.itemsize)))
+
+
+def work(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool) -> Linear:
+    """The fastest way that can run."""
+    # What could not be built is None, after a warning.
+    kind = InTriton if in_triton(hidden) is None else InCpp if in_cpp(hidden.dtype, hidden.device.type) is None and compat_cpp.function("cross_entropy") else InTorch
+    return kind(hidden, weight, bias, settings, gradients)
+
+
+def onednn(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and compat.onednn_beats_blas()
+
+
+# --------------------------------------------------------------------------- Triton
+
+
+def in_triton(hidden: Tensor) -> str | None:
+    """Why the Triton kernel does not run; None when it does."""
+    if hidden.dtype not in triton.DTYPES:
+        return f"hidden is {hidden.dtype}".replace("torch.", "")
+    return triton.unable(hidden.device)
+
+
+class InTriton(Linear):
+    def __init__(self, hidden: Tensor, *args):
+        super().__init__(hidden, *args)
+        self.kernel = triton.load(triton.PARTS["linear_cross_entropy_chunk"])
+        self.logits = self.buffer(self.rows, hidden.dtype)
+
+    def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        d = self.product(x, self.logits)
+        losses = self.kernel(d, target, upstream, self.label_smoothing, self.z_loss, self.softcap, self.gradients)
+        return d if self.gradients else None, losses
+
+
+# --------------------------------------------------------------------------- C++
+
+
+def in_cpp(dtype: torch.dtype, device: str) -> str | None:
+    """Why the function in C++ does not run; None when it does once it is built, which begins here."""
+    if dtype != torch.float32 or device != "cpu":
+        return f"{dtype} on {device}; float32 on cpu only"
+    if reason := compat_cpp.problem():
+        return reason
+    compat_cpp.start()
+    return None
+
+
+class InCpp(Linear):
+    def __init__(self, hidden: Tensor, *args):
+        super().__init__(hidden, *args)
+        tokens, vocab = hidden.shape[0], self.weight.shape[0]
+        small, large = (full(tokens, vocab, torch.float32, budget) for budget in (CACHED, CHUNK))
+        self.rows = max(small, min(ROWS, large))
+        # What fits a block of oneDNN's becomes its own gradient; larger chunks are gathered in a buffer.
+        self.own = onednn(hidden, self.weight)
+        self.block = full(tokens, vocab, torch.float32, BLOCK) if self.own else self.rows
+        self.wide = self.buffer(self.rows, torch.float32) if not self.own or (self.gradients and self.rows > self.block) else None
+
+    def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        losses, target = x.new_empty(len(x)), target.contiguous()
+        upstream = None if upstream is None else upstream.to(torch.float32).contiguous()
+        d = self.wide[: len(x)] if self.wide is not None else None
+        for i in range(0, len(x), self.block):
+            at = slice(i, min(len(x), i + self.block))
+            logits = self.onednn(x[at]) if self.own else self.product(x, self.wide)
+            into = None if not self.gradients else logits if d is None else d[at]
+            self.rows_of(logits, into, target[at], None if upstream is None else upstream[at], losses[at])
+        return (logits if d is None else d) if self.gradients else None, losses
+
+    def rows_of(self, logits: Tensor, into: Tensor | None, target: Tensor, upstream: Tensor | None, losses: Tensor) -> None:
+        size, data, number = ctypes.c_int64, lambda t: ctypes.c_void_p(None if t is None else t.data_ptr()), ctypes.c_float
+        compat_cpp.function("cross_entropy")(
+            size(logits.shape[0]), size(logits.shape[1]), data(logits), data(into), data(target), data(upstream), data(losses),
+            number(self.label_smoothing), number(self.z_loss), number(self.softcap), size(torch.get_num_threads()),
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------- torch
+
+
+class InTorch(Linear):
+    def __init__(self, hidden: Tensor, *args):
+        super().__init__(hidden, *args)
+        wide, (vocab, width) = accumulation_dtype(hidden.dtype), self.weight.shape
+        slope = self.softcap and self.gradients
+        self.own = onednn(hidden, self.weight)
+        self.rows = full(hidden.shape[0], vocab, wide, (CHUNK if self.gradients or not self.own else BLOCK) // (2 if slope else 1))
+        self.block = full(hidden.shape[0], vocab, wide, BLOCK) if self.own else self.rows
+        self.wide = self.buffer(self.rows, wide) if self.gradients or not self.own else None
+        self.short = self.buffer(self.rows, hidden.dtype) if wide != hidden.dtype else None
+        self.slope = self.buffer(self.rows, wide) if slope else None
+
+    def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        t = target.unsqueeze(1)
+        found = [self._block(x[i : i + self.block], t[i : i + self.block], i) for i in range(0, len(x), self.block)]
+        lse, losses = (torch.cat(parts) for parts in zip(*found))
+        if not self.gradients:
+            return None, losses
+        # d loss / d logits = p (1 + 2 z lse) - (1 - s) onehot - s / vocab, in place of p.
+        p, s = self.wide[: len(x)], self.label_smoothing
+        if self.z_loss:
+            p.mul_((1 + 2 * self.z_loss * lse).unsqueeze(1))
+        p.scatter_add_(1, t, p.new_full((1, 1), s - 1.0).expand(t.shape))
+        if s:
+            p.sub_(s / p.shape[1])
+        if self.slope is not None:
+            p.mul_(self.slope[: len(p)])
+        if upstream is not None:
+            p.mul_(upstream.unsqueeze(1))
+        return p if self.short is None else self.short[: len(p)].copy_(p), losses
+
+    def _block(self, x: Tensor, t: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        logits, s = self._logits(x), self.label_smoothing
+        if self.softcap:
+            logits.div_(self.softcap).tanh_()
+            if self.slope is not None:
+                torch.mul(logits, logits, out=self.slope[start : start + len(x)]).neg_().add_(1)
+            logits.mul_(self.softcap)
+        top, picked = logits.amax(-1), logits.gather(-1, t).squeeze(-1)
+        smooth = s * logits.mean(-1) if s else 0.0
+        p = torch.softmax(logits, -1, out=logits if self.wide is None else self.wide[start : start + len(x)])
+        # The largest probability is exp(top - lse), and at least 1 / vocab.
+        lse = top - p.amax(-1).log()
+        loss = lse - (1 - s) * picked - smooth
+        return lse, loss + self.z_loss * lse.square() if self.z_loss else loss
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """[n, vocab] in the accumulation type, in the work buffer unless oneDNN allocates them."""
+        if self.own:
+            return self.onednn(x)
+        out = self.product(x, self.wide if self.short is None else self.short)
+        return out if self.short is None else self.wide[: len(x)].copy_(out)
