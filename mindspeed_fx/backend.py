@@ -27,7 +27,7 @@ from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.passes import overlap, registered
-from mindspeed_fx.passes.overlap import data_parallel
+from mindspeed_fx.passes.overlap import data_parallel, optimizer
 from mindspeed_fx.passes.pipeline import Pipeline
 from mindspeed_fx.passes.sharding import local as sharding
 from mindspeed_fx.report import recorder
@@ -66,9 +66,11 @@ class Compilation:
     def __init__(self, options: Options):
         self.options = options
         self.averaged: list = []
+        self.steps: optimizer.Steps | None = None
         self.pipeline = Pipeline(options)
         why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
         why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * compat.bisecting() + ["gradients are averaged over ranks"] * bool(options.data_parallel)
+        why += ["parameters step in the backward"] * bool(options.optimizer)
         self.caches = not why
         hardware = options.hardware or f"none: {detect(options.target)[1]}"
         effective = {**options.as_dict(), "hardware": hardware, "passes": [p.name for p in self.pipeline.passes], "caches": "on" if self.caches else f"off: {', '.join(why)}"}
@@ -91,7 +93,12 @@ class Compilation:
             if self.options.data_parallel:
                 raise OptionError(f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its plan reduces gradients')
             self.record.effective["caches"] = "off: the model is parallelized"
+            if self.options.optimizer:
+                raise OptionError('option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which torch.optim.AdamW steps')
             plan.generated = self.options.codegen == "inductor"
+        if self.options.optimizer:
+            self.steps = optimizer.Steps(gm, inputs)
+            gm, inputs = self.steps.gm, self.steps.inputs
         table = None
         if self.options.target == "npu":
             compat_npu.accept_aliases()
@@ -104,6 +111,7 @@ class Compilation:
         if captured_by_hook is None:
             self.capture(gm)
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
+        wrap = self.steps.wrap if self.steps is not None else wrap
         if not inductor:
             return wrap(compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partitioner(), decompositions=table))
         if self.options.target == "npu":
@@ -134,6 +142,8 @@ class Compilation:
     def average(self, gm: fx.GraphModule) -> None:
         if self.averaged:
             data_parallel.average(gm, self.averaged, self.options.data_parallel)
+        if self.steps is not None:
+            self.steps.read(gm)
 
     def prepare_joint(self, joint: fx.GraphModule) -> None:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""

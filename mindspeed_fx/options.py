@@ -19,6 +19,7 @@ LEVELS = (0, 1, 2)
 TARGETS = ("auto", "cpu", "cuda", "npu")
 CODEGENS = ("auto", "inductor", "eager", "npugraph_ex")
 CHECKS = ("off", "each")
+OPTIMIZERS = ("backward",)
 
 
 class OptionError(ValueError):
@@ -71,6 +72,10 @@ class Options:
     """Process group ("world", or a group's name) over whose ranks the backward graph averages the gradients of parameters as they become
     ready, as DistributedDataParallel does; each rank passes its own part of the batch. None: they stay as they are."""
 
+    optimizer: str | None = None
+    """"backward": parameters that :func:`mindspeed_fx.step_in_backward` was told of take their step of AdamW inside the backward graph, as their
+    gradients become ready; no gradients are left. None: gradients are left to the optimizer."""
+
     codegen: str = "auto"
     """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is, "npugraph_ex" (npu) hands it to torch_npu's ACL graphs; "auto": inductor on cpu and cuda, eager on npu."""
 
@@ -116,6 +121,8 @@ class Options:
         object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
         if self.data_parallel is not None and not (isinstance(self.data_parallel, str) and self.data_parallel):
             raise OptionError(f'option "data_parallel" is {self.data_parallel!r}; valid: "world", or the name of a process group')
+        if self.optimizer is not None:
+            _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _check_inductor(self.inductor)
         if not isinstance(self.npugraph_ex, Mapping):
             raise OptionError(f'option "npugraph_ex" takes a dict of npugraph_ex options, not {self.npugraph_ex!r}')

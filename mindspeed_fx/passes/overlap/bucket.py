@@ -26,6 +26,7 @@ from mindspeed_fx.passes.overlap.merge import Candidate, acyclic, buckets, merge
 from mindspeed_fx.passes.overlap.price import cost_of, device, moved_bytes, transfer
 from mindspeed_fx.passes.overlap.schedule import LIMIT
 from mindspeed_fx.passes.overlap.simulate import simulate
+from mindspeed_fx.passes.overlap.step import joined
 
 NAME = "overlap.bucket"
 OVERHEAD = 0.05
@@ -40,7 +41,7 @@ _COALESCED = {
 }
 
 
-@register(NAME, stage="partitioned", level=2, exact=True, provides=("bucketed",), after=("decomposed",))
+@register(NAME, stage="partitioned", level=2, exact=True, provides=("bucketed",), after=("decomposed", "stepped"))
 def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     """Small collectives of one kind and group become one, where the model says it pays."""
     report = PassReport(NAME)
@@ -65,6 +66,7 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
             nodes = [work.nodes[c.task] for c in bucket]
             new = _coalesce(gm, nodes)
             report.rewrites.append(site(f"{kind(new)} of {len(nodes)}, {sum(c.bytes for c in bucket) / 2**20:.2f} MiB", nodes[0], nodes))
+        report.rewrites += [site(f"one step of {len(step.args[0])} parameters", step, [step]) for step in joined(gm)]
         gm.recompile()
     for c in candidates:
         if c.task not in inside:

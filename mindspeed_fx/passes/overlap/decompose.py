@@ -46,7 +46,7 @@ LARGE = 3000
 """Nodes from which only pipelines of two and of four chunks are tried."""
 
 
-@register(NAME, stage="partitioned", level=2, provides=("decomposed",), after=("split", "mc2"))
+@register(NAME, stage="partitioned", level=2, provides=("decomposed",), after=("split", "mc2", "stepped"))
 def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products and their collectives in chunks that run under each other, where the model says it pays."""
     report = PassReport(NAME)

@@ -75,6 +75,17 @@ def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], boo
     return GraphTasks(gm, nodes, TaskGraph(tasks, builder.finished()))
 
 
+def aliases(gm: fx.GraphModule) -> dict[fx.Node, list[int]]:
+    """Node -> numbers of the memories that its tensors lie in; nodes with a number in common share memory."""
+    builder = _Builder(lambda node: False)
+    for i, node in enumerate(gm.graph.nodes):
+        if node.op in ("placeholder", "get_attr"):
+            builder.input(node)
+        elif node.op != "output":
+            builder.visit(i, node)
+    return builder.of
+
+
 def saved_activation(node: fx.Node) -> bool:
     """True for a backward graph's placeholder that nothing else holds: not a parameter or input of the forward. (Both
     code paths hand saved values to the backward in a list that is emptied as they are read.)"""
@@ -100,13 +111,21 @@ class _Builder:
         self.owned = owned
         self.memories: list[_Memory] = []
         self.of: dict[fx.Node, Any] = {}  # node -> memory of each of its tensors, in the order of tree_leaves
+        self.stored: dict[int, int] = {}  # storage of an input -> its memory
         self.effect = -1
         self.read_by: dict[fx.Node, list[int]] = {}  # start -> memories that its transfer reads until it is waited for
 
     def input(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         kept = node.op == "get_attr" or not self.owned(node)
-        self.of[node] = [self._new(-1, v, kept) for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+        self.of[node] = []
+        for v in tree_leaves(value):
+            if isinstance(v, torch.Tensor):  # a view of a parameter may be saved beside the parameter
+                m = self.stored.setdefault(compat.storage_of(v), len(self.memories))
+                if m == len(self.memories):
+                    self._new(-1, v, kept)
+                self.memories[m].kept |= kept
+                self.of[node].append(m)
 
     def keep(self, output: fx.Node) -> None:
         for node in output.all_input_nodes:

@@ -24,7 +24,7 @@ LIMIT = "mindspeed_fx_overlap_limit"
 """Key in ``gm.meta``: bytes that an earlier pass of this family promised not to exceed."""
 
 
-@register(NAME, stage="partitioned", level=2, exact=True, after=("bucketed", "decomposed"))
+@register(NAME, stage="partitioned", level=2, exact=True, after=("bucketed", "decomposed", "stepped"))
 def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     """Orders collectives and compute so that communication runs under compute, within memory."""
     report = PassReport(NAME)
