@@ -36,6 +36,10 @@ def cases():
     yield "weighted_swiglu-two", ops.weighted_swiglu.default, (double(3, 4), double(3, 4), double(3, 1))
     for interleaved in (True, False):
         yield f"rope-{interleaved}", ops.rope.default, (double(2, 2, 3, 8), double(3, 8), double(1, 1, 3, 8), interleaved)
+        for turned, weight in ((8, True), (4, True), (8, False)):
+            angles = double(3, turned, grad=False), double(1, 1, 3, turned, grad=False)
+            x, weight = double(2, 3, 2, 8), double(8) if weight else None
+            yield f"qk_norm_rope-{interleaved}-{turned}-{weight is not None}", ops.qk_norm_rope.default, (x.transpose(1, 2), weight, *angles, 1e-5, True, interleaved)
     for heads, causal in itertools.product((4, 2, 1), (True, False)):
         yield f"attention-{heads}-{causal}", ops.attention.default, (double(1, 4, 5, 4), double(1, heads, 5, 4), double(1, heads, 5, 4), None, causal, 0.4)
     keep = torch.rand(1, 1, 5, 6) < 0.7

@@ -90,6 +90,14 @@ def rope(name: str, x: tuple, angles: tuple, interleaved: bool, transposed: bool
     return Case(f"rope-{name}", "rope", make, lambda args, out, grad: (grad, *args, False))
 
 
+def qk_norm_rope(name: str, x: tuple, angles: tuple, interleaved: bool, weight: bool = True, transposed: bool = False) -> Case:
+    def make(new):
+        whole = new(*x[:-2], 2 * x[-2], x[-1])[..., x[-2] :, :]  # some heads of a joint projection
+        return (whole.transpose(1, 2) if transposed else whole), new(x[-1]) if weight else None, new(*angles), new(*angles), 1e-5, False, interleaved
+
+    return Case(f"qk_norm_rope-{name}", "qk_norm_rope", make, lambda args, out, grad: (grad, *args[:2], out[1], *args[2:4], interleaved, weight))
+
+
 def cross_entropy(name: str, tokens: int, vocab: int, smoothing: float = 0.0, ignored: int | None = None, strided: bool = False, mean: bool = False) -> Case:
     def make(new):
         logits = 2 * (new(tokens, vocab + 5)[:, :vocab] if strided else new(tokens, vocab))
@@ -175,6 +183,11 @@ CASES = [
     rope("interleaved-bhsd", (2, 5, 6, 48), (6, 48), True),
     rope("many-heads", (5, 1, 40, 256), (5, 1, 1, 256), False),
     rope("tokens", (70, 6), (70, 6), True),
+    qk_norm_rope("sbhd", (6, 2, 5, 64), (6, 1, 1, 64), False),
+    qk_norm_rope("transposed", (2, 6, 5, 128), (2, 1, 6, 128), False, transposed=True),
+    qk_norm_rope("partial", (2, 6, 3, 80), (1, 1, 6, 32), False, transposed=True),
+    qk_norm_rope("interleaved-partial", (6, 2, 40, 96), (6, 1, 1, 64), True),
+    qk_norm_rope("plain", (7, 5, 48), (7, 1, 48), True, weight=False),
     cross_entropy("small", 7, 7, ignored=-100),
     cross_entropy("odd", 10, 1000, 0.1, ignored=3),
     cross_entropy("blocks", 5, 50257, ignored=-1),

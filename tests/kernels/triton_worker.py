@@ -52,7 +52,7 @@ def lower() -> dict[str, dict]:
 def launches() -> list[tuple[str, object, tuple, int, dict]]:
     """(label, kernel, arguments, warps, constants) of the launches that the launchers make for training shapes."""
     found = []
-    run = {name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}") for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "rope", "cross_entropy", "dropout_add_seeded", "glu", "moe_unpermute", "linear_cross_entropy", "adamw")}
+    run = {name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}") for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "rope", "qk_norm_rope", "cross_entropy", "dropout_add_seeded", "glu", "moe_unpermute", "linear_cross_entropy", "adamw")}
     new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     with launching(lambda kernel, grid, args, num_warps, constants: found.append((label, kernel, args, num_warps, constants))):
         for dtype in (BF16, F32):
@@ -95,6 +95,11 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 run["rope"].forward(x, cos, cos, interleaved)
                 label = "backward-" + label
                 run["rope"].backward(x, x, cos, cos, interleaved, False)
+            turned, interleaved = (128, False) if dtype == BF16 else (32, True)
+            label = f"{turned}-{'interleaved' if interleaved else 'half'}-{short}"
+            q, w, angles, rstd = new(1, 4096, 32, 128, dtype=dtype).transpose(1, 2), new(128, dtype=dtype), new(1, 1, 4096, turned, dtype=dtype), new(1, 32, 4096, 1, dtype=F32)
+            run["qk_norm_rope"].forward(q, w, angles, angles, 1e-6, True, interleaved)
+            run["qk_norm_rope"].backward(q, q, w, rstd, angles, angles, interleaved, True)
             for vocab in (32000, 128256):
                 label = f"{vocab}-{short}"
                 x, target, lse = new(8192, vocab, dtype=dtype), new(8192, dtype=torch.int64), new(8192, dtype=F32)

@@ -31,6 +31,19 @@ def load_pairs(rows, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES:
 
 
 @triton.jit
+def store_pairs(rows, a, b, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES: tl.constexpr, HALF: tl.constexpr):
+    """Writes what :func:`load_pairs` reads, in the type of the rows."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.reshape(tl.join(a, b), (LINES, 2 * HALF))
+        tl.store(rows + cols, both.to(rows.dtype.element_ty), mask=there & (cols < DIM))
+    else:
+        cols = tl.arange(0, HALF)[None, :]
+        tl.store(rows + cols, a.to(rows.dtype.element_ty), mask=there & (cols < DIM // 2))
+        tl.store(rows + DIM // 2 + cols, b.to(rows.dtype.element_ty), mask=there & (cols < DIM // 2))
+
+
+@triton.jit
 def rope_rotate(x_ptr, cos_ptr, sin_ptr, y_ptr, outer, inner, heads, x0, x1, x2, y0, y1, y2, c0, c1, c2, s0, s1, s2, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
     """y of x, both [outer, inner, heads, DIM] with strides x0 ... of their own; cos and sin likewise, with strides 0 where
     they are broadcast. SHARED: they are broadcast over the heads. HALF: tile of DIM / 2."""
@@ -54,15 +67,7 @@ def rope_rotate(x_ptr, cos_ptr, sin_ptr, y_ptr, outer, inner, heads, x0, x1, x2,
         else:
             ya = xa * ca - xb * sa
             yb = xb * cb + xa * sb
-        y = y_ptr + o * y0 + i * y1 + h * y2 + lines * y2
-        if INTERLEAVED:
-            cols = tl.arange(0, 2 * HALF)[None, :]
-            both = tl.reshape(tl.join(ya, yb), (HEADS, 2 * HALF))
-            tl.store(y + cols, both.to(y_ptr.dtype.element_ty), mask=there & (cols < DIM))
-        else:
-            cols = tl.arange(0, HALF)[None, :]
-            tl.store(y + cols, ya.to(y_ptr.dtype.element_ty), mask=there & (cols < DIM // 2))
-            tl.store(y + DIM // 2 + cols, yb.to(y_ptr.dtype.element_ty), mask=there & (cols < DIM // 2))
+        store_pairs(y_ptr + o * y0 + i * y1 + h * y2 + lines * y2, ya, yb, there, DIM, INTERLEAVED, HEADS, HALF)
 
 
 def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -85,12 +90,8 @@ def _run(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, interleaved: bool, back
     # kernels/rope.py refuses both from the fake arguments; these guard a direct call of the operator.
     if y.stride(-1) != 1:
         raise NotImplementedError("rope: the last dimension of the result is not contiguous")
-    dims = leading(x, y, cos, sin)
-    if len(dims) > 3:
-        raise NotImplementedError("rope: more than three independent leading dimensions")
-    (outer, *first), (inner, *second), (heads, *third) = [(1, 0, 0, 0, 0)] * (3 - len(dims)) + dims
-    strides = [s for three in zip(first, second, third) for s in three]
-    dim, shared = x.shape[-1], third[2] == third[3] == 0
+    (outer, inner, heads), strides = leading(x, y, cos, sin)
+    dim, shared = x.shape[-1], strides[8] == strides[11] == 0
     half = power_of_two(dim // 2)
     block = min(power_of_two(heads), max(1, TILE // (2 * half)))
     num_warps = warps(2 * half * block)
@@ -99,16 +100,22 @@ def _run(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, interleaved: bool, back
     launch(rope_rotate, grid, x, cos, sin, y, outer, inner, heads, *strides, num_warps=num_warps, **constants)
 
 
-def leading(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[int, int, int, int, int]]:
-    """The leading dimensions, outermost in memory first, as (size, stride of x, y, cos, sin).
+def leading(x: Tensor, y: Tensor, *others: Tensor) -> tuple[list[int], list[int]]:
+    """Three leading dimensions, outermost in the memory of ``y`` first: their sizes, and their strides in x, y and each of the others.
 
     Dimensions of size one are dropped, and neighbours that every tensor strides over as over one are merged.
+
+    Raises:
+        NotImplementedError: more than three are left.
     """
-    cos, sin = cos.expand(x.shape), sin.expand(x.shape)
-    dims = [d for d in zip(x.shape[:-1], *(t.stride()[:-1] for t in (x, y, cos, sin))) if d[0] != 1]
-    merged: list[tuple[int, int, int, int, int]] = []
+    tensors = (x, y, *(t.expand(*x.shape[:-1], t.shape[-1]) for t in others))
+    dims = [d for d in zip(x.shape[:-1], *(t.stride()[:-1] for t in tensors)) if d[0] != 1]
+    merged: list[tuple[int, ...]] = []
     for size, *strides in sorted(dims, key=lambda d: -d[2]):
         if merged and all(outer == size * inner for outer, inner in zip(merged[-1][1:], strides)):
             size *= merged.pop()[0]
         merged.append((size, *strides))
-    return merged
+    if len(merged) > 3:
+        raise NotImplementedError("more than three independent leading dimensions")
+    sizes, *each = zip(*[(1, *[0] * len(tensors))] * (3 - len(merged)), *merged)
+    return list(sizes), [stride for strides in each for stride in strides]

@@ -52,7 +52,7 @@ class Rotation:
     interleaved: bool
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",))
+@register(NAME, stage="captured", level=1, after=("plain functions",), provides=("rope",))
 def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """x * cos + rotate(x) * sin becomes one operator, half and interleaved."""
     report = PassReport(NAME)

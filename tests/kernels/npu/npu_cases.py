@@ -114,6 +114,17 @@ def rope_cases(dtype):
     yield "rope-one-token", ops.rope, (normal(2, 4, 1, 32, dtype=dtype), normal(1, 32, dtype=dtype), normal(1, 32, dtype=dtype), True), "npu_rotary_mul"
 
 
+def qk_cases(dtype):
+    for turned, weight in itertools.product((32, 16), (None, dtype, torch.float32)):
+        name = f"{turned}-{str(weight)[6:]}"
+        x, w = stored((2, 4, 6, 32), BSND, dtype), None if weight is None else normal(32, dtype=weight)
+        angles = (normal(6, turned, dtype=dtype), normal(6, turned, dtype=dtype))
+        y, rstd = ops.qk_norm_rope(x, w, *angles, 1e-6, True, False)
+        yield f"qk_norm_rope-{name}", ops.qk_norm_rope, (x, w, *angles, 1e-6, True, False), "triton, norm and rotation in one read of a head"
+        args = (torch.randn_like(y), x, w, rstd, *angles, False, w is not None)
+        yield f"qk_norm_rope_backward-{name}", ops.qk_norm_rope_backward, args, "triton, both gradients in one read of a head"
+
+
 def attention_cases(dtype):
     keep = torch.rand(2, 1, 9, 9) < 0.7
     keep[..., 0] = True
@@ -231,7 +242,7 @@ def ring_cases(dtype):
     yield "ring_attention_update-part", ops.ring_attention_update, (part.narrow(2, 3, 3), normal(2, 4, 6).narrow(2, 3, 3), part.narrow(2, 0, 3), normal(2, 4, 3)), "npu_ring_attention_update"
 
 
-FAMILIES = {"ring": ring_cases, "norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases, "softmax": softmax_cases}
+FAMILIES = {"ring": ring_cases, "norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "qk": qk_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases, "softmax": softmax_cases}
 
 
 def cases(family, dtype):

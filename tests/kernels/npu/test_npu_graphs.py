@@ -41,6 +41,41 @@ def test_llama_of_any_length():
     assert len(graphs) == 2 and graphs.unlowered() == [] and graphs.npu()["npu_fusion_attention_v3"] == 2
 
 
+class QueriesAndKeys(nn.Module):
+    """Attention of Qwen3: queries and keys are normalized, then turned; of OLMo 2 with a norm over all heads."""
+
+    def __init__(self, hidden=32, heads=4, kv_heads=2, whole=False):
+        super().__init__()
+        self.dim, self.counts, self.whole = hidden // heads, (heads, kv_heads, kv_heads), whole
+        self.qkv = nn.ModuleList(nn.Linear(hidden, n * self.dim, bias=False) for n in self.counts)
+        self.norms, self.out = nn.ModuleList(models.RMSNorm(n * self.dim if whole else self.dim) for n in self.counts[:2]), nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        angles = torch.outer(torch.arange(s, device=x.device).float(), torch.tensor([1.0, 0.3, 0.1, 0.03], device=x.device)).repeat(1, 2)
+        q, k, v = (layer(x) for layer in self.qkv)
+        if self.whole:
+            q, k = (norm(t) for norm, t in zip(self.norms, (q, k)))
+        q, k, v = (t.view(b, s, n, self.dim) for t, n in zip((q, k, v), self.counts))
+        if not self.whole:
+            q, k = (norm(t) for norm, t in zip(self.norms, (q, k)))
+        q, k = (models.rotate(t.transpose(1, 2), angles.cos().to(x.dtype), angles.sin().to(x.dtype)) for t in (q, k))
+        return self.out(F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+@TYPES
+def test_norms_of_queries_and_keys(dtype):
+    graphs = npu_graphs.trains_alike(QueriesAndKeys(), torch.randn(2, 9, 32, requires_grad=True), dtype=dtype)
+    ours = [(r["operator"], r["side"]) for r in graphs.rows() if r["kernel"].startswith("triton, ")]
+    assert sorted(ours) == sorted([("mindspeed.qk_norm_rope", "forward"), ("mindspeed.qk_norm_rope_backward", "backward")] * 2)
+    assert not {"npu_rms_norm", "npu_rotary_mul"} & {*graphs.npu()} and graphs.unlowered() == []
+
+
+def test_a_norm_over_all_heads_stays_an_operator_of_its_own():
+    graphs = npu_graphs.trains_alike(QueriesAndKeys(whole=True), torch.randn(2, 9, 32, requires_grad=True))
+    assert graphs.npu("forward")["npu_rms_norm"] == graphs.npu("forward")["npu_rotary_mul"] == 2 and graphs.unlowered() == []
+
+
 class Gpt2(nn.Module):
     def __init__(self, hidden=32, heads=4, vocab=64):
         super().__init__()

@@ -29,7 +29,7 @@ RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten")
 VIEWS = RESHAPES | frozenset(("transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "contiguous", "detach", "alias", "clone", "chunk", "slice", "select", "narrow", "numpy_T"))
 SAVES = {"add": (), "sub": (), "neg": (), "sum": (), "mean": (), "rope": (), "cat": (), "embedding": (), "dropout": (), "moe_permute": (), "slice": (), "to": (), "where": ()}
 """Operators whose backward needs none of their floating inputs; all others keep them."""
-CHEAP = frozenset(("rms_norm", "layer_norm", "swiglu", "glu", "gelu", "silu", "activation", "weighted_swiglu", "add", "mul", "to", "clipped_swiglu", "rope"))
+CHEAP = frozenset(("rms_norm", "layer_norm", "swiglu", "glu", "gelu", "silu", "activation", "weighted_swiglu", "add", "mul", "to", "clipped_swiglu", "rope", "qk_norm_rope"))
 """Operators that are redone rather than kept under "selective" recompute, where their inputs are kept anyway."""
 
 

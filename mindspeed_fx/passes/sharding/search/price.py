@@ -29,7 +29,7 @@ OPTIMIZERS = {"adam": 8, "sgd": 0, "momentum": 4}
 """Bytes of optimizer state for each parameter; 16-bit parameters have a float32 copy on top."""
 
 
-BY_SHAPE = frozenset(("attention", "scaled_dot_product_attention", "rope", "moe_permute", "moe_unpermute", "grouped_matmul", "cumsum"))
+BY_SHAPE = frozenset(("attention", "scaled_dot_product_attention", "rope", "qk_norm_rope", "moe_permute", "moe_unpermute", "grouped_matmul", "cumsum"))
 """Operators whose price is not a matter of the number of tokens alone."""
 
 
