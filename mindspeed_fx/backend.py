@@ -67,6 +67,8 @@ class Compilation:
         self.options = options
         self.averaged: list = []
         self.steps: optimizer.Steps | None = None
+        self.sharding: Any = None
+        """Of a parallelized model: its :class:`mindspeed_fx.passes.sharding.local.Cut`."""
         self.pipeline = Pipeline(options)
         why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
         why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * compat.bisecting() + ["gradients are averaged over ranks"] * bool(options.data_parallel)
@@ -90,6 +92,7 @@ class Compilation:
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         self.averaged = data_parallel.parameters(inputs) if self.options.data_parallel else []
         if plan := sharding.cut(gm):
+            self.sharding = plan
             if self.options.data_parallel:
                 raise OptionError(f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its plan reduces gradients')
             self.record.effective["caches"] = "off: the model is parallelized"
@@ -147,8 +150,10 @@ class Compilation:
 
     def prepare_joint(self, joint: fx.GraphModule) -> None:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
+        joint.meta[sharding.KEY] = self.sharding
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable)
+        joint.meta.pop(sharding.KEY)
         if self.options.codegen == "inductor":
             with self._timed("lowering"):
                 self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=compat.inductor_decompositions())
@@ -168,7 +173,9 @@ class Compilation:
         inductor = self.options.codegen == "inductor"
         with self._timed("passes"):
             if side == "inference":
+                gm.meta[sharding.KEY] = self.sharding
                 self.pipeline.run("joint", side, gm, self.record, self.readable)
+                gm.meta.pop(sharding.KEY)
             self.pipeline.run("partitioned", side, gm, self.record, self.readable)
         with self._timed("lowering"):
             table = compat.inductor_decompositions() if inductor else None

@@ -6,6 +6,7 @@ Importing this module imports DTensor (about half a second); only sharding does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from typing import Any, Callable, Iterator, Sequence
 
@@ -13,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from mindspeed_fx import compat
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, first_plain_argument, is_even
 
 
@@ -24,6 +26,31 @@ def placement(way: Any) -> Placement:
 def is_strided(way: Placement) -> bool:
     """True for a part that is several pieces of its dimension: what a divided dimension becomes where it is flattened behind another."""
     return isinstance(way, _StridedShard)
+
+
+def count_strided_shards_for_real() -> None:
+    """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index tensor that it reads back, which
+    fails while tracing: the tensor is fake there. From here on it is computed outside of any trace; nothing else changes."""
+    own = _StridedShard.local_shard_size_and_offset
+    if getattr(own, "_real", False):
+        return
+
+    @functools.wraps(own)
+    def real(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(isinstance(a, int) for a in args[:3]) and local_tensor_mode() is None:
+            with compat.outside_tracing():
+                return own(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    real._real = True  # type: ignore[attr-defined]
+    _StridedShard.local_shard_size_and_offset = real
+
+
+def local_tensor_mode() -> Any:
+    """The mode in which this process is every rank; None outside of it."""
+    from torch.distributed._local_tensor import local_tensor_mode
+
+    return local_tensor_mode()
 
 
 def register_ways(overload: torch._ops.OpOverload, rule: Callable[[Sequence[Any], dict], list[tuple[list, list]]]) -> None:
@@ -80,6 +107,12 @@ def _even(spec: Any, placement: Even | None) -> bool:
     for size, p in zip(spec.mesh.shape, spec.placements):
         parts *= size if isinstance(p, Shard) and p.dim == int(placement) else 1
     return is_even(spec.shape, placement, parts)
+
+
+def local_numel(x: DTensor) -> int:
+    """Elements of this rank's part; asked of ``to_local()``, a trace would have a node for it."""
+    local = x._local_tensor
+    return int(next(iter(local._local_tensors.values())).numel() if hasattr(local, "_local_tensors") else local.numel())
 
 
 def has_dtensor(types: Any) -> bool:

@@ -29,6 +29,7 @@ def worker(rank, store, scenarios):
 @pytest.mark.parametrize("scenarios", [
     pytest.param("checkpoints meta eagerly explained".split(), id="parallelize", marks=pytest.mark.slow),
     pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
+    pytest.param(["searched"], id="searched", marks=pytest.mark.slow),
     # a process group remembers the order of collectives of a graph, so that one model by two code generators needs two
     *[pytest.param([name], id=name, marks=pytest.mark.slow) for name in ("masks", "masks_in_generated_code", "experts", "experts_in_generated_code")],
     pytest.param(["generated_code"], id="codegen", marks=pytest.mark.slow),

@@ -62,6 +62,16 @@ def plans():
     trains_alike("tp", "tp_sp", checkpointed=True)
 
 
+def searched():
+    """Plans that the search found for large models of the same modules."""
+    from test_search import large
+
+    for dim in ("tp", "dp", "cp"):
+        found = mindspeed_fx.plan(*large(layers=4, batch=2), mesh={dim: RANKS}, hardware="ascend910b2")
+        assert not found.unsupported and (found.parameters or dim == "cp")
+        trains_alike(dim, found)
+
+
 def generated_code():
     """Inductor's code for the local program; caches are off, and the options that are in force say so."""
     for dim, plan, settings in (("tp", "tp", {}), ("tp", "tp_sp", {"level": 1}), ("cp", "ring", {})):

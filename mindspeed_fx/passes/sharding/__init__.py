@@ -7,8 +7,9 @@
 * ``program.py``: the graph run on DTensors inside what AOTAutograd traces, which is the local program
 * ``vocabulary.py``, ``rows.py``, ``ring.py``, ``experts.py``: operators that need collectives inside
 * ``blocks.py``, ``ring_blocks.py``, ``known.py``: attention of divided sequences with masks: who computes what, how, and masks known while compiling
+* ``verify.py``: the pass ``sharding.verify``: no collective too many; ``traffic.py``: what a plan's edges need; ``origin.py``: where gathered elements go
 * ``recognize.py``: the pass ``sharding.recognize``: which plan a graph's collectives amount to
 * ``simulate.py``: every rank of a plan in one process, to check it
 """
 
-from mindspeed_fx.passes.sharding import place, recognize  # noqa: F401
+from mindspeed_fx.passes.sharding import place, recognize, verify  # noqa: F401

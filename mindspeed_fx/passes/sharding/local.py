@@ -34,6 +34,8 @@ class Cut:
     """Path of the parallelized model in the compiled one, with a dot."""
     generated: bool = False
     """Whether Inductor generates code for the local program."""
+    program: Any = None
+    """The local program, once there is one: its ``traffic`` is what its edges need."""
 
     @property
     def plan(self) -> Any:
@@ -112,7 +114,7 @@ def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: Cut | None) -> tu
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = [_value(n, x, found) for n, x in zip(placeholders, inputs, strict=True)]
-    program = Program(gm, found.plan, found.sharding.mesh, values, found.generated)
+    program = found.program = Program(gm, found.plan, found.sharding.mesh, values, found.generated)
     local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
 
     def wrap(compiled: Callable) -> Callable:
@@ -132,14 +134,14 @@ def _value(node: fx.Node, x: Any, found: Cut) -> Any:
         return None
     if any(isinstance(s, torch.SymInt) for s in x.shape):
         raise ShardingError(f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., dynamic=False)")
-    return parameter_value(x) if node.name in found.inputs else input_value(node, x, found)
+    return parameter_value(x, found.inputs[node.name]) if node.name in found.inputs else input_value(node, x, found)
 
 
-def parameter_value(x: Any) -> Any:
+def parameter_value(x: Any, name: str = "") -> Any:
     """A parameter: its own placements."""
     from mindspeed_fx.passes.sharding.program import Value
 
-    return Value(tuple(x.placements), x.shape, x.stride(), True)
+    return Value(tuple(x.placements), x.shape, x.stride(), True, name)
 
 
 def input_value(node: fx.Node, x: torch.Tensor, found: Cut) -> Any:

@@ -22,6 +22,7 @@ from mindspeed_fx.passes.sharding import experts, ring, rows, vocabulary
 from mindspeed_fx.passes.sharding.known import known_masks
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
+from mindspeed_fx.passes.sharding.traffic import Traffic
 from mindspeed_fx.report.source import source_line
 
 aten = torch.ops.aten
@@ -36,6 +37,8 @@ class Value:
     shape: torch.Size
     stride: tuple[int, ...]
     parameter: bool
+    name: str = ""
+    """Of the parameter."""
 
 
 class Program(torch.nn.Module):
@@ -45,15 +48,22 @@ class Program(torch.nn.Module):
         super().__init__()
         self.generated = generated
         register_sharding_rules()
+        compat_sharding.count_strided_shards_for_real()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
         object.__setattr__(self, "known", known_masks(graph))
+        object.__setattr__(self, "traffic", Traffic(mesh))
         self.data = [mesh.mesh_dim_names.index(name) for name, stage in plan.gather.items() if stage != "never"]
 
     def forward(self, *local: Any) -> Any:
+        traffic = Traffic(self.mesh)
+        object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
         given = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
-        with fx.traceback.preserve_node_meta(), ring.for_generated_code(self.generated):
-            results = _Planned(self.graph, self.mesh, self.known, self.data).run(*given)
+        with fx.traceback.preserve_node_meta(), ring.for_generated_code(self.generated), traffic.listening():
+            results = _Planned(self.graph, self.mesh, self.known, self.data, traffic).run(*given)
+        placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
+        stages = {self.mesh.mesh_dim_names.index(name): stage for name, stage in self.plan.gather.items()}
+        traffic.read(self.graph, {n: (v.name, self._at_rest(x, v), stages) for n, x, v in zip(placeholders, local, self.values) if v is not None and v.parameter})
         results = pytree.tree_map_only(DTensor, self._leave, results)
         return tuple(results) if isinstance(results, (tuple, list)) else results
 
@@ -63,7 +73,7 @@ class Program(torch.nn.Module):
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             return whole.redistribute(placements=value.placements)
-        made = DTensor.from_local(x, self.mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride)
+        made = self._at_rest(x, value)
         for name, stage in self.plan.gather.items():
             dim = self.mesh.mesh_dim_names.index(name)
             if stage != "never" and made.placements[dim].is_shard():
@@ -73,6 +83,9 @@ class Program(torch.nn.Module):
                     made = redistribute(made, {name: "R"})
         return made
 
+    def _at_rest(self, x: torch.Tensor, value: Value) -> DTensor:
+        return DTensor.from_local(x, self.mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride)
+
     def _leave(self, x: DTensor) -> torch.Tensor:
         return x.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
 
@@ -80,14 +93,15 @@ class Program(torch.nn.Module):
 class _Planned(fx.Interpreter):
     """Runs a captured graph on DTensors; names the user's module and line where an operator cannot be divided."""
 
-    def __init__(self, graph: fx.GraphModule, mesh: DeviceMesh, known: dict[fx.Node, torch.Tensor], data: list[int]):
+    def __init__(self, graph: fx.GraphModule, mesh: DeviceMesh, known: dict[fx.Node, torch.Tensor], data: list[int], traffic: Traffic):
         super().__init__(graph, garbage_collect_values=False)
-        self.extra_traceback, self.mesh, self.known, self.data = False, mesh, known, data
+        self.extra_traceback, self.mesh, self.known, self.data, self.traffic = False, mesh, known, data, traffic
 
     def run_node(self, n: fx.Node) -> Any:
-        self.node = n
+        self.node = self.traffic.node = n
         try:
-            return pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
+            value = self.traffic.values[n] = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
+            return value
         except ShardingError as e:
             if "module " in str(e):
                 raise
@@ -106,7 +120,7 @@ class _Planned(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if compat.is_checkpoint(target):
-            return compat_sharding.checkpointed(lambda body: _Planned(body, self.mesh, self.known, self.data), args, kwargs)
+            return compat_sharding.checkpointed(lambda body: _Planned(body, self.mesh, self.known, self.data, self.traffic), args, kwargs)
         if target is torch.ops.mindspeed.grouped_matmul.default:
             return experts.grouped_matmul(*args, **kwargs, data=self.data)
         if self.node in self.known:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Iterator, Sequence
 
 import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat, compat_distributed
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register
-from mindspeed_fx.passes.overlap.collectives import group_of, is_start, kind
+from mindspeed_fx.passes.overlap.collectives import group_of, is_blocking, is_start, kind
+from mindspeed_fx.passes.overlap.price import device
+from mindspeed_fx.passes.sharding import compared
 
 NAME = "sharding.recognize"
 LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks|block)\.\d+)(?:\.|$)")
-SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
+SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "shard_dim_alltoall": "all_to_all"}
 EXPERTS = re.compile(r"experts|\bmoe\b|token_dispatcher|router")
 
 
@@ -42,15 +44,25 @@ class Collective:
         return found.group(1) if found else ""
 
 
-def collectives_of(gm: fx.GraphModule) -> list[Collective]:
-    """The functional collectives of ``gm``, in order, over more than one rank."""
-    found = []
+def kind_of(node: fx.Node) -> tuple[str, str] | None:
+    """The word for a collective and the name of its group; None for other nodes, and over one rank."""
+    if not (is_start(node) or (is_blocking(node) and kind(node) in SHORT)) or len(compat_distributed.ranks_of(group_of(node))) < 2:
+        return None
+    word = kind(node).removesuffix("_").removesuffix("_coalesced")
+    return SHORT.get(word, word), group_of(node)
+
+
+def sent(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]:
+    """The collectives of ``gm``, in order, over more than one rank, each with its node."""
     for n in gm.graph.nodes:
-        if is_start(n) and len(compat_distributed.ranks_of(group_of(n))) > 1:
-            word = kind(n).removesuffix("_").removesuffix("_coalesced")
+        if (found := kind_of(n)) is not None:
             size = sum(compat.hint(v.numel()) * v.dtype.itemsize for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor))
-            found.append(Collective(SHORT.get(word, word), group_of(n), size, module_path(n)))
-    return found
+            yield n, Collective(*found, size, module_path(n))
+
+
+def collectives_of(gm: fx.GraphModule) -> list[Collective]:
+    """The collectives of ``gm``, in order, over more than one rank."""
+    return [c for _, c in sent(gm)]
 
 
 def per_layer(collectives: Sequence[Collective]) -> dict[str, tuple[int, Counter]]:
@@ -62,24 +74,21 @@ def per_layer(collectives: Sequence[Collective]) -> dict[str, tuple[int, Counter
     return {group: (len(by), Counter(dict(Counter(tuple(sorted(x.items())) for x in by.values()).most_common(1)[0][0]))) for group, by in layers.items()}
 
 
-def amounts_to(counts: Counter) -> tuple[str, str]:
-    """The named plan that does this once per layer and direction, or "", and what :func:`mindspeed_fx.plan` could change about it."""
+def amounts_to(counts: Counter) -> str:
+    """The named plan that does this once per layer and direction, or ""."""
     dense = {k: n for k, n in counts.items() if not k.startswith("experts'")}
-    expert = set(counts) - set(dense)
-    name, advice = "", ""
+    expert, name = set(counts) - set(dense), ""
     if dense == {"all_reduce": 2}:
-        name, advice = "tp", 'plan "tp_sp" sends as many bytes and keeps a part of what "tp" keeps whole between the pairs of linear layers; mindspeed_fx.plan chooses it where memory or norms count'
+        name = "tp"
     elif dense in ({"all_gather": 2, "reduce_scatter": 2}, {"all_gather": 4, "reduce_scatter": 2}, {"all_gather": 2, "reduce_scatter": 4}):
-        again = dense["all_gather"] == 4 or dense["reduce_scatter"] == 4
-        name = "tp_sp"
-        advice = "gathers the inputs of linear layers again in the backward instead of keeping them: bytes for memory" if again else "the fewest collectives that divided pairs of linear layers need; plan would do the same over this group"
+        name = "tp_sp"  # four gathers: the inputs of linear layers are gathered again in the backward instead of kept
     elif dense == {"all_to_all": 4}:
-        name, advice = "ulysses", "as few as heads that are divided need; a ring sends keys and values alone, which is less where few heads have keys"
+        name = "ulysses"
     elif dense == {"all_to_all": 1}:
-        name, advice = "ulysses of packed queries, keys and values, one way", ""
+        name = "ulysses of packed queries, keys and values, one way"
     if any("all_to_all" in k for k in expert):
         name = f"{name}+ep" if name else "ep"
-    return name, advice
+    return name
 
 
 @register(NAME, stage="partitioned", level=0, exact=True)
@@ -90,7 +99,24 @@ def recognize(gm: fx.GraphModule, context: Context) -> PassReport:
     if not found:
         return report.because("no collectives over several ranks")
     report.notes += described(found, context.side)
+    if context.side == "forward":
+        report.notes += _compared(gm, found, context)
     return report
+
+
+def _compared(gm: fx.GraphModule, collectives: Sequence[Collective], context: Context) -> list[str]:
+    """What other plans over the same ranks would cost, where tensor parallelism was recognized and there is a cost model."""
+    hardware, why = device(context.options)
+    lines = []
+    for group, (_, counts) in per_layer(collectives).items():
+        name, ranks = amounts_to(counts), len(compat_distributed.ranks_of(group))
+        if name.split("+")[0] not in ("tp", "tp_sp"):
+            continue
+        if hardware is None:
+            lines.append(f"no other plan is compared: no cost model: {why}")
+        elif (layer := compared.layer_of(gm, {c.layer for c in collectives if c.layer and c.group == group}, ranks, name.startswith("tp_sp"), hardware)) is not None:
+            lines += compared.told(name, compared.rivals(layer, ranks, hardware), ranks, hardware)
+    return lines
 
 
 def described(collectives: Sequence[Collective], side: str) -> list[str]:
@@ -98,10 +124,10 @@ def described(collectives: Sequence[Collective], side: str) -> list[str]:
     lines = []
     for group, (layers, counts) in per_layer(collectives).items():
         ranks = len(compat_distributed.ranks_of(group))
-        name, advice = amounts_to(counts)
+        name = amounts_to(counts)
         each = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
         amount = sum(c.bytes for c in collectives if c.group == group and c.layer) / max(layers, 1) / 2**20
-        lines.append(f"{side}, {ranks} ranks of group {group}: {each} per layer ({layers} layers, {amount:.3g} MiB each) amount to " + (f'plan "{name}"' if name else "no named plan") + (f"; {advice}" if advice else ""))
+        lines.append(f"{side}, {ranks} ranks of group {group}: {each} per layer ({layers} layers, {amount:.3g} MiB each) amount to " + (f'plan "{name}"' if name else "no named plan"))
     outside = Counter(c.kind for c in collectives if not c.layer)
     if outside:
         lines.append(f"{side}, outside of layers: " + ", ".join(f"{n} {word}" for word, n in sorted(outside.items())))

@@ -41,16 +41,47 @@ def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
 
 class _Redistribute(torch.autograd.Function):
     """DTensor's ``redistribute`` whose local results are stored in the order of dimensions that the whole has: what
-    collectives return is contiguous, and a view that is right for the whole would fail on it."""
+    collectives return is contiguous, and a view that is right for the whole would fail on it. Parts of one dimension become parts
+    of another by :func:`exchanged`."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
-        return _stored_alike(x.redistribute(placements=placements))
+        return _stored_alike(_redistributed(x, placements))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return _stored_alike(grad.redistribute(placements=ctx.placements)), None
+        return _stored_alike(_redistributed(grad, ctx.placements)), None
+
+
+def _redistributed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    changed = [i for i, (p, q) in enumerate(zip(x.placements, placements)) if p != q]
+    if len(changed) == 1 and _exchangeable(x, placements, changed[0]):
+        return exchanged(x, changed[0], placements)
+    return x.redistribute(placements=placements)
+
+
+def _exchangeable(x: DTensor, placements: tuple[Placement, ...], i: int) -> bool:
+    """Parts of one dimension to parts of another, each of one piece: no inner mesh dimension divides either of them."""
+    old, new, mesh = x.placements[i], placements[i], x.device_mesh
+    if type(old) is not Shard or type(new) is not Shard or any(p.is_shard() and (type(p) is not Shard or (j > i and p.dim in (old.dim, new.dim))) for j, p in enumerate(placements)):
+        return False
+    parts = {d: mesh.size(i) for d in (old.dim, new.dim)}
+    for j, p in enumerate(placements):
+        if j != i and isinstance(p, Shard) and p.dim in parts:
+            parts[p.dim] *= mesh.size(j)
+    return all(x.shape[d] % n == 0 for d, n in parts.items())
+
+
+def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
+    """One all-to-all over mesh dimension ``i``. DTensor (2.13) has an operator of its own for it, which ends where it starts and so hides behind
+    nothing, and on CPU gathers everything to keep a part: n times the bytes."""
+    old, new, mesh = x.placements[i].dim, placements[i].dim, x.device_mesh
+    n = mesh.size(i)
+    given = x.to_local().unflatten(new, (n, -1)).movedim(new, 0)
+    taken = compat_sharding.waited(compat_sharding.all_to_all(given, [1] * n, [1] * n, mesh, i))
+    local = taken.movedim(0, old).flatten(old, old + 1)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def reshape(x: DTensor, shape: list[int]) -> DTensor:

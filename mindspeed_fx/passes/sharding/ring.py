@@ -27,6 +27,7 @@ from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.sharding.blocks import PER_RANK, Schedule, best, needed
 from mindspeed_fx.passes.sharding.plan import ShardingError
+from mindspeed_fx.passes.sharding.traffic import sends_inside
 from mindspeed_fx.passes.sharding.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
 
 ops = torch.ops.mindspeed
@@ -81,12 +82,15 @@ def attention(
     if mask is None and not window:
         if causal and size % (2 * ranks):
             raise ShardingError(f"causal ring attention cuts the sequence into two chunks per rank; {size} elements do not divide into {2 * ranks}")
-        out = _Ring.apply(q.to_local(), *local, Ring(q.device_mesh, dim, ranks, causal, scale, softcap))
+        made = Ring(q.device_mesh, dim, ranks, causal, scale, softcap)
+        made.announced(q, k, v)
+        out = _Ring.apply(q.to_local(), *local, made)
     else:
         if _generated.get():
             raise ShardingError('ring attention with a mask or a window runs with codegen "eager"; in code that Inductor generates its gradients were wrong (torch 2.13, gloo)')
         schedule = schedule_for(size, ranks, causal, window, known)
         by = Exchange(q.device_mesh, dim, ranks, size // (ranks * schedule.per_rank), schedule, causal, window, scale, softcap)
+        by.announced(q, k, v)
         whole = None if mask is None else _beside(mask[(None,) * (4 - mask.ndim)], q, {0: 0, 1: 1}).to_local()
         out = ScheduledAttention.apply(q.to_local(), *local[:2], whole, local[2], by)
     b, n, s, _ = q.shape
@@ -128,6 +132,17 @@ class Ring:
     causal: bool
     scale: float
     softcap: float
+
+    def announced(self, q: DTensor, k: DTensor, v: DTensor) -> None:
+        """Says what a ring sends (:mod:`traffic`): keys and values n - 1 times, in the backward again and their gradients n times, in the type that
+        sums are made in; if causal also the exchange of chunks before and after."""
+        numel, wide = compat_sharding.local_numel, accumulation_dtype(q.dtype).itemsize
+        keys, gradients, out = (numel(k) + numel(v)) * k.dtype.itemsize, (numel(k) + numel(v)) * wide, numel(q) // q.shape[3] * v.shape[3] * q.dtype.itemsize
+        everything = numel(q) * q.dtype.itemsize + keys
+        for backward in (False, True):
+            for nbytes, times in ((keys, self.ranks - 1), (gradients, self.ranks * backward * (self.ranks > 1)), (everything, int(self.causal)), (out, int(self.causal))):
+                for _ in range(times):
+                    sends_inside("all_to_all", self.dim, nbytes, backward, "ring attention")
 
     def by_rank(self, value: Callable[[int], int]) -> int:
         """``value(rank)`` on each rank of the ring."""

@@ -16,10 +16,12 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mindspeed_fx import compat_sharding
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.sharding.blocks import Schedule, Stage
+from mindspeed_fx.passes.sharding.traffic import sends_inside
 
 ops = torch.ops.mindspeed
 
@@ -38,6 +40,17 @@ class Exchange:
     window: int
     scale: float
     softcap: float
+
+    def announced(self, q: DTensor, k: DTensor, v: DTensor) -> None:
+        """Says what the schedule sends (:mod:`traffic`): blocks of queries there and results back, and the keys of each stage; backward also their gradients."""
+        numel, blocks = compat_sharding.local_numel, self.schedule.per_rank
+        queries, keys = numel(q), (numel(k) + numel(v)) // blocks
+        for backward in (False, True):
+            for stage in (s for s in self.schedule.stages if s.received):
+                for itemsize in (k.dtype.itemsize, accumulation_dtype(q.dtype).itemsize)[: 1 + backward]:
+                    sends_inside("all_to_all", self.dim, stage.received * keys * itemsize, backward, "attention by blocks")
+            for width in (q.shape[3], v.shape[3]) if self.schedule.moved else ():
+                sends_inside("all_to_all", self.dim, queries // q.shape[3] * width * q.dtype.itemsize, backward, "attention by blocks")
 
     def own(self, table: Sequence[Any], device: torch.device) -> Tensor:
         """This rank's entry of ``table``, one per rank."""

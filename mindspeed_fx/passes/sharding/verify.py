@@ -1,0 +1,146 @@
+"""The pass ``sharding.verify``: no collective of one rank's program is redundant, and nothing is computed whole that the plan did not ask for.
+
+Read off the joint graph, before anything buckets or chunks its collectives; nothing is rewritten. A finding is a near miss of the pass, with
+module and line: ``report.skipped("sharding.verify")``, the log, the HTML page. What is looked for:
+
+* an all-gather of which a rank reads its own part alone, or whose result is scattered again; a reduce-scatter that is only gathered again
+* a collective that is made twice of one value
+* an operator that is computed alike on every rank though what it reads is divided, without an edge of the plan
+* more collectives, or more bytes, than the plan's edges need (:mod:`traffic`)
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Iterator, Sequence
+
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import Context, PassReport, register, skip
+from mindspeed_fx.passes.sharding.origin import Layout, followed
+from mindspeed_fx.passes.sharding.recognize import LAYER, Collective, kind_of, sent
+from mindspeed_fx.passes.sharding.traffic import NUMBER, Send
+from mindspeed_fx.report.records import Skip
+
+NAME = "sharding.verify"
+GATHER, SCATTER = "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A collective of the local program."""
+
+    node: fx.Node
+    collective: Collective
+    dim: str
+    """Mesh dimension; the group's name where it is none."""
+    backward: bool
+
+
+@register(NAME, stage="joint", level=0, exact=True)
+def verify(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Looks for redundant collectives, and for computations that a plan did not ask to be whole."""
+    report, found = PassReport(NAME), gm.meta.get("sharding")
+    if found is None or found.program is None:
+        return report.because("the model is not parallelized (mindspeed_fx.parallelize)")
+    mesh, traffic = found.sharding.mesh, found.program.traffic
+    made = collectives(gm, mesh)
+    places = {mesh.mesh_dim_names[i]: mesh.get_local_rank(i) for i in range(mesh.ndim)}
+    report.skipped += [*undone(made, places), *repeated(made), *beyond(made, traffic.sends)]
+    report.skipped += [Skip(w.operator, f'computed whole on every rank of "{w.dim}" though what it reads is divided, and the plan names no edge for that', w.module, w.source) for w in traffic.wholes]
+    report.notes += told(made, traffic.sends)
+    report.files["collectives.json"] = json.dumps([{"kind": m.collective.kind, "dimension": m.dim, "bytes": m.collective.bytes, "backward": m.backward, "module": m.collective.module} for m in made], indent=1)
+    if not report.skipped:
+        report.notes.append(f"{len(made)} collectives, none of them redundant; nothing is computed whole that the plan wants divided")
+    return report
+
+
+def collectives(gm: fx.GraphModule, mesh: Any) -> list[Made]:
+    """Those of a joint graph, in order."""
+    dims = {mesh.get_group(i).group_name: mesh.mesh_dim_names[i] for i in range(mesh.ndim)}
+    later: set[fx.Node] = set()
+    for n in gm.graph.nodes:
+        if n.op == "placeholder" and "tangents" in str(n.target) or any(a in later for a in n.all_input_nodes):
+            later.add(n)
+    # What the results need is forward; what gradients need alone is backward, though it may not wait for a gradient (keys that go round again).
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    forward: set[fx.Node] = set()
+    pending = [a for a in output.all_input_nodes if a not in later]
+    while pending:
+        if (n := pending.pop()) not in forward:
+            forward.add(n)
+            pending += n.all_input_nodes
+    return [Made(n, c, dims.get(c.group, c.group), n not in forward) for n, c in sent(gm)]
+
+
+def undone(made: Sequence[Made], places: dict[str, int]) -> Iterator[Skip]:
+    """Gathers whose result is read in own parts or scattered again, and scatters that are gathered again."""
+    for m in made:
+        word = m.collective.kind
+        if word not in (GATHER, SCATTER):
+            continue
+        ends = list(followed(m.node))
+        if not ends or any(layout is None for _, layout in ends):
+            continue
+        size, again = m.node.meta["val"].numel(), SCATTER if word == GATHER else GATHER
+        back = [_is(user, again, m) and _whole(layout, size) for user, layout in ends]
+        if all(back):
+            yield skip(word, m.node, f'its result over "{m.dim}" is only {"scattered" if word == GATHER else "gathered"} again' + ("" if word == GATHER else ": one all_reduce does both"))
+        elif word == GATHER:
+            part = size * m.node.meta["val"].dtype.itemsize // (m.collective.bytes or 1)
+            own = size // max(part, 1)
+            if all(layout.span()[0] // own == layout.span()[1] // own == places.get(m.dim, -1) for _, layout in ends):
+                yield skip(word, m.node, f'of what is gathered over "{m.dim}" this rank reads its own part alone')
+
+
+def _is(node: fx.Node, word: str, other: Made) -> bool:
+    found = kind_of(node)
+    return found is not None and found[0] == word and found[1] == other.collective.group
+
+
+def _whole(layout: Layout, size: int) -> bool:
+    return layout.span() == (0, size - 1)
+
+
+def repeated(made: Sequence[Made]) -> Iterator[Skip]:
+    """The same collective of the same value, twice in one direction; twice in both may be the price of memory."""
+    seen: set[tuple] = set()
+    for m in made:
+        key = (m.backward, m.node.target, m.node.args)
+        if key in seen and m.collective.bytes > NUMBER:
+            yield skip(m.collective.kind, m.node, f'made twice of one value over "{m.dim}"')
+        seen.add(key)
+
+
+def beyond(made: Sequence[Made], sends: Sequence[Send]) -> Iterator[Skip]:
+    """Collectives that no edge of the plan needs. One may be smaller than what is allowed for: a gradient that was scattered over another dimension
+    before, or that is gathered because the ranks have parts of it and no sums."""
+    spare: dict[tuple[bool, str, str], list[int]] = {}
+    for s in sorted(sends, key=lambda s: -s.bytes):
+        spare.setdefault((s.backward, s.dim, s.kind), []).append(s.bytes)
+    for m in sorted(made, key=lambda m: -m.collective.bytes):
+        if m.collective.bytes <= NUMBER:
+            continue
+        for word in (m.collective.kind, "all_reduce")[: 1 + (m.collective.kind == GATHER)]:
+            allowed = spare.get((m.backward, m.dim, word), [])
+            if (fits := max((i for i, n in enumerate(allowed) if n >= m.collective.bytes), default=None)) is not None:
+                allowed.pop(fits)  # the smallest that is large enough
+                break
+        else:
+            yield skip(m.collective.kind, m.node, f'{"backward" if m.backward else "forward"}: {m.collective.bytes} bytes over "{m.dim}" that no edge of the plan needs')
+
+
+def told(made: Sequence[Made], sends: Sequence[Send]) -> list[str]:
+    """Counts and bytes per direction, mesh dimension and layer, beside the fewest."""
+    lines = []
+    for back in (False, True):
+        for dim in sorted({m.dim for m in made if m.backward == back}):
+            mine = [m.collective for m in made if m.backward == back and m.dim == dim]
+            least = [s for s in sends if s.backward == back and s.dim == dim]
+            layers = {found.group(1) for c in mine if (found := LAYER.match(c.module))}
+            each = Counter(c.kind for c in mine if c.layer)
+            per = f"; per layer {', '.join(f'{n / len(layers):g} {k}' for k, n in sorted(each.items()))}, {sum(c.bytes for c in mine if c.layer) / len(layers) / 2**20:.4g} MiB" if layers else ""
+            lines.append(f'{"backward" if back else "forward"}, "{dim}": {len(mine)} collectives of {sum(c.bytes for c in mine) / 2**20:.4g} MiB; the edges of the plan need {len(least)} of {sum(s.bytes for s in least) / 2**20:.4g} MiB, and a few numbers{per}')
+    return lines
