@@ -55,6 +55,8 @@ def cases():
         yield f"attention_dropout-{kv_heads}-{window}", ops.attention_dropout.default, (q, k, v, torch.rand(1, 2, 4, 4) < 0.6, 0.7, window, softcap, 0.4)
     for smoothing in (0.0, 0.1):
         yield f"cross_entropy-{smoothing}", ops.cross_entropy.default, (double(4, 7), target, -100, smoothing)
+    for softcap, sums in ((0.0, True), (2.0, False)):
+        yield f"linear_logsumexp-{softcap}-{sums}", ops.linear_logsumexp.default, (double(4, 5), double(7, 5), double(7) if sums else None, torch.tensor([1, -1, -2, 6]), softcap, sums)
 
 
 CASES = list(cases())

@@ -113,6 +113,9 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, randn(tokens, chosen)) ** 2
     yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, None, chosen) ** 2
     ops.gemm(torch.randn(tokens, h), torch.randn(h, d))
+    for given, sums in ((bias, True), (None, False)):
+        lse, picked, total = ops.linear_logsumexp(hidden, head, given, torch.where(target == -100, -2, target - 1), 2.0 if sums else 0.0, sums)
+        yield lse * torch.randn(tokens) + picked * 2 + (total if sums else 0.0)
     for weight, turned, interleaved in ((randn(d), d, False), (None, max(2, d // 4 * 2), True)):
         angles = (randn(b, 1, s, turned, grad=False) for _ in range(2)) if interleaved else (randn(s, turned, grad=False) for _ in range(2))
         yield ops.qk_norm_rope(randn(b, n, s, d), weight, *angles, 1e-5, True, interleaved)[0] ** 2

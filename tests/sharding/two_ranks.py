@@ -72,6 +72,15 @@ def searched():
         trains_alike(dim, found)
 
 
+def divided_loss(codegen="eager"):
+    """The fused loss of a divided vocabulary, two steps."""
+    trains_alike("tp", "tp_sp", codegen=codegen, enable=["fusion.linear_cross_entropy"], strict=True)
+
+
+def divided_loss_in_generated_code():
+    divided_loss("inductor")
+
+
 def generated_code():
     """Inductor's code for the local program; caches are off, and the options that are in force say so."""
     for dim, plan, settings in (("tp", "tp", {}), ("tp", "tp_sp", {"level": 1}), ("cp", "ring", {})):

@@ -1,17 +1,20 @@
 """A vocabulary that is divided over ranks: embedding and cross-entropy without ever gathering logits or embedding.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3. The embedding's ranks sum their rows; the cross-entropy exchanges
-two numbers per token after the largest: the sum of exponentials and the target's logit, in one all-reduce.
+two numbers per token after the largest: the sum of exponentials and the target's logit, in one all-reduce. The same exchange
+serves the linear layer and the cross-entropy in chunks, where not even a rank's own logits are whole.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.passes.sharding.rows import linear, whole
+from mindspeed_fx.kernels.linear_logsumexp import ELSEWHERE, IGNORED, INVALID
+from mindspeed_fx.passes.sharding.rows import whole
 
 
 def divided(x: DTensor, dim: int) -> list[int]:
@@ -61,18 +64,13 @@ def cross_entropy(logits: DTensor, target: DTensor, ignore_index: int, label_smo
     local = logits.to_local()
     wide = local.to(accumulation_dtype(local.dtype))
 
-    def over_ranks(x: torch.Tensor, operation: str) -> torch.Tensor:
-        parts = [Partial(operation) if i in over else (Shard(x.ndim - 1) if p.is_shard() else p) for i, p in enumerate(tokens)]
-        made = DTensor.from_local(x, mesh, parts, run_check=False)
-        return made.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(parts)]).to_local()
-
-    top = over_ranks(wide.detach().amax(-1), "max")
+    top = _over_ranks(wide.detach().amax(-1), "max", mesh, tokens, over)
     index, own = _own(target.where(target != ignore_index, -1), whole(torch.arange(classes, device=local.device), logits), over)
     picked = torch.where(own, wide.gather(-1, index.unsqueeze(-1)).squeeze(-1) - top, 0.0)
     numbers = [(wide - top.unsqueeze(-1)).exp().sum(-1), picked]
     if label_smoothing:
         numbers.append((wide - top.unsqueeze(-1)).sum(-1))
-    exponentials, picked, *total = over_ranks(torch.stack(numbers), "sum").unbind(0)
+    exponentials, picked, *total = _over_ranks(torch.stack(numbers), "sum", mesh, tokens, over).unbind(0)
     below = exponentials.log()
     loss = below - picked
     if label_smoothing:
@@ -81,19 +79,18 @@ def cross_entropy(logits: DTensor, target: DTensor, ignore_index: int, label_smo
     return tuple(DTensor.from_local(x, mesh, tokens, run_check=False) for x in (loss, below + top))
 
 
+def _over_ranks(x: torch.Tensor, operation: str, mesh: DeviceMesh, tokens: list[Placement], over: list[int]) -> torch.Tensor:
+    """``x`` [..., tokens] of each rank combined over the mesh dimensions ``over``; its gradient is whole on every rank."""
+    parts = [Partial(operation) if i in over else (Shard(x.ndim - 1) if p.is_shard() else p) for i, p in enumerate(tokens)]
+    made = DTensor.from_local(x, mesh, parts, run_check=False)
+    return made.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(parts)]).to_local()
+
+
 def linear_cross_entropy(hidden: DTensor, weight: DTensor, bias: DTensor | None, target: DTensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, reduction: str = "mean") -> DTensor:
     """``mindspeed::linear_cross_entropy``; a mean divides by the number of tokens that count on all ranks."""
     settings = (ignore_index, label_smoothing, z_loss, softcap)
     if divided(weight, 0):
-        logits = linear(hidden, weight, bias)
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        losses, lse = cross_entropy(logits, target, ignore_index, label_smoothing)
-        if z_loss:
-            raise NotImplementedError(
-                f"a z-loss of {z_loss} on a vocabulary divided over {[weight.device_mesh.size(i) for i in divided(weight, 0)]} ranks: its gradient needs the whole log-sum-exp's, which the divided loss does not pass on; "
-                "keep the head whole in the plan, or leave the z-loss out"
-            )
+        losses = _losses(hidden, weight, bias, target, *settings)
         if reduction == "none":
             return losses
         total = losses.sum()
@@ -102,3 +99,33 @@ def linear_cross_entropy(hidden: DTensor, weight: DTensor, bias: DTensor | None,
     else:
         total = torch.ops.mindspeed.linear_cross_entropy(hidden, weight, bias, target, *settings, "sum")
     return total if reduction == "sum" else total / (target != ignore_index).sum().to(total.dtype)
+
+
+def _at(x: DTensor, placements: list[Placement]) -> DTensor:
+    """``x`` at ``placements``. Where it is, ``redistribute`` would sum a partial gradient that its producer wants scattered."""
+    return x if list(x.placements) == placements else x.redistribute(placements=placements)
+
+
+def _losses(hidden: DTensor, weight: DTensor, bias: DTensor | None, target: DTensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float) -> DTensor:
+    """Loss of each token where the classes of ``weight`` are divided: each rank has chunks of its own logits."""
+    over, mesh, classes = divided(weight, 0), weight.device_mesh, weight.shape[0]
+    tokens = [p if i not in over and p == Shard(0) else Replicate() for i, p in enumerate(hidden.placements)]
+    held = [Shard(0) if i in over else Replicate() for i in range(mesh.ndim)]
+    # Each rank gives the gradient of hidden its classes' share, and those of its classes its tokens' share.
+    summed_hidden = [Partial() if i in over else p for i, p in enumerate(tokens)]
+    summed_rows = [Partial() if p.is_replicate() and q.is_shard() else p for p, q in zip(held, tokens)]
+    x = _at(hidden, tokens).to_local(grad_placements=summed_hidden)
+    w, b = (None if t is None else _at(t, held).to_local(grad_placements=summed_rows) for t in (weight, bias))
+    target = target.redistribute(placements=tokens).to_local()
+    index, own = _own(target, whole(torch.arange(classes, device=target.device), weight), over)
+    index = torch.where(own, index, torch.where((target >= 0) & (target < classes), ELSEWHERE, INVALID))
+    counts = target != ignore_index
+    lse, picked, sums = torch.ops.mindspeed.linear_logsumexp(x, w, b, torch.where(counts, index, IGNORED), softcap, bool(label_smoothing))
+    top = _over_ranks(lse.detach(), "max", mesh, tokens, over)
+    numbers = [(lse - top).exp(), picked, *([sums] if label_smoothing else [])]
+    exponentials, picked, *total = _over_ranks(torch.stack(numbers), "sum", mesh, tokens, over).unbind(0)
+    lse = top + exponentials.log()
+    loss = lse - (1 - label_smoothing) * picked - (label_smoothing * total[0] / classes if label_smoothing else 0.0)
+    if z_loss:
+        loss = loss + z_loss * lse * lse
+    return DTensor.from_local(loss.where(counts, 0.0), mesh, tokens, run_check=False)

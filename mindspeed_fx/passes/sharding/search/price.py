@@ -226,11 +226,7 @@ class Prices:
             made.kept = shapes[1]
         if node.op == "linear_cross_entropy":
             tokens, width = self.local(node.uses[0].dims, node.uses[0].shape, layout, labels)
-            classes = node.uses[1].shape[0] // (layout.tp if isinstance(strategy.ins[1], int) else 1)
-            logits = tokens * classes * (4 + node.uses[0].value.itemsize)
-            divided = isinstance(strategy.ins[1], int)
-            made.kept = logits if divided else tokens * width * node.uses[0].value.itemsize
-            made.transient += logits if divided else 0
+            made.kept = tokens * width * node.uses[0].value.itemsize  # logits are made in chunks, divided or not
         return made
 
     def _time(self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str) -> tuple[float, float]:
