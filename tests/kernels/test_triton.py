@@ -26,7 +26,7 @@ NAMED = os.environ.get("MINDSPEED_FX_TRITON", "")
 FOUND = NAMED if os.path.isdir(os.path.join(NAMED, "triton")) else None
 needs_triton = pytest.mark.skipif(not FOUND and importlib.util.find_spec("triton") is None, reason="triton is not installed, nor named by MINDSPEED_FX_TRITON")
 
-KERNELS = {"rms_norm_forward", "rms_norm_forward_wide", "rms_norm_backward", "rms_norm_backward_wide", "rms_norm_weight_gradient", "swiglu_forward", "swiglu_backward", "rope_rotate", "qk_norm_rope_forward", "qk_norm_rope_backward", "cross_entropy_forward", "cross_entropy_backward", "dropout_add_forward", "dropout_add_backward", "glu_forward", "glu_backward", "layer_norm_forward", "layer_norm_forward_wide", "layer_norm_backward", "layer_norm_backward_wide", "layer_norm_parameter_gradients", "moe_combine_forward", "moe_combine_backward", "cross_entropy_chunk", "adamw_step"}
+KERNELS = {"rms_norm_forward", "rms_norm_forward_wide", "rms_norm_backward", "rms_norm_backward_wide", "rms_norm_weight_gradient", "rope_rotate", "qk_norm_rope_forward", "qk_norm_rope_backward", "cross_entropy_forward", "cross_entropy_backward", "dropout_add_forward", "dropout_add_backward", "glu_forward", "glu_backward", "layer_norm_forward", "layer_norm_forward_wide", "layer_norm_backward", "layer_norm_backward_wide", "layer_norm_parameter_gradients", "moe_combine_forward", "moe_combine_backward", "cross_entropy_chunk", "adamw_step"}
 
 
 SPILLED = 8

@@ -1,6 +1,6 @@
-"""Gated linear units in Triton: one walk over row blocks; gate and up may be strided halves of one tensor.
+"""Gated linear units in Triton, SwiGLU among them: one walk over row blocks; gate and up may be strided halves of one tensor.
 
-Source: the formulas of mindspeed_fx/kernels/glu.py. tanh is written with a sigmoid, which keeps small values and is one
+Source: the formulas of mindspeed_fx/kernels/glu.py and swiglu.py. tanh is written with a sigmoid, which keeps small values and is one
 exponential: 0.5 (1 + tanh(z)) = sigmoid(2 z).
 """
 
@@ -15,8 +15,8 @@ from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, r
 
 BLOCK = 4096
 """Most elements of a column block."""
-GELU, GELU_TANH, RELU, SIGMOID = (tl.constexpr(i) for i in range(4))
-CODES = {"gelu": 0, "gelu_tanh": 1, "relu": 2, "sigmoid": 3}
+GELU, GELU_TANH, RELU, SIGMOID, SILU = (tl.constexpr(i) for i in range(5))
+CODES = {"gelu": 0, "gelu_tanh": 1, "relu": 2, "sigmoid": 3, "silu": 4}
 
 
 @triton.jit
@@ -35,6 +35,10 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == RELU:
         y = tl.maximum(x, 0.0)
         slope = tl.where(x > 0.0, 1.0, 0.0)
+    elif ACTIVATION == SILU:
+        share = tl.sigmoid(x)
+        y = x * share
+        slope = share * (1.0 + x * (1.0 - share))
     else:
         y = tl.sigmoid(x)
         slope = y * (1.0 - y)
@@ -67,8 +71,8 @@ def glu_backward(g_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, count, N: tl.const
         tl.store(dup_ptr + row * DUP_STRIDE + cols, (g * y).to(dup_ptr.dtype.element_ty), mask=cols < N)
 
 
-def forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """``mindspeed::glu``: [..., ffn] contiguous of gate and up [..., ffn], or of the two packed in x [..., 2 * ffn]."""
+def forward(x: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
+    """``mindspeed::glu``, and ``mindspeed::swiglu``, which names no activation: [..., ffn] contiguous of gate and up [..., ffn], or of the two packed in x [..., 2 * ffn]."""
     gate, u = halves(rows(x), up)
     count, n = gate.shape
     y = torch.empty((*x.shape[:-1], n), dtype=torch.promote_types(gate.dtype, u.dtype), device=x.device)
@@ -77,8 +81,8 @@ def forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     return y
 
 
-def backward(grad: Tensor, x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    """``mindspeed::glu_backward``: (dx, dup) contiguous; packed inputs have one packed gradient and an empty dup."""
+def backward(grad: Tensor, x: Tensor, up: Tensor | None = None, activation: str = "silu") -> tuple[Tensor, Tensor]:
+    """``mindspeed::glu_backward`` and ``mindspeed::swiglu_backward``: (dx, dup) contiguous; packed inputs have one packed gradient and an empty dup."""
     g = rows(grad)
     gate, u = halves(rows(x), up)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
