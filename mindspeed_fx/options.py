@@ -52,8 +52,8 @@ class Options:
 
     recompute: str | Mapping[str, str] | None = None
     """Who decides what the backward makes again: "none", "selective", "full", "block:N", "activation_function", "norm" or "auto" (the planner;
-    the default). Or a mapping of module globs to "recompute" or "save", as in {"layers.*.mlp.act": "recompute"}, where the key "policy" may
-    name who decides the rest; of several globs that match the last one counts. See docs/memory.md."""
+    the default). Or a mapping of module globs to "recompute", "save" or, with ``offload``, "offload", as in {"layers.*.mlp.act": "recompute"},
+    where the key "policy" may name who decides the rest; of several globs that match the last one counts. See docs/memory.md."""
 
     offload: bool = False
     """With a ``memory_budget``: saved activations may also wait in host memory, copied beside the compute, where the link hides that and
@@ -116,7 +116,7 @@ class Options:
 
             object.__setattr__(self, "hardware", hardware(self.hardware).name)
         object.__setattr__(self, "memory_budget", _budget(self.memory_budget))
-        _check_recompute(self.recompute, self.memory_budget)
+        _check_recompute(self.recompute, self.memory_budget, self.offload)
         _check_offload(self)
         object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
         if self.data_parallel is not None and not (isinstance(self.data_parallel, str) and self.data_parallel):
@@ -247,12 +247,14 @@ def _check_offload(options: Options) -> None:
         raise OptionError('option "host_bandwidth" is 0; valid: bytes per second, above 0')
 
 
+WISHES = ("recompute", "save", "offload")
+
 POLICIES = ("none", "selective", "full", "block:N", "activation_function", "norm", "auto")
 
 
-def _check_recompute(value: Any, budget: Any) -> None:
+def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
     wishes = {"policy": value} if isinstance(value, str) or value is None else value
-    valid = f'valid: {", ".join(POLICIES)}, or a mapping of module globs to "recompute" or "save"'
+    valid = f'valid: {", ".join(POLICIES)}, or a mapping of module globs to "recompute", "save" or "offload"'
     if not isinstance(wishes, Mapping):
         raise OptionError(f'option "recompute" is {value!r}; {valid}')
     for glob, wish in wishes.items():
@@ -264,8 +266,10 @@ def _check_recompute(value: Any, budget: Any) -> None:
                 raise OptionError(f'option "recompute" has the policy {wish!r}{nearest(str(wish), POLICIES)}; {valid}')
             if wish not in (None, "auto") and budget is not None:
                 raise OptionError(f'option "recompute" has the policy "{wish}", which fixes what is saved, and option "memory_budget" is {budget!r}, which plans it; give one of them, or the policy "auto"')
-        elif wish not in ("recompute", "save"):
-            raise OptionError(f'option "recompute" maps "{glob}" to {wish!r}{nearest(str(wish), ("recompute", "save"))}; valid: "recompute", "save"')
+        elif wish not in WISHES:
+            raise OptionError(f'option "recompute" maps "{glob}" to {wish!r}{nearest(str(wish), WISHES)}; valid: "recompute", "save", "offload"')
+        elif wish == "offload" and offload is not True:
+            raise OptionError(f'option "recompute" maps "{glob}" to "offload", but option "offload" is {offload!r}, so that nothing goes to host memory; valid with it: "offload": True and a "memory_budget" (1.0 makes nothing else fit)')
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

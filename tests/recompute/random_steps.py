@@ -39,3 +39,52 @@ def step(seed: int, most: int) -> tuple[Schedule, float]:
         given=[i == 0 for i in numbers], backward=backward, needed=sorted(needed), returned=[count], gradients=[*gradients, gradient],
     )  # fmt: skip
     return made, sum(seconds)
+
+
+def layered(seed: int, layers: int, most: int = 6) -> tuple[Schedule, float]:
+    """(a step of ``layers`` layers of up to ``most`` operations and a residual sum, all alike, all reading one table; modelled seconds of it)."""
+    rng = random.Random(seed)
+    count = rng.randint(2, most)
+    # What an operation reads: -1 the layer before, -2 the table, others of its own layer.
+    reads = [sorted({rng.choice([-2, *range(max(-1, i - 3), i)]), max(-1, i - 1)}) for i in range(count)] + [[-1, count - 1]]
+    width = 64 * rng.choice((2, 4, 8))
+    bytes_ = [64 * rng.choice((1, 2, 4, 8, 16)) for _ in range(count)] + [width]
+    time = [rng.choice((1, 2, 5, 10, 20)) * 1e-6 for _ in range(count)] + [1e-6]
+    used = [rng.random() > 0.2 for _ in range(count + 1)]
+    weights = [rng.random() < 0.4 for _ in range(count + 1)]
+    sources, size, seconds = [(), (0,), (0,)], [0, 64, width], [0.0, 1e-6, 1e-6]
+    of: list[list[int]] = []
+    for _ in range(layers):
+        start = len(sources)
+        below = start - 1
+        of.append([{-1: below, -2: 1}.get(a, start + a) for row in reads for a in row])
+        for row in reads:
+            sources.append(tuple(sorted({-1: below, -2: 1}.get(a, start + a) for a in row)))
+        size += bytes_
+        seconds += time
+    last = len(sources) - 1
+    forward, backward, needed, gradients = len(sources), [], set(), []
+    gradient = last
+    for layer in reversed(range(layers)):
+        for i in reversed(range(count + 1)):
+            node = 3 + layer * (count + 1) + i
+            own = list(sources[node]) if used[i] else []
+            needed |= set(own)
+            sources.append(tuple(sorted({*own, gradient})))
+            gradient = len(sources) - 1
+            backward.append(gradient)
+            size.append(bytes_[i])
+            seconds.append(2 * time[i])
+            if weights[i]:
+                sources.append(tuple(sorted({*own, gradient})))
+                backward.append(len(sources) - 1)
+                gradients.append(len(sources) - 1)
+                size.append(64)
+                seconds.append(time[i])
+    needed.add(last)
+    numbers = range(len(sources))
+    made = Schedule(
+        sources=sources, root=list(numbers), size=size, full=size, seconds=seconds, savable=[0 < i < forward for i in numbers], forced=[False for _ in numbers],
+        given=[i == 0 for i in numbers], backward=backward, needed=sorted(needed), returned=[last], gradients=[*gradients, gradient],
+    )  # fmt: skip
+    return made, sum(seconds)

@@ -202,6 +202,9 @@ def test_a_copy_takes_place_when_it_is_waited_for():
         ({"host_memory": "1GiB"}, '"host_memory" is .1GiB., but "offload" is False'),
         ({"host_bandwidth": "fast", "offload": True, "memory_budget": "min"}, '"host_bandwidth" is .fast.; valid: bytes'),
         ({"host_bandwidth": 0, "offload": True, "memory_budget": "min"}, '"host_bandwidth" is 0; valid'),
+        ({"recompute": {"mlp": "offload"}}, 'maps "mlp" to "offload", but option "offload" is False'),
+        ({"recompute": {"mlp": "ofload"}, "offload": True, "memory_budget": "min"}, 'did you mean "offload"'),
+        ({"recompute": {"mlp": "offload"}, "offload": True}, 'is planned for a "memory_budget", which is None'),
     ],
 )
 def test_bad_options(options, message):
@@ -209,6 +212,47 @@ def test_bad_options(options, message):
         Options(**options)
     with pytest.raises(OptionError, match='did you mean "host_bandwidth"'):
         Options.parse({"host_bandwith": 3})
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([2e6, 2e8]))
+def test_what_is_always_moved_is_moved_in_every_plan(seed, rate):
+    schedule, _ = step(seed, 9)
+    search = Search(schedule)
+    read = {schedule.root[a] for i in schedule.backward for a in schedule.sources[i]}
+    wished = [v for v in schedule.values if v in read and v not in schedule.returned][:1]
+    for v in wished:
+        schedule.seconds[v] = float("inf")
+    search = Search(schedule)
+    moves = Offload(search, schedule.values, rate, always=wished)
+    least = moves.least()
+    for limit in (least.bytes, (least.bytes + search.richest.bytes) // 2, search.richest.bytes):
+        plan = moves.best(limit, search.best(limit)) or least
+        assert plan.bytes <= limit and set(wished) <= {v for v, _, _ in plan.ways} and not moves.left(plan)
+
+
+class Total(torch.nn.Module):
+    def forward(self, x):
+        return x.sum()
+
+
+def test_a_module_whose_activations_are_moved_by_name():
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*(m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.Tanh()))), torch.randn(2048, 64)
+    model.append(Total())
+    exact, *_ = trained(model, x)
+    options = dict(memory_budget=1.0, offload=True, recompute={"1": "offload", "3": "offload", "2": "offload", "nothing": "save"})
+    run = decided(model, x, **options)
+    values, _, copies = trained(model, x, **options)
+    moved = [s.module for s in run.rewrites if s.operator == "offloaded"]
+    assert moved == ["1", "3"] and copies == len(run.moves) == 2  # what else fits stays
+    assert any(s.reason == "2: is not moved to host memory, since nothing in the backward reads it" for s in run.skipped)
+    assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
+    assert "| 1: offload |" in run.files["activations.md"] and any("nothing" in s.reason for s in run.skipped)
+    with pytest.raises(Exception, match='"host_memory" is 1024 bytes, but what option "recompute" maps to "offload" takes'):
+        decided(model, x, host_memory=1024, **options)
+    slow = decided(model, x, host_bandwidth="1MB", **options)
+    assert len(slow.moves) == 2 and "of the copies are not hidden" in " ".join(slow.notes)
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ class Moments:
     """Value -> (w, first, last): when saved, w bytes more are alive from the first to the last of these moments."""
     parts: dict[int, list[tuple[int, int, int]]]
     """Value -> further such stretches."""
+    priced: list[int] | None = None
+    """The moments that may have a price; None: all."""
 
     def at(self, t: int) -> dict[int, int]:
         """w_t: value -> bytes, where there are any."""
@@ -110,13 +112,14 @@ def moments(schedule: Schedule) -> Moments:
     return Moments([a + s.workspace[i] for a, i in zip(alive, order)], lives, parts)
 
 
-def least_seconds(schedule: Schedule, cuts: Cuts, limit: int, rounds: int = 40) -> float | None:
+def least_seconds(schedule: Schedule, cuts: Cuts, limit: int, rounds: int = 40, rows: Moments | None = None) -> float | None:
     """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there are none.
 
     Args:
         rounds: minimum cuts to spend on it.
+        rows: the moments, where they are not those of the schedule as it is.
     """
-    rows = moments(schedule)
+    rows = rows or moments(schedule)
     if max(rows.certain, default=0) > limit:
         return None
     kept = {schedule.root[i] for i in schedule.returned}
@@ -136,7 +139,7 @@ def least_seconds(schedule: Schedule, cuts: Cuts, limit: int, rounds: int = 40) 
     best = max(0.0, best)
     while rounds > 0:
         over = rows.memory(saved)
-        t = max(range(len(over)), key=over.__getitem__, default=-1)
+        t = max(range(len(over)) if rows.priced is None else rows.priced, key=over.__getitem__, default=-1)
         if t < 0 or over[t] <= limit:
             break
         base, others = prices.get(t, 0.0), {k: p for k, p in prices.items() if k != t}

@@ -20,7 +20,7 @@ from mindspeed_fx.cost.hardware import detect, hardware
 from mindspeed_fx.options import OptionError
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site, skip
 from mindspeed_fx.passes.recompute import seen
-from mindspeed_fx.passes.recompute.bound import least_seconds
+from mindspeed_fx.passes.recompute.layers import Layers
 from mindspeed_fx.passes.recompute.moves import offloads, places
 from mindspeed_fx.passes.recompute.policy import Fixed, fixed
 from mindspeed_fx.passes.recompute.schedule import Plan
@@ -56,10 +56,10 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
         raise OptionError(f'option "memory_budget" is {asked!r}, but the memory of this graph cannot be planned: {step}; valid here: a fraction')
     decided = fixed(tape, context.options.recompute or {}, context.options.strict, report)
     _fix(step, decided)
-    search = Search(step.schedule, step.unplanned)
-    if not search.hull:
+    search = Layers(step.schedule, step.unplanned)
+    if search.empty:
         raise OptionError(f'option "memory_budget" is {asked!r}, but this graph\'s backward needs values that can be neither saved nor made again')
-    moves = offloads(step, search, context.options) if context.options.offload else None
+    moves = offloads(step, search, context.options, decided, report) if context.options.offload else None
     least = moves.least() if moves else search.least
     limit = _limit(asked, search, least, step.inputs)
     plan = search.best(limit)
@@ -69,11 +69,13 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     if plan is None:
         raise OptionError(_infeasible(int(asked), least, step))
     report.moves = places(step, plan)
+    for v in moves.left(plan) if moves else ():
+        report.skipped.append(skip("", step.nodes[v], f"{module_path(step.nodes[v]) or 'the model'}: is not moved to host memory, since nothing in the backward reads it"))
     report.saved = saved_names(gm.graph, context.nodes, {step.nodes[i] for i in plan.saved})
     report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]] + [site("offloaded", step.nodes[v]) for v, _, _ in plan.ways]
     report.notes = [_peaks(plan, search, least, step), _times(plan, search, step, limit), *([moves.told(plan)] if moves else []), *report.notes]
     seen.show(report, step, {"saving everything": search.richest, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=True)
-    report.pareto = [(step.seconds + p.seconds, p.bytes + step.inputs) for p in search.frontier()]
+    report.pareto = [(step.seconds + seconds, bytes_ + step.inputs) for seconds, bytes_ in search.points()]
     report.files["pareto.txt"] = pareto(report.pareto)
     return report
 
@@ -125,6 +127,6 @@ def _times(plan: Plan, search: Search, step: Step, limit: int) -> str:
     """Modelled time of the plan, what no plan under the limit can beat, and the gap between the two."""
     if plan.ways:
         return f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again and for copies that nothing hides; nothing takes less than {step.seconds * 1e3:.3f} ms, so this plan is at most {plan.seconds / step.seconds * 100:.2f} % from the optimum"
-    bound = least_seconds(step.schedule, search.cuts, limit, rounds=max(10, min(40, ROUNDS_WORK // len(step.nodes)))) or 0.0
+    bound = search.bound(limit, max(10, min(40, ROUNDS_WORK // len(step.nodes)))) or 0.0
     whole, least = step.seconds + plan.seconds, step.seconds + min(bound, plan.seconds)
     return f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again; no plan within this peak takes less than {least * 1e3:.3f} ms, so this one is at most {(whole / least - 1) * 100:.2f} % from the optimum"

@@ -61,19 +61,24 @@ class Cuts:
         self.values = schedule.values
         again = {v: 2 + 2 * n for n, v in enumerate(self.values)}
         self._again, self._network = again, Network(2 + 2 * len(self.values))
-        root, needed = schedule.root, {schedule.root[i] for i in schedule.needed}
+        needed = {schedule.root[i] for i in schedule.needed}
         self._save = []
+        self._edges(again)
         for v in self.values:
             o = again[v]
             if seconds[v] > 0:
                 self._network.add(SOURCE, o, _capacity(seconds[v], UNIT))
-            for a in {root[a] for a in schedule.sources[v]}:
-                if a in again:
-                    self._network.add(again[a] + 1, o, ENDLESS)
             self._save.append(self._network.add(o, o + 1, 0))
             if v in needed:
                 self._network.add(o + 1, SINK, ENDLESS)
         self._empty, self._prices, self._flow = list(self._network.room), [0] * len(self.values), 0
+
+    def _edges(self, again: dict[int, int]) -> None:
+        """What an operation reads must be there when it runs again."""
+        for v in self.values:
+            for a in self.schedule.reads(v):
+                if a in again:
+                    self._network.add(again[a] + 1, again[v], ENDLESS)
 
     def cheapest(self, price: Callable[[int], float]) -> tuple[frozenset[int], float]:
         """(the nodes to save, the least sum of prices), where ``price`` in seconds is for saving a node's value.

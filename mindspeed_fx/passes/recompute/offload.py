@@ -35,16 +35,17 @@ class Timeline:
     Args:
         movable: the values that can be moved at all.
         rate: bytes per second of the link, each way.
+        always: values that are moved in any case.
     """
 
-    def __init__(self, search: Search, plan: Plan, movable: Iterable[int], rate: float):
+    def __init__(self, search: Search, plan: Plan, movable: Iterable[int], rate: float, always: Iterable[int] = ()):
         s = self.schedule = search.schedule
         self.plan, self.rate = plan, rate
         self.run, _, self.cut = s.trace(plan)
         self.begin = list(accumulate((s.takes[i] for i in self.run), initial=0.0))
         """Seconds at which each position starts; the last entry is the end."""
         self.turn = self.begin[self.cut]
-        kept = (movable := set(movable)) & plan.saved
+        kept = {*movable, *always} & plan.saved
         self.last, self.first = {}, {}
         for t, i in enumerate(self.run):
             for r in s._blocks[i]:
@@ -52,15 +53,17 @@ class Timeline:
                     self.last[r] = t
                 elif r in kept:
                     self.first.setdefault(r, t)
-        self.values = sorted(v for v in kept if v in self.last and v in self.first)
+        there = sorted(v for v in kept if v in self.last and v in self.first)
+        self.always = [v for v in there if v in set(always)]
+        self.values = [v for v in there if v not in set(always)]
 
     def idle(self, v: int) -> float:
         """Seconds between the last reader of the forward and the first of the backward."""
         return self.begin[self.first[v]] - self.begin[self.last[v] + 1]
 
     def moved(self, values: Iterable[int]) -> Plan:
-        """The plan with ``values`` moved: its peak, and its time with what the link cannot hide."""
-        values = list(values)
+        """The plan with ``values`` moved, and what always is: its peak, and its time with what the link cannot hide."""
+        values = [*self.always, *values]
         ways, now = {}, 0.0
         for v in sorted(values, key=lambda v: (self.last[v], v)):
             now = max(now, self.begin[self.last[v] + 1]) + self.schedule.full[v] / self.rate
@@ -85,16 +88,22 @@ class Offload:
     Args:
         rate: bytes per second of the link, each way.
         host: bytes that may be in host memory at once; None: any number.
+        always: values that every plan moves, where it saves them.
     """
 
-    def __init__(self, search: Search, movable: Iterable[int], rate: float, host: int | None = None):
+    def __init__(self, search: Search, movable: Iterable[int], rate: float, host: int | None = None, always: Iterable[int] = ()):
         returned = {search.schedule.root[i] for i in search.schedule.returned}
-        self.search, self.movable, self.rate, self.host = search, [v for v in movable if v not in returned], rate, host
+        self.search, self.rate, self.host = search, rate, host
+        self.always = sorted(v for v in always if v not in returned)
+        self.movable = [v for v in movable if v not in returned and v not in set(self.always)]
 
     def best(self, limit: int, plain: Plan | None) -> Plan | None:
         """The fastest plan found of at most ``limit`` bytes; ``plain`` is the best without moves."""
         work = self.search.schedule.evaluations + max(TRIES, WORK // max(1, len(self.search.schedule.sources)))
         best = plain
+        if self.always and plain:
+            best = self._line(plain).moved(())
+            best = best if best.bytes <= limit else None
         for plan in self._plans():
             if best is not None and plan.seconds >= best.seconds or self.search.schedule.evaluations > work:
                 break
@@ -106,11 +115,16 @@ class Offload:
 
     def least(self) -> Plan:
         """The smallest peak found over all plans with everything moved that can be; ties go to the faster."""
-        found = [self.search.least]
+        found = [self._line(self.search.least).moved(()) if self.always else self.search.least]
         for plan in self._plans():
             line = self._line(plan)
             found += [line.moved(some) for some in (line.values, line.values[: len(line.values) // 2]) if self._allowed(some)]
         return min(found, key=lambda p: (p.bytes, p.seconds, sorted(p.saved)))
+
+    def left(self, plan: Plan) -> list[int]:
+        """What ought to be moved and is not."""
+        moved = {v for v, _, _ in plan.ways}
+        return [v for v in self.always if v not in moved]
 
     def told(self, plan: Plan) -> str:
         """What is moved, for reports."""
@@ -124,10 +138,10 @@ class Offload:
         return sorted(unique.values(), key=_rank)
 
     def _line(self, plan: Plan) -> Timeline:
-        return Timeline(self.search, plan, self.movable, self.rate)
+        return Timeline(self.search, plan, self.movable, self.rate, self.always)
 
     def _allowed(self, values: Sequence[int]) -> bool:
-        return self.host is None or sum(self.search.schedule.full[v] for v in values) <= self.host
+        return self.host is None or sum(self.search.schedule.full[v] for v in {*values, *self.always}) <= self.host
 
     def _some(self, plan: Plan, limit: int) -> list[Plan]:
         """``plan`` with as few values moved as fit, by each order."""
@@ -136,6 +150,9 @@ class Offload:
             order = sorted(line.values, key=key)
             fits: Callable[[int], Plan | None] = lambda n: p if self._allowed(order[:n]) and (p := line.moved(order[:n])).bytes <= limit else None  # noqa: E731
             low = 0
+            if self.always and (plan_there := fits(0)):
+                found.append(plan_there)
+                continue
             for part in range(1, PARTS + 1):
                 count = len(order) * part // PARTS
                 if count > low and (plan_there := fits(count)):
@@ -151,19 +168,20 @@ class Offload:
     def _improved(self, best: Plan, limit: int, work: int) -> Plan:
         """Values made again that are saved and moved instead, and moves that are not needed."""
         schedule = self.search.schedule
+        always = set(self.always)
         again = [v for v in self.movable if v in set(best.again) and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]]
         for v in sorted(again, key=lambda v: (-schedule.seconds[v] / schedule.full[v], v)):
-            moved = [w for w, _, _ in best.ways] + [v]
+            moved = [w for w, _, _ in best.ways if w not in always] + [v]
             if schedule.evaluations > work or v in best.saved or not self._allowed(moved):
                 continue
             if (plan := self.search._plan(best.saved | {v})) and v in (line := self._line(plan)).first and set(moved) <= set(line.values):
                 found = line.moved(moved)
                 best = found if found.bytes <= limit and _rank(found) < _rank(best) else best
         line = self._line(replace(best, ways=(), seconds=self.search._plan(best.saved).seconds))
-        for v in sorted((w for w, _, _ in best.ways), key=lambda v: (-schedule.full[v], v)):
+        for v in sorted((w for w, _, _ in best.ways if w not in always), key=lambda v: (-schedule.full[v], v)):
             if schedule.evaluations > work:
                 break
-            found = line.moved(w for w, _, _ in best.ways if w != v)
+            found = line.moved(w for w, _, _ in best.ways if w != v and w not in always)
             best = found if found.bytes <= limit and found.seconds <= best.seconds else best
         return best
 

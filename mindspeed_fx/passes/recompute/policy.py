@@ -39,6 +39,8 @@ class Fixed:
     """Not to be kept."""
     keep: set[Value] = field(default_factory=set)
     """Not to be made again."""
+    away: set[Value] = field(default_factory=set)
+    """Of those, the ones to be moved to host memory."""
     why: dict[Value, str] = field(default_factory=dict)
     """Value -> the policy or glob that decided."""
 
@@ -69,6 +71,7 @@ def fixed(tape: Tape, asked: Any, strict: bool, report: PassReport) -> Fixed:
         for v in values:
             (found.again if wish == "recompute" else found.keep).add(v)
             (found.keep if wish == "recompute" else found.again).discard(v)
+            (found.away.add if wish == "offload" else found.away.discard)(v)
             found.why[v] = f"{glob}: {wish}"
     refused = Counter()
     for v in list(found.again):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Iterable
+from typing import Iterable, Sequence
 
 from mindspeed_fx.partition.liveness import curve
 
@@ -92,6 +92,28 @@ class Schedule:
                 for a in self.sources[i]:
                     wanted[a] = 1
         return wanted
+
+    @property
+    def weight(self) -> list[int]:
+        """How many nodes of the step each node stands for (:mod:`folded`)."""
+        return [1] * len(self.sources)
+
+    @property
+    def held(self) -> list[int]:
+        """Bytes that saving a node's value holds until the backward, of all it stands for."""
+        return self.full
+
+    def expand(self, saved: Iterable[int]) -> frozenset[int]:
+        """A choice, of all that the nodes stand for."""
+        return frozenset(saved)
+
+    def parts(self, values: Sequence[int]) -> list[set[int]]:
+        """``values`` in parts that a search gives back one after the other; none where one value after the other was tried."""
+        return []
+
+    def reads(self, i: int) -> set[int]:
+        """The values that must be there where node ``i`` runs again."""
+        return {self.root[a] for a in self.sources[i]}
 
     @cached_property
     def values(self) -> list[int]:

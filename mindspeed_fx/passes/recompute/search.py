@@ -16,6 +16,7 @@ import math
 from functools import cached_property
 from typing import Any, Callable, Iterable, Sequence
 
+from mindspeed_fx.passes.recompute.bound import least_seconds
 from mindspeed_fx.passes.recompute.cut import Cuts
 from mindspeed_fx.passes.recompute.schedule import Plan, Schedule
 from mindspeed_fx.passes.recompute.segments import boundaries
@@ -32,16 +33,15 @@ SHARES = 8
 LARGE = 8_000
 """Nodes from which on fewer points and orders are tried, in proportion: planning stays in seconds."""
 
-WORK = 60_000
-"""Nodes that the local search may walk over, at least :data:`TRIES` plans."""
+WORK = 120_000
+"""Nodes that the local search may walk over, between :data:`TRIES` and :data:`MOST` plans."""
 
-TRIES = 8
+TRIES, MOST = 8, 600
 
+FILL_WORK = 80_000
+"""Nodes that filling the room between two plans may walk over, between :data:`FILLS` and :data:`MOST_FILLS` plans."""
 
-FILL_WORK = 1_500_000
-"""Nodes that filling the room between two plans may walk over, at least :data:`FILLS` plans."""
-
-FILLS = 24
+FILLS, MOST_FILLS = 24, 240
 
 
 class Search:
@@ -49,27 +49,31 @@ class Search:
 
     Args:
         unplanned: prices of running a node again where no budget presses; they give the plan without a budget.
+        kept: sets of values to try as kept for nothing, in place of the hull and of what crosses narrow places.
 
     Attributes:
+        part: of :data:`WORK` that one local search may do.
         hull: plans from saving what costs anything to make again, to making again whatever may be; empty when the backward
             needs what can be neither saved nor made again.
     """
 
-    def __init__(self, schedule: Schedule, unplanned: Sequence[float] | None = None):
-        self.schedule, self.cuts = schedule, Cuts(schedule)
+    def __init__(self, schedule: Schedule, unplanned: Sequence[float] | None = None, kept: Sequence[frozenset[int]] | None = None):
+        self.schedule, self.cuts, self.part = schedule, Cuts(schedule), 1.0
         self._returned = {schedule.root[i] for i in schedule.returned}
         self._seen: dict[frozenset[int], Plan | None] = {}
         first = self._cut(0.0) if unplanned is None or unplanned == schedule.seconds else Cuts(schedule, unplanned).cheapest(lambda v: 0.0)[0]
         self.hull = [p for p in [self._plan(first)] if p]
-        ratios = [schedule.seconds[v] / schedule.full[v] for v in self.cuts.values if schedule.full[v] and 0 < schedule.seconds[v] < math.inf]
+        ratios = [schedule.seconds[v] / schedule.held[v] for v in self.cuts.values if schedule.held[v] and 0 < schedule.seconds[v] < math.inf]
         low, high = (min(ratios), max(ratios) * 64) if ratios else (1.0, 1.0)
         points, shares, self._more = (max(4, n * LARGE // max(LARGE, len(schedule.sources))) for n in (PRICES, SHARES, MORE))
-        for i in range(points):
-            self._append(self.hull, self._plan(self._cut(low * (high / low) ** (i / (points - 1)))))
-        self._densify()
-        for kept in boundaries(schedule):
+        if kept is None:
+            for i in range(points):
+                self._append(self.hull, self._plan(self._cut(low * (high / low) ** (i / (points - 1)))))
+            self._densify()
+        shares = shares if kept is None else shares
+        for free in boundaries(schedule) if kept is None else kept:
             for i in range(shares):
-                self._plan(self._cut(low * (high / low) ** (i / (shares - 1)), kept))
+                self._plan(self._cut(low * (high / low) ** (i / (shares - 1)), free))
 
     def _append(self, hull: list[Plan], plan: Plan | None) -> None:
         if plan and (not hull or plan.saved != hull[-1].saved):
@@ -92,7 +96,12 @@ class Search:
         self.hull = self.hull[:1] + sorted((p for p in found.values() if p.saved != self.hull[0].saved), key=lambda p: (-self._kept(p), p.seconds, sorted(p.saved))) if self.hull else []
 
     def _kept(self, plan: Plan) -> int:
-        return sum(self.schedule.full[v] for v in plan.saved if v not in self._returned)
+        return sum(self.schedule.held[v] for v in plan.saved if v not in self._returned)
+
+    @property
+    def empty(self) -> bool:
+        """The backward needs what can be neither saved nor made again."""
+        return not self.hull
 
     @property
     def richest(self) -> Plan:
@@ -100,15 +109,20 @@ class Search:
         return self.hull[0]
 
     @cached_property
+    def smallest(self) -> Plan:
+        """The smallest peak of the plans tried so far."""
+        return min((p for p in self._seen.values() if p), key=_size)
+
+    @cached_property
     def least(self) -> Plan:
         """The smallest peak found; ties go to the faster plan."""
-        return self._descend(min((p for p in self._seen.values() if p), key=_size), _size, None)
+        return self._descend(self.smallest, _size, None)
 
     def best(self, limit: int) -> Plan | None:
         """The fastest plan found whose peak is at most ``limit`` bytes; None when none was found."""
         if self.richest.bytes <= limit:
             return self.richest
-        self._until = self.schedule.evaluations + max(FILLS, FILL_WORK // max(1, len(self.schedule.sources)))
+        self._until = self.schedule.evaluations + max(FILLS, min(int(self.part * MOST_FILLS), int(self.part * FILL_WORK) // max(1, len(self.schedule.sources))))
         k = next((k for k, p in enumerate(self.hull) if p.bytes <= limit), None)
         fits = [p for p in (self._fastest(limit), None if k is None else self.hull[k]) if p]
         for lean in dict.fromkeys(fits):
@@ -119,6 +133,10 @@ class Search:
             return None
         return self._descend(self._fastest(limit), _rank, limit)
 
+    def bound(self, limit: int, rounds: int = 40) -> float | None:
+        """What :func:`mindspeed_fx.passes.recompute.bound.least_seconds` says of the whole step."""
+        return least_seconds(self.schedule, self.cuts, limit, rounds)
+
     def frontier(self) -> list[Plan]:
         """The plans tried that no other beats in both time and peak, fastest first."""
         found: list[Plan] = []
@@ -127,19 +145,23 @@ class Search:
                 found.append(p)
         return found
 
+    def points(self) -> list[tuple[float, int]]:
+        """(seconds, peak) of the :meth:`frontier`."""
+        return [(p.seconds, p.bytes) for p in self.frontier()]
+
     def _fastest(self, limit: int) -> Plan | None:
         return min((p for p in self._seen.values() if p and p.bytes <= limit), key=_rank, default=None)
 
     def _descend(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None) -> Plan:
         """The plan where no step that is tried leads to one of a better rank within the limit."""
-        work = self.schedule.evaluations + max(TRIES, WORK // max(1, len(self.schedule.sources)))
+        work = self.schedule.evaluations + max(TRIES, min(int(self.part * MOST), int(self.part * WORK) // max(1, len(self.schedule.sources))))
         while (better := self._improved(best, rank, limit, work)) is not None:
             best = better
         return best
 
     def _cut(self, price: float, free: frozenset[int] = frozenset()) -> frozenset[int]:
-        full, free = self.schedule.full, self._returned | free
-        return self.cuts.cheapest(lambda v: 0.0 if v in free else price * full[v])[0]
+        held, free = self.schedule.held, self._returned | free
+        return self.cuts.cheapest(lambda v: 0.0 if v in free else price * held[v])[0]
 
     def _plan(self, saved: Iterable[int]) -> Plan | None:
         saved = frozenset(saved)
@@ -150,13 +172,20 @@ class Search:
     def _between(self, lean: Plan, rich: Plan, limit: int) -> None:
         """Of what ``rich`` saves beside, as much as fits: the last of the forward first, the first of it, the dearest per byte."""
         extra = sorted(rich.saved - lean.saved)
-        value = lambda v: -self.schedule.seconds[v] / max(1, self.schedule.full[v])  # noqa: E731
+        value = lambda v: -self.schedule.seconds[v] / max(1, self.schedule.held[v])  # noqa: E731
         for order in (sorted(extra, key=value), extra[::-1], extra):
             low, high = 0, len(order)
             while low < high and self.schedule.evaluations < self._until:
                 middle = (low + high + 1) // 2
                 plan = self._plan(lean.saved | set(order[:middle]))
                 low, high = (middle, high) if plan and plan.bytes <= limit else (low, middle - 1)
+            saved = lean.saved | set(order[:low])
+            for part in self.schedule.parts(order[low:]):  # one that does not fit may be larger than the next
+                if self.schedule.evaluations >= self._until:
+                    break
+                plan = self._plan(saved | part)
+                if plan and plan.bytes <= limit:
+                    saved = plan.saved
 
     def _improved(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None, work: int) -> Plan | None:
         """A better plan one step away; None when there is none or the work is done."""
@@ -164,7 +193,7 @@ class Search:
         fits = lambda p: p is not None and (limit is None or p.bytes <= limit) and rank(p) < known  # noqa: E731
         candidates = [v for v in self.cuts.values if v not in best.saved and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]]
         made = set(best.again)
-        candidates.sort(key=lambda v: (v not in made, -schedule.seconds[v] / schedule.full[v], v))
+        candidates.sort(key=lambda v: (v not in made, -schedule.seconds[v] / schedule.held[v], v))
         kept = sorted(best.saved, key=lambda v: (-schedule.full[v], v))
         moves: list[Callable[[], Iterable[frozenset[int]]]] = [
             lambda: (best.saved | {v} for v in candidates),
