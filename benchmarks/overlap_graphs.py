@@ -6,7 +6,8 @@ as they came and in chunks, under the simulator.
 The program is Megatron's (sequence first, an all_gather before and a reduce_scatter after each pair of products, the
 gathered input kept for the backward) on meta tensors and a process group that moves nothing. Everything is modelled.
 In brackets: the step over the bound of the whole graph (compute, each link, critical path), which chunks may go under,
-for they shorten the critical path; compute alone is the bound of both.
+for they shorten the critical path; then over the bound of the graph that was scheduled, with the work that chunks add. "hidden": of the
+collectives of the scheduled graph that have at least their own time of independent compute, those of which at most 1 % is exposed.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import datetime
 import re
 import time
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+from mindspeed_fx.passes.overlap.reasons import hidden, hideable
+from mindspeed_fx.passes.overlap.simulate import Timeline
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -67,6 +72,22 @@ def report(model: str, layers: int, device: str, seq: int, batch: int, ranks: in
     return mindspeed_fx.explain(run, x, options={"target": "npu", "codegen": "eager", "hardware": device, **options})
 
 
+def scheduled(*args: object, **options: object) -> tuple[dict[str, Timeline], str]:
+    """The schedules of forward and backward, and what the passes say."""
+    from mindspeed_fx.passes.overlap import schedule
+
+    made = []
+
+    def tell(report, work, before, after):
+        made.append(after)
+        return original(report, work, before, after)
+
+    original = schedule._tell
+    with mock.patch.object(schedule, "_tell", tell):
+        text = str(report(*args, **options))
+    return dict(zip(("forward", "backward"), made)), text
+
+
 def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -78,6 +99,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--memory", nargs="*", default=["0", "8GiB"], help="allowances over the peak of the graph as it came")
+    parser.add_argument("--variants", nargs="*", default=["whole", "chunks", "fused"])
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.ranks)
@@ -87,23 +109,24 @@ def main() -> None:
             for memory in given.memory:
                 whole = None
                 for name, options in (("whole", {"disable": ["overlap.decompose", "overlap.mc2"]}), ("chunks", {"disable": ["overlap.mc2"]}), ("fused", {})):
-                    if name == "fused" and not device.startswith("ascend910"):
+                    if name not in given.variants or name == "fused" and not device.startswith("ascend910"):
                         continue
                     begin = time.perf_counter()
-                    text = str(report(model, given.layers, device, given.seq, given.batch, given.ranks, overlap_memory="0B" if memory == "0" else memory, **options))
+                    made, text = scheduled(model, given.layers, device, given.seq, given.batch, given.ranks, overlap_memory="0B" if memory == "0" else memory, **options)
                     took = time.perf_counter() - begin
-                    steps = {side: tuple(map(float, found)) for side, *found in re.findall(r"(forward|backward): modelled step (\S+) -> (\S+) ms \(bound (\S+)\)", text)}
+                    label = f"{device:<12} {model:<10} +{memory:<5} {name:<7} "
                     if name == "fused":
                         fused = re.findall(r"(forward|backward): modelled step \S+ ms whole, \S+ ms at best in chunks, (\S+) ms with (\d+) fused", text)
-                        steps = {side: (float(ms),) for side, ms, _ in fused if side in whole}
-                        print(f"{device:<12} {model:<10} +{memory:<5} fused   " + "".join(f"{side} {steps[side][0]:8.3f} ms ({steps[side][0] / whole[side][2]:.3f})   " for side in steps))
+                        print(label + "".join(f"{side} {float(ms):8.3f} ms ({float(ms) / whole[side] / 1e3:.3f})   " for side, ms, _ in fused), flush=True)
                         continue
-                    whole = whole or {side: (plain, after, bound) for side, (plain, after, bound) in steps.items()}
-                    total = sum(after for _, after, _ in steps.values()) / sum(w[2] for w in whole.values())
+                    whole = whole or {side: t.graph.bound() for side, t in made.items()}
+                    step, old, own = (sum(f(side, t) for side, t in made.items()) for f in (lambda side, t: t.seconds, lambda side, t: whole[side], lambda side, t: t.graph.bound()))
+                    could = sum(len(hideable(t.graph)) for t in made.values())
+                    did = sum(hidden(t, i) for t in made.values() for i in hideable(t.graph))
                     print(
-                        f"{device:<12} {model:<10} +{memory:<5} {name:<7} "
-                        + "".join(f"{side} {after:8.3f} ms ({after / whole[side][2]:.3f})   " for side, (_, after, _) in steps.items())
-                        + f"both {total:.3f} of the whole's bound; {took:.0f} s"
+                        label
+                        + "".join(f"{side} {t.seconds * 1e3:8.3f} ms ({t.seconds / whole[side]:.3f}, {t.seconds / t.graph.bound():.3f})   " for side, t in made.items())
+                        + f"both {step / old:.3f} of the whole's bound, {step / own:.3f} of its own; hidden {did}/{could}{f' {100 * did / could:.0f}%' if could else ''}; {took:.0f} s", flush=True
                     )  # fmt: skip
                     if given.verbose:
                         print(text)

@@ -197,3 +197,43 @@ def test_two_codegens_in_one_group(fake_world, plain_costs, monkeypatch):
             report = mindspeed_fx.explain(lambda x, w, v, g: model(x, w, v, g), *inputs(), options={"codegen": codegen})
             found.append(re.search(r"order of collectives (\w+)", str(report))[1])
     assert found[:2] == found[2:] and found[0] != found[1]
+
+
+def test_large_graphs_are_worked_out_once(lone_world, monkeypatch):
+    """Tasks, prices and the order found go from pass to pass; what comes out is the same."""
+    from mindspeed_fx.passes.overlap import graph
+
+    def f(x, w, v):
+        y = torch.nn.functional.linear(functional.wait_tensor(functional.all_reduce(x @ w, "sum", dist.group.WORLD)), v)
+        return functional.wait_tensor(functional.all_reduce(y.tanh() @ v, "sum", dist.group.WORLD)).square().sum()
+
+    options = {"codegen": "eager", "hardware": "h100", "target": "cpu"}
+    results = []
+    for large in (False, True):
+        if large:
+            for module in ("graph", "schedule", "split"):
+                monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.LARGE", 0)
+            monkeypatch.setattr("mindspeed_fx.passes.overlap.decompose.GAIN", 1.0)
+            made, whole = [], graph.tasks_of
+            monkeypatch.setattr(graph, "tasks_of", lambda gm, *a, **k: made.append(gm) or whole(gm, *a, **k))
+        torch._dynamo.reset()
+        leaves = [t.double().requires_grad_() for t in inputs()[:3]]
+        torch.compile(f, backend="mindspeed", options=options)(*leaves).backward()
+        results.append([t.grad for t in leaves])
+    assert len(made) == len({id(gm) for gm in made}) and made, "once for each graph"
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert not any(key.startswith("mindspeed_fx_overlap") and key != "mindspeed_fx_overlap_limit" for gm in made for key in gm.meta)
+
+
+def test_a_known_order_is_taken_for_the_same_nodes_alone(lone_world, monkeypatch):
+    from mindspeed_fx.passes.overlap import schedule as module
+    from mindspeed_fx.passes.overlap.graph import tasks_of
+
+    gm = torch.fx.experimental.proxy_tensor.make_fx(model, tracing_mode="fake")(*inputs())
+    work = tasks_of(gm, milliseconds(gm, None, False))
+    monkeypatch.setattr(module, "LARGE", 0)
+    order = list(range(len(work.tasks)))
+    for nodes, limit, taken in ((list(work.nodes), 1 << 30, True), (list(work.nodes), 0, False), (work.nodes[:-1], 1 << 30, False)):
+        gm.meta[module.ORDER] = (nodes, order)
+        assert (module._known(gm, work, limit) is not None) is taken and module.ORDER not in gm.meta

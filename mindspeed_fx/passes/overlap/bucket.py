@@ -20,7 +20,7 @@ from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.fusion.match import argument
 from mindspeed_fx.passes.overlap.chunk import CHUNK
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, kind
-from mindspeed_fx.passes.overlap.graph import GraphTasks, saved_activation, tasks_of
+from mindspeed_fx.passes.overlap.graph import GraphTasks, priced, saved_activation
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.merge import Candidate, acyclic, buckets, merged
 from mindspeed_fx.passes.overlap.price import cost_of, device, moved_bytes, transfer
@@ -52,7 +52,7 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     if hardware is None:
         report.skipped += [skip(kind(n), n, f"no cost model: {why}") for n in starts]
         return report
-    work = tasks_of(gm, cost_of(gm, hardware, context.options.codegen == "inductor"), owned=saved_activation if context.side == "backward" else None)
+    work = priced(gm, lambda: cost_of(gm, hardware, context.options.codegen == "inductor"), saved_activation if context.side == "backward" else None)
     members = set(starts)
     candidates = [_candidate(i, n, hardware) for i, n in enumerate(work.nodes) if n in members and n.target in _COALESCED]
     peak = simulate(work.tasks).peak
@@ -78,16 +78,19 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
 def choose(work: GraphTasks, candidates: list[Candidate], allowance: int) -> tuple[list[list[Candidate]], str]:
     """The buckets with the shortest simulated step, and a sentence about it."""
     graph = work.tasks
+    sizes = []
+    for times in (1,) if len(graph) > LARGE else (0.5, 1, 2, 4):
+        found = [b for key in {c.key: None for c in candidates} for b in buckets(graph, [c for c in candidates if c.key == key], int(times * _cap([c for c in candidates if c.key == key])))]
+        if found := acyclic(graph, sorted(found, key=lambda b: b[0].task)):
+            sizes.append(found)
+    if not sizes:
+        return [], "no two of them are small and independent of each other"
     given = simulate(graph)
     limit = given.peak + allowance
     effort = len(graph) if len(graph) > LARGE else max(4 * len(graph), min(16 * len(graph), 30_000))
     base = schedule(graph, allowance=allowance, work=effort).seconds
     best, seconds, refused = [], base, 0
-    for times in (1,) if len(graph) > LARGE else (0.5, 1, 2, 4):
-        found = [b for key in {c.key: None for c in candidates} for b in buckets(graph, [c for c in candidates if c.key == key], int(times * _cap([c for c in candidates if c.key == key])))]
-        found = acyclic(graph, sorted(found, key=lambda b: b[0].task))
-        if not found:
-            continue
+    for found in sizes:
         together, _ = merged(graph, found)
         start = simulate(together)
         if start.peak > limit:

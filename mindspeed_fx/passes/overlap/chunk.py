@@ -22,7 +22,7 @@ CHUNK = "mindspeed_fx_chunk"
 def chunked(gm: fx.GraphModule, region: Region, parts: int, put: Put | None = None) -> None:
     """Compute ``region`` in ``parts`` chunks, in place. Each chunk's node stands where the whole's stood; who reads the whole from
     outside the region gets it put together."""
-    order = [n for n in gm.graph.nodes if n in region.cuts]
+    order = sorted(region.cuts)
     work = _Chunks(put or functools.partial(insert, gm), region, parts)
     for node in order:
         work.made[node] = []

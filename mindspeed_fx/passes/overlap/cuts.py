@@ -70,8 +70,11 @@ Put = Callable[..., fx.Node]
 """``put(before, target, args, kwargs)`` adds a call to the graph."""
 
 
+_ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
+
+
 class Draft:
-    """A :data:`Put` for graphs that are only priced: calls of equal inputs share one fake value, which costs the most to compute."""
+    """A :data:`Put` for graphs that are only priced, or large and of fixed sizes: calls of equal inputs share one fake value, which costs the most to compute."""
 
     def __init__(self, gm: fx.GraphModule, values: dict[Any, Any]):
         self.gm, self.values = gm, values
@@ -90,7 +93,7 @@ class Draft:
                 return new
         with self.gm.graph.inserting_before(before):
             new = self.gm.graph.call_function(target, args, kwargs or {})
-        new.meta = {"val": known}
+        new.meta = {**{k: before.meta[k] for k in _ORIGIN if k in before.meta}, "val": known}
         return new
 
 

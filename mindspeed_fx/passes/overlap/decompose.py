@@ -28,20 +28,22 @@ from mindspeed_fx.passes.overlap.chunk import chunked
 from mindspeed_fx.passes.overlap.collectives import is_start, kind
 from mindspeed_fx.passes.overlap.cuts import Draft
 from mindspeed_fx.passes.overlap.frugal import leaner, reordered
-from mindspeed_fx.passes.overlap.graph import GraphTasks, saved_activation, tasks_of
+from mindspeed_fx.passes.overlap.graph import GraphTasks, priced, saved_activation
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.price import cost_of, device
 from mindspeed_fx.passes.overlap.region import KINDS, REACHES, Region, regions, sized
-from mindspeed_fx.passes.overlap.schedule import LIMIT
+from mindspeed_fx.passes.overlap.schedule import LIMIT, ORDER
 from mindspeed_fx.passes.overlap.simulate import simulate
+from mindspeed_fx.passes.overlap.tasks import COMPUTE
 
 NAME = "overlap.decompose"
 PARTS = (2, 4, 8)
 GAIN = 0.01
 """Share of the modelled step that chunks must save: more launches make the host busier, which the model does not see."""
 INEXACT = "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"
-SURE = 30_000
-"""Tasks that the search may place where whole and chunks are compared at last."""
+SURE = 60_000
+"""Tasks that the search may place where whole and chunks are compared. With a quarter of that the step of eight Llama layers comes out 6 % longer
+than with all, which hides what chunks gain; more finds nothing shorter."""
 LARGE = 3000
 """Nodes from which only pipelines of two and of four chunks are tried."""
 
@@ -61,19 +63,26 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     if hardware is None:
         report.skipped += [skip(kind(n), n, why) for n in starts]
         return report
-    found = {reach: list(disjoint(starts, reach)) for reach in REACHES}
     tried = Trials(gm, context, hardware)
-    best = tried.best(found)
     gm.meta[LIMIT] = tried.limit
+    if tried.full is not None:
+        gm.meta[ORDER] = (tried.nodes, tried.plain.order)
+        report.skipped += [skip(kind(n), n, tried.full) for n in starts]
+        return report.because(f"modelled step {tried.plain.seconds * 1e3:.3f} ms whole; {tried.full}")
+    found = {reach: list(disjoint(starts, reach)) for reach in tried.reaches}
+    best = tried.best(found)
     report.notes.append(tried.told)
     inside: set[fx.Node] = set()
     for region, parts in best:
         inside |= set(region.starts)
         label = " and ".join(dict.fromkeys(f"{kind(s)}" for s in region.starts))
         report.rewrites.append(site(f"{label} with {len(region.products)} products in {parts} chunks", region.starts[0], list(region.cuts)))
+    cuttable = {s for rs in found.values() for r in rs for s in r.starts}
     for n in starts:
         if n not in inside:
-            report.skipped.append(skip(kind(n), n, _why(n, found)))
+            report.skipped.append(skip(kind(n), n, _why(n, cuttable)))
+    if not best:
+        gm.meta[ORDER] = (tried.nodes, tried.plain.order)
     for region, parts in best:
         chunked(gm, region, parts)
     if best:
@@ -95,8 +104,8 @@ def disjoint(starts: list[fx.Node], reach: str) -> Iterator[Region]:
                 break
 
 
-def _why(start: fx.Node, found: dict[str, list[Region]]) -> str:
-    if any(start in r.cuts for rs in found.values() for r in rs):
+def _why(start: fx.Node, cuttable: set[fx.Node]) -> str:
+    if start in cuttable:
         return "the model finds no shorter step with it in chunks"
     if not sized(start) or not sized(start.args[0]):
         return "its sizes are known at run time only (dynamic shapes)"
@@ -114,26 +123,39 @@ class Trials:
     def __init__(self, gm: fx.GraphModule, context: Context, hardware: Hardware):
         self.gm, self.context, self.hardware = gm, context, hardware
         self.places = {n: k for k, n in enumerate(gm.graph.nodes)}
-        self.work = self.tasks(gm).tasks
+        made = self.tasks(gm)
+        self.nodes, self.work = made.nodes, made.tasks
         self.limit = simulate(self.work).peak + context.options.overlap_memory
-        self.effort = max(min(16 * len(self.work), SURE), 2 * len(self.work))
+        self.effort = max(min(96 * len(self.work), SURE), 2 * len(self.work))
         self.plain = schedule(self.work, allowance=context.options.overlap_memory, work=self.effort)
+        self.reaches = REACHES if len(self.places) <= LARGE else REACHES[1:]
         self.told, self.seconds, self.values = "", self.plain.seconds, {}
+        self.tried: dict[frozenset, tuple[int, float | None]] = {}
+
+    @property
+    def full(self) -> str | None:
+        """Why no way of cutting can be worth it; None where one may: chunks add work to every stream, and take none away."""
+        stream, busy = max(self.work.busy().items(), key=lambda item: item[1])
+        if self.plain.seconds * (1 - GAIN) > busy:
+            return None
+        return f"no chunks can save {GAIN:.0%}: {'compute' if stream == COMPUTE else f'link {stream}'} alone takes {busy / max(self.plain.seconds, 1e-30):.1%} of the step"
 
     def best(self, found: dict[str, list[Region]]) -> list[tuple[Region, int]]:
         """Regions and their numbers of chunks with the shortest step, :attr:`seconds`; [] when none saves GAIN."""
-        seconds, chosen, tries = self.plain.seconds, [], 0
-        if self.plain.exposed_seconds > GAIN * seconds:
-            for reach in REACHES if len(self.places) <= LARGE else REACHES[1:]:
+        seconds, chosen = self.plain.seconds, []
+        if self.full is None:
+            for reach in self.reaches:
                 classes = _classes(found[reach])
                 for parts in PARTS if len(self.places) <= LARGE else PARTS[:2]:
                     now = self._step(made := [(r, parts) for r in found[reach] if parts in r.most_parts(PARTS)]) if classes else None
-                    tries += 1
                     if now is not None and now < seconds:
                         seconds, chosen = now, made
-            if chosen and len(self.places) <= LARGE:
-                seconds, chosen, more = self._refined(seconds, chosen)
-                tries += more
+            if len(self.places) <= LARGE:
+                kinds = [same for reach in REACHES for same in _classes(found[reach])]
+                ends = [self._refined(*self._added(self.plain.seconds, [], kinds))]
+                if chosen:
+                    ends.append(self._refined(seconds, chosen))
+                seconds, chosen = min(ends, key=lambda end: end[0])
         if chosen:  # a quick search may find less for one of the two
             self.effort = SURE
             self.plain = min(self.plain, schedule(self.work, allowance=self.context.options.overlap_memory, work=SURE), key=lambda t: t.seconds)
@@ -141,23 +163,42 @@ class Trials:
         if seconds > self.plain.seconds * (1 - GAIN):
             seconds, chosen = self.plain.seconds, []
         self.seconds = seconds
-        self.told = f"modelled step {self.plain.seconds * 1e3:.3f} ms whole, {seconds * 1e3:.3f} ms with {len(chosen)} regions in chunks ({tries} ways tried; less than {GAIN:.0%} is not taken)"
+        self.told = f"modelled step {self.plain.seconds * 1e3:.3f} ms whole, {seconds * 1e3:.3f} ms with {len(chosen)} regions in chunks ({len(self.tried)} ways tried; less than {GAIN:.0%} is not taken)"
         return chosen
 
-    def _refined(self, seconds: float, chosen: list[tuple[Region, int]]) -> tuple[float, list[tuple[Region, int]], int]:
+    def _added(self, seconds: float, chosen: list[tuple[Region, int]], kinds: list[list[Region]]) -> tuple[float, list[tuple[Region, int]]]:
+        """One kind of region after the other, where it makes the step shorter: what is in chunks costs work, so that few may be better than all."""
+        now = list(chosen)
+        for same in kinds:
+            if any(set(r.cuts) & set(s.cuts) for r in same for s, _ in now):
+                continue
+            tried = [(found, parts) for parts in same[0].most_parts(PARTS[:2]) if (found := self._step([*now, *((r, parts) for r in same)])) is not None]
+            if tried and min(tried)[0] < seconds * (1 - 1e-3):
+                seconds, parts = min(tried)
+                now += [(r, parts) for r in same]
+        return seconds, now
+
+    def _refined(self, seconds: float, chosen: list[tuple[Region, int]]) -> tuple[float, list[tuple[Region, int]]]:
         """Each kind of region by itself: another number of chunks, or none."""
-        tries, now = 0, list(chosen)
+        now = list(chosen)
         for same in _classes([r for r, _ in chosen]):
             for parts in (1, *same[0].most_parts(PARTS)):
                 trial = [(r, parts if any(r is s for s in same) else p) for r, p in now]
                 if [p for _, p in trial] == [p for _, p in now]:
                     continue
-                found, tries = self._step([(r, p) for r, p in trial if p > 1]), tries + 1
+                found = self._step([(r, p) for r, p in trial if p > 1])
                 if found is not None and found < seconds * (1 - 1e-4):
                     seconds, now = found, trial
-        return seconds, [(r, p) for r, p in now if p > 1], tries
+        return seconds, [(r, p) for r, p in now if p > 1]
 
     def _step(self, chosen: list[tuple[Region, int]]) -> float | None:
+        """Modelled step with these in chunks; every way is tried once."""
+        key = frozenset((next(iter(r.cuts)), len(r.cuts), parts) for r, parts in chosen)
+        if key not in self.tried or self.tried[key][0] < self.effort:
+            self.tried[key] = (self.effort, self._simulated(chosen))
+        return self.tried[key][1]
+
+    def _simulated(self, chosen: list[tuple[Region, int]]) -> float | None:
         def edit(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
             put = Draft(copy, self.values)
             for region, parts in chosen:
@@ -183,7 +224,7 @@ class Trials:
 
     def tasks(self, gm: fx.GraphModule) -> GraphTasks:
         options = self.context.options
-        return tasks_of(gm, cost_of(gm, self.hardware, options.codegen == "inductor"), owned=saved_activation if self.context.side == "backward" else None)
+        return priced(gm, lambda: cost_of(gm, self.hardware, options.codegen == "inductor"), saved_activation if self.context.side == "backward" else None)
 
 
 def _classes(found: list[Region]) -> list[list[Region]]:

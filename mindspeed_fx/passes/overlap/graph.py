@@ -19,6 +19,10 @@ from mindspeed_fx import compat
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, Buffer, Task, TaskGraph
 
+LARGE = 12_000
+"""Nodes from which passes hand on what they have worked out."""
+TASKS = "mindspeed_fx_overlap_tasks"
+"""Key in ``gm.meta``: the nodes of a large graph with their arguments, and its tasks."""
 CostOf = Callable[[fx.Node], tuple[float, str]]
 """Seconds of a node, and the link it uses ("" for compute)."""
 
@@ -73,6 +77,18 @@ def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], boo
                 )  # fmt: skip
             )
     return GraphTasks(gm, nodes, TaskGraph(tasks, builder.finished()))
+
+
+def priced(gm: fx.GraphModule, cost: Callable[[], CostOf], owned: Callable[[fx.Node], bool] | None) -> GraphTasks:
+    """:func:`tasks_of`, once for all passes of this family where a graph is LARGE and has not changed between them."""
+    if len(gm.graph.nodes) <= LARGE:
+        return tasks_of(gm, cost(), owned=owned)
+    now = [(n, n.target, n.args, n.kwargs) for n in gm.graph.nodes]
+    before, made = gm.meta.pop(TASKS, (None, None))
+    if before != now:
+        made = tasks_of(gm, cost(), owned=owned)
+    gm.meta[TASKS] = (now, made)
+    return made
 
 
 def aliases(gm: fx.GraphModule) -> dict[fx.Node, list[int]]:

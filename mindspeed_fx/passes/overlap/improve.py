@@ -25,7 +25,9 @@ SMALL = 64
 """Tasks up to which a beam search follows under a memory limit."""
 
 CLOSE = 1e-4
-"""Within this share of the bound nothing more is tried."""
+"""Within this share of the bound nothing more is tried; ten times that in graphs of more than MANY tasks, where a pass takes long."""
+
+MANY = 5000
 
 
 def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int = WORK) -> Timeline:
@@ -106,7 +108,7 @@ class _Search:
             self._descend(keys, patience, work)
 
     def _done(self) -> bool:
-        return self.best <= self.bound * (1 + CLOSE)
+        return self.best <= self.bound * (1 + (CLOSE if len(self.graph) <= MANY else 10 * CLOSE))
 
     def _descend(self, keys: Sequence[float], patience: float, work: int) -> None:
         """List schedule, then backward and forward again while it gets better (Li and Willis 1992)."""

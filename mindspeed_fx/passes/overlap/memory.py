@@ -51,14 +51,14 @@ class Anchor:
         if not made:
             return True
         profile, now = self.profile, self.first
+        if profile[now] + made > self.limit:  # while i runs, what it frees is still there
+            return False
         if int(profile[now:i].max()) + made <= self.limit:
             return True
         freed = self._freed(i)
         if not freed:
             return False
         ahead = profile[now:i] + made
-        if ahead[0] > self.limit:  # while i runs, what it frees is still there
-            return False
         for low, high, size in freed:
             ahead[max(low - now, 0) : max(high - now, 0)] -= size
         return int(ahead.max()) <= self.limit

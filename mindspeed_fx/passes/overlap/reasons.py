@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from mindspeed_fx.passes.overlap.simulate import Timeline
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, TaskGraph
 
@@ -31,7 +33,19 @@ def hidden(timeline: Timeline, transfer: int) -> bool:
 
 def hideable(graph: TaskGraph) -> list[int]:
     """Transfers with at least their own time of independent compute: the others cannot be hidden by any order."""
-    return [i for i in graph.transfers if graph.tasks[i].seconds > 0 and independent_seconds(graph, i) >= graph.tasks[i].seconds]
+    size = len(graph)
+    seconds = np.array([t.seconds if t.resource == COMPUTE else 0.0 for t in graph.tasks])
+    near = [0] * size  # tasks before it or behind it, as bits
+    for across, order in ((lambda i: graph.tasks[i].needs, range(size)), (lambda i: graph.users[i], range(size - 1, -1, -1))):
+        reached = [0] * size
+        for i in order:
+            for n in across(i):
+                reached[i] |= reached[n] | 1 << n
+        for i in graph.transfers:
+            near[i] |= reached[i]
+    bits = lambda i: np.unpackbits(np.frombuffer(near[i].to_bytes((size + 7) // 8, "little"), dtype=np.uint8), count=size, bitorder="little")
+    total = float(seconds.sum())
+    return [i for i in graph.transfers if graph.tasks[i].seconds > 0 and total - float(seconds @ bits(i)) >= graph.tasks[i].seconds * (1 - 1e-9)]
 
 
 def reasons(timeline: Timeline, unlimited: Timeline | None = None) -> dict[int, str]:
@@ -43,10 +57,11 @@ def reasons(timeline: Timeline, unlimited: Timeline | None = None) -> dict[int, 
     """
     graph = timeline.graph
     exposed = sorted((i for i in timeline.exposed if not hidden(timeline, i)), key=lambda i: (-timeline.exposed[i], i))
-    return {i: f"{_ms(timeline.exposed[i])} of {_ms(graph.tasks[i].seconds)} exposed: {_why(timeline, unlimited, i, rank < EXAMINED)}" for rank, i in enumerate(exposed)}
+    ended = {(graph.tasks[i].resource, timeline.end[i]): i for i in timeline.order if graph.tasks[i].resource != COMPUTE}
+    return {i: f"{_ms(timeline.exposed[i])} of {_ms(graph.tasks[i].seconds)} exposed: {_why(timeline, unlimited, i, rank < EXAMINED, ended)}" for rank, i in enumerate(exposed)}
 
 
-def _why(timeline: Timeline, unlimited: Timeline | None, i: int, examine: bool) -> str:
+def _why(timeline: Timeline, unlimited: Timeline | None, i: int, examine: bool, ended: dict[tuple[str, float], int]) -> str:
     graph, task = timeline.graph, timeline.graph.tasks[i]
     if examine:
         independent = independent_seconds(graph, i)
@@ -56,13 +71,13 @@ def _why(timeline: Timeline, unlimited: Timeline | None, i: int, examine: bool) 
             return f"memory allowance; hidden with {(unlimited.peak - timeline.peak) / 2**20:.1f} MiB more (option overlap_memory)"
         if independent < task.seconds:
             return f"only {_ms(independent)} of independent work in the graph"
-    ahead = [j for j in timeline.order if graph.tasks[j].resource == task.resource and timeline.end[j] == timeline.start[i] and j != i]
+    ahead = ended.get((task.resource, timeline.start[i]), i)
     busy = graph.busy()
     if busy[task.resource] > busy[COMPUTE]:
         return f"communication bound; link {task.resource} needs {_ms(busy[task.resource])} and there is {_ms(busy[COMPUTE])} of compute"
     ready = max((timeline.end[n] for n in task.needs), default=0.0)
-    if ahead and timeline.start[i] > ready:
-        return f"order on link {task.resource}; {graph.tasks[ahead[-1]].name} was in front of it"
+    if ahead != i and timeline.start[i] > ready:
+        return f"order on link {task.resource}; {graph.tasks[ahead].name} was in front of it"
     return "its independent work comes too late, or hides other collectives"
 
 

@@ -123,7 +123,7 @@ def _grown(start: fx.Node, out: Cut, reach: str) -> Region:
 
 def _trimmed(region: Region) -> Region:
     """Without what does not lie between products and collectives, or has nothing to do with a collective."""
-    order = [n for n in next(iter(region.cuts)).graph.nodes if n in region.cuts]
+    order = sorted(region.cuts)
     while True:
         inside = set(order)
         before: dict[fx.Node, tuple[bool, bool]] = {}

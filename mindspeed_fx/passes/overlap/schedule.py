@@ -11,8 +11,8 @@ import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.collectives import is_blocking, is_start
-from mindspeed_fx.passes.overlap.graph import GraphTasks, saved_activation, tasks_of
-from mindspeed_fx.passes.overlap.improve import schedule
+from mindspeed_fx.passes.overlap.graph import LARGE, TASKS, GraphTasks, priced, saved_activation
+from mindspeed_fx.passes.overlap.improve import WORK, schedule
 from mindspeed_fx.passes.overlap.order import check_across_ranks
 from mindspeed_fx.passes.overlap.price import cost_of, device
 from mindspeed_fx.passes.overlap.reasons import reasons
@@ -22,6 +22,8 @@ from mindspeed_fx.report.timeline import chrome_trace, picture
 NAME = "overlap.schedule"
 LIMIT = "mindspeed_fx_overlap_limit"
 """Key in ``gm.meta``: bytes that an earlier pass of this family promised not to exceed."""
+ORDER = "mindspeed_fx_overlap_order"
+"""Key in ``gm.meta``: nodes, and the order of their tasks that an earlier pass of this family found."""
 
 
 @register(NAME, stage="partitioned", level=2, exact=True, after=("bucketed", "decomposed", "stepped"))
@@ -38,16 +40,26 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
         starts = [n for n in gm.graph.nodes if is_start(n)]
         report.skipped += [skip(str(n.target), n, f"no cost model: {why}") for n in starts]
         return report
-    work = tasks_of(gm, cost_of(gm, hardware, context.options.codegen == "inductor"), owned=saved_activation if context.side == "backward" else None)
+    work = priced(gm, lambda: cost_of(gm, hardware, context.options.codegen == "inductor"), saved_activation if context.side == "backward" else None)
+    gm.meta.pop(TASKS, None)
     before = simulate(work.tasks)
     limit = gm.meta.get(LIMIT, before.peak + context.options.overlap_memory)
-    after = schedule(work.tasks, allowance=max(limit - before.peak, 0))
+    after = _known(gm, work, limit) or schedule(work.tasks, allowance=max(limit - before.peak, 0), work=WORK if len(work.tasks) <= LARGE else 2 * len(work.tasks))
     if after.order != before.order:
         work.apply(after.order)
     _tell(report, work, before, after)
     for group, digest in check_across_ranks(gm, context.side, context.options.deciding()).items():
         report.notes.append(f'group "{group}": order of collectives {digest}')
     return report
+
+
+def _known(gm: fx.GraphModule, work: GraphTasks, limit: int) -> Timeline | None:
+    """The schedule of a large graph that an earlier pass of this family worked out, if the graph is still the same."""
+    nodes, order = gm.meta.pop(ORDER, ((), ()))
+    if len(gm.graph.nodes) <= LARGE or nodes != work.nodes:
+        return None
+    found = simulate(work.tasks, order)
+    return found if found.peak <= limit else None
 
 
 def _tell(report: PassReport, work: GraphTasks, before: Timeline, after: Timeline) -> None:

@@ -15,7 +15,9 @@ import torch.fx as fx
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site
 from mindspeed_fx.passes.fusion.match import insert, value
 from mindspeed_fx.passes.overlap.collectives import is_start
-from mindspeed_fx.passes.overlap.cuts import dense
+from mindspeed_fx.passes.overlap.cuts import Draft, dense
+from mindspeed_fx.passes.overlap.graph import LARGE
+from mindspeed_fx.passes.overlap.region import sized
 
 NAME = "overlap.split"
 aten = torch.ops.aten
@@ -27,9 +29,10 @@ def overlap_split(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     if not any(is_start(n) for n in gm.graph.nodes):
         return report.because("no functional collectives")
-    put = functools.partial(insert, gm)
+    draft = Draft(gm, {}) if len(gm.graph.nodes) > LARGE else None
     for node in calls(gm, torch.ops.mindspeed.linear_backward.default):
         grad, x, weight, needed = node.args
+        put = draft if draft is not None and all(map(sized, (grad, x, weight))) else functools.partial(insert, gm)
         if not needed[0] or not (needed[1] or needed[2]):
             continue
         transposed = put(node, aten.t.default, (weight,))

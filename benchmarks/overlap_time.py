@@ -1,0 +1,118 @@
+"""How long the overlap passes take on a large graph, pass by pass.
+
+    python benchmarks/overlap_time.py --nodes 36000
+
+The graph is the backward of Megatron-style layers under tensor and sequence parallelism (sequence first, an all_gather before and a
+reduce_scatter after each pair of products, weight gradients), one layer traced and copied: no model has so many layers, but
+graphs get as many nodes from smaller operators. "After" counts the nodes that the passes leave. Seconds are of this process's
+processor time, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+PASSES = ("overlap.split", "overlap.decompose", "overlap.bucket", "overlap.schedule")
+
+
+def layer(grad, x, gathered, act, mid, w_up, w_down, norm, ranks: int, group: str):
+    """Backward of a gated feed-forward layer between a gather and a scatter, as eager autograd writes it."""
+    ops, c10d = torch.ops.aten, torch.ops._c10d_functional
+    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(grad, ranks, group))
+    dact, dw_down, _ = torch.ops.mindspeed.linear_backward(whole, act, w_down, [True, True, False])
+    gate, up = mid.chunk(2, -1)
+    s = ops.sigmoid(gate)
+    dup = dact * (gate * s)
+    dgate = dact * up * s * (1 + gate * (1 - s))
+    dy, dw_up, _ = torch.ops.mindspeed.linear_backward(ops.cat([dgate, dup], -1), gathered, w_up, [True, True, False])
+    dx = c10d.wait_tensor(c10d.reduce_scatter_tensor(dy, "sum", ranks, group))
+    dn = dx * norm
+    out = grad + (dn - x * (dn * x).mean(-1, keepdim=True))
+    return out, dw_down, dw_up, (dx * x).sum(0)
+
+
+def graph(nodes: int, ranks: int = 8, tokens: int = 8192, hidden: int = 4096, ffn: int = 14336) -> fx.GraphModule:
+    """At least ``nodes`` nodes; placeholders "tangents", and "primals" for parameters, others are saved activations."""
+    make = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
+    f = ffn // ranks
+    with FakeTensorMode():
+        rows = tokens // ranks
+        given = [make(rows, hidden), make(rows, hidden), make(tokens, hidden), make(tokens, f), make(tokens, 2 * f), make(2 * f, hidden), make(hidden, f), make(hidden)]
+        traced = make_fx(lambda *a: layer(*a, ranks, dist.group.WORLD.group_name))(*given)
+    traced.graph.eliminate_dead_code()
+    whole, outputs, grad = fx.Graph(), [], None
+    count = 0
+    inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    stacked: list[dict] = []
+    while count < nodes:  # placeholders first
+        k, memo = len(stacked), {}
+        for at, n in enumerate(inputs):
+            if at == 0 and k:
+                continue
+            new = whole.placeholder(f"{'tangents' if at == 0 else 'primals' if at >= 5 else 'saved'}_{k}_{at}")
+            new.meta = {**n.meta, "val": torch.empty_like(n.meta["val"])}  # memory of its own
+            memo[n] = new
+        stacked.append(memo)
+        count += len(traced.graph.nodes) - 1
+    for memo in stacked:
+        memo.setdefault(inputs[0], grad)
+        out = whole.graph_copy(traced.graph, memo)
+        grad = out[0]
+        outputs += list(out[1:])
+    whole.output((grad, *outputs))
+    return fx.GraphModule(torch.nn.Module(), whole)
+
+
+def main() -> None:
+    import mindspeed_fx  # noqa: F401  registers passes and operators
+    from mindspeed_fx import passes
+    from mindspeed_fx.options import Options
+    from mindspeed_fx.passes.base import Context
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, nargs="*", default=[36_000])
+    parser.add_argument("--device", default="ascend910b2")
+    parser.add_argument("--passes", nargs="*", default=PASSES)
+    parser.add_argument("--ffn", type=int, default=14336, help="smaller: weight gradients hide less, and chunks pay")
+    parser.add_argument("--profile", help="name of a pass to profile")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    known = {p.name: p for p in passes.registered()}
+    options = Options(target="npu", codegen="eager", hardware=given.device).resolve("npu")
+    print(f"# {datetime.date.today()} torch {torch.__version__}; {given.device}")
+    for nodes in given.nodes:
+        gm = graph(nodes, ffn=given.ffn)
+        before, total, told = len(gm.graph.nodes), 0.0, []
+        for name in given.passes:
+            gc.collect()
+            begin = time.process_time()
+            if given.profile == name:
+                import cProfile
+                import pstats
+
+                with cProfile.Profile() as profile:
+                    report = known[name].run(gm, Context(options, "backward"))
+                pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
+            else:
+                report = known[name].run(gm, Context(options, "backward"))
+            took = time.process_time() - begin
+            total += took
+            told.append(f"{name.removeprefix('overlap.')} {took:.2f} s ({len(report.rewrites)} sites, {len(gm.graph.nodes)} nodes)")
+            for note in report.notes:
+                told.append(f"    {note}")
+        print(f"{before} nodes, {len(gm.graph.nodes)} after: {total:.2f} s\n  " + "\n  ".join(told))
+
+
+if __name__ == "__main__":
+    main()
