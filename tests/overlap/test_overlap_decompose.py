@@ -18,7 +18,7 @@ from mindspeed_fx.passes.overlap.region import KINDS
 from mindspeed_fx.passes.overlap.split import overlap_split
 from overlap import parallel_layers as layers
 
-PROGRAMS = {"sequence": layers.training(layers.mlp), "all_reduce": layers.training(layers.mlp_whole), "batch_first": layers.batch_first, "all_to_all": layers.exchange, "experts": layers.training(layers.experts)}
+PROGRAMS = {"sequence": layers.training(layers.mlp), "all_reduce": layers.training(layers.mlp_whole), "batch_first": layers.batch_first, "packed": layers.packed, "all_to_all": layers.exchange, "experts": layers.training(layers.experts)}
 
 
 def context(**options):

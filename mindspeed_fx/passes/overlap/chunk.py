@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from mindspeed_fx.passes.fusion.match import argument, insert, value
 from mindspeed_fx.passes.overlap.collectives import is_start
-from mindspeed_fx.passes.overlap.cuts import Put, Sum, chunk_shape, dense, take, together
+from mindspeed_fx.passes.overlap.cuts import Put, Sum, chunk_shape, dense, is_packed, is_view, take, together
 from mindspeed_fx.passes.overlap.region import Region
 from mindspeed_fx.passes.overlap.rows import VIEWS
 
@@ -29,7 +29,7 @@ def chunked(gm: fx.GraphModule, region: Region, parts: int, put: Put | None = No
         for i in range(parts):
             work.made[node].append(work.chunk(node, i))
         if not isinstance(region.cuts[node], tuple) and any(u not in region.cuts or region.needs[u].get(node) is None for u in node.users):
-            work.wholes[node] = work.whole(node)
+            work.whole(node)
     for node in order:
         for user in [u for u in node.users if u not in region.cuts]:
             user.replace_input_with(node, work.wholes[node])
@@ -59,9 +59,18 @@ class _Chunks:
         return new
 
     def whole(self, node: fx.Node) -> fx.Node:
+        """The whole of a node of the region, in the layout that it had."""
+        if node not in self.wholes:
+            self.wholes[node] = self._whole(node)
+        return self.wholes[node]
+
+    def _whole(self, node: fx.Node) -> fx.Node:
         cut = self.region.cuts[node]
         if cut is None:
             return self.made[node][0]
+        if is_view(node) and (isinstance(cut, tuple) or not is_packed(value(node))):  # part of something larger, which no copy is
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda s: self.whole(s) if s in self.region.cuts else s)
+            return self.put(node, node.target, args, kwargs)
         return self.made[node][-1] if self._added_up(node) else together(self.put, node, self.made[node], cut, value(node))
 
     def _added_up(self, node: fx.Node) -> bool:

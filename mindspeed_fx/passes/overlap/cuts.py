@@ -66,6 +66,21 @@ def chunk_shape(shape: Sequence[int], cut: Cut, parts: int) -> list[int]:
     return [n // parts if d == cut.dim else n for d, n in enumerate(shape)]
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether the result lies in the memory of the first argument."""
+    return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
+
+
+def is_packed(x: torch.Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 Put = Callable[..., fx.Node]
 """``put(before, target, args, kwargs)`` adds a call to the graph."""
 

@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_fx.passes.overlap.collectives import is_start, is_wait, kind
-from mindspeed_fx.passes.overlap.cuts import Cut
+from mindspeed_fx.passes.overlap.cuts import Cut, is_packed, is_view
 from mindspeed_fx.passes.overlap.rows import PRODUCTS, agree, completed, inputs, results
 
 REACHES = ("pair", "pipeline")
@@ -121,6 +121,11 @@ def _grown(start: fx.Node, out: Cut, reach: str) -> Region:
     return _trimmed(region)
 
 
+def _only_inside(node: fx.Node, cut: Any) -> bool:
+    """Chunks of it cannot be put together for who reads it outside of the region: several results, or gaps between its elements that no view made."""
+    return isinstance(cut, tuple) or (isinstance(cut, Cut) and not is_view(node) and not is_packed(node.meta["val"]))
+
+
 def _trimmed(region: Region) -> Region:
     """Without what does not lie between products and collectives, or has nothing to do with a collective."""
     order = sorted(region.cuts)
@@ -145,7 +150,7 @@ def _trimmed(region: Region) -> Region:
         for n in order:  # of several results each stands for itself, also where nothing inside reads it
             if n.target is operator.getitem and n.args[0] in keep:
                 keep.add(n)
-        for n in [n for n in keep if isinstance(region.cuts[n], tuple) and any(u not in keep for u in n.users)]:
+        for n in [n for n in keep if any(u not in keep for u in n.users) and _only_inside(n, region.cuts[n])]:
             keep.discard(n)
         if len(keep) == len(order):
             break
