@@ -61,11 +61,12 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tens
     wide = x.to(rstd.dtype)
     normal, grad = wide * rstd, grad.to(rstd.dtype)
     h = grad if weight is None else grad * weight.to(rstd.dtype)
-    dx = (rstd * (h - normal * (h * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous()
-    if not need_weight:
-        return dx, x.new_empty(0)
-    normal = normal.to(x.dtype).to(rstd.dtype) if cast_first else normal
-    return dx, (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    # The sum over rows first: the last reader of x or of the normalized rows can then write dx over them.
+    dweight = x.new_empty(0)
+    if need_weight:
+        rounded = normal.to(x.dtype).to(rstd.dtype) if cast_first else normal
+        dweight = (grad * rounded).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    return (rstd * (h - normal * (h * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous(), dweight
 
 
 def _setup(ctx, inputs, output):

@@ -152,3 +152,20 @@ def test_llama_is_the_same(dtype):
     for a, b in zip(*results, strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 2e-2, atol=1e-12 if dtype == torch.float64 else 2e-2)
+
+
+def summed_norm(x, r, w):
+    s = x + r
+    return s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * w + s
+
+
+def test_where_nothing_but_generated_code_runs_torch_decides_and_the_gradient_is_written_over_what_was_saved():
+    """Measured: a buffer more costs as much as the kernel."""
+    inputs = [torch.randn(1024, 512, requires_grad=True), torch.randn(1024, 512, requires_grad=True), torch.randn(512, requires_grad=True)]
+    report = mindspeed_fx.explain(summed_norm, *inputs)
+    assert report.counts[NAME] == 0 and [r.report.notes for g in report.graphs for r in g.runs if r.report.name == NAME] == [["all of it is generated code; torch's min-cut decides"]]
+    torch._dynamo.reset()
+    f = torch.compile(summed_norm, backend="mindspeed")
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, (_, backward) = torch._inductor.utils.run_and_get_code(lambda: torch.autograd.grad(f(*inputs).sum(), inputs))
+    assert "# reuse" in backward and "empty_strided_cpu((1024, 512)" not in backward

@@ -42,6 +42,9 @@ def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
     if isinstance(tape, str):
         report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{tape}; torch's min-cut decides"))
         return report
+    if all(o.fusible for o in tape.operations):
+        # No buffer of another call is there to be used again: what is not kept is allocated once more, for a gradient.
+        return report.because("all of it is generated code; torch's min-cut decides")
     again, keep, written = prices(tape)
     decided = fixed(tape, wishes or {}, context.options.strict, report)
     kept = {v.made_by for v in decided.keep}
