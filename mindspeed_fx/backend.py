@@ -98,7 +98,6 @@ class Compilation:
             self.record.effective["caches"] = "off: the model is parallelized"
             if self.options.optimizer:
                 raise OptionError('option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which torch.optim.AdamW steps')
-            plan.generated = self.options.codegen == "inductor"
         if self.options.optimizer:
             self.steps = optimizer.Steps(gm, inputs)
             gm, inputs = self.steps.gm, self.steps.inputs

@@ -32,8 +32,6 @@ class Cut:
     """Placeholder -> name of the parameter."""
     prefix: str = ""
     """Path of the parallelized model in the compiled one, with a dot."""
-    generated: bool = False
-    """Whether Inductor generates code for the local program."""
     program: Any = None
     """The local program, once there is one: its ``traffic`` is what its edges need."""
 
@@ -114,7 +112,7 @@ def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: Cut | None) -> tu
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = [_value(n, x, found) for n, x in zip(placeholders, inputs, strict=True)]
-    program = found.program = Program(gm, found.plan, found.sharding.mesh, values, found.generated)
+    program = found.program = Program(gm, found.plan, found.sharding.mesh, values)
     local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
 
     def wrap(compiled: Callable) -> Callable:

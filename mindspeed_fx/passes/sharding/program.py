@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx import compat, compat_sharding
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
-from mindspeed_fx.passes.sharding import experts, ring, rows, vocabulary
+from mindspeed_fx.passes.sharding import experts, rows, vocabulary
 from mindspeed_fx.passes.sharding.known import known_masks
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
@@ -44,9 +44,8 @@ class Value:
 class Program(torch.nn.Module):
     """``forward(*local tensors)`` -> whole results; traced by AOTAutograd, or run as it is."""
 
-    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None], generated: bool = False):
+    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None]):
         super().__init__()
-        self.generated = generated
         register_sharding_rules()
         compat_sharding.count_strided_shards_for_real()
         object.__setattr__(self, "graph", graph)
@@ -59,7 +58,7 @@ class Program(torch.nn.Module):
         traffic = Traffic(self.mesh)
         object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
         given = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
-        with fx.traceback.preserve_node_meta(), ring.for_generated_code(self.generated), traffic.listening():
+        with fx.traceback.preserve_node_meta(), traffic.listening():
             results = _Planned(self.graph, self.mesh, self.known, self.data, traffic).run(*given)
         placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
         stages = {self.mesh.mesh_dim_names.index(name): stage for name, stage in self.plan.gather.items()}

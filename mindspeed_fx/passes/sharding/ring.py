@@ -12,11 +12,9 @@ and the gradients of keys and values with them, a step behind; what it needs bes
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,19 +29,6 @@ from mindspeed_fx.passes.sharding.traffic import sends_inside
 from mindspeed_fx.passes.sharding.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
 
 ops = torch.ops.mindspeed
-
-
-_generated: contextvars.ContextVar[bool] = contextvars.ContextVar("generated", default=False)
-
-
-@contextlib.contextmanager
-def for_generated_code(generated: bool) -> Iterator[None]:
-    """Whether Inductor will generate code for what is traced within."""
-    token = _generated.set(generated)
-    try:
-        yield
-    finally:
-        _generated.reset(token)
 
 
 def over(q: DTensor, k: DTensor, v: DTensor) -> int | None:
@@ -86,8 +71,6 @@ def attention(
         made.announced(q, k, v)
         out = _Ring.apply(q.to_local(), *local, made)
     else:
-        if _generated.get():
-            raise ShardingError('ring attention with a mask or a window runs with codegen "eager"; in code that Inductor generates its gradients were wrong (torch 2.13, gloo)')
         schedule = schedule_for(size, ranks, causal, window, known)
         by = Exchange(q.device_mesh, dim, ranks, size // (ranks * schedule.per_rank), schedule, causal, window, scale, softcap)
         by.announced(q, k, v)
