@@ -184,11 +184,14 @@ class _Emitter:
 
 def owner(node: Node) -> str:
     """The module whose parameter the operator uses; "" for none."""
-    return next((u.value.parameter.name.rpartition(".")[0] for u in node.uses if u.value.parameter is not None), "")
+    if node.owner is None:  # asked a million times in a search
+        node.owner = next((u.value.parameter.name.rpartition(".")[0] for u in node.uses if u.value.parameter is not None), "")
+    return node.owner
 
 
 def expressible(edge: Edge) -> bool:
     """Whether a plan can place the value before this reader: at the input of a module with parameters, or of attention."""
-    if edge.node.op in ("attention", "scaled_dot_product_attention"):
-        return edge.argument < 3
-    return bool(owner(edge.node)) and sum(u.value.producer is not None for u in edge.node.uses) == 1
+    if edge.expressible is None:
+        attention = edge.node.op in ("attention", "scaled_dot_product_attention")
+        edge.expressible = edge.argument < 3 if attention else bool(owner(edge.node)) and sum(u.value.producer is not None for u in edge.node.uses) == 1
+    return edge.expressible

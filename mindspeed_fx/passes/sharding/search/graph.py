@@ -93,6 +93,8 @@ class Node:
     uses: list[Use]
     outs: list[Value]
     rows: list[Row] | None
+    owner: str | None = None
+    """Remembered by :func:`~mindspeed_fx.passes.sharding.search.emit.owner`."""
 
 
 @dataclass(eq=False)
@@ -106,6 +108,8 @@ class Edge:
     """What else moves with it: edges of one value and one ``where`` share redistributions. ("in", run), ("between", run) ..."""
     count: tuple[int, int]
     """How often in the model: run and what to add to its number of layers; (-1, n) is n times."""
+    expressible: bool | None = None
+    """Remembered by :func:`~mindspeed_fx.passes.sharding.search.emit.expressible`."""
 
 
 @dataclass

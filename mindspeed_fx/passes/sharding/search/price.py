@@ -193,13 +193,18 @@ class Prices:
         base = self.activations(node, strategy, layout)
         if not self.stores[node.name]:
             return base
-        key = (strategy, layout.tp, layout.ep, layout.cp, layout.dp, layout.zero)
-        if key not in self._stored:
-            stored = self._stored[key] = NodePrice()
-            for i in self.stores[node.name]:
-                self._parameter(node, i, strategy.ins[i], layout, stored)
-        stored = self._stored[key]
+        stored = self.stored(node, strategy, layout)
         return NodePrice(base.forward, base.backward, base.moved, stored.gather, stored.reduce, stored.update, stored.state, stored.gathered, base.kept, base.transient, base.how)
+
+    def stored(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
+        """The part of :meth:`price` that has to do with parameters alone: a matter of the ranks that hold copies, however they are factored."""
+        node_size = self.hw.node
+        key = (strategy, layout.tp, layout.ep, layout.ranks_per_node("data", node_size), layout.ranks_per_node("expert", node_size), layout.zero)
+        if (found := self._stored.get(key)) is None:
+            found = self._stored[key] = NodePrice()
+            for i in self.stores[node.name]:
+                self._parameter(node, i, strategy.ins[i], layout, found)
+        return found
 
     def activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
         """The part of :meth:`price` that has nothing to do with parameters; often a matter of tokens and tp alone."""

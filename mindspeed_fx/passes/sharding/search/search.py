@@ -102,44 +102,48 @@ class _State:
     def offer(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
         """Put a layout in line by the compute and the states that its parts of the work have at least."""
         start = time.perf_counter()
-        seconds, state = self.least_of(layout)
+        updates, state = self.least_stored(layout)
         self.least = min(self.least, state)
         if state > self.memory:
             self.too_large += 1
             if zero:  # recomputing changes nothing about states
                 self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
         else:
-            heapq.heappush(self.heap, (seconds, next(self.number), layout, None, recompute, zero))
+            heapq.heappush(self.heap, (updates + self.least_work(layout), next(self.number), layout, None, recompute, zero))
         self.times["prices"] += time.perf_counter() - start
 
-    def least_of(self, layout: Layout) -> tuple[float, float]:
-        """Seconds and bytes from tables that many layouts share."""
-        problem, p = self.prices.problem, self.prices
-        work = (layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
-        store = (layout.tp, layout.ep, layout.cp, layout.dp, layout.zero)
-        for key, table in ((work, self.work), (store, self.store)):
-            if key in table:
-                continue
-            table[key] = {run: [0.0, 0.0] for run in range(-1, len(problem.runs))}
-            for n in problem.nodes:
-                allowed = [s for s in p.strategies(n, layout) if self.allowed is None or self.allowed(n, s)]
-                row = table[key][n.run]
-                if not allowed:
-                    row[0] = float("inf")
-                elif table is self.work:
-                    mine = [p.activations(n, s, layout) for s in allowed]
-                    row[0] += min(x.forward + x.backward + x.moved for x in mine)
-                    row[1] += min(x.forward for x in mine)
-                elif p.stores[n.name]:
-                    mine = [p.price(n, s, layout) for s in allowed]
-                    row[0] += min(x.state for x in mine)
-                    row[1] += min(x.update for x in mine)
-        layers = sum(map(len, problem.runs))
-        share = -(-layers // layout.pp) / layers if layers else 1.0
-        weight = {run: len(problem.runs[run]) * share if run >= 0 else 1.0 for run in range(-1, len(problem.runs))}
+    def least_work(self, layout: Layout) -> float:
+        """Seconds that compute and inner collectives take at least, from a table that many layouts share."""
+        p, key = self.prices, (layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
+        if key not in self.work:
+            table = self.work[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
+            for n in p.problem.nodes:
+                mine = [p.activations(n, s, layout) for s in self._allowed(n, layout)]
+                table[n.run][0] += min((x.forward + x.backward + x.moved for x in mine), default=float("inf"))
+                table[n.run][1] += min((x.forward for x in mine), default=0.0)
         turns, full = layout.microbatches + layout.pp - 1, layout.recompute == "full"
-        seconds = sum(weight[r] * (turns * (w[0] + w[1] * (full and r >= 0))) for r, w in self.work[work].items()) + sum(weight[r] * w[1] for r, w in self.store[store].items())
-        return seconds, sum(weight[r] * w[0] for r, w in self.store[store].items())
+        return sum(self._weight(r, layout) * turns * (w[0] + w[1] * (full and r >= 0)) for r, w in self.work[key].items())
+
+    def least_stored(self, layout: Layout) -> tuple[float, float]:
+        """Seconds of the optimizer and bytes of states at least."""
+        p, key = self.prices, (layout.tp, layout.ep, layout.dp * layout.cp, layout.ranks_per_node("data", self.prices.hw.node), layout.ranks_per_node("expert", self.prices.hw.node), layout.zero)
+        if key not in self.store:
+            table = self.store[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
+            for n in (n for n in p.problem.nodes if p.stores[n.name]):
+                mine = [p.stored(n, s, layout) for s in self._allowed(n, layout)]
+                table[n.run][0] += min((x.update for x in mine), default=0.0)
+                table[n.run][1] += min((x.state for x in mine), default=0.0)
+        rows = [(self._weight(r, layout), w) for r, w in self.store[key].items()]
+        return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
+
+    def _allowed(self, node: Any, layout: Layout) -> list:
+        return [s for s in self.prices.strategies(node, layout) if self.allowed is None or self.allowed(node, s)]
+
+    def _weight(self, run: int, layout: Layout) -> float:
+        """How often the fullest stage has the operators of a run."""
+        runs = self.prices.problem.runs
+        layers = sum(map(len, runs))
+        return len(runs[run]) * (-(-layers // layout.pp) / layers) if run >= 0 else 1.0
 
     def core(self, program: Program) -> float:
         layout = program.layout

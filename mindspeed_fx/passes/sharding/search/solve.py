@@ -90,6 +90,8 @@ class Program:
         self.share = -(-layers // layout.pp) / layers if layers else 1.0
         self.turns = layout.microbatches + layout.pp - 1
         self.in_flight = min(layout.pp, layout.microbatches)
+        self._again: dict[Node, bool] = {}
+        self._wanted: dict[Move, bool] = {}
 
     # ---------------------------------------------------------------- numbers
 
@@ -165,7 +167,8 @@ class Program:
 
     def keeps(self, move: Move, p: Label, t: Label, there: float, nbytes: float) -> tuple[float, float]:
         """Bytes kept of a move for the backward, and seconds that the backward spends to have it again."""
-        wanted = any(_saves(e) for e in move.readers)
+        if (wanted := self._wanted.get(move)) is None:
+            wanted = self._wanted[move] = any(_saves(e) for e in move.readers)
         mode, value = self.layout.recompute, move.value
         inside = value.producer.run >= 0 and move.where[0] == "inside"
         if mode == "full" and not inside and any(e.node.run >= 0 for e in move.readers):
@@ -182,6 +185,11 @@ class Program:
 
     def again(self, node: Node) -> bool:
         """Whether the backward computes ``node`` again."""
+        if node not in self._again:
+            self._again[node] = self._computed_again(node)
+        return self._again[node]
+
+    def _computed_again(self, node: Node) -> bool:
         if self.layout.recompute == "full":
             return node.run >= 0
         return self.layout.recompute == "selective" and node.run >= 0 and node.op in CHEAP and node.op != "rope" and _inputs_kept(node) and any(_saves(e) for e in self.problem.edges if e.value.producer is node)
