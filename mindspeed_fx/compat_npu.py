@@ -54,7 +54,7 @@ def npugraph_ex(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str,
     Raises:
         ValueError: an option that npugraph_ex does not know.
     """
-    import torch_npu  # noqa: F401: registers the module below
+    import torch_npu  # noqa: F401  registers the module below
 
     return torch.npu.npugraph_ex.compile_fx(gm, inputs, dict(options))
 

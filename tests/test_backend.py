@@ -111,7 +111,6 @@ def test_autocast(inside):
 
 def test_dynamic_batch_and_sequence_is_one_graph():
     model = Llama(layers=1)
-    graphs = []
     from mindspeed_fx.report import recorder
 
     with recorder.collecting() as graphs:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_fx import compat
-from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
 from mindspeed_fx.kernels import attention_flash
+from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
 from mindspeed_fx.kernels.attention_blocked import SEQUENCE, attention_blocked, attention_blocked_backward
 from mindspeed_fx.kernels.base import accumulation_dtype
 

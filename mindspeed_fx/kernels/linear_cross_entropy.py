@@ -10,6 +10,8 @@ log-sum-exp term is the z-loss of PaLM, the soft-cap Gemma 2's.
 from __future__ import annotations
 
 import itertools
+from typing import Sequence
+
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ page faults than what fills it.
 from __future__ import annotations
 
 import ctypes
-from typing import Callable
-
 import torch
 from torch import Tensor
 
@@ -153,7 +151,7 @@ class InCpp(Linear):
 class InTorch(Linear):
     def __init__(self, hidden: Tensor, *args):
         super().__init__(hidden, *args)
-        wide, (vocab, width) = accumulation_dtype(hidden.dtype), self.weight.shape
+        wide, vocab = accumulation_dtype(hidden.dtype), self.weight.shape[0]
         slope = self.softcap and self.gradients
         self.own = onednn(hidden, self.weight)
         self.rows = full(hidden.shape[0], vocab, wide, (CHUNK if self.gradients or not self.own else BLOCK) // (2 if slope else 1))

@@ -5,7 +5,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import mindspeed_fx  # noqa: F401: registers the operators
+import mindspeed_fx  # noqa: F401  registers the operators
 from mindspeed_fx.kernels.lower import lower
 
 swiglu = torch.ops.mindspeed.swiglu.default

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import mindspeed_fx  # noqa: F401: registers the operators
+import mindspeed_fx  # noqa: F401  registers the operators
 from llama import Llama
 from mindspeed_fx.passes.sharding.named import QKV
 from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError

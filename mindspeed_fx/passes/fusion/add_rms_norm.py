@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, skip
 from mindspeed_fx.passes.fusion import match, norms
 from mindspeed_fx.passes.fusion.match import aten
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat
 from mindspeed_fx.capture.normalize import normalize
