@@ -3,7 +3,7 @@
     step = torch.compile(model, backend="mindspeed")
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`compile`,
-:func:`explain`, :func:`parallelize` with its :class:`Plan`, :func:`plan`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.passes` and the version.
+:func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`plan`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_fx._version import __version__
 
-__all__ = ["Plan", "__version__", "compile", "cross_compile", "explain", "parallelize", "passes", "plan", "restore_torch_compile", "simulate", "split_backward", "step_in_backward"]
+__all__ = ["Plan", "__version__", "compile", "cross_compile", "explain", "in_parts", "parallelize", "passes", "plan", "restore_torch_compile", "simulate", "split_backward", "step_in_backward"]
 
 
 def compile(model: Callable, *, options: dict[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:
@@ -80,6 +80,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("mindspeed_fx.report.explain").explain
     if name == "cross_compile":
         return importlib.import_module("mindspeed_fx.cross.compile").cross_compile
+    if name == "in_parts":
+        return importlib.import_module("mindspeed_fx.passes.overlap.parts").in_parts
     if name == "step_in_backward":
         return importlib.import_module("mindspeed_fx.passes.overlap.optimizer").step_in_backward
     if name == "split_backward":

@@ -1,0 +1,79 @@
+"""Token-axis pipelining by declaration: a module's rows in parts that do not know of each other, in one graph.
+
+    layer.moe = mindspeed_fx.in_parts(layer.moe, 2)            # pipe-experts: tokens, dim 0
+    layer = mindspeed_fx.in_parts(layer, 2, dim=1)             # Ampipe: samples of [seq, batch, hidden], attention and experts
+
+What overlap.decompose cannot see to be independent, it leaves whole: tokens that are sorted by their expert, and an all_to_all whose split sizes are
+known at run time only. Here the user says so. Each part routes its own rows, with split sizes of its own; its collectives depend on nothing of the others,
+and overlap.schedule runs them under the others' attention and experts, forward and backward.
+
+Source: MindSpeed's ``--use-pipe-experts`` and ``--ampipe-degree``; Zhang et al. 2023, "MPipeMoE".
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from torch import nn
+
+
+def in_parts(module: nn.Module, parts: int, dim: int = 0, arguments: Sequence[int | str] = (0,)) -> nn.Module:
+    """``module`` computed on ``parts`` pieces of its rows, whose results are put together.
+
+    The module must treat rows alone: a row of the result depends on the same row of the arguments only (tokens for experts without a
+    capacity; whole samples for attention). Sums over rows, such as losses that balance experts, would be those of a part. Gradients of weights are sums over the
+    parts, equal within rounding. Parameters, their names and buffers are the module's own.
+
+    Args:
+        module: takes and returns tensors, or tuples of tensors, that have the rows along ``dim``.
+        parts: 2 or more; the sizes of the parts differ by at most one row.
+        dim: the dimension of the rows.
+        arguments: positions or names of the arguments that have rows; others are handed to every part.
+
+    Raises:
+        ValueError: fewer than 2 parts. When called: fewer rows than parts, rows of different numbers, an argument that is missing, or a result without rows.
+    """
+    if not isinstance(parts, int) or parts < 2:
+        raise ValueError(f"in_parts: parts is {parts!r}; valid: 2, 3 ...")
+    return _Parts(module, parts, dim, tuple(arguments))
+
+
+class _Parts(nn.Module):
+    def __init__(self, module: nn.Module, parts: int, dim: int, arguments: tuple[int | str, ...]):
+        super().__init__()
+        self.module, self.parts, self.dim, self.arguments = module, parts, dim, arguments
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        pieces: dict[int | str, list[torch.Tensor]] = {}
+        rows = None
+        for name in self.arguments:
+            x = given.get(name)
+            if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim():
+                raise ValueError(f"in_parts: argument {name!r} is {_described(x)}; valid: a tensor with rows along dimension {self.dim}")
+            if rows is not None and x.shape[self.dim] != rows:
+                raise ValueError(f"in_parts: argument {name!r} has {x.shape[self.dim]} rows along dimension {self.dim}, another {rows}")
+            rows = x.shape[self.dim]
+            if rows < self.parts:
+                raise ValueError(f"in_parts: argument {name!r} has {rows} rows along dimension {self.dim}; valid: at least {self.parts}, one for each part")
+            pieces[name] = list(x.tensor_split(self.parts, self.dim))
+        made = []
+        for k in range(self.parts):
+            own = {name: pieces[name][k] if name in pieces else x for name, x in given.items()}
+            made.append(self.module(*(own[i] for i in range(len(args))), **{name: own[name] for name in kwargs}))
+        return self._together(made, [p.shape[self.dim] for p in pieces[self.arguments[0]]])
+
+    def _together(self, made: list[Any], rows: list[int]) -> Any:
+        if isinstance(made[0], (tuple, list)):
+            return type(made[0])(self._together(list(same), rows) for same in zip(*made, strict=True))
+        if made[0] is None:
+            return None
+        for x, size in zip(made, rows, strict=True):
+            if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] != size:
+                raise ValueError(f"in_parts: a part of {size} rows returned {_described(x)}; valid: tensors with as many rows along dimension {self.dim}, tuples of them, None")
+        return torch.cat(made, self.dim)
+
+
+def _described(x: Any) -> str:
+    return f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
