@@ -33,6 +33,7 @@ def cases(device: str) -> dict[str, object]:
         "Llama-70B ZeRO-3, 64 ranks": lambda: traces.zero3(traces.LLAMA_70B, device, ranks=64),
         "DeepSeek-V3-like EP32": lambda: traces.experts(device, batches=1),
         "DeepSeek-V3-like EP32, 2 batches": lambda: traces.experts(device, batches=2),
+        "DeepSeek-V3-like EP32, 4 batches": lambda: traces.experts(device, batches=4),
     }
 
 

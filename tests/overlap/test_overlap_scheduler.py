@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from mindspeed_fx.passes.overlap.beam import beam
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.memory import Anchor
+from mindspeed_fx.passes.overlap.reasons import hideable, independent_seconds
 from mindspeed_fx.passes.overlap.simulate import memory_curve, simulate
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, Buffer, Task, TaskGraph
 from overlap.random_tasks import random_tasks
@@ -29,6 +30,21 @@ def test_valid_no_slower_and_within_memory(seed, size, allowance):
     assert graph.bound() - 1e-9 <= graph.machine_bound() <= t.seconds + 1e-9 and t.seconds <= as_given.seconds + 1e-9
     if allowance is not None:
         assert t.peak <= as_given.peak + allowance
+
+
+def test_a_chain_of_transfers_bounds_what_it_cannot_hide():
+    """gather, two products for the input, scatter; a product for the weight alone may run under one of the transfers."""
+    graph = TaskGraph([
+        Task("gather", 2, "wire", ()), Task("dx0", 1, COMPUTE, (0,)), Task("dx1", 1, COMPUTE, (0,)), Task("scatter", 2, "wire", (1, 2)), Task("dw", 1.5, COMPUTE, (0,)),
+    ])  # fmt: skip
+    assert graph.bound() == 5 and graph.chain_bound() == 6 == graph.machine_bound() == schedule(graph).seconds
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(3, 40))
+def test_what_can_be_hidden_is_counted_alike(seed, size):
+    graph = random_tasks(seed, size)
+    assert hideable(graph) == [i for i in graph.transfers if graph.tasks[i].seconds > 0 and independent_seconds(graph, i) >= graph.tasks[i].seconds]
 
 
 @settings(max_examples=60, deadline=None)
