@@ -25,8 +25,8 @@ def rotated(x, cos, sin):
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
-def angles(length: int, width: int, like):
-    found = torch.outer(torch.arange(length, device=like.device).float(), 1.0 / 500000.0 ** (torch.arange(0, width, 2, device=like.device).float() / width))
+def angles(length: int, width: int, like, base: float):
+    found = torch.outer(torch.arange(length, device=like.device).float(), 1.0 / base ** (torch.arange(0, width, 2, device=like.device).float() / width))
     return [torch.cat((f(found), f(found)), -1).to(like.dtype) for f in (torch.cos, torch.sin)]
 
 
@@ -113,14 +113,15 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, vocab: int, hidden: int, rotary: int, layers: list[nn.Module]):
+    def __init__(self, vocab: int, hidden: int, rotary: int, layers: list[nn.Module], base: float = 500000.0):
         super().__init__()
+        self.base = base
         self.embed, self.layers = nn.Embedding(vocab, hidden), nn.ModuleList(layers)
         self.norm, self.head, self.rotary = RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False), rotary
 
     def forward(self, ids, labels):
         x = self.embed(ids)
-        cos, sin = angles(ids.shape[1], self.rotary, x)
+        cos, sin = angles(ids.shape[1], self.rotary, x, self.base)
         for layer in self.layers:
             x = layer(x, cos, sin)
         logits = self.head(self.norm(x))

@@ -51,7 +51,7 @@ def parts(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
 def megatron(whole: dict[str, torch.Tensor], rank: int) -> Any:
     from gpt_models import tiny_gpt
 
-    model = tiny_gpt(layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV, ffn=FFN, vocab=VOCAB, seq=SEQ, tp=2, sequence_parallel=True, rotary_base=500000)
+    model = tiny_gpt(layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV, ffn=FFN, vocab=VOCAB, seq=SEQ, tp=2, sequence_parallel=True)
     given = parts(whole, rank)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -83,7 +83,7 @@ def worker(rank: int, store: str, rounds: int, optimizer: bool, rivals_wanted: l
 
     start(2, rank, 2, store)
     torch.manual_seed(0)
-    plain = plan_models.Decoder(VOCAB, HIDDEN, HIDDEN // HEADS, [plan_models.Layer(HIDDEN, plan_models.Attention(HIDDEN, HEADS, KV), plan_models.MLP(HIDDEN, FFN)) for _ in range(LAYERS)])
+    plain = plan_models.Decoder(VOCAB, HIDDEN, HIDDEN // HEADS, [plan_models.Layer(HIDDEN, plan_models.Attention(HIDDEN, HEADS, KV), plan_models.MLP(HIDDEN, FFN)) for _ in range(LAYERS)], base=10000.0)
     whole = {n: p.detach().clone() for n, p in plain.named_parameters()}
     ids = torch.randint(0, VOCAB, (BATCH, SEQ))
     labels = ids.roll(-1, 1)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections import Counter
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -56,6 +57,8 @@ def test_named_plans_send_no_more_than_they_need(verified, plan, mesh):
     """And of the collectives of a layer there are as many, of as many bytes, as the plan's own arithmetic says."""
     report = verified(plan, mesh)
     assert not report.skipped and any("none of them redundant" in n for n in report.notes)
+    drawing = report.files["plan.svg"]
+    assert ElementTree.fromstring(drawing).tag.endswith("svg") and "q_proj" in drawing and drawing.count("down_proj") == 1
     if plan in LEAST:
         made = json.loads(report.files["collectives.json"])
         for backward in (False, True):

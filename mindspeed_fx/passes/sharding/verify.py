@@ -19,6 +19,7 @@ from typing import Any, Iterator, Sequence
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, skip
+from mindspeed_fx.passes.sharding.drawn import picture
 from mindspeed_fx.passes.sharding.origin import Layout, followed
 from mindspeed_fx.passes.sharding.recognize import LAYER, Collective, kind_of, sent
 from mindspeed_fx.passes.sharding.traffic import NUMBER, Send
@@ -52,6 +53,9 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
     report.skipped += [Skip(w.operator, f'computed whole on every rank of "{w.dim}" though what it reads is divided, and the plan names no edge for that', w.module, w.source) for w in traffic.wholes]
     report.notes += told(made, traffic.sends)
     report.files["collectives.json"] = json.dumps([{"kind": m.collective.kind, "dimension": m.dim, "bytes": m.collective.bytes, "backward": m.backward, "module": m.collective.module} for m in made], indent=1)
+    names = mesh.mesh_dim_names
+    at_rest = {v.name: {names[i]: f"S({p.dim})" for i, p in enumerate(v.placements) if p.is_shard()} for v in found.program.values if v is not None and v.parameter}
+    report.files["plan.svg"] = picture(at_rest, {d: g for d, g in found.plan.gather.items() if g != "never"}, traffic.sends)
     if not report.skipped:
         report.notes.append(f"{len(made)} collectives, none of them redundant; nothing is computed whole that the plan wants divided")
     return report
