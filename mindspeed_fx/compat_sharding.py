@@ -214,6 +214,13 @@ def all_to_all(x: torch.Tensor, receives: list[int], sends: list[int], mesh: Any
     return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receives, sends, mesh.get_group(dim).group_name)
 
 
+def all_reduce(x: torch.Tensor, mesh: Any, dims: Sequence[int]) -> torch.Tensor:
+    """The sum of ``x`` over the ranks along mesh dimensions ``dims``."""
+    for dim in dims:
+        x = waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", mesh.get_group(dim).group_name))
+    return x
+
+
 def waited(x: torch.Tensor) -> torch.Tensor:
     """The result of a collective, when it is there."""
     return torch.ops._c10d_functional.wait_tensor(x)

@@ -50,7 +50,7 @@ def several(*case):
 
 
 @pytest.mark.parametrize("plan,mesh", [
-    several("tp", {"tp": 2}), ("tp_sp", {"tp": 2}), several("ulysses", {"cp": 2}), several("ring", {"cp": 4}), several("kv_allgather", {"cp": 2}), several("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
+    several("tp", {"tp": 2}), several("tp_2d", {"tp_x": 2, "tp_y": 2}), ("tp_sp", {"tp": 2}), several("ulysses", {"cp": 2}), several("ring", {"cp": 4}), several("kv_allgather", {"cp": 2}), several("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
     several("zero1", {"dp": 2}), several("zero2", {"dp": 2}), several("zero3", {"dp": 2}), several("zero3+tp_sp", {"dp": 2, "tp": 2}), several("zero2+ulysses", {"dp": 2, "cp": 2}), several("zero2+ring+tp", {"dp": 2, "cp": 2, "tp": 2}),
 ])  # fmt: skip
 def test_named_plans_send_no_more_than_they_need(verified, plan, mesh):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from mindspeed_fx import compat_sharding
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.sharding import ring
 from mindspeed_fx.passes.sharding.plan import ShardingError
@@ -28,13 +29,48 @@ def rms_norm(x: DTensor, weight: DTensor | None, eps: float, cast_first: bool) -
     """``mindspeed::rms_norm``. Of rows divided by width, each rank gives its squares, one number per row is summed."""
     if not any(p == Shard(x.ndim - 1) for p in x.placements):
         return torch.ops.mindspeed.rms_norm(x, weight, eps, cast_first)
-    wide = x.to(accumulation_dtype(x.dtype))
-    squares = (wide * wide).sum(-1, keepdim=True)
-    rstd = torch.rsqrt(summed(squares) / x.shape[-1] + eps)
-    y = wide * rstd
-    if weight is None:
-        return y.to(x.dtype), rstd
-    return (y.to(x.dtype) * weight if cast_first else (y * weight.to(wide.dtype)).to(x.dtype)), rstd
+    over = [i for i, p in enumerate(x.placements) if p == Shard(x.ndim - 1)]
+    local = None
+    if weight is not None:
+        tokens = [Partial() if p.is_shard() and i not in over else Shard(0) if i in over else Replicate() for i, p in enumerate(x.placements)]
+        local = weight.redistribute(placements=[Shard(0) if i in over else Replicate() for i in range(x.device_mesh.ndim)]).to_local(grad_placements=tokens)
+    y, rstd = _DividedNorm.apply(x.to_local(), local, x.device_mesh, over, x.shape[-1], eps, cast_first)
+    placed = [Replicate() if i in over else p for i, p in enumerate(x.placements)]
+    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()), DTensor.from_local(rstd, x.device_mesh, placed, run_check=False)
+
+
+class _DividedNorm(torch.autograd.Function):
+    """RMSNorm of rows of which each rank has a part: one number per row is summed over the ranks, forward and backward.
+
+    With n = x rstd and h = dy w: dx = rstd (h - n mean(h n)), dw = sum of dy n over rows. Written for local tensors: of partial
+    sums that autograd makes of rstd's gradient, DTensor would expand each to the whole width before it adds them up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, mesh: Any, over: list[int], width: int, eps: float, cast_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = x.to(accumulation_dtype(x.dtype))
+        rstd = torch.rsqrt(compat_sharding.all_reduce((wide * wide).sum(-1, keepdim=True), mesh, over) / width + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.mesh, ctx.over, ctx.width, ctx.cast_first = mesh, over, width, cast_first
+        ctx.mark_non_differentiable(rstd)
+        normed = wide * rstd
+        if weight is None:
+            return normed.to(x.dtype), rstd
+        return (normed.to(x.dtype) * weight if cast_first else (normed * weight.to(wide.dtype)).to(x.dtype)), rstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _grad_rstd: Any) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        wide, dweight = rstd.dtype, None
+        normed = x.to(wide) * rstd
+        if weight is None:
+            scaled = grad.to(wide)
+        elif ctx.cast_first:
+            scaled, dweight = (grad * weight).to(wide), (grad * normed.to(x.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
+        else:
+            scaled, dweight = grad.to(wide) * weight.to(wide), (grad.to(wide) * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        mean = compat_sharding.all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.mesh, ctx.over) / ctx.width
+        return (rstd * (scaled - normed * mean)).to(x.dtype), dweight, None, None, None, None, None
 
 
 def summed(x: DTensor) -> DTensor:

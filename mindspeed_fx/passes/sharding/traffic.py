@@ -118,16 +118,23 @@ class Traffic:
         if not isinstance(x, DTensor) or not isinstance(y, DTensor):
             return
         p, t = x.placements[i], y.placements[i]
-        size = self._bytes(x)
         for word in _sends(p, t):
-            self._add(word, i, size, False, node, "edge of the plan")
+            self._add(word, i, self._bytes(x) * self._gathered_before(x.placements, y.placements, i), False, node, "edge of the plan")
         if x.requires_grad:
             back = p if p.is_shard() else None
             if t.is_shard():
+                size = self._bytes(y) * self._gathered_before(y.placements, x.placements, i)
                 for word in ["all_gather"] if back is None else ["all_to_all"] if back != t else []:
-                    self._add(word, i, self._bytes(y), True, node, "gradient of an edge of the plan")
+                    self._add(word, i, size, True, node, "gradient of an edge of the plan")
             elif self.is_sum(node, i):
                 self._add("all_reduce" if back is None else "reduce_scatter", i, self._bytes(y), True, node, "gradient of an edge of the plan")
+
+    def _gathered_before(self, old: Any, new: Any, i: int) -> int:
+        """How many times as large a value is when mesh dimension ``i`` has its turn: DTensor gathers over inner dimensions first."""
+        times = 1
+        for j in range(i + 1, self.mesh.ndim):
+            times *= self.mesh.size(j) if old[j].is_shard() and not new[j].is_shard() else 1
+        return times
 
     def is_sum(self, node: fx.Node, i: int) -> bool:
         """Whether the gradient of a value that is whole along mesh dimension ``i`` is a sum over the ranks: something divided meets it."""
