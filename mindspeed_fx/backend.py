@@ -26,6 +26,7 @@ from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner
 from mindspeed_fx.partition.offload import move
+from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.passes import overlap, registered
 from mindspeed_fx.passes.overlap import data_parallel, optimizer
 from mindspeed_fx.passes.pipeline import Pipeline
@@ -159,7 +160,13 @@ class Compilation:
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "cut" decide."""
-        return Partitioner(self.prepare_joint, functools.partial(self.pipeline.decide, self.record), self.move, self.options.memory_budget, name)
+        return Partitioner(self.prepare_joint, self.decide, self.move, self.options.memory_budget, name)
+
+    def decide(self, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
+        """What the forward saves; under a budget, what prepares the backward runs where its inputs are made."""
+        if self.options.memory_budget is not None:
+            prepare_early(graph, nodes)
+        return self.pipeline.decide(self.record, graph, nodes)
 
     def move(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Copies to host memory and back of what the passes of stage "cut" move there."""

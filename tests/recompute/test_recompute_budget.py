@@ -93,6 +93,42 @@ def test_everything_is_saved_where_it_fits(llama):
     assert planned(model, inputs, "1GiB")[2] == 0
 
 
+class Products(torch.nn.Module):
+    """Pointwise functions written out: their gradients are made of the input alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = torch.sin(x) * torch.exp(-x * x)
+        return x.sum()
+
+
+def test_what_prepares_the_backward_runs_behind_its_inputs(monkeypatch):
+    import mindspeed_fx.backend as module
+
+    moved, own = [], module.prepare_early
+    torch.manual_seed(0)
+    model, x = Products(), torch.randn(512, 64)
+    exact = measured(model, (x,), None)[1]
+
+    def early(graph, info):
+        moved.append(own(graph, info))
+        graph.lint()
+
+    monkeypatch.setattr(module, "prepare_early", early)
+    peak, values = measured(model, (x,), 1.0)
+    assert sum(moved) >= 3
+    assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
+    monkeypatch.setattr(module, "prepare_early", lambda graph, info: 0)
+    late, values = measured(model, (x,), 1.0)
+    assert peak <= late
+    assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
+
+
 class Sines(torch.nn.Module):
     """Layers with dropout, all alike."""
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_fx.partition.liveness import curve
 from mindspeed_fx.passes.recompute import search, segments
 from mindspeed_fx.passes.recompute.bound import least_seconds, moments
+from mindspeed_fx.passes.recompute.exact import exact_seconds
 from mindspeed_fx.passes.recompute.flow import SINK, SOURCE, Network
 from mindspeed_fx.passes.recompute.schedule import Schedule
 from mindspeed_fx.passes.recompute.search import Search
@@ -27,7 +28,8 @@ def choices(schedule: Schedule):
 
 
 def test_gaps_to_the_optimum_and_bounds_over_random_steps():
-    gaps, certified = [], []
+    pytest.importorskip("scipy", reason="integer programs need scipy")
+    gaps, certified, programs = [], [], []
     for seed in range(50):
         schedule, whole = step(seed, 9)
         every = choices(schedule)
@@ -41,11 +43,16 @@ def test_gaps_to_the_optimum_and_bounds_over_random_steps():
             plan, bound = search.best(limit), least_seconds(schedule, search.cuts, limit)
             assert plan.bytes <= limit
             assert bound is not None and bound <= best + 1e-12, (seed, part)
+            if seed % 5 == 0 and part % 3 == 0:
+                exact = exact_seconds(schedule, limit)
+                assert exact is not None and bound - 1e-10 <= exact <= best + 1e-12, (seed, part)
+                programs.append((best - exact) / (whole + best))
             gaps.append((plan.seconds - best) / (whole + best))
             certified.append((plan.seconds - bound) / (whole + bound))
         assert search.best(low - 1) is None
     assert sum(gaps) / len(gaps) <= 0.01 and max(gaps) <= 0.03
     assert sum(certified) / len(certified) < 0.05  # the relaxation has a gap of its own
+    assert sum(programs) / len(programs) < 0.02
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,6 +71,18 @@ def test_the_linear_functions_are_below_the_memory_of_every_choice(seed):
         for t, node in enumerate(schedule.backward, len(memory) - len(schedule.backward)):
             assert memory[t] <= alive[where[node]]
         assert max(memory) <= plan.bytes
+
+
+def test_what_only_prepares_the_backward_takes_time_once_wherever_it_runs():
+    """input 0 -> 1, returned; the backward 4 reads 3, made of 2, made of 1, which the forward runs only if 3 is saved."""
+    numbers = range(5)
+    made = Schedule(
+        sources=[(), (0,), (1,), (2,), (3,)], root=list(numbers), size=[0, 8, 8, 8, 8], full=[0, 8, 8, 8, 8], seconds=[0.0, 1.0, 2.0, 4.0, 0.0],
+        savable=[0 < i < 4 for i in numbers], forced=[False] * 5, given=[i == 0 for i in numbers], backward=[4], needed=[3], returned=[1], gradients=[4], prepares=[False, False, True, True, False],
+    )  # fmt: skip
+    assert made.evaluate([1]).seconds == 0.0 and made.evaluate([1]).again == (2, 3)
+    assert made.evaluate([1, 3]).seconds == 0.0 and made.evaluate([1, 3]).again == ()
+    assert made.evaluate([]).seconds == 1.0  # the caller's value is made twice
 
 
 def test_a_limit_that_the_certain_memory_exceeds_has_no_plan():

@@ -21,6 +21,6 @@ def contract(schedule: Schedule, unplanned: Sequence[float] | None = None) -> tu
         sources=[tuple(dict.fromkeys(number[s.root[a]] for a in s.sources[i] if s.root[a] in number)) for i in nodes], root=list(range(len(nodes))),
         size=pick(s.size), full=pick(s.full), seconds=pick(s.seconds), savable=pick(s.savable), forced=pick(s.forced), given=pick(s.given),
         backward=[number[i] for i in s.backward if i in number], needed=values(s.needed), returned=values(s.returned), gradients=values(s.gradients),
-        maker={number[a]: number[b] for a, b in s.maker.items()}, workspace=pick(s.workspace), keep=pick(s.keep), takes=pick(s.takes),
+        maker={number[a]: number[b] for a, b in s.maker.items()}, workspace=pick(s.workspace), keep=pick(s.keep), prepares=pick(s.prepares), takes=pick(s.takes),
     )  # fmt: skip
     return made, nodes, None if unplanned is None else pick(unplanned)

@@ -57,7 +57,7 @@ class Cuts:
     """
 
     def __init__(self, schedule: Schedule, seconds: Sequence[float] | None = None):
-        self.schedule, seconds = schedule, schedule.seconds if seconds is None else seconds
+        self.schedule, seconds = schedule, schedule.extra if seconds is None else seconds
         self.values = schedule.values
         again = {v: 2 + 2 * n for n, v in enumerate(self.values)}
         self._again, self._network = again, Network(2 + 2 * len(self.values))

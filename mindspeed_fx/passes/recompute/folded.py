@@ -221,7 +221,7 @@ def fold(schedule: Schedule, found: Repeats, layers: Sequence[int], unplanned: S
     made = Folded(
         sources=sources, root=root, size=pick(s.size, 0), full=pick(s.full, 0), seconds=times(s.seconds), savable=pick(s.savable, False), forced=pick(s.forced, False),
         given=pick(s.given, True), backward=kept(s.backward), needed=kept(s.needed), returned=kept(s.returned), gradients=kept(s.gradients),
-        maker={number[a]: glued(a, b) for a, b in s.maker.items() if a in number}, workspace=pick(s.workspace, 0), keep=times(s.keep), takes=pick(s.takes, 0.0),
+        maker={number[a]: glued(a, b) for a, b in s.maker.items() if a in number}, workspace=pick(s.workspace, 0), keep=times(s.keep), prepares=pick(s.prepares, False), takes=pick(s.takes, 0.0),
         layers=list(layers), group=group, place=[0, *(where(i) for i in nodes)], origin=origin, period=period, below=below,
         returns=sum(s.full[v] for v in window if v in ends and s.root[v] == v),
     )  # fmt: skip

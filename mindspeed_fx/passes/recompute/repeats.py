@@ -64,7 +64,7 @@ def _colours(s: Schedule, unplanned: Sequence[float] | None, reads: list[tuple[i
     """One number for all nodes that are alike, their sources' sources included, wherever they stand."""
     sets = [set(x) for x in (s.needed, s.returned, s.gradients, s.backward)]
     names: dict[object, int] = {}
-    rows = zip(s.size, s.full, s.seconds, s.savable, s.forced, s.given, s.workspace, s.keep, s.takes, unplanned or s.seconds)
+    rows = zip(s.size, s.full, s.seconds, s.savable, s.forced, s.given, s.workspace, s.keep, s.prepares, s.takes, unplanned or s.seconds)
     own = [names.setdefault((*row, len(reads[i]), *(i in x for x in sets)), len(names)) for i, row in enumerate(rows)]
     found = own
     for _ in range(2):

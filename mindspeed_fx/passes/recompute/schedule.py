@@ -24,7 +24,7 @@ class Plan:
     bytes: int
     """Peak beyond the inputs of the forward."""
     seconds: float
-    """What the plan costs over a step that keeps everything for nothing: operations run again, and keeping where that has a price."""
+    """What the plan costs over a step that runs everything once and keeps it for nothing: operations run twice, and keeping where that has a price."""
     at: int
     """The node during which the peak is reached."""
     again: tuple[int, ...]
@@ -67,12 +67,15 @@ class Schedule:
     """Bytes alive within a node's call beside operands and results."""
     keep: list[float] = field(default_factory=list)
     """Seconds that keeping a node's value costs by itself."""
+    prepares: list[bool] = field(default_factory=list)
+    """What the forward runs only where something made of it is saved: its first run, wherever that is, is in the time of the step."""
     takes: list[float] = field(default_factory=list)
     """Seconds of running a node once; empty: what running it again costs."""
 
     def __post_init__(self) -> None:
         count = len(self.sources)
         self.workspace = self.workspace or [0] * count
+        self.prepares = self.prepares or [False] * count
         self.keep = self.keep or [0.0] * count
         self.takes = self.takes or [0.0 if s == math.inf else s for s in self.seconds]
         behind = bytearray(count)
@@ -115,6 +118,11 @@ class Schedule:
         """The values that must be there where node ``i`` runs again."""
         return {self.root[a] for a in self.sources[i]}
 
+    @property
+    def extra(self) -> list[float]:
+        """Seconds that running a node in the backward adds for certain: none for what the forward runs only where something made of it is saved."""
+        return [0.0 if early and t < math.inf else t for t, early in zip(self.seconds, self.prepares)]
+
     @cached_property
     def values(self) -> list[int]:
         """Nodes of the forward with a value of their own that the backward may need, in order."""
@@ -132,7 +140,8 @@ class Schedule:
         run = first + second
         alive = self._alive(saved, first, second)
         best = max(alive, default=0)
-        spent = sum(self.seconds[i] for i in again) + sum(self.keep[i] for i in saved)
+        ran = set(first)
+        spent = sum(self.seconds[i] for i in again if i in ran or not self.prepares[i]) + sum(self.keep[i] for i in saved)
         return Plan(saved, best, spent, run[alive.index(best)] if run else -1, tuple(again))
 
     def trace(self, plan: Plan) -> tuple[list[int], list[int], int]:

@@ -87,6 +87,8 @@ class Step:
             keep=keep,
             takes=[t if a == math.inf else a for t, a in zip(self.takes, again)],
         )
+        runs = self.schedule.computing(self.schedule.returned)
+        self.schedule.prepares = [not r for r in runs]
         self.seconds = 0.0 if cost is None else (Estimate(cost.calls, hardware, True, cost.sizes) if fused else cost).seconds
         self.movable = [i for i, n in enumerate(self.nodes) if hardware and self.schedule.savable[i] and full[i] >= hardware.launch * hardware.host_bandwidth and dense(n.meta.get("val"))]
         self.inputs = sum(in_memory(n.meta["val"]) for n in self.nodes if compat_partition.is_input(n))
