@@ -4,16 +4,19 @@ GShard's dispatch ``einsum("sec,sm->ecm", mask, x)`` puts each token at a place 
 ``einsum("sec,ecm->sm", weights, y)`` takes it back from there, both as products with a tensor [tokens, experts, capacity] that is
 zero but for one or two places per token. Where the mask can be read as such (:mod:`mindspeed_fx.passes.fusion.one_hot`) the rows
 are added at their places and read from them; gradients reach the weights, the tokens and the experts. Token dimensions may be
-groups and tokens; the product may be an ``einsum`` in any order of letters. Cost: tokens x hidden elements moved instead of
+groups and tokens; the product may be an ``einsum`` in any order of letters, or a matrix product with the mask viewed as a matrix, as
+DeepSpeed writes both. Cost: tokens x hidden elements moved instead of
 tokens x experts x capacity x hidden multiplied. Source: MindSpeed's token rearrangement; Lepikhin et al. 2020, "GShard".
 """
 
 from __future__ import annotations
 
+import math
 from typing import Iterator
 
 import torch.fx as fx
 
+from mindspeed_fx import compat
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
@@ -28,7 +31,7 @@ DISPATCH, COMBINE = "rows added at their places", "rows read from their places"
 def one_hot_dispatch(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products with one-hot dispatch and combine tensors become scatters and gathers of rows."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.einsum.default):
+    for node in calls(gm, aten.einsum.default, aten.matmul.default, aten.mm.default):
         unread = None
         for letters, weights, other, result in _roles(node):
             reader = Reader(gm, node)
@@ -51,6 +54,9 @@ def one_hot_dispatch(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def _roles(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, fx.Node, str]]:
     """((letters of the weights, letters of the rows), weights, rows, letters of the result) for each operand that may move the other's rows."""
+    if node.target != aten.einsum.default:
+        yield from _matrix_product(node)
+        return
     words = parsed(node)
     if words is None or len(words[0]) != 2 or len(node.args[1]) != 2:
         return
@@ -60,17 +66,39 @@ def _roles(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, fx.Node, s
             yield (w, x), node.args[1][i], node.args[1][1 - i], result
 
 
+def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, fx.Node, str]]:
+    """The same for ``view(weights, [a, b]) @ rows`` and ``view(weights, [a, b]).t() @ rows``. The letters of what the view joined
+    are those of the weights' dimensions; rows and result have them joined, and ``_rewrite`` takes them apart."""
+    matrix, rows = node.args
+    turned = False
+    if match.is_call(matrix, aten.t.default, aten.transpose.int, aten.permute.default) and match.value(matrix).dim() == 2:
+        straight = matrix.target == aten.permute.default and list(matrix.args[1]) == [0, 1]
+        matrix, turned = matrix.args[0], not straight
+    if not match.is_call(matrix, *match.VIEWS) or match.value(matrix).dim() != 2 or match.value(rows).dim() != 2 or not match.is_float(rows):
+        return
+    weights = matrix.args[0]
+    shape, width = match.value(weights).shape, match.value(matrix).shape[1]
+    count = next((k for k in range(1, len(shape)) if compat.statically_known_true(math.prod(shape[k:]) == width)), None)
+    if len(shape) < 3 or count is None:
+        return
+    letters = "abcdefgh"[: len(shape)]
+    inner, outer = (letters[:count], letters[count:]) if turned else (letters[count:], letters[:count])
+    yield (letters, inner + "z"), weights, rows, outer + "z"
+
+
 def _rewrite(r: Reader, node: fx.Node, sparse: Sparse, letters: tuple[str, str], weights: fx.Node, rows: fx.Node, result: str) -> str | None:
     w, x = letters
     (hidden,) = set(x) - set(w)
     tokens, places = w[: sparse.tokens], w[sparse.tokens :]
+    if node.target != aten.einsum.default:
+        rows = r.make(aten.reshape.default, rows, [*(match.value(weights).shape[w.index(letter)] for letter in x[:-1]), match.value(rows).shape[-1]])
     size = {letter: n for word, t in ((w, weights), (x, rows)) for letter, n in zip(word, match.value(t).shape)}
     dispatching = set(x) == {*tokens, hidden}
     groups = [t for t in tokens if t in (result if dispatching else x)]
     if not dispatching and set(x) != {*groups, *places, hidden} or set(result) != ({*groups, *places, hidden} if dispatching else {*tokens, hidden}):
-        return f"einsum {node.args[0]!r} is neither a dispatch of rows nor a combination"
+        return f"{_named(node)} is neither a dispatch of rows nor a combination"
     if groups != list(tokens[: len(groups)]) or len(groups) >= len(tokens) or len(groups) > 1:
-        return f"einsum {node.args[0]!r}: tokens may have one dimension of groups before the one that moves"
+        return f"{_named(node)}: tokens may have one dimension of groups before the one that moves"
     index, weight = r.stacked(sparse)
     flat = index[0]
     for letter, place in zip(places[1:], index[1:]):
@@ -110,7 +138,14 @@ def _rewrite(r: Reader, node: fx.Node, sparse: Sparse, letters: tuple[str, str],
         out = out if match.value(out).dtype == dtype else r.make(aten.to.dtype, out, dtype)
         order = [*tokens, hidden]
     out = r.make(aten.reshape.default, out, [size[letter] for letter in order])
-    return match.substitute(r.gm, node, _ordered(r, out, "".join(order), list(result)))
+    out = _ordered(r, out, "".join(order), list(result))
+    if node.target != aten.einsum.default:
+        out = r.make(aten.reshape.default, out, list(match.value(node).shape))
+    return match.substitute(r.gm, node, out)
+
+
+def _named(node: fx.Node) -> str:
+    return f"einsum {node.args[0]!r}" if node.target == aten.einsum.default else f"the matrix product {node.name}"
 
 
 def _ordered(r: Reader, x: fx.Node, letters: str, wanted: list[str]) -> fx.Node:

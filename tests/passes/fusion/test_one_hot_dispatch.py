@@ -82,6 +82,27 @@ def test_dispatch_and_combine(gate):
     assert products(report) == (2, [])
 
 
+@pytest.mark.parametrize("gate", [pytest.param(g, id=g.__name__, marks=() if g is summed_choices else pytest.mark.slow) for g in GATES])
+def test_as_matrix_products(gate):
+    """As DeepSpeed writes both."""
+
+    def f(x, router, experts):
+        weights = gate((x @ router).softmax(-1))
+        mask = weights.bool().to(x.dtype)
+        there = (mask.reshape(TOKENS, -1).t() @ x).reshape(EXPERTS, CAPACITY, HIDDEN)
+        return weights.reshape(TOKENS, -1) @ torch.bmm(there, experts).reshape(-1, HIDDEN)
+
+    assert products(function_agrees(f, *inputs())) == (2, [])
+
+
+def test_matrix_products_with_other_views_stay():
+    def f(x, w):
+        mask = F.one_hot(torch.arange(TOKENS) % EXPERTS, EXPERTS).to(x.dtype).unsqueeze(-1) * w
+        return mask.reshape(TOKENS * EXPERTS // 2, -1) @ x[:4], torch.arange(6.0, dtype=x.dtype).view(2, 3) @ x[:3]
+
+    assert products(function_agrees(f, double(TOKENS, HIDDEN), double(1, 1, 2))) == (0, [])
+
+
 @pytest.mark.slow
 def test_in_generated_code():
     assert products(function_agrees(layer(top2), *inputs(), codegen="inductor")) == (2, [])
