@@ -129,6 +129,36 @@ def test_what_prepares_the_backward_runs_behind_its_inputs(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
 
 
+class Residual(torch.nn.Module):
+    """Forty layers, all alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(40))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            x = x + torch.sin(y) * torch.exp(-y * y)
+        return x.sum()
+
+
+@pytest.mark.slow
+def test_layers_planned_once_take_the_memory_that_was_modelled(monkeypatch):
+    from mindspeed_fx.passes.recompute import budget as module
+
+    searches = []
+    monkeypatch.setattr(module, "Layers", lambda *given, own=module.Layers: searches.append(own(*given)) or searches[-1])
+    torch.manual_seed(0)
+    model, x = Residual(), 0.1 * torch.randn(512, 64)
+    exact = measured(model, (x,), None)[1]
+    for part in (0.2, 0.6):
+        peak, values = measured(model, (x,), part)
+        assert searches[-1].found.count >= 30
+        assert planned(model, (x,), part)[0] == pytest.approx(peak, rel=0.03)
+        assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
+
+
 class Sines(torch.nn.Module):
     """Layers with dropout, all alike."""
 
