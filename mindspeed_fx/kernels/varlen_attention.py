@@ -72,6 +72,8 @@ def _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, wind
 )  # fmt: skip
 def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
     """Gradients (dq, dk, dv) of :func:`varlen_attention`, each stored as [batch, seq, heads, dim]."""
+    for name, x, shape in (("grad", grad, out.shape), ("out", out, (*q.shape[:3], v.shape[3])), ("lse", lse, q.shape[:3]), ("k", k, (q.shape[0], k.shape[1], *q.shape[2:])), ("v", v, (*k.shape[:3], v.shape[3]))):
+        torch._check_value(tuple(x.shape) == tuple(shape), lambda: f"varlen_attention_backward: {name} is {list(x.shape)}; valid: {list(shape)}")  # ATen's kernel reads past the end
     grads = _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale)
     for piece in _pieces(documents, q.shape[0]):
         g, qs, ks, vs, o, l = (piece.of(x) for x in (grad, q, k, v, out, lse))

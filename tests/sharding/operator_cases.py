@@ -79,7 +79,8 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     for mask, causal, window in ((None, True, 2), (torch.rand(b, 1, s, s) < 0.7, False, 0)):
         yield ops.attention_seeded(q, k, v, mask, causal, 0.3, window, 0.0)[0] ** 2  # without drawing, parts can be compared
     numbers = (torch.arange(s) >= s // 3).long()[None]
-    for given, ends, causal, window in ((numbers.expand(b, -1).contiguous(), None, True, 0), (numbers, None, False, 0), (numbers, torch.tensor([s // 3, s]), True, 2)):
+    each = (torch.arange(s) >= torch.arange(1, b + 1)[:, None]).long()  # rows differ, so that a part of them is not all
+    for given, ends, causal, window in ((each, None, True, 0), (numbers, None, False, 0), (numbers, torch.tensor([s // 3, s]), True, 2)):
         yield ops.varlen_attention(q, k, v, given, ends, causal, 0.3, window)[0] ** 2
     kept = torch.rand(b, n, s, s) < 0.7
     yield ops.attention_dropout(q, k, v, kept, 0.3, 2, 1.5, 0.3)[0] ** 2

@@ -41,6 +41,8 @@ def test_no_way_is_missing():
     """Every placement of whole and divided tensors, but for two operators with all their optional tensors (50000 each)."""
     optional = {"mindspeed.attention_backward": 6, "mindspeed.linear_cross_entropy_backward": 4}
     for operator, args in calls(*EVEN):
+        if operator.name.startswith("mindspeed.varlen_attention") and args[4 if "backward" not in operator.name else 7] is not None:
+            continue  # ends count the tokens of all rows: the reference does not read them, other kernels do
         if args[optional.get(operator.name, 0)] is None or operator.name not in optional:
             assert not missing_ways(operator, args, 2), operator.name
 

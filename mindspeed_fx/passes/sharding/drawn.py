@@ -9,7 +9,7 @@ from collections import Counter
 from html import escape
 from typing import Any, Mapping, Sequence
 
-from mindspeed_fx.passes.sharding.traffic import Send
+from mindspeed_fx.passes.sharding.sends import Send
 
 ROW, INDENT, WIDTH, WORDS = 24, 18, 1040, 330
 COLORS = {"whole": "#d9d9d9", "in parts": "#fdb462", "gathered before use": "#8dd3c7", "both": "#bebada"}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from dataclasses import dataclass
 from typing import Any, Iterator
 
 import torch
@@ -23,39 +22,12 @@ from mindspeed_fx import compat, compat_sharding
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding.experts import OwnRows
 from mindspeed_fx.passes.sharding.place import operands, place
+from mindspeed_fx.passes.sharding.sends import NUMBER, Send, Whole
 from mindspeed_fx.report.source import source_line
-
-NUMBER = 32
-"""Bytes up to which a collective is one of a few numbers, such as a loss or a count of tokens, and is not judged."""
 
 ops = torch.ops.mindspeed
 LOSSES = (ops.cross_entropy.default, ops.linear_cross_entropy.default)
 NORMS = (ops.rms_norm.default, ops.add_rms_norm.default)
-
-
-@dataclass(frozen=True)
-class Send:
-    """A collective that a plan needs."""
-
-    kind: str
-    """"all_reduce", "all_gather", "reduce_scatter" or "all_to_all"."""
-    dim: str
-    """Mesh dimension."""
-    bytes: int
-    """Of its input on one rank."""
-    backward: bool
-    module: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An operator that is computed alike on every rank though what it reads arrives divided, and no edge of the plan asked for that."""
-
-    operator: str
-    dim: str
-    module: str
-    source: str
 
 
 _LISTENER: contextvars.ContextVar["Traffic | None"] = contextvars.ContextVar("traffic", default=None)

@@ -22,7 +22,7 @@ from mindspeed_fx.passes.base import Context, PassReport, register, skip
 from mindspeed_fx.passes.sharding.drawn import picture
 from mindspeed_fx.passes.sharding.origin import Layout, followed
 from mindspeed_fx.passes.sharding.recognize import LAYER, Collective, kind_of, sent
-from mindspeed_fx.passes.sharding.traffic import NUMBER, Send
+from mindspeed_fx.passes.sharding.sends import NUMBER, Send
 from mindspeed_fx.report.records import Skip
 
 NAME = "sharding.verify"
