@@ -32,3 +32,19 @@ def no_groups_of_others(request):
             if "megatron.core.parallel_state" in sys.modules:
                 sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
             dist.destroy_process_group()
+
+
+@pytest.fixture
+def ranks():
+    """``ranks(n)``: a fake process group of ``n`` ranks, and all of them in this process (LocalTensorMode)."""
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(n):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+        return LocalTensorMode(n)
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()

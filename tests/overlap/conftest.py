@@ -20,18 +20,3 @@ def lone_world():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def local_ranks():
-    """``local_ranks(n)``: a fake process group of ``n`` ranks and all of them in this process (LocalTensorMode)."""
-    from torch.distributed._local_tensor import LocalTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def start(n):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
-        return LocalTensorMode(n)
-
-    yield start
-    if dist.is_initialized():
-        dist.destroy_process_group()

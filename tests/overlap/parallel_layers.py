@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mindspeed_fx import kernels  # noqa: F401  the operators
 
+
 def size():
     return dist.get_world_size()
 
@@ -34,54 +35,24 @@ def along(dim, x):
     return torch.cat(all_gather(x).split(x.shape[0]), dim)
 
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return all_gather(x)
+def pair(there, back):
+    """A function that does ``there``, and ``back`` with the gradient."""
 
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter(grad)
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
 
+        @staticmethod
+        def backward(ctx, grad):
+            return back(grad)
 
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather(grad)
+    return Pair
 
 
-class Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_reduce(grad)
-
-
-class Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return all_reduce(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return all_to_all(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_to_all(grad)
+Gather, Scatter = pair(all_gather, reduce_scatter), pair(reduce_scatter, all_gather)
+Copy, Reduce = pair(torch.clone, all_reduce), pair(all_reduce, lambda grad: grad)
+Exchange = pair(all_to_all, all_to_all)
 
 
 def experts(x, norm, up, down):

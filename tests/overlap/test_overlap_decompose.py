@@ -43,8 +43,8 @@ def in_chunks(gm, reach, parts):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_rank_has_the_rows_it_had(program, local_ranks):
-    mode = local_ranks(4)
+def test_every_rank_has_the_rows_it_had(program, ranks):
+    mode = ranks(4)
     gm = layers.graph(PROGRAMS[program])
     expected = layers.on_every_rank(gm, mode)
     assert len({t.sum().item() for t in expected[0]}) == 4  # ranks differ, or rows could be swapped unseen
@@ -60,8 +60,8 @@ def test_every_rank_has_the_rows_it_had(program, local_ranks):
         assert sum(made.values()) > sum(whole.values())
 
 
-def test_sixteen_bits_stay_within_twice_the_error_of_the_whole(local_ranks):
-    mode = local_ranks(4)
+def test_sixteen_bits_stay_within_twice_the_error_of_the_whole(ranks):
+    mode = ranks(4)
     exact = layers.on_every_rank(layers.graph(PROGRAMS["sequence"]), mode)
     gm = layers.graph(PROGRAMS["sequence"], dtype=torch.bfloat16)
     whole = layers.on_every_rank(gm, mode, dtype=torch.bfloat16)
@@ -96,8 +96,8 @@ LARGE = [(1024, 1, 4096), (4096,), (1792, 4096), (4096, 1792)]
 
 
 @pytest.fixture
-def eight(local_ranks):
-    return local_ranks(8)
+def eight(ranks):
+    return ranks(8)
 
 
 def test_the_model_cuts_what_pays(eight):
@@ -138,8 +138,8 @@ def test_reasons(eight):
         torch.use_deterministic_algorithms(False)
 
 
-def test_split_gradients_are_bitwise_the_same(local_ranks):
-    mode = local_ranks(2)
+def test_split_gradients_are_bitwise_the_same(ranks):
+    mode = ranks(2)
     gm = layers.graph(PROGRAMS["sequence"])
     split = compat.copy_graph(gm)
     report = overlap_split(split, context())

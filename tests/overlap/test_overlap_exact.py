@@ -20,8 +20,8 @@ def data_parallel(x, norm, up, down):
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("program", [data_parallel, layers.training(layers.mlp_whole), layers.exchange])
-def test_every_bit_of_every_rank(program, dtype, local_ranks):
-    mode = local_ranks(4)
+def test_every_bit_of_every_rank(program, dtype, ranks):
+    mode = ranks(4)
     gm = layers.graph(program, dtype=dtype)
     moved = compat.copy_graph(gm)
     context = Context(Options(target="npu", codegen="eager", hardware="ascend910b2", overlap_memory="1GiB"), "inference")

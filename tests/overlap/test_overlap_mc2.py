@@ -35,8 +35,8 @@ def calls(gm):
     return sorted(str(n.target).split(".")[1] for n in gm.graph.nodes if str(n.target).startswith("npu."))
 
 
-def test_a_training_step(local_ranks):
-    local_ranks(8)
+def test_a_training_step(ranks):
+    ranks(8)
     gm, report = run(layers.training(layers.mlp))
     assert calls(gm) == ["npu_all_gather_base_mm"] * 4 + ["npu_mm_reduce_scatter_base"] * 4 and len(report.rewrites) == 8
     gm.graph.lint()
@@ -47,8 +47,8 @@ def test_a_training_step(local_ranks):
     assert report.notes == ["no collective that can be cut"]
 
 
-def test_nobody_else_reads_what_is_gathered(local_ranks):
-    local_ranks(8)
+def test_nobody_else_reads_what_is_gathered(ranks):
+    ranks(8)
     gm, report = run(lambda x, n, u, d: (torch.ops.mindspeed.linear(layers.all_gather(x), u),))
     (node,) = [n for n in gm.graph.nodes if "npu" in str(n.target)]
     assert node.kwargs == {"gather_output": False} and node.meta["val"][1].numel() == 0 and not any("c10d" in str(n.target) for n in gm.graph.nodes)
@@ -68,8 +68,8 @@ def scattered(x, n, u, d):
     return (layers.reduce_scatter(x @ u.t()),)
 
 
-def test_limits(local_ranks):
-    local_ranks(8)
+def test_limits(ranks):
+    ranks(8)
     assert reasons(gathered, dtype=torch.float32) == {"x is float32; valid: float16, bfloat16"}
     assert reasons(gathered, [(64, 1, 128), (128,), (256, 128), (128, 256)]) == {"k is 128; valid: 256 to 65534"}
     assert reasons(gathered, hardware="ascend950pr") == {"documented for Atlas A2 and A3; the hardware is ascend950pr"}
@@ -87,8 +87,8 @@ def test_limits(local_ranks):
         torch.use_deterministic_algorithms(False)
 
 
-def test_world_and_communication_domain(local_ranks):
-    local_ranks(16)
+def test_world_and_communication_domain(ranks):
+    ranks(16)
     assert reasons(gathered) == {"16 ranks; valid on ascend910b2: 2, 4, 8"}
     assert calls(run(gathered, hardware="ascend910c")[0]) == ["npu_all_gather_base_mm"]
     mc2._domain.clear()
@@ -106,8 +106,8 @@ def test_world_and_communication_domain(local_ranks):
     assert reasons(apart) == {"the ranks are in several machines; on Atlas A2 the operator works within one"}
 
 
-def test_inference_reduces_too(local_ranks):
-    local_ranks(8)
+def test_inference_reduces_too(ranks):
+    ranks(8)
     assert calls(run(lambda x, n, u, d: (layers.all_reduce(torch.ops.mindspeed.linear(x, u)),), side="inference")[0]) == ["npu_mm_all_reduce_base"]
 
 

@@ -36,9 +36,9 @@ def found(gm):
     return [f for f in (mc2_experts.beside(n) for n in gm.graph.nodes if is_start(n) and kind(n) == "all_to_all_single") if not isinstance(f, str)]
 
 
-def test_a_training_step(local_ranks):
+def test_a_training_step(ranks):
     """Two layers: each sends tokens there and back, forward and backward."""
-    local_ranks(8)
+    ranks(8)
     gm, report = run(layers.training(experts))
     assert calls(gm) == ["npu_alltoallv_gmm"] * 4 + ["npu_gmm_alltoallv"] * 4 and len(report.rewrites) == 8, [s.reason for s in report.skipped]
     gm.graph.lint()
@@ -46,9 +46,9 @@ def test_a_training_step(local_ranks):
     assert first.args[2:4] == ("0", 8) and first.args[4] == first.args[5] == [512] * 16 and first.kwargs["permute_out_flag"]  # weight gradients read the tokens
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_emulated_values_on_every_rank(local_ranks, ranks):
-    mode = local_ranks(ranks)
+@pytest.mark.parametrize("count", [2, 3])
+def test_emulated_values_on_every_rank(count, ranks):
+    mode = ranks(count)
     assert npu.missing((mc2_experts.DISPATCH, mc2_experts.COMBINE)) is None
     gm = layers.graph(layers.training(experts), SMALL)
     fused = compat.copy_graph(gm)
@@ -78,8 +78,8 @@ def sent(x, up):
     return layers.all_to_all(x).unflatten(0, (layers.size(), 2, -1))
 
 
-def test_limits(local_ranks):
-    local_ranks(8)
+def test_limits(ranks):
+    ranks(8)
     assert reasons(experts, dtype=torch.float32) == {"x is float32; valid: float16, bfloat16"}
     assert reasons(experts, hardware="ascend910b2") == {"documented for Atlas A3; the hardware is ascend910b2"}
     assert reasons(experts, target="cpu") == {'torch_npu has these operators; the target is "cpu"'}
@@ -90,6 +90,6 @@ def test_limits(local_ranks):
     assert reasons(uneven) == {"the ranks' shares differ, and how many tokens each expert gets is not in the graph"}
 
 
-def test_number_of_ranks(local_ranks):
-    local_ranks(4)
+def test_number_of_ranks(ranks):
+    ranks(4)
     assert reasons(experts) == {"4 ranks; valid: 8, 16, 32, 64"}
