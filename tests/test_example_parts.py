@@ -34,7 +34,7 @@ GIVEN = {
     "level": (["1"], 1), "enable": (["fusion.*", "overlap.bucket"], ["fusion.*", "overlap.bucket"]), "disable": (["fusion.rope"], ["fusion.rope"]),
     "target": (["npu"], "npu"), "hardware": (["ascend910b2"], "ascend910b2"), "memory_budget": (["24GiB"], "24GiB"), "recompute": (["selective"], "selective"),
     "offload": ([], True), "host_memory": (["64GiB"], "64GiB"), "host_bandwidth": (["50GB"], "50GB"),
-    "overlap_memory": (["512MiB"], "512MiB"), "data_parallel": (["world"], "world"), "codegen": (["npugraph_ex"], "npugraph_ex"), "dump": (["3"], "3"), "check": (["each"], "each"),
+    "overlap_memory": (["512MiB"], "512MiB"), "data_parallel": (["world"], "world"), "optimizer": (["backward"], "backward"), "codegen": (["npugraph_ex"], "npugraph_ex"), "dump": (["3"], "3"), "check": (["each"], "each"),
     "strict": ([], True), "npugraph_ex": (['{"clone_input": false}'], {"clone_input": False}), "inductor": (['{"max_autotune": true}'], {"max_autotune": True}),
 }  # fmt: skip
 
