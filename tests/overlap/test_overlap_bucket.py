@@ -59,6 +59,7 @@ def test_gathers_and_scatters(eight_ranks):
     assert sorted(s.operator.split(",")[0] for s in report.sites("overlap.bucket")) == ["all_gather_into_tensor_coalesced of 3", "reduce_scatter_tensor_coalesced of 2"]
 
 
+@pytest.mark.slow
 def test_inductor_compiles_buckets(eight_ranks):
     torch._dynamo.reset()
     for a, b in zip(torch.compile(gradients, backend="mindspeed", options={**EAGER, "codegen": "inductor"})(*inputs()), gradients(*inputs()), strict=True):

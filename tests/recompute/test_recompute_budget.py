@@ -71,6 +71,7 @@ def test_fits_and_is_what_was_modelled(llama):
         assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
 
 
+@pytest.mark.slow
 def test_min_is_the_least(llama):
     model, inputs = llama
     peak, values = measured(model, inputs, "min")

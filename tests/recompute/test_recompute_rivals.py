@@ -24,6 +24,7 @@ class Keywords(torch.nn.Module):
         return self.model(ids, labels)
 
 
+@pytest.mark.slow
 def test_faster_than_every_rival_at_every_limit_on_a_llama(monkeypatch):
     monkeypatch.setattr(rivals, "FRACTIONS", [0.3, 0.7])
     torch.manual_seed(0)

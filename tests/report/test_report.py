@@ -151,8 +151,8 @@ def test_explain_command_on_a_script_and_a_function(script):
 @pytest.mark.parametrize("args, status, words", [
     (("train.py", "--", "--quiet"), 1, "compiled nothing"),
     (("train.py:nope",), 2, "has no function 'nope'"),
-    (("missing.py",), 2, "missing.py"),
-    (("train.py:make", "--options", '{"levl": 1}'), 2, 'did you mean "level"'),
+    pytest.param(("missing.py",), 2, "missing.py", marks=pytest.mark.slow),
+    pytest.param(("train.py:make", "--options", '{"levl": 1}'), 2, 'did you mean "level"', marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_explain_command_errors(script, args, status, words):
     done = command("explain", *args, cwd=script)

@@ -58,6 +58,7 @@ def inputs(dtype=torch.double):
     return x, w, torch.randn(3, 8, dtype=torch.double).to(dtype), torch.randn(3, 8, dtype=torch.double).to(dtype)
 
 
+@pytest.mark.slow
 def test_every_form():
     report = function_agrees(lambda x, w, c, s: tuple(f(x * i, w, c, s) for i, f in enumerate(FORMS.values(), 1)), *inputs())
     assert report.counts[NAME] == len(FORMS) and not report.skipped(NAME)
