@@ -133,9 +133,10 @@ class InCpp(Linear):
         for i in range(0, len(x), self.block):
             at = slice(i, min(len(x), i + self.block))
             logits = self.onednn(x[at]) if self.own else self.product(x, self.wide)
-            into = None if not self.gradients else logits if d is None else d[at]
+            into = None if not self.gradients else logits if self.wide is None else d[at]
             self.rows_of(logits, into, target[at], None if upstream is None else upstream[at], losses[at])
-        return (logits if d is None else d) if self.gradients else None, losses
+            d, logits = (logits if self.wide is None and self.gradients else d), None  # two blocks at once would be as much again
+        return d if self.gradients else None, losses
 
     def rows_of(self, logits: Tensor, into: Tensor | None, target: Tensor, upstream: Tensor | None, losses: Tensor) -> None:
         size, data, number = ctypes.c_int64, lambda t: ctypes.c_void_p(None if t is None else t.data_ptr()), ctypes.c_float

@@ -25,6 +25,8 @@ from sites import CountSites
 import mindspeed_fx
 
 PASSES = ("fusion.attention", "fusion.rms_norm", "fusion.layer_norm", "fusion.rope", "fusion.swiglu", "fusion.glu", "fusion.cross_entropy")
+ALSO = {"fusion.swiglu": ("fusion.clipped_swiglu", "fusion.weighted_swiglu")}
+"""Passes that fuse sites of another kind with something more."""
 OPTIONS = {"codegen": "eager"}
 SECONDS = 300  # per architecture
 
@@ -69,10 +71,10 @@ def check(name: str, model: torch.nn.Module, inputs: dict[str, Any]) -> Row:
     error = max(((have[n] - g).abs().max() / g.abs().max().clamp_min(floor)).item() for n, g in expected.items())
     error = max(error, abs(compiled.item() - loss.item()) / abs(loss.item()))
     reasons = Counter(f"{p.removeprefix('fusion.')}: {s.reason}" for p in PASSES for s in report.skipped(p))
+    counts = {p: sum(report.counts.get(q, 0) for q in (p, *ALSO.get(p, ()))) for p in PASSES}
     texts = [f"{text} ({n} times)" if n > 1 else text for text, n in sorted(reasons.items())]
     breaks = sorted({f"graph break: {str(b).split('Explanation:')[0].strip()}" for b in report.break_reasons})
-    fused = Counter({p: report.counts.get(p, 0) for p in PASSES})
-    return Row(name, report.graph_count, dict(fused), {p: counted.counts[p] for p in PASSES}, error, texts + breaks)
+    return Row(name, report.graph_count, counts, {p: counted.counts[p] for p in PASSES}, error, texts + breaks)
 
 
 def _take_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
