@@ -75,11 +75,16 @@ def _rows(target: Tensor, ignore_index: int, vocab: int, rows: int) -> Iterator[
     for t in (low.item(), high.item()):
         if not 0 <= t < vocab:
             raise IndexError(f"Target {t} is out of bounds.")
-    chunks = -(-len(kept) // rows)
-    rows = -(-len(kept) // chunks)
+    yield from pieces(kept, len(target), rows)
+
+
+def pieces(kept: Tensor, tokens: int, rows: int) -> Iterator[slice | Tensor]:
+    """``kept`` [any], the numbers of some of ``tokens`` tokens in order, in pieces of at most ``rows`` and about equal size: slices where
+    no token is left out."""
+    rows = -(-len(kept) // -(-len(kept) // rows))
     for start in range(0, len(kept), rows):
         stop = min(len(kept), start + rows)
-        yield slice(start, stop) if len(kept) == len(target) else kept[start:stop]
+        yield slice(start, stop) if len(kept) == tokens else kept[start:stop]
 
 
 def times_weight(d: Tensor, weight: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ page faults than what fills it.
 
 from __future__ import annotations
 
+import abc
 import ctypes
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ CACHED, ROWS = 8 * 2**20, 256
 by benchmarks/whole_models.py: 8 MiB are faster than 4, 16 or 64 at a vocabulary of 8192."""
 
 
-class Linear:
+class Linear(abc.ABC):
     """Logits of rows of hidden states, and what loss is made of them; base of the three ways.
 
     Args:
@@ -39,7 +41,9 @@ class Linear:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool):
         self.weight, self.bias, self.gradients = weight, bias, gradients
         self.label_smoothing, self.z_loss, self.softcap = settings
-        self.rows = full(hidden.shape[0], weight.shape[0], accumulation_dtype(hidden.dtype))
+
+    rows: int
+    """Of a full chunk."""
 
     def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((rows, self.weight.shape[0]), dtype=dtype, device=self.weight.device)
@@ -53,6 +57,7 @@ class Linear:
         """Logits [n, vocab] in memory that oneDNN allocates."""
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
+    @abc.abstractmethod
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Gradients of sum(upstream * losses) for the logits, in the type of the inputs and valid until the next call (None
         where nobody needs them), and losses.
@@ -61,7 +66,6 @@ class Linear:
             x: [n, hidden], n at most ``rows``; target: [n], int64, classes.
             upstream: [n], or None for ones.
         """
-        raise NotImplementedError
 
 
 def full(tokens: int, vocab: int, wide: torch.dtype, budget: int | None = None) -> int:
@@ -94,6 +98,7 @@ class InTriton(Linear):
     def __init__(self, hidden: Tensor, *args):
         super().__init__(hidden, *args)
         self.kernel = triton.load(triton.PARTS["linear_cross_entropy_chunk"])
+        self.rows = full(hidden.shape[0], self.weight.shape[0], accumulation_dtype(hidden.dtype))
         self.logits = self.buffer(self.rows, hidden.dtype)
 
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy import _work
-from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, times_weight
+from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, pieces, times_weight
 from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, CHUNK, full, onednn
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
@@ -100,12 +100,9 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     if low < ELSEWHERE or high >= weight.shape[0]:
         raise IndexError("Target out of bounds: a token's target is neither a class nor ignore_index.")
     own = onednn(hidden, weight)
-    chunks = -(-len(kept) // full(len(kept), weight.shape[0], wide, BLOCK if own else CHUNK))
-    rows = -(-len(kept) // chunks)
+    rows = full(len(kept), weight.shape[0], wide, BLOCK if own else CHUNK)
     with torch.autocast(hidden.device.type, enabled=False):  # what a caller's autocast would cast was cast before
-        for start in range(0, len(kept), rows):
-            stop = min(len(kept), start + rows)
-            at = slice(start, stop) if len(kept) == len(target) else kept[start:stop]
+        for at in pieces(kept, len(target), rows):
             x = hidden[at]
             logits = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "") if own else torch.nn.functional.linear(x, weight, bias)
             logits = logits.to(wide)

@@ -15,6 +15,7 @@ import torch.fx as fx
 from mindspeed_fx import compat_functional
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.collectives import is_start, is_wait
+from mindspeed_fx.passes.overlap.cuts import is_view
 from mindspeed_fx.passes.overlap.graph import aliases
 
 NAME = "overlap.step"
@@ -93,7 +94,7 @@ def joined(gm: fx.GraphModule) -> list[fx.Node]:
 def _bucket(grad: fx.Node) -> fx.Node | None:
     """The coalesced collective that a gradient comes from, through views; None without one."""
     while grad.op == "call_function" and not is_start(grad):
-        if not (is_wait(grad) or grad.target is operator.getitem or (isinstance(grad.target, torch._ops.OpOverload) and grad.target.is_view)):
+        if not (is_wait(grad) or is_view(grad)):
             return None
         grad = grad.args[0]
     return grad if is_start(grad) and re.search("coalesced", str(grad.target)) else None
