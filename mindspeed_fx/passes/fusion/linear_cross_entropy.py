@@ -98,9 +98,8 @@ def _product(n: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
         return None
     if match.value(x).dim() < 2 or match.value(w).dim() != 2 or (b is not None and match.value(b).dim() != 1):
         return None
-    if not transposed and match.is_call(w, aten.t.default, aten.transpose.int, aten.permute.default) and match.value(w.args[0]).dim() == 2:
-        swapped = w.target == aten.t.default or sorted(d % 2 for d in (w.args[1:] if w.target == aten.transpose.int else w.args[1][:1])) in ([0, 1], [1])
-        w, transposed = (w.args[0], True) if swapped else (w, False)
+    if not transposed:
+        w, transposed = match.untransposed(w)
     return x, w, b, transposed
 
 

@@ -25,7 +25,6 @@ NAME, OPERATOR = "fusion.linear_cross_entropy_backward", "mindspeed::linear_cros
 SMALLEST = 8 * 2**20
 """Bytes of the gradient of the logits below which it fits one tile and nothing is saved."""
 
-TRANSPOSE = (aten.t.default, aten.transpose.int, aten.permute.default)
 COPIES = (aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default)
 FILL = {"grad": 0.0, "lse": float("inf")}
 """What padded rows hold: exp(logits - inf) is zero whatever the logits."""
@@ -152,7 +151,7 @@ def _products(end: fx.Node) -> Products | str:
             hidden = user
         elif match.is_call(user, aten.mm.default) and user.args[1] is end and weight is None:
             weight = (user, True)
-        elif match.is_call(user, *TRANSPOSE) and len(user.users) == 1 and match.is_call(product := next(iter(user.users)), aten.mm.default) and product.args[0] is user and weight is None:
+        elif match.is_call(user, *match.TRANSPOSES) and len(user.users) == 1 and match.is_call(product := next(iter(user.users)), aten.mm.default) and product.args[0] is user and weight is None:
             weight = (product, False)
             region.append(user)
         elif match.is_call(user, aten.sum.dim_IntList) and list(user.args[1]) == [0] and match.argument(user, "dtype") is None and bias is None:
@@ -179,32 +178,18 @@ def _linear(logits: fx.Node) -> tuple[fx.Node, tuple[fx.Node, bool], fx.Node] | 
     if n.kwargs:
         return None
     hidden, matrix = n.args[-2:]
-    return hidden, _untransposed(matrix), n
-
-
-def _untransposed(n: fx.Node) -> tuple[fx.Node, bool]:
-    """(x, flag) when ``n`` is x, transposed if ``flag``."""
-    flag = False
-    while match.is_call(n, *TRANSPOSE, *COPIES):
-        if match.is_call(n, aten.permute.default):
-            flag ^= [d % 2 for d in n.args[1]] == [1, 0]
-        elif match.is_call(n, aten.transpose.int):
-            flag ^= n.args[1] % 2 != n.args[2] % 2
-        else:
-            flag ^= n.target == aten.t.default
-        n = n.args[0]
-    return n, flag
+    return hidden, match.untransposed(matrix, *COPIES), n
 
 
 def _other_operands(found: Products, hidden: fx.Node, weight: tuple[fx.Node, bool]) -> str | None:
     """Why the products of the backward are not with ``hidden`` and ``weight``; None when they are."""
     matrix, transposed = weight
-    if found.hidden is not None and _untransposed(found.hidden.args[1]) != (matrix, not transposed):
+    if found.hidden is not None and match.untransposed(found.hidden.args[1], *COPIES) != (matrix, not transposed):
         return f"{found.hidden.name} multiplies the gradient of the logits with another matrix than the forward"
     if found.weight is not None:
         product, swapped = found.weight
-        x, flag = _untransposed(product.args[0 if swapped else 1])
-        if (x, flag ^ swapped) != _untransposed(hidden):
+        x, flag = match.untransposed(product.args[0 if swapped else 1], *COPIES)
+        if (x, flag ^ swapped) != match.untransposed(hidden, *COPIES):
             return f"{product.name} multiplies the gradient of the logits with another tensor than the forward"
     return None
 

@@ -21,6 +21,7 @@ END = 9223372036854775807  # how ATen spells "to the end" of a slice
 ADD = (aten.add.Tensor, aten.add.Scalar)
 MUL = (aten.mul.Tensor, aten.mul.Scalar)
 DIV = (aten.div.Tensor, aten.div.Scalar)
+TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int)
 
 
@@ -272,6 +273,20 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
             user.meta["fresh"] = True
     old.replace_all_uses_with(new)
     return None
+
+
+def untransposed(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:
+    """(x, flag) when the matrix ``n`` is x, transposed if ``flag``; also past calls of ``through``, which keep their input's shape."""
+    flag = False
+    while is_call(n, *TRANSPOSES, *through):
+        if is_call(n, aten.permute.default):
+            flag ^= [d % 2 for d in n.args[1]] == [1, 0]
+        elif is_call(n, aten.transpose.int):
+            flag ^= n.args[1] % 2 != n.args[2] % 2
+        else:
+            flag ^= n.target == aten.t.default
+        n = n.args[0]
+    return n, flag
 
 
 def layout_is_free(node: fx.Node) -> bool:

@@ -70,11 +70,10 @@ def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, f
     """The same for ``view(weights, [a, b]) @ rows`` and ``view(weights, [a, b]).t() @ rows``. The letters of what the view joined
     are those of the weights' dimensions; rows and result have them joined, and ``_rewrite`` takes them apart."""
     matrix, rows = node.args
-    turned = False
-    if match.is_call(matrix, aten.t.default, aten.transpose.int, aten.permute.default) and match.value(matrix).dim() == 2:
-        straight = matrix.target == aten.permute.default and list(matrix.args[1]) == [0, 1]
-        matrix, turned = matrix.args[0], not straight
-    if not match.is_call(matrix, *match.VIEWS) or match.value(matrix).dim() != 2 or match.value(rows).dim() != 2 or not match.is_float(rows):
+    if match.value(matrix).dim() != 2 or match.value(rows).dim() != 2 or not match.is_float(rows):
+        return
+    matrix, turned = match.untransposed(matrix)
+    if not match.is_call(matrix, *match.VIEWS):
         return
     weights = matrix.args[0]
     shape, width = match.value(weights).shape, match.value(matrix).shape[1]

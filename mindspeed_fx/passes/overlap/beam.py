@@ -16,7 +16,7 @@ _SAME = 3  # partial orders kept that issued the same tasks
 
 def beam(graph: TaskGraph, limit: int, width: int) -> list[int] | None:
     """An order whose peak is at most ``limit`` bytes; None when none of ``width`` partial orders came through."""
-    tasks, users, tails, size = graph.tasks, graph.users, graph.tails, len(graph)
+    tasks, tails, size = graph.tasks, graph.tails, len(graph)
     links = {link: k for k, link in enumerate(graph.links)}
     needs = [_bits(t.needs) for t in tasks]
     made, readers, frees = [0] * size, [], [[] for _ in range(size)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from typing import Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.fx as fx
@@ -72,13 +72,7 @@ def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
     if not pairs:
         return report
     trials = Trials(gm, context, hardware)
-
-    def all_fused(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
-        for p in [Pair(at(p.start), at(p.product)) for p in pairs]:
-            fuse(copy, p)
-        in_order(copy)
-
-    fused = trials.step(all_fused)
+    fused = seconds_fused(trials, pairs, fuse)
     trials.best({reach: list(disjoint(starts, reach)) for reach in REACHES})
     told = f"modelled step {trials.plain.seconds * 1e3:.3f} ms whole, {trials.seconds * 1e3:.3f} ms at best in chunks, {fused * 1e3:.3f} ms with {len(pairs)} fused" if fused is not None else "fused operators need more memory than is allowed"
     report.notes.append(told)
@@ -192,6 +186,17 @@ def _views_before(start: fx.Node, product: fx.Node) -> list[fx.Node]:
         found.append(node)
         node = node.args[0]
     return found
+
+
+def seconds_fused(trials: Trials, pairs: Sequence[Any], fuse: Callable[[fx.GraphModule, Any], None]) -> float | None:
+    """Modelled seconds of the step with all of ``pairs``, tuples with nodes of the graph, put together by ``fuse``; None when it does not fit."""
+
+    def all_fused(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
+        for p in [p._make(at(x) if isinstance(x, fx.Node) else x for x in p) for p in pairs]:
+            fuse(copy, p)
+        in_order(copy)
+
+    return trials.step(all_fused)
 
 
 def in_order(gm: fx.GraphModule) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -25,7 +25,7 @@ from mindspeed_fx.passes.fusion.match import argument, insert, value
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.passes.overlap.cuts import dense
 from mindspeed_fx.passes.overlap.decompose import GAIN, INEXACT, Trials
-from mindspeed_fx.passes.overlap.mc2 import _waits, in_order
+from mindspeed_fx.passes.overlap.mc2 import _waits, in_order, seconds_fused
 from mindspeed_fx.passes.overlap.price import FUSED, device, ranks_of
 from mindspeed_fx.passes.overlap.region import sized
 
@@ -71,13 +71,7 @@ def overlap_mc2_experts(gm: fx.GraphModule, context: Context) -> PassReport:
     if not pairs:
         return report
     trials = Trials(gm, context, hardware)
-
-    def all_fused(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
-        for p in [Found(at(p.start), at(p.product), p.operator, at(p.tokens)) for p in pairs]:
-            fuse(copy, p)
-        in_order(copy)
-
-    fused = trials.step(all_fused)
+    fused = seconds_fused(trials, pairs, fuse)
     told = f"modelled step {trials.plain.seconds * 1e3:.3f} ms apart, {fused * 1e3:.3f} ms with {len(pairs)} fused" if fused is not None else "fused operators need more memory than is allowed"
     report.notes.append(told)
     if fused is None or fused > trials.plain.seconds * (1 - GAIN):

@@ -8,7 +8,7 @@ the forward's, operators between take twice their forward in it. What stays the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Sequence
 
 import torch
 import torch.fx as fx
