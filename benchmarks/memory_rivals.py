@@ -23,7 +23,7 @@ from typing import Any, Callable
 import torch
 
 import common
-from mindspeed_fx import compat, compat_partition
+from mindspeed_fx import compat_inductor, compat_partition
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.passes.base import PassReport
@@ -77,7 +77,7 @@ def of_model(name: str, model: Callable, inputs: dict[str, Any], device: str, la
 
     def backend(gm: Any, example_inputs: Any) -> Any:
         cut = lambda joint, args, **settings: compat_partition.partition(joint, args, choose, **settings)  # noqa: E731
-        return compat.compile_without_codegen(gm, example_inputs, inner=lambda g, *_: g, partition=cut)
+        return compat_inductor.compile_without_codegen(gm, example_inputs, inner=lambda g, *_: g, partition=cut)
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(**inputs)

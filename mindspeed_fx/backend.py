@@ -17,7 +17,7 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_npu
+from mindspeed_fx import compat, compat_inductor, compat_npu
 from mindspeed_fx._version import __version__
 from mindspeed_fx.capture import capture, refusal
 from mindspeed_fx.cost.hardware import detect
@@ -116,14 +116,14 @@ class Compilation:
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
         wrap = self.steps.wrap if self.steps is not None else wrap
         if not inductor:
-            return wrap(compat.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partitioner(), decompositions=table))
+            return wrap(compat_inductor.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partitioner(), decompositions=table))
         if self.options.target == "npu":
             compat_npu.load_inductor()
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
         if plan:  # a rank's part of a table may be one number throughout where another rank's is not, and then only one of them would be folded
             config["joint_graph_constant_folding"] = False
         hooks = {"pre_grad": captured_by_hook, "partitioner": self.partitioner(name), "post_grad": pinned}
-        return wrap(compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches and not plan, decompositions=table, **hooks))
+        return wrap(compat_inductor.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches and not plan, decompositions=table, **hooks))
 
     # ---------------------------------------------------------------- the steps
 
@@ -156,7 +156,7 @@ class Compilation:
         joint.meta.pop(sharding.KEY)
         if self.options.codegen == "inductor":
             with self._timed("lowering"):
-                self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=compat.inductor_decompositions())
+                self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=compat_inductor.inductor_decompositions())
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "cut" decide."""
@@ -184,7 +184,7 @@ class Compilation:
                 gm.meta.pop(sharding.KEY)
             self.pipeline.run("partitioned", side, gm, self.record, self.readable)
         with self._timed("lowering"):
-            table = compat.inductor_decompositions() if inductor else None
+            table = compat_inductor.inductor_decompositions() if inductor else None
             self.record.lowered += lower(gm, self.options.target, side, inline_references=inductor, decompositions=table)
         self.pipeline.require_named(self.record, side)
         self._snapshot(side, gm)
@@ -209,7 +209,7 @@ class Compilation:
             self.record.calls.update({stage: read(gm)} if stage != "dynamo" else {})
 
 
-class _Captured(compat.CustomPass):
+class _Captured(compat_inductor.CustomPass):
     """Inductor's pre-grad hook: capture and the captured passes. Called for nested graphs too, which capture reaches by
     itself, so only the graph it was made for counts."""
 

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat_tracing
 
 
 def with_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> tuple[fx.GraphModule, list[Any]]:
@@ -19,7 +19,7 @@ def with_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) ->
             memo[node] = last = graph.node_copy(node)
             if hasattr(node, "_dynamo_source"):
                 last._dynamo_source = node._dynamo_source
-    mode = compat.fake_mode_of([n.meta.get("example_value") for n in memo])
+    mode = compat_tracing.fake_mode_of([n.meta.get("example_value") for n in memo])
     fakes = [t if mode is None else mode.from_tensor(t, static_shapes=True) for t in added]
     for k, fake in enumerate(fakes):
         new = graph.placeholder(f"{stem}_{k}")

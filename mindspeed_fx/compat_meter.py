@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 
 
 class _Meter(TorchDispatchMode):
@@ -41,7 +41,7 @@ def workspace(run: Callable, values: Sequence[Any]) -> int:
     Args:
         values: fake tensors and other values.
     """
-    mode = compat.fake_mode_of(values)
+    mode = compat_tracing.fake_mode_of(values)
     with mode if mode is not None else contextlib.nullcontext(), torch.no_grad():
         with (meter := _Meter([v for v in values if isinstance(v, torch.Tensor)])):
             out = run(*values)

@@ -8,6 +8,7 @@ import importlib.util
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
+import torch._dynamo  # before AOTAutograd, which imports it in a circle
 import torch.fx as fx
 from torch import Tensor
 from torch._functorch._aot_autograd import runtime_wrappers

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat_tracing
 from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, first_plain_argument, is_even
 
 
@@ -38,7 +38,7 @@ def count_strided_shards_for_real() -> None:
     @functools.wraps(own)
     def real(self: Any, *args: Any, **kwargs: Any) -> Any:
         if all(isinstance(a, int) for a in args[:3]) and local_tensor_mode() is None:
-            with compat.outside_tracing():
+            with compat_tracing.outside_tracing():
                 return own(self, *args, **kwargs)
         return own(self, *args, **kwargs)
 

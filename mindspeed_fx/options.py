@@ -290,9 +290,9 @@ def _check_inductor(value: Any) -> None:
     if not isinstance(value, Mapping):
         raise OptionError(f'option "inductor" takes a dict of torch._inductor.config entries, not {value!r}')
     if value:
-        from mindspeed_fx import compat
+        from mindspeed_fx import compat_inductor
 
-        valid = compat.inductor_config()
+        valid = compat_inductor.inductor_config()
         for key in value:
             if key not in valid:
                 raise OptionError(f'option "inductor" has an unknown entry "{key}"{nearest(str(key), valid)}')

@@ -16,7 +16,7 @@ from typing import Any, Callable
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 
 aten = torch.ops.aten
 
@@ -40,10 +40,10 @@ def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Graphs that higher-order operators of ``gm`` run as part of the forward (an autograd.Function's own backward is not one)."""
     found = []
     for node in gm.graph.nodes:
-        if node.op == "call_function" and compat.is_higher_order(node.target):
+        if node.op == "call_function" and compat_tracing.is_higher_order(node.target):
             graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
             graphs = [g for g in graphs if isinstance(g, fx.GraphModule)]
-            found += graphs[:1] if compat.is_autograd_function(node.target) else graphs
+            found += graphs[:1] if compat_tracing.is_autograd_function(node.target) else graphs
     return found
 
 
@@ -57,7 +57,7 @@ def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> N
     owners: dict[int, list[fx.Node]] = {}
     mutated: set[int] = set()
     for node in gm.graph.nodes:
-        if node.op == "call_function" and compat.is_grad_mode_switch(node.target):
+        if node.op == "call_function" and compat_tracing.is_grad_mode_switch(node.target):
             grad_enabled = bool(node.args[0])
         node.meta["grad_enabled"] = grad_enabled
         node.meta["mutated"] = False
@@ -232,6 +232,6 @@ def drop_dead(gm: fx.GraphModule) -> None:
         pure = node.op == "get_attr" or node.target is operator.getitem
         if isinstance(node.target, torch._ops.OpOverload):
             pure = not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
-            pure = pure and not compat.has_side_effect(node.target)
+            pure = pure and not compat_tracing.has_side_effect(node.target)
         if pure:
             gm.graph.erase_node(node)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat_tracing
 
 
 class CaptureError(RuntimeError):
@@ -38,11 +38,11 @@ def trace(gm: fx.GraphModule, values: list[Any] | None = None) -> fx.GraphModule
     if values is None:
         values = [example_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
     for node in gm.graph.nodes:
-        if node.op == "call_function" and compat.is_higher_order(node.target):
+        if node.op == "call_function" and compat_tracing.is_higher_order(node.target):
             _capture_bodies(gm, node)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    with compat.tracing_fake(values):
-        captured = compat.make_fx_pre_dispatch(_Recorder(gm).run, values, names=[n.name for n in inputs])
+    with compat_tracing.tracing_fake(values):
+        captured = compat_tracing.make_fx_pre_dispatch(_Recorder(gm).run, values, names=[n.name for n in inputs])
     for node, value in zip(captured.graph.nodes, values):
         node.meta["requires_grad"] = isinstance(value, torch.Tensor) and value.requires_grad
     return captured
@@ -61,7 +61,7 @@ def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> None:
     bodies = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr" and isinstance(_attribute(gm, a.target), fx.GraphModule)]
     operands = [a for a in node.args if a not in bodies]
     # An autograd.Function's backward takes gradients, not the operands: only its forward body is captured.
-    for body in bodies[:1] if compat.is_autograd_function(node.target) else bodies:
+    for body in bodies[:1] if compat_tracing.is_autograd_function(node.target) else bodies:
         module = _attribute(gm, body.target)
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         values = [example_value(a) if isinstance(a, fx.Node) else a for a in operands]
@@ -83,14 +83,14 @@ class _Recorder(fx.Interpreter):
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
         value = super().get_attr(target, args, kwargs)
         if isinstance(value, torch.Tensor):
-            return compat.record_attribute(value)
+            return compat_tracing.record_attribute(value)
         return value
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if compat.is_autocast_switch(target):
-            return compat.switch_autocast(target, args)
-        if compat.is_higher_order(target):
-            return compat.record_opaque(target, args, kwargs, example_value(self.node))
+        if compat_tracing.is_autocast_switch(target):
+            return compat_tracing.switch_autocast(target, args)
+        if compat_tracing.is_higher_order(target):
+            return compat_tracing.record_opaque(target, args, kwargs, example_value(self.node))
         return super().call_function(target, args, kwargs)
 
 

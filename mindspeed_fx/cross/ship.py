@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat_tracing
 
 
 class ShipError(ValueError):
@@ -43,7 +43,7 @@ def _rebuild(shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: boo
 
 
 def _refuse_subclass(value: torch.Tensor) -> None:
-    if compat.wraps_tensors(value):
+    if compat_tracing.wraps_tensors(value):
         raise ShipError(f"the model holds a {type(value).__name__}; only plain tensors and parameters can be cross-compiled")
 
 

@@ -9,7 +9,7 @@ from typing import Any, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.backend import Compilation, device_of
 from mindspeed_fx.cross import kernels, ship
 from mindspeed_fx.kernels import REGISTRY
@@ -94,7 +94,7 @@ def trace(model: Any, args: tuple, kwargs: dict, options: Options, device: str =
         model: module or function; tensors of any device, meta included.
         device: where the fake tensors claim to be; "npu:0" needs torch_npu in this process.
     """
-    mode = compat.new_fake_mode()
+    mode = compat_tracing.new_fake_mode()
     model, args, kwargs = ship.to_fake(mode, device, model, args, kwargs)
     sides: list = []
     calls: dict[str, dict[str, Any]] = {}

@@ -11,7 +11,7 @@ from typing import Any, Callable
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.kernels.base import find
 from mindspeed_fx.kernels.tidy import tidy
 
@@ -69,7 +69,7 @@ def _inline(gm: fx.GraphModule, node: fx.Node, build: Callable, decompositions: 
     # Repeated layers call with equal shapes: trace once.
     key = (build, repr(constants), tuple(compat.layout_key(n.meta["val"]) for n in inputs))
     if key not in traces:
-        traces[key] = compat.make_fx_decomposed(run, [n.meta["val"] for n in inputs], decompositions)
+        traces[key] = compat_tracing.make_fx_decomposed(run, [n.meta["val"] for n in inputs], decompositions)
         traces[key].graph.eliminate_dead_code()
     body, env, added = traces[key], {}, []
     given = iter(inputs)

@@ -10,10 +10,10 @@ from typing import Any, Callable, Sequence
 
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_partition
+from mindspeed_fx import compat_inductor, compat_partition
 
 
-class Partitioner(compat.CustomPartitioner):
+class Partitioner(compat_inductor.CustomPartitioner):
     """The partitioner that Inductor and AOTAutograd call.
 
     Args:

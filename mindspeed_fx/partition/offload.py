@@ -13,7 +13,7 @@ from typing import Mapping
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_partition
+from mindspeed_fx import compat, compat_partition, compat_tracing
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,6 @@ def _back(gm: fx.GraphModule, given: fx.Node, host: torch.Tensor, back: str | No
 def _call(gm: fx.GraphModule, target: torch._ops.OpOverload, args: tuple, name: str) -> fx.Node:
     node = gm.graph.create_node("call_function", target, args, name=name)
     values = fx.map_arg(args, lambda n: n.meta["val"])
-    with compat.fake_mode_of([values[0]]):
+    with compat_tracing.fake_mode_of([values[0]]):
         node.meta["val"] = target(*values)
     return node

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.passes.base import Pass
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -35,7 +35,7 @@ def check_pass(p: Pass, before: fx.GraphModule, after: fx.GraphModule, different
     Raises:
         CheckError: a result is off by more than the tolerance of its type (or at all, for an exact pass).
     """
-    with compat.without_fake_mode(), torch.random.fork_rng(devices=[]):
+    with compat_tracing.without_fake_mode(), torch.random.fork_rng(devices=[]):
         inputs = [_real(n) for n in before.graph.nodes if n.op == "placeholder"]
         expected, actual = (_evaluate(gm, inputs, differentiable) for gm in (before, after))
         # A float64 model that takes its softmax in float32 is a float32 model: the narrowest type sets the tolerance.

@@ -14,7 +14,7 @@ from typing import Any, Callable
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.capture.normalize import bodies
 from mindspeed_fx.options import OptionError, Options, nearest
 from mindspeed_fx.passes.base import STAGES, Context, Pass, PassError, registered
@@ -160,13 +160,13 @@ def _with_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     alone: its own backward reads what that forward saved."""
     found = [gm]
     for node in gm.graph.nodes:
-        if node.op == "call_function" and compat.is_autograd_function(node.target):
+        if node.op == "call_function" and compat_tracing.is_autograd_function(node.target):
             return found + [b for b in _wrapped(gm)]
     return found + [inner for body in bodies(gm) for inner in _with_bodies(body)]
 
 
 def _wrapped(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    own = {id(getattr(gm, str(n.args[0].target))) for n in gm.graph.nodes if n.op == "call_function" and compat.is_autograd_function(n.target)}
+    own = {id(getattr(gm, str(n.args[0].target))) for n in gm.graph.nodes if n.op == "call_function" and compat_tracing.is_autograd_function(n.target)}
     return [inner for body in bodies(gm) if id(body) not in own for inner in _with_bodies(body)]
 
 

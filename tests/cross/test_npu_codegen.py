@@ -5,7 +5,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import nn
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat_inductor
 from mindspeed_fx.options import OptionError, Options
 from npu_process import needs_npu, worker
 
@@ -31,7 +31,7 @@ def test_npugraph_ex_is_for_npu_and_needs_torch_npu():
         compiled(codegen="npugraph_ex", target="npu")(torch.randn(2, 8))
 
 
-class Mark(compat.CustomPass):
+class Mark(compat_inductor.CustomPass):
     """A pass of somebody else's; ``saw`` are the operators it was shown."""
 
     def __init__(self):
@@ -60,8 +60,8 @@ def test_passes_in_inductors_hooks_run_before_ours(where):
 
 
 def test_a_chain_is_known_to_caches_only_when_every_pass_is():
-    assert compat.ChainedPass([Mark(), Mark()]).uuid() == repr(["somebody's"] * 2)
-    assert compat.ChainedPass([Mark(), lambda graph: None]).uuid() is None
+    assert compat_inductor.ChainedPass([Mark(), Mark()]).uuid() == repr(["somebody's"] * 2)
+    assert compat_inductor.ChainedPass([Mark(), lambda graph: None]).uuid() is None
 
 
 @pytest.mark.slow

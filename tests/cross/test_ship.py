@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat_tracing
 from mindspeed_fx.cross import ship
 from npu_models import Gpt2
 
@@ -32,10 +32,10 @@ def test_values_stay_and_everything_else_goes():
 def test_every_tensor_becomes_fake_once():
     with torch.device("meta"):
         model = Tied()
-    mode = compat.new_fake_mode()
+    mode = compat_tracing.new_fake_mode()
     model, args, kwargs = ship.to_fake(mode, "cpu", model, (torch.zeros(2, device="meta"),), {"mask": [torch.ones(2, 2)]})
     found = [*model.parameters(), *model.buffers(), model.plain["cos"][0], args[0], kwargs["mask"][0]]
-    assert all(compat.fake_mode_of([t]) is mode and t.device.type == "cpu" for t in found)
+    assert all(compat_tracing.fake_mode_of([t]) is mode and t.device.type == "cpu" for t in found)
     assert model.head.weight is model.embed.weight and model.plain["cos"][0].stride() == (1, 6)
 
 

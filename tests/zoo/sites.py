@@ -49,7 +49,12 @@ class CountSites(TorchFunctionMode):
         return result
 
     def _of(self, a: Any) -> str | None:
-        return self._labels.get(id(a), (None, None))[0]
+        label = self._labels.get(id(a), (None, None))[0]
+        return None if label == "scaled" else label  # says nothing by itself: only an activation looks for it
+
+    def _unscaled(self, a: Any) -> Any:
+        label, base = self._labels.get(id(a), (None, None))
+        return base if label == "scaled" else a
 
     def _label(self, f, given, args, kwargs) -> tuple[str, Any] | None:
         labels = [self._of(a) for a in given]
@@ -87,7 +92,7 @@ class CountSites(TorchFunctionMode):
         if f is F.cross_entropy:
             return self._site("fusion.cross_entropy")
         if f in ACTIVATION or (f in (T.sigmoid,)):
-            return ACTIVATION.get(f, "sigmoid"), given[0]
+            return ACTIVATION.get(f, "sigmoid"), self._unscaled(given[0])  # x * sigmoid(1.702 * x) as well
         if f in SUB and labels == ["product", "product"]:
             return "difference of products", None
         if f in ADD and labels == ["product", "product"]:
@@ -109,7 +114,7 @@ class CountSites(TorchFunctionMode):
                 return self._site("fusion.glu") if all(isinstance(a, T) for a in given) else None
             if "turned" in labels:
                 return "turned times sin", None
-            return ("product", None) if all(isinstance(a, T) for a in given) else None
+            return ("product", None) if all(isinstance(a, T) for a in given) else ("scaled", next(a for a in given if isinstance(a, T)))
         if f in NEG:
             return "negative", None
         if f in JOIN and any(self._of(a) == "negative" for a in args[0]):

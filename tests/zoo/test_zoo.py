@@ -69,6 +69,6 @@ def test_sites_are_counted_by_meaning():
         x * w + torch.cat((-x[..., 4:], x[..., :4]), -1) * w
         torch.cat((x[..., :4] * w[:4] - x[..., 4:] * w[4:], x[..., 4:] * w[:4] + x[..., :4] * w[4:]), -1)
         torch.view_as_real(torch.view_as_complex(x.reshape(2, 4, 6, 4, 2)) * torch.ones(4, dtype=torch.cfloat)).flatten(-2)
-        F.silu(x) * x, F.gelu(x) * x, x * torch.sigmoid(x) * x
+        F.silu(x) * x, F.gelu(x) * x, x * torch.sigmoid(x) * x, x * torch.sigmoid(1.702 * x) * (x + 1)
         F.silu(x) * 2, x.softmax(-1) + x, torch.rsqrt(x.abs().mean(-1))  # none of these is a site
-    assert dict(counted.counts) == {"fusion.rms_norm": 2, "fusion.layer_norm": 3, "fusion.attention": 1, "fusion.rope": 3, "fusion.swiglu": 2, "fusion.glu": 1}
+    assert dict(counted.counts) == {"fusion.rms_norm": 2, "fusion.layer_norm": 3, "fusion.attention": 1, "fusion.rope": 3, "fusion.swiglu": 3, "fusion.glu": 1}

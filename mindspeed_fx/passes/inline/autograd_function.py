@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 
@@ -31,7 +31,7 @@ def autograd_function(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     verdicts: dict[Any, str | None] = {}
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or not compat.is_autograd_function(node.target):
+        if node.op != "call_function" or not compat_tracing.is_autograd_function(node.target):
             continue
         forward, backward = (getattr(gm, str(a.target)) for a in node.args[:2])
         operands = node.args[2:]
@@ -58,7 +58,7 @@ def _not_inlinable(node: fx.Node, forward: fx.GraphModule) -> str | None:
     for n in forward.graph.nodes:
         if n.op == "get_attr":
             return "its forward holds a constant tensor"
-        if n.op == "call_function" and not compat.is_grad_mode_switch(n.target) and getattr(n.target, "__name__", "") != "getitem":
+        if n.op == "call_function" and not compat_tracing.is_grad_mode_switch(n.target) and getattr(n.target, "__name__", "") != "getitem":
             plain = isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten" and not n.target._schema.is_mutable
             if not plain or torch.Tag.nondeterministic_seeded in n.target.tags:
                 return f"its forward calls {n.target}, which cannot be evaluated at compile time"
@@ -78,7 +78,7 @@ def _elements(value: torch.Tensor) -> int:
 
 def _not_derivative(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple, used: tuple[int, ...]) -> str | None:
     try:
-        with compat.without_fake_mode(), compat.outside_tracing(), torch.random.fork_rng(devices=[]):
+        with compat_tracing.without_fake_mode(), compat_tracing.outside_tracing(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             same = _agrees(forward, backward, [_value(a) for a in operands], used)
     except Exception as e:  # whole is always right
@@ -124,7 +124,7 @@ class _GradModeIgnored(fx.Interpreter):
     """The body runs under ``no_grad`` in a Function; here autograd watches it."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        return None if compat.is_grad_mode_switch(target) else super().call_function(target, args, kwargs)
+        return None if compat_tracing.is_grad_mode_switch(target) else super().call_function(target, args, kwargs)
 
 
 def _inline(gm: fx.GraphModule, node: fx.Node, forward: fx.GraphModule, operands: tuple) -> None:
@@ -136,7 +136,7 @@ def _inline(gm: fx.GraphModule, node: fx.Node, forward: fx.GraphModule, operands
                 env[n] = next(inputs)
             elif n.op == "output":
                 outputs = fx.map_arg(n.args[0][0], env.__getitem__)
-            elif not compat.is_grad_mode_switch(n.target):
+            elif not compat_tracing.is_grad_mode_switch(n.target):
                 env[n] = gm.graph.node_copy(n, env.__getitem__)
                 for key in ("nn_module_stack", "stack_trace"):
                     if key in node.meta and not n.meta.get(key):

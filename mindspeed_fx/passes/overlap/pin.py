@@ -13,14 +13,14 @@ from typing import Any, Iterable
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_distributed
+from mindspeed_fx import compat_distributed, compat_inductor
 from mindspeed_fx.passes.base import Pass
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, waits_of
 
 _CALLS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm", "_grouped_mm")
 
 
-class Pin(compat.CustomPass):
+class Pin(compat_inductor.CustomPass):
     """Inductor's last graph hook: the user's pass of that hook, if any, then :func:`pin`."""
 
     def __init__(self, name: str, first: Any = None):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat_tracing
 from mindspeed_fx.passes.sharding.place import operands
 
 MOST = 2**28
@@ -38,7 +38,7 @@ def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> 
                 value = value.unsqueeze(2) == value.unsqueeze(1) if node.target is VARLEN else value
                 allowed = value if value.dtype == torch.bool else value != -math.inf
                 found[node] = allowed.flatten(0, -3).any(0) if value.ndim > 2 else allowed
-        elif compat.is_higher_order(node.target):
+        elif compat_tracing.is_higher_order(node.target):
             for body, inner in operands(gm, node):
                 known = {p: v for p, a in inner.items() if isinstance(a, fx.Node) and isinstance(v := _value(a, values), torch.Tensor)}
                 found |= known_masks(body, known)
@@ -83,5 +83,5 @@ def _computed(n: fx.Node, values: dict[fx.Node, Any]) -> Any:
     args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), values.__getitem__)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "cpu"}
-    with compat.outside_tracing():
+    with compat_tracing.outside_tracing():
         return n.target(*args, **kwargs)

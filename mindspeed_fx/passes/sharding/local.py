@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding.place import operands
 from mindspeed_fx.passes.sharding.plan import ShardingError, placement_of
@@ -83,7 +83,7 @@ def _cut(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str, str]]:
             yield n.args[0], n.args[1], module_path(n)
             n.replace_all_uses_with(n.args[0])
             gm.graph.erase_node(n)
-        elif compat.is_higher_order(n.target):
+        elif compat_tracing.is_higher_order(n.target):
             for body, given in operands(gm, n):
                 for source, key, path in _cut(body):
                     if isinstance(outer := given.get(source), fx.Node):

@@ -15,7 +15,7 @@ from typing import Any, Iterator, Mapping
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat_tracing
 from mindspeed_fx.options import nearest
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site
 from mindspeed_fx.passes.sharding.plan import Boundary, Placed, ShardingError, matching
@@ -75,7 +75,7 @@ class _Edges:
         for node in list(gm.graph.nodes):
             if node.op != "call_function":
                 continue
-            if compat.is_higher_order(node.target):
+            if compat_tracing.is_higher_order(node.target):
                 made, self.made = self.made, {}
                 for body, inputs in operands(gm, node):
                     self._graph(body, {p: parameters[a] for p, a in inputs.items() if a in parameters})

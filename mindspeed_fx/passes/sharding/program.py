@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx import compat, compat_sharding
+from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding import experts, rows, vocabulary
@@ -118,7 +118,7 @@ class _Planned(fx.Interpreter):
         return self._whole(value) if isinstance(value, torch.Tensor) else value
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if compat.is_checkpoint(target):
+        if compat_tracing.is_checkpoint(target):
             return compat_sharding.checkpointed(lambda body: _Planned(body, self.mesh, self.known, self.data, self.traffic), args, kwargs)
         if target is torch.ops.mindspeed.grouped_matmul.default:
             return experts.grouped_matmul(*args, **kwargs, data=self.data)

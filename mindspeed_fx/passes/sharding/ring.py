@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from mindspeed_fx import compat, compat_sharding
+from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.sharding.blocks import PER_RANK, Schedule, best, needed
@@ -99,7 +99,7 @@ def schedule_for(size: int, ranks: int, causal: bool, window: int, known: Tensor
     rows = size // blocks
     need = needed(blocks, rows, causal, window)
     if known is not None:
-        with compat.outside_tracing():
+        with compat_tracing.outside_tracing():
             there = known.expand(size, size).unflatten(1, (blocks, rows)).any(2).unflatten(0, (blocks, rows)).any(1).tolist()
         need = tuple(tuple(a and b for a, b in zip(*lines)) for lines in zip(need, there))
     return best(need, ranks, rows)

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from mindspeed_fx import compat_sharding
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.sharding import ring
-from mindspeed_fx.passes.sharding.plan import ShardingError
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from mindspeed_fx import compat, compat_sharding
+from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding.experts import OwnRows
 from mindspeed_fx.passes.sharding.place import operands, place
@@ -80,7 +80,7 @@ class Traffic:
     def _node(self, node: fx.Node, i: int) -> None:
         if node.op == "call_function" and node.target is place:
             self._edge(node, node.args[0], i)
-        elif node.op == "call_function" and not compat.is_higher_order(node.target):
+        elif node.op == "call_function" and not compat_tracing.is_higher_order(node.target):
             self._operator(node, i)
 
     # ---------------------------------------------------------------- edges
@@ -116,7 +116,7 @@ class Traffic:
             value = self.values.get(user)
             if isinstance(value, OwnRows):
                 return True
-            if compat.is_higher_order(user.target):
+            if compat_tracing.is_higher_order(user.target):
                 if any(self.is_sum(p, i) for body, given in operands(user.graph.owning_module, user) for p, a in given.items() if a is node):
                     return True
                 continue

@@ -1,0 +1,196 @@
+"""Part of :mod:`mindspeed_fx.compat`: how a graph is traced, and which of its calls are more than operators."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """The FakeTensorMode of the first fake tensor (or of the symbols) in ``values``; None without one."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return detect_fake_mode()
+
+
+@contextlib.contextmanager
+def tracing_fake(values: Sequence[Any]) -> Iterator[Any]:
+    """Trace on the fake values' own mode. Dynamo's fake mode is not the TracingContext's but shares its shape
+    environment; without this mode and the Python dispatcher, symbolic sizes are baked in or lose their source."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = fake_mode_of(values) or FakeTensorMode()
+    with tracing(TracingContext(mode)), mode, enable_python_dispatcher():
+        yield mode
+
+
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Real computation in the middle of a compilation: no proxy, functional or torch-function mode sees it."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def new_fake_mode() -> Any:
+    """A mode in which every tensor made is fake; constants of a model may be real."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def wraps_tensors(tensor: torch.Tensor) -> bool:
+    """True for subclasses that hold other tensors, such as DTensor."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def without_fake_mode() -> Any:
+    """Context in which real tensors are made although a fake mode is active around us."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def make_fx_pre_dispatch(run: Callable, values: Sequence[Any], names: Sequence[str]) -> fx.GraphModule:
+    """``run(*values)`` as a graph of ATen operators before autograd, with the origin of every node kept."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with fx.traceback.preserve_node_meta():
+        gm = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+    for node, name in zip([n for n in gm.graph.nodes if n.op == "placeholder"], names):
+        node._rename(name)
+        node.target = node.name
+    gm.recompile()
+    return gm
+
+
+def make_fx_decomposed(fn: Callable, values: Sequence[Any], decompositions: dict | None) -> fx.GraphModule:
+    """``fn(*values)`` on fake values as a graph of ATen operators, decomposed by ``decompositions``.
+
+    One value may stand in several places (DTensor gives operators of equal layout one fake result): ``make_fx`` tells inputs
+    apart by object, so each gets an object of its own.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = fake_mode_of(values)
+    with mode if mode is not None else contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+        values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
+        return make_fx(fn, decomposition_table=decompositions or {}, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+
+
+def _proxy_mode() -> Any:
+    """The proxy mode in force while ``make_fx`` records, pre-dispatch or not."""
+    from torch._ops import _get_dispatch_mode_pre_dispatch
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return mode if mode is not None else _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+
+
+def _attach(tracer: Any, module: Any, stem: str) -> str:
+    index = 0
+    while hasattr(tracer.root, f"{stem}_{index}"):
+        index += 1
+    name = f"{stem}_{index}"
+    if isinstance(module, torch.nn.Module):
+        tracer.root.register_module(name, module)
+    else:
+        setattr(tracer.root, name, module)
+    return name
+
+
+def record_opaque(target: Any, args: tuple, kwargs: dict, value: Any) -> Any:
+    """Record one node for a higher-order operator without tracing into it; its outputs are ``value``."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+
+    tracer = _proxy_mode().tracer
+
+    def operand(a: Any) -> Any:
+        if isinstance(a, fx.GraphModule):
+            return tracer.create_proxy("get_attr", _attach(tracer, a, "body"), (), {})
+        return tracer.unwrap_proxy(a)
+
+    proxy = tracer.create_proxy("call_function", target, tuple(operand(a) for a in args), {k: operand(v) for k, v in kwargs.items()})
+    with disable_proxy_modes_tracing():
+        fresh = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, value)
+    return track_tensor_tree(fresh, proxy, constant=None, tracer=tracer)
+
+
+def record_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    """Record a ``get_attr`` node for a constant tensor of the graph and return its fake value."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    tracer = _proxy_mode().tracer
+    proxy = tracer.create_proxy("get_attr", _attach(tracer, tensor, "constant"), (), {})
+    with disable_proxy_modes_tracing():
+        if not isinstance(tensor, FakeTensor):
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+            tensor = (mode or FakeTensorMode()).from_tensor(tensor, static_shapes=True)
+    return track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+
+
+def switch_autocast(target: Any, args: tuple) -> Any:
+    """Enter or leave an autocast region while recording: the context manager records its own node and, unlike a call
+    of the raw function, is really in force, so that the fake values have the dtypes of the region."""
+    if target is torch.amp.autocast_mode._enter_autocast:
+        device, dtype, enabled, cache_enabled = args
+        region = torch.autocast(device_type=device, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        region.__enter__()
+        return region
+    args[0].__exit__(None, None, None)
+    return None
+
+
+def is_higher_order(target: Any) -> bool:
+    """True for operators that take graphs: autograd.Function, checkpoint, wrap, cond ..."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def is_autograd_function(target: Any) -> bool:
+    """True for the node that Dynamo makes of ``autograd.Function.apply``."""
+    return is_higher_order(target) and target.name() == "autograd_function_apply"
+
+
+def is_checkpoint(target: Any) -> bool:
+    """True for the node that Dynamo makes of ``torch.utils.checkpoint.checkpoint``."""
+    return is_higher_order(target) and target.name() in ("tag_activation_checkpoint", "checkpoint")
+
+
+def is_grad_mode_switch(target: Any) -> bool:
+    """True for the node that turns autograd on or off for the nodes after it."""
+    return target is torch._C._set_grad_enabled
+
+
+def is_autocast_switch(target: Any) -> bool:
+    """True for the nodes that enter and leave an autocast region."""
+    return target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+def has_side_effect(target: Any) -> bool:
+    """True for operators that must stay although nobody uses their result (assertions, collectives' waits ...)."""
+    from torch.fx.node import _side_effectful_functions
+
+    name = str(target)
+    return target in _side_effectful_functions or name.startswith(("_c10d_functional", "c10d")) or "assert" in name or "sym_constrain" in name
+
+
+def is_function_transform(target: Any) -> bool:
+    """True for the calls by which a Dynamo graph enters or leaves ``torch.func`` transforms such as vmap."""
+    return str(getattr(target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))
