@@ -214,6 +214,28 @@ def all_to_all(x: torch.Tensor, receives: list[int], sends: list[int], mesh: Any
     return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receives, sends, mesh.get_group(dim).group_name)
 
 
+def all_to_all_by_counts(x: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor, size: int, mesh: Any, dim: int) -> torch.Tensor:
+    """Rows of ``x`` to the ranks along mesh dimension ``dim``, as many as ``sends`` and ``receives`` [ranks] say when the program runs; [size, ...],
+    zeros behind what came. Under LocalTensorMode the splits are known, and every rank's result is filled up by itself."""
+    group = mesh.get_group(dim).group_name
+    if local_tensor_mode() is None:
+        return torch.ops.mindspeed.expert_exchange(x.contiguous(), sends, receives, size, group)
+    from torch.distributed._local_tensor import LocalTensor
+
+    given, taken = ([torch.SymInt(node) for node in _entries(t)] for t in (sends, receives))
+    rows = LocalTensor({rank: t[: int(sends._local_tensors[rank].sum())] for rank, t in x._local_tensors.items()})
+    came = waited(torch.ops._c10d_functional.all_to_all_single(rows, taken, given, group))._local_tensors
+    return LocalTensor({rank: torch.cat([t, t.new_zeros(size - t.shape[0], *t.shape[1:])]) for rank, t in came.items()})
+
+
+def _entries(x: torch.Tensor) -> list[Any]:
+    """The integers of a one-dimensional LocalTensor, each with a value for every rank."""
+    from torch.distributed._local_tensor import LocalIntNode
+
+    values = {rank: t.tolist() for rank, t in x._local_tensors.items()}
+    return [LocalIntNode({rank: v[i] for rank, v in values.items()}) for i in range(x.shape[0])]
+
+
 def all_reduce(x: torch.Tensor, mesh: Any, dims: Sequence[int]) -> torch.Tensor:
     """The sum of ``x`` over the ranks along mesh dimensions ``dims``."""
     for dim in dims:

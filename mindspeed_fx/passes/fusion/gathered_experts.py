@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     region: list[fx.Node]
 
 
-@register(NAME, stage="captured", level=1, after=("moe_permute",))
+@register(NAME, stage="captured", level=1, provides=("gathered_experts",), after=("moe_permute",))
 def gathered_experts(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products of rows with gathered matrices become one product per expert."""
     report = PassReport(NAME)

@@ -21,7 +21,7 @@ HUGGING_FACE = "transformers.grouped_mm_fallback.default"
 """What Hugging Face traces for types other than bfloat16; the operator exists once its library is imported."""
 
 
-@register(NAME, stage="captured", level=1)
+@register(NAME, stage="captured", level=1, provides=("grouped_matmul",))
 def grouped_matmul(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products of groups of rows with a matrix each become one operator."""
     report = PassReport(NAME)

@@ -53,7 +53,7 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
         found = _permuted(node)
         if isinstance(found, tuple):
             tokens, order = (compat.hint(match.value(n).shape[0]) for n in found)
-            if tokens and order // tokens < MANY and context.left_to_inductor(NAME):
+            if tokens and order // tokens < MANY and _left(gm, context):
                 found = _FEW.format(k=order // tokens)
         if isinstance(found, tuple):
             found = _rewrite_permute(gm, report, node, *found, inverses)
@@ -62,12 +62,17 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, aten.sum.dim_IntList, aten.index_add.default, aten.scatter_add.default):
         combined = _combined(node)
         if combined is not None:
-            few = compat.hint(combined.k) < MANY and context.left_to_inductor(NAME)
+            few = compat.hint(combined.k) < MANY and _left(gm, context)
             reason = _FEW.format(k=combined.k) if few else _rewrite_unpermute(gm, report, node, combined, inverses)
             if reason:
                 report.skipped.append(skip(UNPERMUTE, node, reason))
     match.finish(gm)
     return report
+
+
+def _left(gm: fx.GraphModule, context: Context) -> bool:
+    """Whether Inductor's code is to be preferred for few choices; never where a plan sends tokens to their experts, and knows them by this operator."""
+    return context.left_to_inductor(NAME) and not getattr(getattr(gm.meta.get("sharding"), "plan", None), "travels", False)
 
 
 # --------------------------------------------------------------------------- permutations

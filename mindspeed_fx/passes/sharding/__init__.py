@@ -6,6 +6,7 @@
 * ``place.py``: the pass ``sharding.place``: a plan's edges become ``place`` calls in the captured graph
 * ``program.py``: the graph run on DTensors inside what AOTAutograd traces, which is the local program
 * ``vocabulary.py``, ``rows.py``, ``ring.py``, ``experts.py``: operators that need collectives inside
+* ``travel.py``, ``dispatch.py``: tokens that travel to experts on other ranks: the pass ``sharding.dispatch`` finds them, the other does it
 * ``blocks.py``, ``ring_blocks.py``, ``known.py``: attention of divided sequences with masks: who computes what, how, and masks known while compiling
 * ``verify.py``: the pass ``sharding.verify``: no collective too many; ``traffic.py``: what a plan's edges need; ``origin.py``: where gathered elements go; ``drawn.py``: the plan as a picture
 * ``recognize.py``: the pass ``sharding.recognize``: which plan a graph's collectives amount to
@@ -13,4 +14,4 @@
 * ``simulate.py``: every rank of a plan in one process, to check it
 """
 
-from mindspeed_fx.passes.sharding import place, recognize, verify  # noqa: F401
+from mindspeed_fx.passes.sharding import place, recognize, travel, verify  # noqa: F401

@@ -5,8 +5,7 @@ experts (data parallelism), each takes an equal share of every expert's rows. It
 between the grouped products whatever works row by row works on that. What leaves is zero but for a rank's rows: a sum over ranks, which a
 plan's next edge scatters. The number of rows is data; nothing waits for it on the host, and no token is dropped.
 
-Source: Megatron-core's "allgather" token dispatcher. Its "alltoall" dispatcher moves less where a token has fewer experts than there are ranks, but in messages
-whose sizes are known only when the program runs.
+Source: Megatron-core's "allgather" token dispatcher; for its "alltoall" one see :mod:`dispatch`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def named(name: str, model: nn.Module) -> Plan:
     """The plan ``name`` for ``model``, or several joined by "+", outermost mesh dimension first ("zero3+tp_sp").
 
     Mesh dimensions are "dp" for zero1, zero2 and zero3, "tp" for tp and tp_sp, "tp_x" and "tp_y" for tp_2d, "cp" for
-    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid, "ep" for ep.
+    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid, "ep" for ep and ep_alltoall.
 
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
@@ -35,7 +35,7 @@ def named(name: str, model: nn.Module) -> Plan:
         if part not in NAMED:
             raise ShardingError(f'no plan is named "{part}"{nearest(part, NAMED)}; valid: {", ".join(NAMED)}')
         new = NAMED[part](model, plan)
-        plan = new if plan is None else new.beside(plan) if part == "ep" else new + plan
+        plan = new if plan is None else new.beside(plan) if part.startswith("ep") else new + plan
     return plan
 
 
@@ -127,7 +127,16 @@ def hybrid(model: nn.Module, beside: Plan | None = None, outer: str = "cp_ring",
     return Plan("hybrid", (outer, inner), inputs=_sequence(model, outer, inner), operators={ATTENTION: Boundary(arguments=placed, output={outer: "S(2)", inner: "S(2)"})})
 
 
-def ep(model: nn.Module, beside: Plan | None = None, dim: str = "ep") -> Plan:
+def ep_alltoall(model: nn.Module, beside: Plan | None = None, dim: str = "ep") -> Plan:
+    """As :func:`ep`, with tokens that stay divided and travel to their experts and back (:mod:`dispatch`): less is sent where a token chooses
+    fewer experts than there are ranks, and no rank has all tokens.
+
+    Source: Megatron-core's "alltoall" token dispatcher.
+    """
+    return ep(model, beside, dim, travels=True)
+
+
+def ep(model: nn.Module, beside: Plan | None = None, dim: str = "ep", travels: bool = False) -> Plan:
     """The batch is divided, and so are the experts of every mixture; tokens are gathered for the experts and their results scattered
     (:mod:`experts`). Ranks that divide the batch by a zero plan share the rows of the experts that they all hold. Beside tensor
     parallelism the experts are divided over "tp" too, by number and not by width (MindSpeed's TP-extends-EP).
@@ -141,8 +150,10 @@ def ep(model: nn.Module, beside: Plan | None = None, dim: str = "ep") -> Plan:
     dims = [dim, *(d for d in (beside.mesh if beside else ()) if d == "tp")]
     # Where the sequence is divided between layers, the sum of the experts' results meets it there.
     whole = {"tp": "R"} if "tp" in dims and not any(edge.output.get("tp", "R") != "R" for edge in beside.modules.values()) else {}
-    modules = {n.rpartition(".")[0]: Boundary(input=dict.fromkeys(dims, "R"), output={dim: "S(0)", **whole}) for n in held}
-    return Plan("ep", (dim, *dims[1:]), {n: dict.fromkeys(dims, "S(0)") for n in held}, inputs={"*": {dim: "S(0)"}}, modules=modules)
+    edge = Boundary(dict.fromkeys(dims[1:], "R"), whole) if travels else Boundary(dict.fromkeys(dims, "R"), {dim: "S(0)", **whole})
+    modules = {n.rpartition(".")[0]: edge for n in held} if edge != Boundary() else {}
+    parameters = {n: dict.fromkeys(dims, "S(0)") for n in held}
+    return Plan("ep_alltoall" if travels else "ep", (dim, *dims[1:]), parameters, inputs={"*": {dim: "S(0)"}}, modules=modules, experts={"dispatch": "all_to_all"} if travels else {})
 
 
 def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
@@ -169,7 +180,7 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
 
 
 NAMED: dict[str, Callable[..., Plan]] = {
-    "tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d, "ulysses": ulysses, "kv_allgather": kv_allgather, "ring": ring, "hybrid": hybrid, "ep": ep,
+    "tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d, "ulysses": ulysses, "kv_allgather": kv_allgather, "ring": ring, "hybrid": hybrid, "ep": ep, "ep_alltoall": ep_alltoall,
     "zero1": zero("zero1"), "zero2": zero("zero2"), "zero3": zero("zero3"),
 }  # fmt: skip
 

@@ -31,6 +31,8 @@ Placed = Mapping[str, str]
 """Mesh dimension -> placement."""
 
 GATHERS = ("never", "zero1", "zero2", "zero3")
+DISPATCH = ("all_gather", "all_to_all")
+EXPERTS = ("dispatch", "capacity")
 
 
 class ShardingError(OptionError):
@@ -68,12 +70,16 @@ class Plan:
     """Mesh dimension -> when parameters divided over it are made whole: "never" (the part computes, as in tensor parallelism),
     or before use: "zero1" (gradients summed whole), "zero2" (gradients summed in parts), "zero3" (as zero2, and the
     whole is not kept for the backward but gathered again)."""
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """How the tokens of mixtures come to experts that are divided: ``dispatch`` is "all_gather" (the default: every rank gets all tokens) or "all_to_all"
+    (tokens travel, :mod:`dispatch`); ``capacity``, a number from 1 on, fixes how many may go to one rank: so many times the mean."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
         for key, stage in self.gather.items():
             if stage not in GATHERS:
                 raise ShardingError(f'plan "{self.name}": gather of "{key}" is {stage!r}; valid: {", ".join(GATHERS)}{nearest(str(stage), GATHERS)}')
+        self._experts()
         for where, placed in self._placed():
             for dim, word in placed.items():
                 if dim not in self.mesh:
@@ -82,6 +88,22 @@ class Plan:
         for dim in self.gather:
             if dim not in self.mesh:
                 raise ShardingError(f'plan "{self.name}", gather: no mesh dimension "{dim}"{nearest(dim, self.mesh)}; the plan has {", ".join(self.mesh)}')
+
+    def _experts(self) -> None:
+        where = f'plan "{self.name}", experts'
+        for key in self.experts:
+            if key not in EXPERTS:
+                raise ShardingError(f'{where}: unknown key "{key}"{nearest(str(key), EXPERTS)}; valid: {", ".join(EXPERTS)}')
+        word, capacity = self.experts.get("dispatch", DISPATCH[0]), self.experts.get("capacity")
+        if word not in DISPATCH:
+            raise ShardingError(f"{where}: dispatch is {word!r}{nearest(str(word), DISPATCH)}; valid: {', '.join(DISPATCH)}")
+        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or capacity < 1 or word != "all_to_all"):
+            raise ShardingError(f"{where}: capacity is {capacity!r}; a number from 1 on is expected, with dispatch: all_to_all")
+
+    @property
+    def travels(self) -> bool:
+        """Whether tokens are sent to experts instead of gathered for them."""
+        return self.experts.get("dispatch") == "all_to_all"
 
     def _placed(self) -> Iterable[tuple[str, Placed]]:
         for section in ("parameters", "inputs"):
@@ -101,7 +123,7 @@ class Plan:
         """As the sum, for a plan that was made for ``other`` and speaks of its dimensions too."""
         merged = {s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")}
         own = tuple(d for d in self.mesh if d not in other.mesh)
-        return Plan(f"{self.name}+{other.name}", own + other.mesh, gather={**self.gather, **other.gather}, **merged)
+        return Plan(f"{self.name}+{other.name}", own + other.mesh, gather={**self.gather, **other.gather}, experts={**self.experts, **other.experts}, **merged)
 
     # ---------------------------------------------------------------- words in, words out
 

@@ -46,6 +46,8 @@ class Collective:
 
 def kind_of(node: fx.Node) -> tuple[str, str] | None:
     """The word for a collective and the name of its group; None for other nodes, and over one rank."""
+    if str(node.target) == "mindspeed.expert_exchange.default":
+        return "all_to_all", node.args[4]
     if not (is_start(node) or (is_blocking(node) and kind(node) in SHORT)) or len(compat_distributed.ranks_of(group_of(node))) < 2:
         return None
     word = kind(node).removesuffix("_").removesuffix("_coalesced")

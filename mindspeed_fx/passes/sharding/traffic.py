@@ -116,6 +116,8 @@ class Traffic:
             value = self.values.get(user)
             if isinstance(value, OwnRows):
                 return True
+            if isinstance(value, tuple) and any(getattr(v, "is_sum", lambda _: False)(i) for v in value):
+                return True  # tokens on their way to experts
             if compat_tracing.is_higher_order(user.target):
                 if any(self.is_sum(p, i) for body, given in operands(user.graph.owning_module, user) for p, a in given.items() if a is node):
                     return True

@@ -1,0 +1,166 @@
+"""Plan ``ep_alltoall``: tokens travel to experts on other ranks and back; equal to one device, and what is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mindspeed_fx  # noqa: F401  registers the operators
+from mindspeed_fx.passes.sharding.dispatch import _gathers
+from mindspeed_fx.passes.sharding.named import named
+from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.passes.sharding.simulate import simulate
+
+ops = torch.ops.mindspeed
+EXPERTS, CHOSEN, HIDDEN, WIDE = 4, 2, 6, 4
+
+
+def counted(chosen):
+    return torch.histc(chosen.flatten().double(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDE, dtype=torch.float64) / 2) for _ in range(2))
+        self.down = torch.nn.Parameter(torch.randn(EXPERTS, WIDE, HIDDEN, dtype=torch.float64) / 2)
+
+    def forward(self, x, chosen, weights):
+        rows, order = ops.moe_permute(x, chosen)
+        ends = counted(chosen).cumsum(0).to(torch.int32)
+        inner = torch.nn.functional.silu(ops.grouped_matmul(rows, self.gate, ends)) * ops.grouped_matmul(rows, self.up, ends)
+        return ops.moe_unpermute(ops.grouped_matmul(inner, self.down, ends), order, weights)
+
+
+class Mixture(torch.nn.Module):
+    """With a router whose favourite is one expert, so that ranks get unequal shares and some expert none."""
+
+    def __init__(self, favourite: float = 0.0):
+        super().__init__()
+        self.embed, self.router, self.experts = torch.nn.Embedding(32, HIDDEN).double(), torch.nn.Linear(HIDDEN, EXPERTS).double(), Experts()
+        with torch.no_grad():
+            self.router.bias[1] += favourite
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        weights, chosen = self.router(x.flatten(0, 1)).softmax(-1).topk(CHOSEN)
+        return (x + self.experts(x.flatten(0, 1), chosen, weights).view(x.shape)).square().mean()
+
+
+def checked(model, mesh, plan, ids=None):
+    ids = torch.randint(0, 32, (4, 6)) if ids is None else ids
+    model.zero_grad()
+    loss = model(ids)
+    loss.backward()
+    result = simulate(model, mesh, plan, ids)
+    assert (result.outputs[0] - loss).abs() <= 1e-10 * loss.abs()
+    for name, p in model.named_parameters():
+        assert p.grad.abs().max() > 0, name
+        assert (result.gradients[name] - p.grad).abs().max() <= 1e-10 * p.grad.abs().max(), name
+    return result
+
+
+BOTH = Plan(
+    "both", ("ep", "tp"), {f"experts.{n}": {"ep": "S(0)", "tp": "S(0)"} for n in ("gate", "up", "down")}, {"*": {"ep": "S(0)"}},
+    {"experts": Boundary({"tp": "R"}, {"tp": "R"})}, experts={"dispatch": "all_to_all"},
+)  # fmt: skip
+"""TP-extends-EP: experts divided over tokens' dimension and over one on which tokens are whole."""
+
+
+@pytest.mark.parametrize("mesh,plan,favourite", [({"ep": 2}, "ep_alltoall", 0.0), ({"ep": 4}, "ep_alltoall", 9.0), ({"dp": 2, "ep": 2}, "zero2+ep_alltoall", 0.0), ({"ep": 2, "tp": 2}, BOTH, 9.0)])
+def test_equals_one_device(mesh, plan, favourite):
+    """One exchange of counts, and one of rows each way; back the same two."""
+    result = checked(Mixture(favourite), mesh, plan)
+    assert result.forward["all_to_all_single"] == 3 and result.backward["all_to_all_single"] == 2, (result.forward, result.backward)
+    assert not result.forward["all_gather_into_tensor"] or plan != "ep_alltoall"
+
+
+def test_fixed_splits():
+    model = Mixture()
+    plan = dataclasses.replace(named("ep_alltoall", model), experts={"dispatch": "all_to_all", "capacity": 2.0})
+    assert Plan.from_dict(plan.as_dict()).as_dict() == plan.as_dict()
+    checked(model, {"ep": 2}, plan)
+
+
+def test_more_than_the_capacity_is_an_error():
+    model = Mixture(99.0)
+    plan = dataclasses.replace(named("ep_alltoall", model), experts={"dispatch": "all_to_all", "capacity": 1})
+    with pytest.raises(Exception, match="capacity of 1 has room for"):
+        simulate(model, {"ep": 4}, plan, torch.zeros(4, 6, dtype=torch.long))
+
+
+def test_weights_gathered_by_expert():
+    """Rows go back to the order of tokens between the two products, so that each has an exchange of its own."""
+    from test_experts import Mixture as Gathered
+
+    result = checked(Gathered(), {"ep": 2}, "ep_alltoall")
+    assert result.forward["all_to_all_single"] == 6
+
+
+class Uncounted(Mixture):
+    def forward(self, ids):
+        x = self.embed(ids).flatten(0, 1)
+        rows, order = ops.moe_permute(x, self.router(x).topk(CHOSEN)[1])
+        ends = torch.arange(1, EXPERTS + 1) * (rows.shape[0] // EXPERTS)
+        return ops.moe_unpermute(ops.grouped_matmul(ops.grouped_matmul(rows, self.experts.gate, ends), self.experts.down, ends), order, None, CHOSEN).mean()
+
+
+class Summed(Mixture):
+    def forward(self, ids):
+        x = self.embed(ids).flatten(0, 1)
+        chosen = self.router(x).topk(CHOSEN)[1]
+        rows, _ = ops.moe_permute(x, chosen)
+        return ops.grouped_matmul(rows, self.experts.gate, counted(chosen).cumsum(0)).mean()
+
+
+@pytest.mark.parametrize("model,says", [(Uncounted, "where the rows of each expert end is not counted from the choices that sort them"), (Summed, "mean.default reads rows that are sorted by expert")])
+def test_what_cannot_travel_says_why(model, says):
+    with pytest.raises(Exception) as error:
+        simulate(model(), {"ep": 2}, "ep_alltoall", torch.zeros(4, 6, dtype=torch.long))
+    assert says in str(error.value) and 'plan "ep" gathers tokens instead' in str(error.value)
+
+
+@pytest.mark.parametrize("experts,says", [
+    ({"dispatch": "alltoall"}, 'did you mean "all_to_all"?'), ({"dispach": "all_to_all"}, 'unknown key "dispach" (did you mean "dispatch"?)'),
+    ({"dispatch": "all_to_all", "capacity": 0.5}, "a number from 1 on"), ({"capacity": 2}, "with dispatch: all_to_all"),
+])  # fmt: skip
+def test_wrong_words(experts, says):
+    with pytest.raises(ShardingError) as error:
+        Plan("mine", ("ep",), experts=experts)
+    assert says in str(error.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.randoms(), st.integers(0, 2))
+def test_runs_of_rows_go_there_and_back(lengths, chance, room):
+    """Runs in any order to places in order, with room behind each."""
+    order = list(range(len(lengths)))
+    chance.shuffle(order)
+    starts, bases, at = [0] * len(lengths), [], 0
+    for g in order:
+        starts[g], at = at, at + lengths[g]
+    rows, places = at, 0
+    for n in lengths:
+        bases, places = [*bases, places], places + n + room
+    tables = _gathers(*(torch.tensor(x) for x in (starts, lengths, bases)), rows, places, ordered=False)
+    expected = {bases[g] + i: starts[g] + i for g, n in enumerate(lengths) for i in range(n)}
+    row, has, place, goes = (t.tolist() for t in tables)
+    assert {p: row[p] for p in range(places) if has[p]} == expected
+    assert {p: r for r, p in enumerate(place) if goes[r]} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, implementation, mesh, plan", [
+    ("Mixtral", "grouped_mm", {"ep": 2}, "ep_alltoall"), ("Qwen3Moe", "batched_mm", {"ep": 4}, "ep_alltoall"), ("Mixtral", "grouped_mm", {"dp": 2, "ep": 2}, "zero2+ep_alltoall"),
+    ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp"), ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp_sp"),
+])  # fmt: skip
+def test_hugging_face(kind, implementation, mesh, plan):
+    from test_experts import checked, hugging_face
+
+    result = checked(hugging_face(kind, implementation), mesh, plan, torch.randint(0, 32, (4, 8)))
+    if implementation == "grouped_mm":
+        assert result.forward["all_to_all_single"] == 3 and result.backward["all_to_all_single"] == 2
