@@ -108,9 +108,12 @@ class Lanes:
         return torch.tensor(made, dtype=torch.long).reshape(codes[0].shape)
 
     def both(self, a: fx.Node, b: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The lanes of two operands over as many dimensions."""
+        """The lanes of two operands over as many dimensions. One that runs over a dimension of one more than the other (angles, laid
+        beside the heads) is a tensor of its own: the other, whose elements may be moved, is read."""
         ca, cb = self.of(a), self.of(b)
-        dims = max(ca.dim(), cb.dim())
+        few, dims = sorted((ca.dim(), cb.dim()))
+        wide = ca if ca.dim() == dims else cb
+        dims = few if few and all(size == 1 for size in wide.shape[: dims - few]) else dims
         ca, cb = (c if c.dim() == dims else self.leaf(n, dims) for c, n in ((ca, a), (cb, b)))
         try:
             shape = torch.broadcast_shapes(ca.shape, cb.shape)

@@ -149,7 +149,8 @@ def _rotation(lanes: Lanes, apart: dict[fx.Node, fx.Node]) -> Rotation | None:
         if all(len(others) == 1 for others in partner.values()):
             a, b = pairs[0]
             raise Miss(f"element {min(a, b)} of each head turns with element {max(a, b)}: pairs are halves or neighbours, in the order that they have or the other's")
-    _complain(lanes, sums)
+    if lanes.split:  # the last try
+        _complain(lanes, sums)
     return None
 
 
@@ -184,14 +185,20 @@ def _angle(term, tensor: int, sign: float) -> Sum:
 
 
 def _complain(lanes: Lanes, sums: list[Sum]) -> None:
-    """A near miss where x is added to what a table or a matrix made of it, each with a factor of its own."""
+    """A near miss where x is added to what moved its elements, each with a factor of its own, and the move was not read."""
     for t, (moved, _) in enumerate(lanes.tensors):
-        if not match.is_call(moved, *OPAQUE) or not match.is_float(moved.args[0] if isinstance(moved.args[0], fx.Node) else None):
-            continue
-        source = match.uncast(moved.args[0])
-        x = next((i for i, (n, _) in enumerate(lanes.tensors) if match.same(match.uncast(n), source) and match.value(n).shape == match.value(moved).shape), None)
-        if x is not None and all(len(s) == 2 and {_degree(s[0], x), _degree(s[1], x)} == {0, 1} == {_degree(s[0], t), _degree(s[1], t)} and all(len(f) > 1 for _, f in s) for s in sums):
-            raise Miss(f"the elements are moved by {moved.target}, whose table or matrix is not read")
+        for x, (n, _) in enumerate(lanes.tensors):
+            if x == t or not all(len(s) == 2 and {_degree(s[0], x), _degree(s[1], x)} == {0, 1} == {_degree(s[0], t), _degree(s[1], t)} and all(len(f) > 1 for _, f in s) for s in sums):
+                continue
+            if match.is_call(moved, *OPAQUE) and match.is_float(moved.args[0]) and match.same(match.uncast(moved.args[0]), match.uncast(n)) and match.value(n).shape == match.value(moved).shape:
+                raise Miss(f"the elements are moved by {moved.target}, whose table or matrix is not read")
+            if not lanes.is_leaf(moved) and _lanes_of(lanes, moved) == _lanes_of(lanes, n):
+                raise Miss(f"{moved.name} has the elements of {n.name}, and is multiplied by angles over more dimensions than those are read along")
+
+
+def _lanes_of(lanes: Lanes, n: fx.Node) -> list[Sum]:
+    """The sums of ``n``'s lanes without their signs and order."""
+    return sorted(tuple((abs(w), f) for w, f in s) for s in lanes.lanes(n))
 
 
 # --------------------------------------------------------------------------- the operator

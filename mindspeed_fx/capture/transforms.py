@@ -1,0 +1,109 @@
+"""Calls of ``torch.func.vmap`` in a Dynamo graph: each becomes one call of a graph of its own.
+
+Dynamo inlines a function transform as calls that enter and leave its level, with wrapped tensors between them (``associative_scan`` is
+spelled with vmap, so that a state space model has dozens). Tracing those again would record the wrappers. From the entry to the
+exit the nodes are therefore moved, as they are, into the body of a ``wrap``, which capture records as one node and passes do not
+read; what stands around it is captured like any graph. Values and gradients are those of the graph as it was: AOTAutograd runs the
+body where the nodes stood. Other transforms (grad, jvp) stay where they are, and so does the graph around them.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx import compat, compat_tracing
+
+NAME = "transform_"
+
+
+def isolate(gm: fx.GraphModule) -> str | None:
+    """Move every vmap of a Dynamo graph, and of the bodies of its higher-order operators, into a body of its own, in place; the reason
+    where one cannot be moved (the graph then stays as Dynamo made it)."""
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and not node.target.startswith(NAME) and isinstance(body := getattr(gm, node.target, None), fx.GraphModule) and (reason := isolate(body)):
+            return reason
+    regions = _regions(gm)
+    reason = next((r for r in regions if isinstance(r, str)), None) or next((why for r in regions if (why := _stays(r))), None)
+    if reason is None:
+        for region in regions:
+            _move(gm, region)
+        if regions:
+            gm.recompile()
+    return reason
+
+
+def _regions(gm: fx.GraphModule) -> list[list[fx.Node] | str]:
+    """The nodes from the entry of each outermost transform to its exit; a reason in place of one that is not left."""
+    regions, region, depth = [], [], 0
+    for n in gm.graph.nodes:
+        if n.op != "output" and (region or _is_transform(n)):
+            region.append(n)
+        change = compat_tracing.transform_nesting(n.target) if _is_transform(n) else 0
+        depth += change
+        if region and change < 0 and depth == 0:
+            regions, region = [*regions, region], []
+    used = [n for n in region if _is_transform(n) and n.users]
+    if depth or used:
+        return [f"the graph applies a function transform of torch.func ({region[0].name}) that is not left again, and is not captured"]
+    return regions  # what is left over neither enters a transform nor gives a value: preparations of vmap
+
+
+def _is_transform(n: fx.Node) -> bool:
+    return n.op == "call_function" and compat_tracing.is_function_transform(n.target)
+
+
+def _stays(region: list[fx.Node]) -> str | None:
+    members = set(region)
+    what = f"the graph applies a function transform of torch.func ({region[0].name})"
+    if any(n.op == "placeholder" for n in region):
+        return f"{what} before its last input, and is not captured"
+    entered = next(n.target.__name__ for n in region if _is_transform(n) and compat_tracing.transform_nesting(n.target) > 0)
+    if not entered.startswith("_vmap"):
+        return f"{what}, which is no vmap, and is not captured"
+    for n in region:
+        if n.op == "call_function" and (compat_tracing.is_grad_mode_switch(n.target) or compat_tracing.is_autocast_switch(n.target)):
+            return f"{what} and switches gradients or autocast inside, and is not captured"
+        if _writes(n):
+            return f"{what} and changes values in place inside ({n.name}), and is not captured"
+        if any(u not in members for u in n.users) and compat_tracing.is_function_wrapper(compat.example_value_of(n)):
+            return f"{what}, whose wrapped value {n.name} is used after it, and is not captured"
+    return None
+
+
+def _writes(n: fx.Node) -> bool:
+    name = n.target if n.op == "call_method" else getattr(n.target, "__name__", "") if n.op == "call_function" else ""
+    inplace = name.endswith("_") and not name.endswith("__") or n.target in (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
+    return not _is_transform(n) and (inplace or "out" in n.kwargs)
+
+
+def _move(gm: fx.GraphModule, region: list[fx.Node]) -> None:
+    members = set(region)
+    inputs = list(dict.fromkeys(a for n in region for a in n.all_input_nodes if a not in members))
+    outputs = [n for n in region if any(u not in members for u in n.users)]
+    body, inside = fx.Graph(), {}
+    for a in inputs:
+        inside[a] = body.placeholder(a.name)
+        inside[a].meta = dict(a.meta)
+    for n in region:
+        inside[n] = body.node_copy(n, inside.__getitem__)
+    body.output(tuple(inside[n] for n in outputs))
+    name = next(name for i in range(len(gm.graph.nodes) + 1) if not hasattr(gm, name := f"{NAME}{i}"))
+    gm.add_module(name, fx.GraphModule(gm, body))
+    with gm.graph.inserting_before(region[0]):
+        call = gm.graph.call_function(compat_tracing.wrap_operator(), (gm.graph.get_attr(name), *inputs))
+        call.meta = {k: v for k, v in region[-1].meta.items() if k != "example_value"}
+        call.meta["example_value"] = tuple(compat.example_value_of(n) for n in outputs)
+        for i, n in enumerate(outputs):
+            item = gm.graph.call_function(operator.getitem, (call, i))
+            item.meta = dict(n.meta)
+            n.replace_all_uses_with(item, delete_user_cb=lambda u: u not in members)
+    for n in reversed(region):
+        gm.graph.erase_node(n)
+
+
+def is_transform_body(gm: fx.GraphModule) -> bool:
+    """True for a body that :func:`isolate` made: it is not read."""
+    return any(_is_transform(n) for n in gm.graph.nodes)
