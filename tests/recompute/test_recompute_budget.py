@@ -94,6 +94,26 @@ def test_everything_is_saved_where_it_fits(llama):
     assert planned(model, inputs, "1GiB")[2] == 0
 
 
+def test_what_a_weight_gradient_packs_is_counted():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))
+    inputs = (torch.randn(1024, 64),)
+    report = mindspeed_fx.explain(model, *inputs, options={"codegen": "eager", "memory_budget": 1.0})
+    (run,) = [r for r in report.graphs[0].runs if r.report.name == NAME]
+    (*_, curve) = run.report.curves.values()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager", "memory_budget": 1.0})
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        out = compiled(*inputs)
+        out.sum().backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    assert curve.peak - curve.given == pytest.approx(PEAK_BYTES(step, 0), rel=0.01), curve.where
+
+
 class Products(torch.nn.Module):
     """Pointwise functions written out: their gradients are made of the input alone."""
 

@@ -41,6 +41,11 @@ def onednn(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
+def packs(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ``a @ b`` becomes a product that packs ``b`` into memory of its own: a weight gradient does."""
+    return a.stride(1) != 1 and _refused(a, b) is None
+
+
 def _refused(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why MKL keeps this product; None when oneDNN takes it."""
     if a.dtype != torch.float32 or a.device.type != "cpu":

@@ -71,4 +71,4 @@ def curve(step: Step, plan: Plan) -> memory.Curve:
     """Bytes alive over the step, inputs included."""
     run, alive, cut = step.schedule.trace(plan)
     labels = [(module_path(step.nodes[i]), str(step.nodes[i].target)) for i in run]
-    return memory.Curve([a + step.inputs for a in alive], labels, cut)
+    return memory.Curve([a + step.inputs for a in alive], labels, cut, step.inputs)

@@ -2,7 +2,7 @@
 
 With generated code, pointwise results that only fused code reads are never in memory. What an operator of ours fills and
 frees within its call is found by running it on fake values; workspaces of other libraries' calls and the allocator's rounding are not
-counted.
+counted, save what oneDNN's weight gradients pack.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mindspeed_fx.cost.graph import Estimate, estimate
 from mindspeed_fx.cost.hardware import Hardware
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.partition.offload import dense
+from mindspeed_fx.passes.lowering import onednn
 from mindspeed_fx.passes.recompute.pointwise import prices
 from mindspeed_fx.passes.recompute.schedule import Schedule
 from mindspeed_fx.passes.recompute.tape import Tape, in_memory
@@ -83,7 +84,7 @@ class Step:
             returned=sorted(number[n] for n in output.all_input_nodes if n not in closure),
             gradients=sorted(number[n] for n in output.all_input_nodes),
             maker={i: number[n.args[0]] for i, n in enumerate(self.nodes) if n.target is operator.getitem and owners[n] is n and isinstance(n.args[0], fx.Node)},
-            workspace=[_workspace(n, target, fused, traced) if n.target in REGISTRY else 0 for n in self.nodes],
+            workspace=[_workspace(n, target, fused, traced) for n in self.nodes],
             keep=keep,
             takes=[t if a == math.inf else a for t, a in zip(self.takes, again)],
         )
@@ -120,6 +121,11 @@ def _size(node: fx.Node) -> int:
 
 def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) -> int:
     """Bytes that the kernel of ``node`` has alive at most beside its operands and results; 0 when it does not run on fake values."""
+    if node.target is torch.ops.aten.mm.default and target == "cpu":
+        a, b = (x.meta["val"] for x in node.args)
+        return in_memory(b) if onednn.packs(a, b) else 0
+    if node.target not in REGISTRY:
+        return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     lowering, _ = REGISTRY[node.target].choose(target, args, kwargs, codegen=fused)
     run = lowering.build if lowering else REGISTRY[node.target].reference
