@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mindspeed_fx  # noqa: F401  registers the operators
+from mindspeed_fx.cost.ring import ring_seconds
 from llama import Llama
-from mindspeed_fx.passes.sharding.named import QKV
+from mindspeed_fx.passes.sharding.named import QKV, named
 from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError
 from mindspeed_fx.passes.sharding.ring import Ring
 from mindspeed_fx.passes.sharding.simulate import simulate
@@ -20,16 +24,16 @@ CONTEXT = {"cp": "S(2)"}
 PLAN = Plan("ring", ("cp",), inputs={x: CONTEXT for x in "qkv"}, operators={"mindspeed.attention|aten.scaled_dot_product_attention": Boundary(arguments={a: CONTEXT for a in QKV}, output=CONTEXT)})
 
 
-def at(rank: int, ranks: int, causal: bool = True) -> Ring:
+def at(rank: int, ranks: int, causal: bool = True, window: int = 0) -> Ring:
     class At(Ring):
         def by_rank(self, value):
             return value(rank)
 
-    return At(None, 0, ranks, causal, 1.0, 0.0)
+    return At(None, 0, ranks, causal, 1.0, 0.0, window or ranks)
 
 
-@given(st.integers(1, 12), st.integers(1, 3))
-def test_every_score_once_and_as_many_on_every_rank(ranks, half):
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 12))
+def test_every_score_once_and_as_many_on_every_rank(ranks, half, window):
     """The blocks that Ring.blocks names, by the chunks that the docstring says a rank has."""
     chunks = [[*range(r * half, (r + 1) * half), *range((2 * ranks - 1 - r) * half, (2 * ranks - r) * half)] for r in range(ranks)]
     computed, work = torch.zeros(2 * ranks * half, 2 * ranks * half, dtype=torch.int), []
@@ -37,9 +41,9 @@ def test_every_score_once_and_as_many_on_every_rank(ranks, half):
         own = torch.tensor(chunks[r])
         computed[own.unsqueeze(1), own] += torch.ones(2 * half, 2 * half, dtype=torch.int).tril()
         work.append(half * (2 * half + 1))
-        for step in range(1, ranks):
-            there = torch.tensor(chunks[(r - step) % ranks])
-            for row, column in at(r, ranks).blocks(step, half):
+        for step in (mine := at(r, ranks, window=math.gcd(ranks, window))).steps():
+            there = torch.tensor(chunks[mine.owner(r, *step)])
+            for row, column in mine.blocks(*step, half):
                 computed[own[row : row + half].unsqueeze(1), there[column : column + half]] += 1
                 work[-1] += half * half
     assert torch.equal(computed, torch.ones_like(computed).tril())
@@ -92,13 +96,15 @@ def qkv(dtype=torch.float64, seq=8, keys=8):
     return torch.randn(2, 4, seq, 4, dtype=dtype), torch.randn(2, 2, keys, 4, dtype=dtype), torch.randn(2, 2, keys, 4, dtype=dtype)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_equals_one_device(causal, ranks):
+@pytest.mark.parametrize("causal,ranks,inner", [(True, 2, 0), (False, 2, 0), (True, 3, 0), (False, 3, 0), (True, 4, 2), (False, 4, 2), *(pytest.param(c, n, w, marks=pytest.mark.slow) for c in (True, False) for n, w in ((4, 1), (6, 2), (6, 3)))])
+def test_equals_one_device(causal, ranks, inner):
     model, inputs = Attend(torch.float64, is_causal=causal), qkv(seq=4 * ranks, keys=4 * ranks)
     expected = model(*inputs)
     expected.sum().backward()
-    result = simulate(model, {"cp": ranks}, PLAN, *inputs)
+    result = simulate(model, {"cp": ranks}, dataclasses.replace(PLAN, rings={"cp": inner} if inner else {}), *inputs)
+    rounds = ranks // inner if inner else 1
+    near, far = ranks * (inner != 1), rounds * (rounds > 1)
+    assert result.forward["all_to_all_single"] == ranks - 1 + 2 * causal and result.backward["all_to_all_single"] == ranks - 1 + near + far + 2 * causal
     torch.testing.assert_close(result.outputs[0], expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(result.gradients["weight"], model.weight.grad, rtol=1e-10, atol=1e-12)
 
@@ -121,6 +127,24 @@ def test_what_it_refuses(settings, inputs, says):
     with pytest.raises(ShardingError) as error:
         simulate(Attend(torch.float64, **settings), {"cp": 2}, PLAN, *inputs)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("length,ranks", [(32768, 16), (131072, 32)])
+def test_inner_rings_hide_the_links_between_machines(length, ranks):
+    """On machines of eight, where a step is shorter than a message between two of them."""
+    step, nbytes = 1e-4, 4 * length // ranks * 1024
+    times = {w: ring_seconds(step, nbytes, ranks, "ascend910b2", w) for w in (0, 1, 2, 4, 8, ranks)}
+    assert times[0] == times[ranks] and min(times, key=times.get) in (2, 4, 8) and times[8] < times[0]
+    assert ring_seconds(1.0, nbytes, ranks, "ascend910b2", 8) == ring_seconds(1.0, nbytes, ranks, "ascend910b2") == ranks, "compute hides everything"
+
+
+def test_words_for_inner_rings():
+    assert named("hybrid:2", Llama()).rings == {"cp_ring": 2} and named("zero2+ring:4", Llama()).rings == {"cp": 4}
+    for word, says in (("ring:0", "ring:N"), ("tp:2", "ring:N")):
+        with pytest.raises(ShardingError, match=says):
+            named(word, Llama())
+    with pytest.raises(ShardingError, match="an inner ring of 3 ranks does not divide the 4"):
+        simulate(Attend(torch.float64, is_causal=True), {"cp": 4}, dataclasses.replace(PLAN, rings={"cp": 3}), *qkv())
 
 
 def test_one_ring_goes_round_one_dimension():

@@ -7,6 +7,7 @@ that pack several tensors in one (``gate_up``, ``qkv``) stay whole: their parts 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Callable, Mapping
 
@@ -25,16 +26,22 @@ def named(name: str, model: nn.Module) -> Plan:
     """The plan ``name`` for ``model``, or several joined by "+", outermost mesh dimension first ("zero3+tp_sp").
 
     Mesh dimensions are "dp" for zero1, zero2 and zero3, "tp" for tp and tp_sp, "tp_x" and "tp_y" for tp_2d, "cp" for
-    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid, "ep" for ep and ep_alltoall.
+    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid, "ep" for ep and ep_alltoall. "ring:4" and "hybrid:4" are rings
+    of inner rings of four neighbours (:mod:`ring`).
 
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
     """
     plan: Plan | None = None
     for part in reversed(name.split("+")):
+        part, colon, number = part.partition(":")
+        if colon and (part not in ("ring", "hybrid") or not number.isdigit() or int(number) < 1):
+            raise ShardingError(f'"{part}:{number}" is no plan: ring:N and hybrid:N name the number of ranks of an inner ring')
         if part not in NAMED:
             raise ShardingError(f'no plan is named "{part}"{nearest(part, NAMED)}; valid: {", ".join(NAMED)}')
         new = NAMED[part](model, plan)
+        if colon:
+            new = dataclasses.replace(new, name=f"{part}:{number}", rings={new.mesh[0]: int(number)})
         plan = new if plan is None else new.beside(plan) if part.startswith("ep") else new + plan
     return plan
 

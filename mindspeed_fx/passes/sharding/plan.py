@@ -70,6 +70,8 @@ class Plan:
     """Mesh dimension -> when parameters divided over it are made whole: "never" (the part computes, as in tensor parallelism),
     or before use: "zero1" (gradients summed whole), "zero2" (gradients summed in parts), "zero3" (as zero2, and the
     whole is not kept for the backward but gathered again)."""
+    rings: Mapping[str, int] = field(default_factory=dict)
+    """Mesh dimension of a ring -> how many neighbours make an inner ring (MindSpeed's cp-window-size); without it there is one ring."""
     experts: Mapping[str, Any] = field(default_factory=dict)
     """How the tokens of mixtures come to experts that are divided: ``dispatch`` is "all_gather" (the default: every rank gets all tokens) or "all_to_all"
     (tokens travel, :mod:`dispatch`); ``capacity``, a number from 1 on, fixes how many may go to one rank: so many times the mean."""
@@ -80,6 +82,11 @@ class Plan:
             if stage not in GATHERS:
                 raise ShardingError(f'plan "{self.name}": gather of "{key}" is {stage!r}; valid: {", ".join(GATHERS)}{nearest(str(stage), GATHERS)}')
         self._experts()
+        for key, ranks in self.rings.items():
+            if key not in self.mesh:
+                raise ShardingError(f'plan "{self.name}", rings: no mesh dimension "{key}"{nearest(key, self.mesh)}; the plan has {", ".join(self.mesh)}')
+            if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+                raise ShardingError(f'plan "{self.name}", rings: "{key}" is {ranks!r}; a number of ranks from 1 on is expected')
         for where, placed in self._placed():
             for dim, word in placed.items():
                 if dim not in self.mesh:
@@ -123,7 +130,7 @@ class Plan:
         """As the sum, for a plan that was made for ``other`` and speaks of its dimensions too."""
         merged = {s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")}
         own = tuple(d for d in self.mesh if d not in other.mesh)
-        return Plan(f"{self.name}+{other.name}", own + other.mesh, gather={**self.gather, **other.gather}, experts={**self.experts, **other.experts}, **merged)
+        return Plan(f"{self.name}+{other.name}", own + other.mesh, gather={**self.gather, **other.gather}, rings={**self.rings, **other.rings}, experts={**self.experts, **other.experts}, **merged)
 
     # ---------------------------------------------------------------- words in, words out
 

@@ -19,7 +19,7 @@ from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding import dispatch, experts, rows, vocabulary
-from mindspeed_fx.passes.sharding.known import known_masks
+from mindspeed_fx.passes.sharding.known import ATTENTION, known_masks
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
 from mindspeed_fx.passes.sharding.traffic import Traffic
@@ -59,7 +59,7 @@ class Program(torch.nn.Module):
         object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
         given = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
         with fx.traceback.preserve_node_meta(), traffic.listening():
-            results = _Planned(self.graph, self.mesh, self.known, self.data, traffic, self.plan.experts.get("capacity")).run(*given)
+            results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic).run(*given)
         placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
         stages = {self.mesh.mesh_dim_names.index(name): stage for name, stage in self.plan.gather.items()}
         traffic.read(self.graph, {n: (v.name, self._at_rest(x, v), stages) for n, x, v in zip(placeholders, local, self.values) if v is not None and v.parameter})
@@ -92,9 +92,10 @@ class Program(torch.nn.Module):
 class _Planned(fx.Interpreter):
     """Runs a captured graph on DTensors; names the user's module and line where an operator cannot be divided."""
 
-    def __init__(self, graph: fx.GraphModule, mesh: DeviceMesh, known: dict[fx.Node, torch.Tensor], data: list[int], traffic: Traffic, capacity: float | None = None):
+    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, known: dict[fx.Node, torch.Tensor], data: list[int], traffic: Traffic):
         super().__init__(graph, garbage_collect_values=False)
-        self.extra_traceback, self.mesh, self.known, self.data, self.traffic, self.capacity = False, mesh, known, data, traffic, capacity
+        self.extra_traceback, self.plan, self.mesh, self.known, self.data, self.traffic = False, plan, mesh, known, data, traffic
+        self.inner = {mesh.mesh_dim_names.index(name): ranks for name, ranks in plan.rings.items()}
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = self.traffic.node = n
@@ -119,15 +120,17 @@ class _Planned(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if compat_tracing.is_checkpoint(target):
-            return compat_sharding.checkpointed(lambda body: _Planned(body, self.mesh, self.known, self.data, self.traffic, self.capacity), args, kwargs)
+            return compat_sharding.checkpointed(lambda body: _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic), args, kwargs)
         if target is dispatch.unpermuted:
             return dispatch.unpermuted(*args)
         if target is torch.ops.mindspeed.grouped_matmul.default and dispatch.travels(args[0]):
-            return dispatch.grouped_matmul(*args[:2], self.capacity)
+            return dispatch.grouped_matmul(*args[:2], self.plan.experts.get("capacity"))
         if target is torch.ops.mindspeed.grouped_matmul.default:
             return experts.grouped_matmul(*args, **kwargs, data=self.data)
         if self.node in self.known:
             kwargs = {**kwargs, "known": self.known[self.node]}
+        if self.inner and target in ATTENTION:
+            kwargs = {**kwargs, "inner": self.inner}
         return experts.with_own_rows(self._called, target, args, kwargs)
 
     def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:

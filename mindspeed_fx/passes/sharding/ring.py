@@ -8,6 +8,10 @@ With a mask or a window there is no ring: :mod:`blocks` says which rank computes
 
 The next keys and values are sent before this step's attention, and waited for after it. The backward sends them round again,
 and the gradients of keys and values with them, a step behind; what it needs besides is the log-sum-exp over all keys.
+
+With a window of w ranks there are two rings (Gu et al. 2024, "LoongTrain": double-ring attention; MindSpeed's cp-window-size): keys and values go round w
+neighbours, an inner ring, and while they do, those that the round began with are on their way to the next window, so that a message between machines
+has w steps of attention to hide behind instead of one. Gradients go round the inner ring, and their sums from window to window, a round behind.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def over(q: DTensor, k: DTensor, v: DTensor) -> int | None:
 
 
 def attention(
-    q: DTensor, k: DTensor, v: DTensor, dim: int, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None, known: Tensor | None = None
+    q: DTensor, k: DTensor, v: DTensor, dim: int, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None, known: Tensor | None = None, inner: int = 0
 ) -> DTensor:
     """The result of ``mindspeed::attention``, the sequences of all three divided over mesh dimension ``dim``.
 
@@ -53,9 +57,10 @@ def attention(
 
     Args:
         known: the mask's values where they are known while compiling: broadcast to [queries, keys], True where any head attends.
+        inner: ranks of an inner ring; 0: there is one ring. No matter where there is none.
 
     Raises:
-        ShardingError: queries and keys of different lengths, or causal without a mask and a rank's part of odd length.
+        ShardingError: queries and keys of different lengths, causal without a mask and a rank's part of odd length, or windows that do not divide the ranks.
     """
     size = q.shape[2]
     if k.shape[2] != size:
@@ -67,7 +72,9 @@ def attention(
     if mask is None and not window:
         if causal and size % (2 * ranks):
             raise ShardingError(f"causal ring attention cuts the sequence into two chunks per rank; {size} elements do not divide into {2 * ranks}")
-        made = Ring(q.device_mesh, dim, ranks, causal, scale, softcap)
+        if inner and ranks % inner:
+            raise ShardingError(f'an inner ring of {inner} ranks does not divide the {ranks} of mesh dimension "{q.device_mesh.mesh_dim_names[dim]}"; valid: {", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}')
+        made = Ring(q.device_mesh, dim, ranks, causal, scale, softcap, inner or ranks)
         made.announced(q, k, v)
         out = _Ring.apply(q.to_local(), *local, made)
     else:
@@ -115,15 +122,31 @@ class Ring:
     causal: bool
     scale: float
     softcap: float
+    window: int
+    """Ranks of an inner ring; all of them where there is one ring."""
+
+    @property
+    def rounds(self) -> int:
+        """How often the inner rings are gone round, each time with the keys of another window."""
+        return self.ranks // self.window
+
+    def steps(self) -> list[tuple[int, int]]:
+        """(round, step) in order, but for the first: those with another rank's keys."""
+        return [(o, i) for o in range(self.rounds) for i in range(self.window)][1:]
+
+    def owner(self, r: int, round_: int, step: int) -> int:
+        """Whose keys rank ``r`` has then."""
+        w = self.window
+        return (r // w - round_) % self.rounds * w + (r - step) % w
 
     def announced(self, q: DTensor, k: DTensor, v: DTensor) -> None:
-        """Says what a ring sends (:mod:`traffic`): keys and values n - 1 times, in the backward again and their gradients n times, in the type that
+        """Says what a ring sends (:mod:`traffic`): keys and values n - 1 times, in the backward again and their gradients once round every ring, in the type that
         sums are made in; if causal also the exchange of chunks before and after."""
         numel, wide = compat_sharding.local_numel, accumulation_dtype(q.dtype).itemsize
         keys, gradients, out = (numel(k) + numel(v)) * k.dtype.itemsize, (numel(k) + numel(v)) * wide, numel(q) // q.shape[3] * v.shape[3] * q.dtype.itemsize
-        everything = numel(q) * q.dtype.itemsize + keys
+        everything, hops = numel(q) * q.dtype.itemsize + keys, self.ranks * (self.window > 1) + self.rounds * (self.rounds > 1)
         for backward in (False, True):
-            for nbytes, times in ((keys, self.ranks - 1), (gradients, self.ranks * backward * (self.ranks > 1)), (everything, int(self.causal)), (out, int(self.causal))):
+            for nbytes, times in ((keys, self.ranks - 1), (gradients, hops * backward), (everything, int(self.causal)), (out, int(self.causal))):
                 for _ in range(times):
                     sends_inside("all_to_all", self.dim, nbytes, backward, "ring attention")
 
@@ -136,11 +159,12 @@ class Ring:
         n = range(self.ranks)
         return compat_sharding.all_to_all(x, [self.by_rank(lambda r, j=j: receives(r, j)) for j in n], [self.by_rank(lambda r, j=j: sends(r, j)) for j in n], self.mesh, self.dim)
 
-    def passed_on(self, *tensors: Tensor) -> "_Sent":
-        """Each tensor to the next rank, in one message."""
+    def passed_on(self, *tensors: Tensor, far: bool = False) -> "_Sent":
+        """Each tensor to the next rank of the inner ring, or, ``far``, to the one at the same place of the next window; in one message."""
         flat = torch.cat([t.reshape(-1) for t in tensors])
-        size, n = flat.shape[0], self.ranks
-        return _Sent(self.exchange(flat, lambda r, j: size * (j == (r + 1) % n), lambda r, j: size * (j == (r - 1) % n)), [t.shape for t in tensors])
+        size, n, w = flat.shape[0], self.ranks, self.window
+        to = (lambda r, by: (r + by * w) % n) if far else (lambda r, by: r // w * w + (r + by) % w)
+        return _Sent(self.exchange(flat, lambda r, j: size * (j == to(r, 1)), lambda r, j: size * (j == to(r, -1))), [t.shape for t in tensors])
 
     def balanced(self, *tensors: Tensor) -> list[Tensor]:
         """Of each [batch, heads, sequence / ranks, ...], chunks 2r and 2r+1 become chunks r and 2n-1-r; one message."""
@@ -168,10 +192,10 @@ class Ring:
         second = self.by_rank(lambda r: int(self._owner(2 * r) <= self._owner(2 * r + 1)))
         return torch.cat([chunks.narrow(0, first, 1), chunks.narrow(0, second, 1)])
 
-    def blocks(self, step: int, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Two pairs (first query, first key) of what a rank computes with the keys of the rank ``step`` places back: its second
+    def blocks(self, round_: int, step: int, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Two pairs (first query, first key) of what a rank computes with the keys that it has then: its second
         chunk sees their first, and then, if they come from before, its first chunk sees their first, else its second their second."""
-        other = self.by_rank(lambda r: 0 if r >= step else half)
+        other = self.by_rank(lambda r: 0 if self.owner(r, round_, step) < r else half)
         return (half, 0), (other, other)
 
 
@@ -212,17 +236,15 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
         q, k, v = ring.balanced(q, k, v)
-        keys, half = (k, v), q.shape[2] // 2
-        sent = ring.passed_on(k, v) if ring.ranks > 1 else None
+        keys, half, travel = (k, v), q.shape[2] // 2, _Keys(ring, k, v)
         out, lse = ops.attention(q, k, v, None, ring.causal, ring.scale, 0, ring.softcap)
         out = out.to(accumulation_dtype(q.dtype))
-        for step in range(1, ring.ranks):
-            k, v = sent.received()
-            sent = ring.passed_on(k, v) if step < ring.ranks - 1 else None
+        for at in ring.steps():
+            k, v = travel.on(*at)
             if not ring.causal:
                 out, lse = ops.ring_attention_update(out, lse, *ops.attention(q, k, v, None, False, ring.scale, 0, ring.softcap))
                 continue
-            rows, columns = zip(*ring.blocks(step, half))
+            rows, columns = zip(*ring.blocks(*at, half))
             blocks = ops.attention(_taken(q, rows, half), _taken(k, columns, half), _taken(v, columns, half), None, False, ring.scale, 0, ring.softcap)
             for start, block, block_lse in zip(rows, *(x.chunk(2) for x in blocks)):
                 new, new_lse = ops.ring_attention_update(out.narrow(2, start, half), lse.narrow(2, start, half), block, block_lse)
@@ -238,23 +260,79 @@ class _Ring(torch.autograd.Function):
         ring, (q, k, v, out, lse, sinks) = ctx.ring, ctx.saved_tensors
         dtypes, wide, half = (k.dtype, v.dtype), accumulation_dtype(q.dtype), q.shape[2] // 2
         (grad,) = ring.balanced(grad)
-        sent = ring.passed_on(k, v) if ring.ranks > 1 else None
+        travel, home = _Keys(ring, k, v), _Gradients(ring)
         dq, *gradients = (g.to(wide) for g in ops.attention_backward(grad, q, k, v, out, lse, None, ring.causal, ring.scale, 0, ring.softcap))
-        for step in range(1, ring.ranks):
-            behind = ring.passed_on(*gradients)  # arrives, as the keys that it belongs to did, while this step is computed
-            k, v = sent.received()
-            sent = ring.passed_on(k, v) if step < ring.ranks - 1 else None
+        for at in ring.steps():
+            behind = home.sent(gradients, *at)  # arrive, as the keys that they belong to did, while this step is computed
+            k, v = travel.on(*at)
             if ring.causal:
-                rows, columns = zip(*ring.blocks(step, half))
+                rows, columns = zip(*ring.blocks(*at, half))
                 given = [_taken(x, starts, half) for x, starts in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))]
                 blocks = ops.attention_backward(*given, None, False, ring.scale, 0, ring.softcap)
-                dq, *gradients = (_added(x, starts, b, half) for x, starts, b in zip((dq, *behind.received()), (rows, columns, columns), blocks))
+                before = behind() or [torch.zeros_like(g) for g in gradients]
+                dq, *gradients = (_added(x, starts, b, half) for x, starts, b in zip((dq, *before), (rows, columns, columns), blocks))
             else:
                 blocks = ops.attention_backward(grad, q, k, v, out, lse, None, False, ring.scale, 0, ring.softcap)
-                dq, *gradients = (x + b for x, b in zip((dq, *behind.received()), blocks))
-        dk, dv = ring.passed_on(*gradients).received() if ring.ranks > 1 else gradients
+                dq, *gradients = (b.to(wide) if x is None else x + b for x, b in zip((dq, *(behind() or [None, None])), blocks))
+        dk, dv = home.arrived(gradients)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), dsinks, None
+
+
+class _Keys:
+    """Keys and values on their way: those of the next step, and those of the next round."""
+
+    def __init__(self, ring: Ring, *keys: Tensor):
+        self.ring = ring
+        self._begin(0, keys)
+
+    def _begin(self, round_: int, keys: Sequence[Tensor]) -> None:
+        self.far = self.ring.passed_on(*keys, far=True) if round_ < self.ring.rounds - 1 else None
+        self.near = self.ring.passed_on(*keys) if self.ring.window > 1 else None
+
+    def on(self, round_: int, step: int) -> Sequence[Tensor]:
+        """Those of this step, after those that come next are on their way."""
+        if not step:
+            keys = self.far.received()
+            self._begin(round_, keys)
+            return keys
+        keys = self.near.received()
+        self.near = self.ring.passed_on(*keys) if step < self.ring.window - 1 else None
+        return keys
+
+
+class _Gradients:
+    """Gradients of keys and values behind them: round the inner ring, and their sums from window to window."""
+
+    def __init__(self, ring: Ring):
+        self.ring = ring
+        self.far: _Sent | None = None
+
+    def sent(self, gradients: Sequence[Tensor], round_: int, step: int) -> Callable[[], list[Tensor] | None]:
+        """Sends those of the step before; what it returns gives the ones that this step adds to, or None where a round begins."""
+        near = self.ring.passed_on(*gradients) if self.ring.window > 1 else None
+        if step:
+            return near.received
+
+        def settled() -> None:
+            self._settle(gradients if near is None else near.received())
+
+        return settled
+
+    def _settle(self, gradients: Sequence[Tensor]) -> None:
+        """A round's gradients are where its keys began it: they join the sum of the rounds before, which goes on."""
+        if self.far is not None:
+            gradients = [g + before for g, before in zip(gradients, self.far.received())]
+        self.far = self.ring.passed_on(*gradients, far=True)
+
+    def arrived(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of this rank's own keys, from all ranks."""
+        if self.ring.window > 1:
+            gradients = self.ring.passed_on(*gradients).received()
+        if self.ring.rounds > 1:
+            self._settle(gradients)
+            gradients = self.far.received()
+        return gradients
 
 
 def _added(x: Tensor, starts: Sequence[int], blocks: Tensor, half: int) -> Tensor:

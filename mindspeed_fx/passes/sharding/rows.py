@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -103,23 +103,24 @@ def dropout(x: DTensor, p: float, train: bool) -> DTensor:
 
 
 def attention(
-    q: DTensor, k: DTensor, v: DTensor, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None, known: torch.Tensor | None = None
+    q: DTensor, k: DTensor, v: DTensor, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None, known: torch.Tensor | None = None, inner: Mapping[int, int] | None = None
 ) -> Any:
     """``mindspeed::attention``. Where the sequences of all three are divided, keys and values go round; where only the queries
     are, causal means a mask of this rank's rows.
 
     Args:
         known: see :func:`ring.attention`.
+        inner: mesh dimension -> ranks of an inner ring.
     """
     if (dim := ring.over(q, k, v)) is not None:
-        return ring.attention(q, k, v, dim, mask, causal, scale, window, softcap, sinks, known), None  # no pass reads the log-sum-exp, which would have to be sent back too
+        return ring.attention(q, k, v, dim, mask, causal, scale, window, softcap, sinks, known, (inner or {}).get(dim, 0)), None  # no pass reads the log-sum-exp, which would have to be sent back too
     if causal and _queries_divided(q, k):
         mask, causal, window = _rows_of_causal(q, k, mask, window), False, 0
     return torch.ops.mindspeed.attention(q, k, v, mask, causal, scale, window, softcap, sinks)
 
 
 def varlen_attention(
-    q: DTensor, k: DTensor, v: DTensor, documents: DTensor, ends: DTensor | None, causal: bool, scale: float, window: int = 0, known: torch.Tensor | None = None
+    q: DTensor, k: DTensor, v: DTensor, documents: DTensor, ends: DTensor | None, causal: bool, scale: float, window: int = 0, known: torch.Tensor | None = None, inner: Mapping[int, int] | None = None
 ) -> Any:
     """``mindspeed::varlen_attention``; where the sequence is divided, attention with a mask of the documents."""
     if not any(p == Shard(2) for p in q.placements):
@@ -128,14 +129,14 @@ def varlen_attention(
     return attention(q, k, v, (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1), causal, scale, window, known=known)
 
 
-def scaled_dot_product_attention(q: DTensor, k: DTensor, v: DTensor, attn_mask: DTensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, known: torch.Tensor | None = None) -> DTensor:
+def scaled_dot_product_attention(q: DTensor, k: DTensor, v: DTensor, attn_mask: DTensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, known: torch.Tensor | None = None, inner: Mapping[int, int] | None = None) -> DTensor:
     """``aten.scaled_dot_product_attention``, which DTensor would take apart; dropout stays with DTensor."""
     if dropout_p:
         return aten.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     lead = q.ndim - 4
     if lead < 0:
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    out = attention(q, k, v, attn_mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, known=known)[0]
+    out = attention(q, k, v, attn_mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, known=known, inner=inner)[0]
     return out.squeeze(0) if lead < 0 else out
 
 
