@@ -4,7 +4,7 @@
 
 Modelled, on traces of overlap_traces.py; nothing here has run on a device. "/bound" divides by max(compute, each link,
 critical path); "/heads" by the higher bound that also knows how early each task can start and what must come after it
-(TaskGraph.machine_bound): no order is shorter than either. A collective is hideable when the graph has at least its own time of independent compute, hidden when at most 1 %
+(TaskGraph.highest_bound): no order is shorter than either. A collective is hideable when the graph has at least its own time of independent compute, hidden when at most 1 %
 of its time is exposed. Peak memory is of activations, gathered parameters and gradients, not of parameters.
 """
 
@@ -42,7 +42,7 @@ def row(name: str, t: Timeline, candidates: list[int], seconds: float | None = N
     kept = sum(hidden(t, i) for i in candidates)
     took = f"{seconds:.2f}" if seconds is not None else "-"
     share = f"{kept}/{len(candidates)}" + (f" {100 * kept / len(candidates):.1f}%" if candidates else "")
-    return f"  {name:<14}{t.seconds * 1e3:>10.2f}{t.seconds / graph.bound():>9.4f}{t.seconds / graph.machine_bound():>9.4f}{t.exposed_seconds * 1e3:>11.2f}{share:>18}{t.peak / 2**30:>9.2f}{took:>8}"
+    return f"  {name:<14}{t.seconds * 1e3:>10.2f}{t.seconds / graph.bound():>9.4f}{t.seconds / graph.highest_bound:>9.4f}{t.exposed_seconds * 1e3:>11.2f}{share:>18}{t.peak / 2**30:>9.2f}{took:>8}"
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 import torch.fx as fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 # --------------------------------------------------------------------------- fake values
@@ -71,7 +72,7 @@ def example_value_of(node: fx.Node) -> Any:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """An independent copy of the graph and of its nested graphs; tensors are shared."""
+    """An independent copy of the graph and of its nested graphs; tensors are shared. Its code is written when it is called."""
     memo: dict = {}
     root = torch.nn.Module()
     for node in gm.graph.nodes:
@@ -82,7 +83,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, memo)
     graph.output(output)
-    return fx.GraphModule(root, graph)
+    return _LazyGraphModule(root, graph)
 
 
 def layout_key(value: Any) -> tuple:

@@ -26,7 +26,7 @@ from mindspeed_fx.cost.cache import Cache
 from mindspeed_fx.cost.collectives import collective
 from mindspeed_fx.cost.hardware import Hardware, hardware as device
 from mindspeed_fx.cost.naming import naming
-from mindspeed_fx.cost.operators import Cost
+from mindspeed_fx.cost.operators import Cost, Spec
 from mindspeed_fx.cost.read import Call, Calls, read
 from mindspeed_fx.cost.regions import grouped
 
@@ -72,8 +72,18 @@ class Estimate:
     @functools.cached_property
     def nodes(self) -> list[NodeCost]:
         groups = grouped(self.calls) if self.fused else [([c], None) for c in self.calls.calls]
-        cache = Cache(self.hardware)
-        return [self._node(members, cost, cache.touch(members, self.value)) for members, cost in groups]
+        cache, known = Cache(self.hardware), {}
+        made = []
+        for members, cost in groups:
+            cached = cache.touch(members, self.value)
+            key = (cached, _alike(members[0])) if cost is None and len(members) == 1 else None  # layers repeat
+            if key is None or key not in known:
+                made.append(self._node(members, cost, cached))
+            else:
+                made.append(dataclasses.replace(known[key], name=members[0].name, module=members[0].module))
+            if key is not None:
+                known.setdefault(key, made[-1])
+        return made
 
     def _node(self, members: list[Call], cost: Cost | None, cached: int) -> NodeCost:
         last = members[-1]
@@ -212,6 +222,20 @@ class Estimate:
         total = self.summary()
         head = f"modelled on {self.hardware.name}: {total['flops'] / 1e9:.3f} GFLOP, {total['bytes'] / 1e6:.2f} MB, {total['seconds'] * 1e6:.1f} us, {total['kernels']} kernels"
         return "\n".join([head, f"{'operator':<44} {'calls':>5} {'GFLOP':>12} {'MB':>12} {'us':>12}  bound", *rows, *(f"note: {n}" for n in self.notes)])
+
+
+def _alike(call: Call) -> Any:
+    """Equal for calls that cost the same: the operator, its numbers, layouts of its tensors, and which of these are one."""
+    seen: dict[int, int] = {}
+
+    def key(value: Any) -> Any:
+        if isinstance(value, Spec):
+            return seen.setdefault(id(value), len(seen)), value.shape, value.dtype, value.expanded
+        if isinstance(value, (list, tuple)):
+            return tuple(map(key, value))
+        return value if isinstance(value, (int, float, str, type(None))) else str(value)
+
+    return call.operator, call.overload, tuple(call.ranks) if isinstance(call.ranks, list) else call.ranks, key(call.out), key(call.args), tuple((k, key(v)) for k, v in call.kwargs.items())
 
 
 def estimate(gm: fx.GraphModule, hardware: "str | Hardware", fused: bool = False) -> Estimate:

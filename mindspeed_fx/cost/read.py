@@ -6,6 +6,7 @@ Calls hold no tensors and no nodes, so they outlive the graph and are evaluated 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from dataclasses import dataclass, field
 from typing import Any, Callable
@@ -143,11 +144,18 @@ class _Reader:
         return self._size(value) if isinstance(value, torch.SymInt) else None if isinstance(value, (fx.GraphModule, torch.nn.Module)) else value
 
     def _arguments(self, node: fx.Node) -> tuple[tuple, dict]:
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.get)
-        if isinstance(node.target, torch._ops.OpOverload):
-            left = node.target._schema.arguments[len(args) :]
-            args = tuple(args) + tuple(a.default_value for a in left if not a.kwarg_only and a.name not in kwargs and a.has_default_value()) if not kwargs else tuple(args)
+        args = tuple(self._given(a) for a in node.args)
+        kwargs = {k: self._given(a) for k, a in node.kwargs.items()} if node.kwargs else {}
+        if not kwargs and isinstance(node.target, torch._ops.OpOverload):
+            args += _defaults(node.target, len(args))
         return args, kwargs
+
+    def _given(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self.values.get(value)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._given, value)) if isinstance(value, tuple) else [self._given(v) for v in value]
+        return fx.map_arg(value, self.values.get) if isinstance(value, (dict, slice)) else value
 
     def _call(self, node: fx.Node) -> None:
         value, target = node.meta["val"], node.target
@@ -155,19 +163,18 @@ class _Reader:
             whole = self.values.get(node.args[0])
             self.values[node] = whole[node.args[1]] if isinstance(whole, tuple) and isinstance(node.args[1], int) else self._specs(value, node.name)
             return
-        if not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value)):
+        if not isinstance(value, torch.Tensor) and not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value)):
             self.values[node] = self._specs(value, node.name)
             return
-        space, _, name = str(getattr(target, "overloadpacket", getattr(target, "__name__", target))).rpartition(".")
-        name = name.removesuffix("_") if name.removesuffix("_") and not name.startswith("__") else name
+        space, name, kind = _named(target)
         if self._is_view(node, name):
-            base = next((s for s in tensors(*fx.map_arg(node.args, self.values.get))), None)
+            base = next((s for s in tensors(*map(self._given, node.args))), None)
             made = self._specs(value, node.name)
-            self.values[node] = pytree.tree_map(lambda s: dataclasses.replace(s, key=base.key) if isinstance(s, Spec) and base else s, made)
+            same = lambda s: Spec(s.shape, s.dtype, s.itemsize, s.expanded, base.key) if isinstance(s, Spec) and base else s
+            self.values[node] = same(made) if isinstance(made, Spec) else pytree.tree_map(same, made)
             return
         out = self.values[node] = self._specs(value, node.name)
         args, kwargs = self._arguments(node)
-        kind = "operator" if space == "mindspeed" else "collective" if space in ("_c10d_functional", "_dtensor") else aten.kind(name, target)
         call = Call(self.prefix + node.name, f"{space}.{name}" if space else name, kind, out, args, kwargs, target, _module(node))
         if kind == "collective":
             if name == "wait_tensor":
@@ -179,16 +186,9 @@ class _Reader:
         self.found.calls.append(call)
 
     def _is_view(self, node: fx.Node, name: str) -> bool:
-        target = node.target
-        if name in aten.UNFILLED or name == "_unsafe_view":
-            return True
-        if not isinstance(target, torch._ops.OpOverload) or not target._schema.returns:
-            return False
-        alias = target._schema.returns[0].alias_info
-        if alias is None or alias.is_write:
-            return False
-        if name not in aten.COPIES:
-            return True
+        always = _views(node.target, name)
+        if always is not None:
+            return always
         base, made = node.args[0].meta.get("val"), node.meta["val"]
         return all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (base, made)) and compat.storage_of(base) == compat.storage_of(made)
 
@@ -209,12 +209,43 @@ class _Reader:
             self.found.notes.append(f"{node.name} ({node.target}): only the first of its {len(inner)} graphs is counted")
 
 
+@functools.lru_cache(4096)
+def _named(target: Any) -> tuple[str, str, str]:
+    """Namespace, name without overload, and kind of what a node calls."""
+    space, _, name = str(getattr(target, "overloadpacket", getattr(target, "__name__", target))).rpartition(".")
+    name = name.removesuffix("_") if name.removesuffix("_") and not name.startswith("__") else name
+    return space, name, "operator" if space == "mindspeed" else "collective" if space in ("_c10d_functional", "_dtensor") else aten.kind(name, target)
+
+
+@functools.lru_cache(4096)
+def _views(target: Any, name: str) -> bool | None:
+    """Whether the result is a view of the first argument; None where that depends on the call."""
+    if name in aten.UNFILLED or name == "_unsafe_view":
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.returns:
+        return False
+    alias = target._schema.returns[0].alias_info
+    if alias is None or alias.is_write:
+        return False
+    return None if name in aten.COPIES else True
+
+
+@functools.lru_cache(4096)
+def _defaults(target: torch._ops.OpOverload, given: int) -> tuple:
+    """Values of the positional arguments after the first ``given``."""
+    return tuple(a.default_value for a in target._schema.arguments[given:] if not a.kwarg_only and a.has_default_value())
+
+
+@functools.lru_cache(4096)
+def _changes(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable or isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def _live(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose results somebody uses, or that change something; what a pass has replaced may still stand in the graph."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        changes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable or isinstance(node.target, torch._ops.HigherOrderOperator)
-        if node.op == "output" or changes or any(user in live for user in node.users):
+        if node.op == "output" or (node.op == "call_function" and _changes(node.target)) or not live.isdisjoint(node.users):
             live.add(node)
     return live
 

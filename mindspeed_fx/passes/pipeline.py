@@ -7,6 +7,7 @@ value and that the graph's outputs kept shape, dtype and strides, keep the text 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import time
 from typing import Any, Callable
@@ -19,6 +20,7 @@ from mindspeed_fx.capture.normalize import bodies
 from mindspeed_fx.options import OptionError, Options, nearest
 from mindspeed_fx.passes.base import STAGES, Context, Pass, PassError, registered
 from mindspeed_fx.passes.check import check_pass
+from mindspeed_fx.passes.deferred import recompiled_once
 from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun, Skip
 
 
@@ -47,9 +49,10 @@ class Pipeline:
             readable: makes the text that dumps keep; None when no text is wanted.
         """
         context = Context(self.options, side)
-        for p in self.passes:
-            if p.stage == stage and not compat.bisector_disables(p.name):
-                record.runs.append(self._run_one(p, side, gm, context, readable))
+        with recompiled_once(gm) if self.options.check != "each" else contextlib.nullcontext():  # a check runs the graph after every pass
+            for p in self.passes:
+                if p.stage == stage and not compat.bisector_disables(p.name):
+                    record.runs.append(self._run_one(p, side, gm, context, readable))
 
     def _run_one(self, p: Pass, side: str, gm: fx.GraphModule, context: Context, readable: Any) -> PassRun:
         before_text = readable(gm) if readable else None

@@ -6,6 +6,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from mindspeed_fx.cost import graph
 from mindspeed_fx.cost.collectives import collective_seconds
 from mindspeed_fx.cost.graph import estimate
 from mindspeed_fx.cost.hardware import hardware
@@ -278,6 +279,23 @@ def test_a_large_cache_serves_what_the_last_kernel_left():
     large, again = memory_seconds(256)
     assert large == again == pytest.approx(2 * 2**28 / hw.memory_rate), "256 MiB do not fit"
     assert hw.cache_rate > 2 * hw.memory_rate and hardware("h100").cache_bandwidth is None
+
+
+@pytest.mark.parametrize("device", ["ascend910b2", "h100"])
+def test_equal_calls_are_priced_once(device, monkeypatch):
+    """Layers repeat; what they cost does not depend on whether that was noticed, nor does one tensor read twice count twice."""
+
+    def layers(x, w):
+        for _ in range(3):
+            x = torch.softmax(x * x + x, -1) @ w + (x * w)
+        return x, x.sum(0), x.sum(1)
+
+    gm = traced(layers, torch.empty(64, 64), torch.empty(64, 64))
+    calls = []
+    monkeypatch.setattr(graph.Estimate, "_node", lambda self, *args, own=graph.Estimate._node: calls.append(args) or own(self, *args))
+    noticed, few = estimate(gm, device).nodes, len(calls)
+    monkeypatch.setattr(graph, "_alike", lambda call: object())
+    assert noticed == estimate(gm, device).nodes and few < len(noticed) == len(calls) - few
 
 
 def test_the_cache_forgets_what_was_used_longest_ago():

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from mindspeed_fx.passes.overlap import bounds
 from mindspeed_fx.passes.overlap.beam import beam
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.memory import Anchor
-from mindspeed_fx.passes.overlap.reasons import hideable, independent_seconds
+from mindspeed_fx.passes.overlap.reasons import hideable, independent_seconds, share_hidden
 from mindspeed_fx.passes.overlap.simulate import memory_curve, simulate
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, Buffer, Task, TaskGraph
 from overlap.random_tasks import random_tasks
@@ -27,7 +28,7 @@ def test_valid_no_slower_and_within_memory(seed, size, allowance):
     as_given = simulate(graph)
     t = schedule(graph, allowance=allowance, work=4 * size)
     graph.check_order(t.order)
-    assert graph.bound() - 1e-9 <= graph.machine_bound() <= t.seconds + 1e-9 and t.seconds <= as_given.seconds + 1e-9
+    assert graph.bound() - 1e-9 <= graph.highest_bound <= t.seconds + 1e-9 and t.seconds <= as_given.seconds + 1e-9
     if allowance is not None:
         assert t.peak <= as_given.peak + allowance
 
@@ -37,7 +38,29 @@ def test_a_chain_of_transfers_bounds_what_it_cannot_hide():
     graph = TaskGraph([
         Task("gather", 2, "wire", ()), Task("dx0", 1, COMPUTE, (0,)), Task("dx1", 1, COMPUTE, (0,)), Task("scatter", 2, "wire", (1, 2)), Task("dw", 1.5, COMPUTE, (0,)),
     ])  # fmt: skip
-    assert graph.bound() == 5 and graph.chain_bound() == 6 == graph.machine_bound() == schedule(graph).seconds
+    assert graph.bound() == 5 and bounds.chain(graph) == 6 == graph.highest_bound == schedule(graph).seconds
+
+
+def test_segments_between_points_that_no_transfer_passes():
+    """Two chunks between attentions: of four seconds on the wire, the first has no product under it for one, the last neither."""
+    tasks = []
+
+    def add(name, seconds, resource, *needs):
+        tasks.append(Task(name, seconds, resource, needs))
+        return len(tasks) - 1
+
+    last = ()
+    for layer in range(2):
+        attention = add(f"attention{layer}", 5, COMPUTE, *last)
+        products = [add(f"out{layer}{c}", 1, COMPUTE, attention) for c in range(2)]
+        last = tuple(add(f"in{layer}{c}", 1, COMPUTE, add(f"scatter{layer}{c}", 2, "wire", p)) for c, p in enumerate(products))
+    graph = TaskGraph(tasks)
+    best = schedule(graph, allowance=None)
+    assert graph.bound() == 18 and bounds.segments(graph) == best.seconds == graph.highest_bound == 22
+    as_given, products_first = simulate(graph), simulate(graph, [0, 1, 3, 2, 4, 5, 6, 7, 8, 10, 9, 11, 12, 13])
+    hidden = [share_hidden(t) for t in (as_given, products_first, best)]
+    assert [t.seconds for t in (as_given, products_first, best)] == [26, 24, 22] and hidden == [0.0, 0.5, 1.0]
+    assert share_hidden(simulate(TaskGraph([Task("alone", 1.0)]))) is None
 
 
 @settings(max_examples=40, deadline=None)

@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.deferred import recompile
 from mindspeed_fx.passes.fusion.match import argument
 from mindspeed_fx.passes.overlap.chunk import CHUNK
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, kind
@@ -67,7 +68,7 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
             new = _coalesce(gm, nodes)
             report.rewrites.append(site(f"{kind(new)} of {len(nodes)}, {sum(c.bytes for c in bucket) / 2**20:.2f} MiB", nodes[0], nodes))
         report.rewrites += [site(f"one step of {len(step.args[0])} parameters", step, [step]) for step in joined(gm)]
-        gm.recompile()
+        recompile(gm)
     for c in candidates:
         if c.task not in inside:
             alone = "no other collective of its kind, group and type is independent of it" if not _partners(c, candidates) else "the model finds no shorter step with it in a bucket"

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from mindspeed_fx.passes.fusion.match import argument, insert, value
 from mindspeed_fx.passes.overlap.collectives import is_start
-from mindspeed_fx.passes.overlap.cuts import Put, Sum, chunk_shape, dense, is_packed, is_view, take, together
+from mindspeed_fx.passes.overlap.cuts import Parts, Put, Sum, chunk_shape, chunk_size, dense, is_packed, is_view, shares, take, together
 from mindspeed_fx.passes.overlap.region import Region
 from mindspeed_fx.passes.overlap.rows import VIEWS
 
@@ -19,14 +19,14 @@ CHUNK = "mindspeed_fx_chunk"
 """Key in ``node.meta`` of collectives that move one chunk; they are no material for buckets."""
 
 
-def chunked(gm: fx.GraphModule, region: Region, parts: int, put: Put | None = None) -> None:
-    """Compute ``region`` in ``parts`` chunks, in place. Each chunk's node stands where the whole's stood; who reads the whole from
+def chunked(gm: fx.GraphModule, region: Region, parts: Parts, put: Put | None = None) -> None:
+    """Compute ``region`` in chunks, in place. Each chunk's node stands where the whole's stood; who reads the whole from
     outside the region gets it put together."""
     order = sorted(region.cuts)
     work = _Chunks(put or functools.partial(insert, gm), region, parts)
     for node in order:
         work.made[node] = []
-        for i in range(parts):
+        for i in range(len(shares(parts))):
             work.made[node].append(work.chunk(node, i))
         if not isinstance(region.cuts[node], tuple) and any(u not in region.cuts or region.needs[u].get(node) is None for u in node.users):
             work.whole(node)
@@ -38,7 +38,7 @@ def chunked(gm: fx.GraphModule, region: Region, parts: int, put: Put | None = No
 
 
 class _Chunks:
-    def __init__(self, put: Put, region: Region, parts: int):
+    def __init__(self, put: Put, region: Region, parts: Parts):
         self.put, self.region, self.parts = put, region, parts
         self.made: dict[fx.Node, list[fx.Node]] = {}
         self.wholes: dict[fx.Node, fx.Node] = {}
@@ -50,7 +50,7 @@ class _Chunks:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda s: self._input(node, s, needs.get(s), i))
         if i and self._added_up(node):
             return self.put(node, aten.addmm.default, (self.made[node][-1], *args))
-        args = self._sizes(node, list(args))
+        args = self._sizes(node, list(args), i)
         if node.target in VIEWS or is_start(node):
             args[0] = dense(self.put, node, args[0])
         new = self.put(node, node.target, tuple(args), kwargs)
@@ -91,14 +91,14 @@ class _Chunks:
             self.taken[key] = make()
         return self.taken[key]
 
-    def _sizes(self, node: fx.Node, args: list[Any]) -> list[Any]:
+    def _sizes(self, node: fx.Node, args: list[Any], i: int) -> list[Any]:
         """Arguments that are sizes, for a chunk."""
-        cut = self.region.cuts[node]
+        cut, part = self.region.cuts[node], lambda size: chunk_size(size, self.parts, i)
         if node.target in VIEWS:
-            args[1] = chunk_shape(value(node).shape, cut, self.parts)
+            args[1] = chunk_shape(value(node).shape, cut, self.parts, i)
         elif node.target in (aten.split.Tensor, aten.split_with_sizes.default):
             if argument(node, "dim") % value(node.args[0]).dim() == cut[0].dim:
-                args[1] = args[1] // self.parts if isinstance(args[1], int) else [s // self.parts for s in args[1]]
+                args[1] = part(args[1]) if isinstance(args[1], int) else [*map(part, args[1])]
         elif node.target is c10d.all_to_all_single.default and cut.dim == 0:
-            args[1], args[2] = ([s // self.parts for s in sizes] for sizes in args[1:3])
+            args[1], args[2] = ([*map(part, sizes)] for sizes in args[1:3])
         return args

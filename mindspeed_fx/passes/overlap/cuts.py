@@ -15,6 +15,15 @@ from mindspeed_fx.passes.fusion.match import insert, value
 aten = torch.ops.aten
 
 
+Parts = int | tuple[int, ...]
+"""How many chunks, all alike; or how large each is beside the others: (1, 3, 3, 1)."""
+
+
+def shares(parts: Parts) -> tuple[int, ...]:
+    """How large each chunk is, in units of which ``sum(shares(parts))`` are the whole."""
+    return (1,) * parts if isinstance(parts, int) else parts
+
+
 @dataclass(frozen=True)
 class Cut:
     """Dimension ``dim`` is cut, each of its ``blocks`` equal blocks by itself: chunk i has the i-th part of every block.
@@ -26,10 +35,10 @@ class Cut:
     dim: int
     blocks: int = 1
 
-    def fits(self, shape: Sequence[Any], parts: int) -> bool:
-        """Whether a tensor of this shape has ``parts`` equal chunks."""
+    def fits(self, shape: Sequence[Any], parts: Parts) -> bool:
+        """Whether a tensor of this shape has such chunks."""
         size = shape[self.dim]
-        return isinstance(size, int) and size > 0 and size % (self.blocks * parts) == 0
+        return isinstance(size, int) and size > 0 and size % (self.blocks * sum(shares(parts))) == 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,14 @@ def through_view(cut: Cut, before: Sequence[int], after: Sequence[int]) -> Cut |
     return None
 
 
-def chunk_shape(shape: Sequence[int], cut: Cut, parts: int) -> list[int]:
-    return [n // parts if d == cut.dim else n for d, n in enumerate(shape)]
+def chunk_size(size: int, parts: Parts, i: int) -> int:
+    """Chunk ``i``'s part of a size."""
+    each = shares(parts)
+    return size // sum(each) * each[i]
+
+
+def chunk_shape(shape: Sequence[int], cut: Cut, parts: Parts, i: int) -> list[int]:
+    return [chunk_size(n, parts, i) if d == cut.dim else n for d, n in enumerate(shape)]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -116,14 +131,16 @@ def _key(value: Any) -> Any:
     return compat.layout_key(value) if isinstance(value, torch.Tensor) else tuple(map(_key, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def take(put: Put, before: fx.Node, x: fx.Node, cut: Cut, i: int, parts: int) -> fx.Node:
+def take(put: Put, before: fx.Node, x: fx.Node, cut: Cut, i: int, parts: Parts) -> fx.Node:
     """Chunk ``i`` of ``x``, which is contiguous where it has several blocks; a view where it has one."""
-    shape = list(value(x).shape)
-    size = shape[cut.dim] // (cut.blocks * parts)
+    shape, each = list(value(x).shape), shares(parts)
+    block = shape[cut.dim] // cut.blocks
+    first, end = (block // sum(each) * sum(each[:n]) for n in (i, i + 1))
     if cut.blocks == 1:
-        return put(before, aten.slice.Tensor, (x, cut.dim, i * size, (i + 1) * size))
-    part = put(before, aten.select.int, (put(before, aten.view.default, (x, shape[: cut.dim] + [cut.blocks, parts, size] + shape[cut.dim + 1 :])), cut.dim + 1, i))
-    return put(before, aten.view.default, (dense(put, before, part), chunk_shape(shape, cut, parts)))
+        return put(before, aten.slice.Tensor, (x, cut.dim, first, end))
+    apart = put(before, aten.view.default, (x, shape[: cut.dim] + [cut.blocks, block] + shape[cut.dim + 1 :]))
+    part = put(before, aten.slice.Tensor, (apart, cut.dim + 1, first, end))
+    return put(before, aten.view.default, (dense(put, before, part), chunk_shape(shape, cut, parts, i)))
 
 
 def together(put: Put, before: fx.Node, chunks: Sequence[fx.Node], cut: "Cut | Sum", like: torch.Tensor) -> fx.Node:
@@ -133,9 +150,8 @@ def together(put: Put, before: fx.Node, chunks: Sequence[fx.Node], cut: "Cut | S
     if cut.blocks == 1:
         whole = put(before, aten.cat.default, (list(chunks), cut.dim))
     else:
-        part = list(value(chunks[0]).shape)
-        unfolded = part[: cut.dim] + [cut.blocks, part[cut.dim] // cut.blocks] + part[cut.dim + 1 :]
-        pieces = [put(before, aten.view.default, (dense(put, before, c), unfolded)) for c in chunks]
+        unfolded = lambda shape: [*shape[: cut.dim], cut.blocks, shape[cut.dim] // cut.blocks, *shape[cut.dim + 1 :]]
+        pieces = [put(before, aten.view.default, (dense(put, before, c), unfolded(value(c).shape))) for c in chunks]
         whole = put(before, aten.view.default, (put(before, aten.cat.default, (pieces, cut.dim + 1)), list(like.shape)))
     return stored_like(put, before, whole, like)
 

@@ -26,7 +26,7 @@ from mindspeed_fx.cost.hardware import Hardware
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.chunk import chunked
 from mindspeed_fx.passes.overlap.collectives import is_start, kind
-from mindspeed_fx.passes.overlap.cuts import Draft
+from mindspeed_fx.passes.overlap.cuts import Draft, Parts
 from mindspeed_fx.passes.overlap.frugal import leaner, reordered
 from mindspeed_fx.passes.overlap.graph import GraphTasks, priced, saved_activation
 from mindspeed_fx.passes.overlap.improve import schedule
@@ -38,6 +38,8 @@ from mindspeed_fx.passes.overlap.tasks import COMPUTE
 
 NAME = "overlap.decompose"
 PARTS = (2, 4, 8)
+TAPERED = ((1, 3, 3, 1), (1, 2, 2, 2, 1), (1, 3, 4), (4, 3, 1))
+"""Chunks of unequal sizes: before the first and after the last one's collective nothing of its region can run, so that these two had better be small."""
 GAIN = 0.01
 """Share of the modelled step that chunks must save: more launches make the host busier, which the model does not see."""
 INEXACT = "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"
@@ -65,10 +67,11 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         return report
     tried = Trials(gm, context, hardware)
     gm.meta[LIMIT] = tried.limit
-    if tried.full is not None:
+    full = tried.full()
+    if full is not None:
         gm.meta[ORDER] = (tried.nodes, tried.plain.order)
-        report.skipped += [skip(kind(n), n, tried.full) for n in starts]
-        return report.because(f"modelled step {tried.plain.seconds * 1e3:.3f} ms whole; {tried.full}")
+        report.skipped += [skip(kind(n), n, full) for n in starts]
+        return report.because(f"modelled step {tried.plain.seconds * 1e3:.3f} ms whole; {full}")
     found = {reach: list(disjoint(starts, reach)) for reach in tried.reaches}
     best = tried.best(found)
     report.notes.append(tried.told)
@@ -76,7 +79,7 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     for region, parts in best:
         inside |= set(region.starts)
         label = " and ".join(dict.fromkeys(f"{kind(s)}" for s in region.starts))
-        report.rewrites.append(site(f"{label} with {len(region.products)} products in {parts} chunks", region.starts[0], list(region.cuts)))
+        report.rewrites.append(site(f"{label} with {len(region.products)} products in {_told(parts)}", region.starts[0], list(region.cuts)))
     cuttable = {s for rs in found.values() for r in rs for s in r.starts}
     for n in starts:
         if n not in inside:
@@ -102,6 +105,10 @@ def disjoint(starts: list[fx.Node], reach: str) -> Iterator[Region]:
                 taken |= set(region.cuts)
                 yield region
                 break
+
+
+def _told(parts: Parts) -> str:
+    return f"{parts} chunks" if isinstance(parts, int) else f"{len(parts)} chunks of {':'.join(map(str, parts))}"
 
 
 def _why(start: fx.Node, cuttable: set[fx.Node]) -> str:
@@ -132,7 +139,6 @@ class Trials:
         self.told, self.seconds, self.values = "", self.plain.seconds, {}
         self.tried: dict[frozenset, tuple[int, float | None]] = {}
 
-    @property
     def full(self) -> str | None:
         """Why no way of cutting can be worth it; None where one may: chunks add work to every stream, and take none away."""
         stream, busy = max(self.work.busy().items(), key=lambda item: item[1])
@@ -140,10 +146,10 @@ class Trials:
             return None
         return f"no chunks can save {GAIN:.0%}: {'compute' if stream == COMPUTE else f'link {stream}'} alone takes {busy / max(self.plain.seconds, 1e-30):.1%} of the step"
 
-    def best(self, found: dict[str, list[Region]]) -> list[tuple[Region, int]]:
+    def best(self, found: dict[str, list[Region]]) -> list[tuple[Region, Parts]]:
         """Regions and their numbers of chunks with the shortest step, :attr:`seconds`; [] when none saves GAIN."""
         seconds, chosen = self.plain.seconds, []
-        if self.full is None:
+        if self.full() is None:
             for reach in self.reaches:
                 classes = _classes(found[reach])
                 for parts in PARTS if len(self.places) <= LARGE else PARTS[:2]:
@@ -166,7 +172,7 @@ class Trials:
         self.told = f"modelled step {self.plain.seconds * 1e3:.3f} ms whole, {seconds * 1e3:.3f} ms with {len(chosen)} regions in chunks ({len(self.tried)} ways tried; less than {GAIN:.0%} is not taken)"
         return chosen
 
-    def _added(self, seconds: float, chosen: list[tuple[Region, int]], kinds: list[list[Region]]) -> tuple[float, list[tuple[Region, int]]]:
+    def _added(self, seconds: float, chosen: list[tuple[Region, Parts]], kinds: list[list[Region]]) -> tuple[float, list[tuple[Region, Parts]]]:
         """One kind of region after the other, where it makes the step shorter: what is in chunks costs work, so that few may be better than all."""
         now = list(chosen)
         for same in kinds:
@@ -178,27 +184,27 @@ class Trials:
                 now += [(r, parts) for r in same]
         return seconds, now
 
-    def _refined(self, seconds: float, chosen: list[tuple[Region, int]]) -> tuple[float, list[tuple[Region, int]]]:
+    def _refined(self, seconds: float, chosen: list[tuple[Region, Parts]]) -> tuple[float, list[tuple[Region, Parts]]]:
         """Each kind of region by itself: another number of chunks, or none."""
         now = list(chosen)
         for same in _classes([r for r, _ in chosen]):
-            for parts in (1, *same[0].most_parts(PARTS)):
+            for parts in (1, *same[0].most_parts((*PARTS, *TAPERED))):
                 trial = [(r, parts if any(r is s for s in same) else p) for r, p in now]
                 if [p for _, p in trial] == [p for _, p in now]:
                     continue
-                found = self._step([(r, p) for r, p in trial if p > 1])
+                found = self._step([(r, p) for r, p in trial if p != 1])
                 if found is not None and found < seconds * (1 - 1e-4):
                     seconds, now = found, trial
-        return seconds, [(r, p) for r, p in now if p > 1]
+        return seconds, [(r, p) for r, p in now if p != 1]
 
-    def _step(self, chosen: list[tuple[Region, int]]) -> float | None:
+    def _step(self, chosen: list[tuple[Region, Parts]]) -> float | None:
         """Modelled step with these in chunks; every way is tried once."""
         key = frozenset((next(iter(r.cuts)), len(r.cuts), parts) for r, parts in chosen)
         if key not in self.tried or self.tried[key][0] < self.effort:
             self.tried[key] = (self.effort, self._simulated(chosen))
         return self.tried[key][1]
 
-    def _simulated(self, chosen: list[tuple[Region, int]]) -> float | None:
+    def _simulated(self, chosen: list[tuple[Region, Parts]]) -> float | None:
         def edit(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
             put = Draft(copy, self.values)
             for region, parts in chosen:

@@ -7,6 +7,7 @@ every order that the scheduler may choose is bitwise neutral.
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
@@ -16,6 +17,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_fx import compat
+from mindspeed_fx.passes.deferred import recompile, uncollected
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, Buffer, Task, TaskGraph
 
@@ -44,7 +46,7 @@ class GraphTasks:
             output.prepend(node)
         for i in order:
             output.prepend(self.nodes[i])
-        self.gm.recompile()
+        recompile(self.gm)
 
 
 def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], bool] | None = None) -> GraphTasks:
@@ -65,17 +67,19 @@ def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], boo
             builder.input(node)
         else:
             i = number[node]
-            needs = {number[a] for a in node.all_input_nodes if a in number} | builder.visit(i, node)
+            sources = node.all_input_nodes
+            read = builder.inputs(sources)
+            needs = builder.visit(i, node, sources, read)
+            needs.update(number[a] for a in sources if a in number)
             needs.discard(i)
-            start = is_start(node)
-            free = is_wait(node) or builder.is_view(node)
-            seconds, link = (0.0, "") if free else cost(node)
-            tasks.append(
-                Task(
-                    node.name, float(seconds), (link or group_of(node)) if start else COMPUTE, tuple(sorted(needs)),
-                    group_of(node) if start else "", kind(node) if start else "wait" if is_wait(node) else "compute",
-                )  # fmt: skip
-            )
+            needs = tuple(sorted(needs))
+            if is_start(node):
+                seconds, link = cost(node)
+                tasks.append(Task(node.name, float(seconds), link or group_of(node), needs, group_of(node), kind(node)))
+            elif is_wait(node):
+                tasks.append(Task(node.name, 0.0, COMPUTE, needs, kind="wait"))
+            else:
+                tasks.append(Task(node.name, 0.0 if builder.is_view(node, read) else float(cost(node)[0]), COMPUTE, needs))
     return GraphTasks(gm, nodes, TaskGraph(tasks, builder.finished()))
 
 
@@ -86,7 +90,8 @@ def priced(gm: fx.GraphModule, cost: Callable[[], CostOf], owned: Callable[[fx.N
     now = [(n, n.target, n.args, n.kwargs) for n in gm.graph.nodes]
     before, made = gm.meta.pop(TASKS, (None, None))
     if before != now:
-        made = tasks_of(gm, cost(), owned=owned)
+        with uncollected(True):
+            made = tasks_of(gm, cost(), owned=owned)
     gm.meta[TASKS] = (now, made)
     return made
 
@@ -98,7 +103,7 @@ def aliases(gm: fx.GraphModule) -> dict[fx.Node, list[int]]:
         if node.op in ("placeholder", "get_attr"):
             builder.input(node)
         elif node.op != "output":
-            builder.visit(i, node)
+            builder.visit(i, node, node.all_input_nodes, builder.inputs(node.all_input_nodes))
     return builder.of
 
 
@@ -129,6 +134,7 @@ class _Builder:
         self.of: dict[fx.Node, Any] = {}  # node -> memory of each of its tensors, in the order of tree_leaves
         self.stored: dict[int, int] = {}  # storage of an input -> its memory
         self.effect = -1
+        self.effects: dict[Any, bool] = {}
         self.read_by: dict[fx.Node, list[int]] = {}  # start -> memories that its transfer reads until it is waited for
 
     def input(self, node: fx.Node) -> None:
@@ -151,15 +157,15 @@ class _Builder:
     def finished(self) -> list[Buffer]:
         return [Buffer(m.made_by, m.bytes, tuple(sorted(m.users - {m.made_by})), m.kept) for m in self.memories if m.bytes and not (m.kept and m.made_by < 0)]
 
-    def is_view(self, node: fx.Node) -> bool:
+    def is_view(self, node: fx.Node, read: set[int]) -> bool:
         if node.target is operator.getitem:
             return True
         made = self.of.get(node, ())
-        return bool(made) and all(m in self._inputs(node) for m in made) and not self._written(node)
+        return bool(made) and read.issuperset(made) and not self._written(node)
 
-    def visit(self, i: int, node: fx.Node) -> set[int]:
-        """Order needs of a task beyond its data; notes what it reads, writes and makes."""
-        inputs, written = self._inputs(node), self._written(node)
+    def visit(self, i: int, node: fx.Node, sources: list[fx.Node], read: set[int]) -> set[int]:
+        """Order needs of a task beyond its data; notes what it reads (memories ``read`` of ``sources``), writes and makes."""
+        inputs, written = read, self._written(node)
         if is_wait(node):
             start = node.args[0]
             start = start if is_start(start) else getattr(start, "args", [start])[0]
@@ -175,7 +181,7 @@ class _Builder:
                 memory.writer, memory.readers = i, set()
             else:
                 memory.readers.add(i)
-        if _has_effect(node):
+        if self._has_effect(node):
             if self.effect >= 0:
                 needs.add(self.effect)
             self.effect = i
@@ -184,11 +190,22 @@ class _Builder:
             self.read_by[node] = sorted(inputs)
         return needs
 
-    def _inputs(self, node: fx.Node) -> set[int]:
-        return {m for a in node.all_input_nodes for m in self.of.get(a, ())}
+    def _has_effect(self, node: fx.Node) -> bool:
+        """Must stay in order with others of its kind: draws random numbers, checks, prints, or is opaque."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return isinstance(target, torch._ops.HigherOrderOperator) or node.op in ("call_module", "call_method")
+        if target not in self.effects:  # an operator's arguments do not matter
+            random = torch.Tag.nondeterministic_seeded in target.tags
+            self.effects[target] = not (is_start(node) or is_wait(node)) and (random or (node.is_impure() and not target._schema.is_mutable))
+        return self.effects[target]
+
+    def inputs(self, sources: list[fx.Node]) -> set[int]:
+        """Memories of these nodes."""
+        return {m for a in sources for m in self.of.get(a, ())}
 
     def _written(self, node: fx.Node) -> set[int]:
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        if node.op != "call_function" or not _writes(node.target):
             return set()
         return {m for a in self._arguments(node, write=True) for m in self.of.get(a, ())}
 
@@ -212,8 +229,8 @@ class _Builder:
                 at = sum(isinstance(v, torch.Tensor) for v in whole[: node.args[1] % len(whole)])
                 return source[at : at + 1]
             return list(source)
-        tensors = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
-        if isinstance(node.target, torch._ops.OpOverload) and any(r.alias_info is not None for r in node.target._schema.returns):
+        tensors = [value] if isinstance(value, torch.Tensor) else [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+        if node.op == "call_function" and _aliases(node.target):
             aliased = [m for a in self._arguments(node, write=False) for m in self.of.get(a, ())]
             if aliased:
                 return (aliased * len(tensors))[: len(tensors)]
@@ -227,10 +244,11 @@ class _Builder:
         return len(self.memories) - 1
 
 
-def _has_effect(node: fx.Node) -> bool:
-    """Must stay in order with others of its kind: draws random numbers, checks, prints, or is opaque."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        if is_start(node) or is_wait(node):
-            return False
-        return torch.Tag.nondeterministic_seeded in node.target.tags or (node.is_impure() and not node.target._schema.is_mutable)
-    return isinstance(node.target, torch._ops.HigherOrderOperator) or node.op in ("call_module", "call_method")
+@functools.lru_cache(4096)
+def _writes(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+@functools.lru_cache(4096)
+def _aliases(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)

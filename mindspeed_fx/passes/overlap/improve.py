@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Iterator, Sequence
 
+from mindspeed_fx.passes.deferred import uncollected
 from mindspeed_fx.passes.overlap.beam import beam
 from mindspeed_fx.passes.overlap.frugal import frugal, reordered
 from mindspeed_fx.passes.overlap.listing import list_schedule
@@ -37,6 +38,11 @@ def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int = WORK) -
         allowance: bytes over the peak of the order as given; None: memory does not count.
         work: how many tasks the search may place; at least one pass is made.
     """
+    with uncollected(len(graph) > MANY):
+        return _schedule(graph, allowance, work)
+
+
+def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:
     given = simulate(graph)
     limit = None if allowance is None else given.peak + allowance
     search = _Search(graph, limit, given)
@@ -53,7 +59,7 @@ def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int = WORK) -
             if search.best < best:
                 best, order = search.best, [anchor[k] for k in search.best_order]
         width = min(work // (4 * max(len(graph), 1)), 500)  # about four ready tasks to each partial order
-        if len(graph) <= SMALL and width >= 20 and best > graph.machine_bound() * (1 + CLOSE):
+        if len(graph) <= SMALL and width >= 20 and best > graph.highest_bound * (1 + CLOSE):
             found = beam(graph, limit, width)
             if found is not None and simulate(graph, found, memory=False).seconds < best:
                 order = found
@@ -82,7 +88,7 @@ class _Search:
     def __init__(self, graph: TaskGraph, limit: int | None, given: Timeline):
         self.graph, self.limit = graph, limit
         self.best, self.best_order = given.seconds, list(given.order)
-        self.bound = graph.machine_bound()
+        self.bound = graph.highest_bound
         self.reverse: TaskGraph | None = None
         self.expected: list[float] | None = None
         self.release: list[float] | None = None

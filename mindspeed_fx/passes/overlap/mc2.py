@@ -22,6 +22,7 @@ import torch.fx as fx
 from mindspeed_fx import compat_npu
 from mindspeed_fx.kernels import npu
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.deferred import recompile
 from mindspeed_fx.passes.fusion.match import argument, insert, value
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.passes.overlap.cuts import dense
@@ -84,7 +85,7 @@ def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
         report.rewrites.append(site(f"npu::{OPERATORS[kind(pair.start)]}", pair.start, [pair.start, pair.product]))
         fuse(gm, pair)
     in_order(gm)
-    gm.recompile()
+    recompile(gm)
     return report
 
 

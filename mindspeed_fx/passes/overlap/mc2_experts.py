@@ -21,6 +21,7 @@ import torch.fx as fx
 from mindspeed_fx import compat_npu
 from mindspeed_fx.kernels import npu
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.deferred import recompile
 from mindspeed_fx.passes.fusion.match import argument, insert, value
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.passes.overlap.cuts import dense
@@ -81,7 +82,7 @@ def overlap_mc2_experts(gm: fx.GraphModule, context: Context) -> PassReport:
         report.rewrites.append(site(f"npu::{pair.operator}", pair.start, [pair.start, pair.product]))
         fuse(gm, pair)
     in_order(gm)
-    gm.recompile()
+    recompile(gm)
     return report
 
 

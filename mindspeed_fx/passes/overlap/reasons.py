@@ -48,6 +48,17 @@ def hideable(graph: TaskGraph) -> list[int]:
     return [i for i in graph.transfers if graph.tasks[i].seconds > 0 and total - float(seconds @ bits(i)) >= graph.tasks[i].seconds * (1 - 1e-9)]
 
 
+def share_hidden(timeline: Timeline) -> float | None:
+    """Of the communication that could be hidden, in seconds, the share that is: (S - T) / (S - B).
+
+    S is the step with nothing at once (total compute and transfers), T the schedule's, B the highest bound of the graph that
+    was scheduled. S - B could be hidden; the rest is exposed in every order, for it is more than the compute there is, or has
+    none that is independent: the first and last chunks around what takes the whole sequence. None where nothing could be hidden.
+    """
+    serial, bound = sum(timeline.graph.busy().values()), timeline.graph.highest_bound
+    return (serial - timeline.seconds) / (serial - bound) if serial - bound > 1e-12 else None
+
+
 def reasons(timeline: Timeline, unlimited: Timeline | None = None) -> dict[int, str]:
     """Exposed transfer -> why.
 

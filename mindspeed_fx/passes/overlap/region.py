@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_fx.passes.overlap.collectives import is_start, is_wait, kind
-from mindspeed_fx.passes.overlap.cuts import Cut, is_packed, is_view
+from mindspeed_fx.passes.overlap.cuts import Cut, Parts, is_packed, is_view
 from mindspeed_fx.passes.overlap.rows import PRODUCTS, agree, completed, inputs, results
 
 REACHES = ("pair", "pipeline")
@@ -39,8 +39,8 @@ class Region:
     def products(self) -> list[fx.Node]:
         return [n for n in self.cuts if is_product(n)]
 
-    def most_parts(self, parts: tuple[int, ...]) -> list[int]:
-        """Which numbers of chunks every value allows."""
+    def most_parts(self, parts: tuple[Parts, ...]) -> list[Parts]:
+        """Which of these numbers, or sizes, of chunks every value allows."""
         tensors = []
         for node, cut in [*self.cuts.items(), *((s, c) for need in self.needs.values() for s, c in need.items())]:
             values = node.meta["val"] if isinstance(cut, tuple) else (node.meta["val"],)

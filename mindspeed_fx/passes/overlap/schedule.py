@@ -15,11 +15,13 @@ from mindspeed_fx.passes.overlap.graph import LARGE, TASKS, GraphTasks, priced, 
 from mindspeed_fx.passes.overlap.improve import WORK, schedule
 from mindspeed_fx.passes.overlap.order import check_across_ranks
 from mindspeed_fx.passes.overlap.price import cost_of, device
-from mindspeed_fx.passes.overlap.reasons import reasons
+from mindspeed_fx.passes.overlap.reasons import reasons, share_hidden
 from mindspeed_fx.passes.overlap.simulate import Timeline, simulate
 from mindspeed_fx.report.timeline import chrome_trace, picture
 
 NAME = "overlap.schedule"
+WORTH = 1e-3
+"""Share of the step that must be exposed for the search that says what memory would change."""
 LIMIT = "mindspeed_fx_overlap_limit"
 """Key in ``gm.meta``: bytes that an earlier pass of this family promised not to exceed."""
 ORDER = "mindspeed_fx_overlap_order"
@@ -69,13 +71,18 @@ def _tell(report: PassReport, work: GraphTasks, before: Timeline, after: Timelin
         if graph.tasks[i].resource != "compute" and (place[i] != k or after.exposed.get(i, 0.0) != before.exposed.get(i, 0.0)):
             report.rewrites.append(site(f"{graph.tasks[i].kind}: exposed {before.exposed.get(i, 0.0) * 1e3:.3f} -> {after.exposed.get(i, 0.0) * 1e3:.3f} ms", work.nodes[i]))
     # what memory costs is only worth a second search when something is exposed
-    unlimited = schedule(graph, allowance=None, work=len(graph)) if after.exposed else None
+    unlimited = schedule(graph, allowance=None, work=len(graph)) if after.exposed_seconds > WORTH * after.seconds else None
     for i, why in reasons(after, unlimited).items():
         report.skipped.append(skip(graph.tasks[i].kind, work.nodes[i], why))
     report.notes.append(
         f"modelled step {before.seconds * 1e3:.3f} -> {after.seconds * 1e3:.3f} ms (bound {graph.bound() * 1e3:.3f}), exposed communication "
-        f"{before.exposed_seconds * 1e3:.3f} -> {after.exposed_seconds * 1e3:.3f} ms, peak {before.peak / 2**20:.1f} -> {after.peak / 2**20:.1f} MiB"
+        f"{before.exposed_seconds * 1e3:.3f} -> {after.exposed_seconds * 1e3:.3f} ms, {_shares(after)}peak {before.peak / 2**20:.1f} -> {after.peak / 2**20:.1f} MiB"
     )
     both = {"before": before, "after": after}
     report.files["timeline.json"] = chrome_trace(both)
     report.files["timeline.svg"] = picture(both)
+
+
+def _shares(after: Timeline) -> str:
+    share = share_hidden(after)
+    return "" if share is None else f"{share:.1%} of what could be hidden ({(sum(after.graph.busy().values()) - after.graph.highest_bound) * 1e3:.3f} ms) is, "

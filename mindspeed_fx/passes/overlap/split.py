@@ -13,9 +13,10 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site
+from mindspeed_fx.passes.deferred import recompile, uncollected
 from mindspeed_fx.passes.fusion.match import insert, value
 from mindspeed_fx.passes.overlap.collectives import is_start
-from mindspeed_fx.passes.overlap.cuts import Draft, dense
+from mindspeed_fx.passes.overlap.cuts import Draft, Put, dense
 from mindspeed_fx.passes.overlap.graph import LARGE
 from mindspeed_fx.passes.overlap.region import sized
 
@@ -29,26 +30,36 @@ def overlap_split(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     if not any(is_start(n) for n in gm.graph.nodes):
         return report.because("no functional collectives")
-    draft = Draft(gm, {}) if len(gm.graph.nodes) > LARGE else None
-    for node in calls(gm, torch.ops.mindspeed.linear_backward.default):
-        grad, x, weight, needed = node.args
-        put = draft if draft is not None and all(map(sized, (grad, x, weight))) else functools.partial(insert, gm)
-        if not needed[0] or not (needed[1] or needed[2]):
-            continue
-        transposed = put(node, aten.t.default, (weight,))
-        dx = put(node, torch.ops.mindspeed.linear.default, (grad, transposed))
-        for user in [u for u in node.users if u.args[1] == 0]:
-            user.replace_all_uses_with(dx)
-            gm.graph.erase_node(user)
-        rows, columns = (put(node, aten.view.default, (dense(put, node, t), [-1, value(t).shape[-1]])) for t in (grad, x))
-        for user in list(node.users):
-            if user.args[1] == 1 and needed[1]:
-                user.replace_all_uses_with(put(node, aten.mm.default, (put(node, aten.t.default, (rows,)), columns)))
-            elif user.args[1] == 2 and needed[2]:
-                user.replace_all_uses_with(put(node, aten.sum.dim_IntList, (rows, [0])))
-            gm.graph.erase_node(user)
-        gm.graph.erase_node(node)
-        report.rewrites.append(site("two products", dx, [node]))
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
+    large = len(gm.graph.nodes) > LARGE
+    draft = Draft(gm, {}) if large else None
+    products: dict[fx.Node, fx.Node] = {}  # a result of the one call -> the product that makes it
+    gone: list[fx.Node] = []
+    with uncollected(large):
+        for node in calls(gm, torch.ops.mindspeed.linear_backward.default):
+            grad, x, weight, needed = node.args
+            if not needed[0] or not (needed[1] or needed[2]):
+                continue
+            put = draft if draft is not None and all(map(sized, (grad, x, weight))) else functools.partial(insert, gm)
+            made = _products(put, node)
+            products |= {user: made[user.args[1]] for user in node.users if made[user.args[1]] is not None}
+            gone += [*node.users, node]
+            report.rewrites.append(site("two products", made[0], [node]))
+        output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+        output.args = fx.map_arg(output.args, lambda n: products.get(n, n))  # all at once: each change goes through all of its arguments
+        for old, new in products.items():
+            old.replace_all_uses_with(new)
+        for node in gone:
+            gm.graph.erase_node(node)
+    recompile(gm)
     return report
+
+
+def _products(put: Put, node: fx.Node) -> list[fx.Node | None]:
+    """Gradients of input, weight and bias; None for those that are not needed, or read by nobody."""
+    grad, x, weight, needed = node.args
+    read = {user.args[1] for user in node.users}
+    dx = put(node, torch.ops.mindspeed.linear.default, (grad, put(node, aten.t.default, (weight,))))
+    rows = lambda t: put(node, aten.view.default, (dense(put, node, t), [-1, value(t).shape[-1]]))
+    by_row = rows(grad) if read & {1, 2} else None
+    dw = put(node, aten.mm.default, (put(node, aten.t.default, (by_row,)), rows(x))) if needed[1] and 1 in read else None
+    return [dx, dw, put(node, aten.sum.dim_IntList, (by_row, [0])) if needed[2] and 2 in read else None]

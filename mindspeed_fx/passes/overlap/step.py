@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from mindspeed_fx import compat_functional
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.deferred import recompile
 from mindspeed_fx.passes.overlap.collectives import is_start, is_wait
 from mindspeed_fx.passes.overlap.cuts import is_view
 from mindspeed_fx.passes.overlap.graph import aliases
@@ -56,7 +57,7 @@ def overlap_step(gm: fx.GraphModule, context: Context) -> PassReport:
             gm.graph.erase_node(end)
         gm.graph.erase_node(node)
         report.rewrites.append(site("in place", new, [new]))
-    gm.recompile()
+    recompile(gm)
     return report
 
 

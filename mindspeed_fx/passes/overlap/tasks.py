@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Iterable, Sequence
 
+from mindspeed_fx.passes.overlap import bounds
+
 COMPUTE = "compute"
 
 
@@ -34,6 +36,11 @@ class Task:
     needs: tuple[int, ...] = ()
     group: str = ""
     kind: str = "compute"
+
+    @property
+    def computes(self) -> bool:
+        """True for what runs on the compute stream, False for a transfer."""
+        return self.resource == COMPUTE
 
 
 @dataclass(frozen=True)
@@ -123,71 +130,10 @@ class TaskGraph:
         """No schedule is shorter: max(total compute, total per link, critical path), in seconds."""
         return max(max(self.busy().values()), max(self.tails, default=0.0))
 
-    def machine_bound(self) -> float:
-        """:attr:`highest_bound`, worked out once."""
-        return self.highest_bound
-
     @cached_property
     def highest_bound(self) -> float:
-        """A bound at least as high: for every resource, tasks cannot start before their head nor leave less than their
-        tail behind them, even if they could be interrupted (Jackson's preemptive schedule, Carlier 1982)."""
-        by_resource: dict[str, list[int]] = {}
-        for i, task in enumerate(self.tasks):
-            by_resource.setdefault(task.resource, []).append(i)
-        return max([self.bound(), self.chain_bound(), *(self._preemptive(indices) for indices in by_resource.values())])
-
-    def chain_bound(self) -> float:
-        """A bound: the transfers of one chain, of which each needs the one before it, and the compute that none of them can hide.
-
-        Compute that every transfer of the chain either needs or is needed by runs during none of them, and two tasks of the
-        compute stream do not run at once; so the step takes at least the sum of all these. The chain is the longest by its transfers' time.
-        """
-        ahead, last = [0.0] * len(self), [-1] * len(self)  # seconds of the longest chain up to and with a task, and its last transfer
-        before = {}  # transfer -> the one before it in that chain
-        for i, task in enumerate(self.tasks):
-            best = max(task.needs, key=ahead.__getitem__, default=None)
-            if best is not None:
-                ahead[i], last[i] = ahead[best], last[best]
-            if task.resource != COMPUTE:
-                before[i], last[i] = last[i], i
-                ahead[i] += task.seconds
-        end = max(range(len(self)), key=ahead.__getitem__, default=None)
-        chain = []
-        at = last[end] if end is not None else -1
-        while at >= 0:
-            chain.append(at)
-            at = before[at]
-        place = {i: k for k, i in enumerate(reversed(chain))}
-        done = [-1] * len(self)  # of the chain, the last transfer that a task needs
-        for i, task in enumerate(self.tasks):
-            done[i] = max((max(done[n], place.get(n, -1)) for n in task.needs), default=-1)
-        due = [len(chain)] * len(self)  # and the first that needs it
-        for i in range(len(self) - 1, -1, -1):
-            due[i] = min((min(due[u], place.get(u, len(chain))) for u in self.users[i]), default=len(chain))
-        return sum(self.tasks[i].seconds for i in chain) + sum(t.seconds for i, t in enumerate(self.tasks) if t.resource == COMPUTE and due[i] <= done[i] + 1)
-
-    def _preemptive(self, indices: list[int]) -> float:
-        import heapq
-
-        pending = sorted((self.heads[i], i) for i in indices if self.tasks[i].seconds > 0)
-        heap: list[tuple[float, int]] = []
-        left = {i: self.tasks[i].seconds for _, i in pending}
-        now, longest, at = 0.0, 0.0, 0
-        while at < len(pending) or heap:
-            if not heap:
-                now = max(now, pending[at][0])
-            while at < len(pending) and pending[at][0] <= now:
-                i = pending[at][1]
-                heapq.heappush(heap, (-(self.tails[i] - self.tasks[i].seconds), i))
-                at += 1
-            tail, i = heap[0]
-            run = left[i] if at == len(pending) else min(left[i], pending[at][0] - now)
-            now += run
-            left[i] -= run
-            if left[i] <= 1e-15:
-                heapq.heappop(heap)
-                longest = max(longest, now - tail)
-        return longest
+        """The highest bound that is known (see :mod:`bounds`), in seconds; at least :meth:`bound`."""
+        return bounds.highest(self)
 
     def check_order(self, order: Iterable[int]) -> None:
         """Raise ValueError unless ``order`` has every task once and each after what it needs."""
