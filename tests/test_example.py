@@ -82,7 +82,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(whole, tmp_path, text):
     assert stored["sequence_parallel"] is False and stored["data_parallel_ranks"] == 1
 
 
-@pytest.mark.parametrize("extra", [pytest.param(("--tp", "2"), marks=pytest.mark.slow), ("--tp", "2", "--sequence-parallel")])
+@pytest.mark.slow  # megatron/test_two_ranks.py has both in one process group, operator by operator
+@pytest.mark.parametrize("extra", [("--tp", "2"), ("--tp", "2", "--sequence-parallel")])
 def test_tensor_parallel_gives_the_same_losses(whole, tmp_path, text, extra):
     run(tmp_path / "run", text, *extra, ranks=2)
     for a, b in zip(losses(whole[0]), losses(tmp_path / "run"), strict=True):

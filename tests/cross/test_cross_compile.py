@@ -98,6 +98,7 @@ def test_parameters_without_a_gradient_are_named(capsys):
     assert report.without_gradient == ["idle.weight", "idle.bias"] and "WITHOUT A GRADIENT: 2" in str(report)
 
 
+@pytest.mark.slow
 @needs_npu
 def test_an_error_over_there_is_an_error_here():
     with pytest.raises(CrossError, match="the model reads a value of a tensor") as error:

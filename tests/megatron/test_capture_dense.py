@@ -85,8 +85,8 @@ def test_bfloat16_as_eager():
 @pytest.mark.parametrize("settings", [
     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    pytest.param({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, marks=pytest.mark.slow),
+    pytest.param({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, marks=pytest.mark.slow),
 ], ids=["full", "core_attn", "layernorm", "mlp"])  # fmt: skip
 def test_recompute(settings):
     model, inputs = tiny_gpt(**settings), batch()
@@ -121,12 +121,12 @@ def test_main_grad_is_left_alone():
 @pytest.mark.parametrize("config", [
     {"gated_linear_unit": True, "activation_func": torch.nn.functional.gelu, "bias_activation_fusion": True},
     {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu, "bias_activation_fusion": True, "add_bias_linear": True},
-    {"bias_activation_fusion": True, "add_bias_linear": True},
+    pytest.param({"bias_activation_fusion": True, "add_bias_linear": True}, marks=pytest.mark.slow),
     {"window_size": (4, 0)},
     {"rotary_interleaved": True},
     {"softmax_type": "off-by-one"},
     {"qk_layernorm": True},
-    {"attention_softmax_in_fp32": True, "apply_query_key_layer_scaling": True},
+    pytest.param({"attention_softmax_in_fp32": True, "apply_query_key_layer_scaling": True}, marks=pytest.mark.slow),
 ], ids=["geglu", "gelu-bias", "swiglu-bias", "window", "interleaved", "off-by-one", "qk-norm", "layer-scaling"])  # fmt: skip
 def test_other_layers_as_eager(config):
     model, inputs = tiny_gpt(**config), batch()
