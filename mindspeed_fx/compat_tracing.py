@@ -21,6 +21,13 @@ def fake_mode_of(values: Sequence[Any]) -> Any:
     return detect_fake_mode()
 
 
+def is_fake(value: Any) -> bool:
+    """True for a tensor that has a shape and no elements."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
 @contextlib.contextmanager
 def tracing_fake(values: Sequence[Any]) -> Iterator[Any]:
     """Trace on the fake values' own mode. Dynamo's fake mode is not the TracingContext's but shares its shape
@@ -194,3 +201,21 @@ def has_side_effect(target: Any) -> bool:
 def is_function_transform(target: Any) -> bool:
     """True for the calls by which a Dynamo graph enters or leaves ``torch.func`` transforms such as vmap."""
     return str(getattr(target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))
+
+
+def transform_nesting(target: Any) -> int:
+    """1 for the call that enters a function transform, -1 for the one that leaves it, 0 for any other."""
+    name = str(getattr(target, "__name__", ""))
+    return 1 if name.endswith("_increment_nesting") else -1 if name.endswith("_decrement_nesting") else 0
+
+
+def is_function_wrapper(value: Any) -> bool:
+    """True for a tensor that a function transform wraps, such as a batched one."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def wrap_operator() -> Any:
+    """The higher-order operator that calls a graph and does nothing else."""
+    from torch._higher_order_ops.wrap import wrap
+
+    return wrap

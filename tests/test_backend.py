@@ -247,18 +247,3 @@ def test_version_and_lazy_names():
     assert mindspeed_fx.__version__ and mindspeed_fx.passes.registered()
     with pytest.raises(AttributeError, match="no attribute 'pases'"):
         mindspeed_fx.pases
-
-
-def test_a_graph_with_vmap_is_left_as_it_is_and_says_so():
-    def f(x, w):
-        return torch.func.vmap(lambda row: (row * w).sum())(x) * torch.nn.functional.silu(x).sum() * x.sum(-1)
-
-    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
-    want = f(x, w)
-    expected = torch.autograd.grad(want.sum(), (x, w))
-    have = torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})(x, w)
-    torch.testing.assert_close(have, want)
-    torch.testing.assert_close(torch.autograd.grad(have.sum(), (x, w)), expected)
-    torch._dynamo.reset()
-    report = mindspeed_fx.explain(f, x, w, options={"codegen": "eager"})
-    assert "function transform" in report.skipped("fusion.swiglu")[0].reason

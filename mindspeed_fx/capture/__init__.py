@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from mindspeed_fx import compat_tracing
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import trace
+from mindspeed_fx.capture.transforms import isolate
 
 
 def refusal(gm: fx.GraphModule) -> str | None:
-    """Why ``gm`` stays as Dynamo made it, or None: tracing again inside a function transform would record its wrappers."""
-    found = next((n for n in gm.graph.nodes if n.op == "call_function" and compat_tracing.is_function_transform(n.target)), None)
-    return f"the graph applies a function transform of torch.func ({found.name}) and is not captured" if found else None
+    """Why ``gm`` stays as Dynamo made it, or None; then its function transforms are bodies of their own."""
+    return isolate(gm)
 
 
 def capture(gm: fx.GraphModule) -> fx.GraphModule:

@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat, compat_tracing
+from mindspeed_fx.capture.transforms import is_transform_body
 
 aten = torch.ops.aten
 
@@ -37,13 +38,14 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Graphs that higher-order operators of ``gm`` run as part of the forward (an autograd.Function's own backward is not one)."""
+    """Graphs that higher-order operators of ``gm`` run as part of the forward, in captured form (an autograd.Function's own backward is not
+    one, nor is a function transform)."""
     found = []
     for node in gm.graph.nodes:
         if node.op == "call_function" and compat_tracing.is_higher_order(node.target):
             graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
             graphs = [g for g in graphs if isinstance(g, fx.GraphModule)]
-            found += graphs[:1] if compat_tracing.is_autograd_function(node.target) else graphs
+            found += [g for g in (graphs[:1] if compat_tracing.is_autograd_function(node.target) else graphs) if not is_transform_body(g)]
     return found
 
 

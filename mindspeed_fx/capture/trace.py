@@ -18,6 +18,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat_tracing
+from mindspeed_fx.capture.transforms import is_transform_body
 
 
 class CaptureError(RuntimeError):
@@ -63,6 +64,8 @@ def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> None:
     # An autograd.Function's backward takes gradients, not the operands: only its forward body is captured.
     for body in bodies[:1] if compat_tracing.is_autograd_function(node.target) else bodies:
         module = _attribute(gm, body.target)
+        if is_transform_body(module):
+            continue
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         values = [example_value(a) if isinstance(a, fx.Node) else a for a in operands]
         if len(inputs) == len(values):

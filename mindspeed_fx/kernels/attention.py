@@ -67,12 +67,14 @@ def attention(
         q: [batch, heads, q_seq, dim], float.
         k: [batch, kv_heads, kv_seq, dim]; kv_heads divides heads.
         v: [batch, kv_heads, kv_seq, v_dim].
-        mask: None, boolean (True: attend) or additive, broadcast to [batch, heads, q_seq, kv_seq]; has no gradient.
+        mask: None, boolean (True: attend) or additive, broadcast to [batch, heads, q_seq, kv_seq]; an additive one may have a
+            gradient (:mod:`mindspeed_fx.kernels.attention_bias`).
         causal: query i sees keys 0..i.
         scale: factor on q k^T.
         window: with ``causal``, query i sees the last ``window`` keys up to its own; 0 for all.
         softcap: bound on the scores (Gemma 2); 0 for none.
-        sinks: [heads], one more score per head without a value (Xiao et al. 2023; gpt-oss), or None.
+        sinks: [heads], one more score per head without a value (Xiao et al. 2023; gpt-oss), or [batch, heads, q_seq], one for
+            each query (Inkling), or None.
 
     Returns:
         out [batch, heads, q_seq, v_dim], stored as [batch, q_seq, heads, v_dim], and the log-sum-exp of each row, its
@@ -82,10 +84,15 @@ def attention(
     scores = masked_scores(q.to(wide), k.to(wide), mask, causal, scale, window, softcap)[0]
     lse = scores.logsumexp(-1)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(wide)[:, None])
+        lse = torch.logaddexp(lse, by_row(sinks.to(wide)))
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     out = weights @ grouped(q, v).to(wide)
     return stored_bsnd(out.to(q.dtype)), stored_bsnd(lse)
+
+
+def by_row(sinks: Tensor) -> Tensor:
+    """Sinks as they broadcast to the log-sum-exp [batch, heads, q_seq]."""
+    return sinks if sinks.dim() == 3 else sinks[:, None]
 
 
 def fake_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
@@ -137,13 +144,16 @@ def _backward(ctx, grad, _grad_lse):
     if grad is None:
         return (None,) * 9
     q, k, v, out, lse, mask, sinks = ctx.saved_tensors
-    grads = torch.ops.mindspeed.attention_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, ctx.window, ctx.softcap)
+    trained = ctx.needs_input_grad[3]
+    backward = torch.ops.mindspeed.attention_bias_backward if trained else torch.ops.mindspeed.attention_backward
+    *grads, dmask = *backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, ctx.window, ctx.softcap), *([] if trained else [None])
     dsinks = None
     if sinks is not None and ctx.needs_input_grad[8]:
         # The sink's weight exp(sink - lse) meets no value, so its dS is minus that weight times rowsum(dO * O).
         delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-        dsinks = -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
-    return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), None, None, None, None, None, dsinks
+        dsinks = -((by_row(sinks.to(lse.dtype)) - lse).exp() * delta)
+        dsinks = (dsinks if sinks.dim() == 3 else dsinks.sum((0, 2))).to(sinks.dtype)
+    return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), dmask, None, None, None, None, dsinks
 
 
 torch.library.register_autograd("mindspeed::attention", _backward, setup_context=_setup, lib=LIBRARY)
@@ -151,7 +161,7 @@ torch.library.register_autograd("mindspeed::attention", _backward, setup_context
 
 @attention.shard
 def _ways(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
-    return [([out, lse], [dq, dk, dv, m, s]) for out, lse, dq, dk, dv, m, s, _ in ways(q, k, mask, causal)]
+    return [([out, lse], [dq, dk, dv, m, s if sinks is None or sinks.ndim == 1 else lse]) for out, lse, dq, dk, dv, m, s, _ in ways(q, k, mask, causal)]
 
 
 @attention_backward.shard

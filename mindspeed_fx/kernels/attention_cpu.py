@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mindspeed_fx import compat
 from mindspeed_fx.kernels import attention_flash
-from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
+from mindspeed_fx.kernels.attention import attention, attention_backward, by_row, stored_bsnd
 from mindspeed_fx.kernels.attention_blocked import SEQUENCE, attention_blocked, attention_blocked_backward
 from mindspeed_fx.kernels.base import accumulation_dtype
 
@@ -17,7 +17,9 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _own_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
-    return "a mask" if mask is not None else attention_flash.supports(q, k, v)
+    if mask is not None or (sinks is not None and sinks.dim() > 1):
+        return "a mask" if mask is not None else "a sink for each query"
+    return attention_flash.supports(q, k, v)
 
 
 def _own_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
@@ -66,7 +68,7 @@ def _flash(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     out = out[..., : v.shape[-1]]
     if sinks is not None:
         lse = lse.to(accumulation_dtype(q.dtype))  # torch 2.11's meta kernel says float32 where the kernel returns float64
-        both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        both = torch.logaddexp(lse, by_row(sinks.to(lse.dtype)))
         out, lse = (out * (lse - both).exp().nan_to_num(0.0).unsqueeze(-1)).to(q.dtype), stored_bsnd(both)
     return stored_bsnd(out), lse  # the kernel's result is stored as q is
 

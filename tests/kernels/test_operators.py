@@ -46,6 +46,10 @@ def cases():
     keep[..., 0] = True
     yield "attention-mask", ops.attention.default, (double(2, 2, 5, 4), double(2, 2, 6, 4), double(2, 2, 6, 3), keep, False, 0.5)
     yield "attention-bias", ops.attention.default, (double(1, 2, 5, 4), double(1, 2, 6, 4), double(1, 2, 6, 4), torch.randn(5, 6, dtype=torch.double)[None, None], False, 0.5)
+    for shape, kv_heads, softcap in (((2, 1, 6), 2, 0.0), ((1, 2, 5, 6), 1, 1.5)):
+        q, k, v = double(1, 2, 5, 4), double(1, kv_heads, 6, 4), double(1, kv_heads, 6, 3)
+        yield f"attention-trained-bias-{kv_heads}", ops.attention.default, (q, k, v, double(*shape), False, 0.5, 0, softcap)
+    yield "attention-sinks-by-query", ops.attention.default, (*(double(1, 2, 4, 4) for _ in range(3)), None, True, 0.7, 0, 0.0, double(1, 2, 4))
     for window, softcap, sinks in ((2, 0.0, False), (0, 1.5, False), (3, 1.5, True), (0, 0.0, True)):
         yield f"attention-{window}-{softcap}-{sinks}", ops.attention.default, (
             double(1, 2, 4, 4), double(1, 1, 4, 4), double(1, 1, 4, 3), None, True, 0.7, window, softcap, double(2) if sinks else None,

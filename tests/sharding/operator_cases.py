@@ -76,6 +76,8 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     yield ops.attention(q, k, v, None, False, 0.3, 0, 2.0)[0] ** 2
     yield ops.attention(q, k, v, torch.rand(b, 1, s, s) < 0.7, False, 0.3)[0] ** 2
     yield ops.attention(q, k, v, randn(n, s, s, grad=False), True, 0.3, 2, 0.0, randn(n))[0] ** 2
+    yield ops.attention(q, k, v, randn(n, s, s), True, 0.3)[0] ** 2
+    yield ops.attention(q, k, v, randn(b, 1, 1, s), False, 0.3, 0, 2.0, randn(b, n, s))[0] ** 2
     for mask, causal, window in ((None, True, 2), (torch.rand(b, 1, s, s) < 0.7, False, 0)):
         yield ops.attention_seeded(q, k, v, mask, causal, 0.3, window, 0.0)[0] ** 2  # without drawing, parts can be compared
     numbers = (torch.arange(s) >= s // 3).long()[None]

@@ -28,7 +28,7 @@ NEG = (torch.neg, T.neg, T.__neg__)
 JOIN = (torch.cat, torch.stack, torch.concat)
 ACTIVATION = {F.silu: "silu", torch.sigmoid: "sigmoid", F.gelu: "gelu", torch._C._nn.gelu: "gelu", torch._C._nn.silu_: "silu"}
 SAME = (T.to, T.type_as, T.float, T.double, T.half, T.bfloat16, T.type, F.dropout, torch.dropout, T.contiguous, T.clone, T.view, T.reshape, torch.reshape,
-        T.flatten, torch.flatten, T.unflatten, T.squeeze, T.unsqueeze, T.expand, T.masked_fill, torch.where, T.nan_to_num, T.__getitem__)  # fmt: skip
+        T.flatten, torch.flatten, T.unflatten, T.squeeze, T.unsqueeze, T.expand, T.masked_fill, torch.masked_fill, torch.where, T.nan_to_num, T.__getitem__)  # fmt: skip
 
 
 class CountSites(TorchFunctionMode):

@@ -34,6 +34,8 @@ LOWEST = -1e30
 def _supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None, op="npu_fusion_attention_v3"):
     if softcap:
         return f"{op}: a soft-cap of {softcap}; the kernel has none"
+    if sinks is not None and sinks.dim() > 1:
+        return f"{op}: a sink for each query; valid: one for each head"
     heads, shared = hint(q.shape[1]), hint(k.shape[1])
     return first(
         typed(q=q, k=k, v=v),

@@ -1,7 +1,7 @@
 """Attention: ``softmax(scale * q k^T + mask) v`` becomes ``mindspeed::attention``.
 
 Matched from the softmax outward, by meaning: scores through scales, casts, views and masks back to the product
-(``matmul``, ``bmm``, ``baddbmm``), weights through casts, views and a dropout of zero on to the product with v. Repeated
+(``matmul``, ``bmm``, ``baddbmm``, ``einsum``), weights through casts, views and a dropout of zero on to the product with v. Repeated
 heads are followed back to the grouped ones. A mask that is causal for every size, or causal with a sliding window, is
 recognized, any other stays an argument. So are soft-caps (``cap * tanh(scores / cap)``) and attention sinks (a column of
 one score per head joined to the scores and cut off after the softmax). ``scaled_dot_product_attention`` itself becomes
@@ -15,16 +15,19 @@ model used a finite fill value such as -10000.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import heads, match
+from mindspeed_fx.passes.fusion import einsum, heads, match
 from mindspeed_fx.passes.fusion.attention_emit import Emit, emitter
 from mindspeed_fx.passes.fusion.match import aten
 from mindspeed_fx.passes.fusion.scores import Miss, Scores, culprit, with_sinks
 
 NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
+NOT = (aten.logical_not.default, aten.bitwise_not.default)
 
 
 @register(NAME, stage="captured", level=1, after=("plain functions",))
@@ -84,7 +87,8 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         if with_sinks(node.args[0]) is not None and any(match.is_call(u, aten.matmul.default, aten.bmm.default) for u in node.users):
             raise Miss(f"the softmax is over dimension {node.args[1]}; attention's is over the last, the keys")
         return None, []
-    root, v, after, cut, drop = _weighted_sum(node)
+    einsum.as_matmul(gm, node)
+    root, v, after, cut, drop, cleared = _weighted_sum(node)
     if root is None:
         return None, []
     scores = with_sinks(node.args[0])
@@ -95,10 +99,12 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         raise Miss(f"the scores are more than a product of q and k with scales and masks: {blamed}")
     if (scores.sinks is not None) != cut:
         raise Miss("the attention weights lose a column that is not a sink's" if cut else "the weights of the sinks are used")
+    if cleared is not None and not any(_drops(kind, m, cleared) for kind, m, _ in scores.masks):
+        raise Miss("the attention weights are set to zero elsewhere than where the scores are masked")
     lead = list(match.value(node).shape[:-2])
-    lead = lead if len(lead) == 2 else [*lead, 1] if len(lead) == 1 else None
-    if lead is None:
-        raise Miss(f"the attention weights have {match.value(node).dim()} dimensions; 3 and 4 are supported")
+    if not lead:
+        raise Miss("the attention weights have 2 dimensions; 3 and more are supported")
+    lead = [*lead, 1] if len(lead) == 1 else [lead[0], math.prod(lead[1:])]
 
     def whole(x: fx.Node) -> fx.Node:
         shape = [*lead, *match.value(x).shape[-2:]]
@@ -121,35 +127,43 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     return root, emit(gm, root, scores, q, k, v)
 
 
-def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool, fx.Node | None]:
-    """(product with v, v, nodes between, whether the last column is cut off, dropout) after the softmax ``node``; the product
-    includes a view back to 4 dimensions."""
-    n, path, drop, cut = node, [], None, False
+def _drops(kind: str, m: fx.Node, cleared: fx.Node) -> bool:
+    """Whether the mask ``m`` hides exactly where ``cleared`` is True; the operator's rows without any key are zero, too."""
+    if kind == "keep":
+        return match.is_call(cleared, *NOT) and match.same(cleared.args[0], m) or match.is_call(m, *NOT) and match.same(m.args[0], cleared)
+    return kind == "drop" and match.same(m, cleared)
+
+
+def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool, fx.Node | None, fx.Node | None]:
+    """(product with v, v, nodes between, whether the last column is cut off, dropout, where weights are set to zero) after the softmax
+    ``node``; the product includes a view back to 4 dimensions."""
+    n, path, drop, cut, cleared = node, [], None, False, None
     while True:
         users = [u for u in n.users if u.op != "output"]
         products = [u for u in users if match.is_call(u, aten.matmul.default, aten.bmm.default) and u.args[0] is n]
         if products:
             if len(n.users) > 1:
-                raise Miss("the attention weights are used elsewhere in the model")
+                raise Miss(_used_elsewhere(n))
             root, v = products[0], products[0].args[1]
             user = next(iter(root.users)) if len(root.users) == 1 else None
             if match.is_call(user, *match.VIEWS) and match.value(user).dim() == 4 and match.value(user).shape[-2:] == match.value(root).shape[-2:]:
                 if list(match.value(user).shape[:2]) == list(match.value(node).shape[:-2]):
-                    return user, v, [*path, root, user], cut, drop
-            return root, v, [*path, root], cut, drop
-        following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS) or match.part(u)]
+                    return user, v, [*path, root, user], cut, drop, cleared
+            return root, v, [*path, root], cut, drop, cleared
+        following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS) or match.part(u) or (cleared is None and _clears(u, n))]
         if len(following) != 1:
             if any(_from_a_stream(u) for u in users) and culprit(node.args[0]):
                 raise Miss("dropout on the attention weights from a stream of Megatron's tracker, whose numbers no kernel draws")
             if any(match.is_call(u, aten.einsum.default) for u in users) and culprit(node.args[0]):
-                raise Miss("the product with v is an einsum; only matmul and bmm are matched")
+                raise Miss("the product with v is an einsum that is no product of matrices")
             for u in users:
                 if any(match.is_call(after, aten.matmul.default, aten.bmm.default) and after.args[0] is u for after in u.users) and with_sinks(node.args[0]) is not None:
                     raise Miss(f"the attention weights are changed before the product with v: {u.target}")
-            return None, None, [], False, None
+            return None, None, [], False, None, None
         if len(n.users) > 1:
-            raise Miss("the attention weights are used elsewhere in the model")
+            raise Miss(_used_elsewhere(n))
         n = following[0]
+        cleared = n.args[1] if _clears(n, n.args[0]) else cleared
         if n.target is aten.dropout.default:
             if drop is not None:
                 raise Miss("the attention weights are dropped twice")
@@ -157,9 +171,19 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
         if (piece := match.part(n)) and match.value(n).shape != match.value(piece.source).shape:
             width, last = match.value(piece.source).shape[-1], match.value(n).dim() - 1
             if (piece.dim, piece.start, piece.step) != (last, 0, 1) or match.value(n).shape[-1] != width - 1 or cut:
-                return None, None, [], False, None
+                return None, None, [], False, None, None
             cut = True
         path.append(n)
+
+
+def _clears(u: fx.Node, n: fx.Node) -> bool:
+    return match.is_call(u, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and u.args[0] is n and match.number(u.args[2]) == 0
+
+
+def _used_elsewhere(n: fx.Node) -> str:
+    if any(u.op == "output" for u in n.users):
+        return "the attention weights leave the graph: the model returns them, or a graph break follows while they are alive"
+    return "the attention weights are used elsewhere in the model"
 
 
 def _from_a_stream(n: fx.Node) -> bool:

@@ -21,6 +21,9 @@ DROPOUT_ROWS = 256
 """Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in float32, 1.4 in
 bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward and backward on one core)."""
 
+TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
+"""Of attention with a bias that is trained, unfused in generated code: forward and backward in float32, 2 x 8 heads of 64, one core."""
+
 PACKED_ROWS = 512
 """Documents in shorter rows are masked where code is generated."""
 
@@ -31,13 +34,15 @@ def emitter(name: str, context: Context) -> Emit:
     """What puts the target's operator in the place of an attention: f(graph, root, scores, q, k, v) -> region, or :class:`Miss`."""
     generated = context.left_to_inductor(name)
     here = functools.partial(
-        _emit, dropping=functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1), packing=functools.partial(_packed, least=PACKED_ROWS if generated else 1)
+        _emit, dropping=functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1), packing=functools.partial(_packed, least=PACKED_ROWS if generated else 1),
+        trained=not generated,
     )
     return {"cuda": _emit_sdpa, "npu": functools.partial(_emit, dropping=_emit_seeded, packing=functools.partial(_packed, least=1, npu=True))}.get(context.options.target, here)
 
 
-def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | None]) -> list[fx.Node]:
-    """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed documents what ``packing`` makes."""
+def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | None], trained: bool = True) -> list[fx.Node]:
+    """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed documents what ``packing`` makes;
+    additive masks that need a gradient only where they are to be ``trained``."""
     if scores.sinks is None:  # with a sink a row of scores cannot be moved as a whole
         scores.masks = alibi.apart(scores.masks)
     masks = scores.blocking
@@ -54,10 +59,8 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     rest = [given for given, band in zip(masks, bands) if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))]
     if scores.sinks is None:
         rest = [(kind, alibi.by_keys(gm, root, m, causal) or m if kind == "add" else m, where) for kind, m, where in rest]
-    if len(rest) > 1:
-        raise Miss(f"{len(rest)} masks besides the causal one")
-    if rest and rest[0][0] == "add" and rest[0][1].meta["needs_grad"]:
-        raise Miss("the additive mask needs a gradient, which the operator does not give")
+    if not trained and any(kind == "add" and m.meta["needs_grad"] for kind, m, _ in rest):
+        raise Miss(f'the additive mask needs a gradient, and generated code is faster: it takes {TRAINED}; put "fusion.attention" in enable to fuse all the same')
     q, k, given = _operands(gm, root, scores, q, k, v, rest)
     window = min(windows, default=0)
     keys = match.value(k).shape[2]
@@ -112,6 +115,8 @@ def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, 
     what = f"dropout of {scores.p} on the attention weights"
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"{what}, with {'a soft-cap' if scores.softcap else 'sinks'}: no kernel on npu has both")
+    if given is not None and given.meta["needs_grad"]:
+        raise Miss(f"{what}, with an additive mask that needs a gradient: no operator has both")
     if not 0 < scores.p < 1:
         raise Miss(f"{what}: everything is dropped")
     arguments = (*qkv, given, causal, scores.scale, window, scores.p)
@@ -162,8 +167,6 @@ def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k:
         raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
     masks = scores.blocking
     causal = bool(masks) and all(mask.is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
-    if len(masks) > 1 and not causal:
-        raise Miss(f"{len(masks)} masks; scaled_dot_product_attention takes one")
     q, k, given = _operands(gm, root, scores, q, k, v, [] if causal else masks)
     if given is not None and match.value(given).dtype != torch.bool:
         given = _widened(gm, root, given, match.value(q).dtype)
@@ -174,20 +177,25 @@ def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k:
 
 def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """q, k and the mask, True or zero where attention is allowed, as an operator takes them; Miss where it is not safe."""
-    kind, given, where = masks[0] if masks else ("keep", None, None)
     dtype = match.value(root).dtype
     # Matching looks through casts of q and k; one that widened them to the type of v is made again.
     q, k = (_widened(gm, root, x, dtype) for x in (q, k))
     if not all(match.value(x).dtype == dtype for x in (q, k, v)):
         raise Miss(f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}")
-    reason = match.unsafe([root, *scores.region], [q, k, v, given, scores.sinks])
+    reason = match.unsafe([root, *scores.region], [q, k, v, *(given for _, given, _ in masks), scores.sinks])
     if reason:
         raise Miss(reason)
-    if kind == "drop" and given is not None:
-        given = match.insert(gm, root, aten.logical_not.default, (given,))
-    if given is not None:
+    allowed, added = None, None  # a mask is True where attention is allowed, and what is added to the scores
+    for kind, given, where in masks:
+        given = match.insert(gm, root, aten.logical_not.default, (given,)) if kind == "drop" else given
         given = _four_dimensional(gm, root, given, where, list(match.value(q).shape[:2]))
-    return q, k, given
+        if kind == "add":
+            added = given if added is None else match.insert(gm, root, aten.add.Tensor, (added, given))
+        else:
+            allowed = given if allowed is None else match.insert(gm, root, aten.logical_and.default, (allowed, given))
+    if allowed is None or added is None:
+        return q, k, added if allowed is None else allowed
+    return q, k, match.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf))
 
 
 def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> list[fx.Node]:
@@ -200,7 +208,15 @@ def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> lis
 
 
 def _four_dimensional(gm: fx.GraphModule, before: fx.Node, given: fx.Node, where: fx.Node, lead: list[Any]) -> fx.Node:
-    """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one."""
+    """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one, or more than two."""
+    if match.value(where).dim() > 4:
+        outer, own = list(match.value(where).shape[:-2]), list(match.value(given).shape)
+        own = [1] * (len(outer) + 2 - len(own)) + own
+        if any(n != 1 for n in own[1:-2]):  # heads that are not all alike
+            wanted = [own[0], *outer[1:], *own[-2:]]
+            given = match.insert(gm, before, aten.expand.default, (given, wanted))
+            own = [own[0], lead[1], *own[-2:]]
+        return match.insert(gm, before, aten.reshape.default, (given, [own[0], math.prod(own[1:-2]), *own[-2:]]))
     if match.value(where).dim() == 3 and match.value(given).dim() == 3 and match.value(given).shape[0] != 1:
         return match.insert(gm, before, aten.reshape.default, (given, [*lead, *match.value(given).shape[1:]]))
     while match.value(given).dim() < 4:

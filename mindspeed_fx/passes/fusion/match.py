@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.capture.normalize import annotate, drop_dead, written_nodes
 
 aten = torch.ops.aten
@@ -190,10 +190,23 @@ def same(a: Any, b: Any, depth: int = 8) -> bool:
         return len(a) == len(b) and all(same(x, y, depth) for x, y in zip(a, b))
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
         return type(a) is type(b) and a == b
+    if a.op == b.op == "get_attr":
+        return _same_constant(a, b)
     if depth == 0 or a.op != "call_function" or a.target != b.target or a.kwargs != b.kwargs or a.meta["mutated"] or b.meta["mutated"]:
         return False
     pure = a.target is operator.getitem or (isinstance(a.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in a.target.tags)
     return pure and same(a.args, b.args, depth - 1)
+
+
+def _same_constant(a: fx.Node, b: fx.Node) -> bool:
+    """True for two constants of one element that are equal: ``torch.tensor(False)``, written twice."""
+    x, y = (getattr(n.graph.owning_module, str(n.target), None) for n in (a, b))
+    if not all(isinstance(t, torch.Tensor) and t.numel() == 1 and not t.requires_grad for t in (x, y)) or any(n.meta.get("mutated", True) for n in (a, b)):
+        return False
+    if any(compat_tracing.is_fake(t) for t in (x, y)) or (x.dtype, x.shape, x.device) != (y.dtype, y.shape, y.device):
+        return False
+    with compat_tracing.outside_tracing():
+        return x.item() == y.item()
 
 
 # --------------------------------------------------------------------------- rewriting
@@ -211,10 +224,10 @@ def unsafe(region: list[fx.Node], inputs: list[Any]) -> str | None:
 
 
 def _written_before(n: fx.Node, region: list[fx.Node]) -> bool:
-    """True when every change to the memory of ``n`` comes before the first node of ``region``: it is read when done."""
+    """True when every change to the memory of ``n`` comes before the first node of ``region`` that reads it: it is read when done."""
     storage, members, reached = compat.storage_of(value(n)), set(region), False
     for node in n.graph.nodes:
-        reached = reached or node in members
+        reached = reached or (node in members and any(isinstance(value(a), torch.Tensor) and compat.storage_of(value(a)) == storage for a in node.all_input_nodes))
         if reached and any(isinstance(value(w), torch.Tensor) and compat.storage_of(value(w)) == storage for w in written_nodes(node)):
             return False
     return True

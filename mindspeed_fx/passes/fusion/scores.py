@@ -49,6 +49,9 @@ def with_sinks(n: Any) -> Scores | None:
         return _product(n)
     scores, column = _product(n.args[0][0]), match.uncast(n.args[0][1])
     heads_of = match.value(n).shape[1] if match.value(n).dim() == 4 else None
+    if scores is not None and match.value(n).dim() == 4 and list(match.value(column).shape) == [*match.value(n).shape[:-1], 1] and not match.is_call(column, aten.expand.default):
+        scores.sinks = match.insert(n.graph.owning_module, n, aten.squeeze.dim, (column, -1))  # a sink of its own for each query
+        return _extended(scores, n)
     column = heads.source_of(column, aten.expand.default, aten.to.dtype)
     lined_up = list(match.value(column).shape) == [1, heads_of, 1, 1]
     column = heads.source_of(column, *match.VIEWS, aten.unsqueeze.default)
@@ -77,6 +80,8 @@ def culprit(n: Any, depth: int = 12) -> str | None:
         return str(n.target)
     inner = next((a for a in n.all_input_nodes if match.is_float(a)), None)
     below = culprit(inner, depth - 1)
+    if match.is_call(n, aten.mul.Tensor) and match.is_float(n.args[0]) and match.is_float(n.args[1]) and below is not None:
+        return f"they are multiplied by a tensor ({n.name}), which is no mask unless its zeros are known while compiling"
     known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD) or match.unscale(n)[0] is not n
     return below if known or below is None else f"{n.target} ({n.name})"
 
@@ -98,8 +103,8 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         return _capped(_product(inner.args[0], depth - 1), n, inner, factor)
     if inner is not n:
         scores = _product(inner, depth - 1)
-        if scores and any(kind == "add" and mask.kept(m, kind) is None for kind, m, _ in scores.masks):
-            raise Miss("the scores are scaled after an additive mask")
+        if scores:
+            scores.masks = [(kind, _scaled(n, m, factor) if kind == "add" and mask.kept(m, kind) is None else m, where) for kind, m, where in scores.masks]
         if scores and scores.softcap:
             raise Miss("the scores are scaled after the soft-cap")
         return _extended(scores, n, factor=factor)
@@ -111,11 +116,38 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         return _extended(_product(n.args[1], depth - 1), n, ("keep", n.args[0]))
     if match.is_call(n, aten.where.self, aten.where.ScalarSelf) and _blocks(n.args[1]):
         return _extended(_product(n.args[2], depth - 1), n, ("drop", n.args[0]))
-    for a, b in match.operands(n, aten.add.Tensor):
-        scores = _product(a, depth - 1) if match.is_float(b) else None
+    for a, b in match.operands(n, *match.ADD):
+        if match.number(b) == 0:
+            return _extended(_product(a, depth - 1), n)
+        scores = (_gated(a, b, depth) or _product(a, depth - 1)) if match.is_float(b) else None
         if scores is not None:
             return _extended(scores, n, ("add", b))
+    if match.is_call(n, aten.sub.Tensor) and not n.kwargs and match.is_float(n.args[1]):
+        scores = _product(n.args[0], depth - 1)
+        return scores and _extended(scores, n, ("add", match.insert(n.graph.owning_module, n, aten.neg.default, (n.args[1],))))
     return None
+
+
+def _scaled(n: fx.Node, m: fx.Node, factor: float) -> fx.Node:
+    """The additive mask ``m``, which the scores had when ``n`` scaled them."""
+    return match.insert(n.graph.owning_module, n, aten.mul.Tensor, (m, factor))
+
+
+def _gated(n: Any, bias: fx.Node, depth: int) -> Scores | None:
+    """scores * keep, to which ``bias`` adds a number that blocks wherever ``keep``, made of positions, is zero (GPT): the bias alone then
+    says what is masked, as long as every row keeps its own key."""
+    band, given = mask.meaning(bias), None
+    for a, b in match.operands(n, aten.mul.Tensor):
+        if match.is_float(a) and match.is_float(b) and isinstance(keep := mask.meaning(b), mask.Band):
+            given = a, keep
+    if given is None:
+        return None
+    inner, keep = given
+    blocking = isinstance(band, mask.Band) and (band.low, band.high, band.inside) == (keep.low, keep.high, 0) and band.outside <= mask.BLOCKED
+    same = isinstance(band, mask.Band) and (band.documents is keep.documents or match.same(band.documents, keep.documents))
+    if not blocking or not same or (keep.inside, keep.outside) != (1, 0) or not keep.low <= 0 <= keep.high or match.value(n).shape[-1] != match.value(n).shape[-2]:
+        return None
+    return _extended(_product(inner, depth - 1), n)
 
 
 def _capped(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float) -> Scores | None:

@@ -60,9 +60,14 @@ def attention(
         inner: ranks of an inner ring; 0: there is one ring. No matter where there is none.
 
     Raises:
-        ShardingError: queries and keys of different lengths, causal without a mask and a rank's part of odd length, or windows that do not divide the ranks.
+        ShardingError: queries and keys of different lengths, causal without a mask and a rank's part of odd length, windows that do not divide the
+            ranks, an additive mask that needs a gradient, or a sink for each query.
     """
     size = q.shape[2]
+    if mask is not None and mask.requires_grad:
+        raise ShardingError("attention over a divided sequence gives an additive mask no gradient; divide heads or the batch")
+    if sinks is not None and sinks.ndim > 1:
+        raise ShardingError("attention over a divided sequence takes one sink for each head, and here is one for each query; divide heads or the batch")
     if k.shape[2] != size:
         raise ShardingError(f"ring attention needs as many queries as keys; here {size} and {k.shape[2]}")
     ranks = q.device_mesh.size(dim)

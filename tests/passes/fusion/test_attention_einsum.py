@@ -1,0 +1,41 @@
+import pytest
+import torch
+from models import double, function_agrees
+
+NAME = "fusion.attention"
+
+SPELLINGS = {
+    "heads first": ("bnid,bnjd->bnij", "bnij,bnjd->bnid", (2, 4, 6, 8), (2, 4, 6, 8)),
+    "XLNet, sequence first": ("ibnd,jbnd->bnij", "bnij,jbnd->ibnd", (6, 2, 4, 8), (6, 2, 4, 8)),
+    "keys first, transposed result": ("bjnd,bind->bnij", "bjnd,bnij->bdni", (2, 6, 4, 8), (2, 6, 4, 8)),
+    "no heads": ("bqd,bkd->bqk", "bqk,bkd->bqd", (2, 6, 8), (2, 6, 8)),
+    "groups of heads that share keys": ("bskgd,btkd->bkgst", "bkgst,btkd->bskgd", (2, 6, 2, 3, 8), (2, 6, 2, 8)),
+    "keys already transposed": ("bnid,bndj->bnij", "bnij,bnjd->bnid", (2, 4, 6, 8), (2, 4, 8, 6)),
+}
+
+
+QUICK = ("XLNet, sequence first", "keys first, transposed result", "groups of heads that share keys")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SPELLINGS])
+def test_products_spelled_as_einsum(name):
+    first, second, q, k = SPELLINGS[name]
+    q, k, v = double(*q), double(*k), double(*k[:-2], k[-1], k[-2]) if "transposed" in name and k[-1] == 6 else double(*k)
+    swapped = first.startswith("bj")
+
+    def f(q, k, v):
+        weights = (torch.einsum(first, *((k, q) if swapped else (q, k))) * 0.3).softmax(-1)
+        return torch.einsum(second, *((v, weights) if swapped else (weights, v)))
+
+    report = function_agrees(f, q, k, v)
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert "aten.einsum" not in run.after
+
+
+def test_an_einsum_that_is_no_product_of_matrices_says_why():
+    def f(q, k, v):
+        return torch.einsum("bnij,bnjd->bn", (q @ k.mT).softmax(-1), v)  # everything is summed
+
+    report = function_agrees(f, *(double(2, 4, 6, 8) for _ in range(3)))
+    assert report.counts[NAME] == 0 and "no product of matrices" in report.skipped(NAME)[0].reason
