@@ -138,7 +138,9 @@ class _Reader:
 
     def _specs(self, value: Any, key: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return spec(value, self._size, self.prefix + key)
+            key = self.prefix + key
+            plain = all(type(n) is int for n in (*value.shape, *value.stride())) if value.layout is torch.strided else False
+            return Spec(*_layout(value.shape, value.stride(), value.dtype), key) if plain else spec(value, self._size, key)
         if isinstance(value, (list, tuple)):
             return tuple(self._specs(v, f"{key}[{i}]") for i, v in enumerate(value))
         return self._size(value) if isinstance(value, torch.SymInt) else None if isinstance(value, (fx.GraphModule, torch.nn.Module)) else value
@@ -207,6 +209,12 @@ class _Reader:
         self.found.outputs |= found.outputs
         if len(inner) > 1:
             self.found.notes.append(f"{node.name} ({node.target}): only the first of its {len(inner)} graphs is counted")
+
+
+@functools.lru_cache(4096)
+def _layout(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], str, int, tuple[bool, ...]]:
+    """The first arguments of a Spec of fixed sizes; :func:`spec`, once for each layout."""
+    return tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize, tuple(s == 0 for s in strides)
 
 
 @functools.lru_cache(4096)

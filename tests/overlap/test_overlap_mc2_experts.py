@@ -88,6 +88,10 @@ def test_limits(ranks):
     assert reasons(lambda x, n, u, d: (sent(x, u).sin(),)) == {"no batched product of matrices reads the tokens by expert, or makes them"}
     uneven = lambda x, n, u, d: (torch.ops._c10d_functional.all_to_all_single(x, [1023] + [1024] * 6 + [1025], [1024] * 8, "0"),)
     assert reasons(uneven) == {"the ranks' shares differ, and how many tokens each expert gets is not in the graph"}
+    gm = layers.graph(uneven, LARGE, BF16)
+    start = next(n for n in gm.graph.nodes if is_start(n))
+    start.args = (start.args[0], [start.args[0]] * 8, *start.args[2:])  # as a dropless router's: results of other nodes
+    assert mc2_experts.beside(start) == mc2_experts.UNKNOWN
 
 
 def test_number_of_ranks(ranks):

@@ -158,6 +158,7 @@ class Trials:
                         seconds, chosen = now, made
             if len(self.places) <= LARGE:
                 kinds = [same for reach in REACHES for same in _classes(found[reach])]
+                kinds += [[r] for same in kinds if len(same) > 1 for r in same if self._exposed(r) > GAIN / 2 * self.plain.seconds]  # where memory is full, as at a backward's begin
                 ends = [self._refined(*self._added(self.plain.seconds, [], kinds))]
                 if chosen:
                     ends.append(self._refined(seconds, chosen))
@@ -171,6 +172,11 @@ class Trials:
         self.seconds = seconds
         self.told = f"modelled step {self.plain.seconds * 1e3:.3f} ms whole, {seconds * 1e3:.3f} ms with {len(chosen)} regions in chunks ({len(self.tried)} ways tried; less than {GAIN:.0%} is not taken)"
         return chosen
+
+    def _exposed(self, region: Region) -> float:
+        """Seconds for which the region's collectives are exposed without chunks."""
+        starts = set(region.starts)
+        return sum(seconds for i, seconds in self.plain.exposed.items() if self.nodes[i] in starts)
 
     def _added(self, seconds: float, chosen: list[tuple[Region, Parts]], kinds: list[list[Region]]) -> tuple[float, list[tuple[Region, Parts]]]:
         """One kind of region after the other, where it makes the step shorter: what is in chunks costs work, so that few may be better than all."""

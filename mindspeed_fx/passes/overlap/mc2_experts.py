@@ -4,8 +4,10 @@
     bmm -> tokens by rank -> all_to_all       npu_gmm_alltoallv
 
 The operators take how many tokens each rank sends to each expert as numbers, so that they serve experts of a fixed capacity, [ranks,
-experts, capacity, hidden], forward and backward; what a router decides is known only when the program runs. Their limits, from
-torch_npu's documentation, are checked by :func:`refused`. Taken where the modelled step is shorter. Traced, emulated and modelled;
+experts, capacity, hidden], forward and backward. Of what a router decides while the program runs, the host knows the splits of the
+all-to-all, a number for each rank; the counts for each expert of each rank are on the device, and torch_npu documents its arguments that
+would take them there (``send_counts_tensor``, ``recv_counts_tensor``) as not yet supported. So dropless routing stays apart. Their limits,
+from torch_npu's documentation, are checked by :func:`refused`. Taken where the modelled step is shorter. Traced, emulated and modelled;
 nothing has run on a device.
 """
 
@@ -34,6 +36,10 @@ NAME = "overlap.mc2_experts"
 aten = torch.ops.aten
 DISPATCH, COMBINE = "npu_alltoallv_gmm", "npu_gmm_alltoallv"
 WORLDS = (8, 16, 32, 64)
+UNKNOWN = (
+    "how much each rank sends is known only when the program runs, and the host knows it by rank; the operator takes a list of numbers for every expert of every rank, "
+    "and torch_npu documents its counts as tensors as not yet supported"
+)
 MOVES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.clone.default)
 
 
@@ -93,7 +99,7 @@ def beside(start: fx.Node) -> Found | str:
     """The batched product before or after an all-to-all with tokens put in order between; or why there is none."""
     shares = [argument(start, name) for name in ("output_split_sizes", "input_split_sizes")]
     if not sized(start) or not all(isinstance(n, int) for s in shares for n in s):
-        return "how much each rank sends is known only when the program runs; the operator takes numbers"
+        return UNKNOWN
     if len({n for s in shares for n in s}) > 1:
         return "the ranks' shares differ, and how many tokens each expert gets is not in the graph"
     ranks, rest = len(shares[0]), "no batched product of matrices reads the tokens by expert, or makes them"
