@@ -4,7 +4,7 @@
 * ``axes.py``: which dimensions of which tensors are the same thing; ``ways.py``: how an operator is computed in parts
 * ``graph.py``: the problem: one of each kind of layer, operators, values and the edges between them
 * ``layouts.py``: how the world is factored; ``price.py``: seconds and bytes of each choice
-* ``solve.py``: the integer program of one layout; ``search.py``: over all layouts, with the bound
+* ``flows.py``: which combinations there are, shared by layouts; ``solve.py``: the integer program of one layout; ``search.py``: over all layouts, with the bound
 * ``emit.py``: a solution as a plan; ``rivals.py``: a plan as a restriction; ``found.py``: the plan with its numbers and reasons
 """
 

@@ -10,6 +10,7 @@ from mindspeed_fx.options import nearest
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError, parse_placement
 from mindspeed_fx.passes.sharding.search import rivals
 from mindspeed_fx.passes.sharding.search.emit import emit
+from mindspeed_fx.passes.sharding.search.flows import there_and_back
 from mindspeed_fx.passes.sharding.search.graph import Problem
 from mindspeed_fx.passes.sharding.search.layouts import divisors
 from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, P, Prices, R
@@ -97,7 +98,7 @@ class SearchedPlan(Plan):
             found.append({
                 "layer": "around the layers" if run < 0 else f"{problem.runs[run][0]} ... {problem.runs[run][-1].rpartition('.')[2]}", "count": problem.layers(run),
                 "compute": turns * sum(s.prices[n].forward + s.prices[n].backward for n in nodes), "collectives": turns * (sum(s.prices[n].moved for n in nodes) + sum(sec for _, sec, _ in mine)),
-                "state": sum(s.prices[n].state for n in nodes), "kept": sum(kept for m, _, kept in mine if m.weight),
+                "state": sum(s.prices[n].state for n in nodes), "kept": sum(kept for m, _, kept in mine if m.times),
             })  # fmt: skip
         return found
 
@@ -113,7 +114,7 @@ class SearchedPlan(Plan):
     @staticmethod
     def collective_words(move: Any, p: Label, t: Label) -> tuple[str, str]:
         """The collectives of a value made at ``p`` and wanted at ``t``, forward and backward; "" for none."""
-        return Program._kind(p, t), Program._kind({SUMMED: P}.get(t, t), {P: R}.get(p, p)) if move.value.floating else ""
+        return there_and_back(move, p, t)
 
     def say(self, label: Label) -> str:
         return {R: "R", SUMMED: "R", P: "sum"}.get(label, "") if not isinstance(label, int) else f"by {self.searched.problem.label(label)}"

@@ -71,6 +71,9 @@ class NodePrice:
     """How it is computed on cp, where there is a choice."""
 
 
+NOTHING = NodePrice()
+
+
 class Prices:
     """Prices for one problem on one device; what does not depend on the layout is computed once."""
 
@@ -82,6 +85,10 @@ class Prices:
         self._compute: dict[tuple, tuple[float, float]] = {}
         self._prices: dict[tuple, NodePrice] = {}
         self._stored: dict[tuple, NodePrice] = {}
+        self._sizes: dict[tuple, tuple[float, float]] = {}
+        self.moves: list | None = None
+        self.flows: dict[tuple, Any] = {}
+        """Of the programs of this problem (``solve.py``): values on their way; choices -> rows and columns."""
         self.stores = {n.name: [i for i, u in enumerate(n.uses) if u.value.parameter is not None] for n in problem.nodes}
         self.line, self._passes = functools.cache(self._line), functools.cache(self._passed)
         self.expert_atoms = set(problem.experts.values())
@@ -190,11 +197,9 @@ class Prices:
 
     def price(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
         """What ``node`` costs by ``strategy``, once per microbatch (the optimizer and reductions: once per step)."""
-        base = self.activations(node, strategy, layout)
-        if not self.stores[node.name]:
-            return base
-        stored = self.stored(node, strategy, layout)
-        return NodePrice(base.forward, base.backward, base.moved, stored.gather, stored.reduce, stored.update, stored.state, stored.gathered, base.kept, base.transient, base.how)
+        base, (kept, transient) = self.activations(node, strategy, layout), self.sizes(node, strategy, layout)
+        stored = self.stored(node, strategy, layout) if self.stores[node.name] else NOTHING
+        return NodePrice(base.forward, base.backward, base.moved, stored.gather, stored.reduce, stored.update, stored.state, stored.gathered, kept, transient, base.how)
 
     def stored(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
         """The part of :meth:`price` that has to do with parameters alone: a matter of the ranks that hold copies, however they are factored."""
@@ -207,17 +212,26 @@ class Prices:
         return found
 
     def activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
-        """The part of :meth:`price` that has nothing to do with parameters; often a matter of tokens and tp alone."""
+        """The seconds of :meth:`price` that have nothing to do with parameters; often a matter of tokens and tp alone."""
+        key = self._key(node, strategy, layout)
+        if (found := self._prices.get(key)) is None:
+            found = self._prices[key] = self._activations(node, strategy, layout)
+        return found
+
+    def sizes(self, node: Node, strategy: Strategy, layout: Layout) -> tuple[float, float]:
+        """The bytes of :meth:`price` that are kept, and those at hand in the backward."""
+        key = self._key(node, strategy, layout)
+        if (found := self._sizes.get(key)) is None:
+            found = self._sizes[key] = self._sized(node, strategy, layout)
+        return found
+
+    def _key(self, node: Node, strategy: Strategy, layout: Layout) -> tuple:
         rows = layout.dp * layout.microbatches * layout.ep * layout.cp
         alone = node.op not in BY_SHAPE and (layout.cp == 1 or self.problem.sequence is None or self._passes(node, self.problem.sequence, layout.cp))
-        key = (strategy, layout.tp, rows) if alone else (strategy, layout.tp, layout.ep, layout.cp, rows)
-        if key not in self._prices:
-            self._prices[key] = self._activations(node, strategy, layout)
-        return self._prices[key]
+        return (strategy, layout.tp, rows) if alone else (strategy, layout.tp, layout.ep, layout.cp, rows)
 
     def _activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
         made = NodePrice()
-        labels = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
         best = None
         for how, other, without, moved, tag in self._around(node, strategy, layout):
             forward, backward = self._time(node, strategy, layout, other, without, tag)
@@ -225,14 +239,19 @@ class Prices:
                 best = (forward + backward + moved, forward, backward, moved, how)
         _, made.forward, made.backward, made.moved, made.how = best
         made.moved += self._inside(node, strategy, layout)
+        return made
+
+    def _sized(self, node: Node, strategy: Strategy, layout: Layout) -> tuple[float, float]:
+        labels = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
+        kept = 0.0
         shapes = [self.nbytes(v, layout, x) for v, x in zip(node.outs, strategy.outs)]
-        made.transient = 2 * (sum(shapes) + sum(self.nbytes(u.value, layout, x) for u, x in zip(node.uses, strategy.ins) if u.value.producer is not None))
+        transient = 2 * (sum(shapes) + sum(self.nbytes(u.value, layout, x) for u, x in zip(node.uses, strategy.ins) if u.value.producer is not None))
         if node.op == "attention" and len(shapes) > 1:
-            made.kept = shapes[1]
+            kept = shapes[1]
         if node.op == "linear_cross_entropy":
             tokens, width = self.local(node.uses[0].dims, node.uses[0].shape, layout, labels)
-            made.kept = tokens * width * node.uses[0].value.itemsize  # logits are made in chunks, divided or not
-        return made
+            kept = tokens * width * node.uses[0].value.itemsize  # logits are made in chunks, divided or not
+        return kept, transient
 
     def _time(self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str) -> tuple[float, float]:
         b, s = layout.dp * layout.ep * layout.microbatches, layout.cp

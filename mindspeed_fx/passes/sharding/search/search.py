@@ -96,6 +96,8 @@ class _State:
         self.least = float("inf")
         self.solved = self.too_large = 0
         self.done: set[tuple] = set()
+        self.bounded: dict[Layout, int] = {}
+        """How many of the bounds that come before prices a layout has."""
         self.times = {"prices": 0.0, "programs": 0.0}
         self.number = itertools.count()
 
@@ -109,11 +111,33 @@ class _State:
             if zero:  # recomputing changes nothing about states
                 self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
         else:
-            heapq.heappush(self.heap, (updates + self.least_work(layout), next(self.number), layout, None, recompute, zero))
+            heapq.heappush(self.heap, (updates + self.work_in_one(layout), next(self.number), layout, None, recompute, zero))
         self.times["prices"] += time.perf_counter() - start
 
-    def least_work(self, layout: Layout) -> float:
-        """Seconds that compute and inner collectives take at least, from a table that many layouts share."""
+    def bound(self, layout: Layout) -> float | None:
+        """The next of the bounds that many layouts share, dearer and higher each: its own parts of the batch, and the collectives between operators."""
+        number = self.bounded[layout] = self.bounded.get(layout, 0) + 1
+        if number > 1 + (layout.tp > 1):
+            return None
+        start = time.perf_counter()
+        better = self.least_stored(layout)[0] + self.least_work(layout, self.core(layout) if number > 1 else 0.0)
+        self.times["prices"] += time.perf_counter() - start
+        return better
+
+    def work_in_one(self, layout: Layout) -> float:
+        """At most :meth:`least_work`, by the table of the whole batch at once: what an operator costs is launches, latencies and weights, which do not shrink
+        with its part of the batch, and what is proportional to it."""
+        parts = layout.dp * layout.microbatches
+        whole = dataclasses.replace(layout, dp=1, microbatches=1)
+        turns = (layout.microbatches + layout.pp - 1) / (layout.pp * parts)
+        return turns * self.least_work(whole)
+
+    def least_work(self, layout: Layout, core: float = 0.0) -> float:
+        """Seconds that compute and inner collectives take at least, from a table that many layouts share.
+
+        Args:
+            core: seconds of one microbatch in all layers at least, with the collectives between operators.
+        """
         p, key = self.prices, (layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
         if key not in self.work:
             table = self.work[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
@@ -122,7 +146,10 @@ class _State:
                 table[n.run][0] += min((x.forward + x.backward + x.moved for x in mine), default=float("inf"))
                 table[n.run][1] += min((x.forward for x in mine), default=0.0)
         turns, full = layout.microbatches + layout.pp - 1, layout.recompute == "full"
-        return sum(self._weight(r, layout) * turns * (w[0] + w[1] * (full and r >= 0)) for r, w in self.work[key].items())
+        rows = [(self._weight(r, layout), w, r) for r, w in self.work[key].items()]
+        layers = sum(map(len, p.problem.runs))
+        flat = max(sum(n * w[0] for n, w, _ in rows), (-(-layers // layout.pp) / layers if layers else 1.0) * core)
+        return turns * (flat + full * sum(n * w[1] for n, w, r in rows if r >= 0))
 
     def least_stored(self, layout: Layout) -> tuple[float, float]:
         """Seconds of the optimizer and bytes of states at least."""
@@ -145,11 +172,15 @@ class _State:
         layers = sum(map(len, runs))
         return len(runs[run]) * (-(-layers // layout.pp) / layers) if run >= 0 else 1.0
 
-    def core(self, program: Program) -> float:
-        layout = program.layout
+    def core(self, layout: Layout) -> float:
+        """See :meth:`Program.core`."""
         key = (layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
+        if layout.tp == 1:
+            return 0.0
         if key not in self.cores:
-            self.cores[key] = program.core() if layout.tp > 1 else 0.0
+            program = Program(self.prices, layout, self.memory, self.allowed)
+            program.priced()
+            self.cores[key] = program.core() if program.possible else float("inf")
         return self.cores[key]
 
     def more(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
@@ -169,12 +200,15 @@ class _State:
             lower, _, layout, program, recompute, zero = heapq.heappop(self.heap)
             if lower >= self.limit(layout.mesh) or (layout.pp == 1 and (layout.mesh, layout.zero, layout.recompute) in self.done):
                 continue
+            if program is None and (better := self.bound(layout)) is not None:
+                heapq.heappush(self.heap, (max(lower, better), next(self.number), layout, None, recompute, zero))
+                continue
             if program is None:
                 start = time.perf_counter()
                 program = Program(self.prices, layout, self.memory, self.allowed)
                 if program.possible:
                     program.priced()
-                    seconds, memory = program.lower(self.core(program))
+                    seconds, memory = program.lower(self.core(layout))
                     if memory > self.memory:
                         self.too_large += 1
                         self.more(layout, recompute, zero)

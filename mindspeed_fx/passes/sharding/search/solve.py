@@ -22,8 +22,8 @@ from typing import Any, Callable
 import numpy as np
 
 from mindspeed_fx.passes.sharding.plan import ShardingError
-from mindspeed_fx.passes.sharding.search.emit import expressible, owner
-from mindspeed_fx.passes.sharding.search.graph import CHEAP, SAVES, Edge, Node, Problem, Value
+from mindspeed_fx.passes.sharding.search.flows import KINDS, Flows, Move, kind, moves, sayable, there_and_back
+from mindspeed_fx.passes.sharding.search.graph import CHEAP, SAVES, Edge, Node
 from mindspeed_fx.passes.sharding.search.layouts import Layout
 from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, NodePrice, P, Prices, R, Strategy
 
@@ -33,23 +33,11 @@ GiB = 2.0**30
 RELAXED = {"presolve": False}
 """Of a linear relaxation: presolving these takes several times as long as solving them (measured for DeepSeek-V3 on 512 devices)."""
 
-EXPERTS = frozenset(("moe_permute", "moe_unpermute", "grouped_matmul"))
-
 Allowed = Callable[[Node, Strategy], bool]
 
 
 class Unsayable(Exception):
     """A combination of choices in which a value cannot go where it is wanted; rounding can make one."""
-
-
-@dataclass(eq=False)
-class Move:
-    """A value and the readers that share its redistributions."""
-
-    value: Value
-    where: tuple
-    readers: list[Edge]
-    weight: float = 0.0
 
 
 @dataclass
@@ -105,17 +93,35 @@ class Program:
     def priced(self) -> None:
         """Everything that is linear in the choices."""
         self.price = {(n, i): self.prices.price(n, s, self.layout) for n in self.nodes for i, s in enumerate(self.choices[n])}
-        self.moves = moves(self.problem, self.share)
+        if self.prices.moves is None:
+            self.prices.moves = moves(self.problem)
+        self.moves = self.prices.moves
         ranks, near = self.layout.ranks_per_node("tp", self.prices.hw.node)
         self.lines = {k: self.prices.line(k, ranks, near) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")} | {"": (0.0, 0.0)}
         self.bytes = {m.value: self.prices.nbytes(m.value, self.layout) for m in self.moves}
+
+    @property
+    def flows(self) -> Flows:
+        """Rows and columns, shared by all layouts with these choices."""
+        key = tuple(map(tuple, self.choices.values()))
+        if key not in self.prices.flows:
+            self.prices.flows[key] = Flows(self.problem, self.moves, self.choices)
+        return self.prices.flows[key]
 
     def core(self) -> float:
         """Seconds of one microbatch in all layers, whatever is hidden, stored or made again: a bound for every layout with
         these parts of batch and sequence."""
         optimize, sparse = milp()
-        c, rows, lower, upper, n, _, _ = self._matrix(core=True)
-        made = optimize.milp(c, constraints=optimize.LinearConstraint(sparse.csr_matrix((rows[2], (rows[0], rows[1])), shape=(len(lower), n)), lower, upper), bounds=optimize.Bounds(0, np.inf), options=RELAXED)
+        f, fixed, each = self.flows, *np.array([self.lines[k] for k in KINDS]).T
+        cost = np.zeros(f.columns)
+        for n in self.nodes:
+            if n.run >= 0:
+                cost[f.first[n] : f.first[n] + len(self.choices[n])] = [self.weight(n.run) / self.share * (p.forward + p.backward + p.moved) for p in (self.price[n, i] for i in range(len(self.choices[n])))]
+        nbytes = np.array([self.bytes[m.value] for m in self.moves])[f.of]
+        cost[f.at] = f.layered * f.times * (fixed[f.there] + each[f.there] * nbytes + fixed[f.back] + each[f.back] * nbytes)
+        if f.matrix is None:
+            f.matrix = sparse.csc_array((f.rows[2], (f.rows[0], f.rows[1])), shape=(len(f.low), f.columns))
+        made = optimize.milp(cost, constraints=optimize.LinearConstraint(f.matrix, f.low, f.up), bounds=optimize.Bounds(0, np.inf), options=RELAXED)
         return float(made.fun) if made.x is not None else float("inf")
 
     def lower(self, core: float = 0.0) -> tuple[float, float]:
@@ -138,35 +144,18 @@ class Program:
         for move in self.moves:
             n = self.bytes[move.value] / self.layout.tp
             kept = min(self.keeps(move, R, SUMMED, 0.0, n)[0], self.keeps(move, move.value.dims[0][0] if move.value.dims and move.value.dims[0] else R, R, 0.0, n)[0])
-            memory += move.weight * self.in_flight * min(n, kept)
+            memory += move.weight(self.share) * self.in_flight * min(n, kept)
         often = self.layout.microbatches if self.layout.zero == "zero3" else 1
         return seconds + often * sum(max(0.0, x) for pair in hide.values() for x in pair), memory
 
     def move_costs(self, move: Move, p: Label, t: Label, readers: list[Edge]) -> tuple[float, float, float] | None:
         """Seconds there, seconds back, bytes at ``t``; None for what no plan does."""
         n = self.bytes[move.value]
-        there = self._kind(p, t)
-        if there == "never" or not any(self.sayable(move, p, t, e) for e in readers):
+        there = kind(p, t)
+        if there == "never" or not any(sayable(move, p, t, e) for e in readers):
             return None
-        back = self._kind({SUMMED: P}.get(t, t), {P: R}.get(p, p)) if move.value.floating else ""
-        (a, b), (c, d) = self.lines[there], self.lines[back]
+        (a, b), (c, d) = (self.lines[k] for k in there_and_back(move, p, t))
         return a + b * n, c + d * n, n / (self.layout.tp if isinstance(t, int) else 1)
-
-    @staticmethod
-    def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
-        """Whether a plan can say that the value moves so before this reader, or DTensor does it unasked: it sums what an
-        operator needs whole."""
-        if edge.node.op in EXPERTS or move.value.producer.op in EXPERTS:
-            return True  # modelled alone
-        return p == t or (p in (P, R) and t in (R, SUMMED)) or not move.value.shape or bool(owner(move.value.producer)) or expressible(edge)
-
-    @staticmethod
-    def _kind(p: Label, t: Label) -> str:
-        if p == t or p in (R, SUMMED):
-            return "never" if t == P and p != P else ""
-        if p == P:
-            return "all_reduce" if t in (R, SUMMED) else "reduce_scatter"
-        return "never" if t == P else "all_gather" if t in (R, SUMMED) else "all_to_all"
 
     def keeps(self, move: Move, p: Label, t: Label, there: float, nbytes: float) -> tuple[float, float]:
         """Bytes kept of a move for the backward, and seconds that the backward spends to have it again."""
@@ -221,15 +210,13 @@ class Program:
         bound = made.fun if not integral or made.mip_dual_bound is None else made.mip_dual_bound
         return float(bound) + self.between_stages() * self.turns / self.layout.microbatches, chosen
 
-    def _matrix(self, core: bool = False) -> tuple:
-        L = self.layout
+    def _matrix(self) -> tuple:
+        L, f = self.layout, self.flows
         self.fractional, self.slack = False, False
-        cost: list[float] = []
-        rr: list[int] = []
-        cc: list[int] = []
-        vv: list[float] = []
-        low: list[float] = []
-        up: list[float] = []
+        first = f.first
+        cost: list[float] = [0.0] * f.columns
+        rr, cc, vv = ([*x] for x in f.rows)
+        low, up = [*f.low], [*f.up]
 
         def row(columns: list[int], values: list[float], lo: float, hi: float) -> None:
             rr.extend([len(low)] * len(columns))
@@ -238,28 +225,30 @@ class Program:
             low.append(lo)
             up.append(hi)
 
-        first: dict[Node, int] = {}
         memory_columns: list[int] = []
         memory_values: list[float] = []
         segments = sorted({n.run for n in self.nodes})
         hide: dict[int, tuple[list, list, list, list]] = {k: ([], [], [], []) for k in segments}
         for n in self.nodes:
-            first[n] = len(cost)
             w, again = self.weight(n.run), self.again(n)
             for i in range(len(self.choices[n])):
-                p, column = self.price[n, i], len(cost)
-                cost.append(w * (self.turns * (p.forward * (1 + again) + p.backward + p.moved) + p.update) if not core else w / self.share * (p.forward + p.backward + p.moved) * (n.run >= 0))
+                p, column = self.price[n, i], first[n] + i
+                cost[column] = w * (self.turns * (p.forward * (1 + again) + p.backward + p.moved) + p.update)
                 memory_columns.append(column)
                 memory_values.append(w * (p.state + self.in_flight * p.kept * (not again)))
                 for k, value in enumerate((w * (p.forward - p.gather), w * (p.backward - p.reduce))):
                     hide[n.run][2 * k].append(column)
                     hide[n.run][2 * k + 1].append(value)
-            row(list(range(first[n], len(cost))), [1.0] * len(self.choices[n]), 1, 1)
-        choices_end = len(cost)
-        for move in self.moves:
-            self._move(move, first, cost, memory_columns, memory_values, row, core)
-        if core:
-            return np.array(cost), (rr, cc, vv), np.array(low), np.array(up), len(cost), None, first
+        for pair, k, j in zip(f.pairs, f.there, f.back):
+            move = self.moves[pair.move]
+            n = self.bytes[move.value]
+            (a, b), (c, d) = self.lines[KINDS[k]], self.lines[KINDS[j]]
+            kept, redo = self.keeps(move, pair.p, pair.t, a + b * n, n / (L.tp if isinstance(pair.t, int) else 1))
+            weight = move.weight(self.share)
+            cost[pair.column] = weight * self.turns * (a + b * n + c + d * n + redo)
+            if kept:
+                memory_columns.append(pair.column)
+                memory_values.append(weight * self.in_flight * kept)
         for run in segments:
             for k, once in ((0, L.zero != "zero3"), (1, L.zero != "zero3")):
                 columns, values = hide[run][2 * k], hide[run][2 * k + 1]
@@ -280,69 +269,10 @@ class Program:
             memory_values.append(GiB)
         memory_columns.append(largest)
         memory_values.append(GiB)
-        self._tied(first, row)
         row(memory_columns, [v / GiB for v in memory_values], -np.inf, self.limit / GiB)  # last: see slack
         integrality = np.zeros(len(cost))
-        integrality[:choices_end] = 1
+        integrality[: f.choices_end] = 1
         return np.array(cost), (rr, cc, vv), np.array(low), np.array(up), len(cost), integrality, first
-
-    def _move(self, move: Move, first: dict[Node, int], cost: list, memory_columns: list, memory_values: list, row: Callable, core: bool) -> None:
-        made = move.value.producer
-        sources: dict[Label, list[int]] = {}
-        for i, s in enumerate(self.choices[made]):
-            sources.setdefault(s.outs[move.value.index], []).append(first[made] + i)
-        targets = []
-        for edge in move.readers:
-            found: dict[Label, list[int]] = {}
-            for i, s in enumerate(self.choices[edge.node]):
-                found.setdefault(s.ins[edge.argument], []).append(first[edge.node] + i)
-            targets.append(found)
-        pairs = {}
-        for p in sources:
-            for t in dict.fromkeys(t for found in targets for t in found):
-                costs = self.move_costs(move, p, t, [e for e, found in zip(move.readers, targets) if t in found])
-                if costs is None:
-                    continue
-                there, back, nbytes = costs
-                kept, redo = self.keeps(move, p, t, there, nbytes)
-                pairs[p, t] = len(cost)
-                cost.append(move.weight * self.turns * (there + back + redo) if not core else move.weight / self.share * (there + back) * (move.value.producer.run >= 0 and move.where[0] in ("inside", "between")))
-                if kept:
-                    memory_columns.append(len(cost) - 1)
-                    memory_values.append(move.weight * self.in_flight * kept)
-        for edge, found in zip(move.readers, targets):
-            mine = {}
-            for (p, t), y in pairs.items():
-                if t not in found or not self.sayable(move, p, t, edge):
-                    continue
-                if len(targets) == 1:
-                    mine[p, t] = y
-                else:
-                    mine[p, t] = len(cost)
-                    cost.append(0.0)
-                    row([y, mine[p, t]], [1.0, -1.0], 0, np.inf)
-            for p, columns in sources.items():  # a reader that p cannot reach forbids p
-                row([c for (q, _), c in mine.items() if q == p] + columns, [1.0] * sum(q == p for q, _ in mine) + [-1.0] * len(columns), 0, 0)
-            for t, columns in found.items():
-                row([c for (_, u), c in mine.items() if u == t] + columns, [1.0] * sum(u == t for _, u in mine) + [-1.0] * len(columns), 0, 0)
-
-    def _tied(self, first: dict[Node, int], row: Callable) -> None:
-        """A parameter that two operators use is stored in one placement: the dimension that is divided must be one."""
-        for parameter in self.problem.parameters:
-            (a, i), *others = parameter.users
-            for b, j in others:
-                if a is b:
-                    continue
-                dims = {self._dim(n, k, s) for n, k in ((a, i), (b, j)) for s in self.choices[n]}
-                for d in dims:
-                    mine = [first[a] + k for k, s in enumerate(self.choices[a]) if self._dim(a, i, s) == d]
-                    theirs = [first[b] + k for k, s in enumerate(self.choices[b]) if self._dim(b, j, s) == d]
-                    row(mine + theirs, [1.0] * len(mine) + [-1.0] * len(theirs), 0, 0)
-
-    def _dim(self, node: Node, i: int, s: Strategy) -> int | None:
-        """The dimension of the parameter that is divided."""
-        label = s.ins[i]
-        return next((d for d, atoms in enumerate(node.uses[i].value.dims) if label in atoms), None) if isinstance(label, int) else None
 
     # ---------------------------------------------------------------- what a choice costs
 
@@ -374,9 +304,9 @@ class Program:
                     raise Unsayable(f"{move.value.name} cannot go from {p} to {t}")
                 there, back, nbytes = costs
                 bytes_kept, redo = self.keeps(move, p, t, there, nbytes)
-                parts["collectives"] += move.weight * L.microbatches * (there + back)
-                parts["recompute"] += move.weight * L.microbatches * redo
-                kept += move.weight * bytes_kept
+                parts["collectives"] += move.weight(self.share) * L.microbatches * (there + back)
+                parts["recompute"] += move.weight(self.share) * L.microbatches * redo
+                kept += move.weight(self.share) * bytes_kept
                 moved.append((move, p, t, there + back + redo, bytes_kept))
         parts["collectives"] += self.between_stages()
         steady = parts["compute"] + parts["recompute"] + parts["collectives"]
@@ -392,17 +322,6 @@ class Program:
             return 0.0
         n = max((self.prices.nbytes(m.value, self.layout) for m in self.moves if m.where[0] == "between"), default=0.0)
         return 2 * self.layout.microbatches * self.prices.seconds("send_recv", n, self.layout, "pp")
-
-
-def moves(problem: Problem, share: float) -> list[Move]:
-    """The values that go from one operator to others."""
-    found: dict[tuple, Move] = {}
-    for e in problem.edges:
-        made = found.setdefault((e.value, e.where), Move(e.value, e.where, []))
-        made.readers.append(e)
-        run, more = e.count
-        made.weight = max(0.0, (len(problem.runs[run]) + more) * share) if run >= 0 else float(more)
-    return list(found.values())
 
 
 def _saves(edge: Edge) -> bool:
