@@ -24,6 +24,24 @@ SMALL: dict[str, Any] = dict(
 OPTIONAL = ("n_inner", "head_dim", "sliding_window", "q_lora_rank", "num_key_value_heads")
 """Left alone where the configuration says None, which means something else than a number."""
 
+OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": dict(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+    "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0), ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2)),
+    "gemma3n_text": dict(num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"], activation_sparsity_pattern=[0.0, 0.0],
+                         hidden_size_per_layer_input=16, vocab_size_per_layer_input=128, laurel_rank=8),
+    "gemma4_text": dict(num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"], head_dim=16, global_head_dim=16, hidden_size_per_layer_input=16, vocab_size_per_layer_input=128),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=8),
+    "hunyuan_v1_dense": dict(head_dim=16),
+    "hunyuan_v1_moe": dict(head_dim=16),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "mamba2": dict(num_heads=8, head_dim=16, n_groups=2, state_size=16, chunk_size=8),
+    "ministral": dict(head_dim=16),
+    "nemotron": dict(num_key_value_heads=2),
+    "reformer": dict(is_decoder=True, local_attention_probs_dropout_prob=0.0, lsh_attention_probs_dropout_prob=0.0, axial_pos_embds=False, attn_layers=["local", "local"], local_attn_chunk_length=8, attention_head_size=16, feed_forward_size=96),
+    "xmod": dict(default_language="en_XX"),
+}  # fmt: skip
+"""What single architectures need besides."""
+
 
 def names() -> list[str]:
     """Every causal language model that transformers knows by name."""
@@ -39,11 +57,12 @@ def build(name: str, attention: str = "eager") -> tuple[torch.nn.Module, dict[st
     default = AutoConfig.for_model(name)
     if not set(default.sub_configs) <= {"attn_config", "ffn_config"}:
         raise ValueError(f"made of several models: {', '.join(default.sub_configs)}")
-    small = {k: v for k, v in SMALL.items() if hasattr(default, k) and not (k in OPTIONAL and getattr(default, k) is None)}
+    small = {k: v for k, v in SMALL.items() if _has(default, k) and not (k in OPTIONAL and getattr(default, k) is None)}
     small = {k: v for k, v in small.items() if not isinstance(getattr(type(default), k, None), property)}
     if "qk_rope_head_dim" in small and "head_dim" in small:
         # Multi-head latent attention: head_dim is the part that is rotated, and no heads are shared.
         small.update(head_dim=small["qk_rope_head_dim"], num_key_value_heads=small["num_attention_heads"])
+    small |= OWN.get(name, {})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **small), attn_implementation=attention).double().train()
     ids = torch.randint(3, 100, (2, 16))
@@ -51,7 +70,28 @@ def build(name: str, attention: str = "eager") -> tuple[torch.nn.Module, dict[st
     try:
         model(**inputs)
     except RuntimeError as error:
-        if "ouble" not in str(error):
+        if "ouble" not in str(error) and "converted to type float" not in str(error):
             raise
         model = model.float()
     return model, inputs
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # noqa: BLE001  an attribute that differs by layer and is asked of all
+        return False
+
+
+def every(sources: dict[str, str]) -> list[str]:
+    """All architectures: transformers', Megatron-core's where it is installed, and those of ``sources`` (name -> folder)."""
+    import others
+
+    return [*names(), *others.names(sources)]
+
+
+def made(name: str, sources: dict[str, str]) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """:func:`build` of an architecture of any source."""
+    import others
+
+    return others.build(name, sources) if "/" in name else build(name)

@@ -19,6 +19,7 @@ SUB = (torch.sub, T.sub, T.__sub__)
 DIV += (T.__truediv__, T.__rtruediv__, T.true_divide)
 PRODUCT = (torch.matmul, torch.bmm, T.matmul, T.bmm, T.__matmul__, torch.einsum)
 SOFTMAX = (torch.softmax, T.softmax, F.softmax)
+LOG_SOFTMAX = (torch.log_softmax, T.log_softmax, F.log_softmax)
 SQUARE = (torch.square, T.square)
 POWER = (torch.pow, T.pow, T.__pow__)
 SQRT, RSQRT = (torch.sqrt, T.sqrt), (torch.rsqrt, T.rsqrt)
@@ -42,7 +43,8 @@ class CountSites(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        label = self._label(function, [a for a in args if isinstance(a, (T, int, float))], args, kwargs or {})
+        tensors = [*args[:1], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])] if function is torch.einsum else args
+        label = self._label(function, [a for a in tensors if isinstance(a, (T, int, float))], args, kwargs or {})
         if label is not None and isinstance(result, T):
             self._labels[id(result)] = label
             self._alive.append((result, args))
@@ -85,11 +87,13 @@ class CountSites(TorchFunctionMode):
             return self._site("fusion.rms_norm")
         if f in SOFTMAX and given[0].dim() >= 3:
             return "weights", None
-        if f in PRODUCT and labels[:1] == ["weights"]:
+        if f in PRODUCT and (labels[:1] == ["weights"] or (f is torch.einsum and "weights" in labels)):
             return self._site("fusion.attention")
         if f is F.scaled_dot_product_attention:
             return self._site("fusion.attention")
-        if f is F.cross_entropy:
+        if f in LOG_SOFTMAX:
+            return "log weights", None
+        if f is F.cross_entropy or (f is F.nll_loss and labels[:1] == ["log weights"]):
             return self._site("fusion.cross_entropy")
         if f in ACTIVATION or (f in (T.sigmoid,)):
             return ACTIVATION.get(f, "sigmoid"), self._unscaled(given[0])  # x * sigmoid(1.702 * x) as well

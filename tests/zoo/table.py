@@ -1,113 +1,105 @@
 """Match rate over model architectures: how many of the sites that a model has are fused, and whether it still agrees.
 
-    python tests/zoo/table.py [--write docs/match_rate.md] [architecture ...]
+    python tests/zoo/table.py [--write docs/match_rate.md [--update]] [--jobs 2] [--narrow] [--from litgpt=DIR] [architecture ...]
 
 Each architecture runs one training step with random weights, eager and compiled (``codegen="eager"``); sites are counted
-by tests/zoo/sites.py while it runs in eager mode.
+by tests/zoo/sites.py while it runs in eager mode. ``--narrow`` adds a column for bfloat16. ``--update`` keeps the rows of the file that are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import logging
+import multiprocessing
 import pathlib
+import re
 import signal
+import sys
 import warnings
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
-import architectures
 import torch
-from sites import CountSites
+from step import OPTIONS, PASSES, Row, check, in_bfloat16
 
-import mindspeed_fx
-
-PASSES = ("fusion.attention", "fusion.rms_norm", "fusion.layer_norm", "fusion.rope", "fusion.swiglu", "fusion.glu", "fusion.cross_entropy")
-ALSO = {"fusion.swiglu": ("fusion.clipped_swiglu", "fusion.weighted_swiglu")}
-"""Passes that fuse sites of another kind with something more."""
-OPTIONS = {"codegen": "eager"}
+__all__ = ["OPTIONS", "PASSES", "Row", "check", "in_bfloat16"]
 SECONDS = 300  # per architecture
 
 
-@dataclass
-class Row:
-    """One architecture."""
-
-    name: str
-    graphs: int = 0
-    fused: dict[str, int] = field(default_factory=dict)
-    sites: dict[str, int] = field(default_factory=dict)
-    error: float = 0.0
-    """Largest difference of a parameter's gradient, relative to its largest element or, where that is larger, to 1e-4 of
-    the largest element of all gradients: what is left when everything cancels is rounding."""
-    reasons: list[str] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return all(self.fused.get(p, 0) >= self.sites.get(p, 0) for p in PASSES)
-
-
-def check(name: str, model: torch.nn.Module, inputs: dict[str, Any]) -> Row:
-    """Run ``name``, as :func:`architectures.build` made it, eager and compiled."""
-    torch._dynamo.reset()
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    with CountSites() as counted:
-        loss = model(**inputs).loss
-    loss.backward()
-    expected = _take_gradients(model)
-    report = mindspeed_fx.explain(model, **inputs, options=OPTIONS)
-    model.zero_grad()
-    torch._dynamo.reset()
-    torch.manual_seed(1)  # some routers add noise
-    compiled = torch.compile(model, backend="mindspeed", options=OPTIONS)(**inputs).loss
-    compiled.backward()
-    have = _take_gradients(model)
-    if have.keys() != expected.keys():
-        raise AssertionError(f"gradients of {sorted(have.keys() ^ expected.keys())} appeared or disappeared")
-    floor = 1e-4 * max(g.abs().max().item() for g in expected.values())
-    error = max(((have[n] - g).abs().max() / g.abs().max().clamp_min(floor)).item() for n, g in expected.items())
-    error = max(error, abs(compiled.item() - loss.item()) / abs(loss.item()))
-    reasons = Counter(f"{p.removeprefix('fusion.')}: {s.reason}" for p in PASSES for s in report.skipped(p))
-    counts = {p: sum(report.counts.get(q, 0) for q in (p, *ALSO.get(p, ()))) for p in PASSES}
-    texts = [f"{text} ({n} times)" if n > 1 else text for text, n in sorted(reasons.items())]
-    breaks = sorted({f"graph break: {str(b).split('Explanation:')[0].strip()}" for b in report.break_reasons})
-    return Row(name, report.graph_count, counts, {p: counted.counts[p] for p in PASSES}, error, texts + breaks)
-
-
-def _take_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def markdown(rows: list[Row], unbuilt: dict[str, str], failed: dict[str, str]) -> str:
-    """The page."""
+def markdown(table: dict[str, str], unbuilt: dict[str, str], failed: dict[str, str]) -> str:
+    """The page, from rows of it by name."""
     import transformers
 
     titles = [p.removeprefix("fusion.") for p in PASSES]
-    complete = sum(r.complete for r in rows)
+    complete = sum(_is_complete(row) for row in table.values())
     lines = [
         "# Match rate",
         "",
         f"Written by `python tests/zoo/table.py --write docs/match_rate.md` on {datetime.date.today()}: torch {torch.__version__}, transformers {transformers.__version__}.",
         "",
-        f"Each cell is *fused / sites in the model*. {complete} of {len(rows)} architectures are fused completely. *error* is the largest difference of a loss or",
-        "gradient, relative to its largest element; models that compute parts of themselves in float32 differ in float32's last places.",
+        f"Each cell is *fused / sites in the model*, in the graphs as often as they run. {complete} of {len(table)} architectures are fused completely. *error* is the largest",
+        "difference of a loss or gradient, relative to its largest element; models that compute parts of themselves in float32 differ in float32's last places.",
+        "*bf16* is the error of the gradients in bfloat16 as a multiple of the unfused model's own (`--narrow`; at most 2); where routing picks other experts, both are as far off.",
+        "A row is from the last run that tried its architecture (`--update`). Architectures of litgpt are `litgpt/...` (`--from litgpt=DIR`), of Megatron-core `megatron/...`, all others of transformers.",
         "",
-        "| architecture | graphs | " + " | ".join(titles) + " | error | misses |",
-        "|---|---|" + "---|" * (len(titles) + 2),
+        "| architecture | graphs | " + " | ".join(titles) + " | error | bf16 | misses |",
+        "|---|---|" + "---|" * (len(titles) + 3),
+        *(table[name] for name in sorted(table)),
     ]
-    for r in rows:
-        cells = [f"{r.fused[p]}/{r.sites[p]}" if r.fused[p] or r.sites[p] else "" for p in PASSES]
-        lines.append(f"| {r.name} | {r.graphs} | " + " | ".join(cells) + f" | {r.error:.0e} | {'; '.join(r.reasons).replace('|', '/')} |")
     if failed:
-        lines += ["", "## Failed", "", *(f"- {n}: {e}" for n, e in failed.items())]
+        lines += ["", "## Failed", "", *(f"- {n}: {e}" for n, e in sorted(failed.items()))]
     if unbuilt:
-        lines += ["", "## Not tried", "", "These do not run one eager training step with the small configuration.", "", *(f"- {n}: {e}" for n, e in unbuilt.items())]
+        lines += ["", "## Not tried", "", "These do not run one eager training step with the small configuration.", "", *(f"- {n}: {e}" for n, e in sorted(unbuilt.items()))]
     return "\n".join(lines) + "\n"
+
+
+def row_text(r: Row) -> str:
+    """One row of the page."""
+    cells = [f"{r.fused[p]}/{r.sites[p]}" if r.fused[p] or r.sites[p] else "" for p in PASSES]
+    narrow = f"{r.narrow:.2f}" if isinstance(r.narrow, float) else r.narrow
+    return f"| {r.name} | {r.graphs} | " + " | ".join(cells) + f" | {r.error:.0e} | {narrow} | {'; '.join(r.reasons).replace('|', '/')} |"
+
+
+def read(text: str) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """(rows, not tried, failed) of a page, by name; rows without a column for bfloat16 get one."""
+    table = {}
+    for line in text.splitlines():
+        if (cells := re.fullmatch(r"\| ([\w./-]+) \| (\d+ \|.*) \|", line)) is not None:
+            parts = line.split(" |")
+            if len(parts) == len(PASSES) + 5:
+                parts.insert(-2, " ")
+            table[cells[1]] = " |".join(parts)
+    sections = {s.split("\n", 1)[0]: dict(re.findall(r"^- ([\w./-]+): (.*)$", s, re.M)) for s in text.split("\n## ")[1:]}
+    return table, sections.get("Not tried", {}), sections.get("Failed", {})
+
+
+def _is_complete(row: str) -> bool:
+    return all(int(fused) >= int(sites) for fused, sites in re.findall(r"\| (\d+)/(\d+) ", row))
+
+
+def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS) -> Row | tuple[str, str]:
+    """The row of one architecture; ("unbuilt" or "failed", why) without one."""
+    import architectures
+    import others
+
+    _quiet()
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {seconds} seconds")))
+    signal.alarm(seconds)
+    try:
+        model, inputs = architectures.made(name, sources)
+        model(**inputs).loss.backward()
+    except Exception as error:  # noqa: BLE001  any reason at all: the model is not ours
+        signal.alarm(0)
+        return "unbuilt", _one_line(error)
+    try:
+        row = check(name, model, inputs, narrow)
+        row.reasons += [others.NOTES[name]] if name in others.NOTES else []
+        return row
+    except Exception as error:  # noqa: BLE001  goes into the table
+        return "failed", _one_line(error) + (" (so does torch's own aot_eager backend)" if _fails_with_aot_eager(model, inputs) else "")
+    finally:
+        signal.alarm(0)
 
 
 def _fails_with_aot_eager(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
@@ -123,40 +115,55 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:160]}"
 
 
-def _too_slow(*_: Any) -> None:
-    raise TimeoutError(f"more than {SECONDS} seconds")
+def _quiet() -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
 
 
 def main() -> None:
+    import architectures
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("architectures", nargs="*", help="names as transformers spells them; all by default")
+    parser.add_argument("architectures", nargs="*", help="names as transformers spells them, megatron/... and litgpt/...; all of every source by default")
     parser.add_argument("--write", help="Markdown file; standard output by default")
+    parser.add_argument("--update", action="store_true", help="keep the rows of --write's file that are not run")
+    parser.add_argument("--narrow", action="store_true", help="also run each in bfloat16")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each of one thread when there are several")
+    parser.add_argument("--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="another source of models: the folder that a wheel of it was unpacked to")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    signal.signal(signal.SIGALRM, _too_slow)
-    rows, unbuilt, failed = [], {}, {}
-    for name in args.architectures or architectures.names():
-        signal.alarm(SECONDS)
-        try:
-            model, inputs = architectures.build(name)
-            model(**inputs).loss.backward()
-        except Exception as error:  # noqa: BLE001  any reason at all: the model is not ours
-            unbuilt[name] = _one_line(error)
-            continue
-        try:
-            rows.append(check(name, model, inputs))
-        except Exception as error:  # noqa: BLE001  goes into the table
-            failed[name] = _one_line(error) + (" (so does torch's own aot_eager backend)" if _fails_with_aot_eager(model, inputs) else "")
-        finally:
-            signal.alarm(0)
-        print(name, failed.get(name) or rows[-1], flush=True)
-    text = markdown(rows, unbuilt, failed)
-    if args.write:
-        pathlib.Path(args.write).write_text(text)
-    else:
-        print(text)
+    sources = dict(given.split("=", 1) for given in args.sources)
+    if unknown := sources.keys() - {"litgpt"}:
+        parser.error(f"--from {', '.join(sorted(unknown))}: valid: litgpt=DIR")
+    if args.update and not (args.write and pathlib.Path(args.write).is_file()):
+        parser.error("--update needs the file that --write names")
+    table, unbuilt, failed = read(pathlib.Path(args.write).read_text()) if args.update else ({}, {}, {})
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) if args.jobs > 1 else _Here() as pool:
+        names = args.architectures or architectures.every(sources)
+        for name, made in zip(names, pool.map(one, names, [sources] * len(names), [args.narrow] * len(names))):
+            for known in (table, unbuilt, failed):
+                known.pop(name, None)
+            if isinstance(made, Row):
+                table[name] = row_text(made)
+            else:
+                (unbuilt if made[0] == "unbuilt" else failed)[name] = made[1]
+            print(name, made, flush=True)
+            if args.write:
+                pathlib.Path(args.write).write_text(markdown(table, unbuilt, failed))  # what is known so far survives an interruption
+    if not args.write:
+        print(markdown(table, unbuilt, failed))
+
+
+class _Here:
+    """One process is this one."""
+
+    map = staticmethod(map)
+
+    def __enter__(self) -> "_Here":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
     main()

@@ -81,7 +81,7 @@ def culprit(n: Any, depth: int = 12) -> str | None:
     inner = next((a for a in n.all_input_nodes if match.is_float(a)), None)
     below = culprit(inner, depth - 1)
     if match.is_call(n, aten.mul.Tensor) and match.is_float(n.args[0]) and match.is_float(n.args[1]) and below is not None:
-        return f"they are multiplied by a tensor ({n.name}), which is no mask unless its zeros are known while compiling"
+        return "they are multiplied by a tensor, which is no mask unless its zeros are known while compiling"
     known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD) or match.unscale(n)[0] is not n
     return below if known or below is None else f"{n.target} ({n.name})"
 
