@@ -6,7 +6,7 @@ as they came and in chunks, under the simulator.
 The program is Megatron's (sequence first, an all_gather before and a reduce_scatter after each pair of products, the
 gathered input kept for the backward) on meta tensors and a process group that moves nothing. Everything is modelled.
 In brackets: the step over the bound of the whole graph (compute, each link, critical path), which chunks may go under,
-for they shorten the critical path; then over the bound of the graph that was scheduled, with the work that chunks add. "hidden": of the
+for they shorten the critical path; then over the bound of the graph that was scheduled, with the work that chunks add. "of what could be hidden": see docs/overlap.md, in seconds; "of collectives": of the
 collectives of the scheduled graph that have at least their own time of independent compute, those of which at most 1 % is exposed.
 """
 
@@ -121,12 +121,13 @@ def main() -> None:
                         continue
                     whole = whole or {side: t.graph.bound() for side, t in made.items()}
                     step, old, own = (sum(f(side, t) for side, t in made.items()) for f in (lambda side, t: t.seconds, lambda side, t: whole[side], lambda side, t: t.graph.bound()))
+                    serial, least = (sum(f(t.graph) for t in made.values()) for f in (lambda g: sum(g.busy().values()), lambda g: g.highest_bound))
                     could = sum(len(hideable(t.graph)) for t in made.values())
                     did = sum(hidden(t, i) for t in made.values() for i in hideable(t.graph))
                     print(
                         label
                         + "".join(f"{side} {t.seconds * 1e3:8.3f} ms ({t.seconds / whole[side]:.3f}, {t.seconds / t.graph.bound():.3f})   " for side, t in made.items())
-                        + f"both {step / old:.3f} of the whole's bound, {step / own:.3f} of its own; hidden {did}/{could}{f' {100 * did / could:.0f}%' if could else ''}; {took:.0f} s", flush=True
+                        + f"both {step / old:.3f} of the whole's bound, {step / own:.3f} of its own; {(serial - step) / (serial - least):.1%} of what could be hidden is; of collectives {did}/{could}{f' {100 * did / could:.0f}%' if could else ''}; {took:.0f} s", flush=True
                     )  # fmt: skip
                     if given.verbose:
                         print(text)

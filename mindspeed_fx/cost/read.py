@@ -106,7 +106,7 @@ def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
 
 class _Reader:
     def __init__(self, prefix: str):
-        self.prefix, self.found, self.values = prefix, Calls(), {}
+        self.prefix, self.found, self.values, self.groups = prefix, Calls(), {}, {}
 
     def read(self, gm: fx.GraphModule) -> Calls:
         missing, live = 0, _live(gm.graph)
@@ -182,7 +182,7 @@ class _Reader:
             if name == "wait_tensor":
                 self.values[node] = call.reads[0] if call.reads else out
                 return
-            call.ranks = _ranks(args, kwargs)
+            call.ranks = _ranks(args, kwargs, self.groups)
         elif not isinstance(target, torch._ops.OpOverload):
             self.found.notes.append(f"{call.name} calls {name}, which is no operator: counted as one pass over its tensors")
         self.found.calls.append(call)
@@ -264,10 +264,12 @@ def _module(node: fx.Node) -> str:
     return str(last[0]).replace("L['self'].", "") if isinstance(last, tuple) else ""
 
 
-def _ranks(args: tuple, kwargs: dict) -> list[int] | int | None:
+def _ranks(args: tuple, kwargs: dict, known: dict[str, list[int] | None]) -> list[int] | int | None:
     """Who takes part: by the group's name where the group exists, else the size among the arguments."""
     values = [*args, *kwargs.values()]
     for name in (v for v in values if isinstance(v, str)):
-        if ranks := compat_cost.group_ranks(name):
-            return ranks
+        if name not in known:
+            known[name] = compat_cost.group_ranks(name)
+        if known[name]:
+            return known[name]
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)

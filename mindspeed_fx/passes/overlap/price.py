@@ -41,10 +41,15 @@ def cost_of(gm: fx.GraphModule, hardware: Hardware, fused: bool) -> CostOf:
 
     seconds = {n.name: n.seconds for n in estimate(gm, hardware, fused=fused).nodes}
 
+    known: dict[tuple, tuple[float, str]] = {}
+
     def cost(node: fx.Node) -> tuple[float, str]:
         if is_start(node):
-            modelled = transfer(node, hardware)
-            return float(modelled.seconds), modelled.tier
+            key = (node.target, group_of(node), argument(node, "group_size"), moved_bytes(node))
+            if key not in known:
+                modelled = transfer(node, hardware)
+                known[key] = float(modelled.seconds), modelled.tier
+            return known[key]
         if FUSED in node.meta:
             product, sent = seconds.get(node.name, 0.0), float(fused_transfer(node, hardware).beta)
             return max(product, sent) + min(product, sent) / TILES, ""
