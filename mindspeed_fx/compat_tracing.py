@@ -165,6 +165,11 @@ def switch_autocast(target: Any, args: tuple) -> Any:
     return None
 
 
+def autograd_number(node: fx.Node) -> int | None:
+    """The call of autograd that a node of a joint graph belongs to, the same for an operator and its gradient; None where AOTAutograd says nothing."""
+    return node.meta.get("seq_nr")
+
+
 def is_higher_order(target: Any) -> bool:
     """True for operators that take graphs: autograd.Function, checkpoint, wrap, cond ..."""
     return isinstance(target, torch._ops.HigherOrderOperator)

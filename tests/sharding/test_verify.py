@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx
 from llama import Llama
+from mindspeed_fx.passes.sharding.backwards import grown
 from mindspeed_fx.passes.sharding.origin import Layout
 from mindspeed_fx.passes.sharding.plan import Boundary, Plan
+from mindspeed_fx.passes.sharding.verify import forward_of
 
 LAYERS, BATCH, SEQ, HIDDEN, HEADS, KV, FFN, VOCAB = 2, 4, 16, 32, 4, 4, 64, 64
 
@@ -57,6 +59,7 @@ def test_named_plans_send_no_more_than_they_need(verified, plan, mesh):
     """And of the collectives of a layer there are as many, of as many bytes, as the plan's own arithmetic says."""
     report = verified(plan, mesh)
     assert not report.skipped and any("none of them redundant" in n for n in report.notes)
+    assert any("operators of the backward compared" in n and not n.startswith("0 ") for n in report.notes)
     drawing = report.files["plan.svg"]
     assert ElementTree.fromstring(drawing).tag.endswith("svg") and "q_proj" in drawing and drawing.count("down_proj") == 1
     if plan in LEAST:
@@ -113,6 +116,27 @@ def test_what_becomes_whole_unasked_is_found(verified):
 
     report = verified(Plan("rows", ("cp",), inputs={"*": {"cp": "S(1)"}}), {"cp": 2}, model=Along(), args=torch.randn(2, 4, 6, 8))
     assert any("computed whole" in s.reason and "softmax" in s.operator for s in report.skipped)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_gradient_that_becomes_whole_unasked_is_found(whole):
+    """A rank's joint graph: rows divided by two in the forward, and gathered before the product of the gradient."""
+    graph = torch.fx.Graph()
+
+    def node(target, *args, rows=4, number=None):
+        made = graph.placeholder(target) if isinstance(target, str) else graph.call_function(target, args)
+        made.meta.update({"val": torch.empty(rows, 8), **({"seq_nr": number} if number is not None else {})})
+        return made
+
+    x, tangent = node("primals_1"), node("tangents_1")
+    out = node(torch.ops.aten.mul.Tensor, x, x, number=3)
+    rows = 8 if whole else 4
+    given = [node(torch.ops.aten.cat.default, [t, t], rows=rows, number=3) if whole else t for t in (tangent, x)]
+    product = node(torch.ops.aten.mul.Tensor, *given, rows=rows, number=3)
+    own = node(torch.ops.aten.slice.Tensor, product, 0, 0, 4, number=3)
+    graph.output((out, own))
+    gm = torch.fx.GraphModule({}, graph)
+    assert grown(gm, forward_of(gm), 2) == ([(product, 2.0)] * whole, 1)
 
 
 # --------------------------------------------------------------------------- where elements go

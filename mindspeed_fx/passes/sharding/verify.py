@@ -6,6 +6,7 @@ module and line: ``report.skipped("sharding.verify")``, the log, the HTML page. 
 * an all-gather of which a rank reads its own part alone, or whose result is scattered again; a reduce-scatter that is only gathered again
 * a collective that is made twice of one value
 * an operator that is computed alike on every rank though what it reads is divided, without an edge of the plan
+* an operator whose gradient is computed on more than the operator was, as if what the forward divides were whole (:mod:`backwards`)
 * more collectives, or more bytes, than the plan's edges need (:mod:`traffic`)
 """
 
@@ -19,6 +20,7 @@ from typing import Any, Iterator, Sequence
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, skip
+from mindspeed_fx.passes.sharding.backwards import grown
 from mindspeed_fx.passes.sharding.drawn import picture
 from mindspeed_fx.passes.sharding.origin import Layout, followed
 from mindspeed_fx.passes.sharding.recognize import LAYER, Collective, kind_of, sent
@@ -51,7 +53,9 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
     places = {mesh.mesh_dim_names[i]: mesh.get_local_rank(i) for i in range(mesh.ndim)}
     report.skipped += [*undone(made, places), *repeated(made), *beyond(made, traffic.sends)]
     report.skipped += [Skip(w.operator, f'computed whole on every rank of "{w.dim}" though what it reads is divided, and the plan names no edge for that', w.module, w.source) for w in traffic.wholes]
-    report.notes += told(made, traffic.sends)
+    larger, compared = grown(gm, forward_of(gm), min((n for n in mesh.shape if n > 1), default=2))
+    report.skipped += [skip(str(g.node.target), g.node, f"the backward computes {g.times:.3g} times what the forward has of it here: a gradient is whole on every rank, and the plan names no edge for that") for g in larger]
+    report.notes += [*told(made, traffic.sends), f"{compared} operators of the backward compared with what the forward has of them here"]
     report.files["collectives.json"] = json.dumps([{"kind": m.collective.kind, "dimension": m.dim, "bytes": m.collective.bytes, "backward": m.backward, "module": m.collective.module} for m in made], indent=1)
     names = mesh.mesh_dim_names
     at_rest = {v.name: {names[i]: f"S({p.dim})" for i, p in enumerate(v.placements) if p.is_shard()} for v in found.program.values if v is not None and v.parameter}
@@ -64,6 +68,12 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
 def collectives(gm: fx.GraphModule, mesh: Any) -> list[Made]:
     """Those of a joint graph, in order."""
     dims = {mesh.get_group(i).group_name: mesh.mesh_dim_names[i] for i in range(mesh.ndim)}
+    forward = forward_of(gm)
+    return [Made(n, c, dims.get(c.group, c.group), n not in forward) for n, c in sent(gm)]
+
+
+def forward_of(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes of a joint graph that its results need."""
     later: set[fx.Node] = set()
     for n in gm.graph.nodes:
         if n.op == "placeholder" and "tangents" in str(n.target) or any(a in later for a in n.all_input_nodes):
@@ -76,7 +86,7 @@ def collectives(gm: fx.GraphModule, mesh: Any) -> list[Made]:
         if (n := pending.pop()) not in forward:
             forward.add(n)
             pending += n.all_input_nodes
-    return [Made(n, c, dims.get(c.group, c.group), n not in forward) for n, c in sent(gm)]
+    return forward
 
 
 def undone(made: Sequence[Made], places: dict[str, int]) -> Iterator[Skip]:
