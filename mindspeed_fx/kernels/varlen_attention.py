@@ -101,8 +101,9 @@ class _Piece:
         self.rows, self.tokens, self.numbers, self.single = rows, tokens, numbers, single
 
     def of(self, x: Tensor) -> Tensor:
-        """x [batch, heads, seq, ...] at this piece."""
-        return x[self.rows, :, self.tokens]
+        """x [batch, heads, seq, ...] at this piece. ATen's kernel takes the elements of a head to lie side by side and does not look."""
+        part = x[self.rows, :, self.tokens]
+        return part if part.dim() < 4 or part.stride(-1) == 1 else part.contiguous()
 
     def put(self, into: Tensor, part: Tensor) -> None:
         into[self.rows, :, self.tokens] = part.to(into.dtype)

@@ -51,8 +51,8 @@ def _activation(node: fx.Node) -> tuple[fx.Node, str, fx.Node] | None:
         if isinstance(x, fx.Node) and positive_part(x) is not None and match.same(x, s):
             return positive_part(x), "squared_relu", x
         if isinstance(x, fx.Node) and match.is_call(s, aten.sigmoid.default):
-            scaled, factor = match.unscale(s.args[0])
-            if math.isclose(factor, SLOPE, rel_tol=1e-6) and match.same(match.uncast(scaled), match.uncast(x)):
+            ways = match.unscalings(s.args[0])
+            if any(math.isclose(factor, SLOPE, rel_tol=1e-6) and match.same(match.uncast(scaled), match.uncast(x)) for scaled, factor in ways):
                 return x, "quick_gelu", s
     return None
 

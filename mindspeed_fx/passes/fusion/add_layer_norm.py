@@ -27,5 +27,7 @@ def add_layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
             reason = norms.fuse_sum(gm, report, node, list(node.args[1:3]), OPERATOR, torch.ops.mindspeed.add_layer_norm.default, (0, 2, 3))
             if reason:
                 report.skipped.append(skip(OPERATOR, node, reason))
+        elif reason := norms.widened_sum(total):
+            report.skipped.append(skip(OPERATOR, node, reason))
     match.finish(gm)
     return report

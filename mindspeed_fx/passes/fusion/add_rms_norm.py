@@ -29,5 +29,7 @@ def add_rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
                 reason = norms.fuse_sum(gm, report, node, [node.args[1]], OPERATOR, torch.ops.mindspeed.add_rms_norm.default, (0, 2))
             if reason:
                 report.skipped.append(skip(OPERATOR, node, reason))
+        elif reason := norms.widened_sum(total):
+            report.skipped.append(skip(OPERATOR, node, reason))
     match.finish(gm)
     return report

@@ -35,7 +35,7 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     """Composed attention and scaled_dot_product_attention become one flash operator."""
     report = PassReport(NAME)
     softmaxes = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
-    emit = emitter(NAME, context)
+    emit = emitter(NAME, context, report.notes)
     for node in calls(gm, aten.scaled_dot_product_attention.default, *softmaxes):
         try:
             if node.target is not aten.scaled_dot_product_attention.default:

@@ -30,17 +30,19 @@ PACKED_ROWS = 512
 Emit = Callable[..., list[fx.Node]]
 
 
-def emitter(name: str, context: Context) -> Emit:
-    """What puts the target's operator in the place of an attention: f(graph, root, scores, q, k, v) -> region, or :class:`Miss`."""
+def emitter(name: str, context: Context, notes: list[str]) -> Emit:
+    """What puts the target's operator in the place of an attention: f(graph, root, scores, q, k, v) -> region, or :class:`Miss`. ``notes``
+    gets the reason where packed documents are masked, in an attention that is fused all the same."""
     generated = context.left_to_inductor(name)
-    here = functools.partial(
-        _emit, dropping=functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1), packing=functools.partial(_packed, least=PACKED_ROWS if generated else 1),
-        trained=not generated,
-    )
-    return {"cuda": _emit_sdpa, "npu": functools.partial(_emit, dropping=_emit_seeded, packing=functools.partial(_packed, least=1, npu=True))}.get(context.options.target, here)
+    npu = context.options.target == "npu"
+    packing = functools.partial(_packed, least=PACKED_ROWS if generated else 1, npu=npu, name=name)
+    dropping = _emit_seeded if npu else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
+    return _emit_sdpa if context.options.target == "cuda" else functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, trained=not generated)
 
 
-def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | None], trained: bool = True) -> list[fx.Node]:
+def _emit(
+    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | str], notes: list[str], trained: bool
+) -> list[fx.Node]:
     """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed documents what ``packing`` makes;
     additive masks that need a gradient only where they are to be ``trained``."""
     if scores.sinks is None:  # with a sink a row of scores cannot be moved as a whole
@@ -48,8 +50,11 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     masks = scores.blocking
     bands = [mask.kept(m, kind) for kind, m, _ in masks]
     if any(b is not None and b.documents is not None for b in bands):
-        if made := packing(gm, root, scores, q, k, v, bands):
+        made = packing(gm, root, scores, q, k, v, bands)
+        if isinstance(made, fx.Node):
             return _put(gm, root, scores, made)
+        if (note := f"packed documents are masked, scores between them computed: {made}") not in notes:
+            notes.append(note)
         bands = [b if b is None or b.documents is None else None for b in bands]
     # What the masks allow together: half a plane from one and half from another are a window.
     both = mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
@@ -75,28 +80,35 @@ def _emit(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.N
     return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
 
 
-def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, least: int, npu: bool = False) -> fx.Node | None:
-    """``mindspeed::varlen_attention`` for masks that keep documents apart; None where the mask has to be computed."""
+def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, least: int, npu: bool, name: str) -> fx.Node | str:
+    """``mindspeed::varlen_attention`` for masks that keep documents apart; why the mask has to be computed."""
     both = mask.together([*bands, mask.CAUSAL] if scores.causal else bands) if None not in bands else None
     numbers = both.documents if both is not None else None
-    if numbers is None or scores.softcap or scores.sinks is not None or scores.drop is not None:
-        return None
+    if numbers is None:
+        return "another mask stands beside theirs"
+    for what, there in (("a soft-cap", scores.softcap), ("sinks", scores.sinks is not None), ("dropout", scores.drop is not None)):
+        if there:
+            return f"the kernel takes no {what}".replace("no a ", "no ")
     batch, _, rows, _ = match.value(q).shape
     causal = both.high == 0
-    if not (causal or (both.low, both.high) == (-math.inf, math.inf)) or not _belongs(numbers, [m for _, m, _ in scores.blocking], batch):
-        return None
-    if not statically_known_true(rows == match.value(k).shape[2]) or not statically_known_true(rows == match.value(numbers).shape[-1]) or match.hint(rows) < least:
-        return None
+    if not (causal or (both.low, both.high) == (-math.inf, math.inf)):
+        return f"a token sees others up to {both.high} places after it, which is neither causal nor all of its document"
+    if not _belongs(numbers, [m for _, m, _ in scores.blocking], batch):
+        return f"their numbers {tuple(match.value(numbers).shape)} are not one row, or one for each of the batch ({batch})"
+    if not statically_known_true(rows == match.value(k).shape[2]) or not statically_known_true(rows == match.value(numbers).shape[-1]):
+        return f"{rows} queries, {match.value(k).shape[2]} keys and {match.value(numbers).shape[-1]} numbers are not known to be as many"
+    if match.hint(rows) < least:
+        return f'{match.hint(rows)} rows; below {least} generated code with a mask was measured no slower; put "{name}" in enable to keep documents apart all the same'
     ends = documents.ends(gm, root, numbers) if npu and statically_known_true(batch == 1) else None
     if npu and ends is None:
-        return None
+        return "on npu the kernel takes one row of tokens whose lengths or cumulative lengths the graph knows"
     q, k, _ = _operands(gm, root, scores, q, k, v, [])
     if match.value(numbers).dim() == 1:
         numbers = match.insert(gm, root, aten.unsqueeze.default, (numbers, 0))
     window = 0 if both.low == -math.inf else int(1 - both.low)
     arguments = (q, k, v, numbers, ends, causal, scores.scale, window)
-    if npu and varlen_attention.choose("npu", fx.map_arg(arguments, match.value), {})[0] is None:
-        return None
+    if npu and (chosen := varlen_attention.choose("npu", fx.map_arg(arguments, match.value), {}))[0] is None:
+        return "; ".join(chosen[1])
     made = match.insert(gm, root, varlen_attention.overload, arguments)
     return match.insert(gm, root, match.operator.getitem, (made, 0))
 

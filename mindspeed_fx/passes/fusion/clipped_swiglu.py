@@ -44,8 +44,8 @@ def _gated(n: fx.Node) -> tuple[fx.Node, float] | None:
         return n.args[0], 1.0
     for g, s in match.operands(n, aten.mul.Tensor):
         if isinstance(g, fx.Node) and match.is_call(s, aten.sigmoid.default):
-            scaled, alpha = match.unscale(s.args[0])
-            if match.same(scaled, g):
+            alpha = next((factor for scaled, factor in match.unscalings(s.args[0]) if match.same(scaled, g)), None)
+            if alpha is not None:
                 return g, alpha
     return None
 

@@ -26,18 +26,20 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     """Cross-entropy of token logits reads them once, in their own type."""
     report = PassReport(NAME)
     for node in calls(gm, aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default):
-        logits = node.args[0]
-        region = [node]
+        logits, region = _classes_last(node.args[0]), [node]
         if node.target != aten.cross_entropy_loss.default:
-            if not match.is_call(match.uncast(logits), aten.log_softmax.int):
+            softmax = match.uncast(logits or node.args[0])
+            if not match.is_call(softmax, aten.log_softmax.int):
                 continue  # a loss on probabilities made some other way
-            softmax = match.uncast(logits)
             region.append(softmax)
-            if softmax.args[1] % match.value(softmax).dim() != 1:
+            if softmax.args[1] % (rank := match.value(softmax).dim()) != (rank - 1 if logits is not None else 1):
                 report.skipped.append(skip(OPERATOR, node, f"log_softmax is over dimension {softmax.args[1]}, the classes are in dimension 1"))
                 continue
-            logits = softmax.args[0]
-        reason = _unsupported(node, logits) or match.unsafe(region, [logits, match.argument(node, "target")])
+            logits = softmax.args[0] if logits is not None else _classes_last(softmax.args[0])
+        reason = _unsupported(node) or match.unsafe(region, [node.args[0] if logits is None else logits, match.argument(node, "target")])
+        if reason is None and logits is None:
+            given, rank = region[-1].args[0], match.value(node.args[0]).dim()
+            logits = match.insert(gm, node, aten.permute.default, (given, [0, *range(2, rank), 1]))
         if reason is None:
             reason = match.substitute(gm, node, _insert(gm, node, logits))
         (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
@@ -106,12 +108,22 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
     return match.substitute(gm, root, loss)
 
 
-def _unsupported(node: fx.Node, logits: fx.Node) -> str | None:
+def _classes_last(n: fx.Node) -> fx.Node | None:
+    """The tensor [..., classes] that ``n``, [tokens, classes] or [batch, classes, ...], is a view of; None when there is none."""
+    rank, inner = match.value(n).dim(), match.uncast(n)
+    if rank == 2:
+        return n
+    moved = match.is_call(inner, aten.transpose.int) and rank == 3 and {d % 3 for d in inner.args[1:3]} == {1, 2}
+    moved = moved or (match.is_call(inner, aten.permute.default) and [d % rank for d in inner.args[1]] == [0, rank - 1, *range(1, rank - 1)])
+    return inner.args[0] if moved and match.value(inner).dtype == match.value(n).dtype else None
+
+
+def _unsupported(node: fx.Node) -> str | None:
     target = match.argument(node, "target")
     if match.argument(node, "weight") is not None:
         return "class weights are not supported"
-    if match.value(logits).dim() != 2:
-        return f"logits have {match.value(logits).dim()} dimensions; flatten them to [tokens, vocab]"
+    if match.value(node.args[0]).dim() < 2:
+        return f"logits have {match.value(node.args[0]).dim()} dimension; the operator takes rows of them, [tokens, classes]"
     if match.value(target).dtype.is_floating_point:
         return "targets are probabilities, not class indices"
     return None
@@ -132,13 +144,16 @@ def _insert(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
     def call(target, *args):
         return match.insert(gm, node, target, args)
 
-    target = match.argument(node, "target")
+    target, classes = match.argument(node, "target"), match.value(logits).shape[-1]
+    shape = list(match.value(target).shape)
+    if len(shape) > 1:
+        logits, target = call(aten.reshape.default, logits, [-1, classes]), call(aten.reshape.default, target, [-1])
     ignore, smoothing = int(match.argument(node, "ignore_index", -100)), float(match.argument(node, "label_smoothing", 0.0) or 0.0)
     reduction = match.argument(node, "reduction", MEAN)
     both = call(torch.ops.mindspeed.cross_entropy.default, _narrow(gm, node, logits), target, ignore, smoothing)
     loss = call(match.operator.getitem, both, 0)
     if reduction == NONE:
-        return loss
+        return loss if len(shape) == 1 else call(aten.reshape.default, loss, shape)
     total = call(aten.sum.default, loss)
     if reduction == SUM:
         return total

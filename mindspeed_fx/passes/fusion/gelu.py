@@ -46,12 +46,10 @@ def _gelu(node: fx.Node) -> tuple[fx.Node, str, list[fx.Node]] | None:
         plus = match.plus_number(one_plus)
         if plus is None or plus[1] != 1 or not match.is_call(plus[0], aten.tanh.default, aten.erf.default) or not isinstance(rest, fx.Node):
             continue
-        x, inner = match.unscale(rest)
-        if not math.isclose(factor * inner, 0.5, rel_tol=1e-6) or match.value(x).dtype != match.value(node).dtype:
-            continue
         form = "tanh" if plus[0].target is aten.tanh.default else "none"
-        if _close(_polynomial(plus[0].args[0], x), _ARGUMENT[form]):
-            return x, form, [node, product, one_plus, plus[0]]
+        for x, inner in match.unscalings(rest):  # x may be scaled itself
+            if math.isclose(factor * inner, 0.5, rel_tol=1e-6) and match.value(x).dtype == match.value(node).dtype and _close(_polynomial(plus[0].args[0], x), _ARGUMENT[form]):
+                return x, form, [node, product, one_plus, plus[0]]
     return None
 
 

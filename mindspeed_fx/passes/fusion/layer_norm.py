@@ -52,17 +52,19 @@ def _called(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
 
 def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
     for centered, inside, eps, nodes in [*norms.normal(node), *_by_deviation(node)]:
-        difference = match.uncast(centered)
-        if not match.is_call(difference, aten.sub.Tensor) or difference.kwargs or not isinstance(difference.args[1], fx.Node):
+        difference, first = match.uncast(centered), None
+        if match.is_call(difference, aten.mul.Tensor):  # `weight * (x - mean) / root`, read from the left
+            nodes = [*nodes, difference]
+            found = ((match.uncast(a), b) for a, b in match.operands(difference, aten.mul.Tensor) if isinstance(b, fx.Node) and norms.is_vector(b, match.value(node).shape[-1]))
+            difference, first = next((f for f in found if _centered(f[0])), (difference, None))
+        if not _centered(difference):
             continue
         x, mean = difference.args
-        if _mean_of(match.uncast(mean)) is None or not match.same(match.uncast(_mean_of(match.uncast(mean))), match.uncast(x)):
-            continue
         if not _is_variance(inside, x, difference):
             continue
-        weight, bias, last = _parameters(node, match.value(x).shape[-1])
+        weight, bias, last = _parameters(node, match.value(x).shape[-1], first)
         root, narrow = _narrowed(last, x)
-        if root is last and match.value(narrow).dtype != match.value(last).dtype:
+        if first is None and root is last and match.value(narrow).dtype != match.value(last).dtype:
             # Weights that the model applies after rounding, or in another type, stay outside.
             weight, bias, (root, narrow) = None, None, _narrowed(node, x)
         if match.value(narrow).dtype != match.value(root).dtype:
@@ -71,15 +73,19 @@ def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
         return
 
 
+def _centered(n: fx.Node) -> bool:
+    """Whether ``n`` is x less its mean over the last dimension."""
+    if not match.is_call(n, aten.sub.Tensor) or n.kwargs or not isinstance(n.args[1], fx.Node) or not match.is_column(n.args[1], n.args[0]):
+        return False
+    of = _mean_of(match.uncast(n.args[1]))
+    return of is not None and match.same(match.uncast(of), match.uncast(n.args[0]))
+
+
 def _mean_of(n: fx.Node) -> fx.Node | None:
+    n = match.uncolumn(n)
     if match.is_call(n, match.operator.getitem) and n.args[1] == 1 and match.is_call(n.args[0], *VAR_MEAN):
-        return n.args[0].args[0] if _over_last(n.args[0]) else None
+        return n.args[0].args[0] if match.over_last(n.args[0]) else None
     return match.mean_over_last(n)
-
-
-def _over_last(n: fx.Node) -> bool:
-    dims, last = match.argument(n, "dim"), match.value(n.args[0]).dim() - 1
-    return bool(match.argument(n, "keepdim", False)) and dims is not None and [d % (last + 1) for d in dims] == [last]
 
 
 def _correction(n: fx.Node) -> float:
@@ -90,11 +96,11 @@ def _correction(n: fx.Node) -> float:
 
 def _is_variance(n: fx.Node, x: fx.Node, difference: fx.Node) -> bool:
     """Whether ``n`` is the variance of ``x`` over its last dimension."""
-    x, n = match.uncast(x), match.uncast(n)
+    x, n = match.uncast(x), match.uncolumn(match.uncast(n))
     whole = n.args[0] if match.is_call(n, match.operator.getitem) and n.args[1] == 0 and match.is_call(n.args[0], *VAR_MEAN) else n
     if match.is_call(whole, *VAR, *STD, *VAR_MEAN):
         of = match.uncast(whole.args[0])
-        if not _over_last(whole) or not (match.same(of, x) or match.same(of, difference)):
+        if not match.over_last(whole) or not (match.same(of, x) or match.same(of, difference)):
             return False
         if _correction(whole):
             raise Miss("the variance is divided by n - 1 (unbiased), the operator's by n")
@@ -112,23 +118,23 @@ def _by_deviation(node: fx.Node) -> list[tuple[fx.Node, fx.Node, float, list[fx.
     if not match.is_call(node, aten.div.Tensor) or not isinstance(node.args[1], fx.Node):
         return []
     plus = match.plus_number(node.args[1])
-    below = match.uncast(plus[0] if plus else node.args[1])
-    if not match.is_call(below, *STD):
+    below = match.uncolumn(match.uncast(plus[0] if plus else node.args[1]))
+    if not match.is_call(below, *STD) or not match.is_column(node.args[1], node.args[0]):
         return []
-    centered = match.uncast(node.args[0])
-    if plus and plus[1] and match.is_call(centered, aten.sub.Tensor) and _over_last(below):
+    centered = [match.uncast(node.args[0]), *(match.uncast(a) for a, _ in match.operands(match.uncast(node.args[0]), aten.mul.Tensor))]
+    if plus and plus[1] and any(match.is_call(c, aten.sub.Tensor) for c in centered) and match.over_last(below):
         raise Miss("eps is added to the standard deviation, the operator adds it to the variance")
     return [(node.args[0], below, 0.0, [below])]
 
 
-def _parameters(node: fx.Node, hidden: int) -> tuple[fx.Node | None, fx.Node | None, fx.Node]:
-    """(weight, bias, last node), following the only use of each value."""
-    weight = bias = None
+def _parameters(node: fx.Node, hidden: int, weight: fx.Node | None = None) -> tuple[fx.Node | None, fx.Node | None, fx.Node]:
+    """(weight, bias, last node), following the only use of each value; ``weight`` where it came first."""
+    first, bias = weight, None
     last, user = node, norms.only_user(node)
     for value, vector in match.operands(user, aten.mul.Tensor):
         if value is last and weight is None and norms.is_vector(vector, hidden):
             weight = vector
-    if weight is not None:
+    if weight is not first:
         last, user = user, norms.only_user(user)
     for value, vector in match.operands(user, aten.add.Tensor):
         if value is last and bias is None and norms.is_vector(vector, hidden):

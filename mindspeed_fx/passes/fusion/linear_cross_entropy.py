@@ -128,8 +128,8 @@ def _softcap(n: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
     tanh, cap = match.unscale(n)
     if not match.is_call(tanh, aten.tanh.default):
         return None
-    x, inverse = match.unscale(tanh.args[0])
-    if cap <= 0 or abs(cap * inverse - 1) > 1e-6:
+    x = next((x for x, inverse in match.unscalings(tanh.args[0]) if cap > 0 and abs(cap * inverse - 1) <= 1e-6), None)
+    if x is None:
         return None
     nodes, inside = [], n
     while inside is not x:
@@ -233,8 +233,8 @@ def _z_loss(sums: fx.Node, node: fx.Node, reduction: str, old: fx.Node) -> tuple
             factor /= match.number(other) ** (1 if squared else 2)
         elif match.is_call(user, aten.div.Tensor) and user.args[0] is n and summed and not divided and match.is_call(uncount := match.uncast(other), aten.sum.default) and _counts(uncount.args[0], node):
             divided = True
-        elif match.operands(user, aten.add.Tensor) and other is old:
-            if not squared or reduction == "none" or match.value(user).dtype != match.value(old).dtype or len(old.users) != 1:
+        elif match.operands(user, aten.add.Tensor) and isinstance(other, fx.Node) and match.uncast(other) is old:
+            if not squared or reduction == "none" or match.value(user).itemsize > match.value(old).itemsize or len(old.users) != 1 or len(other.users) != 1:
                 return "it is not squared and added to the mean or sum of the losses"
             if not (masked and summed and divided == (reduction == "mean")) or match.is_call(old, aten.mean.default):
                 return "it is not reduced over the tokens of the loss; multiply by (target != ignore_index), and divide by its sum where the loss is a mean"

@@ -96,15 +96,21 @@ def plus_number(n: Any) -> tuple[fx.Node, float] | None:
 
 def unscale(n: Any) -> tuple[Any, float]:
     """(x, factor) when ``n`` is x times numbers, however often; factor 1.0 when it is not scaled."""
-    factor = 1.0
+    return unscalings(n)[-1]
+
+
+def unscalings(n: Any) -> list[tuple[Any, float]]:
+    """Every (x, factor) that ``n`` can be read as: itself times 1.0, and without one number after the other."""
+    ways = [(n, 1.0)]
     while True:
+        n, factor = ways[-1]
         found = next(((x, number(c)) for x, c in operands(n, *MUL) if number(c) is not None and isinstance(x, fx.Node)), None)
         if found is not None:
-            n, factor = found[0], factor * found[1]
+            ways.append((found[0], factor * found[1]))
         elif is_call(n, *DIV) and number(n.args[1]) and not n.kwargs:
-            n, factor = n.args[0], factor / number(n.args[1])
+            ways.append((n.args[0], factor / number(n.args[1])))
         else:
-            return n, factor
+            return ways
 
 
 def squared(n: Any) -> fx.Node | None:
@@ -135,15 +141,30 @@ def root(n: Any) -> fx.Node | None:
 
 
 def mean_over_last(n: Any) -> fx.Node | None:
-    """x when ``n`` is x averaged over its last dimension, which is kept as 1."""
+    """x when ``n`` is x averaged over its last dimension, which is kept as 1 or not: the caller looks at the shape."""
+    n = uncolumn(n)
     if is_call(n, aten.mean.dim) and is_float(n.args[0]):
-        x, keep = n.args[0], argument(n, "keepdim", False)
-        return x if keep and [d % value(x).dim() for d in n.args[1]] == [value(x).dim() - 1] and argument(n, "dtype") is None else None
-    if is_call(n, *DIV) and is_call(n.args[0], aten.sum.dim_IntList):
-        x = n.args[0].args[0]
-        whole = argument(n.args[0], "keepdim", False) and [d % value(x).dim() for d in n.args[0].args[1]] == [value(x).dim() - 1]
-        return x if whole and number(n.args[1]) == value(x).shape[-1] else None
+        return n.args[0] if over_last(n) and argument(n, "dtype") is None else None
+    if is_call(n, *DIV) and is_call(total := uncolumn(n.args[0]), aten.sum.dim_IntList):
+        return total.args[0] if over_last(total) and number(n.args[1]) == value(total.args[0]).shape[-1] else None
     return None
+
+
+def over_last(n: fx.Node) -> bool:
+    """Whether the reduction ``n`` is over the last dimension of its input."""
+    dims, rank = argument(n, "dim"), value(n.args[0]).dim()
+    return dims is not None and [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])] == [rank - 1]
+
+
+def uncolumn(n: Any) -> Any:
+    """``n`` without a last dimension of one that was added to it."""
+    return n.args[0] if is_call(n, aten.unsqueeze.default) and n.args[1] % value(n).dim() == value(n).dim() - 1 else n
+
+
+def is_column(n: Any, x: fx.Node) -> bool:
+    """Whether ``n`` has one element for each row of ``x``."""
+    shape = value(n).shape
+    return len(shape) == value(x).dim() and compat.statically_known_true(shape[-1] == 1)
 
 
 def part(n: Any) -> Pieces | None:
@@ -274,7 +295,7 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
         return f"the operator returns shape {tuple(b.shape)} where the model has {tuple(a.shape)}"
     if a.dtype != b.dtype:
         new = insert(gm, old, aten.to.dtype, (new, a.dtype))
-    if compat.layout(value(new)) != compat.layout(a) and not layout_is_free(old):
+    if compat.layout(value(new)) != compat.layout(a) and not layout_is_free(old, value(new)):
         # The layout that the model had: dimensions by falling stride, densely packed.
         order = sorted(range(a.dim()), key=lambda d: (-hint(a.stride(d)), d))
         back = sorted(range(a.dim()), key=order.__getitem__)
@@ -302,16 +323,38 @@ def untransposed(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:
     return n, flag
 
 
-def layout_is_free(node: fx.Node) -> bool:
-    """True when nothing after ``node`` can tell how it is stored: every use copies or only reads elements."""
+def copied(n: Any) -> Any:
+    """x when ``n`` is x stored in another order, as :func:`substitute` writes it; else ``n``."""
+    if is_call(n, aten.contiguous.default):
+        return n.args[0]
+    if is_call(n, aten.permute.default) and is_call(middle := n.args[0], aten.contiguous.default) and is_call(there := middle.args[0], aten.permute.default):
+        return there.args[0] if [there.args[1][d] for d in n.args[1]] == list(range(len(n.args[1]))) else n
+    return n
+
+
+def past_copy(n: fx.Node) -> fx.Node:
+    """The node that stores ``n`` in another order, where nobody else reads ``n``; else ``n``."""
+    last = n
+    while len(last.users) == 1 and is_call(user := next(iter(last.users)), aten.permute.default, aten.contiguous.default):
+        last = user
+        if copied(last) is n:
+            return last
+    return n
+
+
+def layout_is_free(node: fx.Node, becomes: torch.Tensor, depth: int = 8) -> bool:
+    """True when ``node`` may be stored as the fake tensor ``becomes`` is: every use copies or only reads elements, and what it makes of
+    them is stored as before, or free again."""
     for user in node.users:
-        if is_call(user, aten.contiguous.default, aten.clone.default, aten.linear.default, aten.reshape.default):
+        if is_call(user, aten.contiguous.default, aten.linear.default):
             continue
-        if is_call(user, *ADD, *MUL) and not any(u.op == "output" for u in user.users):
-            continue
-        if is_call(user, aten.transpose.int, aten.permute.default, aten.to.dtype) and layout_is_free(user):
-            continue
-        return False
+        if depth == 0 or not is_call(user, *ADD, *MUL, aten.clone.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.to.dtype):
+            return False
+        args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: becomes if n is node else n.meta["val"])
+        with compat.fake_like(value(user)), torch.no_grad():
+            made = user.target(*args, **kwargs)
+        if compat.layout(made) != compat.layout(value(user)) and not layout_is_free(user, made, depth - 1):
+            return False
     return True
 
 

@@ -13,16 +13,28 @@ from mindspeed_fx.passes.fusion.match import aten
 
 def normal(node: fx.Node) -> list[tuple[fx.Node, fx.Node, float, list[fx.Node]]]:
     """(x, inside, eps, nodes) wherever ``node`` may be read as x / sqrt(inside + eps), in any spelling."""
-    pairs = [(x, match.inverse_root(match.uncast(r)), match.uncast(r)) for x, r in match.operands(node, aten.mul.Tensor)]
+    pairs = [(x, match.inverse_root(_below(r)), r) for x, r in match.operands(node, aten.mul.Tensor) if isinstance(r, fx.Node)]
     if match.is_call(node, aten.div.Tensor) and isinstance(node.args[1], fx.Node):
-        pairs.append((node.args[0], match.root(match.uncast(node.args[1])), node.args[1]))
+        pairs.append((node.args[0], match.root(_below(node.args[1])), node.args[1]))
     found = []
     for x, inside, r in pairs:
-        if isinstance(inside, fx.Node) and match.is_float(x):
+        if isinstance(inside, fx.Node) and match.is_float(x) and match.is_column(r, x):
             plus = match.plus_number(inside)
             value, eps = plus if plus else (inside, 0.0)
             found.append((x, match.uncast(value), float(eps), [r, inside, value]))
     return found
+
+
+def _below(r: fx.Node) -> fx.Node:
+    return match.uncast(match.uncolumn(match.uncast(r)))
+
+
+def weighted(n: fx.Node, of: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(x, weight) when ``n`` is x times a vector as long as its rows, where x is ``of`` in some type."""
+    for x, weight in match.operands(match.uncast(n), aten.mul.Tensor):
+        if isinstance(weight, fx.Node) and is_vector(weight, match.value(n).shape[-1]) and match.same(match.uncast(x), of) and match.value(x).shape == match.value(n).shape:
+            return x, weight
+    return None
 
 
 def unwidened(x: fx.Node) -> fx.Node:
@@ -37,6 +49,14 @@ def only_user(node: fx.Node | None) -> fx.Node | None:
 
 def is_vector(n: fx.Node, width: int) -> bool:
     return match.is_float(n) and match.value(n).dim() == 1 and match.value(n).shape[0] == width
+
+
+def widened_sum(total: fx.Node) -> str | None:
+    """Why the norm of ``total`` and the sum of two tensors behind it stay apart, where a cast is between them."""
+    summed = match.uncast(total)
+    if summed is total or not match.is_call(summed, aten.add.Tensor) or not all(isinstance(a, fx.Node) for a in summed.args):
+        return None
+    return f"the sum is {match.value(summed).dtype} and the norm of it is used in {match.value(total).dtype}".replace("torch.", "")
 
 
 def fuse_sum(gm: fx.GraphModule, report: PassReport, norm: fx.Node, parameters: list, operator: str, make: Callable, results: tuple[int, ...]) -> str | None:

@@ -56,10 +56,17 @@ def _found(rope: fx.Node) -> Found | str | None:
     turned = rope.args[0]
     part = match.part(turned)
     whole = part.source if part is not None and part.dim == match.value(turned).dim() - 1 else turned
-    moves, last = [], whole
-    while match.is_call(last, *SWAPS, *RESHAPES, *STILL):
-        moves.insert(0, last)
-        last = last.args[0]
+    moves, copies, last = [], [], whole
+    while True:
+        if (plain := match.copied(last)) is not last:
+            while last is not plain:
+                copies.append(last)
+                last = last.args[0]
+        elif match.is_call(last, *SWAPS, *RESHAPES, *STILL):
+            moves.insert(0, last)
+            last = last.args[0]
+        else:
+            break
     if not match.is_call(last, match.operator.getitem) or last.args[1] != 0 or not match.is_call(last.args[0], ops.rms_norm.default):
         return None
     norm, dim = last.args[0], match.value(whole).shape[-1]
@@ -75,8 +82,8 @@ def _found(rope: fx.Node) -> Found | str | None:
         if joined is None:
             return f"elements {part.start} to {part.stop} of {dim} turn and are not joined with the others as they were"
         root, beside = joined
-    region = [root, rope, turned, *beside, *moves, last, norm]
-    if any(set(n.users) - set(region) for n in (last, *moves, whole) if n is not root):
+    region = [root, rope, turned, *beside, *moves, *copies, last, norm]
+    if any(set(n.users) - set(region) for n in (last, *moves, *copies, whole) if n is not root):
         return "the normalized heads are used elsewhere in the model"
     return Found(root, norm, moves, [n for i, n in enumerate(region) if n not in region[:i]])
 

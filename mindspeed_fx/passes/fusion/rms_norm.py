@@ -39,22 +39,38 @@ def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
     """Match from the product ``x * inverse_root`` or the quotient ``x / root``."""
-    found = next((f for f in norms.normal(node) if match.is_call(f[1], aten.mean.dim, *match.DIV)), None)
+    found = next((f for f in norms.normal(node) if match.is_call(match.uncolumn(f[1]), aten.mean.dim, *match.DIV)), None)
     if found is None:
         return
     wide, mean, eps, inner = found
+    mean = match.uncolumn(mean)
     squared = match.squared(match.mean_over_last(mean))
     if match.mean_over_last(mean) is None:
-        dims = match.argument(mean, "dim")
-        report.skipped.append(skip(OPERATOR, node, f"the mean square is taken over dimensions {dims} without keepdim, or not over the last one alone"))
+        report.skipped.append(skip(OPERATOR, node, f"the mean square is taken over dimensions {match.argument(mean, 'dim')}, not over the last one alone"))
         return
-    if squared is None or not match.same(match.uncast(squared), match.uncast(wide)):
-        return  # a normalization by something else
+    if squared is None:
+        return
+    if not match.same(match.uncast(squared), match.uncast(wide)):
+        first = norms.weighted(wide, match.uncast(squared))
+        if first is not None:  # else a normalization by something else
+            _weight_first(gm, report, node, *first, eps, [wide, *inner])
+        return
     x = norms.unwidened(wide)
     root, weight, cast_first = _with_weight(node, x)
     if match.value(root).dtype != _result_dtype(x, weight, cast_first):
         x, cast_first = wide, True  # the result stays wide: start from the wide input
     _rewrite(gm, report, root, [root, node, *inner], x, weight, eps, cast_first)
+
+
+def _weight_first(gm: fx.GraphModule, report: PassReport, node: fx.Node, wide: fx.Node, weight: fx.Node, eps: float, inner: list[fx.Node]) -> None:
+    """``weight * x / root``, read from the left."""
+    x, down = norms.unwidened(wide), norms.only_user(node)
+    root = down if match.is_call(down, aten.to.dtype) and match.value(down).dtype == match.value(x).dtype else node
+    x = x if match.value(root).dtype == match.value(x).dtype else wide
+    if match.value(root).dtype != match.value(x).dtype:
+        report.skipped.append(skip(OPERATOR, node, f"the input is {match.value(x).dtype} and the result {match.value(root).dtype}"))
+    else:
+        _rewrite(gm, report, root, [root, node, *inner], x, match.uncast(weight), eps, False)
 
 
 def _with_weight(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, bool]:

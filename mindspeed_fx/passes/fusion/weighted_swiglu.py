@@ -21,10 +21,13 @@ def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """SwiGLU and the weight of each token become one operator."""
     report = PassReport(NAME)
     for node in calls(gm, torch.ops.mindspeed.swiglu.default):
-        product = norms.only_user(node)
+        silu = match.past_copy(node)
+        product = norms.only_user(silu)
+        if product is None and any(match.is_float(w) and _per_row(w, node) for u in node.users for v, w in match.operands(u, aten.mul.Tensor) if v is node):
+            report.skipped.append(skip(OPERATOR, node, "the product without the weight is used elsewhere in the model"))
         product = norms.only_user(product) if match.is_call(product, aten.to.dtype) else product
         for value, weight in match.operands(product, aten.mul.Tensor):
-            if match.uncast(value) is node and match.is_float(weight) and _per_row(weight, node):
+            if match.uncast(value) is silu and match.is_float(weight) and _per_row(weight, node):
                 reason = _rewrite(gm, report, node, product, weight)
                 if reason:
                     report.skipped.append(skip(OPERATOR, product, reason))

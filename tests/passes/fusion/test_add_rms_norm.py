@@ -60,7 +60,7 @@ def test_skips_say_why(f, reason):
     assert report.counts[NAME] == 0 and reason in report.skipped(NAME)[0].reason
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(st.sampled_from([torch.float64, torch.bfloat16, torch.float16]), st.booleans(), st.sampled_from(["x", "residual", "weight", "none"]), st.booleans())
 def test_variants(dtype, weighted, frozen, chained):
     torch._dynamo.reset()

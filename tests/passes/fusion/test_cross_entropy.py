@@ -27,6 +27,23 @@ def test_variants(reduction, smoothing, ignore, by_hand):
     assert function_agrees(f, logits()).counts[NAME] == 1
 
 
+CLASSES_SECOND = {
+    "transposed": lambda x, t, **kw: F.cross_entropy(x.transpose(1, 2), t, **kw),
+    "permuted": lambda x, t, **kw: F.cross_entropy(x.permute(0, 2, 1).to(x.dtype), t, label_smoothing=0.1, **kw),
+    "by hand": lambda x, t, **kw: F.nll_loss(F.log_softmax(x, -1).transpose(1, 2), t, **kw),
+    "by hand, second": lambda x, t, **kw: F.nll_loss(F.log_softmax(x.mT, 1), t, **kw),
+    "as they come": lambda x, t, **kw: F.cross_entropy(x.view(2, 7, 4), t[:, :4], **kw),
+}
+
+
+@pytest.mark.parametrize("reduction", ["none", pytest.param("mean", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("transposed", "as they come") else pytest.mark.slow) for n in CLASSES_SECOND])
+def test_classes_in_the_second_dimension(name, reduction):
+    target = torch.tensor([[0, 3, -100, 6], [2, 2, 1, -100]])
+    report = function_agrees(lambda x: CLASSES_SECOND[name](x, target, reduction=reduction), torch.randn(2, 4, 7, dtype=torch.double, requires_grad=True))
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
 def test_no_float32_copy_of_half_precision_logits():
     def f(x):
         return F.cross_entropy(x.float().view(-1, 7), TARGET)
@@ -43,7 +60,7 @@ def test_no_float32_copy_of_half_precision_logits():
     [
         (lambda x: F.cross_entropy(x, TARGET, weight=torch.ones(7, dtype=x.dtype)), "class weights"),
         (lambda x: F.cross_entropy(x.softmax(-1), torch.ones(5, 7, dtype=x.dtype) / 7), "probabilities"),
-        (lambda x: F.cross_entropy(x.view(1, 5, 7).transpose(1, 2), TARGET[None]), "3 dimensions"),
+        (lambda x: F.cross_entropy(x[0], TARGET[1]), "1 dimension"),
     ],
 )  # fmt: skip
 def test_near_misses_say_why(f, reason):

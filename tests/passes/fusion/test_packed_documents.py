@@ -63,6 +63,16 @@ def test_every_spelling_is_one_attention(name):
         torch.testing.assert_close(SPELLINGS[name](q, k, v)[:1, :, 3:7], alone)
 
 
+def test_the_report_says_why_documents_are_masked():
+    def capped(q, k, v):
+        scores = torch.tanh(q @ k.mT / 5.0) * 5.0
+        return scores.masked_fill(~(same_document(IDS) & causal(SEQ)), float("-inf")).softmax(-1) @ v
+
+    report = function_agrees(capped, *(torch.randn(2, 4, SEQ, 8, dtype=torch.double, requires_grad=True) for _ in range(3)))
+    (run,) = (r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts[NAME] == 1 and run.report.notes == ["packed documents are masked, scores between them computed: the kernel takes no soft-cap"]
+
+
 class Packed(nn.Module):
     def __init__(self):
         super().__init__()

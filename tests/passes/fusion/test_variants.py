@@ -1,0 +1,360 @@
+"""Every operator in variants of one spelling: order of operands, type, eps, layout, frozen inputs, shared weights, other readers of
+intermediate values, parts cut off from the gradient, no gradient at all, dynamic sizes."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from variants import Case, Table, Variant, Weight, check, variants
+
+from mindspeed_fx.passes.fusion import linear_cross_entropy, linear_cross_entropy_backward, merged_linear
+
+HALVES = (torch.float64, torch.float32, torch.bfloat16)
+WIDE = (torch.float64, torch.float32)
+
+# --------------------------------------------------------------------------- norms
+
+
+def root_mean_square(h, x):
+    wide = h.wide(x)
+    return h.mul(wide, h(torch.rsqrt(h.add(h(h(wide.pow(2)).mean(-1, keepdim=True)), h.eps)))).to(x.dtype)
+
+
+def rms_norm(h, x, w):
+    return h.mul(h(root_mean_square(h, x)), w)
+
+
+def rms_norm_widely_weighted(h, x, w):
+    wide = h.wide(x)
+    return h.mul(h.mul(wide, torch.rsqrt(h.add(wide.square().mean(-1, keepdim=True), h.eps))), h.add(1.0, h.wide(w))).to(x.dtype)
+
+
+def rms_norm_called(h, x, w):
+    return F.rms_norm(x, (8,), w, h.eps)
+
+
+def add_rms_norm(h, x, r, w):
+    return rms_norm(h, h.add(x, r), w)
+
+
+def centered(h, x):
+    wide = h.wide(x)
+    apart = h(wide - h(wide.mean(-1, keepdim=True)))
+    return h(apart / torch.sqrt(h.add(h(apart.pow(2).mean(-1, keepdim=True)), h.eps))).to(x.dtype)
+
+
+def layer_norm(h, x, w, b):
+    return h.add(h.mul(h(centered(h, x)), w), b)
+
+
+def layer_norm_called(h, x, w, b):
+    return F.layer_norm(x, (8,), w, b, h.eps)
+
+
+def add_layer_norm(h, x, r, w, b):
+    return F.layer_norm(h.add(x, r), (8,), w, b, h.eps)
+
+
+# --------------------------------------------------------------------------- activations and dropout
+
+
+def dropout_add(h, x, r, b):
+    return h.add(r, F.dropout(h.add(x, b), 0.3))
+
+
+def swiglu(h, g, u):
+    return h.mul(h(F.silu(g)), u)
+
+
+def swiglu_in_parts(h, x, w):
+    gate, up = h(F.linear(x, w)).chunk(2, -1)
+    return h.mul(h.mul(gate, h(torch.sigmoid(gate))), up)
+
+
+def swiglu_widened(h, g, u):
+    return h.mul(h(F.silu(h.wide(g)).to(g.dtype)), u)
+
+
+def weighted_swiglu(h, g, u, p):
+    return h.mul(h.mul(h(F.silu(g)), u), p)
+
+
+def clipped_swiglu(h, g, u):
+    g, u = h(g.clamp(max=0.75)), h(u.clamp(-0.75, 0.75))
+    return h.mul(h.add(u, 1.0), h.mul(g, torch.sigmoid(h.mul(g, 1.702))))
+
+
+def geglu(approximate):
+    return lambda h, g, u: h.mul(h(F.gelu(g, approximate=approximate)), u)
+
+
+def reglu(h, x, a, b):
+    return h.mul(h(h(F.linear(x, a)).relu()), h(F.linear(x, b)))
+
+
+def gelu_tanh(h, x):
+    inner = h.mul(math.sqrt(2 / math.pi), h.add(x, h.mul(0.044715, h(torch.pow(x, 3.0)))))
+    return h.mul(h.mul(0.5, x), h.add(1.0, h(torch.tanh(inner))))
+
+
+def gelu_erf(h, x):
+    return h.mul(h.mul(x, 0.5), h.add(1.0, h(torch.erf(x / math.sqrt(2.0)))))
+
+
+def quick_gelu(h, x):
+    return h.mul(x, h(torch.sigmoid(h.mul(1.702, x))))
+
+
+def squared_relu(h, x):
+    return h(F.relu(x)).square()
+
+
+# --------------------------------------------------------------------------- heads
+
+
+def half(h, x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return h.add(h.mul(x, cos), h.mul(h(torch.cat((-b, a), -1)), sin))
+
+
+def neighbours(h, x, cos, sin):
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return h.add(h.mul(x, cos), h.mul(h(turned), sin))
+
+
+def qk_norm_rope(h, x, w, cos, sin):
+    return half(h, h(rms_norm(h, x, w).transpose(1, 2)), cos, sin)
+
+
+def causal(n):
+    return torch.ones(n, n, dtype=torch.bool).triu(1)
+
+
+def weights(h, q, k, mask=causal):
+    return h(h(h.mul(h(q @ k.mT), 0.5).masked_fill(mask(q.shape[-2]), float("-inf"))).softmax(-1))
+
+
+def attention(h, q, k, v):
+    return weights(h, q, k) @ v
+
+
+def attention_with_mask(h, q, k, v, m):
+    return h.add(h(q @ k.transpose(-1, -2)) * 0.5, h(m.detach())).softmax(-1) @ v
+
+
+def attention_called(h, q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.3)
+
+
+def attention_grouped(h, q, k, v):
+    k, v = (h(x.repeat_interleave(2, 1)) for x in (k, v))
+    return weights(h, q, k) @ v
+
+
+def attention_capped(h, q, k, v):
+    scores = h.mul(h(torch.tanh(h.mul(h(q @ k.mT), 0.5 / 3.0))), 3.0)
+    return h(scores.masked_fill(causal(6), float("-inf"))).softmax(-1) @ v
+
+
+def attention_with_sinks(h, q, k, v, sinks):
+    scores = h((q @ k.mT * 0.5).masked_fill(causal(6), float("-inf")))
+    column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, 6, 1)
+    return h(h(torch.cat((scores, column), -1)).softmax(-1))[..., :-1] @ v
+
+
+def attention_alibi(h, q, k, v):
+    i = torch.arange(6)
+    slopes = torch.tensor([0.5, 0.25], dtype=q.dtype)[:, None, None]
+    bias = h.mul(slopes, h((i[None, :] - i[:, None]).to(q.dtype)))
+    return h(h.add(h.mul(h(q @ k.mT), 0.5), bias).masked_fill(causal(6), float("-inf"))).softmax(-1) @ v
+
+
+def attention_dropout(h, q, k, v):
+    return h(F.dropout(weights(h, q, k), 0.3)) @ v
+
+
+def packed(h, q, k, v, ids):
+    document = F.pad((ids == 0).cumsum(-1), (1, 0))[:, :-1]
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, h(same & ~causal(6)), scale=0.5)
+
+
+def scaled_masked_softmax(h, s):
+    return h(h.mul(s, 0.5).masked_fill(causal(6), -10000.0)).softmax(-1)
+
+
+# --------------------------------------------------------------------------- losses
+
+
+def cross_entropy(h, logits, t):
+    return F.cross_entropy(h.wide(logits), t, label_smoothing=h.eps)
+
+
+def by_hand(h, logits, t):
+    probs = h(h.wide(logits).log_softmax(-1))
+    picked = h(probs.gather(-1, t.clamp(min=0)[:, None])).squeeze(-1)
+    return -h.add(h.mul(0.9, picked), h.mul(0.1, h(probs.mean(-1)))).sum()
+
+
+def z_loss(h, logits, t):
+    logits = h.wide(logits)
+    return h.add(F.cross_entropy(logits, t), h.mul(h.eps, h(h(logits.logsumexp(-1)).square().mean())))
+
+
+def linear_loss(h, x, w, t):
+    return F.cross_entropy(h.wide(h(F.linear(x, w))), t, reduction="sum")
+
+
+def linear_z_loss(h, x, w, t):
+    logits, kept = h(x @ w.t()), t != -100
+    z = h(h.mul(h(logits.logsumexp(-1)).square(), kept)).sum() / kept.sum()
+    return h.add(F.cross_entropy(logits, t), h.mul(0.3, z))
+
+
+def returned_logits(h, x, w, t):
+    logits = F.linear(x, w)
+    return torch.stack((F.cross_entropy(logits, t), logits.detach().sum()))
+
+
+# --------------------------------------------------------------------------- experts
+
+
+def experts_of(scores):
+    return scores.topk(2)[1]
+
+
+def grouped_called(h, x, w, ends):
+    if x.dtype == torch.float64:  # only to compare with: ATen has no such kernel
+        return torch.cat([x[:2] @ w[0], x[2:] @ w[2]])
+    return F.grouped_mm(x, w, offs=ends)
+
+
+def grouped_loop(h, x, w):
+    return torch.cat([h(x[:2] @ w[0]), h(x[2:3] @ w[1]), h(x[3:] @ w[2])])
+
+
+def moe(h, x, p, w, scores):
+    order = experts_of(scores).flatten().argsort()
+    rows = h(h(x[order // 2]) @ w)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return h(h(h.mul(rows, p.flatten()[order].unsqueeze(-1)))[back]).view(-1, 2, w.shape[1]).sum(1)
+
+
+def gathered_experts(h, x, w, scores):
+    return torch.bmm(h(x.unsqueeze(1)), h(w[experts_of(scores).flatten()])).squeeze(1)
+
+
+def one_hot_dispatch(h, x, gate, scores):
+    chosen = scores.argmax(-1)
+    mask = h.mul(h(F.one_hot(chosen, 3).to(x.dtype)[..., None] * F.one_hot(torch.arange(6) // 2, 3).to(x.dtype)[:, None]), gate[:, :1, None])
+    there = h(torch.einsum("sec,sm->ecm", h(mask.bool().to(x.dtype)), x))
+    return torch.einsum("sec,ecm->sm", mask, h(there.sin()))
+
+
+def merged(h, x, a, b):
+    return h.mul(h(F.linear(x, a)), h(F.linear(x, b)))
+
+
+def integers(*values, dtype=torch.int64):
+    return lambda generator: torch.tensor(values, dtype=dtype)
+
+
+def scores(*shape):
+    return lambda generator: torch.rand(*shape, generator=generator, dtype=torch.float64).mul(1e6).long()
+
+
+TARGET, HEADS, TABLES = integers(1, 2, -100, 0, 3, 4), (2, 2, 6, 4), (Weight((6, 4)), Weight((6, 4)))
+ANY_SIZE = (lambda: patch.multiple(linear_cross_entropy, SMALLEST=0, SMALLEST_CPP=0),)
+
+CASES = {
+    "rms_norm": Case("fusion.rms_norm", rms_norm, ((2, 3, 8), Weight((8,)))),
+    "rms_norm, wide weight": Case("fusion.rms_norm", rms_norm_widely_weighted, ((2, 3, 8), Weight((8,)))),
+    "rms_norm, called": Case("fusion.rms_norm", rms_norm_called, ((3, 8), Weight((8,)))),
+    "add_rms_norm": Case("fusion.add_rms_norm", add_rms_norm, ((2, 3, 8), (2, 3, 8), Weight((8,)))),
+    "layer_norm": Case("fusion.layer_norm", layer_norm, ((2, 3, 8), Weight((8,)), Weight((8,)))),
+    "layer_norm, called": Case("fusion.layer_norm", layer_norm_called, ((3, 8), Weight((8,)), Weight((8,)))),
+    "add_layer_norm": Case("fusion.add_layer_norm", add_layer_norm, ((2, 3, 8), (2, 3, 8), Weight((8,)), Weight((8,)))),
+    "dropout_add": Case("fusion.dropout_add", dropout_add, ((2, 3, 8), (2, 3, 8), Weight((8,))), draws=True),
+    "swiglu": Case("fusion.swiglu", swiglu, ((2, 3, 8), (2, 3, 8))),
+    "swiglu, parts": Case("fusion.swiglu", swiglu_in_parts, ((3, 8), Weight((6, 8)))),
+    "swiglu, widened": Case("fusion.swiglu", swiglu_widened, ((3, 8), (3, 8))),
+    "weighted_swiglu": Case("fusion.weighted_swiglu", weighted_swiglu, ((3, 8), (3, 8), (3, 1))),
+    "clipped_swiglu": Case("fusion.clipped_swiglu", clipped_swiglu, ((3, 8), (3, 8))),
+    "geglu": Case("fusion.glu", geglu("none"), ((3, 8), (3, 8))),
+    "geglu, tanh": Case("fusion.glu", geglu("tanh"), ((3, 8), (3, 8))),
+    "reglu": Case("fusion.glu", reglu, ((3, 8), Weight((4, 8)), Weight((4, 8)))),
+    "gelu, tanh": Case("fusion.gelu", gelu_tanh, ((3, 8),)),
+    "gelu, erf": Case("fusion.gelu", gelu_erf, ((3, 8),)),
+    "quick_gelu": Case("fusion.activation", quick_gelu, ((3, 8),)),
+    "squared_relu": Case("fusion.activation", squared_relu, ((3, 8),)),
+    "rope, halves": Case("fusion.rope", half, (HEADS, *TABLES)),
+    "rope, neighbours": Case("fusion.rope", neighbours, (HEADS, *TABLES)),
+    "qk_norm_rope": Case("fusion.qk_norm_rope", qk_norm_rope, ((2, 6, 2, 4), Weight((4,)), Table((6, 4)), Table((6, 4)))),
+    "attention": Case("fusion.attention", attention, (HEADS, HEADS, HEADS)),
+    "attention, mask": Case("fusion.attention", attention_with_mask, (HEADS, HEADS, HEADS, (2, 1, 6, 6))),
+    "attention, called": Case("fusion.attention", attention_called, (HEADS, (2, 1, 6, 4), (2, 1, 6, 4))),
+    "attention, grouped": Case("fusion.attention", attention_grouped, ((2, 4, 6, 4), HEADS, HEADS)),
+    "attention, capped": Case("fusion.attention", attention_capped, (HEADS, HEADS, HEADS)),
+    "attention, sinks": Case("fusion.attention", attention_with_sinks, (HEADS, HEADS, HEADS, Weight((2,)))),
+    "attention, alibi": Case("fusion.attention", attention_alibi, (HEADS, HEADS, HEADS)),
+    "attention, dropout": Case("fusion.attention", attention_dropout, (HEADS, HEADS, HEADS), draws=True, dtypes=WIDE),
+    "attention, packed": Case("fusion.attention", packed, (HEADS, HEADS, HEADS, lambda g: torch.tensor([[3, 1, 0, 4, 0, 2], [1, 0, 5, 5, 5, 5]]))),
+    "scaled_masked_softmax": Case("fusion.scaled_masked_softmax", scaled_masked_softmax, ((2, 2, 6, 6),), options=(("enable", ["fusion.scaled_masked_softmax"]),)),
+    "cross_entropy": Case("fusion.cross_entropy", cross_entropy, ((6, 7), TARGET)),
+    "cross_entropy, by hand": Case("fusion.cross_entropy", by_hand, ((6, 7), TARGET)),
+    "cross_entropy, z-loss": Case("fusion.cross_entropy", z_loss, ((6, 7), TARGET), count=2),
+    "linear_cross_entropy": Case("fusion.linear_cross_entropy", linear_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE),
+    "linear_cross_entropy, z-loss": Case("fusion.linear_cross_entropy", linear_z_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE),
+    "grouped_matmul": Case("fusion.grouped_matmul", grouped_called, ((6, 8), Weight((3, 8, 16)), integers(2, 2, 6, dtype=torch.int32)), dtypes=(torch.bfloat16,), layouts=("plain",)),
+    "grouped_matmul, loop": Case("fusion.grouped_matmul", grouped_loop, ((6, 8), Weight((3, 8, 4))), options=(("enable", ["fusion.grouped_matmul"]),), dynamic=False),
+    "moe_permute": Case("fusion.moe_permute", moe, ((5, 4), (5, 2), Weight((4, 4)), scores(5, 3)), count=2, reasons=("sorted choices are not", "rows are not")),
+    "gathered_experts": Case("fusion.gathered_experts", gathered_experts, ((6, 4), Weight((3, 4, 5)), scores(3, 3))),
+    "one_hot_dispatch": Case("fusion.one_hot_dispatch", one_hot_dispatch, ((6, 5), (6, 3), scores(6, 3)), count=2, dynamic=False),
+    "merged_linear": Case(
+        "fusion.merged_linear", merged, ((3, 8), Weight((6, 8)), Weight((6, 8))), options=(("target", "cuda"), ("hardware", "h100"), ("enable", ["fusion.merged_linear"])),
+        patches=(lambda: patch.object(merged_linear, "_unpaid", lambda group, device: None),),
+    ),
+}  # fmt: skip
+
+
+FOUND = {
+    "memory of other elements was read where those of a head do not lie side by side": ("attention, packed", Variant(torch.float32, layouts=("strided", "plain", "plain", "plain"))),
+    "the stored order of a result changed two sums before the output": ("layer_norm", Variant(torch.bfloat16, layouts=("strided", "plain", "plain"), stopped=1, train=False)),
+    "a scaled input was taken for a part of the formula": ("gelu, tanh", Variant(sites=2)),
+    "a copy that keeps the model's layout stood between two operators": ("qk_norm_rope", Variant(layouts=("strided", "strided", "plain", "plain"))),
+    "no reason": ("weighted_swiglu", Variant(extra=("read", 1))),
+    "a cast stood between the loss and its z-loss": ("linear_cross_entropy, z-loss", Variant(torch.float16)),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_found_once(what):
+    name, variant = FOUND[what]
+    check(CASES[name], variant)
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=1, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
+@given(st.data())
+def test_one_variant(name, data):
+    """Another one for each operator: what is simplest differs with its place in the list."""
+    check(CASES[name], data.draw(variants(CASES[name], turn=list(CASES).index(name))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_many_variants(name, data):
+    check(CASES[name], data.draw(variants(CASES[name])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_as_it_comes(name):
+    check(CASES[name], Variant(dtype=CASES[name].dtypes[0]))
