@@ -17,7 +17,7 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.add_layer_norm", "mindspeed::add_layer_norm"
 
 
-@register(NAME, stage="captured", level=1, after=("layer_norm",), provides=("add_norm",))
+@register(NAME, stage="captured", level=1, after=("layer_norm", "rope"), provides=("add_norm",))
 def add_layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """A residual addition and the LayerNorm of the sum become one operator."""
     report = PassReport(NAME)

@@ -16,7 +16,7 @@ from mindspeed_fx.passes.fusion.match import aten
 NAME, OPERATOR = "fusion.add_rms_norm", "mindspeed::add_rms_norm"
 
 
-@register(NAME, stage="captured", level=1, after=("rms_norm",), provides=("add_norm",))
+@register(NAME, stage="captured", level=1, after=("rms_norm", "rope"), provides=("add_norm",))
 def add_rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """A residual addition and the RMSNorm of the sum become one operator."""
     report = PassReport(NAME)

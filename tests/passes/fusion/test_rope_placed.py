@@ -65,3 +65,12 @@ def test_angles_over_more_dimensions_than_a_head_leave_a_reason():
 
     report = function_agrees(f, double(2, 3, 2, 8), double(3, 8, grad=False), double(3, 8, grad=False))
     assert report.counts[NAME] or any("over more dimensions" in s.reason for s in report.skipped(NAME))
+
+
+def test_heads_that_are_normalized_after_they_turn():
+    """HunYuan: the rotation's sum is no residual of the norm."""
+    def f(x, w):
+        cos, sin = (t.unsqueeze(1) for t in angles(3, 8))
+        return torch.nn.functional.rms_norm(x * cos + half(x) * sin, (8,), w, 1e-5)
+
+    assert function_agrees(f, double(2, 4, 3, 8), double(8)).counts[NAME] == 1
