@@ -170,6 +170,11 @@ def autograd_number(node: fx.Node) -> int | None:
     return node.meta.get("seq_nr")
 
 
+def is_data(target: Any) -> bool:
+    """True for what Dynamo makes of ``tensor.data``."""
+    return target is torch._C._autograd._get_data_attr
+
+
 def is_higher_order(target: Any) -> bool:
     """True for operators that take graphs: autograd.Function, checkpoint, wrap, cond ..."""
     return isinstance(target, torch._ops.HigherOrderOperator)

@@ -92,6 +92,8 @@ class _Recorder(fx.Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if compat_tracing.is_autocast_switch(target):
             return compat_tracing.switch_autocast(target, args)
+        if compat_tracing.is_data(target):
+            return args[0].detach()  # what ``.data`` gives is a tensor that no tracer has seen made
         if compat_tracing.is_higher_order(target):
             return compat_tracing.record_opaque(target, args, kwargs, example_value(self.node))
         return super().call_function(target, args, kwargs)

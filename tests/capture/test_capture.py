@@ -64,6 +64,7 @@ STEPS = {
     "inplace_on_view": lambda x, w, b: _zero_column(x),
     "out": lambda x, w, b: torch.tanh(x.detach(), out=torch.empty_like(x)) + x,
     "no_grad_factor": lambda x, w, b: x * _constant(x),
+    "data": lambda x, w, b: F.linear(x, w.data.clamp_(-0.5, 0.5)) + F.linear(x, w),
     "no_grad_inplace": lambda x, w, b: _inplace_without_grad(x),
     "detach": lambda x, w, b: x + x.detach().sigmoid(),
     "norm": lambda x, w, b: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
@@ -163,6 +164,22 @@ def test_random_programs_keep_values_gradients_mutation_and_randomness(names, fr
     for a, b in zip(run(False), run(True), strict=True):
         assert (a is None) == (b is None)
         assert a is None or (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
+
+
+def test_data_of_a_parameter_is_written_as_in_eager_mode():
+    """gemma3n clips a weight so in every step."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+
+        def f(x):
+            layer.weight.data.clamp_(-0.1, 0.1)
+            return layer(x).sum()
+
+        (torch.compile(f, backend=captured_backend) if compiled else f)(x).backward()
+        found.append((layer.weight.detach(), layer.weight.grad))
+    assert found[0][0].abs().max() <= 0.1 and all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @pytest.mark.parametrize("function", [Swish, Reverse])

@@ -72,7 +72,7 @@ def operands(n: Any, *targets: Any) -> list[tuple[Any, Any]]:
 
 
 def number(n: Any) -> float | int | None:
-    """A Python number, or a constant scalar tensor made in the graph (``full([], c)``, ``scalar_tensor(c)``)."""
+    """A Python number, or a constant scalar tensor made in the graph (``full([], c)``, ``scalar_tensor(c)``, ``torch.tensor(c)``)."""
     if isinstance(n, (int, float)) and not isinstance(n, bool):
         return n
     if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.SymFloat):
@@ -83,7 +83,22 @@ def number(n: Any) -> float | int | None:
         return n.args[1]
     if is_call(n, aten.zeros.default) and list(n.args[0]) == []:
         return 0
+    held = literal(n)
+    if held is not None and held.dim() == 0 and held.dtype != torch.bool and not held.is_complex():
+        with compat_tracing.outside_tracing():
+            return held.item()
     return None
+
+
+def literal(n: Any) -> torch.Tensor | None:
+    """What ``torch.tensor(...)`` in the model's code is, when it has one element; a buffer, which may change between calls, is none."""
+    while is_call(n, aten.detach.default) and not n.meta["mutated"]:
+        n = n.args[0]
+    if not is_call(n, aten.lift_fresh_copy.default) or n.meta["mutated"] or n.args[0].op != "get_attr":
+        return None
+    held = getattr(n.graph.owning_module, str(n.args[0].target), None)
+    copied_only = all(is_call(u, aten.lift_fresh_copy.default) for u in n.args[0].users)
+    return held if copied_only and isinstance(held, torch.Tensor) and held.numel() == 1 and not compat_tracing.is_fake(held) else None
 
 
 def plus_number(n: Any) -> tuple[fx.Node, float] | None:
@@ -211,23 +226,14 @@ def same(a: Any, b: Any, depth: int = 8) -> bool:
         return len(a) == len(b) and all(same(x, y, depth) for x, y in zip(a, b))
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
         return type(a) is type(b) and a == b
-    if a.op == b.op == "get_attr":
-        return _same_constant(a, b)
+    x, y = literal(a), literal(b)
+    if x is not None and y is not None:
+        with compat_tracing.outside_tracing():
+            return (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device) and x.item() == y.item()
     if depth == 0 or a.op != "call_function" or a.target != b.target or a.kwargs != b.kwargs or a.meta["mutated"] or b.meta["mutated"]:
         return False
     pure = a.target is operator.getitem or (isinstance(a.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in a.target.tags)
     return pure and same(a.args, b.args, depth - 1)
-
-
-def _same_constant(a: fx.Node, b: fx.Node) -> bool:
-    """True for two constants of one element that are equal: ``torch.tensor(False)``, written twice."""
-    x, y = (getattr(n.graph.owning_module, str(n.target), None) for n in (a, b))
-    if not all(isinstance(t, torch.Tensor) and t.numel() == 1 and not t.requires_grad for t in (x, y)) or any(n.meta.get("mutated", True) for n in (a, b)):
-        return False
-    if any(compat_tracing.is_fake(t) for t in (x, y)) or (x.dtype, x.shape, x.device) != (y.dtype, y.shape, y.device):
-        return False
-    with compat_tracing.outside_tracing():
-        return x.item() == y.item()
 
 
 # --------------------------------------------------------------------------- rewriting

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from mindspeed_fx import compat
 from mindspeed_fx.passes.fusion import heads, mask, match
 from mindspeed_fx.passes.fusion.match import aten
 
@@ -116,6 +117,8 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         return _extended(_product(n.args[1], depth - 1), n, ("keep", n.args[0]))
     if match.is_call(n, aten.where.self, aten.where.ScalarSelf) and _blocks(n.args[1]):
         return _extended(_product(n.args[2], depth - 1), n, ("drop", n.args[0]))
+    if (scores := _bounded(n, depth)) is not None:
+        return scores
     for a, b in match.operands(n, *match.ADD):
         if match.number(b) == 0:
             return _extended(_product(a, depth - 1), n)
@@ -126,6 +129,20 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         scores = _product(n.args[0], depth - 1)
         return scores and _extended(scores, n, ("add", match.insert(n.graph.owning_module, n, aten.neg.default, (n.args[1],))))
     return None
+
+
+def _bounded(n: fx.Node, depth: int) -> Scores | None:
+    """max(scores, a number that blocks) (XGLM): nothing but what is masked is so low, and every row keeps its own key."""
+    pairs = [(n.args[0], match.argument(n, "min"))] if match.is_call(n, aten.clamp_min.default) else match.operands(n, aten.maximum.default, aten.max.other)
+    found = next(((x, least) for x, b in pairs if (least := match.number(b)) is not None and least <= mask.BLOCKED), None)
+    scores = _product(found[0], depth - 1) if found else None
+    if scores is None:
+        return None
+    bands = [mask.kept(m, kind) for kind, m, _ in scores.masks]
+    shape = match.value(n).shape
+    if not all(b is not None and b.low <= 0 <= b.high for b in bands) or not compat.statically_known_true(shape[-1] == shape[-2]):
+        raise Miss("the scores are bounded from below, and a mask may hide a whole row")
+    return _extended(scores, n)
 
 
 def _scaled(n: fx.Node, m: fx.Node, factor: float) -> fx.Node:

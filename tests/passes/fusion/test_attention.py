@@ -31,6 +31,8 @@ CAUSAL = {
     "minus ten thousand": lambda a, s: a.masked_fill(torch.triu(torch.ones(s, s), diagonal=1).bool(), -10000.0),
     "additive": lambda a, s: a + torch.full((s, s), float("-inf"), dtype=a.dtype).triu(1),
     "tril, where": lambda a, s: torch.where(torch.ones(s, s).tril() == 1, a, torch.finfo(a.dtype).min),
+    "tril, where, tensor": lambda a, s: torch.where(torch.ones(s, s).tril() == 1, a, torch.tensor(torch.finfo(a.dtype).min, dtype=a.dtype)),
+    "bounded from below": lambda a, s: torch.max(a + torch.full((s, s), torch.finfo(a.dtype).min, dtype=a.dtype).triu(1), torch.tensor(torch.finfo(a.dtype).min, dtype=a.dtype)),
     "tril == 0": lambda a, s: a.masked_fill(torch.tril(torch.ones(s, s)) == 0, float("-inf")),
     "positions": lambda a, s: a.masked_fill(~positions_le(s), float("-inf")),
     "positions, additive": lambda a, s: a + torch.where(positions_le(s), 0.0, -1e9).to(a.dtype),
@@ -45,6 +47,17 @@ def test_causal_masks_are_recognized(name):
 
     report = function_agrees(f, *qkv())
     assert report.counts[NAME] == 1 and ", None, True," in call_of(report)
+
+
+def test_a_bound_below_is_kept_where_a_row_may_have_no_key():
+    hidden = torch.zeros(2, 1, 1, 6, dtype=torch.double)
+    hidden[1] = -torch.inf
+
+    def f(q, k, v):
+        return F.softmax((q @ k.transpose(-1, -2) + hidden).clamp_min(torch.finfo(q.dtype).min), -1) @ v
+
+    report = function_agrees(f, *qkv())
+    assert report.counts[NAME] == 0 and [s.reason for s in report.skipped(NAME)] == ["the scores are bounded from below, and a mask may hide a whole row"]
 
 
 NOT_CAUSAL = {
