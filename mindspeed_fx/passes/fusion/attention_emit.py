@@ -24,8 +24,9 @@ bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward a
 TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
 """Of attention with a bias that is trained, unfused in generated code: forward and backward in float32, 2 x 8 heads of 64, one core."""
 
-PACKED_ROWS = 512
-"""Documents in shorter rows are masked where code is generated."""
+MASKED_ROWS, NARROW_ROWS = 256, 1024
+"""Attention of fewer rows is left to generated code: with a mask or documents (float32: 128 rows 1.1 to 1.3 of its time, 256 rows 0.8 to 1.0), and in 16 bits
+(128 rows 2.0 to 2.3, 512 rows 1.1 to 1.5, 1024 rows 0.3 to 0.7), forward and backward on two cores (benchmarks/attention_short.py)."""
 
 Emit = Callable[..., list[fx.Node]]
 
@@ -35,20 +36,23 @@ def emitter(name: str, context: Context, notes: list[str]) -> Emit:
     gets the reason where packed documents are masked, in an attention that is fused all the same."""
     generated = context.left_to_inductor(name)
     npu = context.options.target == "npu"
-    packing = functools.partial(_packed, least=PACKED_ROWS if generated else 1, npu=npu, name=name)
+    packing = functools.partial(_packed, npu=npu)
     dropping = _emit_seeded if npu else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
-    return _emit_sdpa if context.options.target == "cuda" else functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, trained=not generated)
+    return _emit_sdpa if context.options.target == "cuda" else functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, generated=generated)
 
 
 def _emit(
-    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | str], notes: list[str], trained: bool
+    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | str], notes: list[str], generated: bool
 ) -> list[fx.Node]:
     """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed documents what ``packing`` makes;
-    additive masks that need a gradient only where they are to be ``trained``."""
+    few rows, and additive masks that need a gradient, are left to ``generated`` code."""
     if scores.sinks is None:  # with a sink a row of scores cannot be moved as a whole
         scores.masks = alibi.apart(scores.masks)
     masks = scores.blocking
     bands = [mask.kept(m, kind) for kind, m, _ in masks]
+    if generated and scores.drop is None:
+        together = mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
+        _long_enough(match.value(q), bool(masks) and not any(mask.is_causal(b) or mask.is_window(b) for b in (together, *bands)))
     if any(b is not None and b.documents is not None for b in bands):
         made = packing(gm, root, scores, q, k, v, bands)
         if isinstance(made, fx.Node):
@@ -64,7 +68,7 @@ def _emit(
     rest = [given for given, band in zip(masks, bands) if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))]
     if scores.sinks is None:
         rest = [(kind, alibi.by_keys(gm, root, m, causal) or m if kind == "add" else m, where) for kind, m, where in rest]
-    if not trained and any(kind == "add" and m.meta["needs_grad"] for kind, m, _ in rest):
+    if generated and any(kind == "add" and m.meta["needs_grad"] for kind, m, _ in rest):
         raise Miss(f'the additive mask needs a gradient, and generated code is faster: it takes {TRAINED}; put "fusion.attention" in enable to fuse all the same')
     q, k, given = _operands(gm, root, scores, q, k, v, rest)
     window = min(windows, default=0)
@@ -80,7 +84,16 @@ def _emit(
     return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
 
 
-def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, least: int, npu: bool, name: str) -> fx.Node | str:
+def _long_enough(q: torch.Tensor, masked: bool) -> None:
+    """Raises :class:`Miss` where generated code is as fast, or faster."""
+    rows, narrow = match.hint(q.shape[2]), q.dtype.itemsize < 4
+    least = NARROW_ROWS if narrow else MASKED_ROWS if masked else 1
+    if rows < least:
+        what = f"{rows} rows in {q.dtype}".replace("torch.", "") if narrow else f"{rows} rows with a mask"
+        raise Miss(f'{what}: generated code is as fast below {least}; put "fusion.attention" in enable to fuse all the same')
+
+
+def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, npu: bool) -> fx.Node | str:
     """``mindspeed::varlen_attention`` for masks that keep documents apart; why the mask has to be computed."""
     both = mask.together([*bands, mask.CAUSAL] if scores.causal else bands) if None not in bands else None
     numbers = both.documents if both is not None else None
@@ -97,8 +110,6 @@ def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx
         return f"their numbers {tuple(match.value(numbers).shape)} are not one row, or one for each of the batch ({batch})"
     if not statically_known_true(rows == match.value(k).shape[2]) or not statically_known_true(rows == match.value(numbers).shape[-1]):
         return f"{rows} queries, {match.value(k).shape[2]} keys and {match.value(numbers).shape[-1]} numbers are not known to be as many"
-    if match.hint(rows) < least:
-        return f'{match.hint(rows)} rows; below {least} generated code with a mask was measured no slower; put "{name}" in enable to keep documents apart all the same'
     ends = documents.ends(gm, root, numbers) if npu and statically_known_true(batch == 1) else None
     if npu and ends is None:
         return "on npu the kernel takes one row of tokens whose lengths or cumulative lengths the graph knows"

@@ -3,8 +3,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import function_agrees
+from models import explain, function_agrees
 from torch import nn
+
+from mindspeed_fx.passes.fusion import attention_emit
+from mindspeed_fx.passes.fusion.scores import Miss
 
 NAME = "fusion.attention"
 
@@ -58,6 +61,31 @@ def test_a_bound_below_is_kept_where_a_row_may_have_no_key():
 
     report = function_agrees(f, *qkv())
     assert report.counts[NAME] == 0 and [s.reason for s in report.skipped(NAME)] == ["the scores are bounded from below, and a mask may hide a whole row"]
+
+
+def test_few_rows_are_left_to_generated_code_with_the_reason():
+    hidden = torch.zeros(2, 1, 1, 6, dtype=torch.bool)
+    hidden[1, ..., -2:] = True
+
+    def f(q, k, v):
+        return F.softmax((q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf), -1) @ v
+
+    given = qkv(dtype=torch.float32)
+    report = explain(f, *given, codegen="inductor")
+    assert [s.reason for s in report.skipped(NAME)] == ['6 rows with a mask: generated code is as fast below 256; put "fusion.attention" in enable to fuse all the same']
+    assert explain(f, *given, codegen="inductor", enable=[NAME]).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("dtype, rows, masked, kept", [
+    (torch.float32, 64, False, True), (torch.float32, 255, True, False), (torch.float32, 256, True, True),
+    (torch.bfloat16, 1023, False, False), (torch.float16, 1024, True, True), (torch.float64, 8, False, True),
+])  # fmt: skip
+def test_from_how_many_rows_on(dtype, rows, masked, kept):
+    q = torch.empty(1, 1, rows, 8, dtype=dtype)
+    if kept:
+        return attention_emit._long_enough(q, masked)
+    with pytest.raises(Miss, match=f"{rows} rows"):
+        attention_emit._long_enough(q, masked)
 
 
 NOT_CAUSAL = {
