@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 
-import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat, compat_tracing

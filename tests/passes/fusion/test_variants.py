@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from variants import Case, Table, Variant, Weight, check, variants
 
-from mindspeed_fx.passes.fusion import linear_cross_entropy, linear_cross_entropy_backward, merged_linear
+from mindspeed_fx.passes.fusion import linear_cross_entropy, merged_linear
 
 HALVES = (torch.float64, torch.float32, torch.bfloat16)
 WIDE = (torch.float64, torch.float32)
