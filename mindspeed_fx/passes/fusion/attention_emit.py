@@ -24,9 +24,9 @@ bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward a
 TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
 """Of attention with a bias that is trained, unfused in generated code: forward and backward in float32, 2 x 8 heads of 64, one core."""
 
-MASKED_ROWS, NARROW_ROWS = 256, 1024
+MASKED_ROWS, NARROW_ROWS = 256, 768
 """Attention of fewer rows is left to generated code: with a mask or documents (float32: 128 rows 1.1 to 1.3 of its time, 256 rows 0.8 to 1.0), and in 16 bits
-(128 rows 2.0 to 2.3, 512 rows 1.1 to 1.5, 1024 rows 0.3 to 0.7), forward and backward on two cores (benchmarks/attention_short.py)."""
+(128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows 0.5 to 0.7), forward and backward on two cores (benchmarks/attention_short.py)."""
 
 Emit = Callable[..., list[fx.Node]]
 

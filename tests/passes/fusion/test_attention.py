@@ -78,7 +78,7 @@ def test_few_rows_are_left_to_generated_code_with_the_reason():
 
 @pytest.mark.parametrize("dtype, rows, masked, kept", [
     (torch.float32, 64, False, True), (torch.float32, 255, True, False), (torch.float32, 256, True, True),
-    (torch.bfloat16, 1023, False, False), (torch.float16, 1024, True, True), (torch.float64, 8, False, True),
+    (torch.bfloat16, 767, False, False), (torch.float16, 768, True, True), (torch.float64, 8, False, True),
 ])  # fmt: skip
 def test_from_how_many_rows_on(dtype, rows, masked, kept):
     q = torch.empty(1, 1, rows, 8, dtype=dtype)
