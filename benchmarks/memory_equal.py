@@ -12,6 +12,7 @@ parameters left out; what Inductor cannot run with a rival's setting is named.
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import math
 import statistics
@@ -23,6 +24,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import common
@@ -43,15 +45,12 @@ def build(name: str, attention: str, layers: int) -> torch.nn.Module:
 
 def recomputed_attention(model: torch.nn.Module, attention: str) -> torch.nn.Module:
     """``model``, its core of attention under a checkpoint: Megatron's selective recompute."""
-    module = __import__(type(model).__module__, fromlist=["eager_attention_forward"])
-    core = module.eager_attention_forward if attention == "eager" else ALL_ATTENTION_FUNCTIONS[attention]
+    core = importlib.import_module(type(model).__module__).eager_attention_forward if attention == "eager" else ALL_ATTENTION_FUNCTIONS[attention]
 
     def selective(owner: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, **named: Any) -> Any:
         return checkpoint(lambda *given: core(owner, *given, **named), q, k, v, mask, use_reentrant=False)
 
     ALL_ATTENTION_FUNCTIONS.register("selective", selective)
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
     ALL_MASK_ATTENTION_FUNCTIONS.register("selective", ALL_MASK_ATTENTION_FUNCTIONS[attention])
     model.config._attn_implementation = "selective"
     return model

@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from mindspeed_fx import compat, compat_inductor, compat_npu
 from mindspeed_fx._version import __version__
-from mindspeed_fx.capture import capture, refusal
+from mindspeed_fx.capture import capture, isolate
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
@@ -130,7 +130,7 @@ class Compilation:
     def capture(self, gm: fx.GraphModule) -> None:
         """Dynamo graph -> canonical graph with the captured passes applied, in place."""
         self._snapshot("dynamo", gm)
-        if reason := refusal(gm):
+        if reason := isolate(gm):
             self.pipeline.refuse("captured", reason, self.record)
             return self.average(gm)
         with self._timed("capture"):

@@ -8,10 +8,7 @@ from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import trace
 from mindspeed_fx.capture.transforms import isolate
 
-
-def refusal(gm: fx.GraphModule) -> str | None:
-    """Why ``gm`` stays as Dynamo made it, or None; then its function transforms are bodies of their own."""
-    return isolate(gm)
+__all__ = ["capture", "isolate"]
 
 
 def capture(gm: fx.GraphModule) -> fx.GraphModule:

@@ -51,8 +51,7 @@ def _emit(
     masks = scores.blocking
     bands = [mask.kept(m, kind) for kind, m, _ in masks]
     if generated and scores.drop is None:
-        together = mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
-        _long_enough(match.value(q), bool(masks) and not any(mask.is_causal(b) or mask.is_window(b) for b in (together, *bands)))
+        _long_enough(match.value(q), bool(masks) and not any(mask.is_causal(b) or mask.is_window(b) for b in (_together(scores, bands), *bands)))
     if any(b is not None and b.documents is not None for b in bands):
         made = packing(gm, root, scores, q, k, v, bands)
         if isinstance(made, fx.Node):
@@ -60,8 +59,7 @@ def _emit(
         if (note := f"packed documents are masked, scores between them computed: {made}") not in notes:
             notes.append(note)
         bands = [b if b is None or b.documents is None else None for b in bands]
-    # What the masks allow together: half a plane from one and half from another are a window.
-    both = mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
+    both = _together(scores, bands)
     whole = mask.is_causal(both) or mask.is_window(both)
     windows = [1 - b.low for b in ([both] if whole else bands) if mask.is_window(b)]
     causal = whole or scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
@@ -84,6 +82,11 @@ def _emit(
     return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
 
 
+def _together(scores: Scores, bands: list[mask.Band | None]) -> mask.Band | None:
+    """What the masks allow together: half a plane from one and half from another are a window."""
+    return mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
+
+
 def _long_enough(q: torch.Tensor, masked: bool) -> None:
     """Raises :class:`Miss` where generated code is as fast, or faster."""
     rows, narrow = match.hint(q.shape[2]), q.dtype.itemsize < 4
@@ -95,7 +98,7 @@ def _long_enough(q: torch.Tensor, masked: bool) -> None:
 
 def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, npu: bool) -> fx.Node | str:
     """``mindspeed::varlen_attention`` for masks that keep documents apart; why the mask has to be computed."""
-    both = mask.together([*bands, mask.CAUSAL] if scores.causal else bands) if None not in bands else None
+    both = _together(scores, bands) if None not in bands else None
     numbers = both.documents if both is not None else None
     if numbers is None:
         return "another mask stands beside theirs"

@@ -96,8 +96,8 @@ class _State:
         self.least = float("inf")
         self.solved = self.too_large = 0
         self.done: set[tuple] = set()
-        self.bounded: dict[Layout, int] = {}
-        """How many of the bounds that come before prices a layout has."""
+        self.bounded: set[Layout] = set()
+        """Layouts in line by :meth:`bound`."""
         self.times = {"prices": 0.0, "programs": 0.0}
         self.number = itertools.count()
 
@@ -111,26 +111,18 @@ class _State:
             if zero:  # recomputing changes nothing about states
                 self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
         else:
-            heapq.heappush(self.heap, (updates + self.work_in_one(layout), next(self.number), layout, None, recompute, zero))
+            heapq.heappush(self.heap, (updates + self.least_work(layout), next(self.number), layout, None, recompute, zero))
         self.times["prices"] += time.perf_counter() - start
 
     def bound(self, layout: Layout) -> float | None:
-        """The next of the bounds that many layouts share, dearer and higher each: its own parts of the batch, and the collectives between operators."""
-        number = self.bounded[layout] = self.bounded.get(layout, 0) + 1
-        if number > 1 + (layout.tp > 1):
+        """A bound that many layouts share and that knows the collectives between operators; None where there are none, or the layout is in line by it."""
+        if layout.tp == 1 or layout in self.bounded:
             return None
+        self.bounded.add(layout)
         start = time.perf_counter()
-        better = self.least_stored(layout)[0] + self.least_work(layout, self.core(layout) if number > 1 else 0.0)
+        better = self.least_stored(layout)[0] + self.least_work(layout, self.core(layout))
         self.times["prices"] += time.perf_counter() - start
         return better
-
-    def work_in_one(self, layout: Layout) -> float:
-        """At most :meth:`least_work`, by the table of the whole batch at once: what an operator costs is launches, latencies and weights, which do not shrink
-        with its part of the batch, and what is proportional to it."""
-        parts = layout.dp * layout.microbatches
-        whole = dataclasses.replace(layout, dp=1, microbatches=1)
-        turns = (layout.microbatches + layout.pp - 1) / (layout.pp * parts)
-        return turns * self.least_work(whole)
 
     def least_work(self, layout: Layout, core: float = 0.0) -> float:
         """Seconds that compute and inner collectives take at least, from a table that many layouts share.
