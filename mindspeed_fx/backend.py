@@ -23,6 +23,7 @@ from mindspeed_fx.capture import capture, isolate
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
+from mindspeed_fx.kernels.npu import acl_graph
 from mindspeed_fx.options import OptionError, Options
 from mindspeed_fx.partition.cut import Partitioner
 from mindspeed_fx.partition.offload import move
@@ -185,7 +186,8 @@ class Compilation:
             self.pipeline.run("partitioned", side, gm, self.record, self.readable)
         with self._timed("lowering"):
             table = compat_inductor.inductor_decompositions() if inductor else None
-            self.record.lowered += lower(gm, self.options.target, side, inline_references=inductor, decompositions=table)
+            with acl_graph(self.options.codegen == "npugraph_ex"):
+                self.record.lowered += lower(gm, self.options.target, side, inline_references=inductor, decompositions=table)
         self.pipeline.require_named(self.record, side)
         self._snapshot(side, gm)
         recorder.finish(self.record)

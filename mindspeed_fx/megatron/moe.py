@@ -33,10 +33,23 @@ def layer_forward(self: Any, hidden_states: Tensor, intermediate_tensors: Any = 
     shared = self.shared_experts_compute(hidden_states)
     probs, routing_map = self.route(hidden_states, padding_mask)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    token_of_row, share = sort_by_expert(routing_map, probs, _rows(routing_map, config))
-    output, _ = self.experts(tokens.index_select(0, token_of_row), routing_map.sum(0), share)
-    summed = torch.zeros_like(tokens).index_add(0, token_of_row, output).view(hidden_states.shape)
+    summed = (_dropless if config.moe_expert_capacity_factor is None and padding_mask is None else _with_capacity)(self, tokens, routing_map, probs).view(hidden_states.shape)
     return summed if shared is None else summed + shared, None
+
+
+def _dropless(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
+    """Every token has its top-k experts, and torch_npu an operator for just that."""
+    k = self.config.moe_router_topk
+    permuted, share, places = torch.ops.mindspeed.moe_permute_map(tokens, routing_map, probs, k)
+    output, _ = self.experts(permuted, routing_map.sum(0), share)
+    return torch.ops.mindspeed.moe_unpermute(output, places, None, k)
+
+
+def _with_capacity(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
+    """A token has top-k experts at most: how many is known when the program runs."""
+    token_of_row, share = sort_by_expert(routing_map, probs, _rows(routing_map, self.config))
+    output, _ = self.experts(tokens.index_select(0, token_of_row), routing_map.sum(0), share)
+    return torch.zeros_like(tokens).index_add(0, token_of_row, output)
 
 
 def _rows(routing_map: Tensor, config: Any) -> int:

@@ -108,7 +108,12 @@ def test_world_and_communication_domain(ranks):
 
 def test_inference_reduces_too(ranks):
     ranks(8)
-    assert calls(run(lambda x, n, u, d: (layers.all_reduce(torch.ops.mindspeed.linear(x, u)),), side="inference")[0]) == ["npu_mm_all_reduce_base"]
+    reduced = lambda x, n, u, d: (layers.all_reduce(torch.ops.mindspeed.linear(x, u)),)
+    assert calls(run(reduced, side="inference")[0]) == ["npu_mm_all_reduce_base"]
+    assert reasons(reduced, side="inference", hardware="ascend910c") == {"documented for Atlas A2; the hardware is ascend910c"}
+    mc2._domain.clear()
+    short = [(64, 1, 128), (128,), (256, 128), (128, 256)]  # 128 columns, which the others do not take
+    assert calls(run(reduced, short, side="inference")[0]) == ["npu_mm_all_reduce_base"]
 
 
 @pytest.mark.parametrize("layer", [layers.mlp, layers.mlp_whole])

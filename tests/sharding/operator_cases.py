@@ -115,6 +115,8 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     yield permuted**2
     yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, randn(tokens, chosen)) ** 2
     yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, None, chosen) ** 2
+    permuted, share, _ = ops.moe_permute_map(hidden, torch.rand(tokens, experts).argsort(-1) < chosen, torch.rand(tokens, experts, dtype=torch.float64, requires_grad=True), chosen)
+    yield permuted * share.unsqueeze(-1)
     ops.gemm(torch.randn(tokens, h), torch.randn(h, d))
     for given, sums in ((bias, True), (None, False)):
         lse, picked, total = ops.linear_logsumexp(hidden, head, given, torch.where(target == -100, -2, target - 1), 2.0 if sums else 0.0, sums)

@@ -7,8 +7,9 @@ the value that broke it, where the call is not. Where torch_npu is not installed
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +43,25 @@ def missing(needs: tuple[str, ...]) -> str | None:
     emulate.repair()
     absent = [name for name in needs if not hasattr(torch.ops.npu, name)]
     return f"this torch_npu has no {absent[0]}" if absent else None
+
+
+_acl_graph = False
+
+
+@contextlib.contextmanager
+def acl_graph(on: bool) -> Iterator[None]:
+    """Graphs that are lowered inside are captured as ACL graphs (codegen "npugraph_ex"), for which some operators take less."""
+    global _acl_graph
+    before, _acl_graph = _acl_graph, on
+    try:
+        yield
+    finally:
+        _acl_graph = before
+
+
+def in_acl_graph() -> bool:
+    """Whether the graph that is being lowered will be captured."""
+    return _acl_graph
 
 
 # --------------------------------------------------------------------------- what limits are written with

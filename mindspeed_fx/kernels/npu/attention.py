@@ -21,7 +21,7 @@ from mindspeed_fx.compat import hint, statically_known_true
 from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
 from mindspeed_fx.kernels.attention_blocked import attention_blocked, attention_blocked_backward
 from mindspeed_fx.kernels.attention_cpu import _blocked_backward_supports, _blocked_supports
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu import first, in_acl_graph, lowering, typed, within
 
 npu = torch.ops.npu
 TRIANGLE, FULL = 2048, 2147483647
@@ -135,7 +135,9 @@ def _contiguous(x: Tensor, layout: str) -> bool:
 
 
 def _layout(inputs: tuple[Tensor, ...], results: int) -> str:
-    """The layout that copies least: inputs that are stored otherwise, and every result, which is stored BSND."""
+    """The layout that copies least: inputs that are stored otherwise, and every result, which is stored BSND. ACL graphs take BNSD alone."""
+    if in_acl_graph():
+        return "BNSD"
     return min(ORDERS, key=lambda layout: sum(not _contiguous(x, layout) for x in inputs) + (results if layout != "BSND" else 0))
 
 

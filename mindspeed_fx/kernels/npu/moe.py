@@ -67,7 +67,7 @@ def _supports_permute(tokens, indices):
     op = "npu_moe_token_permute"
     return first(
         typed(tokens=tokens), typed((torch.int32, torch.int64), indices=indices), within(f"{op}: dimensions of indices", indices.dim(), 1, 2),
-        within(f"{op}: elements of indices", indices.numel(), 0, 16777214),
+        within(f"{op}: elements of indices", indices.numel(), 0, 16777214), within(f"{op}: choices of a token", hint(indices.numel()) // max(1, hint(tokens.shape[0])), 0, 512),
     )  # fmt: skip
 
 

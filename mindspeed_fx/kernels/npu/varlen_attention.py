@@ -1,7 +1,7 @@
 """Packed documents on NPU: ``npu_fusion_attention_v3`` and its backward in layout TND, which compute no score between documents.
 
-The kernel takes where documents end (``actual_seq_qlen``, cumulative, without a leading 0). Taken as read, for the documentation does
-not say it: a document of no tokens, an end equal to the one before, is nothing.
+The kernel takes where documents end (``actual_seq_qlen``, cumulative, without a leading 0); a document of no tokens, an end equal to the
+one before, is nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import torch
 from mindspeed_fx.compat import hint
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.npu import attention as plain
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu import first, in_acl_graph, lowering, typed, within
 from mindspeed_fx.kernels.varlen_attention import varlen_attention, varlen_attention_backward
 
 npu = torch.ops.npu
-TOKENS, DOCUMENTS = 2**20, 2048
-"""Most tokens and most documents of one call."""
+TOKENS, DOCUMENTS = 2**20, 1024
+"""Most tokens and most documents of one call: the documentation allows batches of 2K, and lists of ends of 1K."""
 
 
 def _supports(q, k, v, documents, ends, causal, scale, window=0, op="npu_fusion_attention_v3"):
     if ends is None:
         return f"{op}: where documents end is not known, only the number of each token's document"
     return first(
+        f"{op}: layout TND in an ACL graph; valid there: BNSD" if in_acl_graph() else None,
         f"{op}: batch is {hint(q.shape[0])}; valid: 1, for the ends are those of one row" if hint(q.shape[0]) != 1 else None,
         within(f"{op}: tokens", q.shape[2], 1, TOKENS),
         within(f"{op}: documents", ends.shape[0], 1, DOCUMENTS),

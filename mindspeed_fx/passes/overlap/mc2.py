@@ -130,23 +130,24 @@ def refused(pair: Pair, hardware: str, machine: int, side: str) -> str | None:
     a = start.args[0] if kind(start) == "all_gather_into_tensor" else pair.product.args[0]
     b, ranks = pair.product.args[1], ranks_of(start)
     k, rows = value(pair.product.args[0]).shape[-1], value(a).numel() // value(a).shape[-1]
-    worlds = (2, 4, 8) if hardware.startswith("ascend910b") else (2, 4, 8, 16) if hardware.startswith("ascend910c") else ()
+    reduces = name == "npu_mm_all_reduce_base"
+    worlds = (2, 4, 8) if hardware.startswith("ascend910b") else (2, 4, 8, 16) if hardware.startswith("ascend910c") and not reduces else ()
     stored = value(b)
     return npu.first(
         npu.missing((name,)),
-        None if worlds else f"documented for Atlas A2 and A3; the hardware is {hardware}",
+        None if worlds else f"documented for Atlas A2{' and A3' * (not reduces)}; the hardware is {hardware}",
         None if len(ranks) in worlds else f"{len(ranks)} ranks; valid on {hardware}: {', '.join(map(str, worlds))}",
         None if len({r // machine for r in ranks}) == 1 or not hardware.startswith("ascend910b") else "the ranks are in several machines; on Atlas A2 the operator works within one",
         None if not _domain - {group_of(start)} or not hardware.startswith("ascend910b") else f"on Atlas A2 the fused operators of a model share one communication domain, and group \"{min(_domain)}\" has it",
         npu.typed((torch.float16, torch.bfloat16), x=value(a), weight=stored),
         None if value(a).dtype == stored.dtype else f"x is {value(a).dtype}, weight {stored.dtype}; valid: one type".replace("torch.", ""),
-        npu.within("k", k, 256, 65534),
+        npu.within("k", k, *((1, 2**31 - 1) if reduces else (256, 65534))),
         None if rows % len(ranks) == 0 or name != "npu_mm_reduce_scatter_base" else f"{rows} rows, which {len(ranks)} ranks do not divide",
         None if value(a).is_contiguous() else "x is a transposed view",
         None if stored.is_contiguous() or stored.t().is_contiguous() else "the weight is neither stored whole nor a transposed view",
         None if argument(start, "reduce_op", "sum") == "sum" or kind(start) == "all_gather_into_tensor" else f'reduces by "{argument(start, "reduce_op")}"; valid: sum',
         "it has a bias" if pair.product.target is _LINEAR and len(pair.product.args) > 2 and pair.product.args[2] is not None else None,
-        None if name != "npu_mm_all_reduce_base" or side == "inference" else "documented for inference, and this graph belongs to a training step",
+        None if not reduces or side == "inference" else "documented for inference, and this graph belongs to a training step",
     )
 
 

@@ -218,6 +218,12 @@ def moe_cases(dtype):
             out = ops.moe_unpermute(permuted, order, probs, k)
             yield f"moe_unpermute-{name}", ops.moe_unpermute, (permuted, order, probs, k), "npu_moe_token_unpermute"
             yield f"moe_unpermute_backward-{name}", ops.moe_unpermute_backward, (torch.randn_like(out), permuted, order, probs, k), "npu_moe_token_unpermute_grad_v2"
+    for k, wide in itertools.product((1, 3), (False, True) if dtype == torch.bfloat16 else (False,)):
+        tokens, marked = normal(7, 6, dtype=dtype), torch.rand(7, 5).argsort(-1) < k
+        probs = torch.rand(7, 5).to(torch.float32 if wide else dtype)
+        permuted, share, order = ops.moe_permute_map(tokens, marked, probs, k)
+        yield f"moe_permute_map-{k}-{wide}", ops.moe_permute_map, (tokens, marked, probs, k), "npu_moe_token_permute_with_routing_map"
+        yield f"moe_permute_map_backward-{k}-{wide}", ops.moe_permute_map_backward, (torch.randn_like(permuted), torch.randn_like(share), order, marked, k), "npu_moe_token_permute_with_routing_map_grad"
 
 
 def softmax_cases(dtype):

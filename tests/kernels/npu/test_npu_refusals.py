@@ -28,6 +28,16 @@ def linear(hidden=None, weight=None, bias=None, target=None, smoothing=0.0, z_lo
     return ops.linear_cross_entropy_tokens, (hidden, weight, bias, t(8, dtype=torch.int64) if target is None else target, -100, smoothing, z_loss, softcap)
 
 
+def routed(tokens=None, marked=None, probs=None, k=2):
+    tokens = t(8, 4) if tokens is None else tokens
+    return ops.moe_permute_map, (tokens, t(8, 4, dtype=torch.bool) if marked is None else marked, t(8, 4) if probs is None else probs, k)
+
+
+def packed(q=None, ends=torch.empty(3, dtype=torch.int64, device="meta")):
+    q = bsnd(1, 2, 16, 16) if q is None else q
+    return ops.varlen_attention, (q, q, q, t(1, q.shape[2], dtype=torch.int64), ends, True, 0.5, 0)
+
+
 REFUSED = [
     (ops.ring_attention_update, (t(1, 2, 4, 8, dtype=F64), t(1, 2, 4, dtype=F64), t(1, 2, 4, 8), t(1, 2, 4, dtype=F64)), "out is float64"),
     (ops.ring_attention_update, (t(1, 2, 4, 8), t(1, 2, 4, dtype=F64), t(1, 2, 4, 8), t(1, 2, 4, dtype=F32)), "lse is float64; valid: float32"),
@@ -102,6 +112,21 @@ REFUSED = [
     (ops.moe_permute, (t(8, 4, dtype=F64), t(8, 2, dtype=torch.int64)), "tokens is float64"),
     (ops.moe_permute, (t(2**23, 1), t(2**23, 2, dtype=torch.int64)), "elements of indices is 16777216; valid: 0 to 16777214"),
     (ops.moe_permute, (t(8, 4), t(8, 2, dtype=torch.int16)), "indices is int16; valid: int32, int64"),
+    (ops.moe_permute, (t(2, 4), t(2, 513, dtype=torch.int64)), "choices of a token is 513; valid: 0 to 512"),
+    (*routed(probs=t(8, 4, dtype=F64)), "probs is float64; valid: bfloat16, float32"),
+    (*routed(t(8, 4, dtype=torch.float16), probs=t(8, 4, dtype=F32)), "probs is float32; valid: float16"),
+    (*routed(t(8, 4, dtype=F64), probs=t(8, 4, dtype=F64)), "tokens is float64"),
+    (*routed(marked=t(8, 4, dtype=torch.int32)), "routing_map is int32; valid: bool, int8"),
+    (*routed(k=512), "choices of a token is 512; valid: 1 to 511"),
+    (*routed(t(2**23, 1), t(2**23, 4, dtype=torch.bool), t(2**23, 4)), "copies of tokens is 16777216; valid: 0 to 16777214"),
+    (ops.moe_permute_map_backward, (t(16, 4), t(16, dtype=F64), t(16, dtype=torch.int64), t(8, 4, dtype=torch.bool), 2), "probs is float64"),
+    (*packed(ends=None), "where documents end is not known"),
+    (*packed(bsnd(2, 4, 16, 16)), "batch is 2; valid: 1"),
+    (*packed(bsnd(1, 1, 2**20 + 1, 8)), "tokens is 1048577; valid: 1 to 1048576"),
+    (*packed(ends=t(1025, dtype=torch.int64)), "documents is 1025; valid: 1 to 1024"),
+    (*packed(bsnd(1, 2, 16, 769)), "head_dim is 769; valid: 1 to 768"),
+    (*attention(sinks=t(2, 4, 8, dtype=F32)), "a sink for each query; valid: one for each head"),
+    (ops.attention_seeded, (*[bsnd(2, 257, 8, 16)] * 3, None, True, 0.5, 0, 0.1), "heads is 257; valid: 1 to 256"),
     (ops.moe_permute_backward, (t(513, 4), t(513, dtype=torch.int64), 1), "choices of a token is 513; valid: 1 to 512"),
     (ops.moe_unpermute, (t(513, 4), t(513, dtype=torch.int64), t(1, 513), 1), "choices of a token is 513; valid: 1 to 512"),
     (ops.moe_unpermute, (t(8, 4), t(8, dtype=torch.int64), t(4, 2, dtype=F64), 2), "probs is float64"),
@@ -112,6 +137,20 @@ REFUSED = [
 def test_what_is_refused_and_why(op, args, reason):
     lowering, reasons = REGISTRY[op.default].choose("npu", args, {})
     assert any(reason in r for r in reasons), (lowering and lowering.kernel, reasons)
+
+
+def test_what_an_acl_graph_does_not_take():
+    """Captured, attention has one layout, whatever is copied for it, and packed documents have none."""
+    from mindspeed_fx.kernels.npu import acl_graph
+    from mindspeed_fx.kernels.npu import attention as plain
+
+    op, args = packed()
+    q = bsnd(2, 4, 8, 16)
+    assert REGISTRY[op.default].choose("npu", args, {})[1] == [] and plain._layout((q, q, q), 1) == "BSND"
+    with acl_graph(True):
+        assert any("layout TND in an ACL graph; valid there: BNSD" in r for r in REGISTRY[op.default].choose("npu", args, {})[1])
+        assert plain._layout((q, q, q), 1) == "BNSD"
+    assert plain._layout((q, q, q), 1) == "BSND"
 
 
 def test_without_an_operator_that_it_needs(monkeypatch):
