@@ -7,7 +7,7 @@ per element" (kind "other"), which is what almost every remaining operator does.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 from mindspeed_fx.cost.operators import FREE, SOFTMAX, SPECIAL, Cost, Spec, attention, elements, once, product, rows_taken, size, tensors
 
@@ -137,6 +137,18 @@ def _grouped(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
     return once(one, a, b, *more, flops=2 * a.numel * (b.shape[-1] if len(b.shape) == 3 or len(a.shape) == 3 else one.shape[-1]), dtype=a.dtype)
 
 
+def _npu_grouped(out: Any, x: Sequence[Spec], weight: Sequence[Spec], **kw: Any) -> Cost:
+    """Products of lists, each of groups of rows, of groups of the summed dimension, or of a pair: every element of x meets a row of the result."""
+    made = tensors(out)
+    width = [made[0].shape[-1]] * len(x) if len(made) == 1 else [m.shape[-1] for m in made]
+    return once(out, *x, *weight, kw.get("group_list"), flops=sum(2 * a.numel * n for a, n in zip(x, width)), dtype=x[0].dtype)
+
+
+def _npu_grouped_add(out: Any, into: Spec, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost:
+    """``into`` is read and written; the products are those of 16 bits."""
+    return once(into, into, x, weight, *more, flops=2 * x.numel * weight.shape[-1], dtype=x.dtype)
+
+
 def _scatter(out: Any, *args: Any, **kw: Any) -> Cost:
     """Functional: the target is copied, then the source's elements are added to it."""
     target, rest = tensors(*args)[0], tensors(*args, *kw.values())[1:]
@@ -166,6 +178,7 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "npu_fused_linear_online_max_sum": _linear_max_sum, "npu_fused_linear_cross_entropy_loss_with_max_sum_backward": _linear_loss_backward,
     "npu_fused_cross_entropy_loss_with_max_sum": lambda out, top, total, picked, **kw: once(out, top, total, picked, vector=(SPECIAL + 2) * top.numel),
     **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
+    "npu_grouped_matmul": _npu_grouped, "npu_grouped_matmul_add": _npu_grouped_add,
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "index_add", "index_copy", "masked_scatter"), _scatter),
     "embedding_dense_backward": _embedding_backward, "sort": _sort, "argsort": _sort, "topk": lambda out, x, *more, **kw: once(out, x, vector=4 * x.numel),
 }  # fmt: skip

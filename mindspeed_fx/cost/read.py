@@ -165,7 +165,7 @@ class _Reader:
             whole = self.values.get(node.args[0])
             self.values[node] = whole[node.args[1]] if isinstance(whole, tuple) and isinstance(node.args[1], int) else self._specs(value, node.name)
             return
-        if not isinstance(value, torch.Tensor) and not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value)):
+        if not isinstance(value, torch.Tensor) and not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value)) and not _changes(target):
             self.values[node] = self._specs(value, node.name)
             return
         space, name, kind = _named(target)

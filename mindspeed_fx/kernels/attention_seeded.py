@@ -78,6 +78,8 @@ def attention_seeded_backward(grad, q, k, v, out, lse, seed, offset, mask, causa
 
 def _setup(ctx, inputs, output):
     q, k, v, mask, *ctx.settings = inputs
+    if ctx.needs_input_grad[3]:
+        raise NotImplementedError("mindspeed::attention_seeded has no gradient for its additive mask; use mindspeed::attention, without dropout")
     ctx.save_for_backward(q, k, v, *output, mask)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)

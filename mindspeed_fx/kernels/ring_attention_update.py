@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.cost.operators import SPECIAL, once
-from mindspeed_fx.kernels.base import operator
+from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.sharding import REPLICATED
 
 
@@ -35,6 +35,13 @@ def ring_attention_update(out: Tensor, lse: Tensor, block: Tensor, block_lse: Te
     both = torch.logaddexp(lse, block_lse)
     old, new = (lse - both).exp().unsqueeze(-1), (block_lse - both).exp().unsqueeze(-1)
     return torch.empty_like(out).copy_(out * old + block * new), torch.empty_like(lse).copy_(both)
+
+
+def _setup(ctx, inputs, output):
+    raise NotImplementedError("mindspeed::ring_attention_update has no gradient; call it in the forward of an autograd.Function, whose backward calls mindspeed::attention_backward block by block")
+
+
+torch.library.register_autograd("mindspeed::ring_attention_update", lambda ctx, *grads: None, setup_context=_setup, lib=LIBRARY)
 
 
 @ring_attention_update.shard

@@ -66,12 +66,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
 linear_main_grad.register_autograd(_backward, setup_context=_setup)
 
 
-@adopt(torch.ops.mindspeed.linear_main_grad.default, linear_main_grad).costs
+product_of = adopt(torch.ops.mindspeed.linear_main_grad.default, linear_main_grad)
+added = adopt(torch.ops.mindspeed.add_to_main_grad.default, add_to_main_grad)
+
+
+@product_of.costs
 def _cost(out: Any, x: Any, weight: Any, main_grad: Any, dummy: bool) -> Cost:
     return product(out, weight.shape[1], x, weight)
 
 
-@adopt(torch.ops.mindspeed.add_to_main_grad.default, add_to_main_grad).costs
+@added.costs
 def _add_cost(out: Any, main_grad: Any, grad: Any, x: Any) -> Cost:
     """The buffer is read and written; the product is done in its type."""
     flops = 2 * main_grad.numel * grad.shape[0]

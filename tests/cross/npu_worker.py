@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch_npu  # noqa: F401
+from torch.utils import _pytree as pytree
 
 import npu_models
 from gradients import lost as gradients_lost
@@ -43,33 +44,46 @@ def _sites(name: str, device: str) -> dict[str, Any]:
 
 
 def gradients() -> dict[str, Any]:
-    """Backward operators with an npu lowering: what each case loses, how many were checked, operators without a case."""
+    """Operators with an npu kernel: gradients that lowered backwards lose, inputs that the operators themselves give none, how many
+    cases were checked, operators without a case; and torch_npu's operators of whose derivative we believe otherwise."""
     sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels" / "npu"))
     import npu_cases
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from gradients import lost_by_lowering
+    from gradients import lost_by_lowering, without_gradient
     from mindspeed_fx.kernels import REGISTRY
+    from mindspeed_fx.kernels.base import ADOPTED, find
 
-    problems, checked, seen = {}, 0, set()
+    problems, none, checked, seen = {}, {}, 0, set()
     for family in npu_cases.FAMILIES:
         for name, op, args, kernel in npu_cases.cases(family, torch.bfloat16):
-            operator = REGISTRY[op.default]
-            if not operator.name.endswith("_backward"):
-                continue
+            operator = find(op.default)
+            seen.add(operator.name)
+            checked += 1
             with FakeTensorMode():
-                fakes = tuple(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="npu:0") if isinstance(a, torch.Tensor) else a for a in args)
+                fakes = pytree.tree_map(lambda a: torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="npu:0") if isinstance(a, torch.Tensor) else a, args)
+                if not operator.name.endswith("_backward"):
+                    none.setdefault(operator.name, set()).update(without_gradient(operator.overload, fakes))
+                    continue
                 lowering, reasons = operator.choose("npu", fakes, {})
                 try:
-                    found = lost_by_lowering(lowering.build, getattr(torch.ops.mindspeed, operator.name.split(".")[1]), fakes)
+                    found = lost_by_lowering(lowering.build, operator.overload, fakes)
                 except Exception as e:
                     found = [f"{type(e).__name__}: {e}"[:300]]
-            checked += 1
-            seen.add(operator.name)
             if found:
                 problems[f"{family} {name}"] = found
-    unchecked = [o.name for o in REGISTRY.values() if "npu" in o.lowerings and o.name.endswith("_backward") and o.name not in seen]
-    return {"problems": problems, "checked": checked, "unchecked": unchecked}
+    unchecked = [o.name for o in (*REGISTRY.values(), *ADOPTED.values()) if "npu" in o.lowerings and o.name not in seen]
+    return {"problems": problems, "none": {k: sorted(v) for k, v in none.items() if v}, "checked": checked, "unchecked": unchecked, "derivatives": derivatives()}
+
+
+def derivatives() -> dict[str, list[str]]:
+    """Operators that have a derivative emulated and none in torch_npu, with which gradients would vanish on a device alone; and the reverse."""
+    from mindspeed_fx.kernels.npu import emulate
+
+    emulate.register()
+    real = {name for name in emulate.EMULATIONS if torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", "AutogradPrivateUse1")}
+    ours = {name for name, made in emulate.EMULATIONS.items() if made.backward is not None}
+    return {"only emulated": sorted(ours - real), "only torch_npu's": sorted(real - ours)}
 
 
 def npugraph_ex() -> dict[str, Any]:

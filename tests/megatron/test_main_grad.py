@@ -1,5 +1,7 @@
 """Gradient accumulation fusion in one graph: weight gradients are added to ``main_grad``."""
 
+import pathlib
+import sys
 import types
 
 import pytest
@@ -7,6 +9,9 @@ import torch
 from gpt_models import batch, tiny_gpt
 from mindspeed_fx.megatron import linear as adapted
 from mindspeed_fx.megatron import patches
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels" / "npu"))
+import npu_graphs  # noqa: E402
 
 
 def prepared(dtype, parts_of_one):
@@ -43,22 +48,48 @@ def megatrons(model):
         del layers.fused_weight_gradient_mlp_cuda
 
 
-@pytest.mark.parametrize("dtype, parts_of_one, codegen", [
-    (torch.bfloat16, True, "eager"), pytest.param(torch.float32, False, "inductor", marks=pytest.mark.slow), pytest.param(torch.float32, True, "inductor", marks=pytest.mark.slow),
+def lowered_to(graphs):
+    return {(row["operator"].removeprefix("mindspeed."), row["kernel"]) for row in graphs.rows() if "main_grad" in row["operator"]}
+
+
+@pytest.mark.parametrize("dtype, parts_of_one, codegen, target", [
+    (torch.bfloat16, True, "eager", "npu"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (torch.bfloat16, True, "eager", "cpu"), (torch.float32, False, "eager", "npu"), (torch.float32, False, "inductor", "cpu"), (torch.float32, True, "inductor", "cpu"),
+    )),
 ])  # fmt: skip
-def test_weight_gradients_are_added_to_main_grad(dtype, parts_of_one, codegen):
+def test_weight_gradients_are_added_to_main_grad(dtype, parts_of_one, codegen, target):
     model = prepared(dtype, parts_of_one)
     reference = prepared(dtype, parts_of_one)
     reference.load_state_dict(model.state_dict())
     expected, expected_grads = megatrons(reference)
     torch._dynamo.reset()
-    found, grads = step(torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": codegen}), model)
+    with npu_graphs.lowered() as graphs:
+        found, grads = step(torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": codegen, "target": target}), model)
+    if target == "npu":
+        kernel = "npu_grouped_matmul_add_" if dtype == torch.bfloat16 else "aten addmm_"
+        assert lowered_to(graphs) == {("linear_main_grad", "aten linear"), ("add_to_main_grad", kernel)}
+    copies = [name for side, calls, _ in graphs for name in calls if side == "backward" and name in ("aten.copy_", "aten.clone")]
+    assert codegen == "inductor" or "aten.copy_" not in copies, "main_grad is copied"
     linear = {n for n in expected if "linear" in n and "norm" not in n} | {"output_layer.weight"}
     for name in expected:
         assert (grads[name] is None) == (expected_grads[name] is None) == (name in linear), name
         assert ((found[name] != 1).any().item()) == (name in linear), name
         tolerance = 2e-5 if dtype == torch.float32 else 3e-2
         assert (found[name] - expected[name]).abs().max() <= tolerance * (expected[name] - 1).abs().max() + 5e-7, name
+
+
+def test_a_weight_of_more_rows_than_the_operator_takes(monkeypatch):
+    from mindspeed_fx.kernels.npu import emulate
+    from mindspeed_fx.megatron import main_grad_npu
+
+    emulate.define()
+    monkeypatch.setattr(main_grad_npu, "INNER", 4)
+    calls, whole = [], torch.ops.npu.npu_grouped_matmul_add_
+    monkeypatch.setattr(main_grad_npu, "npu", types.SimpleNamespace(npu_grouped_matmul_add_=lambda *args: calls.append(args[0].shape[1]) or whole(*args)))
+    into, grad, x = torch.ones(10, 3), torch.randn(7, 10).bfloat16(), torch.randn(7, 3).bfloat16()
+    main_grad_npu._add(into, grad, x)
+    torch.testing.assert_close(into, 1 + grad.float().t() @ x.float())
+    assert calls == [4, 4, 2] and "columns of the weight is 5; valid: 1 to 4" in main_grad_npu._supports(into, grad, torch.randn(7, 5).bfloat16())
 
 
 def test_a_weight_without_main_grad_is_named():

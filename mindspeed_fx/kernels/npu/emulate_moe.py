@@ -47,6 +47,17 @@ def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=N
     return [out]
 
 
+@emulation("npu_grouped_matmul_add_", lambda input, *args, **kwargs: input)
+def npu_grouped_matmul_add_(input, x, weight, group_list, *, transpose_x=True, transpose_weight=False, group_type=2, group_list_type=0):
+    """input [groups, m, n] += x^T weight of each group of rows of x [k, m] and weight [k, n], in float32."""
+    assert transpose_x and not transpose_weight and group_type == 2 and x.dtype == weight.dtype != torch.float32 == input.dtype and group_list.dtype == torch.int64
+    assert x.shape[-1] < 65536 > weight.shape[-1] and group_list.shape[0] == input.shape[0] <= 1024
+    ends = (group_list if group_list_type == 0 else group_list.cumsum(0)).tolist()
+    for into, i, j in zip(input, [0, *ends], ends):
+        into += x[i:j].float().t() @ weight[i:j].float()
+    return input
+
+
 # --------------------------------------------------------------------------- permutation of tokens
 
 

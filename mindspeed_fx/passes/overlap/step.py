@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+from typing import Callable, Sequence
 
 import torch
 import torch.fx as fx
@@ -33,6 +34,22 @@ def overlap_step(gm: fx.GraphModule, context: Context) -> PassReport:
         return report.because("no optimizer steps in this graph (option optimizer)")
     if context.options.codegen == "inductor":
         return report.because("Inductor lets steps write in place by itself")
+
+    def arguments(node: fx.Node, bases: list[fx.Node]) -> tuple:
+        at = {name: [bases[i] for i in found] for name, found in compat_functional.written(node, WRITTEN).items()}
+        return (*(at[name] for name in WRITTEN), node.kwargs["grads"], node.kwargs["numbers"])
+
+    write_in_place(gm, calls, arguments, report)
+    return report
+
+
+def write_in_place(gm: fx.GraphModule, calls: Sequence[fx.Node], arguments: Callable[[fx.Node, list[fx.Node]], tuple], report: PassReport) -> None:
+    """Calls that AOTAutograd made functional write where they did: each as soon as what it reads is there and nobody reads what it writes.
+
+    Args:
+        calls: ``auto_functionalized`` nodes.
+        arguments: those of the operator itself, from the node and the inputs that it writes.
+    """
     memories = aliases(gm)
     place = {n: k for k, n in enumerate(gm.graph.nodes)}
     readers: dict[int, fx.Node] = {}
@@ -42,15 +59,14 @@ def overlap_step(gm: fx.GraphModule, context: Context) -> PassReport:
         for m in {m for a in node.all_input_nodes for m in memories.get(a, ())}:
             readers[m] = node
     for node in calls:
-        bases = compat_functional.bases_of(node)
+        writes, bases = compat_functional.mutable_operator(node), compat_functional.bases_of(node)
         ends = _ends(node, bases or [])
         if bases is None or ends is None:
-            report.skipped.append(skip(str(STEP), node, "what it writes is a part of an input, or is read afterwards; it goes through copies"))
+            report.skipped.append(skip(str(writes), node, "what it writes is a part of an input, or is read afterwards; it goes through copies"))
             continue
         last = max([*node.all_input_nodes, *(readers[m] for b in bases for m in memories[b] if m in readers)], key=place.__getitem__)
-        at = {name: [bases[i] for i in found] for name, found in compat_functional.written(node, WRITTEN).items()}
         with gm.graph.inserting_after(last):
-            new = gm.graph.call_function(STEP, (*(at[name] for name in WRITTEN), node.kwargs["grads"], node.kwargs["numbers"]))
+            new = gm.graph.call_function(writes, arguments(node, bases))
         new.meta = {**{k: v for k, v in node.meta.items() if k != "val"}, "val": None}
         place[new] = place[last] + 0.5
         for end in ends:
@@ -58,7 +74,6 @@ def overlap_step(gm: fx.GraphModule, context: Context) -> PassReport:
         gm.graph.erase_node(node)
         report.rewrites.append(site("in place", new, [new]))
     recompile(gm)
-    return report
 
 
 def _ends(node: fx.Node, bases: list[fx.Node]) -> list[fx.Node] | None:

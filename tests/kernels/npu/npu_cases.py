@@ -248,7 +248,21 @@ def ring_cases(dtype):
     yield "ring_attention_update-part", ops.ring_attention_update, (part.narrow(2, 3, 3), normal(2, 4, 6).narrow(2, 3, 3), part.narrow(2, 0, 3), normal(2, 4, 3)), "npu_ring_attention_update"
 
 
-FAMILIES = {"ring": ring_cases, "norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "qk": qk_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases, "softmax": softmax_cases}
+def megatron_cases(dtype):
+    """Operators that the Megatron frontend defines."""
+    import mindspeed_fx.megatron.experts_npu
+    import mindspeed_fx.megatron.main_grad_npu  # noqa: F401
+
+    for name, counts in {"all": [3, 0, 4], "rest": [1, 2, 2], "none": [0, 0, 0]}.items():
+        x, grad, weights, counts = normal(7, 5, dtype=dtype), normal(7, 4, dtype=dtype), [normal(4, 5, dtype=dtype) for _ in range(3)], torch.tensor(counts)
+        yield f"grouped_linear-{name}", ops.grouped_linear, (x, weights, counts), "npu_grouped_matmul"
+        yield f"grouped_linear_backward-{name}", ops.grouped_linear_backward, (grad, x, weights, counts), "npu_grouped_matmul, of groups of rows and of columns"
+    weight, into = normal(4, 5, dtype=dtype), normal(4, 5)
+    yield "linear_main_grad", ops.linear_main_grad, (x.unflatten(0, (1, 7)), weight, into, False), "aten linear"
+    yield "add_to_main_grad", ops.add_to_main_grad, (into, grad, x), "aten addmm_" if dtype == torch.float32 else "npu_grouped_matmul_add_"
+
+
+FAMILIES = {"ring": ring_cases, "norm": norm_cases, "glu": glu_cases, "activation": activation_cases, "rope": rope_cases, "qk": qk_cases, "attention": attention_cases, "loss": loss_cases, "moe": moe_cases, "softmax": softmax_cases, "megatron": megatron_cases}
 
 
 def cases(family, dtype):

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import npu_cases
-from mindspeed_fx.kernels import REGISTRY
+from mindspeed_fx.compat_tracing import make_fx_decomposed
+from mindspeed_fx.cost.graph import estimate
+from mindspeed_fx.cost.operators import spec
+from mindspeed_fx.kernels.base import find
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -15,7 +19,17 @@ def layout(x):
 
 def exact(args):
     """The same arguments in float64, where the reference has no error worth the name."""
-    return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    return pytree.tree_map(lambda a: a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a, args)
+
+
+def results_of(run, op, args):
+    """What ``run`` returns, as a list; of an operator that returns nothing what it wrote to its first argument."""
+    if not op.default._schema.returns:
+        written = args[0].clone()
+        run(written, *args[1:])
+        return [written]
+    found = run(*args)
+    return [found] if isinstance(found, torch.Tensor) else list(pytree.tree_leaves(found))
 
 
 def finite(x):
@@ -26,14 +40,11 @@ def finite(x):
 @pytest.mark.parametrize("family", npu_cases.FAMILIES)
 def test_a_lowering_is_its_reference(family, dtype):
     for name, op, args, kernel in npu_cases.cases(family, dtype):
-        operator = REGISTRY[op.default]
+        operator = find(op.default)
         lowering, reasons = operator.choose("npu", args, {})
         assert lowering is not None and lowering.kernel == kernel, f"{name}: {lowering and lowering.kernel}, {reasons}"
-        fakes, truths = operator.reference(*args), operator.reference(*exact(args))
-        results = lowering.build(*args)
-        if isinstance(results, torch.Tensor):
-            results, fakes, truths = (results,), (fakes,), (truths,)
-        for i, (have, want, truth) in enumerate(zip(results, fakes, truths, strict=True)):
+        found = (results_of(run, op, given) for run, given in ((lowering.build, args), (operator.reference, args), (operator.reference, exact(args))))
+        for i, (have, want, truth) in enumerate(zip(*found, strict=True)):
             assert have.dtype == want.dtype and have.shape == want.shape and layout(have) == layout(want), f"{name}, result {i}: {have.dtype}, {have.shape}, {have.stride()} instead of {want.dtype}, {want.shape}, {want.stride()}"
             if want.numel() == 0:
                 continue
@@ -44,3 +55,28 @@ def test_a_lowering_is_its_reference(family, dtype):
             error, own = ((x - truth).abs().max() for x in (have, want))
             assert error <= max(2 * own, TOLERANCE[dtype] * truth.abs().max()), f"{name}, result {i}: off by {error:.3g}, the reference by {own:.3g}"
             assert have.isfinite().all(), name
+
+
+def test_a_lowering_costs_the_products_that_its_operator_does():
+    """torch_npu's operators have costs of their own: one that none knows would make a step seem fast."""
+    seen = set()
+    for family in npu_cases.FAMILIES:
+        for name, op, args, kernel in npu_cases.cases(family, torch.bfloat16):
+            operator = find(op.default)
+            if (operator.name, kernel) in seen or "causal" in name:
+                continue
+            seen.add((operator.name, kernel))
+            own = operator.cost(*pytree.tree_map(lambda a: spec(a) if isinstance(a, torch.Tensor) else a, (operator.reference(*args) if op.default._schema.returns else None, *args)))
+            tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
+            leaves, tree = pytree.tree_flatten(args)
+
+            def run(*values):
+                given = iter(values)
+                return operator.choose("npu", args, {})[0].build(*pytree.tree_unflatten([next(given) if isinstance(a, torch.Tensor) else a for a in leaves], tree))
+
+            gm = make_fx_decomposed(run, tensors, None)
+            for node in gm.graph.nodes:
+                node.meta.setdefault("val", None)
+            made = estimate(gm, "ascend910b2", fused=False)
+            extra = kernel.startswith("npu_fused_linear") and "total" in operator.name  # the logits again for the backward
+            assert own.flops <= made.flops <= own.flops * (2 if extra else 1.4) + 1, f"{name}: {made.flops} FLOP by {kernel}, {own.flops} of the operator"

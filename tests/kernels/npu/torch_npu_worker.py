@@ -6,6 +6,7 @@ import sys
 import torch
 import torch_npu  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 sys.path[:0] = sys.argv[1:]  # tests, tests/kernels/npu
 
@@ -13,7 +14,7 @@ import npu_cases  # noqa: E402
 import npu_graphs  # noqa: E402
 
 import mindspeed_fx  # noqa: E402, F401
-from mindspeed_fx.kernels import REGISTRY  # noqa: E402
+from mindspeed_fx.kernels.base import find  # noqa: E402
 from mindspeed_fx.kernels.npu import emulate, schemas  # noqa: E402
 
 
@@ -28,7 +29,7 @@ def schema_differences():
 
 
 def on_npu(args):
-    return tuple(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="npu:0") if isinstance(a, torch.Tensor) else a for a in args)
+    return pytree.tree_map(lambda a: torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="npu:0") if isinstance(a, torch.Tensor) else a, args)
 
 
 def layout(x):
@@ -36,7 +37,7 @@ def layout(x):
 
 
 def describe(results):
-    return [(str(x.dtype), list(x.shape), layout(x)) for x in (results if isinstance(results, (tuple, list)) else (results,)) if x is not None]
+    return [(str(x.dtype), list(x.shape), layout(x)) for x in pytree.tree_leaves(results) if x is not None]
 
 
 def case_differences():
@@ -45,7 +46,7 @@ def case_differences():
     for family in npu_cases.FAMILIES:
         for dtype in (torch.float32, torch.bfloat16):
             for name, op, args, kernel in npu_cases.cases(family, dtype):
-                operator, count = REGISTRY[op.default], count + 1
+                operator, count = find(op.default), count + 1
                 try:
                     with FakeTensorMode():
                         fakes = on_npu(args)

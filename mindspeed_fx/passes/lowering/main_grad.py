@@ -1,0 +1,29 @@
+"""``lowering.main_grad``: weight gradients are added to Megatron's ``main_grad`` where it lies.
+
+AOTAutograd makes of the operator that adds to an input (megatron/main_grad.py) one that makes a new buffer, which is copied back at the end of
+the graph: a copy of the float32 gradient of every weight, all of them alive at once. Each is made to write in place again. (Inductor does
+the same to its graphs by itself.)
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from mindspeed_fx import compat_functional
+from mindspeed_fx.passes.base import Context, PassReport, register
+from mindspeed_fx.passes.overlap.step import write_in_place
+
+NAME, OPERATOR = "lowering.main_grad", "mindspeed.add_to_main_grad.default"
+
+
+@register(NAME, stage="partitioned", level=0, exact=True, provides=("stepped",))
+def main_grad(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Gradients are added to main_grad in place."""
+    report = PassReport(NAME)
+    calls = [n for n in gm.graph.nodes if str(compat_functional.mutable_operator(n)) == OPERATOR]
+    if not calls:
+        return report.because("nothing is added to a main_grad in this graph")
+    if context.options.codegen == "inductor":
+        return report.because("Inductor lets operators write in place by itself")
+    write_in_place(gm, calls, lambda node, bases: (bases[node.kwargs["_main_grad_base_index"]], node.kwargs["grad"], node.kwargs["x"]), report)
+    return report
