@@ -57,7 +57,7 @@ def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> N
     """
     grad_enabled = True
     owners: dict[int, list[fx.Node]] = {}
-    mutated: set[int] = set()
+    mutated = {compat.storage_of(w.meta["val"]) for n in gm.graph.nodes for w in written_nodes(n) if isinstance(w.meta.get("val"), torch.Tensor)}
     for node in gm.graph.nodes:
         if node.op == "call_function" and compat_tracing.is_grad_mode_switch(node.target):
             grad_enabled = bool(node.args[0])
@@ -69,15 +69,18 @@ def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> N
         if node.op == "placeholder":
             flows = node.meta.get("requires_grad", True) and _differentiable(value)
         else:
-            flows = grad_enabled and node.target is not aten.detach.default and _differentiable(value)
+            cut = node.target is aten.detach.default or (node.target in _FACTORIES and compat.storage_of(value) not in mutated)
+            flows = grad_enabled and not cut and _differentiable(value)
             flows = flows and any(a.meta.get("needs_grad") for a in node.all_input_nodes)
         node.meta["needs_grad"] = bool(flows)
-        for written in written_nodes(node):
-            if isinstance(written.meta.get("val"), torch.Tensor):
-                mutated.add(compat.storage_of(written.meta["val"]))
     for storage in mutated:
         for node in owners.get(storage, ()):
             node.meta["mutated"] = True
+
+
+_FACTORIES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
+              aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)  # fmt: skip
+"""What reads the type of a value alone, and takes no gradient."""
 
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:

@@ -30,7 +30,7 @@ NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
 NOT = (aten.logical_not.default, aten.bitwise_not.default)
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",))
+@register(NAME, stage="captured", level=1, after=("plain functions", "softmax"))
 def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     """Composed attention and scaled_dot_product_attention become one flash operator."""
     report = PassReport(NAME)

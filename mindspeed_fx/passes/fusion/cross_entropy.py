@@ -1,7 +1,7 @@
 """Cross-entropy: ``cross_entropy(logits.float(), target)`` becomes ``mindspeed::cross_entropy``.
 
 Matches ``aten.cross_entropy_loss`` and ``nll_loss(log_softmax(x))``, any reduction, ignore index and label smoothing, and losses written
-out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.likelihood`). A log-sum-exp of the same logits (a z-loss) is the operator's second result.
+out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.likelihood`) or with one-hot targets (:mod:`mindspeed_fx.passes.fusion.targets`). A log-sum-exp of the same logits (a z-loss) is the operator's second result.
 The widening cast of 16-bit logits moves into the operator, so that no float32 copy of them exists; the reduction stays
 outside as plain sums. Safe because the operator's formula is the definition, computed in float32.
 """
@@ -11,20 +11,22 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.capture.normalize import drop_dead
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.likelihood import Likelihood, likelihoods
+from mindspeed_fx.passes.fusion.likelihood import Likelihood, again, derived, likelihoods
 from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.targets import MEAN, NONE, SUM, pick_instead
 
 NAME, OPERATOR = "fusion.cross_entropy", "mindspeed::cross_entropy"
-NONE, MEAN, SUM = 0, 1, 2  # how ATen numbers reductions
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",))
+@register(NAME, stage="captured", level=1, after=("plain functions", "softmax"))
 def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     """Cross-entropy of token logits reads them once, in their own type."""
     report = PassReport(NAME)
+    pick_instead(gm)
     for node in calls(gm, aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default):
         logits, region = _classes_last(node.args[0]), [node]
         if node.target != aten.cross_entropy_loss.default:
@@ -98,14 +100,23 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
         return f"the loss of {match.value(found.logits).dtype} logits is computed in {match.value(root).dtype}"
     if reason := match.unsafe(found.region, [found.logits, target]):
         return reason
-    logits = found.logits if match.value(found.logits).dim() == 2 else match.insert(gm, root, aten.reshape.default, (found.logits, [-1, classes]))
-    target = target if match.value(target).dim() == 1 else match.insert(gm, root, aten.reshape.default, (target, [-1]))
-    both = match.insert(gm, root, torch.ops.mindspeed.cross_entropy.default, (_narrow(gm, root, logits), target, -100, found.smoothing))
-    loss = match.insert(gm, root, match.operator.getitem, (both, 0))
+    first = min((root, *found.leaves), key=list(gm.graph.nodes).index) if found.leaves else root
+    logits = found.logits if match.value(found.logits).dim() == 2 else match.insert(gm, first, aten.reshape.default, (found.logits, [-1, classes]))
+    target = target if match.value(target).dim() == 1 else match.insert(gm, first, aten.reshape.default, (target, [-1]))
+    both = match.insert(gm, first, torch.ops.mindspeed.cross_entropy.default, (_narrow(gm, first, logits), target, -100, found.smoothing))
+    loss = match.insert(gm, first, match.operator.getitem, (both, 0))
     loss = loss if found.factor == 1.0 else match.insert(gm, root, aten.mul.Tensor, (loss, found.factor))
+    loss = again(gm, root, loss, found.steps)
     if match.value(loss).shape != match.value(root).shape:
         loss = match.insert(gm, root, aten.reshape.default, (loss, list(match.value(root).shape)))
-    return match.substitute(gm, root, loss)
+    if reason := match.substitute(gm, root, loss):
+        return reason
+    drop_dead(gm)
+    for leaf in found.leaves:
+        if not leaf._erased:
+            lse = match.insert(gm, first, match.operator.getitem, (both, 1))
+            match.substitute(gm, leaf, derived(gm, leaf, found.logits, lse))
+    return None
 
 
 def _classes_last(n: fx.Node) -> fx.Node | None:

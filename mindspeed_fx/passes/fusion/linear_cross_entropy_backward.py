@@ -17,7 +17,7 @@ import torch.fx as fx
 from mindspeed_fx import compat, compat_partition
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.linear_cross_entropy import acts_on_rows
+from mindspeed_fx.passes.fusion.loss_head import acts_on_rows
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.linear_cross_entropy_backward", "mindspeed::linear_cross_entropy_backward"

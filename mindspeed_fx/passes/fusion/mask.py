@@ -15,6 +15,7 @@ from typing import Any, Union
 import torch
 import torch.fx as fx
 
+from mindspeed_fx import compat_tracing
 from mindspeed_fx.passes.fusion import match
 from mindspeed_fx.passes.fusion.match import aten
 
@@ -126,6 +127,21 @@ def meaning(n: Any, depth: int = 40, known: dict[fx.Node, Meaning] | None = None
     return known[n]
 
 
+def binary(n: Any, depth: int = 12) -> bool:
+    """Whether every element of ``n`` is certainly zero or one: it is boolean, made of booleans, or the graph builds it of nothing else."""
+    if not isinstance(n, fx.Node) or not depth or n.meta.get("mutated"):
+        return isinstance(n, (bool, int, float)) and n in (0, 1)
+    if isinstance(match.value(n), torch.Tensor) and match.value(n).dtype == torch.bool:
+        return True
+    if match.is_call(n, *_KEEPING, *match.VIEWS):
+        return binary(n.args[0], depth - 1)
+    if match.is_call(n, aten.mul.Tensor) or (match.is_call(n, aten.rsub.Scalar, aten.sub.Tensor) and not n.kwargs):
+        one = n.args[1] if n.target is aten.rsub.Scalar else n.args[0]
+        return (n.target is aten.mul.Tensor or match.number(one) == 1) and all(binary(a, depth - 1) for a in n.args)
+    known = meaning(n)
+    return {known.inside, known.outside} <= {0, 1} if isinstance(known, Band) else isinstance(known, (int, float)) and known in (0, 1)
+
+
 def _arange(n: fx.Node, of) -> Meaning:
     start = n.args[0] if n.target is aten.arange.start else 0
     return Index(1, start) if isinstance(start, int) else None
@@ -137,8 +153,22 @@ def _constant(n: fx.Node, of) -> Meaning:
     return 1 if "ones" in str(n.target) else 0
 
 
+def _filled(n: fx.Node, of) -> Meaning:
+    return of(n.args[1])
+
+
 def _same_value(n: fx.Node, of) -> Meaning:
     return of(n.args[0])
+
+
+def _written_down(n: fx.Node, of) -> Meaning:
+    """Numbers in the model's code that count up by one, such as ``range(n)`` as an index."""
+    held = match.written_down(n)
+    if held is None or held.dim() != 1 or not held.numel() or held.dtype not in (torch.int32, torch.int64):
+        return None
+    with compat_tracing.outside_tracing():
+        first = int(held[0])
+        return Index(1, first) if torch.equal(held, torch.arange(first, first + held.numel(), dtype=held.dtype, device=held.device)) else None
 
 
 def _cast(n: fx.Node, of) -> Meaning:
@@ -404,14 +434,19 @@ def _masked_fill(n: fx.Node, of) -> Meaning:
     return None
 
 
+_KEEPING = (aten.to.dtype, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.transpose.int, aten.permute.default, aten.slice.Tensor,
+            aten.select.int, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.triu.default, aten.tril.default)  # fmt: skip
+
 _HANDLERS = {
     **dict.fromkeys((aten.arange.default, aten.arange.start), _arange),
     **dict.fromkeys(
         (aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default, aten.ones_like.default, aten.zeros_like.default,
          aten.full_like.default, aten.new_ones.default, aten.new_zeros.default, aten.new_full.default), _constant),
-    **dict.fromkeys((aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.to.device), _same_value),
+    **dict.fromkeys((aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.to.device), _same_value),
+    aten.lift_fresh_copy.default: _written_down,
     **dict.fromkeys((aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout), _cast),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.VIEWS), _moved),
+    **dict.fromkeys((aten.fill.Scalar, aten.fill.Tensor), _filled),
     aten.expand.default: _expand,
     aten.diff.default: _difference,
     aten.abs.default: _absolute,

@@ -92,13 +92,19 @@ def number(n: Any) -> float | int | None:
 
 def literal(n: Any) -> torch.Tensor | None:
     """What ``torch.tensor(...)`` in the model's code is, when it has one element; a buffer, which may change between calls, is none."""
+    held = written_down(n)
+    return held if held is not None and held.numel() == 1 else None
+
+
+def written_down(n: Any) -> torch.Tensor | None:
+    """The tensor, of any size, that ``n`` is in the model's code."""
     while is_call(n, aten.detach.default) and not n.meta["mutated"]:
         n = n.args[0]
     if not is_call(n, aten.lift_fresh_copy.default) or n.meta["mutated"] or n.args[0].op != "get_attr":
         return None
     held = getattr(n.graph.owning_module, str(n.args[0].target), None)
     copied_only = all(is_call(u, aten.lift_fresh_copy.default) for u in n.args[0].users)
-    return held if copied_only and isinstance(held, torch.Tensor) and held.numel() == 1 and not compat_tracing.is_fake(held) else None
+    return held if copied_only and isinstance(held, torch.Tensor) and not compat_tracing.is_fake(held) else None
 
 
 def plus_number(n: Any) -> tuple[fx.Node, float] | None:

@@ -32,7 +32,7 @@ class Scores(NamedTuple):
     region: list[fx.Node]
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",))
+@register(NAME, stage="captured", level=1, after=("plain functions", "softmax"))
 def scaled_masked_softmax(gm: fx.GraphModule, context: Context) -> PassReport:
     """The softmax of attention weights that are needed, its scale and its mask become one kernel."""
     report = PassReport(NAME)

@@ -41,9 +41,7 @@ class Miss(Exception):
 
 
 def with_sinks(n: Any) -> Scores | None:
-    """:func:`_product`, where a column of one score per head may be joined and the row's maximum subtracted."""
-    if match.is_call(n, aten.sub.Tensor) and not n.kwargs and match.same(_maximum_of(n.args[1]), n.args[0]):
-        return _extended(with_sinks(n.args[0]), n)  # a softmax does not change, nor does its gradient
+    """:func:`_product`, where a column of one score per head may be joined."""
     if match.is_call(n, aten.to.dtype):
         return _extended(with_sinks(n.args[0]), n)
     if not match.is_call(n, aten.cat.default) or len(n.args[0]) != 2 or match.argument(n, "dim", 0) % match.value(n).dim() != match.value(n).dim() - 1:
@@ -60,17 +58,6 @@ def with_sinks(n: Any) -> Scores | None:
         return None
     scores.sinks = column
     return _extended(scores, n)
-
-
-def _maximum_of(n: Any) -> fx.Node | None:
-    """x when ``n`` is the maximum of x over its last dimension, kept."""
-    if match.is_call(n, match.operator.getitem) and n.args[1] == 0 and match.is_call(n.args[0], aten.max.dim):
-        n = n.args[0]
-    if not match.is_call(n, aten.max.dim, aten.amax.default) or not match.argument(n, "keepdim", False):
-        return None
-    dim, last = match.argument(n, "dim"), match.value(n.args[0]).dim() - 1
-    dims = [d % (last + 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
-    return n.args[0] if dims == [last] else None
 
 
 def culprit(n: Any, depth: int = 12) -> str | None:

@@ -126,7 +126,10 @@ def test_picked_from_bfloat16_reads_no_float32_copy():
 
 @pytest.mark.parametrize("f, reason", [
     (lambda p: (p.gather(-1, ROWS[:, None]) + p.exp()).sum(), "also read by exp"),
-    (lambda p: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).sum(), "do not meet in a weighted sum per token"),
+    (lambda p: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).square().sum(), "do not meet in a weighted sum after the same masks and sums"),
+    (lambda p: (p * torch.linspace(0, 1, 7, dtype=p.dtype)).sum(-1).mean(), "neither one-hot nor smoothed with numbers"),
+    (lambda p: F.kl_div(p, F.one_hot(ROWS, 7).to(p.dtype), reduction="batchmean"), "kl_div adds the entropy of its targets"),
+    (lambda p: p[:, ROWS].diagonal().mean(), "not (all rows, their targets)"),
     (lambda p: (2 * p.gather(-1, ROWS[:, None])[:, 0] - p.mean(-1)).sum(), "are no label smoothing"),
     (lambda p: (p.gather(-1, ROWS[:, None]) * p.gather(-1, 6 - ROWS[:, None])).sum(), "2 different"),
 ])  # fmt: skip

@@ -92,7 +92,7 @@ def z_loss(hidden, weight):
 
 
 def classes_cut(hidden, weight):
-    return F.cross_entropy(F.linear(hidden, torch.cat((weight, weight)))[..., :7].reshape(-1, 7), FLAT)
+    return F.cross_entropy(F.linear(hidden, torch.cat((weight, weight)))[..., ::2].reshape(-1, 7), FLAT)
 
 
 def classes_moved(hidden, weight):
@@ -116,7 +116,9 @@ def written(hidden, weight):
         (logits_too, "returned by the compiled function; compile a function that returns only the loss", torch.float),
         (z_loss, "the log-sum-exp of the tokens is used too (a z-loss)", torch.double),
         (lambda h, w: F.cross_entropy(F.linear(h, w).relu().view(-1, 7), FLAT), "relu (aten.relu.default) stands between", torch.double),
-        (lambda h, w: F.cross_entropy((F.linear(h, w) / 3).tanh().mul(2).view(-1, 7), FLAT), "mul (aten.mul.Tensor) stands between", torch.double),
+        (lambda h, w: F.cross_entropy((F.linear(h, w) / 3).tanh().mul(2).add(w[:, 0]).view(-1, 7), FLAT), "a bias, or a scale that is no number, is applied after the soft-cap", torch.double),
+        (lambda h, w: F.cross_entropy((F.linear(h, w, w[:, 0]) * h[..., :1]).view(-1, 7), FLAT), "the linear has a bias, which would be scaled token by token", torch.double),
+        (lambda h, w: F.cross_entropy((F.linear(h, w) * w[:, 0]).view(-1, 7), FLAT), "mul (aten.mul.Tensor) stands between", torch.double),
         (classes_cut, "rearranges the classes", torch.double),
         (lambda h, w: flat(h, w, reduction="none"), "would take a fourth matrix product", torch.double),
         (lambda h, w: flat(h, w, reduction="none") * torch.arange(12), "would take a fourth matrix product", torch.double),
