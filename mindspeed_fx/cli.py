@@ -25,13 +25,13 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("passes", help="the registered passes")
     cross = commands.add_parser("cross", help="compile for an Ascend NPU on a machine that has none, and report what it would run")
     cross.add_argument("source", metavar="SCRIPT.py:FUNCTION", help="the function returns (model, args) or (model, args, kwargs); it is called under the meta device, so weights take no memory")
-    cross.add_argument("--soc", default="Ascend910B2")
+    cross.add_argument("--soc", default="Ascend910B2", help="Ascend910B1 to B4, Ascend910_9391, _9382, _9381, _9372, _9362 (default: %(default)s)")
     cross.add_argument("--options", default="{}", help="backend options as JSON")
     cross.add_argument("--no-baseline", action="store_true", help="do not also trace without passes to compare with")
     cross.add_argument("--no-kernels", action="store_true", help="do not compile the Triton kernels for the SoC")
     cross.add_argument("--dir", help="of the tool chain (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
-    cross.add_argument("--json", metavar="FILE", help="write everything as JSON")
-    cross.add_argument("--html", metavar="FILE", help="write one HTML page")
+    cross.add_argument("--json", metavar="FILE", help="also write everything as JSON")
+    cross.add_argument("--html", metavar="FILE", help="also write one HTML page")
     plan = commands.add_parser("plan", help="search the fastest way to divide a model over devices, by the cost model alone: no device and no process group is needed")
     plan.add_argument("source", metavar="SCRIPT.py:FUNCTION", help="the function returns (model, args) or (model, args, kwargs) with the whole batch of a step; it is called under the meta device, so weights take no memory")
     plan.add_argument("--devices", type=int, help="how many; or --mesh")
@@ -168,10 +168,13 @@ def _cross(given: argparse.Namespace) -> int:
     from mindspeed_fx.cross.compile import CrossError, cross_compile
     from mindspeed_fx.options import json_object
 
+    for name, path in (("--json", given.json), ("--html", given.html)):  # not after minutes of work
+        if path and not os.path.isdir(os.path.dirname(path) or "."):
+            raise ValueError(f"{name} {path}: there is no directory {os.path.dirname(path)}")
     try:
         report = cross_compile(given.source, soc=given.soc, options=json_object("--options", given.options), baseline=not given.no_baseline, kernels=not given.no_kernels, toolchain=given.dir)
     except CrossError as e:
-        print(f"{e.details}\nmindspeed-fx cross: {e}", file=sys.stderr)
+        print(f"{e.frames}mindspeed-fx cross: {e}", file=sys.stderr)
         return 2
     print(report)
     for path in filter(None, (given.json, given.html)):

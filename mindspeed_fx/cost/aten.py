@@ -22,6 +22,8 @@ ROWS = {
     "logsumexp": SOFTMAX, "layer_norm": 8, "native_layer_norm": 8, "native_layer_norm_backward": 14, "rms_norm": 5, "_fused_rms_norm": 5, "_fused_rms_norm_backward": 10,
     "group_norm": 8, "native_group_norm": 8, "native_group_norm_backward": 14, "cross_entropy_loss": SOFTMAX, "var": 4, "var_mean": 4, "std": 4, "norm": 2, "linalg_vector_norm": 2,
     "npu_rms_norm": 5, "npu_rms_norm_backward": 10, "npu_add_rms_norm": 6, "npu_swiglu": SPECIAL + 3, "npu_swiglu_backward": SPECIAL + 8, "npu_geglu": SPECIAL + 3, "npu_rotary_mul": 3, "npu_rotary_mul_backward": 3, "npu_scaled_masked_softmax": SOFTMAX,
+    "npu_scaled_masked_softmax_backward": 4, "npu_cross_entropy_loss": SOFTMAX, "npu_cross_entropy_loss_backward": SPECIAL + 3, "npu_add_layer_norm": 9, "npu_geglu_grad": SPECIAL + 10, "npu_fast_gelu": SPECIAL + 3, "npu_fast_gelu_backward": SPECIAL + 8, "npu_ring_attention_update": 3,
+    **dict.fromkeys(("npu_moe_token_permute", "npu_moe_token_permute_with_routing_map", "npu_moe_token_unpermute", "_npu_moe_token_unpermute"), 1), **dict.fromkeys(("npu_moe_token_permute_grad_v2", "npu_moe_token_permute_with_routing_map_grad", "npu_moe_token_unpermute_grad_v2"), 2),
 }  # fmt: skip
 """Operators that take several vector FLOP per element of their largest tensor, and how many."""
 

@@ -32,11 +32,12 @@ _HINTS = {
 
 
 class CrossError(RuntimeError):
-    """Compiling failed in the other process; the message has its error, ``details`` its traceback and output."""
+    """Compiling failed in the other process. The message has its error and the line of the model where it arose; ``frames`` are the
+    model's own lines, ``details`` the whole traceback and output."""
 
-    def __init__(self, message: str, details: str = ""):
+    def __init__(self, message: str, details: str = "", frames: str = ""):
         super().__init__(message)
-        self.details = details
+        self.details, self.frames = details, frames
 
 
 def cross_compile(
@@ -70,7 +71,9 @@ def cross_compile(
     given["hardware"] = given["hardware"] or soc
     source = model if isinstance(model, str) else f"{type(model).__module__}.{type(model).__qualname__}" if not hasattr(model, "__qualname__") else f"{model.__module__}.{model.__qualname__}"
     script = ship.split(model) if isinstance(model, str) else None
-    if script and (args or kwargs):
+    if not script:
+        ship.check_inputs("cross_compile", model, args, kwargs or {})
+    if script and (len(args) or kwargs):
         raise ship.ShipError(f"{model} makes its own inputs; args and kwargs cannot be given")
     data = b"" if script else ship.pack(model, tuple(args), dict(kwargs or {}))
     request = {
@@ -118,6 +121,9 @@ def _ask(request: dict[str, Any], environment: dict[str, str], timeout: float | 
             raise CrossError(f"the process that has torch_npu {why} before it answered", output)
         answer = json.loads(answered.read_text())
     if error := answer.get("error"):
-        hint = _HINTS.get(error["type"], "")
-        raise CrossError(f"{error['type']}: {error['message']}{hint}", error["traceback"] + "\n" + output)
+        for kind in (ship.ShipError, OptionError):
+            if error["type"] == kind.__name__:
+                raise kind(error["message"])
+        where = f" ({error['where']})" * bool(error["where"])
+        raise CrossError(f"{error['type']}: {error['message']}{_HINTS.get(error['type'], '')}{where}", error["traceback"] + "\n" + output, error["frames"] or error["traceback"])
     return answer

@@ -17,6 +17,8 @@ from mindspeed_fx.report.code import readable
 def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]:
     """The values that :class:`mindspeed_fx.cross.report.CrossReport` shows.
 
+    Of each operator of a side: calls, flops, bytes read and written, bytes ``made`` for its results, modelled seconds and what bounds it.
+
     Args:
         hardware: device of the cost model, such as "Ascend910B2".
         code: with the text of every graph.
@@ -38,10 +40,12 @@ def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]
 
 def _side(gm: fx.GraphModule, hardware: str) -> dict[str, Any]:
     made = estimate(gm, hardware)
-    rows = {r["operator"]: r for r in made.by_operator()}
+    rows = {r["operator"]: {**r, "made": 0} for r in made.by_operator()}
+    allocated = memory.made(gm)
     for node in gm.graph.nodes:  # views move nothing and cost nothing, but are there
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             name = str(node.target.overloadpacket)
-            row = rows.setdefault(name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bound": ""})
+            row = rows.setdefault(name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bound": "", "made": 0})
             row["calls"] += not row["seconds"]
+            row["made"] += allocated[node]
     return {"nodes": len(gm.graph.nodes), "operators": list(rows.values()), "cost": made.summary(), "memory": memory.peak(gm)}

@@ -29,8 +29,8 @@ def page(report: CrossReport) -> str:
         for side in graph["sides"]:
             memory = side["memory"]
             body.append(f"<h2>Graph {i}, {side['side']}</h2><p>{side['nodes']} nodes; modelled {milliseconds(side['cost']['seconds'])}; live memory {size(memory['peak'])} at most, at <code>{escape(memory['node'])}</code>, of which inputs {size(memory['inputs'])}</p>")
-            rows = [(o["operator"], o["calls"], f"{o['flops'] / 1e9:,.3f}", size(o["bytes"]), milliseconds(o["seconds"]), o["bound"]) for o in side["operators"]]
-            body.append(table(("operator", "calls", "GFLOP", "bytes read and written", f"modelled on {report.hardware}", "bound"), rows))
+            rows = [(o["operator"], o["calls"], f"{o['flops'] / 1e9:,.3f}", size(o["bytes"]), size(o["made"]), milliseconds(o["seconds"]), o["bound"]) for o in side["operators"]]
+            body.append(table(("operator", "calls", "GFLOP", "bytes read and written", "memory of results", f"modelled on {report.hardware}", "bound"), rows))
             body.append(f'<details><summary>Code</summary><div class="wide"><pre tabindex="0">{escape(side["code"])}</pre></div></details>')
     return whole_page(f"{v['model']} for {report.soc}", "".join(body))
 

@@ -41,6 +41,15 @@ class CrossReport:
         """Operator -> calls, over all graphs and both directions, e.g. {"npu.npu_rms_norm": 65}."""
         return _added([{o["operator"]: o["calls"] for o in s["operators"]} for g in self.graphs for s in g["sides"]])
 
+    def costly(self, most: int = 10) -> list[dict[str, Any]]:
+        """The operators that take most of the modelled time, over all graphs and both directions: operator, calls, flops, bytes, made, seconds."""
+        rows: dict[str, dict[str, Any]] = {}
+        for o in (o for g in self.graphs for s in g["sides"] for o in s["operators"]):
+            row = rows.setdefault(o["operator"], {"operator": o["operator"], **dict.fromkeys(("calls", "flops", "bytes", "made", "seconds"), 0)})
+            for key in ("calls", "flops", "bytes", "made", "seconds"):
+                row[key] += o[key]
+        return sorted((r for r in rows.values() if r["seconds"]), key=lambda r: -r["seconds"])[:most]
+
     @property
     def lowered(self) -> list[dict[str, Any]]:
         """Fused operators that became a kernel: operator, side, kernel, calls, and why better kernels were refused."""
@@ -129,6 +138,9 @@ class CrossReport:
                 lines += [f"{what}, compiled for {self.soc}, bishengir-compile {v['kernels']['compiler'].split()[0]}", *rows] if rows else []
         elif v["kernels"]["problem"]:
             lines += [f"Triton kernels were not compiled: {v['kernels']['problem']}"]
+        if costly := self.costly():
+            lines += [f"modelled on {self.hardware}{'calls':>{47 - len(self.hardware)}}{'GFLOP':>14}{'moved':>12}{'results':>12}{'time':>14}"]
+            lines += [f"  {r['operator']:<50}{r['calls']:>6}{r['flops'] / 1e9:>14,.1f}{size(r['bytes']):>12}{size(r['made']):>12}{milliseconds(r['seconds']):>14}" for r in costly]
         if self.skipped:
             lines += ["near misses"] + [f"  {n:>5} x {name}: {reason}" for (name, reason), n in _grouped(self.skipped).items()]
         if self.without_gradient:

@@ -11,12 +11,14 @@ import io
 import pathlib
 import pickle
 import runpy
+import types
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat_tracing
+from mindspeed_fx.options import nearest
 
 
 class ShipError(ValueError):
@@ -80,19 +82,31 @@ def build(script: str, function: str) -> tuple[Any, tuple, dict]:
     with torch.device("meta"):
         namespace = runpy.run_path(script)
         if not callable(namespace.get(function)):
-            raise ShipError(f"{script} has no function {function!r}")
+            defined = [n for n, v in namespace.items() if isinstance(v, types.FunctionType) and v.__module__ == namespace["__name__"]]
+            raise ShipError(f'{script} has no function "{function}"{nearest(function, defined)}; it has: {", ".join(defined) or "none"}')
         made = namespace[function]()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ShipError(f"{function} must return (model, args) or (model, args, kwargs)")
+        raise ShipError(f"{function} returned a {type(made).__name__}; it must return (model, args) or (model, args, kwargs)")
     model, args, kwargs = (*made, {})[:3]
+    check_inputs(function, model, args, kwargs)
     return model, tuple(args), dict(kwargs)
+
+
+def check_inputs(where: str, model: Any, args: Any, kwargs: Any) -> None:
+    """Refuses what is no model with its inputs, by the name of the function that they come from."""
+    if not callable(model):
+        raise ShipError(f"{where}: the model is a {type(model).__name__}; a module or function is wanted")
+    if not isinstance(args, (tuple, list)):
+        raise ShipError(f"{where}: args is a {type(args).__name__}; a tuple of the model's inputs is wanted, such as (tensor,)")
+    if not isinstance(kwargs, dict):
+        raise ShipError(f"{where}: kwargs is a {type(kwargs).__name__}; a dict of the model's inputs by name is wanted")
 
 
 def split(source: str) -> tuple[str, str]:
     """"SCRIPT.py:FUNCTION" -> absolute path and function name; ShipError where it is something else."""
     script, _, function = source.rpartition(":")
     if not script.endswith(".py") or not function:
-        raise ShipError(f"{source!r} is not SCRIPT.py:FUNCTION")
+        raise ShipError(f"{source!r} is not SCRIPT.py:FUNCTION, such as model.py:make")
     if not pathlib.Path(script).is_file():
         raise ShipError(f"there is no {script}")
     return str(pathlib.Path(script).absolute()), function

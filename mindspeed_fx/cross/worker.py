@@ -14,8 +14,9 @@ import pickle
 import resource
 import sys
 import time
-import traceback
 from typing import Any
+
+from mindspeed_fx.cross.blame import told
 
 
 def main(request: str, result: str) -> None:
@@ -23,7 +24,7 @@ def main(request: str, result: str) -> None:
     try:
         answer = run(pickle.loads(pathlib.Path(request).read_bytes()))
     except BaseException as e:  # noqa: B036: whatever happens in the user's model belongs to the answer
-        answer = {"error": {"type": type(e).__name__, "message": str(e), "traceback": traceback.format_exc()}}
+        answer = {"error": told(e)}
     pathlib.Path(result).write_text(json.dumps(answer, default=str))
 
 

@@ -38,6 +38,18 @@ def peak(gm: fx.GraphModule) -> dict[str, Any]:
     return {"inputs": _total(n for n in nodes if n.op == "placeholder"), "outputs": _total(output.all_input_nodes), "peak": best, "node": where}
 
 
+def made(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    """Bytes that each call allocates for its results: views and results written to inputs take none."""
+    known = {key for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") for key, _ in _storages(n)}
+    found: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            new = {key: size for key, size in _storages(node) if key not in known}
+            known.update(new)
+            found[node] = sum(new.values())
+    return found
+
+
 def saved(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
     """Bytes that ``backward`` is given of what ``forward`` made: the activations kept between the two."""
     given = {key for n in forward.graph.nodes if n.op == "placeholder" for key, _ in _storages(n)}

@@ -19,7 +19,7 @@ def test_every_constant_has_unit_source_and_confidence(name):
     assert 0 < constants["matrix_efficiency"] <= 1
 
 
-@pytest.mark.parametrize("given, name", [("Ascend910B2", "ascend910b2"), ("910b2", "ascend910b2"), ("H100", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("Ascend910_9382", "ascend910c"), ("910C", "ascend910c"), ("Ascend950", "ascend950pr"), ("CPU", "cpu")])
+@pytest.mark.parametrize("given, name", [("Ascend910B2", "ascend910b2"), ("910b2", "ascend910b2"), ("H100", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("Ascend910_9382", "ascend910c"), ("Ascend910_9362", "ascend910c20"), ("910C", "ascend910c"), ("Ascend950", "ascend950pr"), ("CPU", "cpu")])
 def test_names_as_users_type_them(given, name):
     assert hardware(given).name == name
 

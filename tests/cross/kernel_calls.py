@@ -11,7 +11,7 @@ import torch
 from mindspeed_fx.cross import kernels
 
 GOLDEN = pathlib.Path(__file__).with_name("golden_kernels.json")
-SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", "Ascend910_9391", "Ascend910_9382")
+SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", "Ascend910_9391", "Ascend910_9382", "Ascend910_9381", "Ascend910_9372", "Ascend910_9362")
 
 
 def _new(*shape, dtype=torch.bfloat16):

@@ -36,7 +36,7 @@ class Unused(nn.Module):
         return self.used(x)
 
 
-def test_errors_before_anything_is_started(monkeypatch):
+def test_errors_before_anything_is_started(monkeypatch, capsys):
     model, args = nn.Linear(4, 4), (torch.zeros(2, 4),)
     with pytest.raises(OptionError, match="levle"):
         mindspeed_fx.cross_compile(model, args, options={"levle": 1})
@@ -46,6 +46,10 @@ def test_errors_before_anything_is_started(monkeypatch):
         mindspeed_fx.cross_compile(model, args, soc="Ascend910")
     with pytest.raises(ShipError, match="makes its own inputs"):
         mindspeed_fx.cross_compile(f"{__file__}:f", args)
+    with pytest.raises(ShipError, match=r"cross_compile: args is a Tensor; a tuple of the model's inputs is wanted"):
+        mindspeed_fx.cross_compile(model, args[0])
+    assert cli.main(["cross", f"{HERE}/npu_models.py:llama", "--html", "/nowhere/a.html"]) == 2
+    assert "--html /nowhere/a.html: there is no directory /nowhere" in capsys.readouterr().err
     monkeypatch.setenv("MINDSPEED_FX_TOOLCHAIN", "/nowhere")
     with pytest.raises(OSError, match="run: mindspeed-fx toolchain install"):
         mindspeed_fx.cross_compile(model, args)
@@ -83,10 +87,14 @@ def test_a_script_from_the_command(tmp_path, capsys):
     assert cli.main(["cross", f"{HERE}/npu_models.py:llama", "--no-baseline", "--no-kernels", "--json", str(tmp_path / "a.json"), "--options", '{"level": 1}']) == 0
     out = capsys.readouterr().out
     assert "fusion.swiglu" in out and "bytes moved" not in out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("  aten.mm ")]
+    assert int(row[1]) > 20 and row[-1] == "ms" and "modelled on ascend910b2" in out
     values = json.loads((tmp_path / "a.json").read_text())
     assert values["options"]["level"] == 1 and values["graphs"][0]["counts"] | models.LLAMA_COUNTS == values["graphs"][0]["counts"]
     assert not [r for r in values["graphs"][0]["lowered"] if r["kernel"].startswith("reference")]
     calls = {o["operator"]: o["calls"] for s in values["graphs"][0]["sides"] for o in s["operators"]}
+    assert all(o["made"] >= 0 for s in values["graphs"][0]["sides"] for o in s["operators"])
+    assert next(o["made"] for o in values["graphs"][0]["sides"][0]["operators"] if o["operator"] == "npu.npu_swiglu") == 2 * 2 * 8 * 64 * 2  # layers, tokens, columns, bytes
     assert calls["npu.npu_fusion_attention_v3"] == calls["npu.npu_fusion_attention_grad_v3"] == 2 and calls["npu.npu_rms_norm_backward"] == 5
     assert values["parameter_bytes"] > 0 and values["peak_memory"] < 2**30
 
@@ -103,7 +111,7 @@ def test_parameters_without_a_gradient_are_named(capsys):
 def test_an_error_over_there_is_an_error_here():
     with pytest.raises(CrossError, match="the model reads a value of a tensor") as error:
         mindspeed_fx.cross_compile(ReadsAValue(), (torch.zeros(4),), baseline=False, kernels=False)
-    assert "Traceback" in error.value.details
+    assert "Traceback" in error.value.details and "in forward" in str(error.value) and "x * x.sum().item()" in error.value.frames
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_golden_numbers(name):
 
 @pytest.mark.npu
 @needs_compiler
-@pytest.mark.parametrize("soc", ["Ascend910_9391", *(pytest.param(s, marks=pytest.mark.slow) for s in ("Ascend910B1", "Ascend910B3", "Ascend910B4", "Ascend910_9382"))])
+@pytest.mark.parametrize("soc", ["Ascend910_9391", *(pytest.param(s, marks=pytest.mark.slow) for s in ("Ascend910B1", "Ascend910B3", "Ascend910B4", "Ascend910_9382", "Ascend910_9381", "Ascend910_9372", "Ascend910_9362"))])
 def test_every_soc(soc):
     """The on-chip memories of these SoCs are equal, and so are the tiles; every kernel is tried in the slow tier."""
     calls = kernel_calls.few() if soc == "Ascend910_9391" else kernel_calls.many()

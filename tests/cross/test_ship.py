@@ -1,11 +1,14 @@
 """A model's way to the other process: structure without values."""
 
+import runpy
+
 import pytest
 import torch
 from torch import nn
 
 from mindspeed_fx import compat_tracing
 from mindspeed_fx.cross import ship
+from mindspeed_fx.cross.blame import told
 from npu_models import Gpt2
 
 
@@ -56,10 +59,44 @@ def test_scripts(tmp_path):
     script.write_text("import torch\ndef good():\n    return torch.nn.Linear(4, 4), [torch.zeros(2, 4)]\ndef bad():\n    return 1\n")
     model, args, kwargs = ship.build(*ship.split(f"{script}:good"))
     assert model.weight.device.type == "meta" and args[0].shape == (2, 4) and kwargs == {}
-    with pytest.raises(ship.ShipError, match="bad must return"):
-        ship.build(str(script), "bad")
-    with pytest.raises(ship.ShipError, match="has no function 'none'"):
-        ship.build(str(script), "none")
+    script.write_text(script.read_text() + "def tensor():\n    return torch.nn.Linear(4, 4), torch.zeros(2, 4)\ndef no_model():\n    return 3, ()\ndef positional():\n    return torch.relu, (), ()\n")
+    for function, says in (
+        ("bad", "bad returned a int; it must return"), ("goo", r'made.py has no function "goo" \(did you mean "good"\?\); it has: good, bad, tensor, no_model, positional'),
+        ("tensor", r"tensor: args is a Tensor; a tuple of the model's inputs is wanted, such as \(tensor,\)"), ("no_model", "the model is a int"), ("positional", "kwargs is a tuple; a dict"),
+    ):
+        with pytest.raises(ship.ShipError, match=says):
+            ship.build(str(script), function)
     for source in ("made", f"{tmp_path}/gone.py:f"):
         with pytest.raises(ship.ShipError, match="is not SCRIPT.py:FUNCTION|there is no"):
             ship.split(source)
+
+
+def fails_in_a_model(kind):
+    """What is told of an error in a file of the user's."""
+    namespace = runpy.run_path(kind)
+    try:
+        namespace["run"]()
+    except Exception as e:
+        return told(e)
+
+
+@pytest.mark.parametrize("text, kind, message, where", [
+    ("raise KeyError('no such config')", "KeyError", "'no such config'", "2 in run"),
+    ("import torch\n    torch.zeros(2, 3) @ torch.zeros(2, 3)", "RuntimeError", "mat1 and mat2 shapes cannot be multiplied", "3 in run"),
+    ("import torch\n    f = torch.compile(lambda x: x @ x, backend='eager')\n    f(torch.zeros(2, 3))", "RuntimeError", "a and b must have same reduction dim", "3 in <lambda>"),
+])  # fmt: skip
+def test_errors_are_told_in_the_users_lines(tmp_path, text, kind, message, where):
+    script = tmp_path / "broken.py"
+    script.write_text(f"def run():\n    {text}\n")
+    found = fails_in_a_model(str(script))
+    assert found["type"] == kind and found["message"].startswith(message) and "\n" not in found["message"]
+    assert found["where"] == f"{script}:{where}" and "site-packages" not in found["frames"] and "Traceback" in found["traceback"]
+
+
+def test_a_script_that_is_no_python_is_named(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("def run(:\n")
+    with pytest.raises(SyntaxError) as caught:
+        ship.build(str(script), "run")
+    found = told(caught.value)
+    assert found["where"] == f"{script}:1" and found["message"] == "invalid syntax" and "def run(:" in found["frames"]

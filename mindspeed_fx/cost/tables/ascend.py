@@ -82,11 +82,13 @@ HARDWARE = (
     _device("ascend910b3", "Ascend 910B3 (A2)", 20, 40, 1.8, 64, 1.6, INI, A2, 8, 192),
     _device("ascend910b4", "Ascend 910B4 (A2)", 20, 40, 1.5, 32, 0.8, "ini; msmodeling A2_280T; 800 GB/s measured by arXiv 2505.15112", A2, 8, 96),
     _device("ascend910c", "Ascend 910C (A3), one of the two dies", 24, 48, 1.8, 64, 1.6, "msmodeling, DrivingSDK", A3, 16, 192),
+    _device("ascend910c20", "Ascend 910C (A3) with 20 cube cores, one of the two dies", 20, 40, 1.8, 64, 1.6, "cores: bishengir-compile 1.2.0; the rest as ascend910c", A3, 16, 192),
     _ascend950("ascend950pr", "Ascend 950PR (A5) server", 32, 64, 128, 1.6, "official 2025-09; one table shows 1.4 TB/s", None),
     _ascend950("ascend950dt", "Ascend 950DT (A5)", 32, 64, 144, 4.0, "official 2025-09, DrivingSDK", None),
     _ascend950("atlas350", "Atlas 350, Ascend 950PR (A5) on PCIe", 28, 56, 112, 1.4, INI, 112),
 )
 ALIASES = {
-    "ascend910b2c": "ascend910b2", "ascend910_93": "ascend910c", "ascend910_93xx": "ascend910c", "ascend910_9391": "ascend910c", "ascend910_9382": "ascend910c",
+    "ascend910b2c": "ascend910b2", "ascend910_93": "ascend910c", "ascend910_93xx": "ascend910c", "ascend910_9391": "ascend910c", "ascend910_9382": "ascend910c", "ascend910_9381": "ascend910c", "ascend910_9372": "ascend910c20",
+    "ascend910_9362": "ascend910c20",
     "ascend950": "ascend950pr",
 }  # fmt: skip
