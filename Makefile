@@ -25,7 +25,7 @@ test-slow: $(VENV)/ready $(TRITON)/ready $(TOOLCHAIN)/ready
 	$(SETTINGS) $(RUN) -m pytest $(SPREAD) $(ARGS)
 
 test-npu: $(VENV)/ready $(TOOLCHAIN)/ready
-	$(SETTINGS) $(RUN) -m pytest $(SPREAD) -m npu $(ARGS)
+	$(SETTINGS) $(RUN) -m pytest $(SPREAD) -m "npu and not slow" $(ARGS)
 
 # Triton has a directory of its own: the tests of its kernels use it in other processes, and torch must not find it, for
 # with triton importable it behaves differently. Where there is no wheel those tests are skipped with the reason.

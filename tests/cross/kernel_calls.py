@@ -5,10 +5,15 @@
 
 import json
 import pathlib
+import sys
 
 import torch
 
 from mindspeed_fx.cross import kernels
+from mindspeed_fx.partition.regions import regions
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
+import region_cases  # noqa: E402
 
 GOLDEN = pathlib.Path(__file__).with_name("golden_kernels.json")
 SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", "Ascend910_9391", "Ascend910_9382", "Ascend910_9381", "Ascend910_9372", "Ascend910_9362")
@@ -71,6 +76,8 @@ def many():
     for activation in ("gelu", "gelu_tanh", "relu"):
         found[f"glu {activation}"] = kernels.call("glu", wide, wide, activation)
         found[f"glu_backward {activation}"] = kernels.call("glu_backward", wide, wide, wide, activation)
+    for name in region_cases.CASES:
+        found[f"region {name}"] = kernels.region_call(regions(region_cases.graph(name))[0])
     return found
 
 

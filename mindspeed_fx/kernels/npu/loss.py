@@ -2,7 +2,8 @@
 
 Of logits: ``npu_cross_entropy_loss``, which returns the loss in the type of the logits, so 16-bit logits are widened first,
 and which knows no ignored negative target, so ignored tokens get class 0 and no share. Of a linear layer: the three
-operators that torch_npu has for a vocabulary in parts, here with all of it; they keep no logits.
+operators that torch_npu has for a vocabulary in parts, here with all of it; they keep no logits. What those do not take (float32, a bias,
+smoothing, a z-loss, a soft-cap) runs in chunks of logits, whose losses and gradients one Triton kernel makes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from mindspeed_fx.kernels.linear_cross_entropy import linear_cross_entropy_tokens, linear_cross_entropy_tokens_backward, linear_cross_entropy_total, linear_cross_entropy_total_backward
 from mindspeed_fx.kernels.npu import first, lowering, typed, within
@@ -127,3 +129,17 @@ def _tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smo
     ignored, classes = _ignored(target, ignore_index)
     grads = _gradients(grad.masked_fill(ignored, 0.0), hidden, weight, _max_sum(hidden, weight, classes))
     return *(g if need else hidden.new_empty(0) for g, need in zip(grads, needed)), hidden.new_empty(0)
+
+
+# --------------------------------------------------------------------------- of a linear layer, where torch_npu's operators do not go
+
+
+def _supports_chunks(hidden, weight, bias, target, *rest):
+    return first(triton.missing_on_npu(), typed((*triton.DTYPES,), hidden=hidden, weight=weight, bias=bias), typed((torch.int64,), target=target))
+
+
+CHUNKS = "products and a Triton kernel, chunk by chunk"
+for _operator, _supported in (
+    (linear_cross_entropy_total, _supports_chunks), (linear_cross_entropy_tokens, _supports_chunks), (linear_cross_entropy_tokens_backward, lambda grad, *args: _supports_chunks(*args)),
+):  # fmt: skip
+    lowering(_operator, CHUNKS, _supported)(_operator.overload)

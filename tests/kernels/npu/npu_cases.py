@@ -186,6 +186,11 @@ def loss_cases(dtype):
     _, lse = ops.cross_entropy(logits, target, -100, 0.0)
     yield "cross_entropy", ops.cross_entropy, (logits, target, -100, 0.0), "npu_cross_entropy_loss"
     yield "cross_entropy_backward", ops.cross_entropy_backward, (normal(6), logits, target, lse, -100, 0.0), "npu_cross_entropy_loss_backward"
+    hidden, weight, bias, chunks = normal(11, 16, dtype=dtype), normal(20, 16, dtype=dtype), normal(20, dtype=dtype), "products and a Triton kernel, chunk by chunk"
+    settings = (bias, torch.randint(0, 20, (11,)), -1, 0.1, 1e-4, 5.0)
+    yield "linear_cross_entropy_total-chunks", ops.linear_cross_entropy_total, (hidden, weight, *settings, True, [True, True, True]), chunks
+    yield "linear_cross_entropy_tokens-chunks", ops.linear_cross_entropy_tokens, (hidden, weight, *settings), chunks
+    yield "linear_cross_entropy_tokens_backward-chunks", ops.linear_cross_entropy_tokens_backward, (normal(11), hidden, weight, *settings, [True, True, True]), chunks
     if dtype == torch.float32:
         return
     hidden, weight, target = normal(11, 16, dtype=dtype), normal(130, 16, dtype=dtype), torch.randint(0, 130, (11,))
