@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mindspeed_fx
+from mindspeed_fx import compat
+from mindspeed_fx.report import recorder
+from mindspeed_fx.report.explain import Report
 
 
 class RMSNorm(nn.Module):
@@ -114,7 +117,7 @@ def assert_same_training(model, *args, tolerance: float, **options):
 
 
 def function_agrees(f, *inputs, tolerance=1e-9, **options):
-    """Outputs and gradients of a function of tensors, compiled and eager; returns the explain report."""
+    """Outputs and gradients of a function of tensors, compiled and eager; returns the report of that compilation."""
     def run(g):
         given = [i.detach().clone().requires_grad_(i.requires_grad) for i in inputs]
         out = g(*given)
@@ -125,11 +128,14 @@ def function_agrees(f, *inputs, tolerance=1e-9, **options):
         grads = torch.autograd.grad(wanted, leaves, weights, allow_unused=True) if wanted and leaves else ()
         return [o.detach() for o in outs], grads
 
-    expected, compiled = run(f), run(torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager", **options}))
+    expected = run(f)
+    torch._dynamo.reset()
+    with recorder.collecting() as graphs, compat.recompiling():
+        compiled = run(torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager", **options}))
     for a, b in zip((*expected[0], *expected[1]), (*compiled[0], *compiled[1]), strict=True):
         assert (a is None) == (b is None), "a gradient appeared or disappeared"
         if a is not None:
             assert a.dtype == b.dtype and a.shape == b.shape
             assert (a - b).abs().max() <= tolerance * a.abs().max().clamp_min(1e-12)
     torch._dynamo.reset()
-    return explain(f, *inputs, **options)
+    return Report(list(graphs), [])

@@ -16,6 +16,7 @@ model used a finite fill value such as -10000.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -25,8 +26,10 @@ from mindspeed_fx.passes.fusion import einsum, heads, match
 from mindspeed_fx.passes.fusion.attention_emit import Emit, emitter
 from mindspeed_fx.passes.fusion.match import aten
 from mindspeed_fx.passes.fusion.scores import Miss, Scores, culprit, with_sinks
+from mindspeed_fx.passes.fusion.softmax import hiding
 
 NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
+CONTRACTIONS = (aten.matmul.default, aten.bmm.default, aten.einsum.default, aten.tensordot.default, aten.sum.dim_IntList)
 NOT = (aten.logical_not.default, aten.bitwise_not.default)
 
 
@@ -101,9 +104,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         raise Miss("the attention weights lose a column that is not a sink's" if cut else "the weights of the sinks are used")
     if cleared is not None and not any(_drops(kind, m, cleared) for kind, m, _ in scores.masks):
         raise Miss("the attention weights are set to zero elsewhere than where the scores are masked")
-    lead = list(match.value(node).shape[:-2])
-    if not lead:
-        raise Miss("the attention weights have 2 dimensions; 3 and more are supported")
+    lead = list(match.value(node).shape[:-2]) or [1]
     lead = [*lead, 1] if len(lead) == 1 else [lead[0], math.prod(lead[1:])]
 
     def whole(x: fx.Node) -> fx.Node:
@@ -112,26 +113,48 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
 
     scores.region += [node, *after]
     scores.drop, scores.p = drop, float(drop.args[1]) if drop else 0.0
-    product, others = list(match.value(scores.q).shape[:-2]), [list(match.value(x).shape[:-2]) for x in (scores.k_transposed, v)]
-    if len(product) == 2 and others == [[product[0], 1]] * 2:
-        k = _transposed(gm, root, scores.k_transposed)  # multi-query: one head of keys and values for all
-        return root, emit(gm, root, scores, scores.q, k, v)
+    q, k = scores.q, _transposed(gm, root, scores.k_transposed)
     weights = next(n for n in after if match.is_call(n, aten.matmul.default, aten.bmm.default)).args[0]
-    if others != [product, list(match.value(weights).shape[:-2])]:
-        raise Miss("q, k and v are broadcast against each other")
-    q, v = whole(scores.q), whole(v)
-    k = whole(_transposed(gm, root, scores.k_transposed))
+    product = [torch.broadcast_shapes(*(match.value(x).shape[:-2] for x in pair)) for pair in ((q, k), (weights, v))]
+    alone = _shared(list(product[0]), *(list(match.value(x).shape[:-2]) for x in (k, v))) if product[0] == product[1] == match.value(node).shape[:-2] else None
+    if alone is not None:
+        k, v = (match.insert(gm, root, aten.reshape.default, (x, [lead[0], alone, *match.value(x).shape[-2:]])) for x in (k, v))
+        return root, emit(gm, root, scores, whole(_expanded(gm, root, q, product[0])), k, v)
+    q, k, v = (whole(_expanded(gm, root, x, shape)) for x, shape in zip((q, k, v), (product[0], *product)))
     grouped = [heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = grouped
     return root, emit(gm, root, scores, q, k, v)
 
 
-def _drops(kind: str, m: fx.Node, cleared: fx.Node) -> bool:
-    """Whether the mask ``m`` hides exactly where ``cleared`` is True; the operator's rows without any key are zero, too."""
-    if kind == "keep":
-        return match.is_call(cleared, *NOT) and match.same(cleared.args[0], m) or match.is_call(m, *NOT) and match.same(m.args[0], cleared)
-    return kind == "drop" and match.same(m, cleared)
+def _shared(lead: list, k: list, v: list) -> Any:
+    """How many heads of keys and values there are, where each serves several queries in a row, [..., kv_heads, 1 ...] of [..., kv_heads, group ...]; else None."""
+    for i in range(1, len(lead)):
+        if k == v == [*lead[:i], *[1] * (len(lead) - i)] and k != lead:
+            return math.prod(lead[1:i])
+    return None
+
+
+def _expanded(gm: fx.GraphModule, before: fx.Node, x: fx.Node, lead: Any) -> fx.Node:
+    """``x``, repeated where the product broadcasts it."""
+    shape = [*lead, *match.value(x).shape[-2:]]
+    return x if list(match.value(x).shape) == shape else match.insert(gm, before, aten.expand.default, (x, shape))
+
+
+def _drops(kind: str, m: fx.Node, cleared: tuple[str, fx.Node]) -> bool:
+    """Whether the mask ``m`` hides exactly what is ``cleared``; the operator's rows without any key are zero, too."""
+    other, zeros = cleared
+    m, zeros = (x if match.value(x).dtype == torch.bool else _boolean(x) for x in (m, zeros))
+    if kind == other:
+        return match.same(m, zeros)
+    return {kind, other} == {"keep", "drop"} and (match.is_call(zeros, *NOT) and match.same(zeros.args[0], m) or match.is_call(m, *NOT) and match.same(m.args[0], zeros))
+
+
+def _boolean(n: fx.Node) -> fx.Node:
+    """The boolean tensor that ``n``, of zeros and ones, was made of."""
+    while match.is_call(n, aten.to.dtype) and isinstance(n.args[0], fx.Node):
+        n = n.args[0]
+    return n
 
 
 def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool, fx.Node | None, fx.Node | None]:
@@ -150,20 +173,19 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
                 if list(match.value(user).shape[:2]) == list(match.value(node).shape[:-2]):
                     return user, v, [*path, root, user], cut, drop, cleared
             return root, v, [*path, root], cut, drop, cleared
-        following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, *match.VIEWS) or match.part(u) or (cleared is None and _clears(u, n))]
+        following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, aten.clone.default, aten.contiguous.default, *match.VIEWS) or match.part(u) or (cleared is None and _clears(u, n))]
         if len(following) != 1:
             if any(_from_a_stream(u) for u in users) and culprit(node.args[0]):
                 raise Miss("dropout on the attention weights from a stream of Megatron's tracker, whose numbers no kernel draws")
             if any(match.is_call(u, aten.einsum.default) for u in users) and culprit(node.args[0]):
                 raise Miss("the product with v is an einsum that is no product of matrices")
-            for u in users:
-                if any(match.is_call(after, aten.matmul.default, aten.bmm.default) and after.args[0] is u for after in u.users) and with_sinks(node.args[0]) is not None:
-                    raise Miss(f"the attention weights are changed before the product with v: {u.target}")
+            if (changes := _changes(users, n)) and culprit(node.args[0]):
+                raise Miss(changes)
             return None, None, [], False, None, None
         if len(n.users) > 1:
             raise Miss(_used_elsewhere(n))
-        n = following[0]
-        cleared = n.args[1] if _clears(n, n.args[0]) else cleared
+        before, n = n, following[0]
+        cleared = _clears(n, before) or cleared
         if n.target is aten.dropout.default:
             if drop is not None:
                 raise Miss("the attention weights are dropped twice")
@@ -176,8 +198,23 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
         path.append(n)
 
 
-def _clears(u: fx.Node, n: fx.Node) -> bool:
-    return match.is_call(u, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and u.args[0] is n and match.number(u.args[2]) == 0
+def _clears(u: fx.Node, n: fx.Node) -> tuple[str, fx.Node] | None:
+    """("keep" | "drop", mask) when ``u`` is ``n`` with elements set to zero."""
+    found = [(x, m) for x, m in hiding(u) if x is n and m is not None]
+    return found[0][1] if found else None
+
+
+def _changes(users: list[fx.Node], n: fx.Node) -> str | None:
+    """What is done to the attention weights ``n``, where a product with values follows later."""
+    for u in users:
+        seen, now = {u}, [u]
+        for _ in range(3):
+            if any(match.is_call(x, *CONTRACTIONS) for x in now):
+                how = "enter" if u in now and match.is_call(u, *CONTRACTIONS) else "are changed before the product with v:"
+                return f"the attention weights {how} {u.target}" + (", which is no product of matrices with v on the right" if how == "enter" else "")
+            now = [x for y in now for x in y.users if x not in seen and match.is_float(x) and not match.is_call(x, match.operator.getitem, aten.gather.default, aten.index.Tensor)]
+            seen.update(now)
+    return None
 
 
 def _used_elsewhere(n: fx.Node) -> str:
@@ -193,7 +230,4 @@ def _from_a_stream(n: fx.Node) -> bool:
 
 
 def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
-    last = match.value(n).dim() - 1
-    if match.is_call(n, aten.transpose.int) and {d % (last + 1) for d in n.args[1:]} == {last, last - 1}:
-        return n.args[0]
-    return match.insert(gm, before, aten.transpose.int, (n, last - 1, last))
+    return n.args[0] if match.turned(n) else match.insert(gm, before, aten.transpose.int, (n, -2, -1))

@@ -36,6 +36,18 @@ def as_matmul(gm: fx.GraphModule, softmax: fx.Node) -> None:
         weights = following[0]
     if match.is_call(scores, aten.einsum.default):
         _product_of_q_and_k(gm, scores)
+    _weights_on_the_left(gm, softmax)
+
+
+def _weights_on_the_left(gm: fx.GraphModule, weights: fx.Node) -> None:
+    """``v^T @ weights^T`` (values as channels, the positions last) as the transpose of ``weights @ v``."""
+    for across in [u for u in weights.users if match.turned(u)]:
+        for n in list(across.users):
+            if match.is_call(n, aten.matmul.default, aten.bmm.default) and n.args[1] is across and n.args[0] is not across and match.value(n.args[0]).dim() == match.value(across).dim():
+                made = match.insert(gm, n, n.target, (weights, match.insert(gm, n, aten.transpose.int, (n.args[0], -2, -1))))
+                _replace(gm, n, match.insert(gm, n, aten.transpose.int, (made, -2, -1)))
+        if not across.users:
+            gm.graph.erase_node(across)
 
 
 def _labels(n: fx.Node) -> tuple[list[str], list[str], list[str], list[fx.Node]] | None:

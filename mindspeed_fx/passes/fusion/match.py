@@ -335,6 +335,16 @@ def untransposed(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:
     return n, flag
 
 
+def turned(n: Any) -> bool:
+    """Whether ``n`` has the last two dimensions of its input exchanged, and the others as they are."""
+    if is_call(n, aten.mT.default) or (is_call(n, aten.t.default) and value(n).dim() == 2):
+        return True
+    rank = value(n).dim() if is_call(n, aten.transpose.int, aten.permute.default) else 0
+    if is_call(n, aten.transpose.int):
+        return {d % rank for d in n.args[1:3]} == {rank - 1, rank - 2}
+    return rank > 1 and [d % rank for d in n.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
+
+
 def copied(n: Any) -> Any:
     """x when ``n`` is x stored in another order, as :func:`substitute` writes it; else ``n``."""
     if is_call(n, aten.contiguous.default):

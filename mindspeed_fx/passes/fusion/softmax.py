@@ -146,7 +146,7 @@ def _exponential(n: Any) -> Exponential | str | None:
         return Exponential(n.args[0], None, (), [n])
     if match.is_call(n, SOFTMAX):
         return Exponential(n.args[0], n.args[1] % match.value(n).dim(), (), [n])
-    for inner, hidden in _hiding(n):
+    for inner, hidden in hiding(n):
         found = _exponential(inner)
         if isinstance(found, Exponential):
             if hidden is None:
@@ -155,7 +155,7 @@ def _exponential(n: Any) -> Exponential | str | None:
     return None
 
 
-def _hiding(n: Any) -> list[tuple[fx.Node, tuple[str, fx.Node] | None]]:
+def hiding(n: Any) -> list[tuple[fx.Node, tuple[str, fx.Node] | None]]:
     """(x, ("keep" | "drop", mask)) for each way in which ``n`` is x with elements set to zero; None for a mask that is only a factor."""
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and match.number(n.args[2]) == 0:
         return [(n.args[0], ("drop", n.args[1]))]

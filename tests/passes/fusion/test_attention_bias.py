@@ -100,8 +100,8 @@ def test_scores_times_a_mask_that_the_graph_builds():
 
 
 @pytest.mark.parametrize("mask, reason", [
-    (lambda: torch.ones(6, 6, dtype=torch.double).tril(-1), "no mask unless its zeros are known"),  # the first row sees no key at all
-    (None, "no mask unless its zeros are known"),
+    (lambda: torch.ones(6, 6, dtype=torch.double).tril(-1), "no mask unless its zeros and ones are known"),  # the first row sees no key at all
+    (None, "no mask unless its zeros and ones are known"),
 ])  # fmt: skip
 def test_scores_times_another_tensor_say_why(mask, reason):
     f = gpt if mask is None else lambda q, k, v: gpt(q, k, v, mask())

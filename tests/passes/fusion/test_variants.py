@@ -173,6 +173,26 @@ def attention_alibi(h, q, k, v):
     return h(h.add(h.mul(h(q @ k.mT), 0.5), bias).masked_fill(causal(6), float("-inf"))).softmax(-1) @ v
 
 
+def attention_by_sums(h, q, k, v):
+    scores = h(h.mul(h(q @ k.mT), 0.5).masked_fill(causal(6), float("-inf")))
+    e = h(torch.exp(scores - scores.amax(-1, keepdim=True).detach()))
+    return h(e / h(e.sum(-1, keepdim=True))) @ v
+
+
+def attention_by_a_trained_scale(h, q, k, v, scale):
+    return h(h.mul(h(q @ k.mT), scale).masked_fill(causal(6), float("-inf"))).softmax(-1) @ v
+
+
+def attention_in_five_dimensions(h, q, k, v):
+    scores = h.mul(h(q.unflatten(1, (2, 2)) @ h(k.unsqueeze(2)).mT), 0.5)
+    return h(h(scores.masked_fill(causal(6), float("-inf"))).softmax(-1)) @ v.unsqueeze(2)
+
+
+def attention_gated(h, q, k, v):
+    keep = h((~causal(6)).to(q.dtype))
+    return h(h.mul(h(q @ k.mT), keep) - h.mul(1e4, h(1 - keep))).softmax(-1) @ v
+
+
 def attention_dropout(h, q, k, v):
     return h(F.dropout(weights(h, q, k), 0.3)) @ v
 
@@ -203,6 +223,22 @@ def by_hand(h, logits, t):
 def z_loss(h, logits, t):
     logits = h.wide(logits)
     return h.add(F.cross_entropy(logits, t), h.mul(h.eps, h(h(logits.logsumexp(-1)).square().mean())))
+
+
+def one_hot_loss(h, logits, t):
+    probs = h(h.wide(logits).log_softmax(-1))
+    return -h.mul(h(F.one_hot(t.clamp(min=0), 7).to(probs.dtype)), probs).sum(-1).mean()
+
+
+def smoothed_loss(h, logits, t):
+    """fairseq's"""
+    probs, t = h(h.wide(logits).log_softmax(-1)), t.clamp(min=0)[:, None]
+    one, all_ = (h(x.masked_fill(t == 0, 0.0)).sum() for x in (-probs.gather(-1, t), -probs.sum(-1, keepdim=True)))
+    return h.add(h.mul(0.9 - 0.1 / 6, one), h.mul(0.1 / 6, all_))
+
+
+def scaled_linear_loss(h, x, w, t):
+    return F.cross_entropy(h.wide(h.mul(h(F.linear(x, w)), 0.25)), t)
 
 
 def linear_loss(h, x, w, t):
@@ -302,12 +338,19 @@ CASES = {
     "attention, capped": Case("fusion.attention", attention_capped, (HEADS, HEADS, HEADS)),
     "attention, sinks": Case("fusion.attention", attention_with_sinks, (HEADS, HEADS, HEADS, Weight((2,)))),
     "attention, alibi": Case("fusion.attention", attention_alibi, (HEADS, HEADS, HEADS)),
+    "attention, sums": Case("fusion.attention", attention_by_sums, (HEADS, HEADS, HEADS)),
+    "attention, trained scale": Case("fusion.attention", attention_by_a_trained_scale, (HEADS, HEADS, HEADS, Weight((2, 1, 1)))),
+    "attention, five dimensions": Case("fusion.attention", attention_in_five_dimensions, ((2, 4, 6, 4), HEADS, HEADS)),
+    "attention, gated": Case("fusion.attention", attention_gated, (HEADS, HEADS, HEADS)),
     "attention, dropout": Case("fusion.attention", attention_dropout, (HEADS, HEADS, HEADS), draws=True, dtypes=WIDE),
     "attention, packed": Case("fusion.attention", packed, (HEADS, HEADS, HEADS, lambda g: torch.tensor([[3, 1, 0, 4, 0, 2], [1, 0, 5, 5, 5, 5]]))),
     "scaled_masked_softmax": Case("fusion.scaled_masked_softmax", scaled_masked_softmax, ((2, 2, 6, 6),), options=(("enable", ["fusion.scaled_masked_softmax"]),)),
     "cross_entropy": Case("fusion.cross_entropy", cross_entropy, ((6, 7), TARGET)),
     "cross_entropy, by hand": Case("fusion.cross_entropy", by_hand, ((6, 7), TARGET)),
     "cross_entropy, z-loss": Case("fusion.cross_entropy", z_loss, ((6, 7), TARGET), count=2),
+    "cross_entropy, one-hot": Case("fusion.cross_entropy", one_hot_loss, ((6, 7), TARGET)),
+    "cross_entropy, smoothed": Case("fusion.cross_entropy", smoothed_loss, ((6, 7), TARGET)),
+    "linear_cross_entropy, scaled": Case("fusion.linear_cross_entropy", scaled_linear_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE),
     "linear_cross_entropy": Case("fusion.linear_cross_entropy", linear_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE),
     "linear_cross_entropy, z-loss": Case("fusion.linear_cross_entropy", linear_z_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE),
     "grouped_matmul": Case("fusion.grouped_matmul", grouped_called, ((6, 8), Weight((3, 8, 16)), integers(2, 2, 6, dtype=torch.int32)), dtypes=(torch.bfloat16,), layouts=("plain",)),
