@@ -111,12 +111,13 @@ def _bias(bias: Tensor, heads: int) -> Tensor:
 
 
 def _four(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """A mask of any broadcast shape as [.., .., q_seq or 1, kv_seq]; biases of one batch keep q_seq (there is no 1N1S)."""
+    """A mask of any broadcast shape as [.., .., q_seq, kv_seq]; a bias that is the same for every query, as ALiBi's by keys, as [batch, .., 1, kv_seq]:
+    BN1S is the one form without all rows, and there is no 1N1S."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
-    rows = mask.shape[2] if mask.dtype != torch.bool and hint(mask.shape[0]) != 1 else q.shape[2]
-    return mask.expand(mask.shape[0], mask.shape[1], rows, k.shape[2])
+    by_keys = mask.dtype != torch.bool and hint(mask.shape[2]) == 1 and hint(q.shape[2]) != 1
+    return mask.expand(q.shape[0] if by_keys else mask.shape[0], mask.shape[1], 1 if by_keys else q.shape[2], k.shape[2])
 
 
 # --------------------------------------------------------------------------- layouts

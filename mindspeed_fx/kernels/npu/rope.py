@@ -2,7 +2,8 @@
 
 The kernel reads x as 4-D in the order in which it lies in memory (BNSD, BSND or SBND), and broadcasts the angles in the
 forms that the documentation lists for each order. Its backward computes the gradients of the angles only where both
-require gradients, which compiled code does not carry, so trained angles are refused.
+require gradients, which compiled code does not carry, so trained angles are refused. One documented limit is left to the model: cosines and
+sines lie in [-1, 1], which no shape shows, and which tables that are scaled (YaRN) leave.
 """
 
 from __future__ import annotations

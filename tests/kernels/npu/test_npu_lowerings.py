@@ -80,3 +80,13 @@ def test_a_lowering_costs_the_products_that_its_operator_does():
             made = estimate(gm, "ascend910b2", fused=False)
             extra = kernel.startswith("npu_fused_linear") and "total" in operator.name  # the logits again for the backward
             assert own.flops <= made.flops <= own.flops * (2 if extra else 1.4) + 1, f"{name}: {made.flops} FLOP by {kernel}, {own.flops} of the operator"
+
+
+def test_a_bias_by_keys_is_not_written_out_for_every_query():
+    """ALiBi, as the model's pass leaves it: [1, heads, 1, keys]."""
+    from mindspeed_fx.kernels.npu import attention
+
+    q = torch.empty(3, 32, 4096, 64, device="meta", dtype=torch.bfloat16)
+    for shape, wanted in (((1, 32, 1, 4096), (3, 32, 1, 4096)), ((3, 1, 1, 4096), (3, 32, 1, 4096)), ((1, 32, 4096, 4096), (1, 32, 4096, 4096)), ((4096, 4096), (1, 32, 4096, 4096))):
+        bias = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+        assert attention._mask(q, q, attention._four(bias, q, q), False, 0.5, 0)["pse"].shape == wanted
