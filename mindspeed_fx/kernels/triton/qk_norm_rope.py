@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels.qk_norm_rope import result_dtype
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, warps
-from mindspeed_fx.kernels.triton.rope import leading, load_pairs, store_pairs
+from mindspeed_fx.kernels.triton.rope import leading, load_pairs, place, store_pairs
 
 FORWARD_TILE, BACKWARD_TILE = 4096, 2048
 """Elements that a tile aims at: the backward holds two tensors and the sums of the weight's gradient."""
@@ -29,12 +29,8 @@ def qk_norm_rope_forward(x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, rstd_ptr, outer,
     if WEIGHT:
         wa, wb = load_pairs(w_ptr + one, one < 1, TURNED, INTERLEAVED, 1, HALF)
     for item in range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0)):
-        first = (item % tiles) * HEADS
-        h = tl.cast(first, tl.int64)
-        i = tl.cast((item // tiles) % inner, tl.int64)
-        o = tl.cast(item // tiles // inner, tl.int64)
-        lines = tl.arange(0, HEADS)[:, None]
-        there = lines < heads - first
+        o, i, h, lines, left = place(item, inner, heads, HEADS)
+        there = lines < left
         x = x_ptr + o * x0 + i * x1 + h * x2 + lines * x2
         y = y_ptr + o * y0 + i * y1 + h * y2 + lines * y2
         a, b = load_pairs(x, there, TURNED, INTERLEAVED, HEADS, HALF)
@@ -52,7 +48,7 @@ def qk_norm_rope_forward(x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, rstd_ptr, outer,
             a *= wa
             b *= wb
         angles = tl.arange(0, ANGLES)[:, None]
-        known = angles < heads - first
+        known = angles < left
         ca, cb = load_pairs(cos_ptr + o * c0 + i * c1 + h * c2 + angles * c2, known, TURNED, INTERLEAVED, ANGLES, HALF)
         sa, sb = load_pairs(sin_ptr + o * s0 + i * s1 + h * s2 + angles * s2, known, TURNED, INTERLEAVED, ANGLES, HALF)
         store_pairs(y, a * ca - b * sa, b * cb + a * sb, there, TURNED, INTERLEAVED, HEADS, HALF)
@@ -77,18 +73,14 @@ def qk_norm_rope_backward(g_ptr, x_ptr, w_ptr, rstd_ptr, cos_ptr, sin_ptr, dx_pt
         cols = tl.arange(0, REST)[None, :]
         dwc = tl.zeros([HEADS, REST], tl.float32)
     for item in range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0)):
-        first = (item % tiles) * HEADS
-        h = tl.cast(first, tl.int64)
-        i = tl.cast((item // tiles) % inner, tl.int64)
-        o = tl.cast(item // tiles // inner, tl.int64)
-        lines = tl.arange(0, HEADS)[:, None]
-        there = lines < heads - first
+        o, i, h, lines, left = place(item, inner, heads, HEADS)
+        there = lines < left
         g = g_ptr + o * g0 + i * g1 + h * g2 + lines * g2
         x = x_ptr + o * x0 + i * x1 + h * x2 + lines * x2
         dx = dx_ptr + o * d0 + i * d1 + h * d2 + lines * d2
         rstd = tl.load(rstd_ptr + o * r0 + i * r1 + h * r2 + lines * r2, mask=there, other=0.0)
         angles = tl.arange(0, ANGLES)[:, None]
-        known = angles < heads - first
+        known = angles < left
         ca, cb = load_pairs(cos_ptr + o * c0 + i * c1 + h * c2 + angles * c2, known, TURNED, INTERLEAVED, ANGLES, HALF)
         sa, sb = load_pairs(sin_ptr + o * s0 + i * s1 + h * s2 + angles * s2, known, TURNED, INTERLEAVED, ANGLES, HALF)
         ga, gb = load_pairs(g, there, TURNED, INTERLEAVED, HEADS, HALF)

@@ -44,21 +44,26 @@ def store_pairs(rows, a, b, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 
 
 @triton.jit
+def place(item, inner, heads, HEADS: tl.constexpr):
+    """(outer and inner index, first head, lines [HEADS, 1] from it, heads that are left) of a tile of [outer, inner, heads]."""
+    tiles = (heads + HEADS - 1) // HEADS
+    first = (item % tiles) * HEADS
+    lines = tl.arange(0, HEADS)[:, None]
+    return tl.cast(item // tiles // inner, tl.int64), tl.cast((item // tiles) % inner, tl.int64), tl.cast(first, tl.int64), lines, heads - first
+
+
+@triton.jit
 def rope_rotate(x_ptr, cos_ptr, sin_ptr, y_ptr, outer, inner, heads, x0, x1, x2, y0, y1, y2, c0, c1, c2, s0, s1, s2, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
     """y of x, both [outer, inner, heads, DIM] with strides x0 ... of their own; cos and sin likewise, with strides 0 where
     they are broadcast. SHARED: they are broadcast over the heads. HALF: tile of DIM / 2."""
     tiles = (heads + HEADS - 1) // HEADS
     ANGLES: tl.constexpr = 1 if SHARED else HEADS
     for item in range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0)):
-        first = (item % tiles) * HEADS
-        h = tl.cast(first, tl.int64)
-        i = tl.cast((item // tiles) % inner, tl.int64)
-        o = tl.cast(item // tiles // inner, tl.int64)
-        lines = tl.arange(0, HEADS)[:, None]
-        there = lines < heads - first
+        o, i, h, lines, left = place(item, inner, heads, HEADS)
+        there = lines < left
         xa, xb = load_pairs(x_ptr + o * x0 + i * x1 + h * x2 + lines * x2, there, DIM, INTERLEAVED, HEADS, HALF)
         angles = tl.arange(0, ANGLES)[:, None]
-        known = angles < heads - first
+        known = angles < left
         ca, cb = load_pairs(cos_ptr + o * c0 + i * c1 + h * c2 + angles * c2, known, DIM, INTERLEAVED, ANGLES, HALF)
         sa, sb = load_pairs(sin_ptr + o * s0 + i * s1 + h * s2 + angles * s2, known, DIM, INTERLEAVED, ANGLES, HALF)
         if BACKWARD:
