@@ -232,11 +232,20 @@ _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
 def drop_dead(gm: fx.GraphModule) -> None:
     """Remove nodes without users; switches, mutations, random numbers and higher-order operators stay."""
     for node in reversed(list(gm.graph.nodes)):
-        if node.users or node.op not in ("call_function", "get_attr"):
-            continue
-        pure = node.op == "get_attr" or node.target is operator.getitem
-        if isinstance(node.target, torch._ops.OpOverload):
-            pure = not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
-            pure = pure and not compat_tracing.has_side_effect(node.target)
-        if pure:
+        if not node.users and _pure(node):
             gm.graph.erase_node(node)
+
+
+def release(node: fx.Node) -> None:
+    """As :func:`drop_dead` for ``node`` and what only it read."""
+    if not node.users and not node._erased and _pure(node):
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        for n in inputs:
+            release(n)
+
+
+def _pure(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not (node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags or compat_tracing.has_side_effect(node.target))
+    return node.op == "get_attr" or (node.op == "call_function" and node.target is operator.getitem)

@@ -1,7 +1,8 @@
 """Squared ReLU and quick GELU become ``mindspeed::activation``, whose backward keeps its input alone.
 
-``relu(x) ** 2`` in any spelling of square and relu (``clamp(min=0)``, ``maximum`` with zero); ``x * sigmoid(1.702 x)``. Safe because
-the operator evaluates the same formula in at least the same precision.
+``relu(x) ** 2`` in any spelling of square and relu (``clamp(min=0)``, ``maximum`` with zero, ``where``, ``relu(x) * x``);
+``x * sigmoid(1.702 x)`` in any spelling of the logistic function. Safe because the operator evaluates the same formula in at least
+the same precision; where the spellings of relu differ, in the gradient at zero, that of the square is zero.
 """
 
 from __future__ import annotations
@@ -13,56 +14,94 @@ import torch.fx as fx
 
 from mindspeed_fx.kernels.activation import SLOPE
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion import match, self_gated
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.activation", "mindspeed::activation"
+GREATER = (aten.gt.Scalar, aten.gt.Tensor, aten.ge.Scalar, aten.ge.Tensor)
 
 
 @register(NAME, stage="captured", level=1, after=("plain functions", "swiglu"))
 def activation(gm: fx.GraphModule, context: Context) -> PassReport:
     """Squared ReLU and quick GELU become one operator."""
-    report = PassReport(NAME)
-    for node in calls(gm, aten.pow.Tensor_Scalar, aten.mul.Tensor):
-        found = _activation(node)
+    report = self_gated.fuse(gm, NAME, OPERATOR, _quick_gelu)
+    for node in calls(gm, aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.where.self, aten.where.ScalarOther):
+        found = _squared_relu(node)
         if found is None:
             continue
-        x, kind, inner = found
-        reason = match.unsafe([node, inner], [x])
+        x, inner = found
+        reason = match.unsafe([node, *inner], [x])
         if reason is None and match.value(x).dtype != match.value(node).dtype:
             reason = f"the input is {match.value(x).dtype} and the result {match.value(node).dtype}"
         if reason is None:
-            reason = match.substitute(gm, node, match.insert(gm, node, torch.ops.mindspeed.activation.default, (x, kind)))
+            reason = match.substitute(gm, node, match.insert(gm, node, torch.ops.mindspeed.activation.default, (x, "squared_relu")))
         if reason:
             report.skipped.append(skip(OPERATOR, node, reason))
         else:
-            report.rewrites.append(site(OPERATOR, node, [node, inner]))
+            report.rewrites.append(site(OPERATOR, node, [node, *inner]))
     match.finish(gm)
     return report
 
 
-def _activation(node: fx.Node) -> tuple[fx.Node, str, fx.Node] | None:
-    """(x, kind, the relu or sigmoid) when ``node`` is one of the activations."""
+def _quick_gelu(found: self_gated.SelfGated) -> tuple | None:
+    quick = found.kind == "swish" and math.isclose(found.slope, SLOPE, rel_tol=1e-6)
+    return (torch.ops.mindspeed.activation.default, ("quick_gelu",), {}) if quick else None
+
+
+def _squared_relu(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """(x, nodes) when ``node`` is relu(x)^2: a square, or the product of relu(x) with itself or with x."""
     inner = match.squared(node)
-    if inner is not None:
-        x = positive_part(match.uncast(inner))
-        return None if x is None else (x, "squared_relu", match.uncast(inner))
-    for x, s in match.operands(node, aten.mul.Tensor):
-        if isinstance(x, fx.Node) and positive_part(x) is not None and match.same(x, s):
-            return positive_part(x), "squared_relu", x
-        if isinstance(x, fx.Node) and match.is_call(s, aten.sigmoid.default):
-            ways = match.unscalings(s.args[0])
-            if any(math.isclose(factor, SLOPE, rel_tol=1e-6) and match.same(match.uncast(scaled), match.uncast(x)) for scaled, factor in ways):
-                return x, "quick_gelu", s
+    if (masked := _masked(node)) and (x := match.squared(match.uncast(masked[0]))) is not None and _step(masked[1], x) is not False:
+        return x, [match.uncast(masked[0])]
+    pairs = [(inner, inner)] if inner is not None else match.operands(node, aten.mul.Tensor)
+    for a, b in pairs:
+        part = positive_part(match.uncast(a))
+        if part is None:
+            continue
+        x, nodes, _ = part
+        if match.same(a, b) or match.same(match.uncast(b), match.uncast(x)):
+            return x, [n for n in (match.uncast(a), *nodes, b) if n is not x]
     return None
 
 
-def positive_part(n: fx.Node) -> fx.Node | None:
-    """x when ``n`` is max(x, 0), with no gradient below zero, in any spelling."""
+def positive_part(n: fx.Node) -> tuple[fx.Node, list[fx.Node], str | None] | None:
+    """(x, nodes, how much of the gradient passes at x = 0 where it is some) when ``n`` is max(x, 0) in any spelling; relu passes none."""
+    if not isinstance(n, fx.Node) or n.op != "call_function":
+        return None
     if match.is_call(n, aten.relu.default):
-        return n.args[0]
-    if match.is_call(n, aten.clamp_min.default) and n.args[1] == 0:
-        return n.args[0]
-    if match.is_call(n, aten.clamp.default) and match.argument(n, "min") == 0 and match.argument(n, "max") is None:
-        return n.args[0]
-    return None
+        return n.args[0], [n], None
+    if match.is_call(n, aten.clamp_min.default, aten.clamp.default) and match.number(match.argument(n, "min")) == 0 and match.argument(n, "max") is None:
+        return n.args[0], [n], "all"
+    if match.is_call(n, aten.threshold.default) and [match.number(a) for a in n.args[1:3]] == [0, 0]:
+        return n.args[0], [n], None
+    for x, zero in match.operands(n, aten.maximum.default, aten.max.other):
+        if _is_zero(zero):
+            return x, [n], "half"
+    x, mask = _masked(n) or (None, None)
+    step = _step(mask, x)
+    return None if step is False else (x, [n], step)
+
+
+def _masked(n: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(x, condition) when ``n`` is x where a comparison holds, else zero."""
+    if match.is_call(n, aten.where.self, aten.where.ScalarOther):
+        return (n.args[1], n.args[0]) if _is_zero(n.args[2]) else None
+    return next(((x, _unconverted(m)) for x, m in match.operands(n, aten.mul.Tensor) if match.is_call(_unconverted(m), *GREATER)), None)
+
+
+def _is_zero(n: object) -> bool:
+    while match.is_call(n, aten.expand.default, aten.to.dtype):
+        n = n.args[0]
+    return match.number(n) == 0 or match.is_call(n, aten.zeros_like.default, aten.zeros.default) or (match.is_call(n, aten.full.default, aten.full_like.default) and n.args[1] == 0)
+
+
+def _unconverted(n: object) -> object:
+    return n.args[0] if match.is_call(n, aten.to.dtype, aten._to_copy.default) else n
+
+
+def _step(n: object, x: object) -> str | None | bool:
+    """False when ``n`` is not whether x is above zero; else what :func:`positive_part` says of the gradient at zero."""
+    greater = match.is_call(n, *GREATER[:2])
+    if not match.is_call(n, *GREATER) or not _is_zero(n.args[1]) or not isinstance(x, fx.Node):
+        return False
+    return (None if greater else "all") if match.same(match.uncast(n.args[0]), match.uncast(x)) else False

@@ -7,12 +7,14 @@ gradients at the limits included, in at least the same precision.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import gate as gates
-from mindspeed_fx.passes.fusion import match, norms
+from mindspeed_fx.passes.fusion import algebra, match, norms, self_gated
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.clipped_swiglu", "mindspeed::clipped_swiglu"
@@ -22,32 +24,33 @@ NAME, OPERATOR = "fusion.clipped_swiglu", "mindspeed::clipped_swiglu"
 def clipped_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """silu of a clamped gate times a clamped up becomes one operator."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.mul.Tensor):
-        for activated, other in match.operands(node, aten.mul.Tensor):
-            found = _gated(match.uncast(activated))
-            bounds = _bounds(found[0]) if found else None
-            if bounds is None or bounds[0] is not None or bounds[1] is None or not isinstance(other, fx.Node):
-                continue
-            plus = match.plus_number(match.uncast(other))
-            up, offset = plus or (other, 0.0)
-            reason = _rewrite(gm, report, node, found, bounds[1], match.uncast(up), float(offset), [activated, other])
-            if reason:
-                report.skipped.append(skip(OPERATOR, node, reason))
-            break
+    for node in calls(gm, aten.mul.Tensor, *match.DIV):
+        gated = _gated(node) if match.is_float(node) else None
+        bounds = _bounds(gated.x) if gated else None
+        if bounds is None or bounds[0] is not None or bounds[1] is None:
+            continue
+        other = gated.over[0]
+        plus = match.plus_number(match.uncast(other))
+        up, offset = plus or (other, 0.0)
+        reason = _rewrite(gm, report, node, gated, bounds[1], match.uncast(up), float(offset), other)
+        if reason:
+            report.skipped.append(skip(OPERATOR, node, reason))
     match.finish(gm)
     return report
 
 
-def _gated(n: fx.Node) -> tuple[fx.Node, float] | None:
-    """(g, alpha) when ``n`` is g * sigmoid(alpha * g)."""
-    if match.is_call(n, aten.silu.default):
-        return n.args[0], 1.0
-    for g, s in match.operands(n, aten.mul.Tensor):
-        if isinstance(g, fx.Node) and match.is_call(s, aten.sigmoid.default):
-            alpha = next((factor for scaled, factor in match.unscalings(s.args[0]) if match.same(scaled, g)), None)
-            if alpha is not None:
-                return g, alpha
-    return None
+def _gated(node: fx.Node) -> self_gated.SelfGated | None:
+    """``node`` as x * sigmoid(slope * x) times one more factor."""
+    found = self_gated.read(node)
+    if found is None:
+        flat = algebra.product(node)
+        at = next((i for i, n in enumerate(flat.over) if match.is_call(n, aten.silu.default)), None)
+        if at is None:
+            return None
+        silu = flat.over[at]
+        found = self_gated.SelfGated(match.uncast(silu.args[0]), "swish", 1.0, flat.number, [*flat.over[:at], *flat.over[at + 1 :]], flat.under, [*flat.nodes, silu])
+    alone = len(found.over) == 1 and not found.under and math.isclose(found.number, 1.0, rel_tol=1e-6)
+    return found._replace(x=match.uncast(found.x)) if alone and found.kind == "swish" else None
 
 
 def _bounds(n: fx.Node) -> tuple[float | None, float | None] | None:
@@ -62,8 +65,8 @@ def _bounds(n: fx.Node) -> tuple[float | None, float | None] | None:
     return None if any(v is not None and m is None for v, m in zip((low, high), numbers)) else (numbers[0], numbers[1])
 
 
-def _rewrite(gm, report, root, gated, limit, up, offset, around) -> str | None:
-    clamped, alpha = gated
+def _rewrite(gm, report, root, gated, limit, up, offset, other) -> str | None:
+    clamped, alpha = gated.x, gated.slope
     bounds = _bounds(up) if match.is_float(up) else None
     if bounds is None:
         return "the gate is clamped and up is not"
@@ -74,7 +77,7 @@ def _rewrite(gm, report, root, gated, limit, up, offset, around) -> str | None:
         return f"gate and up have different shapes, {tuple(match.value(gate).shape)} and {tuple(match.value(v).shape)}"
     if not match.value(gate).dtype == match.value(v).dtype == match.value(root).dtype:
         return f"gate and up are {match.value(gate).dtype} and {match.value(v).dtype}, the model goes on in {match.value(root).dtype}"
-    region = [root, *around, clamped, up]
+    region = [root, other, *gated.nodes, clamped, up]
     reason = match.unsafe(region, [gate, v])
     if reason:
         return reason
@@ -82,7 +85,7 @@ def _rewrite(gm, report, root, gated, limit, up, offset, around) -> str | None:
     x, second = (source or columns, None) if source or columns else (gate, v)
     new = match.insert(gm, root, torch.ops.mindspeed.clipped_swiglu.default, (x, second, alpha, float(limit), offset, columns is not None and source is None))
     report.rewrites.append(site(OPERATOR, root, region))
-    return match.substitute(gm, root, new)
+    return match.replace(gm, root, new)
 
 
 def _columns(gate: fx.Node, up: fx.Node) -> fx.Node | None:

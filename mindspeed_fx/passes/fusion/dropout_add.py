@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match, norms
+from mindspeed_fx.passes.fusion import algebra, match, norms
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.dropout_add", "mindspeed::dropout_add"
@@ -35,6 +35,12 @@ def dropout_add(gm: fx.GraphModule, context: Context) -> PassReport:
                 report.skipped.append(skip(OPERATOR, root, reason))
         elif any(match.is_call(u, aten.add.Tensor) for u in drop.users):
             report.skipped.append(skip(OPERATOR, drop, "the dropped value is used elsewhere in the model"))
+        elif (by := algebra.step(root)) and by[2] == 0 and match.is_call(norms.only_user(root), aten.add.Tensor):
+            report.skipped.append(skip(OPERATOR, root, f"the dropped value is multiplied by {by[1]:g} before the addition"))
+    for drop in calls(gm, aten.dropout_.default, aten.native_dropout.default):
+        users = [u for d in (drop, *drop.users) for u in d.users] if drop.target is aten.native_dropout.default else [*drop.users, *drop.args[0].users]
+        if any(match.is_call(u, aten.add.Tensor) for u in users):
+            report.skipped.append(skip(OPERATOR, drop, "the value is dropped in place" if drop.target is aten.dropout_.default else "drawn by native_dropout, whose mask is a result"))
     match.finish(gm)
     return report
 

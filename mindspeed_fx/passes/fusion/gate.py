@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import functools
+from typing import Any, Callable, NamedTuple
 
+import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import PassReport, calls, site, skip
-from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion import algebra, match
 from mindspeed_fx.passes.fusion.match import aten
 
 
@@ -21,19 +23,49 @@ def fuse(gm: fx.GraphModule, name: str, operator: str, activation_of: Callable[[
         accept: whether what ``activation_of`` found and this up belong together; all do when None.
     """
     report = PassReport(name)
+    late: dict[fx.Node, str] = {}
     for node in calls(gm, aten.mul.Tensor):
-        for activated, up in match.operands(node, aten.mul.Tensor):
-            found = activation_of(match.uncast(activated))
-            if found is not None and isinstance(up, fx.Node) and up is not found[0] and (accept is None or accept(found, up)):
-                reason = _rewrite(gm, report, operator, node, activated, up, *found, overload, packed_up)
-                if reason:
-                    report.skipped.append(skip(operator, node, reason))
-                break
+        for side, up in match.operands(node, aten.mul.Tensor):
+            found = _activated(side, activation_of)
+            if found is None or not isinstance(up, fx.Node) or up is found.gate or (accept is not None and not accept(found[:2], up)):
+                continue
+            reason = _rewrite(gm, report, operator, node, up, found, overload, packed_up)
+            if reason:
+                late[node] = reason
+            break
+    # What a product first meets (a weight) may be no up projection and the next factor be one.
+    report.skipped += [skip(operator, node, reason) for node, reason in late.items() if not node._erased]
     match.finish(gm)
     return report
 
 
-def _rewrite(gm, report, operator, root, activated, up, gate, further, overload, packed_up) -> str | None:
+class _Activated(NamedTuple):
+    gate: fx.Node
+    further: tuple
+    number: float
+    over: list[fx.Node]
+    under: list[fx.Node]
+    """What else is in the product, one number for each row."""
+    nodes: list[fx.Node]
+
+
+def _activated(n: Any, activation_of: Callable) -> _Activated | None:
+    """``n`` as an activated gate times numbers."""
+    if not match.is_float(n):
+        return None
+    found = activation_of(match.uncast(n))
+    if found is not None:
+        return _Activated(*found, 1.0, [], [], [n, match.uncast(n)])
+    flat = algebra.product(n)
+    for at, leaf in enumerate(flat.over if flat.nodes else ()):
+        found, rest = activation_of(match.uncast(leaf)), [*flat.over[:at], *flat.over[at + 1 :]]
+        if found is not None and all(match.is_float(r) and match.is_column(r, found[0]) for r in (*rest, *flat.under)):
+            return _Activated(*found, flat.number, rest, flat.under, [*flat.nodes, leaf, match.uncast(leaf)])
+    return None
+
+
+def _rewrite(gm, report, operator, root, up, found, overload, packed_up) -> str | None:
+    gate = found.gate
     if not match.is_float(up):
         return f"up is not a floating-point tensor but {match.value(up)}"
     shapes = [tuple(match.value(n).shape) for n in (gate, up)]
@@ -42,18 +74,18 @@ def _rewrite(gm, report, operator, root, activated, up, gate, further, overload,
     narrow = match.uncast(gate)
     if match.value(narrow).dtype == match.value(up).dtype == match.value(root).dtype:
         gate = narrow  # computed in float32 inside the operator
-    region = [root, activated, match.uncast(activated)]
-    reason = match.unsafe(region, [gate, up])
+    region = [root, *found.nodes]
+    reason = match.unsafe(region, [gate, up, *found.over, *found.under])
     if reason:
         return reason
+    dtype = functools.reduce(torch.promote_types, (match.value(n).dtype for n in (gate, up, *found.over, *found.under)))
+    if dtype != match.value(root).dtype:
+        return f"gate and up give {dtype}, the model goes on in {match.value(root).dtype}"
     source = packed(gate, up)
-    arguments = (gate, up, *further) if source is None else (source, *packed_up, *further)
-    new = match.insert(gm, root, overload, arguments)
-    if match.value(new).dtype != match.value(root).dtype:
-        gm.graph.erase_node(new)
-        return f"gate and up give {match.value(new).dtype}, the model goes on in {match.value(root).dtype}"
+    arguments = (gate, up, *found.further) if source is None else (source, *packed_up, *found.further)
+    new = algebra.multiplied(gm, root, match.insert(gm, root, overload, arguments), found.number, found.over, found.under)
     report.rewrites.append(site(operator, root, region))
-    return match.substitute(gm, root, new)
+    return match.replace(gm, root, new)
 
 
 def packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.passes.base import Context, PassReport, register
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, skip
 from mindspeed_fx.passes.fusion import gate, match
+from mindspeed_fx.passes.fusion.activation import positive_part
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.glu", "mindspeed::glu"
@@ -21,14 +22,22 @@ NAME, OPERATOR = "fusion.glu", "mindspeed::glu"
 @register(NAME, stage="captured", level=1, after=("plain functions", "gelu", "swiglu"))
 def glu(gm: fx.GraphModule, context: Context) -> PassReport:
     """gelu, relu or sigmoid of a gate times up becomes one operator."""
-    return gate.fuse(gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_belong)
+    report = gate.fuse(gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_belong)
+    report.skipped += [skip(OPERATOR, node, "F.glu is one operator already, and so is its gradient") for node in calls(gm, aten.glu.default)]
+    for node in calls(gm, aten.mul.Tensor):
+        for a, b in match.operands(node, aten.mul.Tensor):
+            part = positive_part(match.uncast(a))
+            if part is not None and part[2] and isinstance(b, fx.Node) and _belong((part[0], ("relu",)), b):
+                report.skipped.append(skip(OPERATOR, node, f"where the gate is zero {part[2]} of the gradient passes, and none passes relu"))
+    return report
 
 
 def _activation(n: fx.Node) -> tuple[fx.Node, tuple] | None:
     if match.is_call(n, aten.gelu.default):
         return n.args[0], ("gelu_tanh" if match.argument(n, "approximate", "none") == "tanh" else "gelu",)
-    if match.is_call(n, aten.relu.default):
-        return n.args[0], ("relu",)
+    part = positive_part(n)
+    if part is not None and part[2] is None:
+        return part[0], ("relu",)
     return (n.args[0], ("sigmoid",)) if match.is_call(n, aten.sigmoid.default) else None
 
 

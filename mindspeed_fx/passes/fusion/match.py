@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat, compat_tracing
-from mindspeed_fx.capture.normalize import annotate, drop_dead, written_nodes
+from mindspeed_fx.capture.normalize import annotate, drop_dead, release, written_nodes
 
 aten = torch.ops.aten
 END = 9223372036854775807  # how ATen spells "to the end" of a slice
@@ -83,6 +83,8 @@ def number(n: Any) -> float | int | None:
         return n.args[1]
     if is_call(n, aten.zeros.default) and list(n.args[0]) == []:
         return 0
+    if is_call(n, aten.reciprocal.default) and number(n.args[0]):
+        return 1 / number(n.args[0])
     held = literal(n)
     if held is not None and held.dim() == 0 and held.dtype != torch.bool and not held.is_complex():
         with compat_tracing.outside_tracing():
@@ -98,8 +100,13 @@ def literal(n: Any) -> torch.Tensor | None:
 
 def written_down(n: Any) -> torch.Tensor | None:
     """The tensor, of any size, that ``n`` is in the model's code."""
-    while is_call(n, aten.detach.default) and not n.meta["mutated"]:
-        n = n.args[0]
+    while is_call(n, aten.detach.default, operator.getitem) and not n.meta["mutated"]:
+        source = n.args[0]
+        if n.target is operator.getitem:
+            source = source.args[0][n.args[1]] if is_call(source, aten.broadcast_tensors.default) else None
+            if source is None or value(source).shape != value(n).shape:
+                return None
+        n = source
     if not is_call(n, aten.lift_fresh_copy.default) or n.meta["mutated"] or n.args[0].op != "get_attr":
         return None
     held = getattr(n.graph.owning_module, str(n.args[0].target), None)
@@ -140,18 +147,8 @@ def squared(n: Any) -> fx.Node | None:
 
 
 def inverse_root(n: Any) -> fx.Node | None:
-    """x when ``n`` is 1 / sqrt(x) in any spelling."""
-    if is_call(n, aten.rsqrt.default):
-        return n.args[0]
-    if is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -0.5:
-        return n.args[0]
-    if is_call(n, aten.reciprocal.default):
-        return root(n.args[0])
-    if is_call(n, *DIV) and number(n.args[0]) == 1:
-        return root(n.args[1])
-    if is_call(n, aten.mul.Tensor) and number(n.args[1]) == 1 and is_call(n.args[0], aten.reciprocal.default):
-        return root(n.args[0].args[0])  # how `1 / tensor` is traced
-    return None
+    """x when ``n`` is 1 / sqrt(x) in one call."""
+    return n.args[0] if is_call(n, aten.rsqrt.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -0.5) else None
 
 
 def root(n: Any) -> fx.Node | None:
@@ -161,24 +158,11 @@ def root(n: Any) -> fx.Node | None:
     return None
 
 
-def mean_over_last(n: Any) -> fx.Node | None:
-    """x when ``n`` is x averaged over its last dimension, which is kept as 1 or not: the caller looks at the shape."""
-    n = uncolumn(n)
-    if is_call(n, aten.mean.dim) and is_float(n.args[0]):
-        return n.args[0] if over_last(n) and argument(n, "dtype") is None else None
-    if is_call(n, *DIV) and is_call(total := uncolumn(n.args[0]), aten.sum.dim_IntList):
-        return total.args[0] if over_last(total) and number(n.args[1]) == value(total.args[0]).shape[-1] else None
-    return None
-
-
-def over_last(n: fx.Node) -> bool:
-    """Whether the reduction ``n`` is over the last dimension of its input."""
-    dims, rank = argument(n, "dim"), value(n.args[0]).dim()
-    return dims is not None and [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])] == [rank - 1]
-
-
 def uncolumn(n: Any) -> Any:
     """``n`` without a last dimension of one that was added to it."""
+    if is_call(n, *VIEWS):
+        shape, before = list(value(n).shape), list(value(n.args[0]).shape)
+        return n.args[0] if len(shape) == len(before) + 1 and all(compat.statically_known_true(a == b) for a, b in zip(shape, [*before, 1])) else n
     return n.args[0] if is_call(n, aten.unsqueeze.default) and n.args[1] % value(n).dim() == value(n).dim() - 1 else n
 
 
@@ -298,6 +282,14 @@ def _size_node(gm: fx.GraphModule, before: fx.Node, size: torch.SymInt) -> fx.No
                 made.meta = {"val": length, "mutated": False, "needs_grad": False, "grad_enabled": before.meta.get("grad_enabled", True)}
                 return made
     raise RuntimeError(f"no value before {before.name} has the size {size}")
+
+
+def replace(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
+    """:func:`substitute`, and what nobody reads any longer is gone at once, so that no later look finds the pattern again."""
+    reason = substitute(gm, old, new)
+    if reason is None:
+        release(old)
+    return reason
 
 
 def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:

@@ -2,39 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Callable
+import math
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import PassReport, site
-from mindspeed_fx.passes.fusion import match
+from mindspeed_fx.passes.fusion import algebra, match, spread
 from mindspeed_fx.passes.fusion.match import aten
 
 
-def normal(node: fx.Node) -> list[tuple[fx.Node, fx.Node, float, list[fx.Node]]]:
-    """(x, inside, eps, nodes) wherever ``node`` may be read as x / sqrt(inside + eps), in any spelling."""
-    pairs = [(x, match.inverse_root(_below(r)), r) for x, r in match.operands(node, aten.mul.Tensor) if isinstance(r, fx.Node)]
-    if match.is_call(node, aten.div.Tensor) and isinstance(node.args[1], fx.Node):
-        pairs.append((node.args[0], match.root(_below(node.args[1])), node.args[1]))
-    found = []
-    for x, inside, r in pairs:
-        if isinstance(inside, fx.Node) and match.is_float(x) and match.is_column(r, x):
-            plus = match.plus_number(inside)
-            value, eps = plus if plus else (inside, 0.0)
-            found.append((x, match.uncast(value), float(eps), [r, inside, value]))
-    return found
+class Normal(NamedTuple):
+    """number * x / sqrt(m + eps) times other factors; m is what ``spread`` says, without its scale."""
+
+    x: fx.Node
+    spread: spread.Spread
+    eps: float
+    number: float
+    over: list[fx.Node]
+    under: list[fx.Node]
+    nodes: list[fx.Node]
 
 
-def _below(r: fx.Node) -> fx.Node:
-    return match.uncast(match.uncolumn(match.uncast(r)))
+def normal(node: fx.Node, is_x: Callable[[fx.Node, spread.Spread], bool], left: Sequence[fx.Node] = ()) -> Normal | None:
+    """``node`` as a value that ``is_x`` divided by a root that belongs to it, in any association and spelling of the root.
 
-
-def weighted(n: fx.Node, of: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(x, weight) when ``n`` is x times a vector as long as its rows, where x is ``of`` in some type."""
-    for x, weight in match.operands(match.uncast(n), aten.mul.Tensor):
-        if isinstance(weight, fx.Node) and is_vector(weight, match.value(n).shape[-1]) and match.same(match.uncast(x), of) and match.value(x).shape == match.value(n).shape:
-            return x, weight
+    The nodes of ``left`` are not looked into.
+    """
+    flat = algebra.product(node, left)
+    for root, found in _roots(flat):
+        for x in [*flat.over, *flat.nodes[1:]]:
+            if x is root or not match.is_float(x) or not spread.keeps(root, x, found.dims) or not is_x(x, found):
+                continue
+            parts = algebra.product(node, [x, *left])
+            over, under = [n for n in parts.over if n is not root], [n for n in parts.under if n is not root]
+            at = next((i for i, n in enumerate(over) if match.same(match.uncast(n), match.uncast(x))), None)
+            if at is None or len(over) + len(under) + 1 != len(parts.over) + len(parts.under):
+                continue
+            leaf = over.pop(at)
+            return Normal(leaf, found, max(found.eps, found.least**2) / found.scale, parts.number / math.sqrt(found.scale), over, under, [*parts.nodes, root, *found.nodes])
     return None
+
+
+def _roots(flat: algebra.Product) -> Iterator[tuple[fx.Node, spread.Spread]]:
+    for n in flat.over:
+        if (found := spread.inverse_root(n)) is not None:
+            yield n, found
+    for n in flat.under:
+        if (found := spread.root(n)) is not None:
+            yield n, found
+
+
+def scaled_on(node: fx.Node, number: float, width: int | None = None) -> tuple[fx.Node, float, list[fx.Node]]:
+    """(last node, 1.0, nodes) where ``number * node`` is multiplied on, by numbers alone, until nothing is left of the number; else
+    (node, number, []). With ``width`` one vector of that length may be among the factors."""
+    last, nodes, left = node, [], number
+    while not math.isclose(left, 1.0, rel_tol=1e-7):
+        user = only_user(last)
+        by = algebra.step(user)
+        if by is not None and by[2] == 0 and by[0] is last:
+            left *= by[1]
+        elif width is not None and any(v is last and isinstance(w, fx.Node) and is_vector(w, width) for v, w in match.operands(user, aten.mul.Tensor)):
+            width = None
+        elif not (match.is_call(user, aten.to.dtype) and match.is_float(user)):
+            return node, number, []
+        nodes.append(last)
+        last = user
+    return last, 1.0, nodes
 
 
 def unwidened(x: fx.Node) -> fx.Node:

@@ -1,18 +1,21 @@
 """RMSNorm: ``x * rsqrt(mean(x^2) + eps) * weight`` becomes ``mindspeed::rms_norm``.
 
-Matched by meaning: any spelling of the square, the inverse root and the product; any eps; a weight or none, before or
-after the down-cast, with an offset (``1 + w`` is just another weight); or ``aten.rms_norm`` itself.
-Safe because the operator computes the same mean and product in at least the precision of the subgraph.
+Matched by meaning: the root of a mean or a sum of squares, or a norm, and numbers that make a mean of it (``F.normalize(x) *
+sqrt(d) * w``); the product in any association; any eps inside the root; a weight or none, before or after the down-cast, with an
+offset (``1 + w`` is just another weight); or ``aten.rms_norm`` itself. Safe because the operator computes the same mean and product
+in at least the precision of the subgraph. An eps beside the root is a near miss: no operator has it there.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.fx as fx
 
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match, norms
+from mindspeed_fx.passes.fusion import algebra, match, norms, spread
 from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.rms_norm", "mindspeed::rms_norm"
@@ -30,64 +33,76 @@ def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
         # Without an eps torch takes that of the type it computes in.
         eps = torch.finfo(accumulation_dtype(match.value(x).dtype)).eps if eps is None else eps
         _rewrite(gm, report, node, [node], x, weight, float(eps), cast_first=False)
-    for node in list(gm.graph.nodes):
-        if not node._erased:
-            _composed(gm, report, node)
+    left: list[fx.Node] = []
+    for node in calls(gm, *match.MUL, *match.DIV):
+        if match.is_float(node):
+            _composed(gm, report, node, left)
     match.finish(gm)
     return report
 
 
-def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
-    """Match from the product ``x * inverse_root`` or the quotient ``x / root``."""
-    found = next((f for f in norms.normal(node) if match.is_call(match.uncolumn(f[1]), aten.mean.dim, *match.DIV)), None)
+def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[fx.Node]) -> None:
+    """Match from the least product or quotient that holds x and its root."""
+    found = norms.normal(node, _is_x, left)
     if found is None:
         return
-    wide, mean, eps, inner = found
-    mean = match.uncolumn(mean)
-    squared = match.squared(match.mean_over_last(mean))
-    if match.mean_over_last(mean) is None:
-        report.skipped.append(skip(OPERATOR, node, f"the mean square is taken over dimensions {match.argument(mean, 'dim')}, not over the last one alone"))
-        return
-    if squared is None:
-        return
-    if not match.same(match.uncast(squared), match.uncast(wide)):
-        first = norms.weighted(wide, match.uncast(squared))
-        if first is not None:  # else a normalization by something else
-            _weight_first(gm, report, node, *first, eps, [wide, *inner])
-        return
-    x = norms.unwidened(wide)
-    root, weight, cast_first = _with_weight(node, x)
-    if match.value(root).dtype != _result_dtype(x, weight, cast_first):
-        x, cast_first = wide, True  # the result stays wide: start from the wide input
-    _rewrite(gm, report, root, [root, node, *inner], x, weight, eps, cast_first)
-
-
-def _weight_first(gm: fx.GraphModule, report: PassReport, node: fx.Node, wide: fx.Node, weight: fx.Node, eps: float, inner: list[fx.Node]) -> None:
-    """``weight * x / root``, read from the left."""
-    x, down = norms.unwidened(wide), norms.only_user(node)
-    root = down if match.is_call(down, aten.to.dtype) and match.value(down).dtype == match.value(x).dtype else node
-    x = x if match.value(root).dtype == match.value(x).dtype else wide
-    if match.value(root).dtype != match.value(x).dtype:
-        report.skipped.append(skip(OPERATOR, node, f"the input is {match.value(x).dtype} and the result {match.value(root).dtype}"))
+    hidden, x = match.value(found.x).shape[-1], norms.unwidened(found.x)
+    weight = next((n for n in found.over if norms.is_vector(n, hidden)), None)
+    over = [n for n in found.over if n is not weight]
+    beside = bool(found.over or found.under)
+    end, number, passed = norms.scaled_on(node, found.number, None if beside else hidden)
+    if beside:
+        root, cast_first, down = end, False, norms.only_user(end)
+        if not over and not found.under and match.is_call(down, aten.to.dtype) and match.value(down).dtype == match.value(x).dtype:
+            root = down
+        weight = match.uncast(weight)
     else:
-        _rewrite(gm, report, root, [root, node, *inner], x, match.uncast(weight), eps, False)
+        root, weight, cast_first, reached = _with_weight(node, x, end)
+        if not reached:
+            number, passed = found.number, []
+            root, weight, cast_first, _ = _with_weight(node, x, node)
+    number = 1.0 if math.isclose(number, 1.0, rel_tol=1e-7) else number
+    if number != 1 and weight is None:
+        return  # divided by its norm, and no weight takes the factor: not what is called RMSNorm
+    region = [root, node, *passed, *found.nodes]
+    reason = found.spread.differs
+    if not found.spread.last:
+        reason = f"the mean square is taken over dimensions {found.spread.dims}, not over the last one alone"
+    reason = reason or match.unsafe(region, [x, weight, *over, *found.under])
+    if reason:
+        report.skipped.append(skip(OPERATOR, node, reason))
+        left.append(node)
+        return
+    if match.value(root).dtype != _result_dtype(x, weight, cast_first) or over or found.under:
+        x, cast_first = found.x, not beside  # the result stays wide: start from the wide input
+        if match.value(x).itemsize < match.value(root).itemsize:
+            x = match.insert(gm, root, aten.to.dtype, (x, match.value(root).dtype))
+    if number != 1:
+        if match.value(weight).itemsize == 2:
+            weight, cast_first = match.insert(gm, root, aten.to.dtype, (weight, torch.float32)), False
+        weight = match.insert(gm, root, aten.mul.Tensor, (weight, number))
+    _rewrite(gm, report, root, region, x, weight, found.eps, cast_first, (over, found.under))
 
 
-def _with_weight(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, bool]:
-    """(last node, weight, whether the down-cast comes before the weight), following the only use of each value."""
+def _is_x(n: fx.Node, root: spread.Spread) -> bool:
+    return not root.variance and match.same(match.uncast(n), match.uncast(root.of))
+
+
+def _with_weight(node: fx.Node, x: fx.Node, end: fx.Node) -> tuple[fx.Node, fx.Node | None, bool, bool]:
+    """(last node, weight, whether the down-cast comes before the weight, whether ``end`` was reached), following the only use of each
+    value; on the way to ``end`` numbers are passed."""
     dtype, hidden = match.value(x).dtype, match.value(x).shape[-1]
-    last, user = node, norms.only_user(node)
-    if match.is_call(user, aten.to.dtype) and match.value(user).dtype == dtype:
-        last, user = user, norms.only_user(user)
-    for value, weight in match.operands(user, aten.mul.Tensor):
-        if value is last and norms.is_vector(weight, hidden):
-            if match.value(last).dtype == dtype:
-                return user, weight, True
-            down = norms.only_user(user)
-            if match.is_call(down, aten.to.dtype) and match.value(down).dtype == dtype:
-                return down, match.uncast(weight), False
-            return user, weight, True
-    return last, None, True
+    last, weight, cast_first, wide, reached = node, None, True, False, end is node
+    while (user := norms.only_user(last)) is not None:
+        vector = next((w for v, w in match.operands(user, aten.mul.Tensor) if v is last and isinstance(w, fx.Node) and norms.is_vector(w, hidden)), None)
+        if match.is_call(user, aten.to.dtype) and match.value(user).dtype == dtype != match.value(last).dtype and (weight is None or wide):
+            cast_first = weight is None
+        elif vector is not None and weight is None:
+            weight, wide = vector, match.value(last).dtype != dtype
+        elif reached or (by := algebra.step(user)) is None or by[0] is not last:
+            break
+        last, reached = user, reached or user is end
+    return last, weight if cast_first or weight is None else match.uncast(weight), cast_first, reached
 
 
 def _result_dtype(x: fx.Node, weight: fx.Node | None, cast_first: bool) -> torch.dtype:
@@ -95,13 +110,14 @@ def _result_dtype(x: fx.Node, weight: fx.Node | None, cast_first: bool) -> torch
     return torch.promote_types(dtype, match.value(weight).dtype) if weight is not None and cast_first else dtype
 
 
-def _rewrite(gm, report, root, region, x, weight, eps, cast_first) -> None:
+def _rewrite(gm, report, root, region, x, weight, eps, cast_first, rest=((), ())) -> None:
     reason = match.unsafe(region, [x, weight])
     if reason is None:
         both = match.insert(gm, root, torch.ops.mindspeed.rms_norm.default, (x, weight, eps, cast_first))
         new = match.insert(gm, root, match.operator.getitem, (both, 0))
-        reason = match.substitute(gm, root, new)
+        where = site(OPERATOR, root, region)
+        reason = match.replace(gm, root, algebra.multiplied(gm, root, new, 1.0, *rest))
     if reason is None:
-        report.rewrites.append(site(OPERATOR, root, region))
+        report.rewrites.append(where)
     else:
         report.skipped.append(skip(OPERATOR, root, reason))

@@ -1,6 +1,7 @@
 """SwiGLU times a weight per token: ``(silu(gate) * up * weight).to(dtype)`` becomes ``mindspeed::weighted_swiglu``.
 
-The weight has one element per row, [..., 1]: the router's probabilities in Megatron's experts. The backward keeps gate, up and the
+The weight has one element per row, [..., 1]: the router's probabilities in Megatron's experts. It may multiply the activated gate, up or
+their product. The backward keeps gate, up and the
 weights, not the product. Safe because the operator evaluates the same formula in at least the same precision.
 """
 
@@ -10,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.fusion import gate as gates
 from mindspeed_fx.passes.fusion import match, norms
 from mindspeed_fx.passes.fusion.match import aten
 
@@ -26,12 +28,15 @@ def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
         if product is None and any(match.is_float(w) and _per_row(w, node) for u in node.users for v, w in match.operands(u, aten.mul.Tensor) if v is node):
             report.skipped.append(skip(OPERATOR, node, "the product without the weight is used elsewhere in the model"))
         product = norms.only_user(product) if match.is_call(product, aten.to.dtype) else product
-        for value, weight in match.operands(product, aten.mul.Tensor):
-            if match.uncast(value) is silu and match.is_float(weight) and _per_row(weight, node):
-                reason = _rewrite(gm, report, node, product, weight)
-                if reason:
-                    report.skipped.append(skip(OPERATOR, product, reason))
-                break
+        gate, up = node.args if len(node.args) > 1 else (node.args[0], None)
+        found = next(((product, up, w) for v, w in match.operands(product, aten.mul.Tensor) if match.uncast(v) is silu and match.is_float(w) and _per_row(w, node)), None)
+        # Up may bear the weight: silu(gate) * (up * weight).
+        inside = ((node, v, w) for v, w in match.operands(up, aten.mul.Tensor) if match.is_float(v) and match.is_float(w) and _per_row(w, node) and match.value(v).shape == match.value(node).shape)
+        found = found or next(inside, None)
+        if found is not None:
+            reason = _rewrite(gm, report, node, gate, *found)
+            if reason:
+                report.skipped.append(skip(OPERATOR, found[0], reason))
     match.finish(gm)
     return report
 
@@ -41,17 +46,19 @@ def _per_row(weight: fx.Node, node: fx.Node) -> bool:
     return len(shape) == len(whole) > 1 and shape[-1] == 1 and shape[:-1] == whole[:-1]
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, product: fx.Node, weight: fx.Node) -> str | None:
-    dtype, root = match.value(node).dtype, product
+def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, gate: fx.Node, product: fx.Node, up: fx.Node | None, weight: fx.Node) -> str | None:
+    dtype = torch.promote_types(match.value(gate).dtype, match.value(gate if up is None else up).dtype)
+    root = product
     if match.value(product).dtype != dtype:
         root = norms.only_user(product)
         if not match.is_call(root, aten.to.dtype) or match.value(root).dtype != dtype:
             return f"the model goes on in {match.value(product).dtype}, gate and up are {dtype}"
-    region = [root, product, node]
-    reason = match.unsafe(region, [*node.args, weight])
+    region = [root, product, node] if product is not node else [root, node, node.args[1]]
+    reason = match.unsafe(region, [gate, up, weight])
     if reason:
         return reason
-    up = node.args[1] if len(node.args) > 1 else None
-    new = match.insert(gm, root, torch.ops.mindspeed.weighted_swiglu.default, (node.args[0], up, weight))
+    source = None if up is None else gates.packed(gate, up)
+    x, up = (gate, up) if source is None else (source, None)
+    new = match.insert(gm, root, torch.ops.mindspeed.weighted_swiglu.default, (x, up, weight))
     report.rewrites.append(site(OPERATOR, root, region))
     return match.substitute(gm, root, new)

@@ -9,6 +9,21 @@ from models import double, function_agrees
 
 ONE, CLIPPED, WEIGHTED, SWIGLU = "fusion.activation", "fusion.clipped_swiglu", "fusion.weighted_swiglu", "fusion.swiglu"
 
+IN_ONE_GRAPH = {
+    "relu * x": lambda x: F.relu(x) * x,
+    "maximum": lambda x: torch.maximum(x, torch.zeros_like(x)) ** 2,
+    "maximum of a number": lambda x: torch.maximum(x, torch.tensor(0.0, dtype=x.dtype)).square(),
+    "max": lambda x: torch.max(x, torch.zeros_like(x)).square(),
+    "where": lambda x: torch.where(x > 0, x, 0.0) ** 2,
+    "mask": lambda x: (x * (x > 0)) ** 2,
+    "mask cast": lambda x: ((x >= 0).to(x.dtype) * x).pow(2),
+    "where of the square": lambda x: torch.where(x > 0, x * x, 0.0),
+    "mask of the square": lambda x: x.pow(2) * (x > 0),
+    "threshold": lambda x: F.threshold(x, 0.0, 0.0) ** 2,
+    "quick, divided": lambda x: x / (1 + torch.exp(-1.702 * x)),
+    "quick, tanh": lambda x: 0.5 * x * (1 + torch.tanh(0.851 * x)),
+    "quick, gating": lambda x: x * x.sin() * torch.sigmoid(1.702 * x),
+}
 ACTIVATIONS = {
     "power": lambda x: F.relu(x) ** 2,
     "square": lambda x: torch.square(torch.relu(x)),
@@ -31,6 +46,11 @@ def test_every_spelling(name, dtype):
     x = torch.randn(4, 8, dtype=torch.double).to(dtype).requires_grad_()
     report = function_agrees(ACTIVATIONS[name], x, tolerance=1e-9 if dtype == torch.float64 else 4 * torch.finfo(dtype).eps)
     assert report.counts[ONE] == 1 and not report.skipped(ONE)
+
+
+def test_more_spellings():
+    report = function_agrees(lambda x: tuple(f(x) for f in IN_ONE_GRAPH.values()), double(4, 8))
+    assert report.counts[ONE] == len(IN_ONE_GRAPH) and not report.skipped(ONE)
 
 
 @pytest.mark.parametrize("f", [lambda x: F.relu(x) ** 3, lambda x: x * torch.sigmoid(1.5 * x), lambda x: torch.clamp(x, min=0, max=6) ** 2, lambda x: x.cos() * torch.sigmoid(1.702 * x)])
@@ -123,6 +143,20 @@ def test_weighted(f, dtype):
     x, w = torch.randn(6, 16, dtype=torch.double).to(dtype).requires_grad_(), torch.rand(6, 1, requires_grad=True)
     report = function_agrees(f, x, w.double().detach().requires_grad_() if dtype == torch.float64 else w, tolerance=1e-9 if dtype == torch.float64 else 3e-2)
     assert report.counts[WEIGHTED] == 1
+
+
+WEIGHT_INSIDE = {
+    "up": lambda g, u, w: F.silu(g) * (w * u),
+    "up, packed": lambda g, u, w: F.silu(torch.cat((g, u), -1)[..., :8]) * (torch.cat((g, u), -1)[..., 8:] * w),
+    "gate": lambda g, u, w: (w * F.silu(g)) * u,
+    "between": lambda g, u, w: g * w * u * torch.sigmoid(g),
+    "quotient": lambda g, u, w: g / (1 + torch.exp(-g)) * (u * w),
+}
+
+
+def test_a_weight_inside():
+    report = function_agrees(lambda g, u, w: tuple(f(g, u, w) for f in WEIGHT_INSIDE.values()), double(4, 8), double(4, 8), double(4, 1))
+    assert report.counts[WEIGHTED] == len(WEIGHT_INSIDE) and not report.skipped(WEIGHTED) and not report.skipped(SWIGLU)
 
 
 @pytest.mark.parametrize("frozen", ["x", "w"])

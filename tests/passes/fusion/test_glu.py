@@ -43,6 +43,17 @@ def test_a_gate_on_something_else_is_left_alone():
     assert report.counts.get(NAME, 0) == 0
 
 
+@pytest.mark.parametrize("relu, passes", [(lambda x: x.clamp(min=0), "all"), (lambda x: torch.maximum(x, torch.zeros_like(x)), "half"), (lambda x: torch.where(x > 0, x, 0.0), None)])
+def test_relu_by_another_name_has_the_same_gradient_or_stays(relu, passes):
+    report = function_agrees(lambda x, g, u: relu(F.linear(x, g)) * F.linear(x, u), double(3, 8), double(6, 8), double(6, 8))
+    assert report.counts.get(NAME, 0) == (passes is None) and [f"{passes} of the gradient" in s.reason for s in report.skipped(NAME)] == ([] if passes is None else [True])
+
+
+def test_torchs_own_says_why_it_stays():
+    report = function_agrees(lambda x, w: F.glu(F.linear(x, w)), double(3, 8), double(12, 8))
+    assert report.counts.get(NAME, 0) == 0 and "one operator already" in report.skipped(NAME)[0].reason
+
+
 def test_different_shapes_are_skipped_with_the_reason():
     report = function_agrees(lambda x, w, u: F.gelu(F.linear(x, w)) * F.linear(x, u), double(3, 8), double(6, 8), double(1, 8))
     assert report.counts.get(NAME, 0) == 0 and "different shapes" in report.skipped(NAME)[0].reason

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import double, function_agrees
@@ -35,6 +36,53 @@ SPELLINGS = {
 def test_every_spelling(name):
     report = function_agrees(SPELLINGS[name], double(2, 3, 8), double(8))
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+ROOT = 8**0.5
+IN_ONE_GRAPH = {
+    "norm": lambda x, w: x / (x.norm(2, -1, keepdim=True) * 8**-0.5) * w,
+    "norm, divided": lambda x, w: w * (x / (torch.linalg.norm(x, dim=-1, keepdim=True) / ROOT)),
+    "norm with a least value": lambda x, w: x / (x.norm(dim=-1, keepdim=True) * 8**-0.5).clamp(min=1e-8) * w,
+    "x scaled": lambda x, w: w * (ROOT * x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
+    "normalize": lambda x, w: F.normalize(x, dim=-1) * ROOT * w,
+    "normalize, scaled last": lambda x, w: F.normalize(x, dim=-1) * (w + 1) * ROOT,
+    "normalize, no weight": lambda x, w: F.normalize(x, dim=-1) * ROOT,
+    "norm whose factor the weight takes": lambda x, w: x / x.norm(dim=-1, keepdim=True) * w,
+    "sum and eps of a sum": lambda x, w: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 8e-5) * w * ROOT,
+    "weight in the middle": lambda x, w: x * w * torch.rsqrt(mean_square(x) + 1e-5),
+    "weight times root": lambda x, w: x * (w * torch.rsqrt(mean_square(x) + 1e-5)),
+    "reshaped": lambda x, w: x / (x.square().mean(-1) + 1e-5).sqrt().reshape(*x.shape[:-1], 1) * w,
+    "another factor in the middle": lambda x, w: x * x.sin() * torch.rsqrt(mean_square(x) + 1e-5) * w,
+    "magnitudes": lambda x, w: x * torch.rsqrt(x.abs().square().mean(-1, keepdim=True) + 1e-5) * w,
+    "a gated input": lambda x, w: x * x.sin() * torch.rsqrt(mean_square(x * x.sin()) + 1e-5) * w,
+}
+
+
+def test_more_spellings():
+    report = function_agrees(lambda x, w: tuple(f(x, w) for f in IN_ONE_GRAPH.values()), double(2, 3, 8), double(8))
+    assert report.counts[NAME] == len(IN_ONE_GRAPH) and not report.skipped(NAME)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_in_16_bits_are_as_accurate(dtype):
+    x, w, grad = (torch.randn(*s).to(dtype) for s in ((64, 8), (8,), (64, 8)))
+
+    def run(f, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
+        out = f(*leaves)
+        return [t.double() for t in (out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype)))]
+
+    f = IN_ONE_GRAPH["normalize"]
+    compiled = torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+    for have, unfused, want in zip(run(compiled, dtype), run(f, dtype), run(f, torch.float64), strict=True):
+        assert (have - want).norm() <= 2 * (unfused - want).norm()
+
+
+def test_rows_of_zeros_stay_zeros():
+    x = torch.randn(3, 8, dtype=torch.double)
+    x[1] = 0
+    report = function_agrees(IN_ONE_GRAPH["normalize"], x.requires_grad_(), double(8))
+    assert report.counts[NAME] == 1
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -80,6 +128,8 @@ def test_half_precision_casts_are_absorbed():
         (lambda x, w: x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + 1e-5) * w, "not over the last one alone"),
         (lambda x, w: torch.nn.functional.rms_norm(x, (3, 8), None, 1e-5) * w, "2 dimensions"),
         (lambda x, w: _partly_without_grad(x) * w, "gradients off"),
+        (lambda x, w: w * (x / (x.norm(2, dim=-1, keepdim=True) * 8**-0.5 + 1e-8)), "eps is added to the root mean square"),
+        (lambda x, w: x / (x.norm(dim=-1, keepdim=True) * 8**-0.5).clamp(min=1e-5) * w, "at least 1e-05"),
     ],
 )  # fmt: skip
 def test_near_misses_say_why(f, reason):
@@ -91,6 +141,11 @@ def _partly_without_grad(x):
     with torch.no_grad():
         r = torch.rsqrt(mean_square(x) + 1e-5)
     return x * r
+
+
+def test_a_division_by_the_norm_alone_is_left():
+    report = function_agrees(lambda x, w: F.normalize(x, dim=-1) + w, double(3, 8), double(8))
+    assert report.counts[NAME] == 0 and not report.skipped(NAME)
 
 
 def test_something_else_is_left_alone():

@@ -13,6 +13,17 @@ TWO = {
     "exponential": lambda g, u: g / (1 + torch.exp(-g)) * u,
     "strided": lambda g, u: F.silu(g.transpose(0, 1)) * u.transpose(0, 1),
 }
+IN_ONE_GRAPH = {
+    "one over": lambda g, u: g * (1 / (torch.exp(-g) + 1)) * u,
+    "tanh": lambda g, u: 0.5 * g * (1 + torch.tanh(0.5 * g)) * u,
+    "tanh, the half inside": lambda g, u: u * (g * (0.5 * torch.tanh(g / 2) + 0.5)),
+    "up in the middle": lambda g, u: g * u * torch.sigmoid(g),
+    "up beside sigmoid": lambda g, u: u * torch.sigmoid(g) * g,
+    "up over": lambda g, u: g * u / (1 + torch.exp(-g)),
+    "1 - sigmoid": lambda g, u: g * (1 - torch.sigmoid(-g)) * u,
+    "logarithm": lambda g, u: g * torch.exp(F.logsigmoid(g)) * u,
+    "scaled": lambda g, u: 2.0 * F.silu(g) * u,
+}
 PACKED = {
     "chunk": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "split": lambda x: F.silu(x.split(4, -1)[0]) * x.split(4, -1)[1],
@@ -24,6 +35,21 @@ PACKED = {
 @pytest.mark.parametrize("name", TWO)
 def test_two_tensors(name):
     assert function_agrees(TWO[name], double(2, 3, 8), double(2, 3, 8)).counts[NAME] == 1
+
+
+def test_more_spellings():
+    report = function_agrees(lambda g, u: tuple(f(g, u) for f in IN_ONE_GRAPH.values()), double(2, 3, 8), double(2, 3, 8))
+    assert report.counts[NAME] == len(IN_ONE_GRAPH) and report.counts["fusion.silu"] == len(IN_ONE_GRAPH) - 1 and not report.skipped(NAME)
+
+
+def test_a_silu_by_itself_is_one_operator():
+    report = function_agrees(lambda x: x / (1 + torch.exp(-x)) + 1, double(3, 8))
+    assert report.counts["fusion.silu"] == 1 and report.counts[NAME] == 0
+
+
+def test_a_sigmoid_cut_off_from_the_gradient_is_no_silu():
+    report = function_agrees(lambda x: x * torch.sigmoid(x.detach()), double(3, 8))
+    assert report.counts["fusion.silu"] == 0
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -33,6 +33,23 @@ def rms_norm_widely_weighted(h, x, w):
     return h.mul(h.mul(wide, torch.rsqrt(h.add(wide.square().mean(-1, keepdim=True), h.eps))), h.add(1.0, h.wide(w))).to(x.dtype)
 
 
+def rms_norm_by_norm(h, x, w):
+    wide = h.wide(x)
+    return h.mul(h.mul(h(wide / h.mul(h(wide.norm(2, -1, keepdim=True)), 8**-0.5)), 1.0).to(x.dtype), w)
+
+
+def rms_norm_normalized(h, x, w):
+    return h.mul(h.mul(h(F.normalize(x, dim=-1)), 8**0.5), w)
+
+
+def rms_norm_weight_inside(h, x, w):
+    return h.mul(h.mul(x, w), h(torch.rsqrt(h.add(h((x * x).mean(-1, keepdim=True)), h.eps))))
+
+
+def rms_norm_eps_beside(h, x, w):
+    return h.mul(h(x / h.add(h(x.pow(2).mean(-1, keepdim=True).sqrt()), h.eps)), w)
+
+
 def rms_norm_called(h, x, w):
     return F.rms_norm(x, (8,), w, h.eps)
 
@@ -49,6 +66,14 @@ def centered(h, x):
 
 def layer_norm(h, x, w, b):
     return h.add(h.mul(h(centered(h, x)), w), b)
+
+
+def layer_norm_unbiased(h, x, w, b):
+    return h.add(h.mul(w, h(x - h(x.mean(-1, keepdim=True)))) / torch.sqrt(h.add(h(x.var(-1, keepdim=True)), h.eps)), b)
+
+
+def layer_norm_annotated(h, x, w, b):
+    return h.add(h.mul(w, h(x - h(x.mean(-1, keepdim=True)))) / h.add(h(x.std(-1, keepdim=True)), h.eps), b)
 
 
 def layer_norm_called(h, x, w, b):
@@ -75,12 +100,28 @@ def swiglu_in_parts(h, x, w):
     return h.mul(h.mul(gate, h(torch.sigmoid(gate))), up)
 
 
+def swiglu_divided(h, g, u):
+    return h(h.mul(g, u) / h.add(1.0, h(torch.exp(h(-g)))))
+
+
+def swiglu_tanh(h, g, u):
+    return h.mul(h.mul(g, u), h(h.mul(h.add(h(torch.tanh(g / 2)), 1.0), 0.5)))
+
+
 def swiglu_widened(h, g, u):
     return h.mul(h(F.silu(h.wide(g)).to(g.dtype)), u)
 
 
 def weighted_swiglu(h, g, u, p):
     return h.mul(h.mul(h(F.silu(g)), u), p)
+
+
+def weighted_up(h, g, u, p):
+    return h.mul(h(F.silu(g)), h.mul(p, u))
+
+
+def weighted_gate(h, g, u, p):
+    return h.mul(h.mul(h(F.silu(g)), p), u)
 
 
 def clipped_swiglu(h, g, u):
@@ -103,6 +144,18 @@ def gelu_tanh(h, x):
 
 def gelu_erf(h, x):
     return h.mul(h.mul(x, 0.5), h.add(1.0, h(torch.erf(x / math.sqrt(2.0)))))
+
+
+def gelu_erfc(h, x):
+    return h.mul(h(x / 2), h(torch.erfc(h(h(-x) / math.sqrt(2.0)))))
+
+
+def quick_gelu_divided(h, x):
+    return h(x / h.add(1, h(torch.exp(h.mul(-1.702, x)))))
+
+
+def relu_times_x(h, x):
+    return h.mul(h(torch.maximum(x, h(torch.zeros_like(x)))), x)
 
 
 def quick_gelu(h, x):
@@ -363,6 +416,22 @@ CASES = {
         patches=(lambda: patch.object(merged_linear, "_unpaid", lambda group, device: None),),
     ),
 }  # fmt: skip
+SPELLINGS = {
+    "rms_norm, norm": Case("fusion.rms_norm", rms_norm_by_norm, ((2, 3, 8), Weight((8,)))),
+    "rms_norm, normalized": Case("fusion.rms_norm", rms_norm_normalized, ((2, 3, 8), Weight((8,)))),
+    "rms_norm, weight inside": Case("fusion.rms_norm", rms_norm_weight_inside, ((2, 3, 8), Weight((8,)))),
+    "rms_norm, eps beside": Case("fusion.rms_norm", rms_norm_eps_beside, ((2, 3, 8), Weight((8,))), reasons=("eps is added to the root mean square",)),
+    "layer_norm, n - 1": Case("fusion.layer_norm", layer_norm_unbiased, ((2, 3, 8), Weight((8,)), Weight((8,)))),
+    "layer_norm, annotated": Case("fusion.layer_norm", layer_norm_annotated, ((2, 3, 8), Weight((8,)), Weight((8,))), reasons=("eps is added to the standard deviation",)),
+    "swiglu, divided": Case("fusion.swiglu", swiglu_divided, ((3, 8), (3, 8))),
+    "swiglu, tanh": Case("fusion.swiglu", swiglu_tanh, ((3, 8), (3, 8))),
+    "weighted_swiglu, up": Case("fusion.weighted_swiglu", weighted_up, ((3, 8), (3, 8), (3, 1))),
+    "weighted_swiglu, gate": Case("fusion.weighted_swiglu", weighted_gate, ((3, 8), (3, 8), (3, 1))),
+    "gelu, erfc": Case("fusion.gelu", gelu_erfc, ((3, 8),)),
+    "quick_gelu, divided": Case("fusion.activation", quick_gelu_divided, ((3, 8),)),
+    "squared_relu, product": Case("fusion.activation", relu_times_x, ((3, 8),)),
+}
+"""Other spellings of the same, most of them for the slow tests alone."""
 
 
 FOUND = {
@@ -389,15 +458,23 @@ def test_one_variant(name, data):
     check(CASES[name], data.draw(variants(CASES[name], turn=list(CASES).index(name))))
 
 
+@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
+@given(st.sampled_from(list(SPELLINGS)), st.data())
+def test_other_spellings(name, data):
+    check(SPELLINGS[name], data.draw(variants(SPELLINGS[name], turn=list(SPELLINGS).index(name))))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | SPELLINGS)
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_many_variants(name, data):
-    check(CASES[name], data.draw(variants(CASES[name])))
+    case = (CASES | SPELLINGS)[name]
+    check(case, data.draw(variants(case)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | SPELLINGS)
 def test_as_it_comes(name):
-    check(CASES[name], Variant(dtype=CASES[name].dtypes[0]))
+    case = (CASES | SPELLINGS)[name]
+    check(case, Variant(dtype=case.dtypes[0]))

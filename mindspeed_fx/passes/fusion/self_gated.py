@@ -1,0 +1,159 @@
+"""Activations that are x times a probability of x: SiLU and swish with the logistic function, GELU with the normal distribution.
+
+The logistic function is ``sigmoid``, ``1 / (1 + exp(-z))`` or ``(1 + tanh(z / 2)) / 2``; the normal one ``erf``, ``erfc`` or ``ndtr``.
+The tanh form of GELU is the logistic function of ``2 sqrt(2 / pi) (x + 0.044715 x^3)``. A product in any association is read, what
+else is in it (what the activation gates) multiplies the result. Safe because it is the same formula, without the rounding between
+its operations, and where an exponential overflows the operator does not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, NamedTuple, Sequence
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.passes.base import PassReport, calls, site, skip
+from mindspeed_fx.passes.fusion import algebra, match, norms
+from mindspeed_fx.passes.fusion.match import aten
+
+TANH = {1: 2 * math.sqrt(2 / math.pi), 3: 2 * math.sqrt(2 / math.pi) * 0.044715}
+"""Inside the logistic function, by powers of x."""
+
+
+class SelfGated(NamedTuple):
+    x: fx.Node
+    kind: str
+    """"swish", "gelu", "gelu_tanh", or "" where ``near`` says what differs."""
+    slope: float
+    """Of swish: x * sigmoid(slope * x)."""
+    number: float
+    over: list[fx.Node]
+    under: list[fx.Node]
+    """What else multiplies and divides."""
+    nodes: list[fx.Node]
+    near: str = ""
+
+
+class _Probability(NamedTuple):
+    """number * P(by * z), where P is the logistic function or the normal distribution's."""
+
+    normal: bool
+    z: fx.Node
+    by: float
+    number: float
+
+
+def read(node: fx.Node, left: Sequence[fx.Node] = ()) -> SelfGated | None:
+    """``node`` as an activation times other factors; the nodes of ``left`` are not looked into."""
+    flat = algebra.product(node, left)
+    near = None
+    for gate, divides in ((*((n, False) for n in flat.over), *((n, True) for n in flat.under))):
+        p = _probability(gate, divides)
+        if p is None:
+            continue
+        for x in [*(n for n in flat.over if n is not gate), *flat.nodes[1:]]:
+            nodes: list[fx.Node] = []
+            inside = algebra.polynomial(p.z, x, nodes)
+            if not inside or 0 in inside:
+                continue
+            kind, slope, reason = _kind(p.normal, {power: c * p.by for power, c in inside.items()})
+            parts = algebra.product(node, [x, *left])
+            rest = _without(_without(parts, gate, divides), x, False)
+            if rest is None or (not kind and not reason):
+                continue
+            made = SelfGated(_leaf(parts, x), kind, slope, rest.number * p.number, rest.over, rest.under, [*rest.nodes, gate, *nodes], reason)
+            if kind:
+                return made
+            near = near or made
+    return near
+
+
+def _kind(normal: bool, inside: algebra.Polynomial) -> tuple[str, float, str]:
+    """(kind, slope, or what differs)."""
+    if normal:
+        if _close(inside, {1: 1.0}):
+            return "gelu", 1.0, ""
+        return "", 1.0, f"erf is taken of {inside[1] * math.sqrt(0.5):g} x, in GELU of x / sqrt(2)" if inside.keys() == {1} else ""
+    if inside.keys() == {1}:
+        return "swish", inside[1], ""
+    if _close(inside, TANH):
+        return "gelu_tanh", 1.0, ""
+    return "", 1.0, f"tanh is taken of {inside[1] / 2:g} x + {inside[3] / 2:g} x^3, in GELU of {TANH[1] / 2:g} x + {TANH[3] / 2:g} x^3" if inside.keys() == {1, 3} else ""
+
+
+def _close(a: algebra.Polynomial, b: algebra.Polynomial) -> bool:
+    return a.keys() == b.keys() and all(math.isclose(a[p], b[p], rel_tol=1e-5) for p in b)
+
+
+def _probability(n: fx.Node, divides: bool) -> _Probability | None:
+    if not match.is_float(n):
+        return None
+    f, a, b = algebra.affine(n)
+    if match.is_call(f, aten.sigmoid.default, aten.special_ndtr.default) and not divides and (b == 0 or b == -a):
+        # Both distributions are symmetric: 1 - P(z) is P(-z).
+        return _Probability(f.target is aten.special_ndtr.default, f.args[0], -1.0 if b else 1.0, b or a)
+    if not match.is_call(f, aten.exp.default, aten.tanh.default, aten.erf.default, aten.erfc.default, aten.special_erf.default, aten.special_erfc.default):
+        return None
+    z = f.args[0]
+    if match.is_call(f, aten.exp.default) and match.is_call(match.uncast(z), aten.log_sigmoid.default) and b == 0 and not divides:
+        return _Probability(False, match.uncast(z).args[0], 1.0, a)
+    if divides:
+        return _Probability(False, z, -1.0, 1 / b) if match.is_call(f, aten.exp.default) and a == b != 0 else None
+    if match.is_call(f, aten.tanh.default) and abs(a) == abs(b) != 0:
+        return _Probability(False, z, 2.0 * a / b, 2 * b)
+    if match.is_call(f, aten.erf.default, aten.special_erf.default) and abs(a) == abs(b) != 0:
+        return _Probability(True, z, math.sqrt(2) * a / b, 2 * b)
+    if match.is_call(f, aten.erfc.default, aten.special_erfc.default) and b == 0:
+        return _Probability(True, z, -math.sqrt(2), 2 * a)
+    return None
+
+
+def _without(flat: algebra.Product | None, n: fx.Node, divides: bool) -> algebra.Product | None:
+    """``flat`` less one factor; None when it is no factor."""
+    side = flat and (flat.under if divides else flat.over)
+    at = next((i for i, m in enumerate(side or ()) if m is n or match.same(match.uncast(m), match.uncast(n))), None)
+    if at is None:
+        return None
+    rest = [*side[:at], *side[at + 1 :]]
+    return flat._replace(under=rest) if divides else flat._replace(over=rest)
+
+
+def _leaf(flat: algebra.Product, x: fx.Node) -> fx.Node:
+    """The factor that equals ``x``, in the type in which it is multiplied."""
+    return next(n for n in flat.over if match.same(match.uncast(n), match.uncast(x)))
+
+
+# --------------------------------------------------------------------------- rewriting
+
+
+def fuse(gm: fx.GraphModule, name: str, operator: str, make: Callable[[SelfGated], tuple[Any, tuple, dict] | None]) -> PassReport:
+    """Rewrite every activation of which ``make`` says the (overload, arguments after x, keywords); None for those of another pass."""
+    report = PassReport(name)
+    left: list[fx.Node] = []
+    for node in calls(gm, *match.MUL, *match.DIV):
+        found = read(node, left) if match.is_float(node) else None
+        call = make(found) if found is not None else None
+        if call is None:
+            continue
+        root, number, numbers = norms.scaled_on(node, found.number)
+        region = [root, *numbers, *found.nodes]
+        reason, where = found.near or match.unsafe(region, [found.x, *found.over, *found.under]), site(operator, root, region)
+        reason = reason or _rewrite(gm, root, found, number, call)
+        if reason:
+            report.skipped.append(skip(operator, node, reason))
+            left.append(node)
+        else:
+            report.rewrites.append(where)
+    match.finish(gm)
+    return report
+
+
+def _rewrite(gm: fx.GraphModule, root: fx.Node, found: SelfGated, number: float, call: tuple[Any, tuple, dict]) -> str | None:
+    overload, further, keywords = call
+    x, dtype = found.x, match.value(root).dtype
+    if torch.promote_types(match.value(x).dtype, dtype) != match.value(x).dtype:
+        x = match.insert(gm, root, aten.to.dtype, (x, dtype))  # the model multiplies in this type
+    made = match.insert(gm, root, overload, (x, *further), keywords)
+    return match.replace(gm, root, algebra.multiplied(gm, root, made, number, found.over, found.under))
