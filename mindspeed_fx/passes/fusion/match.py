@@ -202,10 +202,20 @@ def indexed_rows(n: Any) -> tuple[fx.Node, fx.Node] | None:
         x, index = n.args[0], n.args[1][0]
     elif is_call(n, aten.index_select.default) and n.args[1] == 0:
         x, index = n.args[0], n.args[2]
+    elif is_call(n, aten.gather.default) and value(n).dim() == 2 and n.args[1] % 2 == 0 and value(n).shape[1] == value(n.args[0]).shape[1]:
+        x, index = n.args[0], row_number(n.args[2])
     else:
         return None
     integers = index is not None and value(index).dim() == 1 and value(index).dtype in (torch.int32, torch.int64)
     return (x, index) if integers else None
+
+
+def row_number(n: Any) -> fx.Node | None:
+    """index [rows] when ``n`` [rows, width] has it in every column."""
+    column = n.args[0] if is_call(n, aten.expand.default, aten.repeat.default) else n
+    if not is_call(column, aten.unsqueeze.default, *VIEWS) or value(column).dim() != 2 or value(column).shape[1] != 1 or value(column.args[0]).dim() != 1:
+        return None
+    return column.args[0] if compat.statically_known_true(value(column).shape[0] == value(n).shape[0]) else None
 
 
 def same(a: Any, b: Any, depth: int = 8) -> bool:

@@ -3,7 +3,8 @@
 ``order`` is the sort of the flattened choices of experts [tokens * k]. The way there is ``tokens[order // k]``, or
 ``order`` applied to each token repeated k times. The way back is the sum over a token's rows, with or without
 probabilities, applied to sorted rows or afterwards: rows gathered by the inverse of ``order`` (made by a second sort or by
-writing 0, 1, 2 ... to the places of ``order``), rows written to the places of ``order``, or rows added up by ``order // k``.
+writing 0, 1, 2 ... to the places of ``order``), rows written to the places of ``order``, or rows added up by ``order // k``, to zeros or to what
+a shared expert gave. Rows are taken and added by an index of rows or by one that names it in every column (torchtitan), summed by ``sum``, ``bmm`` or ``einsum``.
 
 Safe because the rows and the sums are the same; a sort that may order equal experts at will is made stable, so that the
 operator, which sorts by itself, and what is left of the model agree. Why it pays: the gradient of a gather adds
@@ -21,9 +22,11 @@ from mindspeed_fx import compat
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion import match
 from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.one_hot import parsed
 
 NAME, PERMUTE, UNPERMUTE = "fusion.moe_permute", "mindspeed::moe_permute", "mindspeed::moe_unpermute"
-GATHERS = (aten.index.Tensor, aten.index_select.default)
+GATHERS = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 MANY = 8
@@ -42,6 +45,8 @@ class Combined(NamedTuple):
     k: Any
     order: fx.Node
     region: list[fx.Node]
+    base: fx.Node | None = None
+    """[tokens, hidden], to which the sums are added."""
 
 
 @register(NAME, stage="captured", level=1, provides=("moe_permute",))
@@ -49,8 +54,11 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
     """Sorting tokens by expert and adding the results up become one operator each."""
     report = PassReport(NAME)
     inverses: dict[fx.Node, fx.Node] = {}
+    seen: set[fx.Node] = set()
     for node in calls(gm, *GATHERS):
         found = _permuted(node)
+        if found is not None:
+            seen.add(node)
         if isinstance(found, tuple):
             tokens, order = (compat.hint(match.value(n).shape[0]) for n in found)
             if tokens and order // tokens < MANY and _left(gm, context):
@@ -59,13 +67,18 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
             found = _rewrite_permute(gm, report, node, *found, inverses)
         if found:
             report.skipped.append(skip(PERMUTE, node, found))
-    for node in calls(gm, aten.sum.dim_IntList, aten.index_add.default, aten.scatter_add.default):
+    for node in calls(gm, aten.sum.dim_IntList, aten.index_add.default, aten.scatter_add.default, aten.index_put.default, aten.bmm.default, aten.matmul.default, aten.einsum.default):
         combined = _combined(node)
         if combined is not None:
+            seen.update(combined.region)
             few = compat.hint(combined.k) < MANY and _left(gm, context)
             reason = _FEW.format(k=combined.k) if few else _rewrite_unpermute(gm, report, node, combined, inverses)
             if reason:
                 report.skipped.append(skip(UNPERMUTE, node, reason))
+    for node in calls(gm, *GATHERS):
+        found = match.indexed_rows(node) if node not in seen and node.users else None
+        if found is not None and match.value(node).dim() == 2 and match.is_float(node) and (sort := _sort_behind(found[1])) is not None:
+            report.skipped.append(skip(PERMUTE, node, f"rows are taken in an order that comes of a sort ({sort.name}), but neither k of each token sorted by expert nor back to be summed"))
     match.finish(gm)
     return report
 
@@ -87,6 +100,12 @@ def _sorted(n: Any) -> fx.Node | None:
         found = n
     plain = found is not None and match.value(found.args[0]).dim() == 1 and not match.is_float(found.args[0])
     return found if plain and not match.argument(found, "descending", False) else None
+
+
+def _sort_behind(n: Any, depth: int = 3) -> fx.Node | None:
+    if not isinstance(n, fx.Node) or n.op != "call_function" or _sorted(n) is not None or not depth:
+        return _sorted(n)
+    return next((found for a in n.all_input_nodes if (found := _sort_behind(a, depth - 1)) is not None), None)
 
 
 def _divided(n: Any) -> tuple[fx.Node, int] | None:
@@ -184,18 +203,41 @@ def _combined(node: fx.Node) -> Combined | None:
     """What ``node`` adds up, when it is the way back."""
     if match.is_call(node, aten.sum.dim_IntList):
         return _summed(node)
-    zeros, dim, index, rows = node.args[:4]
-    if dim != 0 or node.kwargs.get("alpha", 1) != 1 or not match.is_call(zeros, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
-        return None
+    if match.is_call(node, aten.bmm.default, aten.matmul.default, aten.einsum.default):
+        return _multiplied(node)
+    if match.is_call(node, aten.index_put.default):
+        if not match.argument(node, "accumulate", False) or len(node.args[1]) != 1:
+            return None
+        base, index, rows = node.args[0], node.args[1][0], node.args[2]
+    else:
+        base, dim, index, rows = node.args[:4]
+        if dim != 0 or node.kwargs.get("alpha", 1) != 1:
+            return None
     if match.is_call(node, aten.scatter_add.default):
-        wide = match.is_call(index, aten.expand.default) and match.is_call(index.args[0], aten.unsqueeze.default) and match.value(index).shape == match.value(rows).shape
-        index = index.args[0].args[0] if wide else None
+        index = match.row_number(index) if match.value(index).shape == match.value(rows).shape else None
     divided = _divided(index)
     if divided is None or _sorted(divided[0]) is None or match.value(rows).dim() != 2:
         return None
     order, k = divided
     rows, probs, region = _weighted(rows, order)
-    return Combined(rows, probs, k, order, [node, *region])
+    return Combined(rows, probs, k, order, [node, *region], None if match.is_call(base, *ZEROS) else base)
+
+
+def _multiplied(node: fx.Node) -> Combined | None:
+    """[tokens, 1, k] @ [tokens, k, hidden], or their einsum."""
+    if match.is_call(node, aten.einsum.default):
+        words = parsed(node)
+        if words is None or len(words[0]) != 2 or sorted(map(len, words[0])) != [2, 3]:
+            return None
+        (one, probs), (three, copies) = sorted(zip(words[0], node.args[1]), key=lambda pair: len(pair[0]))
+        if three[:2] != one or words[1] != three[0] + three[2]:
+            return None
+    else:
+        probs, copies = node.args
+        if match.value(probs).dim() != 3 or match.value(copies).dim() != 3 or not compat.statically_known_true(match.value(probs).shape[1] == 1):
+            return None
+    copies = match.uncast(copies)
+    return _gathered(copies, probs, match.value(copies), [node]) if match.is_float(copies) else None
 
 
 def _summed(node: fx.Node) -> Combined | None:
@@ -209,6 +251,11 @@ def _summed(node: fx.Node) -> Combined | None:
             region.append(copies)
             probs, copies = match.uncast(b).args[0], match.uncast(a)
             break
+    return _gathered(copies, probs, whole, region)
+
+
+def _gathered(copies: fx.Node, probs: fx.Node | None, whole: torch.Tensor, region: list[fx.Node]) -> Combined | None:
+    """The way back of ``copies`` [tokens, k, hidden], which are summed over k, times ``probs`` if there are any."""
     if not match.is_call(copies, *match.VIEWS):
         return None
     region.append(copies)
@@ -243,11 +290,11 @@ def _weighted(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list
 
 
 def _rewrite_unpermute(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Combined, inverses: dict) -> str | None:
-    rows, probs, k, order, region = found
+    rows, probs, k, order, region, base = found
     shape, root = match.value(rows).shape, match.value(node)
     if not compat.statically_known_true(shape[0] == root.shape[0] * k) or not compat.statically_known_true(shape[0] == match.value(order).shape[0]):
         return f"{shape[0]} rows are not {k} for each of {root.shape[0]} tokens"
-    reason = match.unsafe(region, [rows, order, probs])
+    reason = match.unsafe(region, [rows, order, probs, base])
     if reason:
         return reason
     inverse = inverses.get(order)
@@ -260,6 +307,8 @@ def _rewrite_unpermute(gm: fx.GraphModule, report: PassReport, node: fx.Node, fo
     if torch.promote_types(dtype, root.dtype) != dtype:
         rows = match.insert(gm, node, aten.to.dtype, (rows, root.dtype))  # the model adds up in a wider type
     new = match.insert(gm, node, torch.ops.mindspeed.moe_unpermute.default, (rows, inverse, probs, k))
+    new = new if base is None else match.insert(gm, node, aten.add.Tensor, (base, new))
+    new = new if match.value(new).dim() == root.dim() else match.insert(gm, node, aten.reshape.default, (new, list(root.shape)))
     report.rewrites.append(site(UNPERMUTE, node, region))
     return match.substitute(gm, node, new)
 

@@ -26,6 +26,7 @@ THERE = {
     "divided": lambda x, order, k: x[order // k],
     "floor": lambda x, order, k: x.index_select(0, torch.div(order, k, rounding_mode="floor")),
     "repeated": lambda x, order, k: x.repeat_interleave(k, 0)[order],
+    "torchtitan": lambda x, order, k: torch.gather(x, 0, (order // k).reshape(-1, 1).expand(-1, x.shape[1])),
     "expanded": lambda x, order, k: x.unsqueeze(1).expand(-1, k, -1).reshape(-1, x.shape[1])[order],
 }
 SORT = {"sort": lambda i: i.flatten().sort()[1], "argsort": lambda i: i.flatten().argsort(), "stable": lambda i: i.flatten().argsort(stable=True)}
@@ -50,8 +51,37 @@ BACK = {
     "written": lambda y, p, order, k: (p.unsqueeze(-1) * written(y, order).view(*p.shape, -1)).sum(1),
     "added": lambda y, p, order, k: y.new_zeros(p.shape[0], y.shape[1]).index_add(0, order // k, y * p.flatten()[order, None]),
     "scattered": lambda y, p, order, k: torch.zeros(p.shape[0], y.shape[1], dtype=y.dtype).scatter_add(0, (order // k).unsqueeze(1).expand(-1, y.shape[1]), y * p.flatten()[order].view(-1, 1)),
+    "torchtitan": lambda y, p, order, k: (y * p.flatten()[order].reshape(-1, 1)).new_zeros(p.shape[0], y.shape[1]).scatter_add(0, (order // k).reshape(-1, 1).expand(-1, y.shape[1]), y * p.flatten()[order].reshape(-1, 1)),
+    "torchtitan, product": lambda y, p, order, k: torch.bmm(p.reshape(-1, 1, k), written(y, order).reshape(-1, k, y.shape[1])).squeeze(1),
+    "einsum": lambda y, p, order, k: torch.einsum("tk,tkh->th", p, y[inverse(order)].view(-1, k, y.shape[1])),
+    "accumulated": lambda y, p, order, k: torch.zeros(p.shape[0], y.shape[1], dtype=y.dtype).index_put((order // k,), y * p.flatten()[order, None], accumulate=True),
     "alone": lambda y, p, order, k: y[inverse(order)].view(-1, k, y.shape[1]).sum(1) * p.sum(1, keepdim=True),
 }
+
+
+SHARED = {
+    "scatter_add": lambda base, y, order, k: base.scatter_add(0, (order // k).reshape(-1, 1).expand(-1, y.shape[1]), y),
+    "index_add": lambda base, y, order, k: base.index_add(0, order // k, y),
+    "torchtitan, product": lambda base, y, order, k: base + torch.bmm(torch.ones(6, 1, k, dtype=y.dtype), written(y, order).reshape(-1, k, y.shape[1])).squeeze(1),
+    "einsum": lambda base, y, order, k: base + torch.einsum("tk,tkh->th", torch.ones(6, k, dtype=y.dtype), y[inverse(order)].view(-1, k, y.shape[1])),
+    "accumulated": lambda base, y, order, k: base.index_put((order // k,), y, accumulate=True),
+}
+
+
+def test_rows_added_to_what_shared_experts_gave():
+    indices = choices()
+
+    def f(x, w):
+        order = indices.flatten().argsort(stable=True)
+        return tuple(add(x.cos(), THERE["torchtitan"](x, order, 2) @ w, order, 2) for add in SHARED.values())
+
+    report = function_agrees(f, double(6, 3), double(3, 3))
+    assert report.counts[NAME] == 2 * len(SHARED) and not report.skipped(NAME), report.skipped(NAME)
+
+
+def test_another_order_of_a_sort_says_why():
+    report = function_agrees(lambda x: x[(torch.arange(12) * 7 % 5).argsort(stable=True) % 6], double(6, 3))
+    assert report.counts[NAME] == 0 and "neither k of each token sorted by expert" in reasons(report)[0]
 
 
 @settings(max_examples=10, deadline=None)
