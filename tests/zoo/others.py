@@ -24,6 +24,8 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "qkv-bias": dict(add_qkv_bias=True),
     "window": dict(window_size=(7, 0)),
     "moe": dict(experts=4),
+    "latent": dict(latent=True),
+    "latent-yarn": dict(latent=True, rope_type="yarn", original_max_position_embeddings=8),
 }
 NOTES = {"megatron/moe": "eager experts run one by one, compiled ones as one grouped product: one swiglu for 4"}
 LITGPT = ("Llama-3-8B", "Llama-2-7b-hf", "pythia-14m", "Gemma-2b", "Gemma-2-2b", "phi-2", "Phi-3-mini-4k-instruct", "Qwen2.5-0.5B", "Qwen3-0.6B", "Mixtral-8x7B-v0.1", "falcon-7b", "OLMo-2-1124-7B", "stablelm-3b-4e1t")
