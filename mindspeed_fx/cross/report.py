@@ -139,7 +139,7 @@ class CrossReport:
         elif v["kernels"]["problem"]:
             lines += [f"Triton kernels were not compiled: {v['kernels']['problem']}"]
         if costly := self.costly():
-            lines += [f"modelled on {self.hardware}{'calls':>{47 - len(self.hardware)}}{'GFLOP':>14}{'moved':>12}{'results':>12}{'time':>14}"]
+            lines += [f"modelled on {self.hardware}{'calls':>{46 - len(self.hardware)}}{'GFLOP':>14}{'moved':>12}{'results':>12}{'time':>14}"]
             lines += [f"  {r['operator']:<50}{r['calls']:>6}{r['flops'] / 1e9:>14,.1f}{size(r['bytes']):>12}{size(r['made']):>12}{milliseconds(r['seconds']):>14}" for r in costly]
         if self.skipped:
             lines += ["near misses"] + [f"  {n:>5} x {name}: {reason}" for (name, reason), n in _grouped(self.skipped).items()]
