@@ -3,6 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.partition import memory
 
 
@@ -32,3 +33,20 @@ def test_what_is_saved_counts_each_memory_once_and_no_inputs():
         backward.placeholder(name)
     backward.output(())
     assert memory.saved(gm, torch.fx.GraphModule(torch.nn.Module(), backward)) == 1024
+
+
+def test_layers_that_are_lowered_alike_have_memory_of_their_own():
+    """A kernel is traced once for equal calls, whose values then share their fake memory."""
+
+    def f(x):
+        for _ in range(3):
+            x = torch.ops.mindspeed.activation(x, "squared_relu")
+        return x.view(16, 16)
+
+    gm = make_fx(f, tracing_mode="fake")(torch.empty(256))
+    lower(gm, "npu", "forward", inline_references=False)
+    calls = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
+    assert calls == ["aten.relu.default", "aten.mul.Tensor"] * 3 + ["aten.view.default"]
+    assert list(memory.made(gm).values()) == [1024] * 6 + [0]
+    found = memory.peak(gm)
+    assert (found["peak"], found["inputs"], found["outputs"]) == (3072, 1024, 1024)
