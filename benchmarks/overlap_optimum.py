@@ -81,8 +81,12 @@ def optimum(graph: TaskGraph, seconds: float) -> float | None:
     return solver.objective_value / scale if solver.solve(model) == cp_model.OPTIMAL else None
 
 
-def optimum_within(graph: TaskGraph, limit: int, seconds: float) -> float | None:
+def optimum_within(graph: TaskGraph, limit: int, seconds: float | None = None, known: float | None = None, nodes: int | None = None) -> float | None:
     """Proven shortest step of all orders whose peak is at most ``limit`` bytes, under the simulator's rules (HiGHS), or None.
+
+    Args:
+        seconds, nodes: what the solver may take, by the clock and of its search tree; the latter does not depend on how busy the machine is.
+        known: a step that some such order has: longer ones are not looked at.
 
     x[i, k] is 1 when task i is issued k-th; clock[k] is when the compute stream is done with the first k + 1 tasks.
     """
@@ -94,7 +98,7 @@ def optimum_within(graph: TaskGraph, limit: int, seconds: float) -> float | None
     pairs = [(a, b) for a in moves for b in moves if a < b and tasks[a].resource == tasks[b].resource]
     kept_while = [(b, k) for b in range(len(graph.buffers)) for k in range(n)]
     index = {name: at for at, name in enumerate([("x", i, k) for i in range(n) for k in range(n)] + [("first", *p) for p in pairs] + [("live", *p) for p in kept_while] + [("clock", k) for k in range(n)] + [("start", i) for i in moves] + ["step"])}
-    big = sum(t.seconds for t in tasks)
+    big = sum(t.seconds for t in tasks) if known is None else known
     rows: list[tuple[dict, float]] = []  # sum of coefficient * variable >= right-hand side
 
     def at_least(terms: list[tuple[float, object]], bound: float) -> None:
@@ -152,7 +156,7 @@ def optimum_within(graph: TaskGraph, limit: int, seconds: float) -> float | None
     matrix = coo_matrix(([f for r, _ in rows for f in r.values()], ([i for i, (r, _) in enumerate(rows) for _ in r], [c for r, _ in rows for c in r])), shape=(len(rows), len(index)))
     goal = [0.0] * len(index)
     goal[index["step"]] = 1.0
-    found = milp(goal, constraints=LinearConstraint(matrix.tocsr(), [low for _, low in rows]), integrality=whole, bounds=Bounds([0.0] * len(index), upper), options={"time_limit": seconds, "mip_rel_gap": 0.0})
+    found = milp(goal, constraints=LinearConstraint(matrix.tocsr(), [low for _, low in rows]), integrality=whole, bounds=Bounds([0.0] * len(index), upper), options={"mip_rel_gap": 0.0, **({} if seconds is None else {"time_limit": seconds}), **({} if nodes is None else {"node_limit": nodes})})
     return float(found.fun) if found.status == 0 else None
 
 

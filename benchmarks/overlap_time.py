@@ -5,7 +5,8 @@
 The graph is the backward of Megatron-style layers under tensor and sequence parallelism (sequence first, an all_gather before and a
 reduce_scatter after each pair of products, weight gradients), one layer traced and copied: no model has so many layers, but
 graphs get as many nodes from smaller operators. "After" counts the nodes that the passes leave. Seconds are of this process's
-processor time, one thread.
+processor time, one thread. As under torch.compile the graph's code is written when it is first called, whatever the passes did
+to it (torch's lazy graph modules); Inductor never asks for it. It is timed beside the passes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 PASSES = ("overlap.split", "overlap.decompose", "overlap.bucket", "overlap.schedule")
@@ -69,7 +71,7 @@ def graph(nodes: int, ranks: int = 8, tokens: int = 8192, hidden: int = 4096, ff
         grad = out[0]
         outputs += list(out[1:])
     whole.output((grad, *outputs))
-    return fx.GraphModule(torch.nn.Module(), whole)
+    return _LazyGraphModule(torch.nn.Module(), whole)
 
 
 def main() -> None:
@@ -114,7 +116,11 @@ def main() -> None:
                 for note in report.notes:
                     told.append(f"    {note}")
             begin = time.process_time()
-        told.append(f"not in the sum: torch.fx writes the graph's code, once after all passes, {time.process_time() - begin:.2f} s")
+        told.append(f"the pipeline's end {time.process_time() - begin:.2f} s")
+        total += time.process_time() - begin
+        begin = time.process_time()
+        gm.real_recompile()
+        told.append(f"not in the sum: torch.fx writes the graph's code at its first call, {time.process_time() - begin:.2f} s")
         print(f"{before} nodes, {len(gm.graph.nodes)} after: {total:.2f} s\n  " + "\n  ".join(told))
 
 

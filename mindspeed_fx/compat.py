@@ -86,6 +86,14 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def recompile_when_called(gm: fx.GraphModule) -> None:
+    """The code of ``gm`` is out of date: it is written when it is next called or read, as of what Dynamo hands over. (AOTAutograd's backward graphs are not so by
+    themselves; every graph module has a class of its own.)"""
+    if type(gm).__bases__ == (fx.GraphModule,) and type(gm) is not fx.GraphModule:
+        type(gm).__bases__ = (_LazyGraphModule,)
+    gm.recompile()
+
+
 def layout_key(value: Any) -> tuple:
     """Equal for fake values that every trace treats alike."""
     if isinstance(value, torch.Tensor):

@@ -29,11 +29,17 @@ class Cache:
         """
         if not self.room:
             return 0
-        made = {s.key for c in calls for s in c.writes}
-        inputs = {(s.key, s.shape): value(s.bytes) for c in calls for s in c.reads if s.key not in made}
-        found = sum(n for (key, _), n in inputs.items() if key in self.held)
-        for key, n in [*((k, n) for (k, _), n in inputs.items()), *((s.key, value(s.bytes)) for c in calls for s in c.writes)]:
-            self._hold(key, max(n, self.held.get(key, 0)))
+        writes, held, found = [s for c in calls for s in c.writes], self.held, 0
+        made = {s.key for s in writes}
+        inputs = {(s.key, s.shape): s for c in calls for s in c.reads if s.key not in made}
+        touched = [(s.key, value(s.bytes)) for s in inputs.values()]
+        for key, n in touched:
+            if key in held:
+                found += n
+        for key, n in touched:
+            self._hold(key, max(n, held.get(key, 0)))
+        for s in writes:
+            self._hold(s.key, max(value(s.bytes), held.get(s.key, 0)))
         return found
 
     def _hold(self, key: str, count: int) -> None:

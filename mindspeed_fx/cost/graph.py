@@ -80,7 +80,8 @@ class Estimate:
             if key is None or key not in known:
                 made.append(self._node(members, cost, cached))
             else:
-                made.append(dataclasses.replace(known[key], name=members[0].name, module=members[0].module))
+                like = known[key]
+                made.append(NodeCost(members[0].name, like.operator, members[0].module, like.cost, like.seconds, like.bound, like.members))
             if key is not None:
                 known.setdefault(key, made[-1])
         return made

@@ -15,6 +15,7 @@ Costs of ``mindspeed::`` operators stand in their own files (``Operator.costs``)
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence
@@ -47,11 +48,11 @@ class Spec:
     key: str = ""
     """Equal for specs that share memory, as a view and its base; "" when unknown."""
 
-    @property
+    @functools.cached_property
     def numel(self) -> Size:
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> Size:
         """Of the memory it covers: an expanded tensor has less than its shape says."""
         return math.prod(n for n, e in zip(self.shape, self.expanded) if not e) * self.itemsize if any(self.expanded) else self.numel * self.itemsize
@@ -113,8 +114,11 @@ def tensors(*values: Any) -> list[Spec]:
     """The specs among ``values``, each once; lists are looked into."""
     found: dict[int, Spec] = {}
     for v in values:
-        for spec in tensors(*v) if isinstance(v, (list, tuple)) else [v] if isinstance(v, Spec) else []:
-            found[id(spec)] = spec
+        if isinstance(v, Spec):
+            found[id(v)] = v
+        elif isinstance(v, (list, tuple)):
+            for spec in tensors(*v):
+                found[id(spec)] = spec
     return list(found.values())
 
 

@@ -217,7 +217,7 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> 
     return tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize, tuple(s == 0 for s in strides)
 
 
-@functools.lru_cache(4096)
+@compat_cost.by_target
 def _named(target: Any) -> tuple[str, str, str]:
     """Namespace, name without overload, and kind of what a node calls."""
     space, _, name = str(getattr(target, "overloadpacket", getattr(target, "__name__", target))).rpartition(".")
@@ -225,7 +225,7 @@ def _named(target: Any) -> tuple[str, str, str]:
     return space, name, "operator" if space == "mindspeed" else "collective" if space in ("_c10d_functional", "_dtensor") else aten.kind(name, target)
 
 
-@functools.lru_cache(4096)
+@compat_cost.by_target
 def _views(target: Any, name: str) -> bool | None:
     """Whether the result is a view of the first argument; None where that depends on the call."""
     if name in aten.UNFILLED or name == "_unsafe_view":
@@ -238,13 +238,13 @@ def _views(target: Any, name: str) -> bool | None:
     return None if name in aten.COPIES else True
 
 
-@functools.lru_cache(4096)
+@compat_cost.by_target
 def _defaults(target: torch._ops.OpOverload, given: int) -> tuple:
     """Values of the positional arguments after the first ``given``."""
     return tuple(a.default_value for a in target._schema.arguments[given:] if not a.kwarg_only and a.has_default_value())
 
 
-@functools.lru_cache(4096)
+@compat_cost.by_target
 def _changes(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable or isinstance(target, torch._ops.HigherOrderOperator)
 

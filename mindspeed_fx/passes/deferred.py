@@ -8,18 +8,20 @@ from typing import Iterator
 
 import torch.fx as fx
 
+from mindspeed_fx import compat
+
 _STALE = "mindspeed_fx_stale"
 
 
 @contextlib.contextmanager
 def recompiled_once(gm: fx.GraphModule) -> Iterator[None]:
-    """Meanwhile :func:`recompile` puts off writing the code of ``gm``, which takes longer than most passes, to the end."""
+    """Meanwhile :func:`recompile` puts off writing the code of ``gm``, which takes longer than most passes; afterwards it is written once, when somebody calls or reads it."""
     gm.meta[_STALE] = False
     try:
         yield
     finally:
         if gm.meta.pop(_STALE):
-            gm.recompile()
+            compat.recompile_when_called(gm)
 
 
 def recompile(gm: fx.GraphModule) -> None:

@@ -66,8 +66,11 @@ def chain(graph: "TaskGraph") -> float:
     ahead, last = [0.0] * size, [-1] * size  # seconds of the longest chain up to and with a task, and its last transfer
     before = {}  # transfer -> the one before it in that chain
     for i, task in enumerate(graph.tasks):
-        best = max(task.needs, key=ahead.__getitem__, default=None)
-        if best is not None:
+        best = -1
+        for n in task.needs:
+            if best < 0 or ahead[n] > ahead[best]:
+                best = n
+        if best >= 0:
             ahead[i], last[i] = ahead[best], last[best]
         if not task.computes:
             before[i], last[i] = last[i], i
@@ -79,12 +82,20 @@ def chain(graph: "TaskGraph") -> float:
         links.append(at)
         at = before[at]
     place = {i: k for k, i in enumerate(reversed(links))}
-    done = [-1] * size  # of the chain, the last transfer that a task needs
+    done, through = [-1] * size, [-1] * size  # of the chain, the last transfer that a task needs, and that with itself
     for i, task in enumerate(graph.tasks):
-        done[i] = max((max(done[n], place.get(n, -1)) for n in task.needs), default=-1)
-    due = [len(links)] * size  # and the first that needs it
+        latest = -1
+        for n in task.needs:
+            if through[n] > latest:
+                latest = through[n]
+        done[i], through[i] = latest, place.get(i, latest)
+    due, until = [len(links)] * size, [len(links)] * size  # and the first that needs it
     for i in range(size - 1, -1, -1):
-        due[i] = min((min(due[u], place.get(u, len(links))) for u in graph.users[i]), default=len(links))
+        first = len(links)
+        for u in graph.users[i]:
+            if until[u] < first:
+                first = until[u]
+        due[i], until[i] = first, place.get(i, first)
     return sum(graph.tasks[i].seconds for i in links) + sum(t.seconds for i, t in enumerate(graph.tasks) if t.computes and due[i] <= done[i] + 1)
 
 

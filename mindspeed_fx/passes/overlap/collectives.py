@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the operators
 import torch.fx as fx
 
+from mindspeed_fx import compat_cost
 from mindspeed_fx.passes.fusion.match import argument
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -17,12 +20,17 @@ def is_wait(node: fx.Node) -> bool:
 
 def is_start(node: fx.Node) -> bool:
     """A functional collective: it starts here and ends at its wait."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional" and node.target is not WAIT
+    return node.op == "call_function" and node.target is not WAIT and _namespace(node.target) == "_c10d_functional"
 
 
 def is_blocking(node: fx.Node) -> bool:
     """Communication that starts and ends in one operator, which nothing can be hidden under."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("c10d", "_dtensor", "symm_mem")
+    return node.op == "call_function" and _namespace(node.target) in ("c10d", "_dtensor", "symm_mem")
+
+
+@compat_cost.by_target
+def _namespace(target: Any) -> str:
+    return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def kind(node: fx.Node) -> str:

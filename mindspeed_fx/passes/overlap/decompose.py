@@ -24,10 +24,12 @@ import torch.fx as fx
 from mindspeed_fx import compat
 from mindspeed_fx.cost.hardware import Hardware
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.deferred import uncollected
 from mindspeed_fx.passes.overlap.chunk import chunked
 from mindspeed_fx.passes.overlap.collectives import is_start, kind
 from mindspeed_fx.passes.overlap.cuts import Draft, Parts
 from mindspeed_fx.passes.overlap.frugal import leaner, reordered
+from mindspeed_fx.passes.overlap.graph import LARGE as OF_MANY
 from mindspeed_fx.passes.overlap.graph import GraphTasks, priced, saved_activation
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.price import cost_of, device
@@ -65,7 +67,8 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     if hardware is None:
         report.skipped += [skip(kind(n), n, why) for n in starts]
         return report
-    tried = Trials(gm, context, hardware)
+    with uncollected(len(gm.graph.nodes) > OF_MANY):
+        tried = Trials(gm, context, hardware)
     gm.meta[LIMIT] = tried.limit
     full = tried.full()
     if full is not None:

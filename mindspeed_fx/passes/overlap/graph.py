@@ -7,7 +7,6 @@ every order that the scheduler may choose is bitwise neutral.
 
 from __future__ import annotations
 
-import functools
 import operator
 from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_cost
 from mindspeed_fx.passes.deferred import recompile, uncollected
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, Buffer, Task, TaskGraph
@@ -134,7 +133,7 @@ class _Builder:
         self.of: dict[fx.Node, Any] = {}  # node -> memory of each of its tensors, in the order of tree_leaves
         self.stored: dict[int, int] = {}  # storage of an input -> its memory
         self.effect = -1
-        self.effects: dict[Any, bool] = {}
+        self.effects: dict[int, bool] = {}  # by identity of what is called
         self.read_by: dict[fx.Node, list[int]] = {}  # start -> memories that its transfer reads until it is waited for
 
     def input(self, node: fx.Node) -> None:
@@ -195,10 +194,10 @@ class _Builder:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             return isinstance(target, torch._ops.HigherOrderOperator) or node.op in ("call_module", "call_method")
-        if target not in self.effects:  # an operator's arguments do not matter
+        if id(target) not in self.effects:  # an operator's arguments do not matter
             random = torch.Tag.nondeterministic_seeded in target.tags
-            self.effects[target] = not (is_start(node) or is_wait(node)) and (random or (node.is_impure() and not target._schema.is_mutable))
-        return self.effects[target]
+            self.effects[id(target)] = not (is_start(node) or is_wait(node)) and (random or (node.is_impure() and not target._schema.is_mutable))
+        return self.effects[id(target)]
 
     def inputs(self, sources: list[fx.Node]) -> set[int]:
         """Memories of these nodes."""
@@ -244,11 +243,11 @@ class _Builder:
         return len(self.memories) - 1
 
 
-@functools.lru_cache(4096)
+@compat_cost.by_target
 def _writes(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
-@functools.lru_cache(4096)
+@compat_cost.by_target
 def _aliases(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Sequence
 
-from mindspeed_fx.partition.liveness import curve
+import numpy as np
+
 from mindspeed_fx.passes.overlap.tasks import COMPUTE, TaskGraph
 
 
@@ -79,11 +80,13 @@ def simulate(graph: TaskGraph, order: Sequence[int] | None = None, *, memory: bo
 
 def memory_curve(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     """Bytes live while each task of ``order`` is issued: buffers from their maker until after their last user."""
-    position = [0] * len(graph)
-    for k, i in enumerate(order):
-        position[i] = k
-    lives = []
-    for buffer in graph.buffers:
-        first = position[buffer.made_by] if buffer.made_by >= 0 else 0
-        lives.append((buffer.bytes, first, len(graph) - 1 if buffer.kept else max([first, *(position[u] for u in buffer.users)])))
-    return curve(len(graph), lives)
+    if not graph.buffers:
+        return [0] * len(graph)
+    bytes_, made, kept, used, starts = graph.memory
+    place = graph.places(order)
+    first = place[made]
+    last = np.where(kept, len(graph) - 1, np.maximum.reduceat(place[used], starts))
+    change = np.zeros(len(graph) + 1, dtype=np.int64)
+    np.add.at(change, first, bytes_)
+    np.add.at(change, last + 1, -bytes_)
+    return np.cumsum(change)[: len(graph)].tolist()

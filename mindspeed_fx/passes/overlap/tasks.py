@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Iterable, Sequence
 
+import numpy as np
+
 from mindspeed_fx.passes.overlap import bounds
 
 COMPUTE = "compute"
@@ -102,17 +104,27 @@ class TaskGraph:
     @cached_property
     def tails(self) -> list[float]:
         """Longest path from the start of each task to the end of the graph, in seconds."""
-        tails = [0.0] * len(self.tasks)
+        tails, users = [0.0] * len(self.tasks), self.users
         for i in range(len(self.tasks) - 1, -1, -1):
-            tails[i] = self.tasks[i].seconds + max((tails[u] for u in self.users[i]), default=0.0)
+            longest = 0.0
+            for u in users[i]:
+                if tails[u] > longest:
+                    longest = tails[u]
+            tails[i] = self.tasks[i].seconds + longest
         return tails
 
     @cached_property
     def heads(self) -> list[float]:
         """Longest path from the start of the graph to the start of each task, in seconds."""
         heads = [0.0] * len(self.tasks)
+        done = [0.0] * len(self.tasks)
         for i, task in enumerate(self.tasks):
-            heads[i] = max((heads[n] + self.tasks[n].seconds for n in task.needs), default=0.0)
+            longest = 0.0
+            for n in task.needs:
+                if done[n] > longest:
+                    longest = done[n]
+            heads[i] = longest
+            done[i] = longest + task.seconds
         return heads
 
     def busy(self) -> dict[str, float]:
@@ -135,8 +147,35 @@ class TaskGraph:
         """The highest bound that is known (see :mod:`bounds`), in seconds; at least :meth:`bound`."""
         return bounds.highest(self)
 
+    @cached_property
+    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Who is needed, and by whom."""
+        return np.array([n for t in self.tasks for n in t.needs], dtype=np.int64), np.repeat(np.arange(len(self.tasks)), [len(t.needs) for t in self.tasks])
+
+    @cached_property
+    def memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of each buffer its bytes, its maker (:meth:`places` has a place for what is there from the start), whether it is kept; makers and users, one
+        buffer after the other, and where each buffer's begin."""
+        there = len(self.tasks)
+        made = [b.made_by if b.made_by >= 0 else there for b in self.buffers]
+        used = [u for b, m in zip(self.buffers, made) for u in (m, *b.users)]
+        starts = np.cumsum([0, *(len(b.users) + 1 for b in self.buffers)])[:-1]
+        integers = lambda row: np.array(row, dtype=np.int64)  # noqa: E731
+        return integers([b.bytes for b in self.buffers]), integers(made), np.array([b.kept for b in self.buffers], dtype=bool), integers(used), starts
+
+    def places(self, order: Sequence[int]) -> np.ndarray:
+        """Place of each task in ``order``; one more entry, 0, for what is there from the start."""
+        place = np.zeros(len(self.tasks) + 1, dtype=np.int64)
+        place[np.asarray(order, dtype=np.int64)] = np.arange(len(self.tasks))
+        return place
+
     def check_order(self, order: Iterable[int]) -> None:
         """Raise ValueError unless ``order`` has every task once and each after what it needs."""
+        order = list(order)
+        if len(order) == len(self.tasks) and sorted(order) == list(range(len(order))):
+            place, (needs, users) = self.places(order), self._edges
+            if bool(np.all(place[needs] < place[users])):
+                return
         done: set[int] = set()
         for i in order:
             if i in done or not done.issuperset(self.tasks[i].needs):
