@@ -16,14 +16,14 @@ import torch._functorch.config as functorch_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
-from whole_models import LossOnly
+from whole_models import Loss
 
 
 def main() -> None:
     given = common.arguments(layers=8, hidden=128, batch=4, seq=256, vocab=512, rounds=5, fractions="0.05,0.1,0.15,0.2,0.25,0.35,0.5,0.75,0.9,1")
     torch.manual_seed(0)
     sizes = dict(hidden_size=given.hidden, intermediate_size=given.hidden * 11 // 4, num_hidden_layers=given.layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=given.vocab)
-    model = LossOnly(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), attn_implementation="sdpa"))
+    model = Loss(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), attn_implementation="sdpa"))
     ids = torch.randint(0, given.vocab, (given.batch, given.seq))
     named = dict(input_ids=ids, labels=ids, use_cache=False)
     common.header(f"{given.layers} layers, hidden {given.hidden}, batch {given.batch}, sequence {given.seq}; peaks in MB without the gradients of parameters, times in ms (median of {given.rounds}, interleaved)")
@@ -34,7 +34,7 @@ def main() -> None:
         torch._dynamo.reset()
         for name in peaks:  # no reset in between: the first would be compiled again, at another budget
             options = {"options": {"codegen": "eager", "memory_budget": fraction}} if name == "ours" else {}
-            compiled = torch.compile(LossOnly(model.model), backend="mindspeed" if name == "ours" else "aot_eager_decomp_partition", **options)
+            compiled = torch.compile(Loss(model.model), backend="mindspeed" if name == "ours" else "aot_eager_decomp_partition", **options)
             steps[name] = common.training_step(model, compiled, named, lambda loss: loss)
             with functorch_config.patch(activation_memory_budget=fraction if name == "torch" else 1.0):
                 steps[name]()

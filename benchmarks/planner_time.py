@@ -21,7 +21,7 @@ import common
 from mindspeed_fx.passes.recompute import budget
 from mindspeed_fx.passes.recompute.layers import Layers
 from mindspeed_fx.passes.recompute.schedule import Schedule
-from whole_models import LossOnly
+from whole_models import Loss
 
 STEPS = pathlib.Path(__file__).resolve().parents[1] / "tests" / "recompute" / "random_steps.py"
 
@@ -39,7 +39,7 @@ def of_llama(layers: int) -> tuple[Schedule, list[float]]:
         raise Found
 
     sizes = dict(hidden_size=128, intermediate_size=352, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=512)
-    model = LossOnly(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), attn_implementation="sdpa"))
+    model = Loss(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), attn_implementation="sdpa"))
     ids = torch.randint(0, 512, (4, 256))
     torch._dynamo.reset()
     own, budget.Layers = budget.Layers, grab

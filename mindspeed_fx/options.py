@@ -59,6 +59,10 @@ class Options:
     """With a ``memory_budget``: saved activations may also wait in host memory, copied beside the compute, where the link hides that and
     making them again would take longer."""
 
+    certify: bool = False
+    """With a ``memory_budget``: integer programs (HiGHS; needs scipy) improve the plan of a small graph and prove how near the optimum it is,
+    which takes seconds to a minute. Larger graphs keep their plan, and the report says so."""
+
     host_memory: int | str | None = None
     """With ``offload``: bytes ("64GiB", or a number) of host memory that one graph may use at once; None: any number."""
 
@@ -118,6 +122,10 @@ class Options:
         object.__setattr__(self, "memory_budget", _budget(self.memory_budget))
         _check_recompute(self.recompute, self.memory_budget, self.offload)
         _check_offload(self)
+        if not isinstance(self.certify, bool):
+            raise OptionError(f'option "certify" takes True or False, not {self.certify!r}')
+        if self.certify and self.memory_budget is None:
+            raise OptionError('option "certify" is True, but there is no plan to certify: "memory_budget" is None; give one')
         object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
         if self.data_parallel is not None and not (isinstance(self.data_parallel, str) and self.data_parallel):
             raise OptionError(f'option "data_parallel" is {self.data_parallel!r}; valid: "world", or the name of a process group')

@@ -28,6 +28,8 @@ from mindspeed_fx.passes.pipeline import Pipeline
         ({"level": 1.0}, ['"level" is 1.0', "valid: 0, 1, 2"]),
         ({"level": "1"}, ['"level" is "1"; valid: 0, 1, 2']),
         ({"dump": ""}, ['"dump" takes a directory']),
+        ({"certify": 1, "memory_budget": 0.5}, ['"certify" takes True or False', "1"]),
+        ({"certify": True}, ['"certify" is True', '"memory_budget" is None']),
     ],
 )  # fmt: skip
 def test_bad_option_names_option_value_and_valid_ones(given, words):

@@ -9,6 +9,7 @@ import torch
 from models import Llama, tokens
 
 import mindspeed_fx
+from mindspeed_fx.passes.recompute import layers
 
 NAME = "recompute.budget"
 MIB = 2**20
@@ -69,6 +70,21 @@ def test_fits_and_is_what_was_modelled(llama):
         assert again > more
         last, more = peak, again
         assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
+
+
+def test_certify_proves_a_plan_and_says_where_it_does_not(monkeypatch):
+    pytest.importorskip("scipy", reason="integer programs need scipy")
+    torch.manual_seed(0)
+    model, inputs = torch.nn.Sequential(*(m for _ in range(2) for m in (torch.nn.Linear(16, 64), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(64, 16)))), (torch.randn(256, 16),)
+    gaps, seen = {}, {}
+    for name in ("certified", "large"):
+        if name == "large":
+            monkeypatch.setattr(layers, "FEW", 3)
+        report = mindspeed_fx.explain(model, *inputs, options={"codegen": "eager", "memory_budget": 0.3, "certify": True})
+        (seen[name],) = [r.report for r in report.graphs[0].runs if r.report.name == NAME]
+        gaps[name] = float(re.search(r"at most ([\d.]+) % from the optimum", seen[name].notes[1])[1])
+    assert gaps["certified"] <= 0.02 and gaps["certified"] <= gaps["large"]
+    assert [s.reason for s in seen["large"].skipped if "not certified by integer programs" in s.reason] and not any("certified" in s.reason for s in seen["certified"].skipped)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ best bound found is returned: fewer iterations make it weaker, never wrong. If c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mindspeed_fx.partition.liveness import curve
 from mindspeed_fx.passes.recompute.cut import UNIT, Cuts
@@ -39,6 +39,12 @@ class Moments:
     """Value -> further such stretches."""
     priced: list[int] | None = None
     """The moments that may have a price; None: all."""
+    fixed: list[tuple[int, int, int]] = field(default_factory=list)
+    """What ``certain`` is made of, workspaces aside: (bytes, first, last moment)."""
+    begin: list[int] = field(default_factory=list)
+    """Of each node the first moment at which the backward's own nodes read its value; the number of moments where none does."""
+    end: list[int] = field(default_factory=list)
+    """And the last one; -1 where none does."""
 
     def at(self, t: int) -> dict[int, int]:
         """w_t: value -> bytes, where there are any."""
@@ -109,7 +115,7 @@ def moments(schedule: Schedule) -> Moments:
             certain.append((s.size[i], begin[i], length - 1 if i in gradients else end[i]))
     alive = curve(length, certain)
     order = (*first, *s.backward)
-    return Moments([a + s.workspace[i] for a, i in zip(alive, order)], lives, parts)
+    return Moments([a + s.workspace[i] for a, i in zip(alive, order)], lives, parts, None, certain, begin, end)
 
 
 def least_seconds(schedule: Schedule, cuts: Cuts, limit: int, rounds: int = 40, rows: Moments | None = None) -> float | None:

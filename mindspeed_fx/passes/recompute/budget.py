@@ -20,7 +20,7 @@ from mindspeed_fx.cost.hardware import detect, hardware
 from mindspeed_fx.options import OptionError
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site, skip
 from mindspeed_fx.passes.recompute import seen
-from mindspeed_fx.passes.recompute.layers import Layers
+from mindspeed_fx.passes.recompute.layers import FEW, Layers
 from mindspeed_fx.passes.recompute.moves import offloads, places
 from mindspeed_fx.passes.recompute.policy import Fixed, fixed
 from mindspeed_fx.passes.recompute.schedule import Plan
@@ -62,7 +62,9 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     moves = offloads(step, search, context.options, decided, report) if context.options.offload else None
     least = moves.least() if moves else search.least
     limit = _limit(asked, search, least, step.inputs)
-    plan = search.best(limit)
+    plan, proved = search.best(limit), None
+    if plan and context.options.certify:
+        plan, proved = _certified(search, limit, plan, step, report)
     plan = moves.best(limit, plan) if moves else plan
     if plan is None and least.bytes <= limit:
         plan = least
@@ -73,7 +75,7 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
         report.skipped.append(skip("", step.nodes[v], f"{module_path(step.nodes[v]) or 'the model'}: is not moved to host memory, since nothing in the backward reads it"))
     report.saved = saved_names(gm.graph, context.nodes, {step.nodes[i] for i in plan.saved})
     report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]] + [site("offloaded", step.nodes[v]) for v, _, _ in plan.ways]
-    report.notes = [_peaks(plan, search, least, step), _times(plan, search, step, limit), *([moves.told(plan)] if moves else []), *report.notes]
+    report.notes = [_peaks(plan, search, least, step), _times(plan, search, step, limit, proved), *([moves.told(plan)] if moves else []), *report.notes]
     seen.show(report, step, {"saving everything": search.richest, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=True)
     report.pareto = [(step.seconds + seconds, bytes_ + step.inputs) for seconds, bytes_ in search.points()]
     report.files["pareto.txt"] = pareto(report.pareto)
@@ -123,10 +125,21 @@ def _peaks(plan: Plan, search: Search, least: Plan, step: Step) -> str:
     return f"modelled peak {mib(plan)}, of which {step.inputs / MIB:.1f} MiB parameters and inputs; saving everything takes {mib(search.richest)}; the least is {mib(least)}"
 
 
-def _times(plan: Plan, search: Search, step: Step, limit: int) -> str:
+def _certified(search: Layers, limit: int, plan: Plan, step: Step, report: PassReport) -> tuple[Plan, float | None]:
+    """Option "certify": a plan at least as fast, and what is proved of all plans."""
+    try:
+        better, proved = search.certified(limit, plan)
+    except ImportError:
+        raise OptionError('option "certify" is True, but scipy, whose HiGHS solves its programs, is not installed: pip install "mindspeed-fx[plans]"')
+    if proved is None:
+        report.skipped.append(skip("certify", step.nodes[plan.at], f"not certified by integer programs: the step has {len(search.small.values)} values, and they are solved for up to {FEW}"))
+    return better, proved
+
+
+def _times(plan: Plan, search: Search, step: Step, limit: int, proved: float | None = None) -> str:
     """Modelled time of the plan, what no plan under the limit can beat, and the gap between the two."""
     if plan.ways:
         return f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again and for copies that nothing hides; nothing takes less than {step.seconds * 1e3:.3f} ms, so this plan is at most {plan.seconds / step.seconds * 100:.2f} % from the optimum"
-    bound = search.bound(limit, max(10, min(40, ROUNDS_WORK // len(step.nodes)))) or 0.0
+    bound = max(search.bound(limit, max(10, min(40, ROUNDS_WORK // len(step.nodes)))) or 0.0, proved or 0.0)
     whole, least = step.seconds + plan.seconds, step.seconds + min(bound, plan.seconds)
     return f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again; no plan within this peak takes less than {least * 1e3:.3f} ms, so this one is at most {(whole / least - 1) * 100:.2f} % from the optimum"

@@ -15,6 +15,7 @@ once. Whatever is chosen here is evaluated once more as the whole step (:class:`
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Iterable, Sequence
@@ -81,32 +82,50 @@ class Folded(Schedule):
     def _alive(self, saved, first, second, ways=()):
         alive = super()._alive(saved, first, second, ways)
         more, count, cut = self._more(saved), len(self.layers), len(first)
-        early, late, made = self._places
-        for t, i in enumerate(first):
-            alive[t] += more[early[i]]
+        opens, closes, made = self._places
+        ends = [*(bisect.bisect_left(first, i) for i in opens), cut]  # of each place, in the forward
+        for k in range(1, count + 1):
+            if more[k] and ends[k - 1] < ends[k]:
+                alive[ends[k - 1] : ends[k]] = [a + more[k] for a in alive[ends[k - 1] : ends[k]]]
+        turns, at = [cut], cut  # where each place of the backward begins; what is made again counts for the node that it is made for
+        for i in closes:
+            at = second.index(i, at - cut) + cut + 1 if i >= 0 else at
+            turns.append(at)
+        for k, (low, high) in enumerate(zip(turns, [*turns[1:], len(alive)]), count):
+            if more[k] and low < high:
+                alive[low:high] = [a + more[k] for a in alive[low:high]]
         crossing: dict[int, int] = {}
-        at = 2 * count + 1
-        for t in range(len(alive) - 1, cut - 1, -1):
-            i = second[t - cut]
-            if (needs := made[i]) < 0:
-                at = late[i]
-            elif at < needs:
+        for t, i in enumerate(second, cut):
+            if made[i] > 0 and bisect.bisect_right(turns, t) - 1 + count < made[i]:
                 crossing[i] = t  # made again for a layer above
-            alive[t] += more[at]
         for g, extra in self._chains(crossing, saved, second) if crossing else ():
-            for t in range(min(crossing[i] for i in crossing if self.group[i] == g), len(alive)):
-                if t >= cut and made[i := second[t - cut]] < 0 and late[i] > 2 * count - g:
-                    break
-                alive[t] += extra
+            begin, above = min(t for i, t in crossing.items() if self.group[i] == g), self._above[g]
+            until = second.index(above, begin - cut) + cut if above >= 0 else len(alive)
+            alive[begin:until] = [a + extra for a in alive[begin:until]]
         return alive
 
     @cached_property
     def _places(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each node its place in the forward, in the backward; -1 for the backward's own, else the place before which it is made again too early."""
+        """The first node of the forward of each place from 1 on; the last of the backward of each place but the last, -1 where it has none; of each node the place before
+        which it is made again too early, -1 for the backward's own."""
         count, forward = len(self.layers), self._forward_set
-        early, late = [min(p, count) for p in self.place], [max(p, count) for p in self.place]
+        opens = [next((i for i in self.forward if self.place[i] >= k), len(self.sources)) for k in range(1, count + 1)]
+        last = {max(self.place[i], count): i for i in self.backward if not self.given[i]}
+        closes = [last.get(k, -1) for k in range(count, 2 * count + 1)]
         made = [-1 if i not in forward else 2 * count - g if g >= 0 and self.layers[g] > 1 else 0 for i, g in enumerate(self.group)]
-        return early, late, made
+        return opens, closes, made
+
+    @cached_property
+    def _layer_reads(self) -> list[list[tuple[int, int]]]:
+        """What each node reads of its own layer, and of the one before it: (value, how many layers below)."""
+        own = lambda i: [(self.root[a], 0) for a in self.sources[i] if self.group[a] == self.group[i]]  # noqa: E731
+        return [[*own(i), *((self.root[a], 1) for a in self.below.get(i, ()))] if g >= 0 else [] for i, g in enumerate(self.group)]
+
+    @cached_property
+    def _above(self) -> list[int]:
+        """Of each group the first node of the backward behind the group's own; -1 where there is none."""
+        count = len(self.layers)
+        return [next((i for i in self.backward if not self.given[i] and self.place[i] > 2 * count - g), -1) for g in range(count)]
 
     def _more(self, saved: Iterable[int]) -> list[int]:
         """Bytes of the layers that were cut out, by place."""
@@ -131,8 +150,8 @@ class Folded(Schedule):
             depth = dict(todo)
             while todo:
                 i, far = todo.pop()
-                reads = [(self.root[a], far) for a in self.sources[i] if self.group[a] == g] + [(self.root[a], far + 1) for a in self.below.get(i, ())]
-                for a, deep in reads:
+                for a, more in self._layer_reads[i]:
+                    deep = far + more
                     if a not in kept and depth.get(a, -1) < deep <= 2:
                         depth[a] = deep
                         todo.append((a, deep))

@@ -16,6 +16,7 @@ from typing import Callable, Sequence
 from mindspeed_fx.passes.recompute.bound import Moments, least_seconds, moments
 from mindspeed_fx.passes.recompute.contract import contract
 from mindspeed_fx.passes.recompute.cut import UNIT, Cuts
+from mindspeed_fx.passes.recompute.exact import optimum
 from mindspeed_fx.passes.recompute.flow import ENDLESS
 from mindspeed_fx.passes.recompute.folded import Folded, fold, groups
 from mindspeed_fx.passes.recompute.repeats import repeats
@@ -42,6 +43,12 @@ TRIES = 2
 
 NEAR = 0.02
 """How far the peak of a folded step may be from that of the whole at saving everything before it is not used."""
+
+FEW = 400
+"""Values up to which integer programs are tried at all."""
+
+NODES = 2000
+"""Nodes of the search tree of one such program."""
 
 LOW = 0.1
 """How far the smallest peak of a folded step may be from the smallest of all before no smaller is looked for there."""
@@ -145,6 +152,16 @@ class Layers(Search):
                 return plan
             room -= max(1, plan.bytes - limit)
         return None
+
+    def certified(self, limit: int, plan: Plan, nodes: int = NODES, clock: float | None = None) -> tuple[Plan, float | None]:
+        """(``plan``, or a faster one of at most ``limit`` bytes, a bound of the time of all of them), by integer programs (:mod:`exact`); for steps of up to
+        :data:`FEW` values, else None in place of the bound."""
+        if len(self.small.values) > FEW:
+            return plan, None
+        number = {v: n for n, v in enumerate(self._nodes)}
+        found = optimum(self.small, limit, nodes, clock, self.small.evaluate(number[v] for v in plan.saved))
+        better = found.plan and self.whole(found.plan)
+        return min((p for p in (plan, better) if p and p.bytes <= limit), key=_rank), found.seconds
 
     def bound(self, limit: int, rounds: int = 40) -> float | None:
         if self.found is None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Iterable, Sequence
-
-from mindspeed_fx.partition.liveness import curve
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ class Schedule:
         run = first + second
         alive = self._alive(saved, first, second)
         best = max(alive, default=0)
-        ran = set(first)
-        spent = sum(self.seconds[i] for i in again if i in ran or not self.prepares[i]) + sum(self.keep[i] for i in saved)
+        ran = set(first) if any(self.prepares) else frozenset(again)
+        spent = sum([self.seconds[i] for i in again if i in ran or not self.prepares[i]]) + sum([self.keep[i] for i in saved])
         return Plan(saved, best, spent, run[alive.index(best)] if run else -1, tuple(again))
 
     def trace(self, plan: Plan) -> tuple[list[int], list[int], int]:
@@ -150,6 +149,9 @@ class Schedule:
         return first + second, self._alive(plan.saved, first, second, plan.ways), len(first)
 
     def _first(self, saved: frozenset[int]) -> list[int]:
+        runs = self._always[0]
+        if all([runs[i] for i in saved]):
+            return self._always[1]
         runs = bytearray(len(self.sources))
         for i in (*self.returned, *saved):
             runs[i] = 1
@@ -166,10 +168,11 @@ class Schedule:
         done, sources, run, again = bytearray(self.given), self.sources, [], []
         for i in saved:
             done[i] = 1
-        for node in (*self.backward, *self.tail):
-            if done[node]:
+        for before, node, reads in self._readers:
+            run += before
+            if node < 0 or done[node]:
                 continue
-            missing = [a for a in sources[node] if not done[a]]
+            missing = [a for a in reads if not done[a]]
             if missing:
                 for a in missing:
                     done[a] = 1
@@ -187,9 +190,47 @@ class Schedule:
             run.append(node)
             if node in self._forward_set:
                 again.append(node)
-        if any(self.seconds[i] == math.inf for i in again):
+        seconds = self.seconds
+        if math.inf in [seconds[i] for i in again]:
             return None
         return run, again
+
+    @cached_property
+    def _readers(self) -> list[tuple[list[int], int, tuple[int, ...]]]:
+        """What the backward runs: (nodes that read nothing of the forward, the node behind them or -1, what that reads of the forward)."""
+        found, before = [], []
+        for node in self.backward:
+            reads = tuple(a for a in self.sources[node] if a in self._forward_set and not self.given[a])
+            if reads:
+                found.append((before, node, reads))
+                before = []
+            elif not self.given[node]:
+                before.append(node)
+        for node in self.tail:
+            found.append((before, node, self.sources[node]))
+            before = []
+        return [*found, (before, -1, ())]
+
+    @cached_property
+    def _always(self) -> tuple[bytearray, list[int]]:
+        """What the forward runs whatever is saved."""
+        runs = self.computing(self.returned)
+        return runs, [i for i in self.forward if runs[i]]
+
+    @cached_property
+    def _unsaved(self) -> tuple[list[int], list[int], dict[int, int]]:
+        """Of that, with nothing saved: the last place that reads each value, the changes of the bytes alive from place to place, and the place that makes each value."""
+        first = self._always[1]
+        last, change, made = [-1] * len(self.root), [0] * (len(first) + 1), {}
+        for t, i in enumerate(first):
+            for r in self._blocks[i]:
+                last[r] = t
+        for t, i in enumerate(first):
+            for v in self._filled[i]:
+                made[v] = t
+                change[t] += self.size[v]
+                change[max(t, last[v]) + 1] -= self.size[v]
+        return last, change, made
 
     @cached_property
     def _blocks(self) -> list[tuple[int, ...]]:
@@ -209,6 +250,15 @@ class Schedule:
         return found
 
     @cached_property
+    def _returned(self) -> frozenset[int]:
+        return frozenset(self.root[i] for i in self.returned)
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """What is alive at the end of the step."""
+        return frozenset(self.root[i] for i in (*self.returned, *self.gradients))
+
+    @cached_property
     def _works(self) -> bool:
         return any(self.workspace)
 
@@ -217,40 +267,44 @@ class Schedule:
         return set(self.forward)
 
     def _alive(self, saved: frozenset[int], first: list[int], second: list[int], ways: Iterable[tuple[int, int, int]] = ()) -> list[int]:
-        root, sources, size, full, blocks = self.root, self.sources, self.size, self.full, self._blocks
-        kept = {root[i] for i in saved} | {root[i] for i in self.returned}
-        ends = {root[i] for i in (*self.returned, *self.gradients)}
+        root, size, full, blocks, filled, ends = self.root, self.size, self.full, self._blocks, self._filled, self._ends
+        kept = {root[i] for i in saved}.union(self._returned)
         length, cut = len(first) + len(second), len(first)
-        last, later = [-1] * len(sources), [-1] * len(sources)
-        for t, i in enumerate(first):
-            for r in blocks[i]:
-                last[r] = t
+        later = [-1] * len(root)  # of what runs or is read: stays -1 for what nobody takes out of a call
         for t, i in enumerate(second, cut):
             for r in blocks[i]:
                 later[r] = t
-        lives, carried, away = [], set(), {v: (free, back) for v, free, back in ways}
-        runs = bytearray(len(sources))
-        for i in first:
-            runs[i] = 1
-        for t, i in enumerate(first):
-            for v in self._filled[i]:
-                if v in kept and runs[v]:
-                    carried.add(v)
-                    if v in away:
-                        free, back = away[v]
-                        lives += [(full[v], t, free - 1), (full[v], back, later[v])]
-                    else:
-                        lives.append((full[v], t, length - 1 if v in ends else max(later[v], cut - 1)))
-                else:
-                    lives.append((size[v], t, last[v] if runs[v] else t))
-        runs = bytearray(len(sources))
-        for i in second:
-            runs[i] = 1
+        if first is self._always[1]:
+            last, change, made = self._unsaved
+            change = change + [0] * len(second)
+        else:
+            last, change, made = [-1] * len(root), [0] * (length + 1), {}
+            for t, i in enumerate(first):
+                for r in blocks[i]:
+                    last[r] = t
+            for t, i in enumerate(first):
+                for v in filled[i]:
+                    made[v] = t
+                    change[t] += size[v]
+                    change[max(t, last[v]) + 1] -= size[v]
+        carried, away = {v for v in kept if v in made and last[v] >= 0}, {v: (free, back) for v, free, back in ways}
+        for v in carried:
+            t, own = made[v], full[v]
+            change[t] += own - size[v]
+            change[max(t, last[v]) + 1] += size[v]
+            if v in away:
+                free, back = away[v]
+                change[free] -= own
+                change[back] += own
+                change[later[v] + 1] -= own
+            else:
+                change[(length - 1 if v in ends else later[v] if later[v] >= cut else cut - 1) + 1] -= own
         for t, i in enumerate(second, cut):
-            for v in self._filled[i]:
+            for v in filled[i]:
                 own = full[v] if v in kept else size[v]
-                lives.append((own, t, t if v in carried or not runs[v] else length - 1 if v in ends else later[v]))
-        alive = curve(length, lives)
+                change[t] += own
+                change[(t if v in carried or later[v] < 0 else length - 1 if v in ends else later[v]) + 1] -= own
+        alive = list(accumulate(change[:length]))
         if self._works:
             alive = [a + self.workspace[i] for a, i in zip(alive, (*first, *second))]
         return alive

@@ -188,18 +188,37 @@ class Search:
                     saved = plan.saved
 
     def _improved(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None, work: int) -> Plan | None:
-        """A better plan one step away; None when there is none or the work is done."""
+        """A better plan one step away; None when there is none or the work is done.
+
+        Only what is made again is worth saving. Where a plan takes values out, it takes at least their own time more and at most their bytes less; what cannot
+        be better or fit even so is not tried.
+        """
         schedule, known = self.schedule, rank(best)
+        seconds, held, keep = schedule.seconds, schedule.held, schedule.keep
         fits = lambda p: p is not None and (limit is None or p.bytes <= limit) and rank(p) < known  # noqa: E731
-        candidates = [v for v in self.cuts.values if v not in best.saved and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]]
-        made = set(best.again)
-        candidates.sort(key=lambda v: (v not in made, -schedule.seconds[v] / schedule.held[v], v))
-        kept = sorted(best.saved, key=lambda v: (-schedule.full[v], v))
+        made = {schedule.root[i] for i in best.again}
+        candidates = [v for v in self.cuts.values if v in made and v not in best.saved and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]]
+        candidates.sort(key=lambda v: (-seconds[v] / held[v], v))
+        kept = sorted(best.saved - self._returned, key=lambda v: (-schedule.full[v], v))
+        room = best.bytes if limit is None else limit
+
+        def without(plan: Plan | None, *out: int) -> Iterable[frozenset[int]]:
+            """The choice of ``plan`` without ``out``, where that may be better."""
+            if plan and plan.bytes - sum(held[u] for u in out) <= room and (limit is None or plan.seconds + sum(seconds[u] - keep[u] for u in out) <= best.seconds):
+                yield plan.saved.difference(out)
+
+        more: dict[int, Plan | None] = {}  # with one value more
+
+        def add(v: int) -> Plan | None:
+            if v not in more:
+                more[v] = self._plan(best.saved | {v})
+            return more[v]
+
         moves: list[Callable[[], Iterable[frozenset[int]]]] = [
             lambda: (best.saved | {v} for v in candidates),
-            lambda: (best.saved - {u} for u in kept),
-            lambda: ((best.saved - {u}) | {v} for v in candidates for u in kept),
-            lambda: ((best.saved - {u, w}) | {v} for v in candidates for n, u in enumerate(kept) for w in kept[:n]),
+            lambda: (saved for u in kept for saved in without(best, u)),
+            lambda: (saved for v in candidates for u in kept for saved in without(add(v), u)),
+            lambda: (saved for v in candidates for n, u in enumerate(kept) for w in kept[:n] for saved in without(add(v), u, w)),
             lambda: (best.saved - {u} | {v, w} for u in kept for n, v in enumerate(candidates) for w in candidates[:n]),
         ]
         for move in moves:
