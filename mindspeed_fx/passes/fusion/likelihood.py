@@ -87,7 +87,7 @@ def _plainly_read(gm: fx.GraphModule, probs: fx.Node) -> fx.Node:
         gm.graph.erase_node(user)
         probs = moved
     for user in list(probs.users):
-        if match.is_call(user, aten.argmax.default):
+        if match.is_call(user, aten.argmax.default) and _last(probs, match.argument(user, "dim")):
             user.replace_input_with(probs, probs.args[0])
         inner, factor = (probs, -1.0) if match.is_call(user, aten.neg.default) else match.unscale(user)
         if inner is not probs or factor == 1.0 or not user.meta["grad_enabled"] == probs.meta["grad_enabled"]:

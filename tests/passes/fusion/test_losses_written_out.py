@@ -103,6 +103,18 @@ def test_what_is_reported_beside_the_smoothed_loss_reads_the_logits():
     assert report.counts[NAME] == 2 and "aten.log_softmax" not in run.after
 
 
+def test_the_greatest_of_a_row_is_read_from_the_logits_and_that_of_a_column_is_not():
+    def f(x, dim):
+        probs = x.log_softmax(-1)
+        return probs.gather(1, ROWS[:, None]).sum(), probs.argmax(dim)
+
+    x = logits() + 3 * torch.arange(5.0)[:, None]  # the rows' normalizers decide what is greatest in a column
+    assert function_agrees(lambda x: f(x, 1), x).counts[NAME] == 1
+    for dim in (0, None):
+        report = function_agrees(lambda x: f(x, dim), x.detach().requires_grad_())
+        assert report.counts[NAME] == 0 and "also read by argmax" in report.skipped(NAME)[0].reason
+
+
 def test_large_float16_logits_do_not_overflow_once_fused():
     x = (torch.arange(35).view(5, 7) - 3.0).half().requires_grad_()
     f = lambda x: (x.exp().sum(-1).log() - x.gather(1, ROWS[:, None])[:, 0]).sum()  # noqa: E731
