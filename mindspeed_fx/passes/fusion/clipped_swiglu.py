@@ -41,7 +41,7 @@ def clipped_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def _gated(node: fx.Node) -> self_gated.SelfGated | None:
     """``node`` as x * sigmoid(slope * x) times one more factor."""
-    found = self_gated.read(node)
+    found = next((f for f in self_gated.readings(node) if _bounds(match.uncast(f.x)) is not None), None)
     if found is None:
         flat = algebra.product(node)
         at = next((i for i, n in enumerate(flat.over) if match.is_call(n, aten.silu.default)), None)

@@ -9,7 +9,7 @@ its operations, and where an exponential overflows the operator does not.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.fx as fx
@@ -45,10 +45,11 @@ class _Probability(NamedTuple):
     number: float
 
 
-def read(node: fx.Node, left: Sequence[fx.Node] = ()) -> SelfGated | None:
-    """``node`` as an activation times other factors; the nodes of ``left`` are not looked into."""
+def readings(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
+    """Every way to read ``node`` as an activation times other factors (a scaled x may be x itself), near misses last; the nodes of
+    ``left`` are not looked into."""
     flat = algebra.product(node, left)
-    near = None
+    near = []
     for gate, divides in ((*((n, False) for n in flat.over), *((n, True) for n in flat.under))):
         p = _probability(gate, divides)
         if p is None:
@@ -65,9 +66,10 @@ def read(node: fx.Node, left: Sequence[fx.Node] = ()) -> SelfGated | None:
                 continue
             made = SelfGated(_leaf(parts, x), kind, slope, rest.number * p.number, rest.over, rest.under, [*rest.nodes, gate, *nodes], reason)
             if kind:
-                return made
-            near = near or made
-    return near
+                yield made
+            else:
+                near.append(made)
+    yield from near
 
 
 def _kind(normal: bool, inside: algebra.Polynomial) -> tuple[str, float, str]:
@@ -133,8 +135,7 @@ def fuse(gm: fx.GraphModule, name: str, operator: str, make: Callable[[SelfGated
     report = PassReport(name)
     left: list[fx.Node] = []
     for node in calls(gm, *match.MUL, *match.DIV):
-        found = read(node, left) if match.is_float(node) else None
-        call = make(found) if found is not None else None
+        found, call = next(((f, call) for f in readings(node, left) if (call := make(f)) is not None), (None, None)) if match.is_float(node) else (None, None)
         if call is None:
             continue
         root, number, numbers = norms.scaled_on(node, found.number)

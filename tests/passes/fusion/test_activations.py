@@ -21,6 +21,7 @@ IN_ONE_GRAPH = {
     "mask of the square": lambda x: x.pow(2) * (x > 0),
     "threshold": lambda x: F.threshold(x, 0.0, 0.0) ** 2,
     "quick, divided": lambda x: x / (1 + torch.exp(-1.702 * x)),
+    "quick, of a scaled x": lambda x: (x * 2.0) / (1 + torch.exp(-1.702 * (x * 2.0))),
     "quick, tanh": lambda x: 0.5 * x * (1 + torch.tanh(0.851 * x)),
     "quick, gating": lambda x: x * x.sin() * torch.sigmoid(1.702 * x),
 }
