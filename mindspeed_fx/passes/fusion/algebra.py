@@ -163,7 +163,7 @@ def _plus(a: Polynomial | None, b: Polynomial | None) -> Polynomial | None:
 
 def multiplied(gm: fx.GraphModule, before: fx.Node, made: fx.Node, number: float, over: Sequence[fx.Node], under: Sequence[fx.Node]) -> fx.Node:
     """``made`` times the factors that an operator left over."""
-    for factor in (*([number] if number != 1 else []), *over):
+    for factor in (*over, *([number] if number != 1 else [])):
         made = match.insert(gm, before, aten.mul.Tensor, (made, factor))
     for divisor in under:
         made = match.insert(gm, before, aten.div.Tensor, (made, divisor))

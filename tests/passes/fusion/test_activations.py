@@ -150,6 +150,7 @@ WEIGHT_INSIDE = {
     "up": lambda g, u, w: F.silu(g) * (w * u),
     "up, packed": lambda g, u, w: F.silu(torch.cat((g, u), -1)[..., :8]) * (torch.cat((g, u), -1)[..., 8:] * w),
     "gate": lambda g, u, w: (w * F.silu(g)) * u,
+    "gate, scaled": lambda g, u, w: (F.silu(g) * (w * 2.0)) * u,
     "between": lambda g, u, w: g * w * u * torch.sigmoid(g),
     "quotient": lambda g, u, w: g / (1 + torch.exp(-g)) * (u * w),
 }
