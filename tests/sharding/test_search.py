@@ -13,6 +13,7 @@ pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
 
 import mindspeed_fx  # noqa: E402
 from llama import Llama  # noqa: E402
+from mixtral import Mixtral  # noqa: E402
 from mindspeed_fx.cost.hardware import hardware  # noqa: E402
 from mindspeed_fx.passes.sharding.named import named  # noqa: E402
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError  # noqa: E402
@@ -42,9 +43,9 @@ def problem():
     return trace(*large(), {})
 
 
-def small_agrees(plan, mesh):
+def small_agrees(plan, mesh, model=None):
     """Runs ``plan`` for every rank on a small model of the same modules; compares it with one device."""
-    model, (ids, labels) = Llama(layers=2).double(), (torch.randint(0, 64, (4, 16)) for _ in range(2))
+    model, (ids, labels) = model or Llama(layers=2).double(), (torch.randint(0, 64, (8, 16)) for _ in range(2))
     loss = model(ids, labels)
     loss.backward()
     result = simulate(model, mesh, plan, ids, labels)
@@ -185,6 +186,34 @@ def test_found_plans_run_on_all_ranks(mesh, batch, seq):
     assert not plan.unsupported and plan.sizes == mesh and set(plan.gather.values()) <= {"zero2", "zero3"}
     assert Plan.from_dict(plan.as_dict()).as_dict() == plan.as_dict()
     small_agrees(plan, {k: 2 for k in mesh})
+
+
+@pytest.mark.parametrize("mesh,batch,runs,placed", [
+    ({"ep": 4, "tp": 2}, 4, {"ep": 2, "tp": 2}, "S(0)"),
+    pytest.param({"dp": 2, "ep": 2}, 64, {"dp": 2, "ep": 2}, None, marks=pytest.mark.slow), pytest.param({"tp": 8}, 4, {"tp": 4}, "S(0)", marks=pytest.mark.slow),
+    pytest.param({"cp": 4, "ep": 4}, 4, {"cp": 2, "ep": 2}, None, marks=pytest.mark.slow), pytest.param({"dp": 2, "ep": 4, "tp": 4}, 64, {"dp": 2, "ep": 2, "tp": 2}, None, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_found_plans_of_mixtures_run_on_all_ranks(mesh, batch, runs, placed):
+    """Experts over ep, and over tp where that is better; everything else divided over ep too, and gathered."""
+    sizes = dict(hidden=4096, heads=32, kv_heads=8, ffn=2048, vocab=32768, experts=64, chosen=8)
+    with torch.device("meta"):
+        model = Mixtral(4, shared=True, **sizes).bfloat16()
+        args = [torch.zeros(batch, 4096, dtype=torch.long) for _ in range(2)]
+    plan = mindspeed_fx.plan(model, args, mesh=mesh, hardware="ascend910b2")
+    assert not plan.unsupported and Plan.from_dict(plan.as_dict()).as_dict() == plan.as_dict()
+    for name in ("gate", "up", "down"):
+        assert plan.parameters[f"layers.*.mlp.experts.{name}"].get("ep") == ("S(0)" if "ep" in mesh else None)
+        assert plan.parameters[f"layers.*.mlp.experts.{name}"].get("tp") == placed
+    small_agrees(plan, runs, Mixtral(2, shared=True).double())
+
+
+def test_all_weights_of_experts_are_divided_over_ep():
+    with torch.device("meta"):
+        model, ids = Mixtral(2, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=64, vocab=256).bfloat16(), torch.zeros(8, 512, dtype=torch.long)
+    found = trace(model, (ids, ids.clone()), {})
+    one, many = (search(found, HW, n, 1e15, keep=1, fixed={"pp": 1, "dp": 1, "cp": 1, "ep": n, "tp": 1}, zero=("never",)).solutions[0] for n in (1, 8))
+    shares = [many.prices[n].state / one.prices[n].state for n in found.nodes if n.op == "grouped_matmul"]
+    assert shares == [1 / 8] * len(shares) and len(shares) % 3 == 0
 
 
 def test_no_expert_is_faster(problem):

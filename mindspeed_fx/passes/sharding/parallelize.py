@@ -152,4 +152,5 @@ def unmatched_patterns(model: nn.Module, plan: Plan) -> None:
         ShardingError: with the nearest name.
     """
     unmatched(plan.parameters, [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name)
+    unmatched(plan.experts.get("parameters", ()), [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name)
     unmatched(plan.modules, [n for n, _ in model.named_modules()], "module", plan.name)

@@ -35,7 +35,7 @@ def place(x: torch.Tensor, placements: tuple[tuple[str, str], ...]) -> torch.Ten
     return x
 
 
-@register(NAME, stage="captured", level=0, exact=True, after=("plain functions", "rms_norm", "gelu", "swiglu", "moe_permute"))
+@register(NAME, stage="captured", level=0, exact=True, provides=("edges",), after=("plain functions", "rms_norm", "gelu", "swiglu", "moe_permute", "gathered_experts", "grouped_matmul"))
 def place_edges(gm: fx.GraphModule, context: Context) -> PassReport:
     """Marks where a plan of ``parallelize`` moves activations between ranks."""
     report = PassReport(NAME)

@@ -32,7 +32,7 @@ Placed = Mapping[str, str]
 
 GATHERS = ("never", "zero1", "zero2", "zero3")
 DISPATCH = ("all_gather", "all_to_all")
-EXPERTS = ("dispatch", "capacity")
+EXPERTS = ("dispatch", "capacity", "parameters")
 
 
 class ShardingError(OptionError):
@@ -74,7 +74,8 @@ class Plan:
     """Mesh dimension of a ring -> how many neighbours make an inner ring (MindSpeed's cp-window-size); without it there is one ring."""
     experts: Mapping[str, Any] = field(default_factory=dict)
     """How the tokens of mixtures come to experts that are divided: ``dispatch`` is "all_gather" (the default: every rank gets all tokens) or "all_to_all"
-    (tokens travel, :mod:`dispatch`); ``capacity``, a number from 1 on, fixes how many may go to one rank: so many times the mean."""
+    (tokens travel, :mod:`dispatch`); ``capacity``, a number from 1 on, fixes how many may go to one rank: so many times the mean; ``parameters``, globs, names
+    those of experts: what divides their first dimension computes in parts, also over a mesh dimension over which ``gather`` makes others whole."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
@@ -101,6 +102,9 @@ class Plan:
         for key in self.experts:
             if key not in EXPERTS:
                 raise ShardingError(f'{where}: unknown key "{key}"{nearest(str(key), EXPERTS)}; valid: {", ".join(EXPERTS)}')
+        globs = self.experts.get("parameters", ())
+        if isinstance(globs, str) or not all(isinstance(p, str) for p in globs):
+            raise ShardingError(f"{where}: parameters is {globs!r}; a list of globs over names of parameters is expected")
         word, capacity = self.experts.get("dispatch", DISPATCH[0]), self.experts.get("capacity")
         if word not in DISPATCH:
             raise ShardingError(f"{where}: dispatch is {word!r}{nearest(str(word), DISPATCH)}; valid: {', '.join(DISPATCH)}")

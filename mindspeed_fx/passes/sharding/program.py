@@ -20,7 +20,7 @@ from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding import dispatch, experts, rows, vocabulary
 from mindspeed_fx.passes.sharding.known import ATTENTION, known_masks
-from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
+from mindspeed_fx.passes.sharding.plan import Plan, ShardingError, matching
 from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
 from mindspeed_fx.passes.sharding.traffic import Traffic
 from mindspeed_fx.report.source import source_line
@@ -73,9 +73,11 @@ class Program(torch.nn.Module):
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             return whole.redistribute(placements=value.placements)
         made = self._at_rest(x, value)
-        for name, stage in self.plan.gather.items():
-            dim = self.mesh.mesh_dim_names.index(name)
-            if stage != "never" and made.placements[dim].is_shard():
+        experts = bool(matching(self.plan.experts.get("parameters", ()), value.name))
+        stages = {self.mesh.mesh_dim_names.index(name): stage for name, stage in self.plan.gather.items()}
+        for dim in sorted(stages, reverse=True):  # of several that divide one dimension the inner ones first
+            stage, name = stages[dim], self.mesh.mesh_dim_names[dim]
+            if stage != "never" and made.placements[dim].is_shard() and not (experts and made.placements[dim].is_shard(0)):
                 with compat_sharding.annotated(stage):
                     made = redistribute(made, {name: "R"})
                 if stage == "zero1":

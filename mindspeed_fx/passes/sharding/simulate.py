@@ -89,7 +89,7 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
                 continue
             placements = parameter_placements(plan, mesh, name, x)
             whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
-            values.append(local.parameter_value(whole))
+            values.append(local.parameter_value(whole, name))
             parameters[name] = (whole, whole.to_local().detach().requires_grad_(x.requires_grad))
             tensors.append(parameters[name][1])
         program = Program(gm, plan, mesh, values)

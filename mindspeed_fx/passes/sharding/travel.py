@@ -15,20 +15,20 @@ import torch.fx as fx
 
 from mindspeed_fx import compat_tracing
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site
-from mindspeed_fx.passes.sharding.place import operands
+from mindspeed_fx.passes.sharding.place import operands, place
 from mindspeed_fx.passes.sharding.plan import ShardingError
 
 NAME = "sharding.dispatch"
 aten, ops = torch.ops.aten, torch.ops.mindspeed
 SAME = frozenset((
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten._to_copy.default,
-    aten.squeeze.dim, aten.unsqueeze.default, aten.detach.default,
+    aten.squeeze.dim, aten.unsqueeze.default, aten.detach.default, place,
 ))  # fmt: skip
 """Operators that keep a list of choices, but for its shape and type."""
 SORTS = frozenset((aten.sort.default, aten.sort.stable))
 
 
-@register(NAME, stage="captured", level=0, exact=True, after=("moe_permute", "gathered_experts", "grouped_matmul"))
+@register(NAME, stage="captured", level=0, exact=True, after=("moe_permute", "gathered_experts", "grouped_matmul", "edges"))
 def travel(gm: fx.GraphModule, context: Context) -> PassReport:
     """Marks the mixtures of experts whose tokens a plan sends to their experts."""
     report = PassReport(NAME)

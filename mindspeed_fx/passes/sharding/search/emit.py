@@ -7,9 +7,14 @@ from typing import Any
 
 from mindspeed_fx.passes.sharding.local import argument_name
 from mindspeed_fx.passes.sharding.named import ATTENTION, QKV
-from mindspeed_fx.passes.sharding.plan import Boundary
+from mindspeed_fx.passes.sharding.plan import Boundary, parse_placement
 from mindspeed_fx.passes.sharding.search.graph import Edge, Node, Parameter, Problem
 from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, P, R
+
+PERMUTE, UNPERMUTE = "moe_permute", "moe_unpermute"
+EXPERTS = frozenset((PERMUTE, UNPERMUTE, "grouped_matmul"))
+DATA = ("dp", "cp", "ep")
+"""Mesh dimensions that divide tokens; ZeRO divides what is no expert's over all of them."""
 
 
 def emit(problem: Problem, solution: Any) -> tuple[dict[str, Any], list[str]]:
@@ -36,37 +41,39 @@ class _Emitter:
         self.problem, self.solution, self.layout = problem, solution, solution.layout
         self.parameters: dict[str, dict[str, str]] = {}
         self.modules: dict[str, dict[str, dict[str, str]]] = {}
-        self.arguments: dict[str, dict[str, str]] = {}
-        self.output: dict[str, str] = {}
+        self.operators: dict[str, Boundary] = {}
+        self.experts: list[str] = []
+        """Names of parameters that are experts'."""
         self.wrong: list[str] = []
 
     def emit(self) -> tuple[dict[str, Any], list[str]]:
         L = self.layout
-        for dim, what in (("pp", "pipeline stages are"), ("ep", "expert parallelism is")):
-            if getattr(L, dim) > 1:
-                self.wrong.append(f"{dim}={getattr(L, dim)}: {what} modelled, and no program is made for it yet")
+        if L.pp > 1:
+            self.wrong.append(f"pp={L.pp}: pipeline stages are modelled, and no program is made for them yet")
         if L.tp > 1:
             self._edges()
         self._parameters()
         self._sequence()
-        experts = [n for n in self.problem.nodes if n.op in ("moe_permute", "moe_unpermute", "grouped_matmul")]
-        if experts and L.devices > 1:
-            self.wrong.append(f'module "{experts[0].module}": a mixture of experts is modelled with each rank sorting its own tokens, and no program is made for it yet')
         inputs = {}
         for name, _, dims in self.problem.inputs:
-            placed = {d: f"S({i})" for d, atom in (("dp", self.problem.batch), ("cp", self.problem.sequence)) if getattr(L, d) > 1 for i, atoms in enumerate(dims) if atom in atoms}
+            placed = {d: f"S({i})" for d, atom in (("dp", self.problem.batch), ("ep", self.problem.batch), ("cp", self.problem.sequence)) if getattr(L, d) > 1 for i, atoms in enumerate(dims) if atom in atoms}
             if (word := self._input(name, dims)) is not None:
                 placed["tp"] = word
             if placed and (argument := argument_name(SimpleNamespace(name=name))) is not None:
                 inputs[argument] = placed
-        edges = [d for d in ("dp", "cp", "tp") if getattr(L, d) > 1] + [d for d in ("pp", "ep") if getattr(L, d) > 1]
-        operators = {ATTENTION: Boundary(arguments=self.arguments, output=self.output)} if self.arguments or self.output else {}
-        gather = {d: L.zero for d in ("dp", "cp") if getattr(L, d) > 1 and L.zero != "never" and any(d in placed for placed in self.parameters.values())}
+        edges = [d for d in ("pp", "dp", "cp", "ep", "tp") if getattr(L, d) > 1]
+        gather = {d: L.zero for d in DATA if getattr(L, d) > 1 and L.zero != "never" and any(d in placed for placed in self.parameters.values())}
         made = {
-            "mesh": tuple(edges), "parameters": self.parameters, "inputs": inputs,
-            "modules": {name: Boundary(**parts) for name, parts in self.modules.items()}, "operators": operators, "gather": gather,
+            "mesh": tuple(edges), "parameters": self.parameters, "inputs": inputs, "experts": self._mixtures(),
+            "modules": {name: Boundary(**parts) for name, parts in self.modules.items()}, "operators": self.operators, "gather": gather,
         }  # fmt: skip
         return made, list(dict.fromkeys(self.wrong))
+
+    def _mixtures(self) -> dict[str, Any]:
+        """Tokens travel: that is what is modelled."""
+        if self.layout.devices == 1 or not any(n.op == "moe_permute" for n in self.problem.nodes):
+            return {}
+        return {"dispatch": "all_to_all", **({"parameters": self.experts} if self.experts and self.layout.zero != "never" else {})}
 
     def _input(self, name: str, dims: list) -> str | None:
         """Placement of an input on tp, where all its readers want it in the same parts."""
@@ -84,20 +91,29 @@ class _Emitter:
             node, i = parameter.users[0]
             label = self.solution.strategies[node].ins[i]
             placed: dict[str, str] = {}
-            taken: set[int] = set()
+            left = list(parameter.shape)
+            expert = next((d for d, atoms in enumerate(node.uses[i].value.dims) if any(a in self.problem.experts.values() for a in atoms)), None)
+            names = names_of(self.problem, parameter.name, node.run)
+            if expert is not None:
+                self.experts += names
+                if L.ep > 1:
+                    placed["ep"] = f"S({expert})"
+                    left[expert] //= L.ep
             if isinstance(label, int):
                 d = self._dimension(node, i, label, parameter)
                 placed["tp"] = f"S({d})"
-                taken.add(d)
-            if L.zero != "never":
-                for dim in ("dp", "cp"):
-                    ranks = getattr(L, dim)
-                    free = [d for d, n in enumerate(parameter.shape) if d not in taken and n > 1 and n % ranks == 0]
-                    if ranks > 1 and free:
-                        placed[dim] = f"S({free[0]})"
-                        taken.add(free[0])
+                left[d] //= L.tp
+            kept = {parse_placement(w, parameter.name) for w in placed.values()}
+            for dim in DATA if L.zero != "never" else ():
+                ranks = getattr(L, dim)
+                if ranks > 1 and dim not in placed:
+                    # A dimension that computes in parts is not divided further: its parts would not be of one piece.
+                    free = next((d for d, n in enumerate(left) if d not in kept and n > 1 and n % ranks == 0), None)
+                    if free is not None:
+                        placed[dim] = f"S({free})"
+                        left[free] //= ranks
             if placed:
-                self.parameters.update(dict.fromkeys(names_of(self.problem, parameter.name, node.run), placed))
+                self.parameters.update(dict.fromkeys(names, placed))
 
     def _dimension(self, node: Node, i: int, label: int, parameter: Parameter) -> int:
         found = next((d for d, atoms in enumerate(node.uses[i].value.dims) if label in atoms[:1]), None)
@@ -122,10 +138,13 @@ class _Emitter:
                 continue
             bare = {word for word, t, move in wanted for e in self._readers(move, t) if not expressible(e)}
             made = p
-            if owner(value.producer) and (p == P or bare - {p}):
+            if (owner(value.producer) or value.producer.op == UNPERMUTE) and (p == P or bare - {p}):
                 # Readers without parameters take what the module gives; the others may have it placed again.
                 made = next(iter(bare), wanted[0][0])
-                self._place(owner(value.producer), "output", value.dims, made, value.producer.run)
+                if value.producer.op == UNPERMUTE:
+                    self._operator(value.producer, f"mindspeed.{UNPERMUTE}", None, self._word(value.dims, made, value.producer))
+                else:
+                    self._place(owner(value.producer), "output", value.dims, made, value.producer.run)
             for word, t, move in wanted:
                 for edge in self._readers(move, t):
                     if word != made or (t == SUMMED and p == R):
@@ -139,12 +158,17 @@ class _Emitter:
         if expressible(edge) and owner(edge.node):
             self._place(owner(edge.node), "input", use.dims, t, edge.node.run)
         elif expressible(edge):
-            word = self._word(use.dims, t, edge.node)
-            pattern = QKV[edge.argument]
-            if self.arguments.setdefault(pattern, {}).setdefault("tp", word) != word:
-                self.wrong.append(f'module "{edge.node.module}": attention layers that are placed differently cannot be told apart in a plan')
-        elif p != t and not (p == P and t == R):
-            self.wrong.append(f'module "{edge.node.module}": {edge.node.op} takes {edge.value.producer.op} as {self._say(t)}, made as {self._say(p)}; a plan can say that of modules with parameters and of attention alone')
+            name, argument = (ATTENTION, QKV[edge.argument]) if edge.node.op != PERMUTE else (f"mindspeed.{PERMUTE}", "tokens")
+            self._operator(edge.node, name, argument, self._word(use.dims, t, edge.node))
+        elif p != t and not (p == P and t == R) and edge.node.op not in EXPERTS:  # choices and their weights go where the rows are
+            self.wrong.append(f'module "{edge.node.module}": {edge.node.op} takes {edge.value.producer.op} as {self._say(t)}, made as {self._say(p)}; a plan can say that of modules with parameters, of attention and of mixtures of experts alone')
+
+    def _operator(self, node: Node, pattern: str, argument: str | None, word: str, dim: str = "tp") -> None:
+        """An edge of all operators of one name: of an argument, or of the result."""
+        edge = self.operators.setdefault(pattern, Boundary({}, {}, {}))
+        placed = edge.output if argument is None else edge.arguments.setdefault(argument, {})
+        if placed.setdefault(dim, word) != word:
+            self.wrong.append(f'module "{node.module}": layers whose {node.op} is placed differently cannot be told apart in a plan')
 
     def _place(self, module: str, side: str, dims: list, t: Label, run: int) -> None:
         word = self._word(dims, t, None)
@@ -177,9 +201,8 @@ class _Emitter:
             self.wrong.append("attention layers that divide the sequence differently cannot be told apart in a plan")
         for how in kinds:
             words = {"ulysses": ("S(1)", "S(1)", "S(1)"), "kv_allgather": ("S(2)", "R", "R"), "whole": ("R", "R", "R")}[how]
-            for pattern, word in zip(QKV, words):
-                self.arguments.setdefault(pattern, {})["cp"] = word
-            self.output["cp"] = "S(2)"
+            for argument, word in zip((*QKV, None), (*words, "S(2)")):
+                self._operator(next(n for n, h in hows.items() if h == how), ATTENTION, argument, word, "cp")
 
 
 def owner(node: Node) -> str:
@@ -189,9 +212,16 @@ def owner(node: Node) -> str:
     return node.owner
 
 
+def leaves(node: Node, value: Any, t: Label) -> bool:
+    """Whether a plan can place the value where it is made: at the output of a module with parameters, or where rows are back."""
+    if node.op == UNPERMUTE:
+        return not isinstance(t, int) or any(t in atoms[:1] for atoms in value.dims)
+    return bool(owner(node))
+
+
 def expressible(edge: Edge) -> bool:
-    """Whether a plan can place the value before this reader: at the input of a module with parameters, or of attention."""
+    """Whether a plan can place the value before this reader: at the input of a module with parameters, of attention, or where rows are sorted."""
     if edge.expressible is None:
-        attention = edge.node.op in ("attention", "scaled_dot_product_attention")
-        edge.expressible = edge.argument < 3 if attention else bool(owner(edge.node)) and sum(u.value.producer is not None for u in edge.node.uses) == 1
+        attention, sorts = edge.node.op in ("attention", "scaled_dot_product_attention"), edge.node.op == PERMUTE
+        edge.expressible = edge.argument < 3 if attention else edge.argument == 0 if sorts else bool(owner(edge.node)) and sum(u.value.producer is not None for u in edge.node.uses) == 1
     return edge.expressible

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindspeed_fx.passes.sharding.search.emit import expressible, owner
+from mindspeed_fx.passes.sharding.search.emit import EXPERTS, PERMUTE, UNPERMUTE, expressible, leaves
 from mindspeed_fx.passes.sharding.search.graph import Edge, Node, Problem, Value
 from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, P, R, Strategy
 
-EXPERTS = frozenset(("moe_permute", "moe_unpermute", "grouped_matmul"))
 KINDS = ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -67,9 +66,16 @@ def there_and_back(move: Move, p: Label, t: Label) -> tuple[str, str]:
 def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
     """Whether a plan can say that the value moves so before this reader, or DTensor does it unasked: it sums what an
     operator needs whole."""
-    if edge.node.op in EXPERTS or move.value.producer.op in EXPERTS:
-        return True  # modelled alone
-    return p == t or (p in (P, R) and t in (R, SUMMED)) or not move.value.shape or bool(owner(move.value.producer)) or expressible(edge)
+    made = move.value.producer
+    if p == t or not move.value.shape:
+        return True
+    if edge.node.op in EXPERTS and edge.argument:
+        return True  # choices, their weights and counts go where the rows are
+    if made.op in EXPERTS and made.op != UNPERMUTE:
+        return False  # rows stay where they were sorted until they are back
+    if edge.node.op in EXPERTS and edge.node.op != PERMUTE:
+        return False
+    return (p in (P, R) and t in (R, SUMMED)) or leaves(made, move.value, t) or expressible(edge)
 
 
 class Pair(NamedTuple):

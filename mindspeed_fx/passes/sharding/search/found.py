@@ -49,7 +49,7 @@ class SearchedPlan(Plan):
         return made
 
     def __reduce__(self) -> tuple:
-        return Plan, (self.name, self.mesh, self.parameters, self.inputs, self.modules, self.operators, self.gather)
+        return Plan, (self.name, self.mesh, self.parameters, self.inputs, self.modules, self.operators, self.gather, self.rings, self.experts)
 
     # ---------------------------------------------------------------- numbers
 

@@ -338,11 +338,14 @@ class _Builder:
                     self.axes.unify(first.dims[e], other.dims[d])
 
     def _experts(self) -> None:
+        """Which rows sorted by expert belong to which experts."""
+        sorted_by: dict[int, Dim] = {}
         for node in self.nodes:
             if node.op == "grouped_matmul":
-                rows_, experts = self.axes.atoms(node.uses[0].dims[0]), self.axes.atoms(node.uses[1].dims[0])
-                if rows_ and experts and rows_[-1] in {a for c in self.found.choices for a in self.axes.atoms((c,))}:
-                    self.found.experts[rows_[-1]] = experts[0]
+                rows_, experts = self.axes.atoms(node.uses[0].dims[0]), node.uses[1].dims[0]
+                if rows_ and rows_[-1] in {a for c in self.found.choices for a in self.axes.atoms((c,))}:
+                    self.axes.unify(sorted_by.setdefault(rows_[-1], experts), experts)
+        self.found.experts = {rows_: atoms[0] for rows_, experts in sorted_by.items() if (atoms := self.axes.atoms(experts))}
 
     # ---------------------------------------------------------------- one of each kind
 

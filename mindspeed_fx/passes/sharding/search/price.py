@@ -20,6 +20,7 @@ from mindspeed_fx.kernels.base import REGISTRY
 from mindspeed_fx.kernels.sharding import Even
 from mindspeed_fx.passes.sharding.search.graph import Node, Problem, Use, Value, localized
 from mindspeed_fx.passes.sharding.search.layouts import Layout
+from mindspeed_fx.passes.sharding.search.ways import by_expert
 
 R, P, SUMMED = "R", "P", "+"
 """Whole; a sum over the ranks; whole, with a gradient that is a sum over the ranks. A placement else is an atom."""
@@ -167,8 +168,7 @@ class Prices:
         for outs, ins in node.rows or ():
             ins = [*ins, *[R] * (len(node.uses) - len(ins))]
             placed = [(u.dims, p) for u, p in zip(node.uses, ins) if not isinstance(p, str)] + [(v.dims, p) for v, p in zip(node.outs, outs) if not isinstance(p, str)]
-            by_expert = node.op == "grouped_matmul" and ins[:2] == [0, 0]
-            for atom in self._candidates(node, placed, by_expert):
+            for atom in self._candidates(node, placed, by_expert(node.op, outs, ins)):
                 label = {}
                 for i, (dims, p) in enumerate(placed):
                     mine = dims[int(p)] if int(p) < len(dims) else ()
@@ -183,10 +183,10 @@ class Prices:
                     outs_ = [label[next(it)] if not isinstance(p, str) else P if p == "partial" else R for p in [*outs, *["replicated"] * len(node.outs)][: len(node.outs)]]
                     yield Strategy(tuple(SUMMED if x == R and u.value.floating and not u.value.free else x for x, u in zip(ins_, node.uses)), tuple(outs_))
 
-    def _candidates(self, node: Node, placed: list, by_expert: bool) -> list[int]:
-        if by_expert:
-            found = node.uses[1].dims[0]
-            return [a for a in found if a in self.expert_atoms]
+    def _candidates(self, node: Node, placed: list, expert_rows: bool) -> list[int]:
+        if expert_rows:
+            rows = (node.outs[0] if node.op == "moe_permute" else node.uses[0]).dims[0]
+            return [e for a in rows if (e := self.problem.experts.get(a)) is not None]
         dims, p = placed[0] if placed else ([], 0)
         atoms = dims[int(p)] if int(p) < len(dims) else ()
         data = [a for a in atoms if a in (self.problem.batch, self.problem.sequence)]

@@ -9,6 +9,9 @@ from mindspeed_fx.passes.sharding.search.graph import Node, Problem
 from mindspeed_fx.passes.sharding.search.price import P, R, SUMMED, Label, Strategy
 from mindspeed_fx.passes.sharding.search.solve import Allowed
 
+ARGUMENTS = {"attention": ("q", "k", "v"), "moe_permute": ("tokens",)}
+"""Arguments of operators that a plan places."""
+
 
 def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
     """The strategies that agree with ``plan`` on mesh dimension ``dim``: parameters at rest, and edges of modules and operators."""
@@ -26,9 +29,9 @@ def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
             if word := _edge(plan, module, "input").get(dim):
                 wanted[reader, edge.argument] = word
         for pattern, boundary in plan.operators.items():
-            if reader.op == "attention" and matching(pattern.split("|"), "mindspeed.attention"):
+            if (known := ARGUMENTS.get(reader.op)) and matching(pattern.split("|"), f"mindspeed.{reader.op}") and edge.argument < len(known):
                 for names, placed in boundary.arguments.items():
-                    if "qkv"[edge.argument : edge.argument + 1] in names.split("|") and dim in placed:
+                    if known[edge.argument] in names.split("|") and dim in placed:
                         wanted[reader, edge.argument] = placed[dim]
 
     def allowed(node: Node, strategy: Strategy) -> bool:

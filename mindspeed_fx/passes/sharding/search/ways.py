@@ -126,18 +126,24 @@ def _cat(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> li
 
 
 def _permute(node: fx.Node, values: Sequence[torch.Tensor], out: Any) -> list[Row]:
-    """Each rank sorts its own tokens by expert, as expert-parallel programs do; by width."""
-    return [([0, 0], [0, 0]), ([1, R], [1, R])]
+    """Each rank sorts its own tokens by expert, as expert-parallel programs do; or all tokens, and has the rows of its own experts."""
+    return [([0, 0], [0, 0]), ([0, 0], [R, R])]
 
 
 def _unpermute(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    """Own tokens; or all tokens as sums over the ranks, each with what its experts made."""
     probs = len(values) - 2
-    return [([0], [0, 0, *[0] * probs]), ([1], [1, R, *[R] * probs])]
+    return [([0], [0, 0, *[0] * probs]), ([P], [0, 0, *[R] * probs])]
 
 
 def _grouped(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
-    """By token with every expert's weight, by expert with the tokens that chose it, by column, by summand."""
-    return [([0], [0, R, R]), ([0], [0, 0, R]), ([1], [R, 2, R]), ([P], [1, 1, R])]
+    """By token with every expert's weight; by expert with the tokens that chose it. No program divides the inside of an expert."""
+    return [([0], [0, R, R]), ([0], [0, 0, R])]
+
+
+def by_expert(op: str, outs: Sequence[Any], ins: Sequence[Any]) -> bool:
+    """Whether this way of an operator of a mixture has rows by expert and not by token."""
+    return {"moe_permute": ins[0] == R, "moe_unpermute": outs[0] == P, "grouped_matmul": ins[1] == 0}.get(op, False) if len(ins) > 1 else False
 
 
 _OWN = {
