@@ -136,7 +136,7 @@ class Trials:
         made = self.tasks(gm)
         self.nodes, self.work = made.nodes, made.tasks
         self.limit = simulate(self.work).peak + context.options.overlap_memory
-        self.effort = max(min(96 * len(self.work), SURE), 2 * len(self.work))
+        self.effort = max(min(96 * len(self.work), SURE), 6 * len(self.work))  # half of it is for an order, the same from the end, and again
         self.plain = schedule(self.work, allowance=context.options.overlap_memory, work=self.effort)
         self.reaches = REACHES if len(self.places) <= LARGE else REACHES[1:]
         self.told, self.seconds, self.values = "", self.plain.seconds, {}

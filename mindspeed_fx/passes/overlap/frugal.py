@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 from mindspeed_fx.passes.overlap.simulate import memory_curve
 from mindspeed_fx.passes.overlap.tasks import Buffer, Task, TaskGraph
 
 
 def frugal(graph: TaskGraph) -> list[int]:
-    """Of the ready tasks that free at least what they make, the first as written; else the one that adds least for what it
-    brings nearer to being freed. O(tasks x ready tasks)."""
+    """Of the ready tasks that free at least what they make, the first as written; else the one that adds least. O(E log V)."""
     size = len(graph)
     missing = [len(set(t.needs)) for t in graph.tasks]
-    made = [0] * size
+    change = [0] * size
+    """Bytes that a task would add now; buffers only come closer to being freed, so that it falls."""
     reads: list[list[int]] = [[] for _ in range(size)]
     left = []
     for n, b in enumerate(graph.buffers):
-        if b.made_by >= 0:
-            made[b.made_by] += b.bytes
         users = {b.made_by, *b.users} - {-1}
-        left.append(len(users) + (size if b.kept else 0))
+        left.append(users)
+        if b.made_by >= 0:
+            change[b.made_by] += b.bytes
         for u in users:
             reads[u].append(n)
-    ready = sorted(i for i, m in enumerate(missing) if not m)
+        if len(users) == 1 and not b.kept:
+            change[next(iter(users))] -= b.bytes
+    done = [False] * size
+    freeing: list[int] = []
+    adding: list[tuple[int, int]] = []
+
+    def enter(i: int) -> None:
+        if change[i] <= 0:
+            heappush(freeing, i)
+        else:
+            heappush(adding, (change[i], i))
+
+    def taken() -> int | None:
+        while freeing:
+            if not done[i := heappop(freeing)]:
+                return i
+        while adding:
+            known, i = heappop(adding)
+            if not done[i] and known == change[i]:
+                return i
+        return None
+
+    for i, m in enumerate(missing):
+        if not m:
+            enter(i)
     order: list[int] = []
-    while ready:
-        best, least = ready[0], None
-        for i in ready:
-            change = made[i] - sum(graph.buffers[n].bytes for n in reads[i] if left[n] == 1)
-            if change <= 0:
-                best = i
-                break
-            if least is None or change < least:
-                best, least = i, change
-        ready.remove(best)
+    while (best := taken()) is not None:
+        done[best] = True
         order.append(best)
         for n in reads[best]:
-            left[n] -= 1
+            left[n].discard(best)
+            if len(left[n]) == 1 and not graph.buffers[n].kept:
+                (last,) = left[n]
+                change[last] -= graph.buffers[n].bytes
+                if not missing[last]:
+                    enter(last)
         for u in graph.users[best]:
             missing[u] -= 1
             if not missing[u]:
-                ready.append(u)
-        ready.sort()
+                enter(u)
     return order
 
 
