@@ -216,6 +216,15 @@ def test_all_weights_of_experts_are_divided_over_ep():
     assert shares == [1 / 8] * len(shares) and len(shares) % 3 == 0
 
 
+def test_more_ranks_than_experts_are_modelled_alone():
+    """Eight experts on sixteen ranks: divided inside, with the reason; on eight by number."""
+    with torch.device("meta"):
+        model, args = Mixtral(4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32768, experts=8).bfloat16(), [torch.zeros(4, 4096, dtype=torch.long) for _ in range(2)]
+    plan = mindspeed_fx.plan(model, args, mesh={"ep": 4, "tp": 4}, hardware="ascend910b2")
+    assert [u for u in plan.unsupported if "too many ranks for 8 experts" in u]
+    assert not mindspeed_fx.plan(model, args, mesh={"ep": 4, "tp": 2}, hardware="ascend910b2").unsupported
+
+
 def test_no_expert_is_faster(problem):
     """Megatron TP+SP, FSDP and Ulysses, each at its best degree, under the same model."""
     model, _ = large()

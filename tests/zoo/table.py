@@ -40,7 +40,7 @@ def markdown(table: dict[str, str], unbuilt: dict[str, str], failed: dict[str, s
         "",
         f"Each cell is *fused / sites in the model*, in the graphs as often as they run. {complete} of {len(table)} architectures are fused completely. *error* is the largest",
         "difference of a loss or gradient, relative to its largest element; models that compute parts of themselves in float32 differ in float32's last places.",
-        "*bf16* is the error of the gradients in bfloat16 as a multiple of the unfused model's own (`--narrow`; at most 2); where routing picks other experts, both are as far off.",
+        "*bf16* is the error of the gradients in bfloat16 as a multiple of the unfused model's own (`--narrow`; at most 2); above 2, which one token decides that is routed elsewhere, the median of three sets of weights.",
         "A row is from the last run that tried its architecture (`--update`). Architectures of litgpt are `litgpt/...` (`--from litgpt=DIR`), of Megatron-core `megatron/...`, all others of transformers.",
         "",
         "| architecture | graphs | " + " | ".join(titles) + " | error | bf16 | misses |",

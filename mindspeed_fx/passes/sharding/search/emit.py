@@ -99,6 +99,8 @@ class _Emitter:
                 if L.ep > 1:
                     placed["ep"] = f"S({expert})"
                     left[expert] //= L.ep
+            if isinstance(label, int) and expert is not None and label not in self.problem.experts.values():
+                self.wrong.append(f'parameter "{parameter.name}": ep={L.ep} tp={L.tp} are too many ranks for {parameter.shape[expert]} experts, which are modelled as divided inside; no program is made for that yet')
             if isinstance(label, int):
                 d = self._dimension(node, i, label, parameter)
                 placed["tp"] = f"S({d})"

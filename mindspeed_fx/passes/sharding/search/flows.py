@@ -72,7 +72,7 @@ def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
     if edge.node.op in EXPERTS and edge.argument:
         return True  # choices, their weights and counts go where the rows are
     if made.op in EXPERTS and made.op != UNPERMUTE:
-        return False  # rows stay where they were sorted until they are back
+        return p in (P, R) and t in (R, SUMMED)  # rows stay where they were sorted until they are back; experts divided inside make sums
     if edge.node.op in EXPERTS and edge.node.op != PERMUTE:
         return False
     return (p in (P, R) and t in (R, SUMMED)) or leaves(made, move.value, t) or expressible(edge)

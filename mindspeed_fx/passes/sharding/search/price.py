@@ -142,7 +142,7 @@ class Prices:
         """Every way on tp, the whole first."""
         b, s = self.problem.batch, self.problem.sequence
         fits = tuple((self.axes.size[a] // self.parts(layout, a)) % layout.tp == 0 if a is not None else False for a in (b, s))
-        key = (node.name, layout.tp, fits, layout.cp > 1)
+        key = (node.name, layout.tp, fits, layout.cp > 1, node.op == "grouped_matmul" and layout.ep)
         if key not in self._strategies:
             found = [Strategy((R,) * len(node.uses), (R,) * len(node.outs))]
             if layout.tp > 1:
@@ -154,8 +154,14 @@ class Prices:
             if node.op in ("linear_cross_entropy", "cross_entropy") and layout.cp > 1 and len(found) > 1:
                 # DTensor takes whole tokens in parts here because that is free, and then has no gradient for parts of parts.
                 found = [x for x in found if self._by_class(node, x)] or found
+            if any(x.ins[1:2] and x.ins[1] in self.expert_atoms for x in found if node.op == "grouped_matmul"):
+                found = [x for x in found if not self.inside(node, x)]
             self._strategies[key] = found
         return self._strategies[key]
+
+    def inside(self, node: Node, strategy: Strategy) -> bool:
+        """Whether experts are divided inside, which is modelled alone."""
+        return node.op == "grouped_matmul" and isinstance(strategy.ins[1], int) and strategy.ins[1] not in self.expert_atoms
 
     def _strided(self, node: Node, made: Strategy) -> bool:
         """Divided by sequence inside tokens [batch * sequence]: DTensor has no gradient for that where cp divides it too."""
