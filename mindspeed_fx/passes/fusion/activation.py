@@ -90,8 +90,10 @@ def _masked(n: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_zero(n: object) -> bool:
-    while match.is_call(n, aten.expand.default, aten.to.dtype):
+    while match.is_call(n, aten.expand.default, aten.to.dtype) and not n.meta["mutated"]:
         n = n.args[0]
+    if isinstance(n, fx.Node) and n.meta["mutated"]:
+        return False  # made as zeros, and written to
     return match.number(n) == 0 or match.is_call(n, aten.zeros_like.default, aten.zeros.default) or (match.is_call(n, aten.full.default, aten.full_like.default) and n.args[1] == 0)
 
 

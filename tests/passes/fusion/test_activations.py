@@ -36,6 +36,29 @@ ACTIVATIONS = {
 }
 
 
+def _written_part(x):
+    zeros = torch.zeros(x.shape[-1], dtype=x.dtype)
+    zeros[1:3] = 0.7
+    return torch.maximum(x, zeros).square()
+
+
+def _written_threshold(x):
+    zeros = torch.full((x.shape[-1],), 0.0, dtype=x.dtype)
+    zeros[0].fill_(0.9)
+    return torch.where(x > zeros, x * x, 0.0)
+
+
+def _written_after_a_cast(x):
+    zeros = torch.zeros(x.shape[-1]).to(x.dtype)
+    zeros[2] = 0.6
+    return torch.maximum(x, zeros).square()
+
+
+@pytest.mark.parametrize("function", [_written_part, _written_threshold, _written_after_a_cast])
+def test_zeros_that_were_written_to_are_none(function):
+    assert not function_agrees(function, torch.randn(5, 8, dtype=torch.float64, requires_grad=True)).counts.get(ONE)
+
+
 def call_of(report, name, operator):
     run = next(r for r in report.graphs[0].runs if r.report.name == name)
     return next(line for line in run.after.splitlines() if f"mindspeed.{operator}" in line)
