@@ -73,8 +73,8 @@ def _factors(n: fx.Node) -> list[tuple[Any, bool]] | None:
         return [(n.args[0], False), (n.args[1], True)]
     if match.is_call(n, aten.neg.default):
         return [(n.args[0], False), (-1.0, False)]
-    if match.is_call(n, aten.reciprocal.default) or (match.is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -1):
-        return [(n.args[0], True)]
+    if (x := match.reciprocal(n)) is not None:
+        return [(x, True)]
     if match.is_call(n, aten.to.dtype, *EXPANDED) and match.is_float(n.args[0]) and match.value(n.args[0]).dim() == match.value(n).dim():
         return [(n.args[0], False)]
     return None

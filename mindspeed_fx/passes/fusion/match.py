@@ -92,6 +92,11 @@ def number(n: Any) -> float | int | None:
     return None
 
 
+def reciprocal(n: Any) -> fx.Node | None:
+    """x when ``n`` is 1 / x in one operator."""
+    return n.args[0] if is_call(n, aten.reciprocal.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -1) else None
+
+
 def literal(n: Any) -> torch.Tensor | None:
     """What ``torch.tensor(...)`` in the model's code is, when it has one element; a buffer, which may change between calls, is none."""
     held = written_down(n)

@@ -194,8 +194,8 @@ def _reciprocal(n: Any) -> fx.Node | None:
     """x when ``n`` is 1 / x."""
     if match.is_call(n, aten.mul.Tensor) and match.number(n.args[1]) == 1:
         n = n.args[0]  # how `1 / tensor` is traced
-    if match.is_call(n, aten.reciprocal.default) or (match.is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -1):
-        return n.args[0]
+    if (x := match.reciprocal(n)) is not None:
+        return x
     return n.args[1] if match.is_call(n, *match.DIV) and match.number(n.args[0]) == 1 and isinstance(n.args[1], fx.Node) else None
 
 

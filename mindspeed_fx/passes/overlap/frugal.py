@@ -12,8 +12,7 @@ def frugal(graph: TaskGraph) -> list[int]:
     """Of the ready tasks that free at least what they make, the first as written; else the one that adds least. O(E log V)."""
     size = len(graph)
     missing = [len(set(t.needs)) for t in graph.tasks]
-    change = [0] * size
-    """Bytes that a task would add now; buffers only come closer to being freed, so that it falls."""
+    change = [0] * size  # bytes that a task would add now; buffers only come closer to being freed, so that it falls
     reads: list[list[int]] = [[] for _ in range(size)]
     left = []
     for n, b in enumerate(graph.buffers):

@@ -52,7 +52,8 @@ class Program(torch.nn.Module):
         self.plan, self.mesh, self.values = plan, mesh, values
         object.__setattr__(self, "known", known_masks(graph))
         object.__setattr__(self, "traffic", Traffic(mesh))
-        self.data = [mesh.mesh_dim_names.index(name) for name, stage in plan.gather.items() if stage != "never"]
+        self.stages = {mesh.mesh_dim_names.index(name): stage for name, stage in plan.gather.items()}
+        self.data = [dim for dim, stage in self.stages.items() if stage != "never"]
 
     def forward(self, *local: Any) -> Any:
         traffic = Traffic(self.mesh)
@@ -61,8 +62,7 @@ class Program(torch.nn.Module):
         with fx.traceback.preserve_node_meta(), traffic.listening():
             results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic).run(*given)
         placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
-        stages = {self.mesh.mesh_dim_names.index(name): stage for name, stage in self.plan.gather.items()}
-        traffic.read(self.graph, {n: (v.name, self._at_rest(x, v), stages) for n, x, v in zip(placeholders, local, self.values) if v is not None and v.parameter})
+        traffic.read(self.graph, {n: (v.name, self._at_rest(x, v), self.stages) for n, x, v in zip(placeholders, local, self.values) if v is not None and v.parameter})
         results = pytree.tree_map_only(DTensor, self._leave, results)
         return tuple(results) if isinstance(results, (tuple, list)) else results
 
@@ -74,10 +74,9 @@ class Program(torch.nn.Module):
             return whole.redistribute(placements=value.placements)
         made = self._at_rest(x, value)
         experts = bool(matching(self.plan.experts.get("parameters", ()), value.name))
-        stages = {self.mesh.mesh_dim_names.index(name): stage for name, stage in self.plan.gather.items()}
-        for dim in sorted(stages, reverse=True):  # of several that divide one dimension the inner ones first
-            stage, name = stages[dim], self.mesh.mesh_dim_names[dim]
-            if stage != "never" and made.placements[dim].is_shard() and not (experts and made.placements[dim].is_shard(0)):
+        for dim in sorted(self.data, reverse=True):  # of several that divide one dimension the inner ones first
+            stage, name = self.stages[dim], self.mesh.mesh_dim_names[dim]
+            if made.placements[dim].is_shard() and not (experts and made.placements[dim].is_shard(0)):
                 with compat_sharding.annotated(stage):
                     made = redistribute(made, {name: "R"})
                 if stage == "zero1":

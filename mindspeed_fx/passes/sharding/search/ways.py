@@ -137,12 +137,9 @@ def _unpermute(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor)
 
 
 def _grouped(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
-    """By token with every expert's weight; by expert with the tokens that chose it; inside the experts, by column and by summand."""
-    return [([0], [0, R, R]), ([0], [0, 0, R]), *INSIDE]
-
-
-INSIDE: list[Row] = [([1], [R, 2, R]), ([P], [1, 1, R])]
-"""Ways of ``grouped_matmul`` for which no program is made: a choice only where there are too few experts to divide by number."""
+    """By token with every expert's weight; by expert with the tokens that chose it; inside the experts, by column and by summand, for which no program is made
+    (``Prices.inside``)."""
+    return [([0], [0, R, R]), ([0], [0, 0, R]), ([1], [R, 2, R]), ([P], [1, 1, R])]
 
 
 def by_expert(op: str, outs: Sequence[Any], ins: Sequence[Any]) -> bool:
