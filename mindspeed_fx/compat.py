@@ -101,6 +101,16 @@ def layout_key(value: Any) -> tuple:
     return (str(value),)
 
 
+def view_may_leave(node: fx.Node) -> bool:
+    """False when what ``node`` computes cannot be a view: it leaves the graph beside its own ``detach()``.
+
+    AOTAutograd makes such outputs anew from the tensor they view, and forgets the views that lie before a ``detach`` ("incorrect out shape
+    after application of ViewMeta sequence", torch 2.11 to 2.13).
+    """
+    output = next(iter(reversed(node.graph.nodes)))
+    return output not in node.users or not any(u.target is torch.ops.aten.detach.default and output in u.users for u in node.users)
+
+
 def unused_attribute(gm: fx.GraphModule, stem: str) -> str:
     """A name ``stem_N`` that ``gm`` does not have yet."""
     index = 0

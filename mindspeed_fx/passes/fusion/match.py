@@ -318,6 +318,8 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
         # The layout that the model had: dimensions by falling stride, densely packed.
         order = sorted(range(a.dim()), key=lambda d: (-hint(a.stride(d)), d))
         back = sorted(range(a.dim()), key=order.__getitem__)
+        if order != list(range(a.dim())) and not compat.view_may_leave(old):
+            return "it and its detach() are both returned in an order of dimensions that torch cannot give back"
         new = insert(gm, old, aten.permute.default, (new, order)) if order != list(range(a.dim())) else new
         new = insert(gm, old, aten.contiguous.default, (new,))
         new = insert(gm, old, aten.permute.default, (new, back)) if order != list(range(a.dim())) else new

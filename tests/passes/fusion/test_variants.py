@@ -440,6 +440,7 @@ FOUND = {
     "a scaled input was taken for a part of the formula": ("gelu, tanh", Variant(sites=2)),
     "a copy that keeps the model's layout stood between two operators": ("qk_norm_rope", Variant(layouts=("strided", "strided", "plain", "plain"))),
     "no reason": ("weighted_swiglu", Variant(extra=("read", 1))),
+    "a view of the copy and its detach were both returned": ("rms_norm, normalized", Variant(torch.float32, layouts=("strided", "turned"), swaps=102, frozen=1, stopped=2, extra=("returned", 5))),
     "a cast stood between the loss and its z-loss": ("linear_cross_entropy, z-loss", Variant(torch.float16)),
 }
 
@@ -447,7 +448,7 @@ FOUND = {
 @pytest.mark.parametrize("what", FOUND)
 def test_found_once(what):
     name, variant = FOUND[what]
-    check(CASES[name], variant)
+    check((CASES | SPELLINGS)[name], variant)
 
 
 @pytest.mark.parametrize("name", CASES)
