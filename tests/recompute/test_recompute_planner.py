@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed_fx.partition.liveness import curve
 from mindspeed_fx.passes.recompute import search, segments
+from mindspeed_fx.passes.recompute.anneal import anneal
 from mindspeed_fx.passes.recompute.bound import least_seconds, moments
 from mindspeed_fx.passes.recompute.exact import exact_seconds, optimum
 from mindspeed_fx.passes.recompute.flow import SINK, SOURCE, Network
@@ -163,6 +164,40 @@ def test_a_call_with_two_results_fills_both_whoever_is_read():
 def test_the_curve_counts_both_ends():
     assert curve(4, [(8, 0, 1), (2, 1, 3), (1, 3, 3)]) == [8, 10, 2, 3]
     assert curve(0, []) == []
+
+
+def test_a_walk_leaves_local_optima(monkeypatch):
+    gains = []
+    for seed, parts in ((2016, (1,)), (2029, (2, 3))):
+        schedule, whole = step(seed, 40)
+        for part in parts:
+            found = []
+            for walk in (0, search.MOST_WALK):
+                monkeypatch.setattr(search, "MOST_WALK", walk)
+                planner = Search(schedule)
+                limit = planner.least.bytes + (planner.richest.bytes - planner.least.bytes) * part // 9
+                found.append(planner.best(limit))
+                assert found[-1].bytes <= limit
+            gains.append((found[0].seconds - found[1].seconds) / whole)
+    assert min(gains) > 0.01, gains
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_walk_ends_at_a_plan_that_fits_and_is_no_slower_and_goes_the_same_way_again(seed):
+    schedule, _ = step(seed, 30)
+    planner = Search(schedule)
+    start = planner.least
+    walks = [anneal(schedule, start, start.bytes + 64, planner.cuts.values, 300, schedule.evaluate) for _ in range(2)]
+    assert walks[0].saved == walks[1].saved and walks[0].seconds <= start.seconds and walks[0].bytes <= start.bytes + 64
+    before = schedule.evaluations
+    assert anneal(schedule, start, start.bytes, planner.cuts.values, 0, schedule.evaluate).saved == start.saved and schedule.evaluations == before
+
+
+def test_a_choice_that_takes_too_long_is_no_plan():
+    schedule, _ = step(7, 12)
+    slow = schedule.evaluate(Search(schedule).least.saved)
+    assert slow.seconds > 0 and schedule.evaluate(slow.saved, slow.seconds).bytes == slow.bytes
+    assert schedule.evaluate(slow.saved, slow.seconds * 0.99) is None
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ class Layers(Search):
     def _add(self, search: Search) -> None:
         whole = search.hull and self._reduced(search, search.richest)
         if whole and abs(whole.bytes - search.richest.bytes) <= NEAR * whole.bytes:
+            search.whole = lambda plan: self._reduced(search, plan)
             self.inner.append(search)
 
     def _reduced(self, search: Search, plan: Plan) -> Plan | None:

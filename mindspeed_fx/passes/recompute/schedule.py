@@ -105,6 +105,11 @@ class Schedule:
         """Bytes that saving a node's value holds until the backward, of all it stands for."""
         return self.full
 
+    @property
+    def edges(self) -> frozenset[int]:
+        """What crosses between layers of which one stands for many (:mod:`folded`)."""
+        return frozenset()
+
     def expand(self, saved: Iterable[int]) -> frozenset[int]:
         """A choice, of all that the nodes stand for."""
         return frozenset(saved)
@@ -128,19 +133,19 @@ class Schedule:
         wanted = self.computing(self.needed)
         return sorted({self.root[i] for i in self.forward if wanted[i] and not self.given[self.root[i]]})
 
-    def evaluate(self, saved: Iterable[int]) -> Plan | None:
-        """Time and peak of a choice; None when the backward could then not have all it needs."""
+    def evaluate(self, saved: Iterable[int], most: float = math.inf) -> Plan | None:
+        """Time and peak of a choice; None when the backward could then not have all it needs, or when it takes more than ``most`` seconds."""
         saved = frozenset(saved)
-        first = self._first(saved)
         found = self._second(saved)
         if found is None:
             return None
-        second, again = found
-        run = first + second
-        alive = self._alive(saved, first, second)
-        best = max(alive, default=0)
+        first, (second, again) = self._first(saved), found
         ran = set(first) if any(self.prepares) else frozenset(again)
         spent = sum([self.seconds[i] for i in again if i in ran or not self.prepares[i]]) + sum([self.keep[i] for i in saved])
+        if spent > most:
+            return None
+        run, alive = first + second, self._alive(saved, first, second)
+        best = max(alive, default=0)
         return Plan(saved, best, spent, run[alive.index(best)] if run else -1, tuple(again))
 
     def trace(self, plan: Plan) -> tuple[list[int], list[int], int]:

@@ -4,8 +4,9 @@
    against memory, from saving everything to making everything again.
 2. Of two neighbours on the hull, the richer does not fit and the leaner does. Between them values are given back, in several
    orders, as many as fit: layers are decided one by one.
-3. A local search adds, drops and swaps single values while that saves time. Its work is counted in plans tried, not in
-   time, so that every rank finds the same plan.
+3. Threshold accepting (:mod:`anneal`) leaves the neighbourhood of that plan, also through plans that do not fit; then a local search
+   adds, drops and swaps single values while that saves time. Work is counted in plans tried, not in time, so that every rank
+   finds the same plan.
 
 All peaks are those of the simulated step, so a plan that fits in the model fits in the model whatever the search did.
 """
@@ -16,6 +17,7 @@ import math
 from functools import cached_property
 from typing import Any, Callable, Iterable, Sequence
 
+from mindspeed_fx.passes.recompute.anneal import anneal
 from mindspeed_fx.passes.recompute.bound import least_seconds
 from mindspeed_fx.passes.recompute.cut import Cuts
 from mindspeed_fx.passes.recompute.schedule import Plan, Schedule
@@ -37,6 +39,12 @@ WORK = 120_000
 """Nodes that the local search may walk over, between :data:`TRIES` and :data:`MOST` plans."""
 
 TRIES, MOST = 8, 600
+
+WALK_WORK, MOST_WALK = 500_000, 2000
+"""Nodes that threshold accepting (:mod:`anneal`) may walk over, and plans it may look at."""
+
+AFTER = 0.25
+"""Part of :data:`WORK` that is left for the local search behind such a walk."""
 
 FILL_WORK = 80_000
 """Nodes that filling the room between two plans may walk over, between :data:`FILLS` and :data:`MOST_FILLS` plans."""
@@ -131,7 +139,7 @@ class Search:
                 self._between(lean, rich, limit)
         if self._fastest(limit) is None and self.least.bytes > limit:
             return None
-        return self._descend(self._fastest(limit), _rank, limit)
+        return self._descend(self._annealed(self._fastest(limit), limit), _rank, limit)
 
     def bound(self, limit: int, rounds: int = 40) -> float | None:
         """What :func:`mindspeed_fx.passes.recompute.bound.least_seconds` says of the whole step."""
@@ -152,9 +160,27 @@ class Search:
     def _fastest(self, limit: int) -> Plan | None:
         return min((p for p in self._seen.values() if p and p.bytes <= limit), key=_rank, default=None)
 
+    def whole(self, plan: Plan) -> Plan | None:
+        """A plan as one of the step that its own stands for."""
+        return plan
+
+    def _annealed(self, best: Plan, limit: int) -> Plan:
+        """The plan that :func:`mindspeed_fx.passes.recompute.anneal.anneal` makes of one that fits, where it is better as the whole step too."""
+        schedule = self.schedule
+        fixed = self._returned | schedule.edges
+        values = [v for v in self.cuts.values if schedule.savable[v] and not schedule.forced[v] and schedule.full[v] and v not in fixed]
+        tries = min(int(self.part * MOST_WALK), int(self.part * WALK_WORK) // max(1, len(schedule.sources)))
+        found = anneal(schedule, best, limit, values, tries, lambda saved, most: self._seen[saved] if saved in self._seen else schedule.evaluate(saved, most))
+        before, after = self.whole(best), self.whole(found)
+        if before and before.bytes <= limit and not (after and after.bytes <= limit and after.seconds <= before.seconds):
+            return best
+        self._seen[found.saved] = found
+        return found
+
     def _descend(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None) -> Plan:
         """The plan where no step that is tried leads to one of a better rank within the limit."""
-        work = self.schedule.evaluations + max(TRIES, min(int(self.part * MOST), int(self.part * WORK) // max(1, len(self.schedule.sources))))
+        part = self.part if limit is None else self.part * AFTER
+        work = self.schedule.evaluations + max(TRIES, min(int(part * MOST), int(part * WORK) // max(1, len(self.schedule.sources))))
         while (better := self._improved(best, rank, limit, work)) is not None:
             best = better
         return best
