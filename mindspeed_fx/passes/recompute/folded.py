@@ -18,7 +18,9 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Iterable, Sequence
+from typing import Any, Iterable, Sequence
+
+import numpy as np
 
 from mindspeed_fx.passes.recompute.repeats import Repeats
 from mindspeed_fx.passes.recompute.schedule import Schedule
@@ -86,26 +88,25 @@ class Folded(Schedule):
         ends = [*(bisect.bisect_left(first, i) for i in opens), cut]  # of each place, in the forward
         for k in range(1, count + 1):
             if more[k] and ends[k - 1] < ends[k]:
-                alive[ends[k - 1] : ends[k]] = [a + more[k] for a in alive[ends[k - 1] : ends[k]]]
+                alive[ends[k - 1] : ends[k]] += more[k]
         turns, at = [cut], cut  # where each place of the backward begins; what is made again counts for the node that it is made for
         for i in closes:
             at = second.index(i, at - cut) + cut + 1 if i >= 0 else at
             turns.append(at)
         for k, (low, high) in enumerate(zip(turns, [*turns[1:], len(alive)]), count):
             if more[k] and low < high:
-                alive[low:high] = [a + more[k] for a in alive[low:high]]
-        crossing: dict[int, int] = {}
-        for t, i in enumerate(second, cut):
-            if made[i] > 0 and bisect.bisect_right(turns, t) - 1 + count < made[i]:
-                crossing[i] = t  # made again for a layer above
+                alive[low:high] += more[k]
+        run = np.array(second, dtype=np.int64)
+        early = np.flatnonzero(made[run] > np.searchsorted(turns, np.arange(cut, cut + len(second)), "right") - 1 + count)
+        crossing = {second[t]: t + cut for t in early.tolist()}  # made again for a layer above
         for g, extra in self._chains(crossing, saved, second) if crossing else ():
             begin, above = min(t for i, t in crossing.items() if self.group[i] == g), self._above[g]
             until = second.index(above, begin - cut) + cut if above >= 0 else len(alive)
-            alive[begin:until] = [a + extra for a in alive[begin:until]]
+            alive[begin:until] += extra
         return alive
 
     @cached_property
-    def _places(self) -> tuple[list[int], list[int], list[int]]:
+    def _places(self) -> tuple[list[int], list[int], Any]:
         """The first node of the forward of each place from 1 on; the last of the backward of each place but the last, -1 where it has none; of each node the place before
         which it is made again too early, -1 for the backward's own."""
         count, forward = len(self.layers), self._forward_set
@@ -113,7 +114,7 @@ class Folded(Schedule):
         last = {max(self.place[i], count): i for i in self.backward if not self.given[i]}
         closes = [last.get(k, -1) for k in range(count, 2 * count + 1)]
         made = [-1 if i not in forward else 2 * count - g if g >= 0 and self.layers[g] > 1 else 0 for i, g in enumerate(self.group)]
-        return opens, closes, made
+        return opens, closes, np.array(made)
 
     @cached_property
     def _layer_reads(self) -> list[list[tuple[int, int]]]:

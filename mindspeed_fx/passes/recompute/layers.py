@@ -21,7 +21,7 @@ from mindspeed_fx.passes.recompute.flow import ENDLESS
 from mindspeed_fx.passes.recompute.folded import Folded, fold, groups
 from mindspeed_fx.passes.recompute.repeats import repeats
 from mindspeed_fx.passes.recompute.schedule import Plan, Schedule
-from mindspeed_fx.passes.recompute.search import Search, _rank, _size
+from mindspeed_fx.passes.recompute.search import MOST_WALK, Search, _rank, _size
 
 ALONE = 2
 """Layers at each end whose moments the certificate prices."""
@@ -43,6 +43,9 @@ TRIES = 2
 
 NEAR = 0.02
 """How far the peak of a folded step may be from that of the whole at saving everything before it is not used."""
+
+WALKS = 8
+"""Walks of threshold accepting before the integer programs, which have less to look for the faster the plan is that is known."""
 
 FEW = 400
 """Values up to which integer programs are tried at all."""
@@ -155,14 +158,18 @@ class Layers(Search):
         return None
 
     def certified(self, limit: int, plan: Plan, nodes: int = NODES, clock: float | None = None) -> tuple[Plan, float | None]:
-        """(``plan``, or a faster one of at most ``limit`` bytes, a bound of the time of all of them), by integer programs (:mod:`exact`); for steps of up to
-        :data:`FEW` values, else None in place of the bound."""
+        """(``plan``, or a faster one of at most ``limit`` bytes, a bound of the time of all of them), by further walks and by integer programs (:mod:`exact`); for steps
+        of up to :data:`FEW` values, else None in place of the bound."""
         if len(self.small.values) > FEW:
             return plan, None
         number = {v: n for n, v in enumerate(self._nodes)}
-        found = optimum(self.small, limit, nodes, clock, self.small.evaluate(number[v] for v in plan.saved))
-        better = found.plan and self.whole(found.plan)
-        return min((p for p in (plan, better) if p and p.bytes <= limit), key=_rank), found.seconds
+        known = self.small.evaluate(number[v] for v in plan.saved)
+        if self.found is None:  # the one search is of this step
+            for seed in range(1, WALKS + 1):
+                known = min(known, self.inner[0].walk(known, limit, MOST_WALK, seed), key=_rank)
+        found = optimum(self.small, limit, nodes, clock, known)
+        better = [self.whole(p) for p in (known, found.plan) if p]
+        return min((p for p in (plan, *better) if p and p.bytes <= limit), key=_rank), found.seconds
 
     def bound(self, limit: int, rounds: int = 40) -> float | None:
         if self.found is None:

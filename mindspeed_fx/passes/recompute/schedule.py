@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from typing import Iterable, Sequence
+from typing import Any, Iterable, Sequence
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ class Schedule:
         self.forward = [i for i in range(count) if not behind[i]]
         self.tail = sorted(set(self.needed) & set(self.gradients))
         self.evaluations = 0
+        self._longer: dict[frozenset[int], list[int]] = {}
+        """What is saved that only the backward needs -> the forward with it."""
+        self._lies: dict[int, tuple[Any, Any, Any]] = {}
+        """Of each such list, by identity: they live as long as the step."""
 
     def computing(self, nodes: Iterable[int]) -> bytearray:
         """1 for ``nodes`` and for every node that a node of the forward among them is computed from."""
@@ -145,27 +150,33 @@ class Schedule:
         if spent > most:
             return None
         run, alive = first + second, self._alive(saved, first, second)
-        best = max(alive, default=0)
-        return Plan(saved, best, spent, run[alive.index(best)] if run else -1, tuple(again))
+        if not run:
+            return Plan(saved, 0, spent, -1, ())
+        at = int(alive.argmax())
+        return Plan(saved, int(alive[at]), spent, run[at], tuple(again))
 
     def trace(self, plan: Plan) -> tuple[list[int], list[int], int]:
         """(the nodes of forward and backward as they run, bytes alive during each, how many are forward)."""
         first, (second, _) = self._first(plan.saved), self._second(plan.saved)
-        return first + second, self._alive(plan.saved, first, second, plan.ways), len(first)
+        return first + second, self._alive(plan.saved, first, second, plan.ways).tolist(), len(first)
 
     def _first(self, saved: frozenset[int]) -> list[int]:
-        runs = self._always[0]
-        if all([runs[i] for i in saved]):
-            return self._always[1]
-        runs = bytearray(len(self.sources))
-        for i in (*self.returned, *saved):
-            runs[i] = 1
-        sources = self.sources
-        for i in reversed(self.forward):
-            if runs[i]:
-                for a in sources[i]:
-                    runs[a] = 1
-        return [i for i in self.forward if runs[i]]
+        """The forward in the order it runs."""
+        runs, always = self._always
+        more = frozenset([i for i in saved if not runs[i]])
+        if not more:
+            return always
+        if more not in self._longer:
+            runs = bytearray(len(self.sources))
+            for i in (*self.returned, *more):
+                runs[i] = 1
+            sources = self.sources
+            for i in reversed(self.forward):
+                if runs[i]:
+                    for a in sources[i]:
+                        runs[a] = 1
+            self._longer[more] = [i for i in self.forward if runs[i]]
+        return self._longer[more]
 
     def _second(self, saved: frozenset[int]) -> tuple[list[int], list[int]] | None:
         """The backward in the order it runs, and what in it was run by the forward; None when that must not run again."""
@@ -222,20 +233,27 @@ class Schedule:
         runs = self.computing(self.returned)
         return runs, [i for i in self.forward if runs[i]]
 
+    def _laid(self, first: list[int]) -> tuple[Any, Any, Any]:
+        """Of a forward of :meth:`_first`, were nothing saved: the last place that reads each value, the place that makes each value (both -1 where there is none), and the changes of
+        the bytes alive from place to place."""
+        if (found := self._lies.get(id(first))) is not None:
+            return found
+        blocks, filled, size, _ = self._arrays
+        run, count = np.array(first, dtype=np.int64), len(self.root) + 1
+        last, made, places = np.full(count, -1), np.full(count, -1), np.arange(len(first))
+        _set(last, blocks[run], places)
+        values = filled[run]
+        _set(made, values, places)
+        last[-1] = made[-1] = -1
+        until = np.maximum(places[:, None], last[values])
+        change = _sums((places.repeat(values.shape[1]), size[values].ravel()), (until.ravel() + 1, -size[values].ravel()), length=len(first) + 1)
+        self._lies[id(first)] = last, made, change
+        return last, made, change
+
     @cached_property
-    def _unsaved(self) -> tuple[list[int], list[int], dict[int, int]]:
-        """Of that, with nothing saved: the last place that reads each value, the changes of the bytes alive from place to place, and the place that makes each value."""
-        first = self._always[1]
-        last, change, made = [-1] * len(self.root), [0] * (len(first) + 1), {}
-        for t, i in enumerate(first):
-            for r in self._blocks[i]:
-                last[r] = t
-        for t, i in enumerate(first):
-            for v in self._filled[i]:
-                made[v] = t
-                change[t] += self.size[v]
-                change[max(t, last[v]) + 1] -= self.size[v]
-        return last, change, made
+    def _arrays(self) -> tuple[Any, Any, Any, Any]:
+        """:attr:`_blocks` and :attr:`_filled` as rows of equal length, filled up with a node behind the last, which has no bytes; bytes of each value, and when it is kept."""
+        return _rows(self._blocks), _rows(self._filled), np.array([*self.size, 0], dtype=np.int64), np.array([*self.full, 0], dtype=np.int64)
 
     @cached_property
     def _blocks(self) -> list[tuple[int, ...]]:
@@ -264,52 +282,76 @@ class Schedule:
         return frozenset(self.root[i] for i in (*self.returned, *self.gradients))
 
     @cached_property
+    def _ends_there(self) -> Any:
+        return np.array(sorted(self._ends), dtype=np.int64)
+
+    @cached_property
+    def _at_end(self) -> Any:
+        found = np.zeros(len(self.root) + 1, dtype=bool)
+        found[self._ends_there] = True
+        return found
+
+    @cached_property
     def _works(self) -> bool:
         return any(self.workspace)
+
+    @cached_property
+    def _workspaces(self) -> Any:
+        return np.array(self.workspace, dtype=np.int64)
 
     @cached_property
     def _forward_set(self) -> set[int]:
         return set(self.forward)
 
-    def _alive(self, saved: frozenset[int], first: list[int], second: list[int], ways: Iterable[tuple[int, int, int]] = ()) -> list[int]:
-        root, size, full, blocks, filled, ends = self.root, self.size, self.full, self._blocks, self._filled, self._ends
-        kept = {root[i] for i in saved}.union(self._returned)
-        length, cut = len(first) + len(second), len(first)
-        later = [-1] * len(root)  # of what runs or is read: stays -1 for what nobody takes out of a call
-        for t, i in enumerate(second, cut):
-            for r in blocks[i]:
-                later[r] = t
-        if first is self._always[1]:
-            last, change, made = self._unsaved
-            change = change + [0] * len(second)
-        else:
-            last, change, made = [-1] * len(root), [0] * (length + 1), {}
-            for t, i in enumerate(first):
-                for r in blocks[i]:
-                    last[r] = t
-            for t, i in enumerate(first):
-                for v in filled[i]:
-                    made[v] = t
-                    change[t] += size[v]
-                    change[max(t, last[v]) + 1] -= size[v]
-        carried, away = {v for v in kept if v in made and last[v] >= 0}, {v: (free, back) for v, free, back in ways}
-        for v in carried:
-            t, own = made[v], full[v]
-            change[t] += own - size[v]
-            change[max(t, last[v]) + 1] += size[v]
-            if v in away:
-                free, back = away[v]
-                change[free] -= own
-                change[back] += own
-                change[later[v] + 1] -= own
-            else:
-                change[(length - 1 if v in ends else later[v] if later[v] >= cut else cut - 1) + 1] -= own
-        for t, i in enumerate(second, cut):
-            for v in filled[i]:
-                own = full[v] if v in kept else size[v]
-                change[t] += own
-                change[(t if v in carried or later[v] < 0 else length - 1 if v in ends else later[v]) + 1] -= own
-        alive = list(accumulate(change[:length]))
+    def _alive(self, saved: frozenset[int], first: list[int], second: list[int], ways: Iterable[tuple[int, int, int]] = ()) -> Any:
+        """Bytes alive during each node of both, as an array."""
+        blocks, filled, size, full = self._arrays
+        last, made, change = self._laid(first)
+        length, cut, count = len(first) + len(second), len(first), len(self.root)
+        kept = np.array(sorted({self.root[i] for i in saved}.union(self._returned)), dtype=np.int64)
+        run, places = np.array(second, dtype=np.int64), np.arange(cut, length)
+        later = np.full(count + 1, -1)  # stays -1 for what nobody takes out of a call
+        _set(later, blocks[run], places)
+        later[-1] = -1
+        until = later.copy()
+        until[self._ends_there[later[self._ends_there] >= 0]] = length - 1
+        carried = kept[(made[kept] >= 0) & (last[kept] >= 0)]
+        until[carried] = -1  # filled a second time, and dead at once
+        own = size.copy()
+        own[kept] = full[kept]
+        values = filled[run]
+        bytes_ = own[values].ravel()
+        gone = later[carried]
+        over = np.where(self._at_end[carried], length - 1, np.where(gone >= cut, gone, cut - 1))
+        parts = [
+            (np.arange(len(change)), change), (places.repeat(values.shape[1]), bytes_), (np.maximum(places[:, None], until[values]).ravel() + 1, -bytes_),
+            (made[carried], full[carried] - size[carried]), (np.maximum(made[carried], last[carried]) + 1, size[carried]), (over + 1, -full[carried]),
+        ]  # fmt: skip
+        moved = set(carried.tolist()) if ways else ()
+        for v, free, back in ways:
+            if v in moved:
+                mine = self.full[v]
+                parts.append((np.array([free, back, later[v] + 1, int(over[np.searchsorted(carried, v)]) + 1]), np.array([-mine, mine, -mine, mine])))
+        alive = np.cumsum(_sums(*parts, length=length + 1)[:length])
         if self._works:
-            alive = [a + self.workspace[i] for a, i in zip(alive, (*first, *second))]
+            alive += self._workspaces[first + second]
         return alive
+
+
+def _rows(many: list[Any]) -> Any:
+    """Lists of nodes as rows of equal length, filled up with the number of lists."""
+    rows = np.full((len(many), max(1, max(map(len, many), default=1))), len(many), dtype=np.int64)
+    for i, some in enumerate(many):
+        rows[i, : len(some)] = list(some)
+    return rows
+
+
+def _set(where: Any, rows: Any, places: Any) -> None:
+    """The place of the last row that each node is in. NumPy keeps the last of several values for one index."""
+    where[rows.ravel()] = places.repeat(rows.shape[1])
+
+
+def _sums(*parts: tuple[Any, Any], length: int) -> Any:
+    """At each place the sum of the bytes there, each part being (places, bytes); exact below 2**53 bytes."""
+    places, bytes_ = (np.concatenate(p) for p in zip(*parts))
+    return np.bincount(places, bytes_, length).astype(np.int64)

@@ -40,8 +40,11 @@ WORK = 120_000
 
 TRIES, MOST = 8, 600
 
-WALK_WORK, MOST_WALK = 500_000, 2000
+WALK_WORK, MOST_WALK = 800_000, 4000
 """Nodes that threshold accepting (:mod:`anneal`) may walk over, and plans it may look at."""
+
+FOLDED = 0.35
+"""Part of that where layers are folded: such plans take longer to walk over, and what crosses between layers stays as it is."""
 
 AFTER = 0.25
 """Part of :data:`WORK` that is left for the local search behind such a walk."""
@@ -165,16 +168,19 @@ class Search:
         return plan
 
     def _annealed(self, best: Plan, limit: int) -> Plan:
-        """The plan that :func:`mindspeed_fx.passes.recompute.anneal.anneal` makes of one that fits, where it is better as the whole step too."""
-        schedule = self.schedule
+        """What a walk makes of a plan that fits, where it is better as the whole step too."""
+        part = self.part * FOLDED if self.schedule.edges else self.part
+        found = self.walk(best, limit, min(int(part * MOST_WALK), int(part * WALK_WORK) // max(1, len(self.schedule.sources))))
+        before, after = self.whole(best), self.whole(found)
+        return best if before and before.bytes <= limit and not (after and after.bytes <= limit and after.seconds <= before.seconds) else found
+
+    def walk(self, start: Plan, limit: int, tries: int, seed: int = 0) -> Plan:
+        """:func:`mindspeed_fx.passes.recompute.anneal.anneal` from a plan that fits, over all values that may be saved or not."""
+        schedule, seen = self.schedule, self._seen
         fixed = self._returned | schedule.edges
         values = [v for v in self.cuts.values if schedule.savable[v] and not schedule.forced[v] and schedule.full[v] and v not in fixed]
-        tries = min(int(self.part * MOST_WALK), int(self.part * WALK_WORK) // max(1, len(schedule.sources)))
-        found = anneal(schedule, best, limit, values, tries, lambda saved, most: self._seen[saved] if saved in self._seen else schedule.evaluate(saved, most))
-        before, after = self.whole(best), self.whole(found)
-        if before and before.bytes <= limit and not (after and after.bytes <= limit and after.seconds <= before.seconds):
-            return best
-        self._seen[found.saved] = found
+        found = anneal(schedule, start, limit, values, tries, lambda saved, most: seen[saved] if saved in seen else schedule.evaluate(saved, most), seed)
+        seen[found.saved] = found
         return found
 
     def _descend(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None) -> Plan:
