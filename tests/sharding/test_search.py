@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from mixtral import Mixtral  # noqa: E402
 from mindspeed_fx.cost.hardware import hardware  # noqa: E402
 from mindspeed_fx.passes.sharding.named import named  # noqa: E402
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError  # noqa: E402
+from mindspeed_fx.passes.sharding.search import highs  # noqa: E402
 from mindspeed_fx.passes.sharding.search.axes import Axes  # noqa: E402
 from mindspeed_fx.passes.sharding.search.layouts import Layout, meshes  # noqa: E402
 from mindspeed_fx.passes.sharding.search.price import Prices  # noqa: E402
@@ -41,6 +43,13 @@ def large(layers=8, batch=8, seq=4096, **sizes):
 @pytest.fixture(scope="module")
 def problem():
     return trace(*large(), {})
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    with torch.device("meta"):
+        model, ids = Mixtral(4, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=4, vocab=4096).bfloat16(), torch.zeros(8, 4096, dtype=torch.long)
+    return trace(model, (ids, ids.clone()), {})
 
 
 def small_agrees(plan, mesh, model=None):
@@ -247,6 +256,55 @@ def test_memory_is_a_hard_limit(problem):
     assert tight.memory <= 0.6 * free.memory and tight.seconds > free.seconds
     with pytest.raises(ShardingError, match="no plan for 8 ascend910b2 fits in 1.0 GiB"):
         search(problem, HW, 8, GiB, keep=1)
+
+
+def test_no_mesh_is_lost(mixture):
+    """The best meshes of a search over all are those of searches of one mesh each: no bound is above what it bounds."""
+    found = search(mixture, HW, 8, 20 * GiB, keep=4)
+    alone = {}
+    for mesh in meshes(8, 8, 4096, 4, 4, {}, True, HW.node):
+        try:
+            alone[mesh] = search(mixture, HW, 8, 20 * GiB, keep=1, fixed=dict(zip(("pp", "dp", "cp", "ep", "tp"), mesh))).solutions[0].seconds
+        except ShardingError as e:
+            assert "fits" in str(e)
+    assert found.layouts >= len(alone) > 20 > found.solved / 4
+    assert [(s.layout.mesh, s.seconds) for s in found.solutions] == [(m, pytest.approx(t, rel=1e-4)) for m, t in sorted(alone.items(), key=lambda x: x[1])[:4]]
+
+
+def test_prices_do_not_depend_on_what_was_priced_before(mixture):
+    layouts = [Layout(1, dp, cp, ep, tp, m, zero) for dp, cp, ep, tp in itertools.product((1, 2), (1, 4), (1, 4), (1, 4)) for m, zero in ((1, "never"), (2, "zero3"))]
+    forth, back = Prices(mixture, HW), Prices(mixture, HW)
+    seen = [{x: priced(prices, x) for x in order} for prices, order in ((forth, layouts), (back, layouts[::-1]))]
+    assert sum(seen[0][x] == seen[1][x] for x in layouts) == len(layouts)
+
+
+def priced(prices, layout):
+    return [(n.name, s.ins, s.outs, prices.price(n, s, layout)) for n in prices.problem.nodes for s in prices.strategies(n, layout)]
+
+
+def test_an_nth_of_a_microbatch_takes_an_nth_of_its_time_at_least(mixture):
+    """What :func:`_coarser` relies on, for every operator and with the collectives between them."""
+    prices, seconds = Prices(mixture, HW), {}
+    for cp, ep, tp, cut in itertools.product((1, 4), (1, 4), (1, 4), (1, 2, 8)):
+        x = Layout(1, cut, cp, ep, tp)
+        each = {n.name: min(p.forward + p.backward + p.moved for p in (prices.activations(n, s, x) for s in prices.strategies(n, x))) for n in mixture.nodes}
+        seconds[cp, ep, tp, cut] = {**each, "core": Program(prices, x, 1e15).core()}
+    for (cp, ep, tp, cut), mine in seconds.items():
+        assert [n for n, t in mine.items() if t * cut < seconds[cp, ep, tp, 1][n] * (1 - 1e-9)] == []
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_linear_programs(monkeypatch, inside):
+    """By HiGHS's classes and by scipy's function; a second cost goes on from the first's optimum."""
+    if not inside:
+        monkeypatch.setattr(highs, "classes", lambda: None)
+    elif highs.classes() is None:
+        pytest.skip("this scipy does not show HiGHS's classes")
+    program = highs.Linear(([0, 0, 1, 1], [0, 1, 0, 1], [1.0, 1.0, 1.0, -1.0]), [2, -np.inf], [np.inf, 1], 2)  # x + y >= 2, x - y <= 1
+    for cost, optimum, place in (([1, 2], 2.5, [1.5, 0.5]), ([2, 1], 2, [0, 2])):
+        value, x = program.minimum(np.array(cost, dtype=float))
+        assert value == pytest.approx(optimum) and x.tolist() == pytest.approx(place)
+    assert highs.Linear(([0], [0], [1.0]), [2], [1], 1).minimum(np.ones(1)) is None
 
 
 # --------------------------------------------------------------------------- strict

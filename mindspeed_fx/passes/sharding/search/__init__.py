@@ -4,7 +4,7 @@
 * ``axes.py``: which dimensions of which tensors are the same thing; ``ways.py``: how an operator is computed in parts
 * ``graph.py``: the problem: one of each kind of layer, operators, values and the edges between them
 * ``layouts.py``: how the world is factored; ``price.py``: seconds and bytes of each choice
-* ``flows.py``: which combinations there are, shared by layouts; ``solve.py``: the integer program of one layout; ``search.py``: over all layouts, with the bound
+* ``flows.py``: which combinations there are, shared by layouts; ``highs.py``: linear programs; ``solve.py``: the integer program of one layout; ``search.py``: over all layouts, with the bound
 * ``emit.py``: a solution as a plan; ``rivals.py``: a plan as a restriction; ``found.py``: the plan with its numbers and reasons
 """
 
@@ -49,7 +49,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | No
     from mindspeed_fx.passes.sharding.search.found import Searched, SearchedPlan
     from mindspeed_fx.passes.sharding.search.price import OPTIMIZERS, Prices
     from mindspeed_fx.passes.sharding.search.search import memory_of, search
-    from mindspeed_fx.passes.sharding.search.solve import milp
+    from mindspeed_fx.passes.sharding.search.highs import milp
     from mindspeed_fx.passes.sharding.search.trace import trace
 
     milp()

@@ -6,12 +6,13 @@ Layouts in which every operator has the same choices share one :class:`Flows`: w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mindspeed_fx.passes.sharding.search.emit import EXPERTS, PERMUTE, UNPERMUTE, expressible, leaves
 from mindspeed_fx.passes.sharding.search.graph import Edge, Node, Problem, Value
+from mindspeed_fx.passes.sharding.search.highs import Linear
 from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, P, R, Strategy
 
 KINDS = ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -118,8 +119,8 @@ class Flows:
         self.of, self.at = (np.array([x(a) for a in self.pairs], dtype=int) for x in (lambda a: a.move, lambda a: a.column))
         self.layered = np.array([moves[a.move].layered for a in self.pairs], dtype=bool)
         self.times = np.array([moves[a.move].times for a in self.pairs])
-        self.matrix: Any = None
-        """Of these rows alone, once somebody made it."""
+        self.linear = Linear(self.rows, self.low, self.up, self.columns)
+        """These rows alone."""
 
     def _row(self, columns: list[int], values: list[float], low: float, up: float) -> None:
         r, c, v = self.rows

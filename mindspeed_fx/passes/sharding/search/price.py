@@ -83,13 +83,14 @@ class Prices:
         self.problem, self.hw, self.state_bytes = problem, hw, OPTIMIZERS[optimizer]
         self.axes = problem.axes
         self._strategies: dict[tuple, list[Strategy]] = {}
+        self._choices: dict[tuple, dict[Node, list[Strategy]]] = {}
         self._compute: dict[tuple, tuple[float, float]] = {}
         self._prices: dict[tuple, NodePrice] = {}
         self._stored: dict[tuple, NodePrice] = {}
         self._sizes: dict[tuple, tuple[float, float]] = {}
         self.moves: list | None = None
-        self.flows: dict[tuple, Any] = {}
-        """Of the programs of this problem (``solve.py``): values on their way; choices -> rows and columns."""
+        self.flows: dict[int, Any] = {}
+        """Of the programs of this problem (``solve.py``): values on their way; id of :meth:`choices` -> rows and columns."""
         self.stores = {n.name: [i for i, u in enumerate(n.uses) if u.value.parameter is not None] for n in problem.nodes}
         self.line, self._passes = functools.cache(self._line), functools.cache(self._passed)
         self.expert_atoms = set(problem.experts.values())
@@ -138,11 +139,21 @@ class Prices:
 
     # ---------------------------------------------------------------- strategies
 
+    def kind(self, layout: Layout) -> tuple:
+        """Layouts of one kind have the same strategies: ranks of tp, which of the atoms that a layout cuts tp can cut further, whether cp cuts."""
+        atoms = (self.problem.batch, self.problem.sequence, *self.expert_atoms)
+        return layout.tp, layout.cp > 1, tuple(a is not None and (self.axes.size[a] // self.parts(layout, a)) % layout.tp == 0 for a in atoms)
+
+    def choices(self, layout: Layout, allowed: Any = None) -> dict[Node, list[Strategy]]:
+        """The strategies of every node that ``allowed(node, strategy)``; one object for all layouts of a kind."""
+        key = self.kind(layout), allowed
+        if key not in self._choices:
+            self._choices[key] = {n: [s for s in self.strategies(n, layout) if allowed is None or allowed(n, s)] for n in self.problem.nodes}
+        return self._choices[key]
+
     def strategies(self, node: Node, layout: Layout) -> list[Strategy]:
         """Every way on tp, the whole first."""
-        b, s = self.problem.batch, self.problem.sequence
-        fits = tuple((self.axes.size[a] // self.parts(layout, a)) % layout.tp == 0 if a is not None else False for a in (b, s))
-        key = (node.name, layout.tp, fits, layout.cp > 1, node.op == "grouped_matmul" and layout.ep)
+        key = node.name, self.kind(layout)
         if key not in self._strategies:
             found = [Strategy((R,) * len(node.uses), (R,) * len(node.outs))]
             if layout.tp > 1:
@@ -261,7 +272,7 @@ class Prices:
 
     def _time(self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str) -> tuple[float, float]:
         b, s = layout.dp * layout.ep * layout.microbatches, layout.cp
-        rows = (b * s,) if node.op not in ("attention", "scaled_dot_product_attention", "cumsum") else (b, s)
+        rows = (b, s) if node.op in BY_SHAPE else (b * s,)
         key = (node.name, strategy.ins, strategy.outs, layout.tp, rows, layout.ep if node.op == "grouped_matmul" else 1, tag, layout.cp if tag else 1)
         if key not in self._compute:
             self._compute[key] = self._timed(node, strategy, layout, other, without, tag)

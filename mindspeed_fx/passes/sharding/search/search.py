@@ -22,6 +22,10 @@ from mindspeed_fx.passes.sharding.search.price import Prices
 from mindspeed_fx.passes.sharding.search.solve import Allowed, Program, Solution, Unsayable
 
 
+Table = dict[int, list[float]]
+"""Run -> what its operators take at least, each in one layer."""
+
+
 @dataclass
 class Outcome:
     """What a search found."""
@@ -67,11 +71,9 @@ def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed
     if not factored:
         raise ShardingError(f"{devices} devices cannot share a batch of {rows} and a sequence of {length}{f' with {fixed}' if fixed else ''}; give a larger batch")
     state = _State(prices, memory, keep, allowed)
-    for mesh in factored:
-        pp, dp, cp, ep, tp = mesh
-        for m in microbatches(pp, rows // (dp * ep)):
-            for z in zero[:2] if dp * cp * ep > 1 else ("never",):
-                state.offer(Layout(pp, dp, cp, ep, tp, m, z, recompute[0]), recompute, zero[2:] if z == "zero2" else ())
+    offered = [(Layout(*mesh, m, z, recompute[0]), zero[2:] if z == "zero2" else ()) for mesh in factored for m in microbatches(mesh[0], rows // (mesh[1] * mesh[3])) for z in (zero[:2] if mesh[1] * mesh[2] * mesh[3] > 1 else ("never",))]
+    for layout, more in sorted(offered, key=lambda o: _cut(o[0])):  # a bound is one for finer cuts too
+        state.offer(layout, recompute, more)
     state.run()
     state.close()
     if not state.best:
@@ -80,15 +82,39 @@ def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed
     return Outcome(found, min(*state.bounds, found[0].seconds), len(factored), state.solved, state.too_large, state.times)
 
 
+def _cut(layout: Layout) -> int:
+    """Into how many parts replicas and microbatches cut the batch, beside ep."""
+    return layout.dp * layout.microbatches
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A layout in line."""
+
+    bound: float
+    """Seconds that it takes at least."""
+    number: int
+    layout: Layout = field(compare=False)
+    recompute: tuple[str, ...] = field(compare=False)
+    zero: tuple[str, ...] = field(compare=False)
+    """What may be tried where it does not fit: more recomputation, ZeRO stages."""
+    updates: float = field(compare=False)
+    """Seconds of the optimizer at least."""
+    asked: int = field(default=0, compare=False)
+    """How many of :attr:`_State.bounds_of` are in the bound."""
+    program: Program | None = field(default=None, compare=False)
+
+
 class _State:
     """Layouts waiting by lower bound, and the best of each mesh."""
 
     def __init__(self, prices: Prices, memory: float, keep: int, allowed: Allowed | None):
         self.prices, self.memory, self.keep, self.allowed = prices, memory, keep, allowed
-        self.heap: list[tuple[float, int, Layout, Program | None, tuple[str, ...], tuple[str, ...]]] = []
-        self.work: dict[tuple, dict[int, list[float]]] = {}
-        self.store: dict[tuple, dict[int, list[float]]] = {}
-        self.cores: dict[tuple, float] = {}
+        self.heap: list[_Waiting] = []
+        self.work: dict[tuple, dict[int, Table]] = {}
+        """tp, ep, cp -> :func:`_cut` -> seconds."""
+        self.store: dict[tuple, Table] = {}
+        self.cores: dict[tuple, dict[int, float]] = {}
         self.best: dict[tuple, Solution] = {}
         self.open: list[tuple[float, int, Program, int]] = []
         """Programs whose relaxation had fractions, and where their bound is."""
@@ -96,10 +122,11 @@ class _State:
         self.least = float("inf")
         self.solved = self.too_large = 0
         self.done: set[tuple] = set()
-        self.bounded: set[Layout] = set()
-        """Layouts in line by :meth:`bound`."""
         self.times = {"prices": 0.0, "programs": 0.0}
         self.number = itertools.count()
+        self.weights: dict[int, dict[int, float]] = {}
+        self.bounds_of = (lambda x: self.least_work(x), lambda x: self.least_work(x, self.core(x, known=True)), lambda x: self.least_work(x, self.core(x)))
+        """Bounds in the order in which they are asked, each of more work than the one before; the first, in :meth:`offer`, is made of known ones."""
 
     def offer(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
         """Put a layout in line by the compute and the states that its parts of the work have at least."""
@@ -111,69 +138,78 @@ class _State:
             if zero:  # recomputing changes nothing about states
                 self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
         else:
-            heapq.heappush(self.heap, (updates + self.least_work(layout), next(self.number), layout, None, recompute, zero))
+            heapq.heappush(self.heap, _Waiting(updates + self.least_work(layout, known=True), next(self.number), layout, recompute, zero, updates))
         self.times["prices"] += time.perf_counter() - start
 
-    def bound(self, layout: Layout) -> float | None:
-        """A bound that many layouts share and that knows the collectives between operators; None where there are none, or the layout is in line by it."""
-        if layout.tp == 1 or layout in self.bounded:
-            return None
-        self.bounded.add(layout)
+    def better(self, waiting: _Waiting) -> bool:
+        """Put a layout in line by the next bound; False where it has had all."""
+        if waiting.asked == len(self.bounds_of):
+            return False
         start = time.perf_counter()
-        better = self.least_stored(layout)[0] + self.least_work(layout, self.core(layout))
+        bound = waiting.updates + self.bounds_of[waiting.asked](waiting.layout)
+        heapq.heappush(self.heap, dataclasses.replace(waiting, bound=max(waiting.bound, bound), number=next(self.number), asked=waiting.asked + 1))
         self.times["prices"] += time.perf_counter() - start
-        return better
+        return True
 
-    def least_work(self, layout: Layout, core: float = 0.0) -> float:
+    def least_work(self, layout: Layout, core: float = 0.0, known: bool = False) -> float:
         """Seconds that compute and inner collectives take at least, from a table that many layouts share.
 
         Args:
             core: seconds of one microbatch in all layers at least, with the collectives between operators.
+            known: a table of coarser microbatches will do, see :func:`_coarser`.
         """
-        p, key = self.prices, (layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
-        if key not in self.work:
-            table = self.work[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
-            for n in p.problem.nodes:
-                mine = [p.activations(n, s, layout) for s in self._allowed(n, layout)]
-                table[n.run][0] += min((x.forward + x.backward + x.moved for x in mine), default=float("inf"))
-                table[n.run][1] += min((x.forward for x in mine), default=0.0)
-        turns, full = layout.microbatches + layout.pp - 1, layout.recompute == "full"
-        rows = [(self._weight(r, layout), w, r) for r, w in self.work[key].items()]
-        layers = sum(map(len, p.problem.runs))
-        flat = max(sum(n * w[0] for n, w, _ in rows), (-(-layers // layout.pp) / layers if layers else 1.0) * core)
-        return turns * (flat + full * sum(n * w[1] for n, w, r in rows if r >= 0))
+        cut, tables = _cut(layout), self.work.setdefault((layout.tp, layout.ep, layout.cp), {})
+        table, parts = _coarser(tables, cut) if known else (tables.get(cut), 1)
+        if table is None:
+            table, parts = tables.setdefault(cut, self._worked(layout)), 1
+        turns, full, weights = layout.microbatches + layout.pp - 1, layout.recompute == "full", self._weights(layout.pp)
+        layers = sum(map(len, self.prices.problem.runs))
+        flat = max(sum(weights[r] * w[0] for r, w in table.items()) / parts, (-(-layers // layout.pp) / layers if layers else 1.0) * core)
+        return turns * (flat + full * sum(weights[r] * w[1] for r, w in table.items() if r >= 0) / parts)
+
+    def _worked(self, layout: Layout) -> Table:
+        p, choices = self.prices, self.prices.choices(layout, self.allowed)
+        table = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
+        for n in p.problem.nodes:
+            mine = [p.activations(n, s, layout) for s in choices[n]]
+            table[n.run][0] += min((x.forward + x.backward + x.moved for x in mine), default=float("inf"))
+            table[n.run][1] += min((x.forward for x in mine), default=0.0)
+        return table
 
     def least_stored(self, layout: Layout) -> tuple[float, float]:
         """Seconds of the optimizer and bytes of states at least."""
         p, key = self.prices, (layout.tp, layout.ep, layout.dp * layout.cp, layout.ranks_per_node("data", self.prices.hw.node), layout.ranks_per_node("expert", self.prices.hw.node), layout.zero)
         if key not in self.store:
             table = self.store[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
+            choices = p.choices(layout, self.allowed)
             for n in (n for n in p.problem.nodes if p.stores[n.name]):
-                mine = [p.stored(n, s, layout) for s in self._allowed(n, layout)]
+                mine = [p.stored(n, s, layout) for s in choices[n]]
                 table[n.run][0] += min((x.update for x in mine), default=0.0)
                 table[n.run][1] += min((x.state for x in mine), default=0.0)
-        rows = [(self._weight(r, layout), w) for r, w in self.store[key].items()]
+        weights = self._weights(layout.pp)
+        rows = [(weights[r], w) for r, w in self.store[key].items()]
         return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
 
-    def _allowed(self, node: Any, layout: Layout) -> list:
-        return [s for s in self.prices.strategies(node, layout) if self.allowed is None or self.allowed(node, s)]
+    def _weights(self, pp: int) -> dict[int, float]:
+        """How often the fullest of ``pp`` stages has the operators of each run."""
+        if pp not in self.weights:
+            runs = self.prices.problem.runs
+            layers = sum(map(len, runs))
+            self.weights[pp] = {-1: 1.0, **{r: len(run) * (-(-layers // pp) / layers) for r, run in enumerate(runs)}}
+        return self.weights[pp]
 
-    def _weight(self, run: int, layout: Layout) -> float:
-        """How often the fullest stage has the operators of a run."""
-        runs = self.prices.problem.runs
-        layers = sum(map(len, runs))
-        return len(runs[run]) * (-(-layers // layout.pp) / layers) if run >= 0 else 1.0
-
-    def core(self, layout: Layout) -> float:
-        """See :meth:`Program.core`."""
-        key = (layout.tp, layout.ep, layout.cp, layout.dp * layout.microbatches)
+    def core(self, layout: Layout, known: bool = False) -> float:
+        """See :meth:`Program.core`; ``known``: from coarser microbatches, 0 if there are none."""
         if layout.tp == 1:
             return 0.0
-        if key not in self.cores:
+        cut, cores = _cut(layout), self.cores.setdefault((layout.tp, layout.ep, layout.cp), {})
+        if known:
+            core, parts = _coarser(cores, cut)
+            return (core or 0.0) / parts
+        if cut not in cores:
             program = Program(self.prices, layout, self.memory, self.allowed)
-            program.priced()
-            self.cores[key] = program.core() if program.possible else float("inf")
-        return self.cores[key]
+            cores[cut] = program.core() if program.possible else float("inf")
+        return cores[cut]
 
     def more(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
         """What needs less memory and more time than ``layout``."""
@@ -189,11 +225,11 @@ class _State:
 
     def run(self) -> None:
         while self.heap:
-            lower, _, layout, program, recompute, zero = heapq.heappop(self.heap)
-            if lower >= self.limit(layout.mesh) or (layout.pp == 1 and (layout.mesh, layout.zero, layout.recompute) in self.done):
+            waiting = heapq.heappop(self.heap)
+            layout, program, recompute, zero = waiting.layout, waiting.program, waiting.recompute, waiting.zero
+            if waiting.bound >= self.limit(layout.mesh) or (layout.pp == 1 and (layout.mesh, layout.zero, layout.recompute) in self.done):
                 continue
-            if program is None and (better := self.bound(layout)) is not None:
-                heapq.heappush(self.heap, (max(lower, better), next(self.number), layout, None, recompute, zero))
+            if self.better(waiting):
                 continue
             if program is None:
                 start = time.perf_counter()
@@ -205,7 +241,7 @@ class _State:
                         self.too_large += 1
                         self.more(layout, recompute, zero)
                     elif seconds < self.limit(layout.mesh):
-                        heapq.heappush(self.heap, (max(lower, seconds), next(self.number), layout, program, recompute, zero))
+                        heapq.heappush(self.heap, dataclasses.replace(waiting, bound=max(waiting.bound, seconds), number=next(self.number), program=program))
                 self.times["prices"] += time.perf_counter() - start
                 continue
             start = time.perf_counter()
@@ -262,3 +298,13 @@ def memory_of(given: Any, hw: Hardware) -> float:
     from mindspeed_fx.options import _bytes
 
     return 0.9 * float(hw.memory) if given is None else float(_bytes("memory", given))
+
+
+def _coarser(known: dict[int, Any], cut: int) -> tuple[Any, int]:
+    """The finest of ``known`` of which ``cut`` is a multiple, and the multiple; (None, 1) where there is none.
+
+    An n-th of a microbatch takes at least an n-th of its time: launches and weights are the same, local sizes no smaller than an
+    n-th, and no operator has more ways.
+    """
+    found = max((c for c in known if cut % c == 0), default=0)
+    return (known[found], cut // found) if found else (None, 1)

@@ -21,17 +21,14 @@ from typing import Any, Callable
 
 import numpy as np
 
-from mindspeed_fx.passes.sharding.plan import ShardingError
 from mindspeed_fx.passes.sharding.search.flows import KINDS, Flows, Move, kind, moves, sayable, there_and_back
 from mindspeed_fx.passes.sharding.search.graph import CHEAP, SAVES, Edge, Node
+from mindspeed_fx.passes.sharding.search.highs import Linear, milp
 from mindspeed_fx.passes.sharding.search.layouts import Layout
 from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, NodePrice, P, Prices, R, Strategy
 
 GiB = 2.0**30
 """Unit of memory in the program: HiGHS drops coefficients below 1e-9."""
-
-RELAXED = {"presolve": False}
-"""Of a linear relaxation: presolving these takes several times as long as solving them (measured for DeepSeek-V3 on 512 devices)."""
 
 Allowed = Callable[[Node, Strategy], bool]
 
@@ -61,21 +58,13 @@ class Solution:
         return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
 
 
-def milp() -> Any:
-    try:
-        from scipy import optimize, sparse
-    except ImportError:
-        raise ShardingError('the search needs the package scipy: pip install "mindspeed-fx[plans]"') from None
-    return optimize, sparse
-
-
 class Program:
     """The integer program of one layout."""
 
     def __init__(self, prices: Prices, layout: Layout, memory: float, allowed: Allowed | None = None):
         self.prices, self.layout, self.limit, self.problem = prices, layout, memory, prices.problem
         self.nodes = self.problem.nodes
-        self.choices = {n: [s for s in prices.strategies(n, layout) if allowed is None or allowed(n, s)] for n in self.nodes}
+        self.choices = prices.choices(layout, allowed)
         self.possible = all(self.choices.values())
         layers = sum(map(len, self.problem.runs))
         self.share = -(-layers // layout.pp) / layers if layers else 1.0
@@ -93,6 +82,10 @@ class Program:
     def priced(self) -> None:
         """Everything that is linear in the choices."""
         self.price = {(n, i): self.prices.price(n, s, self.layout) for n in self.nodes for i, s in enumerate(self.choices[n])}
+        self._moved()
+
+    def _moved(self) -> None:
+        """What moves, how large it is and what a collective costs."""
         if self.prices.moves is None:
             self.prices.moves = moves(self.problem)
         self.moves = self.prices.moves
@@ -103,26 +96,24 @@ class Program:
     @property
     def flows(self) -> Flows:
         """Rows and columns, shared by all layouts with these choices."""
-        key = tuple(map(tuple, self.choices.values()))
+        key = id(self.choices)  # which prices keep
         if key not in self.prices.flows:
             self.prices.flows[key] = Flows(self.problem, self.moves, self.choices)
         return self.prices.flows[key]
 
     def core(self) -> float:
         """Seconds of one microbatch in all layers, whatever is hidden, stored or made again: a bound for every layout with
-        these parts of batch and sequence."""
-        optimize, sparse = milp()
+        these parts of batch and sequence. Needs no :meth:`priced`."""
+        self._moved()
         f, fixed, each = self.flows, *np.array([self.lines[k] for k in KINDS]).T
         cost = np.zeros(f.columns)
         for n in self.nodes:
             if n.run >= 0:
-                cost[f.first[n] : f.first[n] + len(self.choices[n])] = [self.weight(n.run) / self.share * (p.forward + p.backward + p.moved) for p in (self.price[n, i] for i in range(len(self.choices[n])))]
+                cost[f.first[n] : f.first[n] + len(self.choices[n])] = [self.weight(n.run) / self.share * (p.forward + p.backward + p.moved) for p in (self.prices.activations(n, s, self.layout) for s in self.choices[n])]
         nbytes = np.array([self.bytes[m.value] for m in self.moves])[f.of]
         cost[f.at] = f.layered * f.times * (fixed[f.there] + each[f.there] * nbytes + fixed[f.back] + each[f.back] * nbytes)
-        if f.matrix is None:
-            f.matrix = sparse.csc_array((f.rows[2], (f.rows[0], f.rows[1])), shape=(len(f.low), f.columns))
-        made = optimize.milp(cost, constraints=optimize.LinearConstraint(f.matrix, f.low, f.up), bounds=optimize.Bounds(0, np.inf), options=RELAXED)
-        return float(made.fun) if made.x is not None else float("inf")
+        made = f.linear.minimum(cost)
+        return made[0] if made is not None else float("inf")
 
     def lower(self, core: float = 0.0) -> tuple[float, float]:
         """Seconds and bytes that every choice in this layout needs; ``core``: see :meth:`core`."""
@@ -190,25 +181,29 @@ class Program:
 
     def solve(self, integral: bool = False, seconds: float = 20.0) -> tuple[float, dict[Node, int]] | None:
         """Optimum of the relaxation, or of the program, and the (rounded) choice; None where nothing fits in memory."""
-        optimize, sparse = milp()
         c, rows, lower, upper, n, integrality, first = self._matrix()
-        matrix = sparse.csr_matrix((rows[2], (rows[0], rows[1])), shape=(len(lower), n))
-        made = optimize.milp(
-            c, constraints=optimize.LinearConstraint(matrix, lower, upper), bounds=optimize.Bounds(0, np.inf), integrality=integrality if integral else None,
-            options={"mip_rel_gap": 1e-4, "time_limit": seconds} if integral else RELAXED,
-        )  # fmt: skip
-        self.infeasible = made.status == 2
-        if made.x is None:
-            return None
-        x = made.x
-        self.slack = float((matrix[-1] @ x)[0]) < upper[-1] * (1 - 1e-6)
+        self.infeasible = False
+        if integral:
+            optimize, sparse = milp()
+            matrix = sparse.csr_matrix((rows[2], (rows[0], rows[1])), shape=(len(lower), n))
+            made = optimize.milp(c, constraints=optimize.LinearConstraint(matrix, lower, upper), bounds=optimize.Bounds(0, np.inf), integrality=integrality, options={"mip_rel_gap": 1e-4, "time_limit": seconds})
+            self.infeasible = made.status == 2
+            if made.x is None:
+                return None
+            bound, x = float(made.fun if made.mip_dual_bound is None else made.mip_dual_bound), made.x
+        else:
+            relaxed = Linear(rows, lower, upper, n)
+            if (optimum := relaxed.minimum(c)) is None:
+                return None
+            bound, x = optimum
+            matrix = relaxed.matrix
+        self.slack = float((matrix @ x)[-1]) < upper[-1] * (1 - 1e-6)
         chosen = {}
         for node in self.nodes:
             values = x[first[node] : first[node] + len(self.choices[node])]
             chosen[node] = int(np.argmax(values))
             self.fractional = self.fractional or float(values.max()) < 1 - 1e-6
-        bound = made.fun if not integral or made.mip_dual_bound is None else made.mip_dual_bound
-        return float(bound) + self.between_stages() * self.turns / self.layout.microbatches, chosen
+        return bound + self.between_stages() * self.turns / self.layout.microbatches, chosen
 
     def _matrix(self) -> tuple:
         L, f = self.layout, self.flows
