@@ -9,8 +9,8 @@ the same operator. Dropout on the weights becomes ``mindspeed::attention_dropout
 that a seed gives the same numbers; on npu ``mindspeed::attention_seeded``, whose kernel draws numbers of its own, as torch_npu's
 ``scaled_dot_product_attention`` does. On cuda, where torch chooses among flash kernels behind ``scaled_dot_product_attention``, those calls
 stay and composed attention becomes one of them.
-Safe because the operator computes the softmax in float32 or better; rows that are masked whole differ only where the
-model used a finite fill value such as -10000.
+Safe because the operator computes the softmax in float32 or better; rows that are masked whole by a finite fill value such as -10000 get the
+mean of the values, which the model's uniform weights make of them (``hidden_rows.py``).
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         return x if list(match.value(x).shape) == shape else match.insert(gm, root, aten.reshape.default, (x, shape))
 
     scores.region += [node, *after]
+    scores.cleared = cleared is not None
     scores.drop, scores.p = drop, float(drop.args[1]) if drop else 0.0
     q, k = scores.q, _transposed(gm, root, scores.k_transposed)
     weights = next(n for n in after if match.is_call(n, aten.matmul.default, aten.bmm.default)).args[0]

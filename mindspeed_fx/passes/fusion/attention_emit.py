@@ -13,7 +13,7 @@ from mindspeed_fx.compat import statically_known_true
 from mindspeed_fx.kernels.attention_seeded import attention_seeded
 from mindspeed_fx.kernels.varlen_attention import varlen_attention
 from mindspeed_fx.passes.base import Context
-from mindspeed_fx.passes.fusion import alibi, documents, mask, match
+from mindspeed_fx.passes.fusion import alibi, documents, hidden_rows, mask, match
 from mindspeed_fx.passes.fusion.match import aten
 from mindspeed_fx.passes.fusion.scores import Miss, Scores
 
@@ -33,12 +33,14 @@ Emit = Callable[..., list[fx.Node]]
 
 def emitter(name: str, context: Context, notes: list[str]) -> Emit:
     """What puts the target's operator in the place of an attention: f(graph, root, scores, q, k, v) -> region, or :class:`Miss`. ``notes``
-    gets the reason where packed documents are masked, in an attention that is fused all the same."""
+    gets what there is to say of an attention that is fused all the same: why packed documents are masked, which rows differ."""
     generated = context.left_to_inductor(name)
     npu = context.options.target == "npu"
     packing = functools.partial(_packed, npu=npu)
     dropping = _emit_seeded if npu else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
-    return _emit_sdpa if context.options.target == "cuda" else functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, generated=generated)
+    if context.options.target == "cuda":
+        return functools.partial(_emit_sdpa, notes=notes)
+    return functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, generated=generated)
 
 
 def _emit(
@@ -68,18 +70,19 @@ def _emit(
         rest = [(kind, alibi.by_keys(gm, root, m, causal) or m if kind == "add" else m, where) for kind, m, where in rest]
     if generated and any(kind == "add" and m.meta["needs_grad"] for kind, m, _ in rest):
         raise Miss(f'the additive mask needs a gradient, and generated code is faster: it takes {TRAINED}; put "fusion.attention" in enable to fuse all the same')
-    q, k, given = _operands(gm, root, scores, q, k, v, rest)
+    q, k, given, left = _operands(gm, root, scores, q, k, v, rest, notes)
     window = min(windows, default=0)
     keys = match.value(k).shape[2]
     if isinstance(keys, int) and window >= keys:
         window = 0  # reaches every key
     if scores.drop is not None:
-        return dropping(gm, root, scores, (q, k, v), given, causal, int(window))
+        return dropping(gm, root, scores, (q, k, v), given, left, causal, int(window))
     arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
     while len(arguments) > 6 and not arguments[-1]:
         arguments = arguments[:-1]
     both = match.insert(gm, root, torch.ops.mindspeed.attention.default, arguments)
-    return _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0)))
+    out = match.insert(gm, root, match.operator.getitem, (both, 0))
+    return _put(gm, root, scores, out if left is None else hidden_rows.with_means(gm, root, out, left, v))
 
 
 def _together(scores: Scores, bands: list[mask.Band | None]) -> mask.Band | None:
@@ -116,7 +119,7 @@ def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx
     ends = documents.ends(gm, root, numbers) if npu and statically_known_true(batch == 1) else None
     if npu and ends is None:
         return "on npu the kernel takes one row of tokens whose lengths or cumulative lengths the graph knows"
-    q, k, _ = _operands(gm, root, scores, q, k, v, [])
+    q, k, *_ = _operands(gm, root, scores, q, k, v, [], [])
     if match.value(numbers).dim() == 1:
         numbers = match.insert(gm, root, aten.unsqueeze.default, (numbers, 0))
     window = 0 if both.low == -math.inf else int(1 - both.low)
@@ -136,8 +139,8 @@ def _belongs(numbers: fx.Node, masks: list[fx.Node], batch: Any) -> bool:
     return statically_known_true(shape[0] == batch) and all(len(s) == 4 and statically_known_true(s[0] == batch) and statically_known_true(s[1] == 1) for s in whole)
 
 
-def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, causal: bool, window: int) -> list[fx.Node]:
-    """``mindspeed::attention_seeded`` in the place of ``root``: the kernel draws, numbers of its own."""
+def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, left: fx.Node | None, causal: bool, window: int) -> list[fx.Node]:
+    """``mindspeed::attention_seeded`` in the place of ``root``: the kernel draws, numbers of its own. Nothing is dropped in rows that are hidden whole."""
     what = f"dropout of {scores.p} on the attention weights"
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"{what}, with {'a soft-cap' if scores.softcap else 'sinks'}: no kernel on npu has both")
@@ -150,7 +153,8 @@ def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, 
     if kernel is None:
         raise Miss(f"{what}: {'; '.join(reasons)}")
     made = match.insert(gm, root, attention_seeded.overload, arguments)
-    return _without_drop(gm, root, scores, _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (made, 0))))
+    out = match.insert(gm, root, match.operator.getitem, (made, 0))
+    return _without_drop(gm, root, scores, _put(gm, root, scores, out if left is None else hidden_rows.with_means(gm, root, out, left, qkv[2])))
 
 
 def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: list[fx.Node]) -> list[fx.Node]:
@@ -161,7 +165,7 @@ def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: lis
     return region
 
 
-def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, causal: bool, window: int, name: str, least: int) -> list[fx.Node]:
+def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, left: fx.Node | None, causal: bool, window: int, name: str, least: int) -> list[fx.Node]:
     """``mindspeed::attention_dropout`` in the place of ``root``, its mask drawn where the model drops."""
     (q, k, _), drop, p = (match.value(x) for x in qkv), scores.drop, scores.p
     what = f"dropout of {p} on the attention weights"
@@ -185,7 +189,7 @@ def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple,
     return _without_drop(gm, root, scores, _put(gm, root, scores, match.insert(gm, root, match.operator.getitem, (both, 0))))
 
 
-def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
+def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, notes: list[str]) -> list[fx.Node]:
     """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask."""
     if scores.drop is not None:
         raise Miss(f"dropout of {scores.p} on the attention weights: scaled_dot_product_attention would draw other numbers")
@@ -193,16 +197,17 @@ def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k:
         raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
     masks = scores.blocking
     causal = bool(masks) and all(mask.is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
-    q, k, given = _operands(gm, root, scores, q, k, v, [] if causal else masks)
+    q, k, given, left = _operands(gm, root, scores, q, k, v, [] if causal else masks, notes)
     if given is not None and match.value(given).dtype != torch.bool:
         given = _widened(gm, root, given, match.value(q).dtype)
     grouped = match.value(q).shape[1] != match.value(k).shape[1]
     options = {"scale": scores.scale, **({"enable_gqa": True} if grouped else {})}
-    return _put(gm, root, scores, match.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, given, 0.0, causal), options))
+    out = match.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, given, 0.0, causal), options)
+    return _put(gm, root, scores, out if left is None else hidden_rows.with_means(gm, root, out, left, v))
 
 
-def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """q, k and the mask, True or zero where attention is allowed, as an operator takes them; Miss where it is not safe."""
+def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list, notes: list[str]) -> tuple[fx.Node, fx.Node, fx.Node | None, fx.Node | None]:
+    """q, k, the mask, True or zero where attention is allowed, as an operator takes them, and :func:`hidden_rows.some_left`; Miss where it is not safe."""
     dtype = match.value(root).dtype
     # Matching looks through casts of q and k; one that widened them to the type of v is made again.
     q, k = (_widened(gm, root, x, dtype) for x in (q, k))
@@ -211,17 +216,21 @@ def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: 
     reason = match.unsafe([root, *scores.region], [q, k, v, *(given for _, given, _ in masks), scores.sinks])
     if reason:
         raise Miss(reason)
+    lead = list(match.value(q).shape[:2])
+    left = hidden_rows.some_left(gm, root, scores, lambda given, where: _four_dimensional(gm, root, given, where, lead), notes) if masks else None
     allowed, added = None, None  # a mask is True where attention is allowed, and what is added to the scores
     for kind, given, where in masks:
         given = match.insert(gm, root, aten.logical_not.default, (given,)) if kind == "drop" else given
-        given = _four_dimensional(gm, root, given, where, list(match.value(q).shape[:2]))
+        given = _four_dimensional(gm, root, given, where, lead)
         if kind == "add":
             added = given if added is None else match.insert(gm, root, aten.add.Tensor, (added, given))
         else:
             allowed = given if allowed is None else match.insert(gm, root, aten.logical_and.default, (allowed, given))
+    if allowed is not None and left is not None:  # no kernel sees a row without keys
+        allowed = match.insert(gm, root, aten.logical_or.default, (allowed, match.insert(gm, root, aten.logical_not.default, (left,))))
     if allowed is None or added is None:
-        return q, k, added if allowed is None else allowed
-    return q, k, match.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf))
+        return q, k, added if allowed is None else allowed, left
+    return q, k, match.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf)), left
 
 
 def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> list[fx.Node]:

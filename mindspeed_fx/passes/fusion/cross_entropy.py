@@ -100,7 +100,10 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
         return f"the loss of {match.value(found.logits).dtype} logits is computed in {match.value(root).dtype}"
     if reason := match.unsafe(found.region, [found.logits, target]):
         return reason
-    first = min((root, *found.leaves), key=list(gm.graph.nodes).index) if found.leaves else root
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    # What reads the log-probabilities before the targets are there keeps them.
+    leaves = [leaf for leaf in found.leaves if order[leaf] > order[target]]
+    first = min((root, *leaves), key=order.__getitem__)
     logits = found.logits if match.value(found.logits).dim() == 2 else match.insert(gm, first, aten.reshape.default, (found.logits, [-1, classes]))
     target = target if match.value(target).dim() == 1 else match.insert(gm, first, aten.reshape.default, (target, [-1]))
     both = match.insert(gm, first, torch.ops.mindspeed.cross_entropy.default, (_narrow(gm, first, logits), target, -100, found.smoothing))
@@ -112,9 +115,9 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
     if reason := match.substitute(gm, root, loss):
         return reason
     drop_dead(gm)
-    for leaf in found.leaves:
+    for leaf in leaves:
         if not leaf._erased:
-            lse = match.insert(gm, first, match.operator.getitem, (both, 1))
+            lse = match.insert(gm, both.next, match.operator.getitem, (both, 1))
             match.substitute(gm, leaf, derived(gm, leaf, found.logits, lse))
     return None
 

@@ -67,7 +67,9 @@ def _found(rope: fx.Node) -> Found | str | None:
             last = last.args[0]
         else:
             break
-    if not match.is_call(last, match.operator.getitem) or last.args[1] != 0 or not match.is_call(last.args[0], ops.rms_norm.default):
+    if any(_normalized(a) and len(a.users) > 1 for a, _ in match.operands(last, aten.mul.Tensor)):
+        return "what the norm makes before its weight is used elsewhere in the model"
+    if not _normalized(last):
         return None
     norm, dim = last.args[0], match.value(whole).shape[-1]
     if match.value(last).shape[-1] != dim:
@@ -86,6 +88,10 @@ def _found(rope: fx.Node) -> Found | str | None:
     if any(set(n.users) - set(region) for n in (last, *moves, *copies, whole) if n is not root):
         return "the normalized heads are used elsewhere in the model"
     return Found(root, norm, moves, [n for i, n in enumerate(region) if n not in region[:i]])
+
+
+def _normalized(n: fx.Node) -> bool:
+    return match.is_call(n, match.operator.getitem) and n.args[1] == 0 and match.is_call(n.args[0], ops.rms_norm.default)
 
 
 def _keeps_heads(move: fx.Node, dim: int) -> bool:

@@ -33,6 +33,8 @@ class Scores:
     p: float = 0.0
     moved: bool = False
     """Something of one number per row was subtracted, which a softmax does not see."""
+    cleared: bool = False
+    """The weights are set to zero where the scores are masked."""
 
     @property
     def blocking(self) -> list[tuple[str, fx.Node, fx.Node]]:

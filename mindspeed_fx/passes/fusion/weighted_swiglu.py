@@ -25,7 +25,7 @@ def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, torch.ops.mindspeed.swiglu.default):
         silu = match.past_copy(node)
         product = norms.only_user(silu)
-        if product is None and any(match.is_float(w) and _per_row(w, node) for u in node.users for v, w in match.operands(u, aten.mul.Tensor) if v is node):
+        if product is None and any(match.is_float(w) and _per_row(w, node) for u in silu.users for v, w in match.operands(u, aten.mul.Tensor) if v is silu):
             report.skipped.append(skip(OPERATOR, node, "the product without the weight is used elsewhere in the model"))
         product = norms.only_user(product) if match.is_call(product, aten.to.dtype) else product
         gate, up = node.args if len(node.args) > 1 else (node.args[0], None)

@@ -395,7 +395,7 @@ CASES = {
     "attention, trained scale": Case("fusion.attention", attention_by_a_trained_scale, (HEADS, HEADS, HEADS, Weight((2, 1, 1)))),
     "attention, five dimensions": Case("fusion.attention", attention_in_five_dimensions, ((2, 4, 6, 4), HEADS, HEADS)),
     "attention, gated": Case("fusion.attention", attention_gated, (HEADS, HEADS, HEADS)),
-    "attention, dropout": Case("fusion.attention", attention_dropout, (HEADS, HEADS, HEADS), draws=True, dtypes=WIDE),
+    "attention, dropout": Case("fusion.attention", attention_dropout, (HEADS, HEADS, HEADS), draws=True, dtypes=WIDE, reasons=("equal and fixed sequence lengths",)),
     "attention, packed": Case("fusion.attention", packed, (HEADS, HEADS, HEADS, lambda g: torch.tensor([[3, 1, 0, 4, 0, 2], [1, 0, 5, 5, 5, 5]]))),
     "scaled_masked_softmax": Case("fusion.scaled_masked_softmax", scaled_masked_softmax, ((2, 2, 6, 6),), options=(("enable", ["fusion.scaled_masked_softmax"]),)),
     "cross_entropy": Case("fusion.cross_entropy", cross_entropy, ((6, 7), TARGET)),
@@ -440,7 +440,10 @@ FOUND = {
     "a scaled input was taken for a part of the formula": ("gelu, tanh", Variant(sites=2)),
     "a copy that keeps the model's layout stood between two operators": ("qk_norm_rope", Variant(layouts=("strided", "strided", "plain", "plain"))),
     "no reason": ("weighted_swiglu", Variant(extra=("read", 1))),
+    "no reason where the product is stored in another order": ("weighted_swiglu", Variant(torch.float16, swaps=1, layouts=("padded", "turned", "turned"), extra=("read", 1))),
+    "no reason where a norm is read before its weight": ("qk_norm_rope", Variant(swaps=241, layouts=("plain", "strided", "expanded", "every other"), extra=("read", 5), dynamic=True)),
     "a view of the copy and its detach were both returned": ("rms_norm, normalized", Variant(torch.float32, layouts=("strided", "turned"), swaps=102, frozen=1, stopped=2, extra=("returned", 5))),
+    "a log-sum-exp was inserted before what was erased": ("cross_entropy, by hand", Variant(swaps=63, extra=("overwritten", 4), dynamic=True)),
     "a cast stood between the loss and its z-loss": ("linear_cross_entropy, z-loss", Variant(torch.float16)),
 }
 

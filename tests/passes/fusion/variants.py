@@ -164,7 +164,8 @@ def _allowed(case: Case, variant: Variant, own: torch.Tensor, exact: torch.Tenso
     if variant.dtype == torch.float64:
         return 1e-10 * max(scale, 1.0) if exact.dtype == torch.float64 else 1e-5 * scale
     ulp = torch.finfo(variant.dtype).eps * max(scale, 1e-6)
-    return 16 * ulp if case.draws else 2 * _error(own, exact) + (2 if variant.dtype.itemsize == 2 else 8) * ulp
+    # In float32 ATen's flash attention with a mask makes two to three times the error of a softmax and two products.
+    return 16 * ulp if case.draws else 2 * _error(own, exact) + (2 if variant.dtype.itemsize == 2 else 16) * ulp
 
 
 def _run(case: Case, variant: Variant, dtype: torch.dtype, compiled: Callable = lambda f: f) -> list[torch.Tensor | None]:
