@@ -42,14 +42,28 @@ def layer(grad, x, gathered, act, mid, w_up, w_down, norm, ranks: int, group: st
     return out, dw_down, dw_up, (dx * x).sum(0)
 
 
-def graph(nodes: int, ranks: int = 8, tokens: int = 8192, hidden: int = 4096, ffn: int = 14336) -> fx.GraphModule:
+def forward_layer(x, w_qkv, w_out, w_up, w_down, norm, ranks: int, group: str):
+    """Forward of attention and a gated feed-forward layer under tensor and sequence parallelism; chunks pay here, and end at attention."""
+    ops, c10d = torch.ops.aten, torch.ops._c10d_functional
+    gather = lambda t: c10d.wait_tensor(c10d.all_gather_into_tensor(t, ranks, group))  # noqa: E731
+    scatter = lambda t: c10d.wait_tensor(c10d.reduce_scatter_tensor(t, "sum", ranks, group))  # noqa: E731
+    q, k, v = (t.view(1, t.shape[0], -1, 128).transpose(1, 2) for t in torch.ops.mindspeed.linear(gather(x * norm), w_qkv).chunk(3, -1))
+    a = ops.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(q.shape[2], -1)
+    x = x + scatter(torch.ops.mindspeed.linear(a, w_out))
+    gate, up = torch.ops.mindspeed.linear(gather(x * norm), w_up).chunk(2, -1)
+    return (x + scatter(torch.ops.mindspeed.linear(ops.silu(gate) * up, w_down)),)
+
+
+def graph(nodes: int, ranks: int = 8, tokens: int = 8192, hidden: int = 4096, ffn: int = 14336, forward: bool = False) -> fx.GraphModule:
     """At least ``nodes`` nodes; placeholders "tangents", and "primals" for parameters, others are saved activations."""
     make = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
     f = ffn // ranks
     with FakeTensorMode():
         rows = tokens // ranks
-        given = [make(rows, hidden), make(rows, hidden), make(tokens, hidden), make(tokens, f), make(tokens, 2 * f), make(2 * f, hidden), make(hidden, f), make(hidden)]
-        traced = make_fx(lambda *a: layer(*a, ranks, dist.group.WORLD.group_name))(*given)
+        backward = [make(rows, hidden), make(rows, hidden), make(tokens, hidden), make(tokens, f), make(tokens, 2 * f), make(2 * f, hidden), make(hidden, f), make(hidden)]
+        ahead = [make(rows, hidden), make(3 * hidden // ranks, hidden), make(hidden, hidden // ranks), make(2 * f, hidden), make(hidden, f), make(hidden)]
+        one, given, parameters = (forward_layer, ahead, 1) if forward else (layer, backward, 5)
+        traced = make_fx(lambda *a: one(*a, ranks, dist.group.WORLD.group_name))(*given)
     traced.graph.eliminate_dead_code()
     whole, outputs, grad = fx.Graph(), [], None
     count = 0
@@ -60,7 +74,7 @@ def graph(nodes: int, ranks: int = 8, tokens: int = 8192, hidden: int = 4096, ff
         for at, n in enumerate(inputs):
             if at == 0 and k:
                 continue
-            new = whole.placeholder(f"{'tangents' if at == 0 else 'primals' if at >= 5 else 'saved'}_{k}_{at}")
+            new = whole.placeholder(f"{'tangents' if at == 0 else 'primals' if at >= parameters else 'saved'}_{k}_{at}")
             new.meta = {**n.meta, "val": torch.empty_like(n.meta["val"])}  # memory of its own
             memo[n] = new
         stacked.append(memo)
@@ -87,6 +101,7 @@ def main() -> None:
     parser.add_argument("--device", default="ascend910b2")
     parser.add_argument("--passes", nargs="*", default=PASSES)
     parser.add_argument("--ffn", type=int, default=14336, help="smaller: weight gradients hide less, and chunks pay")
+    parser.add_argument("--forward", action="store_true", help="the forward of layers with attention, where chunks pay")
     parser.add_argument("--profile", help="name of a pass to profile")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -95,7 +110,7 @@ def main() -> None:
     options = Options(target="npu", codegen="eager", hardware=given.device).resolve("npu")
     print(f"# {datetime.date.today()} torch {torch.__version__}; {given.device}")
     for nodes in given.nodes:
-        gm = graph(nodes, ffn=given.ffn)
+        gm = graph(nodes, ffn=given.ffn, forward=given.forward)
         before, total, told = len(gm.graph.nodes), 0.0, []
         with recompiled_once(gm):  # as the pipeline does
             for name in given.passes:
@@ -106,10 +121,10 @@ def main() -> None:
                     import pstats
 
                     with cProfile.Profile() as profile:
-                        report = known[name].run(gm, Context(options, "backward"))
+                        report = known[name].run(gm, Context(options, "forward" if given.forward else "backward"))
                     pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
                 else:
-                    report = known[name].run(gm, Context(options, "backward"))
+                    report = known[name].run(gm, Context(options, "forward" if given.forward else "backward"))
                 took = time.process_time() - begin
                 total += took
                 told.append(f"{name.removeprefix('overlap.')} {took:.2f} s ({len(report.rewrites)} sites, {len(gm.graph.nodes)} nodes)")

@@ -83,6 +83,11 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, memo)
     graph.output(output)
+    return lazy_graph(root, graph)
+
+
+def lazy_graph(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of this graph whose code is written when it is called."""
     return _LazyGraphModule(root, graph)
 
 

@@ -10,12 +10,14 @@ from hypothesis import assume, given, settings, strategies as st
 from mindspeed_fx import compat
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context
+from mindspeed_fx.passes.overlap import windows
 from mindspeed_fx.passes.overlap.chunk import chunked
 from mindspeed_fx.passes.overlap.collectives import is_start, kind
 from mindspeed_fx.passes.overlap.cuts import Cut, shares, through_view
-from mindspeed_fx.passes.overlap.decompose import disjoint, overlap_decompose
+from mindspeed_fx.passes.overlap.decompose import overlap_decompose
 from mindspeed_fx.passes.overlap.region import KINDS
 from mindspeed_fx.passes.overlap.split import overlap_split
+from mindspeed_fx.passes.overlap.trials import disjoint
 from overlap import parallel_layers as layers
 
 PROGRAMS = {"sequence": layers.training(layers.mlp), "all_reduce": layers.training(layers.mlp_whole), "batch_first": layers.batch_first, "packed": layers.packed, "all_to_all": layers.exchange, "experts": layers.training(layers.experts)}
@@ -113,6 +115,30 @@ def test_the_model_cuts_what_pays(eight):
     first, second = (float(report.notes[0].split(" ms")[k].split(" ")[-1]) for k in (0, 1))
     assert second < 0.99 * first
     gm.graph.lint()
+
+
+def repeated(x, norm, up, down):
+    """Five layers, each of which needs the whole sequence at its end."""
+    for _ in range(5):
+        x = torch.cumsum(layers.mlp(x, norm, up, down), 0)
+    return (x,)
+
+
+def test_what_a_window_finds_is_done_to_all_layers(eight, monkeypatch):
+    gm = layers.graph(repeated, LARGE, torch.bfloat16)
+    monkeypatch.setattr(windows, "LARGE", 50)
+    monkeypatch.setattr(windows, "WIDTH", 3 * len(gm.graph.nodes) // 5)
+    cut = compat.copy_graph(gm)
+    report = overlap_decompose(cut, context())
+    before, after = (float(report.notes[0].split(" ms")[k].split(" ")[-1]) for k in (0, 1))
+    assert len(report.rewrites) == 5 and len({s.operator for s in report.rewrites}) == 1 and after < 0.99 * before
+    cut.graph.lint()
+
+    monkeypatch.setattr(windows, "TRIED", 0)  # nothing may be tried, and so nothing is found
+    assert not overlap_decompose(compat.copy_graph(gm), context()).rewrites
+    monkeypatch.setattr(windows, "MOST", 0)
+    report = overlap_decompose(compat.copy_graph(gm), context())
+    assert not report.rewrites and all("was tried on no window" in s.reason for s in report.skipped)
 
 
 def reasons(program, of=None, **options):

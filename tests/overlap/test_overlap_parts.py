@@ -91,7 +91,7 @@ def work(gm, hardware, fused):
 
 
 def test_unequal_shares_run_under_other_parts(lone_world, sizes_in_graphs, monkeypatch):
-    for module in ("schedule", "decompose", "bucket"):
+    for module in ("schedule", "trials", "bucket"):
         monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.cost_of", work)
     seen, tell = [], schedule._tell
     monkeypatch.setattr(schedule, "_tell", lambda report, work, before, after: seen.append((before, after)) or tell(report, work, before, after))

@@ -213,7 +213,7 @@ def test_large_graphs_are_worked_out_once(lone_world, monkeypatch):
         if large:
             for module in ("graph", "schedule", "split"):
                 monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.LARGE", 0)
-            monkeypatch.setattr("mindspeed_fx.passes.overlap.decompose.GAIN", 1.0)
+            monkeypatch.setattr("mindspeed_fx.passes.overlap.trials.GAIN", 1.0)
             made, whole = [], graph.tasks_of
             monkeypatch.setattr(graph, "tasks_of", lambda gm, *a, **k: made.append(gm) or whole(gm, *a, **k))
         torch._dynamo.reset()

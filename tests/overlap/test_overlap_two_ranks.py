@@ -55,7 +55,7 @@ def training(rank, codegens, names):
         plain = trained(layer, given, None)
         for a, b in zip(plain, trained(layer, given, {**options, "disable": ["overlap.decompose"]}), strict=True):
             assert torch.equal(a, b)
-        with mock.patch("mindspeed_fx.passes.overlap.decompose.cost_of", by_work):
+        with mock.patch("mindspeed_fx.passes.overlap.trials.cost_of", by_work):
             for codegen in codegens:
                 found = trained(layer, given, {**options, "codegen": codegen, "strict": True, "enable": ["overlap.decompose"]})
                 for a, b in zip(found, plain, strict=True):

@@ -40,6 +40,7 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
     missing = [len(set(t.needs)) for t in tasks]
     end, ready_at = [0.0] * len(tasks), [0.0] * len(tasks)
     anchor = Anchor(graph, limit)
+    issued = anchor.issued  # what memory had issued out of turn stays in the heaps
     free = dict.fromkeys(graph.links, 0.0)
     ready: list[tuple[float, int]] = []  # compute that can run now
     later: list[tuple[float, float, int]] = []  # compute that waits for running transfers
@@ -77,12 +78,20 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
             if not missing[user]:
                 available(user)
 
+    def current(heap: list) -> list:
+        """The heap, its first entry a task that is not yet issued."""
+        while heap and issued[heap[0][-1]]:
+            pop(heap)
+        return heap
+
     def take(heap: list, width: int, held: Sequence[float] | None = None) -> tuple | None:
         """The first entry whose task memory allows (and ``held`` releases); up to ``width`` are asked."""
         passed = []
         found = None
         while heap and len(passed) < width:
             entry = pop(heap)
+            if issued[entry[-1]]:
+                continue
             if (held is None or held[entry[-1]] <= progress) and anchor.allowed(entry[-1]):
                 found = entry
                 break
@@ -96,6 +105,8 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
         passed, found = [], None
         while ready and len(passed) < _FITS:
             entry = pop(ready)
+            if issued[entry[1]]:
+                continue
             if 0 < tasks[entry[1]].seconds <= window and anchor.allowed(entry[1]):
                 found = entry[1]
                 break
@@ -115,7 +126,7 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
         """Give every link that is free before ``until`` its next transfers."""
         fed = False
         for link, heap in queued.items():
-            while heap and len(order) >= asleep[link] and (free[link] < until or free[link] <= clock):
+            while current(heap) and len(order) >= asleep[link] and (free[link] < until or free[link] <= clock):
                 entry = take(heap, _TRIES, release if hold else None)
                 if entry is None:
                     asleep[link] = len(order) + 1 + len(tasks) // _REST
@@ -131,7 +142,7 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
         if not count:
             available(i)
     while len(order) < len(tasks):
-        while later and later[0][0] <= clock:
+        while current(later) and later[0][0] <= clock:
             _, key, i = pop(later)
             push(ready, (key, i))
         entry = take(ready, _TRIES)
@@ -142,7 +153,7 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
                 push(ready, entry)
                 continue
             if patience and later and seconds:
-                better = min(later, key=lambda e: e[1])
+                better = min((e for e in later if not issued[e[2]]), key=lambda e: e[1])
                 window = better[0] - clock
                 if better[1] < key and window < seconds and (filler := fitting(window)) is not None:
                     push(ready, entry)
@@ -175,17 +186,5 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
             continue
         if (transfers or release) and feed(clock, hold=False):
             continue
-        first = anchor.first  # memory allows nothing else: go on as the program was given
-        _remove(first, ready, later, *queued.values())
-        issue(first)
+        issue(anchor.first)  # memory allows nothing else: go on as the program was given
     return order, end
-
-
-def _remove(i: int, *heaps: list) -> None:
-    for heap in heaps:
-        for at, entry in enumerate(heap):
-            if entry[-1] == i:
-                heap[at] = heap[-1]
-                heap.pop()
-                heapq.heapify(heap)
-                return

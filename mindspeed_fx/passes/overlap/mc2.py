@@ -26,10 +26,12 @@ from mindspeed_fx.passes.deferred import recompile
 from mindspeed_fx.passes.fusion.match import argument, insert, value
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.passes.overlap.cuts import dense
-from mindspeed_fx.passes.overlap.decompose import GAIN, INEXACT, Trials, disjoint
+from mindspeed_fx.passes.overlap.decompose import INEXACT
 from mindspeed_fx.passes.overlap.price import FUSED, device, ranks_of
-from mindspeed_fx.passes.overlap.region import REACHES, sized
+from mindspeed_fx.passes.overlap.region import sized
 from mindspeed_fx.passes.overlap.rows import VIEWS
+from mindspeed_fx.passes.overlap.trials import GAIN, Trials
+from mindspeed_fx.passes.overlap.windows import best
 
 NAME = "overlap.mc2"
 aten = torch.ops.aten
@@ -74,7 +76,7 @@ def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
         return report
     trials = Trials(gm, context, hardware)
     fused = seconds_fused(trials, pairs, fuse)
-    trials.best({reach: list(disjoint(starts, reach)) for reach in REACHES})
+    best(trials, starts)
     told = f"modelled step {trials.plain.seconds * 1e3:.3f} ms whole, {trials.seconds * 1e3:.3f} ms at best in chunks, {fused * 1e3:.3f} ms with {len(pairs)} fused" if fused is not None else "fused operators need more memory than is allowed"
     report.notes.append(told)
     if fused is None or fused > trials.plain.seconds * (1 - GAIN) or fused > trials.seconds:

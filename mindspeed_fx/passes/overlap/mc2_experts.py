@@ -27,10 +27,11 @@ from mindspeed_fx.passes.deferred import recompile
 from mindspeed_fx.passes.fusion.match import argument, insert, value
 from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.passes.overlap.cuts import dense
-from mindspeed_fx.passes.overlap.decompose import GAIN, INEXACT, Trials
+from mindspeed_fx.passes.overlap.decompose import INEXACT
 from mindspeed_fx.passes.overlap.mc2 import _waits, in_order, seconds_fused
 from mindspeed_fx.passes.overlap.price import FUSED, device, ranks_of
 from mindspeed_fx.passes.overlap.region import sized
+from mindspeed_fx.passes.overlap.trials import GAIN, Trials
 
 NAME = "overlap.mc2_experts"
 aten = torch.ops.aten

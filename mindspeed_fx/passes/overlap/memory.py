@@ -16,7 +16,7 @@ from mindspeed_fx.passes.overlap.tasks import TaskGraph
 
 
 class Anchor:
-    """Memory of a task graph that is issued in some order, anchored in the order as given.
+    """Memory of a task graph that is issued in some order, anchored in the order as given; ``issued[i]`` once task i is.
 
     Args:
         limit: bytes that must never be exceeded; at least the peak of the order as given. None: no limit.
@@ -24,12 +24,13 @@ class Anchor:
 
     def __init__(self, graph: TaskGraph, limit: int | None):
         self.size, self.limit, self.first = len(graph), limit, 0
-        self._issued = bytearray(self.size + 1)
+        self.issued = bytearray(self.size + 1)
         if limit is None:
             return
         self.profile = np.asarray(memory_curve(graph, range(self.size)), dtype=np.int64)
         if self.size and self.profile.max() > limit:
             raise ValueError(f"the limit of {limit} bytes is under the {int(self.profile.max())} bytes that the order as given needs")
+        self._seen = memoryview(self.profile)  # one number is read faster so
         self._made: list[int] = [0] * self.size
         self._uses: list[list[int]] = [[] for _ in range(self.size)]
         self._bytes = [b.bytes for b in graph.buffers]
@@ -42,6 +43,8 @@ class Anchor:
             if not buffer.kept and buffer.bytes:
                 for i in users:
                     self._uses[i].append(n)
+        self._full = [-1] * self.size  # where memory was too full for a task when it was last asked for; -1 once it may free more there
+        self._adds = [0] * self.size  # what it would have added there
 
     def allowed(self, i: int) -> bool:
         """May task ``i`` be issued now?"""
@@ -50,18 +53,27 @@ class Anchor:
         made = self._made[i]
         if not made:
             return True
-        profile, now = self.profile, self.first
-        if profile[now] + made > self.limit:  # while i runs, what it frees is still there
+        now, full = self.first, self._full[i]
+        if self._seen[now] + made > self.limit:  # while i runs, what it frees is still there
             return False
-        if int(profile[now:i].max()) + made <= self.limit:
+        if full >= now and self._seen[full] + self._adds[i] > self.limit:
+            return False
+        ahead = self.profile[now:i]
+        highest = int(ahead.argmax())
+        if self._seen[now + highest] + made <= self.limit:
             return True
         freed = self._freed(i)
-        if not freed:
-            return False
-        ahead = profile[now:i] + made
-        for low, high, size in freed:
-            ahead[max(low - now, 0) : max(high - now, 0)] -= size
-        return int(ahead.max()) <= self.limit
+        self._adds[i] = made
+        if freed:
+            ahead = ahead + made
+            for low, high, size in freed:
+                ahead[max(low - now, 0) : max(high - now, 0)] -= size
+            highest = int(ahead.argmax())
+            if ahead[highest] <= self.limit:
+                return True
+            self._adds[i] = int(ahead[highest] - self.profile[now + highest])
+        self._full[i] = now + highest
+        return False
 
     def issue(self, i: int) -> None:
         """Task ``i`` is issued now."""
@@ -72,8 +84,11 @@ class Anchor:
                     self.profile[self.first : i] += self._made[i]
             for low, high, size in freed:
                 self.profile[max(low, self.first) : high] -= size
-        self._issued[i] = 1
-        while self._issued[self.first]:  # there is a zero at the end
+            for n in self._uses[i]:
+                for user in self._users[n]:
+                    self._full[user] = -1
+        self.issued[i] = 1
+        while self.issued[self.first]:  # there is a zero at the end
             self.first += 1
 
     def _freed(self, i: int) -> list[tuple[int, int, int]]:
@@ -81,11 +96,11 @@ class Anchor:
         freed = []
         for n in self._uses[i]:
             users = self._users[n]
-            while users and self._issued[users[-1]]:
+            while users and self.issued[users[-1]]:
                 users.pop()
             if users and users[-1] == i:
                 before = len(users) - 2
-                while before >= 0 and self._issued[users[before]]:
+                while before >= 0 and self.issued[users[before]]:
                     before -= 1
                 low = users[before] + 1 if before >= 0 else self.first
                 if low <= i:
