@@ -67,7 +67,7 @@ def _found(rope: fx.Node) -> Found | str | None:
             last = last.args[0]
         else:
             break
-    if any(_normalized(a) and len(a.users) > 1 for a, _ in match.operands(last, aten.mul.Tensor)):
+    if any(_normalized(match.copied(a)) and len(a.users) > 1 for a, _ in match.operands(last, aten.mul.Tensor)):
         return "what the norm makes before its weight is used elsewhere in the model"
     if not _normalized(last):
         return None

@@ -124,6 +124,8 @@ class Case:
     """It draws random numbers: results are compared with the unfused model's in its own type."""
     options: tuple[tuple[str, Any], ...] = ()
     patches: tuple[Callable[[], contextlib.AbstractContextManager], ...] = ()
+    slack: float = 1.0
+    """2 for masks that are no band: there ATen's flash attention makes up to three times the error of a softmax and two products."""
     reasons: tuple[str, ...] = ()
     """Reasons that may keep a plain variant unfused."""
 
@@ -164,8 +166,7 @@ def _allowed(case: Case, variant: Variant, own: torch.Tensor, exact: torch.Tenso
     if variant.dtype == torch.float64:
         return 1e-10 * max(scale, 1.0) if exact.dtype == torch.float64 else 1e-5 * scale
     ulp = torch.finfo(variant.dtype).eps * max(scale, 1e-6)
-    # In float32 ATen's flash attention with a mask makes two to three times the error of a softmax and two products.
-    return 16 * ulp if case.draws else 2 * _error(own, exact) + (2 if variant.dtype.itemsize == 2 else 16) * ulp
+    return 16 * ulp if case.draws else case.slack * (2 * _error(own, exact) + (2 if variant.dtype.itemsize == 2 else 8) * ulp)
 
 
 def _run(case: Case, variant: Variant, dtype: torch.dtype, compiled: Callable = lambda f: f) -> list[torch.Tensor | None]:
