@@ -198,7 +198,7 @@ def test_found_plans_run_on_all_ranks(mesh, batch, seq):
 
 
 @pytest.mark.parametrize("mesh,batch,runs,placed", [
-    ({"ep": 4, "tp": 2}, 4, {"ep": 2, "tp": 2}, "S(0)"),
+    ({"cp": 4, "ep": 4, "tp": 4}, 4, {"cp": 2, "ep": 2, "tp": 2}, "S(0)"), pytest.param({"ep": 4, "tp": 2}, 4, {"ep": 2, "tp": 2}, "S(0)", marks=pytest.mark.slow),
     pytest.param({"dp": 2, "ep": 2}, 64, {"dp": 2, "ep": 2}, None, marks=pytest.mark.slow), pytest.param({"tp": 8}, 4, {"tp": 4}, "S(0)", marks=pytest.mark.slow),
     pytest.param({"cp": 4, "ep": 4}, 4, {"cp": 2, "ep": 2}, None, marks=pytest.mark.slow), pytest.param({"dp": 2, "ep": 4, "tp": 4}, 64, {"dp": 2, "ep": 2, "tp": 2}, None, marks=pytest.mark.slow),
 ])  # fmt: skip

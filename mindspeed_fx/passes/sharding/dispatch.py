@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mindspeed_fx import compat_sharding
 from mindspeed_fx.kernels.base import LIBRARY
@@ -76,7 +76,7 @@ def permuted(tokens: Any, indices: Any) -> Any:
     """``mindspeed::moe_permute`` of tokens that will travel; on DTensors every rank sorts its own (:class:`Sorted`)."""
     if not isinstance(tokens, DTensor):
         return ops.moe_permute(tokens, indices)
-    placements = [p if _divided(p) else Replicate() for p in tokens.placements]
+    placements = [p if compat_sharding.is_divided(p, 0) else Replicate() for p in tokens.placements]
     tokens = tokens.redistribute(placements=placements)
     chosen = indices.redistribute(placements=placements).to_local().reshape(-1)
     made = Sorted(tokens, chosen, indices.numel())
@@ -123,13 +123,9 @@ def grouped_matmul(x: "Sorted | OwnRows", weight: DTensor, capacity: float | Non
         raise ShardingError(f"experts are divided by number and not inside: {weight.placements}; tokens travel to whole experts")
     by = x.routing if isinstance(x, OwnRows) else x.to(over, weight.shape[0], capacity)
     value = x.value.to_local() if isinstance(x, OwnRows) else x.arrived(by)
-    divided = [i for i, p in enumerate(by.tokens.placements) if p.is_shard() and i not in over]
+    divided = [i for i, p in enumerate(by.tokens.placements) if compat_sharding.is_divided(p) and i not in over]
     own = weight.to_local(grad_placements=[Partial() if i in divided else p for i, p in enumerate(weight.placements)])
     return OwnRows(_alike(ops.grouped_matmul(value, own, by.ends), weight.device_mesh), by)
-
-
-def _divided(p: Placement) -> bool:
-    return p.is_shard() and p.dim == 0
 
 
 def _alike(x: Tensor, mesh: Any) -> DTensor:
@@ -165,7 +161,7 @@ class Sorted:
             ShardingError: tokens are divided over several of them.
         """
         if over not in self.ways:
-            sent = [i for i in over if self.tokens.placements[i].is_shard()]
+            sent = [i for i in over if compat_sharding.is_divided(self.tokens.placements[i])]
             if len(sent) > 1:
                 names = self.tokens.device_mesh.mesh_dim_names
                 raise ShardingError(f'tokens and experts are both divided over {" and ".join(names[i] for i in sent)}; tokens travel over one mesh dimension: let the plan make them whole over the others')

@@ -48,6 +48,7 @@ class Program(torch.nn.Module):
         super().__init__()
         register_sharding_rules()
         compat_sharding.count_strided_shards_for_real()
+        compat_sharding.price_strided_shards_plainly()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
         object.__setattr__(self, "known", known_masks(graph))
@@ -150,6 +151,7 @@ HANDLERS: dict[Any, Callable] = {
     torch.ops.mindspeed.add_rms_norm.default: rows.add_rms_norm,
     aten.matmul.default: rows.matmul,
     aten.dropout.default: rows.dropout,
+    aten.topk.default: rows.locally(aten.topk.default),
     aten.embedding.default: vocabulary.embedding,
     torch.ops.mindspeed.cross_entropy.default: vocabulary.cross_entropy,
     torch.ops.mindspeed.linear_cross_entropy.default: vocabulary.linear_cross_entropy,

@@ -86,6 +86,29 @@ def add_rms_norm(x: DTensor, residual: DTensor, weight: DTensor | None, eps: flo
     return y, total, rstd
 
 
+def locally(target: Any) -> Any:
+    """``target`` on each rank's own part, for operators of one tensor that work along one dimension (position 1, or 2 for top-k).
+
+    Tokens of [batch, sequence] that two mesh dimensions divide are parts of parts once they are flattened: DTensor (2.13) does not keep them
+    for top-k and the like, and what it gathers instead is wrong on a mesh of three dimensions.
+    """
+
+    def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", args[at] if len(args) > at else -1) % x.ndim
+        if not any(map(compat_sharding.is_strided, x.placements)) or any(p.is_partial() or compat_sharding.is_divided(p, dim) for p in x.placements):
+            return target(x, *args, **kwargs)
+        results = target(x.to_local(), *args, **kwargs)
+
+        def made(local: torch.Tensor) -> DTensor:
+            shape = torch.Size((*x.shape[:dim], local.shape[dim], *x.shape[dim + 1 :]))
+            return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
+
+        return made(results) if isinstance(results, torch.Tensor) else tuple(map(made, results))
+
+    at = 1 if target is aten.topk.default else 0
+    return run
+
+
 def whole(x: torch.Tensor, like: DTensor) -> DTensor:
     """A plain tensor that every rank holds alike, as a DTensor on the mesh of ``like``."""
     return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
