@@ -2,7 +2,7 @@
 
 The logistic function is ``sigmoid``, ``1 / (1 + exp(-z))`` or ``(1 + tanh(z / 2)) / 2``; the normal one ``erf``, ``erfc`` or ``ndtr``.
 The tanh form of GELU is the logistic function of ``2 sqrt(2 / pi) (x + 0.044715 x^3)``. A product in any association is read, what
-else is in it (what the activation gates) multiplies the result. Safe because it is the same formula, without the rounding between
+else is in it (what the activation gates) multiplies the result; also the product written out, ``0.5 x + 0.5 x erf(x / sqrt(2))``. Safe because it is the same formula, without the rounding between
 its operations, and where an exponential overflows the operator does not.
 """
 
@@ -72,6 +72,26 @@ def readings(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]
     yield from near
 
 
+def sums(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
+    """Every way to read the sum ``node`` as an activation whose product is written out, c x + c x f(x) with f of which 1 + f is twice a probability."""
+    for one, other in match.operands(node, *match.ADD):
+        if not (match.is_float(one) and match.is_float(other)):
+            continue
+        plain, bent = algebra.product(one, left), algebra.product(other, left)
+        for f in bent.over if not (plain.under or bent.under) else ():
+            rest = _without(bent, f, False)
+            for n in plain.over:
+                rest = _without(rest, n, False)
+            p = _distribution(match.uncast(f), bent.number / plain.number, 1.0, False) if rest is not None and not rest.over and plain.number else None
+            for x in plain.over if p is not None else ():
+                nodes: list[fx.Node] = []
+                inside = algebra.polynomial(p.z, x, nodes)
+                kind, slope, reason = _kind(p.normal, {power: c * p.by for power, c in inside.items()}) if inside and 0 not in inside else ("", 1.0, "")
+                if kind or reason:
+                    left_over = _without(plain, x, False).over
+                    yield SelfGated(x, kind, slope, plain.number * p.number, left_over, [], [node, one, other, *plain.nodes, *bent.nodes, f, *nodes], reason)
+
+
 def _kind(normal: bool, inside: algebra.Polynomial) -> tuple[str, float, str]:
     """(kind, slope, or what differs)."""
     if normal:
@@ -90,9 +110,11 @@ def _close(a: algebra.Polynomial, b: algebra.Polynomial) -> bool:
 
 
 def _probability(n: fx.Node, divides: bool) -> _Probability | None:
-    if not match.is_float(n):
-        return None
-    f, a, b = algebra.affine(n)
+    return _distribution(*algebra.affine(n), divides) if match.is_float(n) else None
+
+
+def _distribution(f: Any, a: float, b: float, divides: bool) -> _Probability | None:
+    """``a * f + b`` as a probability."""
     if match.is_call(f, aten.sigmoid.default, aten.special_ndtr.default) and not divides and (b == 0 or b == -a):
         # Both distributions are symmetric: 1 - P(z) is P(-z).
         return _Probability(f.target is aten.special_ndtr.default, f.args[0], -1.0 if b else 1.0, b or a)
@@ -134,8 +156,8 @@ def fuse(gm: fx.GraphModule, name: str, operator: str, make: Callable[[SelfGated
     """Rewrite every activation of which ``make`` says the (overload, arguments after x, keywords); None for those of another pass."""
     report = PassReport(name)
     left: list[fx.Node] = []
-    for node in calls(gm, *match.MUL, *match.DIV):
-        found, call = next(((f, call) for f in readings(node, left) if (call := make(f)) is not None), (None, None)) if match.is_float(node) else (None, None)
+    for node in calls(gm, *match.MUL, *match.DIV, *match.ADD):
+        found, call = next(((f, call) for f in (sums if match.is_call(node, *match.ADD) else readings)(node, left) if (call := make(f)) is not None), (None, None)) if match.is_float(node) else (None, None)
         if call is None:
             continue
         root, number, numbers = norms.scaled_on(node, found.number)

@@ -22,11 +22,17 @@ FORMS = {
     "factored": lambda x: x * 0.5 * (1 + torch.tanh(x * (ROOT + ROOT * 0.044715 * x * x))),
     "sum with a factor": lambda x: 0.5 * x * (1 + torch.tanh(ROOT * torch.add(x, x**3, alpha=0.044715))),
     "gating": lambda x: 0.5 * (x * x.sin()) * (1 + torch.erf(x / math.sqrt(2.0))),
+    "written out": lambda x: 0.5 * x + 0.5 * x * torch.erf(x / math.sqrt(2.0)),
+    "written out, tanh": lambda x: (h := x / 2) * torch.tanh(ROOT * (x + 0.044715 * x**3)) + h,
+    "written out, scaled after": lambda x: 0.5 * (x + x * torch.erf(x * math.sqrt(0.5))),
+    "written out, gating": lambda x: (0.5 * x + torch.erf(x / math.sqrt(2.0)) * x * 0.5) * x.sin(),
     "another factor": lambda x: 0.4 * x * (1.0 + torch.erf(x / math.sqrt(2.0))),
 }
 OTHERS = {
     "another constant": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.05 * torch.pow(x, 3.0)))),
     "no constant": lambda x: 0.5 * x * (1.0 + torch.erf(x)),
+    "written out, unequal": lambda x: 0.5 * x + 0.4 * x * torch.erf(x / math.sqrt(2.0)),
+    "written out, no constant": lambda x: 0.5 * x + 0.5 * x * torch.erf(x),
     "another tensor": lambda x: 0.5 * x * (1.0 + torch.erf((x + 1) / math.sqrt(2.0))),
 }
 
@@ -39,7 +45,7 @@ def test_written_out():
 @pytest.mark.parametrize("name", OTHERS)
 def test_not_a_gelu(name):
     report = function_agrees(OTHERS[name], double(3, 8))
-    assert report.counts.get(NAME, 0) == 0 and [s.reason.split()[0] for s in report.skipped(NAME)] == {"another constant": ["tanh"], "no constant": ["erf"]}.get(name, [])
+    assert report.counts.get(NAME, 0) == 0 and [s.reason.split()[0] for s in report.skipped(NAME)] == {"another constant": ["tanh"], "no constant": ["erf"], "written out, no constant": ["erf"]}.get(name, [])
 
 
 class Bloom(torch.autograd.Function):
