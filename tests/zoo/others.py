@@ -1,4 +1,4 @@
-"""Models of Megatron-core and litgpt, tiny and with random weights, that return an object with a ``loss`` as transformers' do."""
+"""Models of Megatron-core, litgpt and torchtitan, tiny and with random weights, that return an object with a ``loss`` as transformers' do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+import titan
 
 Output = collections.namedtuple("Output", "loss")
 
@@ -32,9 +34,9 @@ LITGPT = ("Llama-3-8B", "Llama-2-7b-hf", "pythia-14m", "Gemma-2b", "Gemma-2-2b",
 
 
 def names(sources: dict[str, str]) -> list[str]:
-    """``megatron/...`` where Megatron-core is installed, ``litgpt/...`` where ``sources`` names its folder."""
+    """``megatron/...`` where Megatron-core is installed, ``litgpt/...`` and ``torchtitan/...`` where ``sources`` names their folders."""
     megatron = MEGATRON if importlib.util.find_spec("megatron") is not None else ()
-    return [*(f"megatron/{n}" for n in megatron), *(f"litgpt/{n}" for n in (LITGPT if "litgpt" in sources else ()))]
+    return [*(f"megatron/{n}" for n in megatron), *(f"litgpt/{n}" for n in (LITGPT if "litgpt" in sources else ())), *(f"torchtitan/{n}" for n in (titan.MODELS if "torchtitan" in sources else ()))]
 
 
 def build(name: str, sources: dict[str, str]) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -45,6 +47,8 @@ def build(name: str, sources: dict[str, str]) -> tuple[torch.nn.Module, dict[str
         return _megatron(**MEGATRON[kind])
     if source == "litgpt":
         return _litgpt(kind, sources[source])
+    if source == "torchtitan" and kind in titan.MODELS:
+        return titan.build(kind, sources[source])
     raise ValueError(f"architecture {name!r}: valid: {', '.join(names(sources))}")
 
 

@@ -1,6 +1,6 @@
 """Match rate over model architectures: how many of the sites that a model has are fused, and whether it still agrees.
 
-    python tests/zoo/table.py [--write docs/match_rate.md [--update]] [--jobs 2] [--narrow] [--from litgpt=DIR] [architecture ...]
+    python tests/zoo/table.py [--write docs/match_rate.md [--update]] [--jobs 2] [--narrow] [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
 
 Each architecture runs one training step with random weights, eager and compiled (``codegen="eager"``); sites are counted
 by tests/zoo/sites.py while it runs in eager mode. ``--narrow`` adds a column for bfloat16. ``--update`` keeps the rows of the file that are not run again.
@@ -41,7 +41,7 @@ def markdown(table: dict[str, str], unbuilt: dict[str, str], failed: dict[str, s
         f"Each cell is *fused / sites in the model*, in the graphs as often as they run. {complete} of {len(table)} architectures are fused completely. *error* is the largest",
         "difference of a loss or gradient, relative to its largest element; models that compute parts of themselves in float32 differ in float32's last places.",
         "*bf16* is the error of the gradients in bfloat16 as a multiple of the unfused model's own (`--narrow`; at most 2); above 2, which one token decides that is routed elsewhere, the median of three sets of weights.",
-        "A row is from the last run that tried its architecture (`--update`). Architectures of litgpt are `litgpt/...` (`--from litgpt=DIR`), of Megatron-core `megatron/...`, all others of transformers.",
+        "A row is from the last run that tried its architecture (`--update`). Architectures of litgpt are `litgpt/...` (`--from litgpt=DIR`), of torchtitan `torchtitan/...` (`--from torchtitan=DIR`), of Megatron-core `megatron/...`, all others of transformers.",
         "",
         "| architecture | graphs | " + " | ".join(titles) + " | error | bf16 | misses |",
         "|---|---|" + "---|" * (len(titles) + 3),
@@ -124,7 +124,7 @@ def main() -> None:
     import architectures
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("architectures", nargs="*", help="names as transformers spells them, megatron/... and litgpt/...; all of every source by default")
+    parser.add_argument("architectures", nargs="*", help="names as transformers spells them, megatron/..., litgpt/... and torchtitan/...; all of every source by default")
     parser.add_argument("--write", help="Markdown file; standard output by default")
     parser.add_argument("--update", action="store_true", help="keep the rows of --write's file that are not run")
     parser.add_argument("--narrow", action="store_true", help="also run each in bfloat16")
@@ -132,8 +132,8 @@ def main() -> None:
     parser.add_argument("--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="another source of models: the folder that a wheel of it was unpacked to")
     args = parser.parse_args()
     sources = dict(given.split("=", 1) for given in args.sources)
-    if unknown := sources.keys() - {"litgpt"}:
-        parser.error(f"--from {', '.join(sorted(unknown))}: valid: litgpt=DIR")
+    if unknown := sources.keys() - {"litgpt", "torchtitan"}:
+        parser.error(f"--from {', '.join(sorted(unknown))}: valid: litgpt=DIR, torchtitan=DIR")
     if args.update and not (args.write and pathlib.Path(args.write).is_file()):
         parser.error("--update needs the file that --write names")
     table, unbuilt, failed = read(pathlib.Path(args.write).read_text()) if args.update else ({}, {}, {})
