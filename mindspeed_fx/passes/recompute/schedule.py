@@ -239,21 +239,19 @@ class Schedule:
         if (found := self._lies.get(id(first))) is not None:
             return found
         blocks, filled, size, _ = self._arrays
-        run, count = np.array(first, dtype=np.int64), len(self.root) + 1
+        run, count = np.array(first, dtype=np.int64), len(self.root)
         last, made, places = np.full(count, -1), np.full(count, -1), np.arange(len(first))
-        _set(last, blocks[run], places)
-        values = filled[run]
-        _set(made, values, places)
-        last[-1] = made[-1] = -1
-        until = np.maximum(places[:, None], last[values])
-        change = _sums((places.repeat(values.shape[1]), size[values].ravel()), (until.ravel() + 1, -size[values].ravel()), length=len(first) + 1)
+        np.maximum.at(last, *blocks.of(run, places))
+        values, where = filled.of(run, places)
+        np.maximum.at(made, values, where)
+        change = _sums((where, size[values]), (np.maximum(where, last[values]) + 1, -size[values]), length=len(first) + 1)
         self._lies[id(first)] = last, made, change
         return last, made, change
 
     @cached_property
-    def _arrays(self) -> tuple[Any, Any, Any, Any]:
-        """:attr:`_blocks` and :attr:`_filled` as rows of equal length, filled up with a node behind the last, which has no bytes; bytes of each value, and when it is kept."""
-        return _rows(self._blocks), _rows(self._filled), np.array([*self.size, 0], dtype=np.int64), np.array([*self.full, 0], dtype=np.int64)
+    def _arrays(self) -> tuple[_Lists, _Lists, Any, Any]:
+        """:attr:`_blocks` and :attr:`_filled`; bytes of each value, and when it is kept."""
+        return _Lists(self._blocks), _Lists(self._filled), np.array(self.size, dtype=np.int64), np.array(self.full, dtype=np.int64)
 
     @cached_property
     def _blocks(self) -> list[tuple[int, ...]]:
@@ -287,7 +285,7 @@ class Schedule:
 
     @cached_property
     def _at_end(self) -> Any:
-        found = np.zeros(len(self.root) + 1, dtype=bool)
+        found = np.zeros(len(self.root), dtype=bool)
         found[self._ends_there] = True
         return found
 
@@ -307,24 +305,23 @@ class Schedule:
         """Bytes alive during each node of both, as an array."""
         blocks, filled, size, full = self._arrays
         last, made, change = self._laid(first)
-        length, cut, count = len(first) + len(second), len(first), len(self.root)
+        length, cut = len(first) + len(second), len(first)
         kept = np.array(sorted({self.root[i] for i in saved}.union(self._returned)), dtype=np.int64)
         run, places = np.array(second, dtype=np.int64), np.arange(cut, length)
-        later = np.full(count + 1, -1)  # stays -1 for what nobody takes out of a call
-        _set(later, blocks[run], places)
-        later[-1] = -1
+        later = np.full(len(self.root), -1)  # stays -1 for what nobody takes out of a call
+        np.maximum.at(later, *blocks.of(run, places))
         until = later.copy()
         until[self._ends_there[later[self._ends_there] >= 0]] = length - 1
         carried = kept[(made[kept] >= 0) & (last[kept] >= 0)]
         until[carried] = -1  # filled a second time, and dead at once
         own = size.copy()
         own[kept] = full[kept]
-        values = filled[run]
-        bytes_ = own[values].ravel()
+        values, where = filled.of(run, places)
+        bytes_ = own[values]
         gone = later[carried]
         over = np.where(self._at_end[carried], length - 1, np.where(gone >= cut, gone, cut - 1))
         parts = [
-            (np.arange(len(change)), change), (places.repeat(values.shape[1]), bytes_), (np.maximum(places[:, None], until[values]).ravel() + 1, -bytes_),
+            (np.arange(len(change)), change), (where, bytes_), (np.maximum(where, until[values]) + 1, -bytes_),
             (made[carried], full[carried] - size[carried]), (np.maximum(made[carried], last[carried]) + 1, size[carried]), (over + 1, -full[carried]),
         ]  # fmt: skip
         moved = set(carried.tolist()) if ways else ()
@@ -338,17 +335,20 @@ class Schedule:
         return alive
 
 
-def _rows(many: list[Any]) -> Any:
-    """Lists of nodes as rows of equal length, filled up with the number of lists."""
-    rows = np.full((len(many), max(1, max(map(len, many), default=1))), len(many), dtype=np.int64)
-    for i, some in enumerate(many):
-        rows[i, : len(some)] = list(some)
-    return rows
+class _Lists:
+    """A list of nodes for each node, as arrays."""
 
+    def __init__(self, many: Sequence[Sequence[int]]):
+        self._count = np.array([len(some) for some in many], dtype=np.int64)
+        self._start = np.cumsum(self._count) - self._count
+        self._all = np.array([v for some in many for v in some], dtype=np.int64)
 
-def _set(where: Any, rows: Any, places: Any) -> None:
-    """The place of the last row that each node is in. NumPy keeps the last of several values for one index."""
-    where[rows.ravel()] = places.repeat(rows.shape[1])
+    def of(self, run: Any, places: Any) -> tuple[Any, Any]:
+        """The nodes in the lists of ``run``, and for each the place of whose list it is in."""
+        count = self._count[run]
+        at = np.repeat(self._start[run] - np.cumsum(count) + count, count)
+        at += np.arange(len(at))
+        return self._all[at], np.repeat(places, count)
 
 
 def _sums(*parts: tuple[Any, Any], length: int) -> Any:
