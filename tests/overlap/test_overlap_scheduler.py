@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mindspeed_fx.passes.overlap import bounds
+from mindspeed_fx.passes.overlap.active import by_stretches
 from mindspeed_fx.passes.overlap.beam import beam
 from mindspeed_fx.passes.overlap.improve import schedule
+from mindspeed_fx.passes.overlap.listing import list_schedule
 from mindspeed_fx.passes.overlap.memory import Anchor
 from mindspeed_fx.passes.overlap.reasons import hideable, independent_seconds, share_hidden
 from mindspeed_fx.passes.overlap.simulate import memory_curve, simulate
@@ -195,3 +197,36 @@ def test_large_graphs_are_quick_and_reach_the_bound():
     seconds = time.process_time() - begin
     assert t.seconds <= 1.01 * graph.bound() < simulate(graph).seconds and t.peak <= simulate(graph).peak
     assert seconds < 10  # 1.1 s alone on one core; the machine may be shared
+
+
+def layers_with_points(count):
+    """Layers of three chunks of unequal sizes between attention: product, scatter, norm, gather, product, with work beside that anything may run under."""
+    tasks, buffers, last = [], [], ()
+    add = lambda *a, **k: tasks.append(Task(*a, **k)) or len(tasks) - 1
+    for layer in range(count):
+        attention = add(f"{layer}.attention", 3.0, COMPUTE, last)
+        buffers.append(Buffer(attention, 4, (attention + 1,)))
+        ends = []
+        for n, size in enumerate((1, 3, 4)):
+            product = add(f"{layer}.out{n}", 0.2 * size, COMPUTE, (attention,))
+            scatter = add(f"{layer}.scatter{n}", 0.7 * size, "tp", (product,), "tp", "reduce_scatter")
+            norm = add(f"{layer}.norm{n}", 0.1 * size, COMPUTE, (scatter,))
+            gather = add(f"{layer}.gather{n}", 0.7 * size, "tp", (norm,), "tp", "all_gather")
+            ends.append(add(f"{layer}.up{n}", 1.0 * size, COMPUTE, (gather,)))
+            buffers.append(Buffer(product, size, (norm,)))
+        last = tuple(ends)
+    return TaskGraph(tasks, buffers)
+
+
+def test_stretches_between_points_are_searched_once_and_shorter():
+    graph = layers_with_points(6)
+    order = list(range(len(graph)))
+    listed = simulate(graph, list_schedule(graph, [-t for t in graph.tails])[0])
+    found = simulate(graph, by_stretches(graph, listed.order, None, 30_000))
+    assert found.seconds < 0.99 * listed.seconds and found.seconds >= graph.highest_bound * (1 - 1e-9)
+    starts = [found.start[i] for i, t in enumerate(graph.tasks) if t.name.endswith("attention")]
+    assert np.allclose(np.diff(starts), starts[1] - starts[0])  # every layer the same
+    limit = found.peak - 1
+    assert simulate(graph).peak <= limit
+    within = simulate(graph, by_stretches(graph, order, limit, 30_000))
+    assert within.peak <= limit and within.seconds <= simulate(graph).seconds

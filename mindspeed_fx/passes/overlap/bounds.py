@@ -107,10 +107,10 @@ def segments(graph: "TaskGraph") -> float:
     least the bound of that part alone, in which the first chunk has nothing to run under yet and the last nothing any more.
     The points are those with the most work of each stretch without transfers; which of them are used is chosen so that the sum is highest.
     """
-    points = _points(graph)
-    if not points:
+    found = points(graph)
+    if not found:
         return 0.0
-    ends = [-1, *points, len(graph)]
+    ends = [-1, *found, len(graph)]
     best = [0.0] * len(ends)  # the highest bound of when a point ends
     for j in range(1, len(ends)):
         own = graph.tasks[ends[j]].seconds if ends[j] < len(graph) else 0.0
@@ -118,7 +118,8 @@ def segments(graph: "TaskGraph") -> float:
     return best[-1]
 
 
-def _points(graph: "TaskGraph") -> list[int]:
+def points(graph: "TaskGraph") -> list[int]:
+    """Compute tasks that every transfer comes before or after, in order: of those between the same transfers the longest."""
     bit = {i: 1 << n for n, i in enumerate(graph.transfers)}
     everything = (1 << len(bit)) - 1
     size = len(graph)

@@ -9,6 +9,7 @@ import random
 from typing import Iterator, Sequence
 
 from mindspeed_fx.passes.deferred import uncollected
+from mindspeed_fx.passes.overlap.active import by_stretches
 from mindspeed_fx.passes.overlap.beam import beam
 from mindspeed_fx.passes.overlap.frugal import frugal, reordered
 from mindspeed_fx.passes.overlap.listing import list_schedule
@@ -24,6 +25,9 @@ FRUGAL = 3000
 
 SMALL = 64
 """Tasks up to which a beam search follows under a memory limit."""
+
+STRETCHES = 4
+"""Tasks that searches of single stretches may place for each of the others: placing one takes a fifth of the time."""
 
 CLOSE = 1e-4
 """Within this share of the bound nothing more is tried; ten times that in graphs of more than MANY tasks, where a pass takes long."""
@@ -63,6 +67,8 @@ def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:
             found = beam(graph, limit, width)
             if found is not None and simulate(graph, found, memory=False).seconds < best:
                 order = found
+    if not search._done():
+        order = by_stretches(graph, order, limit, STRETCHES * work)
     order = sink_waits(graph, raise_starts(graph, order, limit), limit)
     result = simulate(graph, order)
     if result.seconds > given.seconds * (1 + 1e-12):
