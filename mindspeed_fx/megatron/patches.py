@@ -75,6 +75,8 @@ def in_graph(replacement: Callable, original: Callable) -> Callable:
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return replacement(*args, **kwargs) if torch.compiler.is_compiling() else original(*args, **kwargs)
 
+    if hasattr(original, "cache_clear"):  # a constructor clears it
+        chosen.cache_clear = original.cache_clear
     return chosen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from typing import Any
 
@@ -52,7 +53,8 @@ def _in_graph() -> list[Patch]:
         Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
         Patch(moe.LAYER, moe.layer_forward, counts),
         Patch(experts.EXPERTS, experts.sequential_forward, counts),
-        Patch(f"{rotary.ROTARY}.forward", _rotary_forward(), "lru_cache cannot be captured"),
+        Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
+        Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),
         Patch("tensor_parallel.random:checkpoint", checkpoint.checkpoint, recompute),
         Patch("tensor_parallel.random:CheckpointWithoutOutput.checkpoint", checkpoint.checkpoint_without_output, recompute),
         Patch("tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute", checkpoint.discard_output, "resizes storages, which a graph cannot; the checkpoint already drops the output"),
@@ -71,6 +73,7 @@ def _without_cuda() -> list[Patch]:
         Patch("tensor_parallel.layers:_grad_accum_fusion_available", True, "main_grad needs no extension here", where),
         Patch("torch.cuda:current_device", current_device, "Megatron writes device=torch.cuda.current_device() in a hundred places", where),
         Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
+        Patch(f"{rotary.YARN}.get_emb", rotary.yarn_get_emb(kind), "moves frequencies to CUDA", where),
         Patch("transformer.utils:get_default_causal_mask", functools.partial(rotary.causal_mask, device=kind), "makes the mask on CUDA", where),
         Patch("transformer.utils:get_sliding_window_causal_mask", functools.partial(rotary.sliding_window_causal_mask, device=kind), "makes the mask on CUDA", where),
         Patch("transformer.moe.router:Router.gating", moe.gating, "moves the router's weights to CUDA", where),
@@ -99,10 +102,9 @@ def _has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def _rotary_forward() -> Any:
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    return rotary.without_cache(RotaryEmbedding.__dict__["forward"])
+def _uncached_forward(rotary_class: str) -> Any:
+    module, name = rotary_class.split(":")
+    return rotary.without_cache(vars(getattr(importlib.import_module(f"megatron.core.{module}"), name))["forward"])
 
 
 def current_device() -> torch.device:

@@ -126,8 +126,9 @@ def test_main_grad_is_left_alone():
     {"rotary_interleaved": True},
     {"softmax_type": "off-by-one"},
     {"qk_layernorm": True},
+    {"latent": True, "rope_type": "yarn", "original_max_position_embeddings": 8},
     pytest.param({"attention_softmax_in_fp32": True, "apply_query_key_layer_scaling": True}, marks=pytest.mark.slow),
-], ids=["geglu", "gelu-bias", "swiglu-bias", "window", "interleaved", "off-by-one", "qk-norm", "layer-scaling"])  # fmt: skip
+], ids=["geglu", "gelu-bias", "swiglu-bias", "window", "interleaved", "off-by-one", "qk-norm", "latent-yarn", "layer-scaling"])  # fmt: skip
 def test_other_layers_as_eager(config):
     model, inputs = tiny_gpt(**config), batch()
     assert_same(train(model, inputs, whole(model)), train(model, inputs))

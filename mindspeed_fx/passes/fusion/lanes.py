@@ -112,14 +112,22 @@ class Lanes:
         beside the heads) is a tensor of its own: the other, whose elements may be moved, is read."""
         ca, cb = self.of(a), self.of(b)
         few, dims = sorted((ca.dim(), cb.dim()))
-        wide = ca if ca.dim() == dims else cb
-        dims = few if few and all(size == 1 for size in wide.shape[: dims - few]) else dims
+        wide, narrow = (ca, b) if ca.dim() == dims else (cb, a)
+        # Where there is one head, angles can run over that dimension too.
+        alone = self._plain(narrow) and list(match.value(narrow).shape[-dims:-few]) == [1] * (dims - few)
+        dims = few if few and all(size == 1 for size in wide.shape[: dims - few]) and not alone else dims
         ca, cb = (c if c.dim() == dims else self.leaf(n, dims) for c, n in ((ca, a), (cb, b)))
         try:
             shape = torch.broadcast_shapes(ca.shape, cb.shape)
         except RuntimeError:
             return None
         return (ca, cb) if math.prod(shape) <= WIDEST else None
+
+    def _plain(self, n: fx.Node) -> bool:
+        """Whether the lanes of ``n`` are those of one tensor, none of them moved."""
+        lanes = self.lanes(n)
+        first = lanes[0][0][1][0][0] if lanes and lanes[0] and lanes[0][0][1] else None
+        return all(len(total) == 1 and total[0][1] == ((first, i),) for i, total in enumerate(lanes))
 
     # ------------------------------------------------------------------ writing
 

@@ -67,6 +67,18 @@ def test_angles_over_more_dimensions_than_a_head_leave_a_reason():
     assert report.counts[NAME] or any("over more dimensions" in s.reason for s in report.skipped(NAME))
 
 
+def test_the_one_head_of_latent_keys():
+    """Megatron: a part of a projection, given a dimension of one head, its even elements before its odd ones; angles with that dimension too."""
+    def f(x, c):
+        k = x[..., 16:].unsqueeze(2)
+        k = torch.cat((k[..., 0::2], k[..., 1::2]), -1)
+        cos, sin = (g * 1.0 for g in (c.cos(), c.sin()))
+        return k * cos + half(k) * sin
+
+    report = function_agrees(f, double(5, 2, 24), double(5, 1, 1, 8, grad=False))
+    assert report.counts[NAME] == 1, report.skipped(NAME)
+
+
 def test_heads_that_are_normalized_after_they_turn():
     """HunYuan: the rotation's sum is no residual of the norm."""
     def f(x, w):
