@@ -120,7 +120,7 @@ def test_bfloat16_is_as_close_to_float64_as_one_device_is():
 
 
 @pytest.mark.parametrize("settings, inputs, says", [
-    (dict(is_causal=True), qkv(seq=6, keys=6), "two chunks per rank; 6 elements do not divide into 4"),
+    (dict(is_causal=True), qkv(seq=6, keys=6), "two chunks per rank: 6 elements do not divide into 4"),
     (dict(), qkv(seq=4), "as many queries as keys; here 4 and 8"),
 ])  # fmt: skip
 def test_what_it_refuses(settings, inputs, says):

@@ -93,8 +93,8 @@ def test_a_z_loss(plan, mesh):
 
 
 @pytest.mark.parametrize("plan,mesh,says", [
-    ("tp", {"tp": 3}, 'parameter "embed.weight" of shape (64, 32): dimension 0 has 64 elements, which 3 ranks cannot share evenly'),
-    ("zero2", {"dp": 3}, "3 ranks cannot share evenly"),
+    ("tp", {"tp": 3}, 'parameter "embed.weight" of shape (64, 32): dimension 0 has 64 elements, which 3 ranks of "tp" cannot share evenly'),
+    ("zero2", {"dp": 3}, "3 ranks of \"dp\" cannot share evenly"),
     ("tp", {"dp": 2}, 'mesh dimension "tp" (did you mean "dp"?)'),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit(plan, mesh, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Mapping
 
 import torch
@@ -86,8 +87,19 @@ def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
 
 def reshape(x: DTensor, shape: list[int]) -> DTensor:
     """``aten.view`` and ``aten.reshape``. A dimension that is divided over several mesh dimensions and flattened with others is one
-    that DTensor (2.13) cannot part again in the backward; the parts of one rank can be."""
-    y = x.reshape(shape)
+    that DTensor (2.13) cannot part again in the backward; the parts of one rank can be.
+
+    Raises:
+        ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot share.
+    """
+    try:
+        y = x.reshape(shape)
+    except RuntimeError as e:
+        if "unevenly" not in str(e):
+            raise
+        mesh = x.device_mesh
+        cut = ", ".join(f"dimension {p.dim} over {mesh.size(i)} ranks" + (f' of "{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else "") for i, p in enumerate(x.placements) if compat_sharding.is_divided(p))
+        raise ShardingError(f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; choose another number of ranks, or keep it whole (R)") from e
     return _Reshape.apply(x, tuple(shape)) if sum(map(compat_sharding.is_strided, y.placements)) > 1 else y
 
 
@@ -118,12 +130,14 @@ def even(shape: torch.Size, placements: Any, mesh: DeviceMesh, where: str) -> No
     """Refuse parts of different sizes.
 
     Raises:
-        ShardingError: with the size and the number of ranks.
+        ShardingError: with the size, the mesh dimensions and the number of ranks.
     """
-    parts: dict[int, int] = {}
-    for size, p in zip(mesh.shape, placements):
+    over: dict[int, list[int]] = {}
+    for i, p in enumerate(placements):
         if isinstance(p, Shard):
-            parts[p.dim] = parts.get(p.dim, 1) * size
-    for dim, n in parts.items():
+            over.setdefault(p.dim, []).append(i)
+    for dim, mine in over.items():
+        n = math.prod(mesh.size(i) for i in mine)
         if shape[dim] % n:
-            raise ShardingError(f"{where}: dimension {dim} has {shape[dim]} elements, which {n} ranks cannot share evenly; pad it, choose another number of ranks, or keep it whole (R)")
+            names = ", ".join(f'"{mesh.mesh_dim_names[i]}"' for i in mine) if mesh.mesh_dim_names else str(mine)
+            raise ShardingError(f"{where}: dimension {dim} has {shape[dim]} elements, which {n} ranks of {names} cannot share evenly; pad it, choose another number of ranks, or keep it whole (R)")

@@ -76,7 +76,7 @@ def attention(
     local.append(None if sinks is None else sinks.to_local(grad_placements=_gradient(sinks, q, 1)))
     if mask is None and not window:
         if causal and size % (2 * ranks):
-            raise ShardingError(f"causal ring attention cuts the sequence into two chunks per rank; {size} elements do not divide into {2 * ranks}")
+            raise ShardingError(f'causal ring attention cuts the sequence into two chunks per rank: {size} elements do not divide into {2 * ranks}, for {ranks} ranks of "{q.device_mesh.mesh_dim_names[dim]}"')
         if inner and ranks % inner:
             raise ShardingError(f'an inner ring of {inner} ranks does not divide the {ranks} of mesh dimension "{q.device_mesh.mesh_dim_names[dim]}"; valid: {", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}')
         made = Ring(q.device_mesh, dim, ranks, causal, scale, softcap, inner or ranks)
