@@ -225,6 +225,28 @@ def test_all_weights_of_experts_are_divided_over_ep():
     assert shares == [1 / 8] * len(shares) and len(shares) % 3 == 0
 
 
+class Loop(nn.Module):
+    """A mixture as a loop over a list of experts, each for all tokens or for those that chose it."""
+
+    def __init__(self, dense: bool):
+        super().__init__()
+        self.router, self.experts, self.dense = nn.Linear(32, 4), nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), dense
+
+    def forward(self, x):
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            out = out + expert(x) * mine.unsqueeze(-1) if self.dense else out.index_put((mine,), expert(x[mine]))
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("dense,says", [(True, 'mesh dimension "ep" divides experts, and none were found'), (False, r"test_search.py:\d+.*the sizes of .* are data.*stacked weights")])
+def test_lists_of_experts_are_not_divided(dense, says):
+    with pytest.raises(ShardingError, match=says):
+        mindspeed_fx.plan(Loop(dense), (torch.zeros(8, 32),), mesh={"ep": 2}, hardware="ascend910b2")
+
+
 def test_more_ranks_than_experts_are_modelled_alone():
     """Eight experts on sixteen ranks: divided inside, with the reason; on eight by number."""
     with torch.device("meta"):

@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+import contextlib
+import gc
+from typing import Any, Iterator, Sequence
 
 from torch import nn
 
@@ -63,10 +65,23 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | No
             raise ShardingError(f"hardware: {why}")
     hw = device(hardware)
     limit = memory_of(memory, hw)
-    problem = trace(model, args, kwargs or {})
     settings = {"optimizer": optimizer, "pipeline": pipeline, "fixed": fixed}
-    outcome = search(problem, hw, devices, limit, keep=keep, **settings)
+    with _no_collection():
+        problem = trace(model, args, kwargs or {})
+        outcome = search(problem, hw, devices, limit, keep=keep, **settings)
     return SearchedPlan.of(Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings), outcome.solutions[0])
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's garbage collector: each time it walks over all objects of torch, a quarter of a second, and a search makes little garbage."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _fixed(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:

@@ -67,6 +67,8 @@ def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed
     length = axes.size[problem.sequence] if problem.sequence is not None else 1
     experts = min((axes.size[e] for e in problem.experts.values()), default=0)
     layers = sum(map(len, problem.runs))
+    if not experts and (fixed or {}).get("ep", 1) > 1:
+        raise ShardingError('mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products; experts that are a list of modules are not divided. Name the dimension "dp", or stack their weights')
     factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline, hw.node))
     if not factored:
         raise ShardingError(f"{devices} devices cannot share a batch of {rows} and a sequence of {length}{f' with {fixed}' if fixed else ''}; give a larger batch")

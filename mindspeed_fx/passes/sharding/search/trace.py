@@ -7,10 +7,14 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.fx as fx
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from mindspeed_fx.options import Options
+from mindspeed_fx.passes.base import module_path
+from mindspeed_fx.passes.sharding.plan import ShardingError
 from mindspeed_fx.passes.sharding.search.graph import NotRepeated, Problem, problem
 from mindspeed_fx.passes.sharding.search.repeat import Repetition, repetition
+from mindspeed_fx.report.source import source_line
 
 UNFUSED = ("fusion.add_rms_norm", "fusion.add_layer_norm")
 """They join the end of a layer with the beginning of the next, and the search wants layers whole."""
@@ -29,6 +33,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Prob
     Args:
         model: on any device, meta included; is not changed and not run.
         args, kwargs: of the model, of the whole batch; may be on the meta device.
+
+    Raises:
+        ShardingError: sizes that are data, with module and line.
     """
     short = repetition(model)
     if short.runs:
@@ -47,6 +54,7 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     from mindspeed_fx.backend import Compilation
 
     made: list[fx.GraphModule] = []
+    wrong: list[str] = []
     names: list[list[str | None]] = []
     parameters = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {id(b) for b in model.buffers()}
@@ -56,6 +64,8 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         for n in gm.graph.nodes:
             if n.op == "placeholder" and "example_value" in n.meta:
                 n.meta.setdefault("val", n.meta["example_value"])
+            if any(isinstance(size, torch.SymInt) for t in pytree.tree_leaves(n.meta.get("val")) if isinstance(t, torch.Tensor) for size in t.shape):
+                wrong.append(f'module "{module_path(n)}", {source_line(n)}: the sizes of {n.target} are data, and a search needs fixed ones; a mixture as a loop over its experts can be planned as grouped products of stacked weights [experts, ., .]')
         made.append(gm)
 
         def run(*given: Any) -> Any:
@@ -72,4 +82,6 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         pass
     finally:
         torch._dynamo.reset()
+    if wrong:
+        raise ShardingError(wrong[0])
     return made[0], names[0]
