@@ -25,6 +25,9 @@ from step import OPTIONS, PASSES, Row, check, in_bfloat16
 
 __all__ = ["OPTIONS", "PASSES", "Row", "check", "in_bfloat16"]
 SECONDS = 300  # per architecture
+CAPTURE = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+"""Dynamo's settings under which what depends on data breaks no graph; off by default."""
+WHOLE = "whole in "
 
 
 def markdown(table: dict[str, str], unbuilt: dict[str, str], failed: dict[str, str]) -> str:
@@ -33,12 +36,13 @@ def markdown(table: dict[str, str], unbuilt: dict[str, str], failed: dict[str, s
 
     titles = [p.removeprefix("fusion.") for p in PASSES]
     complete = sum(_is_complete(row) for row in table.values())
+    captured = sum(WHOLE in row for row in table.values())
     lines = [
         "# Match rate",
         "",
         f"Written by `python tests/zoo/table.py --write docs/match_rate.md` on {datetime.date.today()}: torch {torch.__version__}, transformers {transformers.__version__}.",
         "",
-        f"Each cell is *fused / sites in the model*, in the graphs as often as they run. {complete} of {len(table)} architectures are fused completely. *error* is the largest",
+        f"Each cell is *fused / sites in the model*, in the graphs as often as they run. {complete} of {len(table)} architectures are fused completely, {captured} more with {' and '.join(f'`torch._dynamo.config.{c}`' for c in CAPTURE)}. *error* is the largest",
         "difference of a loss or gradient, relative to its largest element; models that compute parts of themselves in float32 differ in float32's last places.",
         "*bf16* is the error of the gradients in bfloat16 as a multiple of the unfused model's own (`--narrow`; at most 2); above 2, which one token decides that is routed elsewhere, the median of three sets of weights.",
         "A row is from the last run that tried its architecture (`--update`). Architectures of litgpt are `litgpt/...` (`--from litgpt=DIR`), of torchtitan `torchtitan/...` (`--from torchtitan=DIR`), of Megatron-core `megatron/...`, all others of transformers.",
@@ -93,13 +97,26 @@ def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS
         signal.alarm(0)
         return "unbuilt", _one_line(error)
     try:
-        row = check(name, model, inputs, narrow)
+        row = check(name, model, inputs)
+        if not _is_complete(row_text(row)) and any(r.startswith("graph break") for r in row.reasons):
+            with torch._dynamo.config.patch(**CAPTURE):
+                captured = _captured(name, model, inputs)
+            if captured is not None and _is_complete(row_text(captured)):
+                row.reasons.append(f"{WHOLE}{captured.graphs} graph{'s' * (captured.graphs > 1)} with Dynamo's {' and '.join(CAPTURE)}")
+        row.narrow = in_bfloat16(model, inputs) if narrow else ""
         row.reasons += [others.NOTES[name]] if name in others.NOTES else []
         return row
     except Exception as error:  # noqa: BLE001  goes into the table
         return "failed", _one_line(error) + (" (so does torch's own aot_eager backend)" if _fails_with_aot_eager(model, inputs) else "")
     finally:
         signal.alarm(0)
+
+
+def _captured(name: str, model: torch.nn.Module, inputs: dict[str, Any]) -> Row | None:
+    try:
+        return check(name, model, inputs)
+    except Exception:  # noqa: BLE001  settings that torch does not advise
+        return None
 
 
 def _fails_with_aot_eager(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:

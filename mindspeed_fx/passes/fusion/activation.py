@@ -75,7 +75,7 @@ def positive_part(n: fx.Node) -> tuple[fx.Node, list[fx.Node], str | None] | Non
     if match.is_call(n, aten.threshold.default) and [match.number(a) for a in n.args[1:3]] == [0, 0]:
         return n.args[0], [n], None
     for x, zero in match.operands(n, aten.maximum.default, aten.max.other):
-        if _is_zero(zero):
+        if match.is_zeros(zero):
             return x, [n], "half"
     x, mask = _masked(n) or (None, None)
     step = _step(mask, x)
@@ -85,16 +85,8 @@ def positive_part(n: fx.Node) -> tuple[fx.Node, list[fx.Node], str | None] | Non
 def _masked(n: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(x, condition) when ``n`` is x where a comparison holds, else zero."""
     if match.is_call(n, aten.where.self, aten.where.ScalarOther):
-        return (n.args[1], n.args[0]) if _is_zero(n.args[2]) else None
+        return (n.args[1], n.args[0]) if match.is_zeros(n.args[2]) else None
     return next(((x, _unconverted(m)) for x, m in match.operands(n, aten.mul.Tensor) if match.is_call(_unconverted(m), *GREATER)), None)
-
-
-def _is_zero(n: object) -> bool:
-    while match.is_call(n, aten.expand.default, aten.to.dtype) and not n.meta["mutated"]:
-        n = n.args[0]
-    if isinstance(n, fx.Node) and n.meta["mutated"]:
-        return False  # made as zeros, and written to
-    return match.number(n) == 0 or match.is_call(n, aten.zeros_like.default, aten.zeros.default) or (match.is_call(n, aten.full.default, aten.full_like.default) and n.args[1] == 0)
 
 
 def _unconverted(n: object) -> object:
@@ -104,6 +96,6 @@ def _unconverted(n: object) -> object:
 def _step(n: object, x: object) -> str | None | bool:
     """False when ``n`` is not whether x is above zero; else what :func:`positive_part` says of the gradient at zero."""
     greater = match.is_call(n, *GREATER[:2])
-    if not match.is_call(n, *GREATER) or not _is_zero(n.args[1]) or not isinstance(x, fx.Node):
+    if not match.is_call(n, *GREATER) or not match.is_zeros(n.args[1]) or not isinstance(x, fx.Node):
         return False
     return (None if greater else "all") if match.same(match.uncast(n.args[0]), match.uncast(x)) else False

@@ -134,12 +134,8 @@ def _is_row_step(user: fx.Node, n: fx.Node) -> bool:
     if match.is_call(user, aten.slice_backward.default):
         return user.args[0] is n and user.args[2] % (last + 1) != last
     if match.is_call(user, aten.slice_scatter.default):
-        return user.args[1] is n and match.argument(user, "dim", 0) % (last + 1) != last and _is_zeros(user.args[0])
+        return user.args[1] is n and match.argument(user, "dim", 0) % (last + 1) != last and match.is_zeros(user.args[0])
     return False
-
-
-def _is_zeros(n: fx.Node) -> bool:
-    return match.is_call(n, aten.full.default) and n.args[1] == 0 or match.is_call(n, aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 def _products(end: fx.Node) -> Products | str:

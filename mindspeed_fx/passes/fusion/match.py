@@ -92,6 +92,17 @@ def number(n: Any) -> float | int | None:
     return None
 
 
+def is_zeros(n: Any) -> bool:
+    """Whether every element of ``n`` is certainly zero: made so, and not written to since."""
+    while is_call(n, aten.expand.default, aten.to.dtype) and not n.meta.get("mutated"):
+        n = n.args[0]
+    if isinstance(n, fx.Node) and n.meta.get("mutated"):
+        return False
+    if is_call(n, aten.full.default, aten.full_like.default, aten.new_full.default):
+        return argument(n, "fill_value") == 0
+    return number(n) == 0 or is_call(n, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
 def reciprocal(n: Any) -> fx.Node | None:
     """x when ``n`` is 1 / x in one operator."""
     return n.args[0] if is_call(n, aten.reciprocal.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -1) else None

@@ -79,6 +79,18 @@ def test_rows_added_to_what_shared_experts_gave():
     assert report.counts[NAME] == 2 * len(SHARED) and not report.skipped(NAME), report.skipped(NAME)
 
 
+def test_zeros_that_are_written_to_are_no_zeros():
+    indices = choices()
+
+    def f(x, w):
+        order = indices.flatten().argsort(stable=True)
+        base = x.new_zeros(6, 3)
+        base[0] = 5.0
+        return base.index_add(0, order // 2, THERE["torchtitan"](x, order, 2) @ w)
+
+    assert function_agrees(f, double(6, 3), double(3, 3)).counts[NAME] == 2
+
+
 def test_another_order_of_a_sort_says_why():
     report = function_agrees(lambda x: x[(torch.arange(12) * 7 % 5).argsort(stable=True) % 6], double(6, 3))
     assert report.counts[NAME] == 0 and "neither k of each token sorted by expert" in reasons(report)[0]
