@@ -83,6 +83,28 @@ OUTSIDE = {("tp", False, "all_reduce"): 1, ("tp", True, "all_reduce"): 1, **{("t
 """Forward the embedding's sum and the head's input, backward their mirror images."""
 
 
+class Mean(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.a, self.inner = torch.nn.Linear(8, 8, bias=False), inner
+
+    def forward(self, x):
+        y = self.a(x).square()
+        return (y.mean(self.inner) if self.inner is not None else y).mean()
+
+
+@pytest.mark.parametrize("inner", [None, 0, (0, 2)])
+def test_the_gradient_of_a_mean_is_computed_in_parts(verified, inner):
+    assert not verified("zero2", {"dp": 2}, model=Mean(inner), args=[torch.randn(4, 16, 8)]).skipped
+    model, x = Mean(inner).double(), torch.randn(4, 16, 8, dtype=torch.double)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    model(x).backward()
+    found = mindspeed_fx.simulate(model, {"dp": 2}, "zero2", x)
+    assert (found.outputs[0] - model(x)).abs() <= 1e-10 * model(x).abs()
+    assert (found.gradients["a.weight"] - model.a.weight.grad).abs().max() <= 1e-10 * model.a.weight.grad.abs().max()
+
+
 # --------------------------------------------------------------------------- what it finds
 
 

@@ -151,6 +151,8 @@ HANDLERS: dict[Any, Callable] = {
     torch.ops.mindspeed.add_rms_norm.default: rows.add_rms_norm,
     aten.matmul.default: rows.matmul,
     aten.dropout.default: rows.dropout,
+    aten.mean.default: rows.mean,
+    aten.mean.dim: rows.mean,
     aten.topk.default: rows.locally(aten.topk.default),
     aten.embedding.default: vocabulary.embedding,
     torch.ops.mindspeed.cross_entropy.default: vocabulary.cross_entropy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Mapping
 
 import torch
@@ -84,6 +85,30 @@ def add_rms_norm(x: DTensor, residual: DTensor, weight: DTensor | None, eps: flo
     total = x + residual
     y, rstd = rms_norm(total, weight, eps, cast_first)
     return y, total, rstd
+
+
+def mean(x: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> DTensor:
+    """``aten.mean``. Of a mean over what ranks share, autograd expands the gradient to the whole and divides that, on every rank; here it is divided
+    first, and every rank expands its part."""
+    dims = list(range(x.ndim)) if dim is None or dim == [] else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    if any(map(compat_sharding.is_strided, x.placements)) or not any(p.is_shard() and p.dim in dims for p in x.placements):
+        return torch.mean(x, dims, keepdim, dtype=dtype)
+    return _Mean.apply(x, dims, keepdim, dtype)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> DTensor:
+        ctx.like, ctx.dims, ctx.keepdim = (x.shape, x.dtype, [Replicate() if p.is_partial() else p for p in x.placements]), dims, keepdim
+        return torch.mean(x, dims, keepdim, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        shape, dtype, placements = ctx.like
+        grad = (summed(grad) / math.prod(shape[d] for d in ctx.dims)).to(dtype)
+        for d in sorted(ctx.dims) if not ctx.keepdim else ():
+            grad = grad.unsqueeze(d)
+        return grad.expand(shape).redistribute(placements=placements), None, None, None
 
 
 def locally(target: Any) -> Any:
