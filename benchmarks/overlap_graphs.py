@@ -100,8 +100,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--memory", nargs="*", default=["0", "8GiB"], help="allowances over the peak of the graph as it came")
     parser.add_argument("--variants", nargs="*", default=["whole", "chunks", "fused"])
+    parser.add_argument("--prove", type=float, default=0.0, help="seconds for CP-SAT to raise the bound of each stretch between two attentions (overlap_optimum.proven_bound)")
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
+    from overlap_optimum import proven_bound
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.ranks)
     print(f"# {datetime.date.today()} torch {torch.__version__}  modelled, not measured on a device; {given.layers} layers, batch {given.batch}, {given.seq} tokens, {given.ranks} ranks")
     for device in given.devices:
@@ -121,13 +124,14 @@ def main() -> None:
                         continue
                     whole = whole or {side: t.graph.bound() for side, t in made.items()}
                     step, old, own = (sum(f(side, t) for side, t in made.items()) for f in (lambda side, t: t.seconds, lambda side, t: whole[side], lambda side, t: t.graph.bound()))
-                    serial, least = (sum(f(t.graph) for t in made.values()) for f in (lambda g: sum(g.busy().values()), lambda g: g.highest_bound))
+                    highest = lambda g: proven_bound(g, given.prove) if given.prove else g.highest_bound  # noqa: E731
+                    serial, least = (sum(f(t.graph) for t in made.values()) for f in (lambda g: sum(g.busy().values()), highest))
                     could = sum(len(hideable(t.graph)) for t in made.values())
                     did = sum(hidden(t, i) for t in made.values() for i in hideable(t.graph))
                     print(
                         label
                         + "".join(f"{side} {t.seconds * 1e3:8.3f} ms ({t.seconds / whole[side]:.3f}, {t.seconds / t.graph.bound():.3f})   " for side, t in made.items())
-                        + f"both {step / old:.3f} of the whole's bound, {step / own:.3f} of its own; {(serial - step) / (serial - least):.1%} of what could be hidden is; of collectives {did}/{could}{f' {100 * did / could:.0f}%' if could else ''}; {took:.0f} s", flush=True
+                        + f"both {step / old:.3f} of the whole's bound, {step / own:.3f} of its own; {step / least:.3f} of {'what is proven' if given.prove else 'its highest'}; {(serial - step) / (serial - least):.1%} of what could be hidden is; of collectives {did}/{could}{f' {100 * did / could:.0f}%' if could else ''}; {took:.0f} s", flush=True
                     )  # fmt: skip
                     if given.verbose:
                         print(text)

@@ -81,6 +81,54 @@ def optimum(graph: TaskGraph, seconds: float) -> float | None:
     return solver.objective_value / scale if solver.solve(model) == cp_model.OPTIMAL else None
 
 
+def proven_bound(graph: TaskGraph, seconds: float) -> float:
+    """A bound of the step from what CP-SAT proves of each stretch between points that no transfer passes, or the highest other bound.
+
+    What needs one point and is needed by the next runs between them, so the stretches' bounds add up, as in bounds.segments; here they are
+    CP-SAT's, for start times of their own, times rounded down, without memory. Each kind of stretch is solved once, for at most ``seconds``.
+    """
+    from mindspeed_fx.passes.overlap import bounds
+    from ortools.sat.python import cp_model
+
+    tasks, scale, known = graph.tasks, 1e8, {}
+    ends = [-1, *bounds.points(graph), len(graph)]
+    total = 0.0
+    for first, last in zip(ends, ends[1:]):
+        after: set[int] = set()
+        for i in range(first + 1, last):
+            if first < 0 or first in tasks[i].needs or not after.isdisjoint(tasks[i].needs):
+                after.add(i)
+        inside: dict[int, int] = {}
+        for i in sorted(after, reverse=True):
+            if last == len(graph) or last in graph.users[i] or any(u in inside for u in graph.users[i]):
+                inside[i] = 0
+        inside = {i: k for k, i in enumerate(sorted(inside))}
+        key = tuple((tasks[i].seconds, tasks[i].resource, tuple(inside[n] for n in tasks[i].needs if n in inside)) for i in inside)
+        if key not in known:
+            model, start, machines = cp_model.CpModel(), {}, {}
+            horizon = int(sum(tasks[i].seconds for i in inside) * scale) + 1
+            end = model.new_int_var(0, horizon, "end")
+            for i in inside:
+                length = int(tasks[i].seconds * scale)
+                start[i] = model.new_int_var(0, horizon, tasks[i].name)
+                if length:
+                    machines.setdefault(tasks[i].resource, []).append(model.new_fixed_size_interval_var(start[i], length, f"run_{i}"))
+                for n in tasks[i].needs:
+                    if n in inside:
+                        model.add(start[i] >= start[n] + int(tasks[n].seconds * scale))
+                model.add(end >= start[i] + length)
+            for intervals in machines.values():
+                model.add_no_overlap(intervals)
+            model.minimize(end)
+            solver = cp_model.CpSolver()
+            solver.parameters.max_time_in_seconds = seconds
+            solver.parameters.num_workers = 1
+            solver.solve(model)
+            known[key] = max(solver.best_objective_bound / scale, 0.0)
+        total += known[key] + (tasks[last].seconds if last < len(graph) else 0.0)
+    return max(total, graph.highest_bound)
+
+
 def optimum_within(graph: TaskGraph, limit: int, seconds: float | None = None, known: float | None = None, nodes: int | None = None) -> float | None:
     """Proven shortest step of all orders whose peak is at most ``limit`` bytes, under the simulator's rules (HiGHS), or None.
 
