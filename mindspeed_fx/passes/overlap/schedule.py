@@ -12,7 +12,7 @@ import torch.fx as fx
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.collectives import is_blocking, is_start
 from mindspeed_fx.passes.overlap.graph import LARGE, TASKS, GraphTasks, priced, saved_activation
-from mindspeed_fx.passes.overlap.improve import WORK, schedule
+from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.order import check_across_ranks
 from mindspeed_fx.passes.overlap.price import cost_of, device
 from mindspeed_fx.passes.overlap.reasons import reasons, share_hidden
@@ -46,7 +46,7 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     gm.meta.pop(TASKS, None)
     before = simulate(work.tasks)
     limit = gm.meta.get(LIMIT, before.peak + context.options.overlap_memory)
-    after = _known(gm, work, limit) or schedule(work.tasks, allowance=max(limit - before.peak, 0), work=WORK if len(work.tasks) <= LARGE else 2 * len(work.tasks))
+    after = _known(gm, work, limit) or schedule(work.tasks, allowance=max(limit - before.peak, 0), work=None if len(work.tasks) <= LARGE else 2 * len(work.tasks))
     if after.order != before.order:
         work.apply(after.order)
     _tell(report, work, before, after)
