@@ -11,7 +11,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="needs Hugging Face transformers")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 sites = importlib.import_module("sites")
-architectures, table = importlib.import_module("architectures"), importlib.import_module("table")
+architectures, table, neutral = (importlib.import_module(n) for n in ("architectures", "table", "neutral"))
 
 QUICK = {
     "gpt_oss": {"fusion.attention": 2, "fusion.rms_norm": 5, "fusion.rope": 4},  # sinks
@@ -42,6 +42,20 @@ def test_every_site_is_fused_in_more_models(name):
 @pytest.mark.parametrize("name", [pytest.param("gemma2", marks=pytest.mark.slow), "gpt_oss"])
 def test_bfloat16_is_as_close_to_float64_as_the_unfused_model_is(name):
     assert table.in_bfloat16(*architectures.build(name)) <= 2
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_oss", *MORE) if n != "llama")])
+def test_memory_plans_leave_every_bit_dropout_included(name):
+    model, inputs = architectures.build(name)
+    found = neutral.decisions(neutral.with_dropout(model), inputs)
+    assert found["recomputed"] > 10 and found["moved"] > 10
+
+
+def test_a_bit_that_differs_is_seen(monkeypatch):
+    model, inputs = architectures.build("llama")
+    monkeypatch.setattr(neutral, "PLANS", {"another": {"disable": ["fusion.*"]}})
+    with pytest.raises(AssertionError, match="results differ"):
+        neutral.decisions(model, inputs)
 
 
 def test_sites_are_counted_by_meaning():

@@ -1,0 +1,85 @@
+"""Whether memory plans leave every bit of a training step as it was, dropout included, over the architectures of the zoo.
+
+    python tests/zoo/neutral.py [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from typing import Any
+
+import torch
+
+from mindspeed_fx.report import recorder
+from mindspeed_fx.report.explain import Report
+
+PLANS = {"planned": {"memory_budget": "min"}, "recomputed": {"recompute": {"**": "recompute"}}, "moved": {"recompute": {"**": "offload"}, "offload": True, "memory_budget": "1GiB"}}
+"""The planner's own, and everything that can be made again, or moved to host memory."""
+PASSES = ("recompute.budget", "recompute.policy")
+DROPS = ("attention_dropout", "activation_dropout", "dropout", "hidden_dropout", "dropout_p")
+
+
+def with_dropout(model: torch.nn.Module, p: float = 0.1) -> torch.nn.Module:
+    """``model`` with ``p`` wherever it drops anything."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p
+        for name in DROPS:
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, p)
+    return model
+
+
+def step(model: torch.nn.Module, inputs: dict[str, Any], options: dict[str, Any]) -> tuple[list[torch.Tensor], Report]:
+    """The loss and every gradient of one step, and what was done."""
+    torch._dynamo.reset()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with recorder.collecting() as graphs:
+        loss = torch.compile(model, backend="mindspeed", options={"codegen": "eager", **options})(**inputs).loss
+        loss.backward()
+        report = Report(list(graphs), [])
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)], report
+
+
+def decisions(model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, int]:
+    """Values that each of :data:`PLANS` makes again or moves; raises where a bit differs."""
+    expected, _ = step(model, inputs, {})
+    found = {}
+    for name, options in PLANS.items():
+        values, report = step(model, inputs, options)
+        differ = sum(not torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+        if differ:
+            raise AssertionError(f"{name}: {differ} of {len(expected)} results differ")
+        found[name] = sum(report.counts.get(p, 0) for p in PASSES)
+    return found
+
+
+def main() -> None:
+    import architectures
+    import table
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("architectures", nargs="*", help="all by default")
+    parser.add_argument("--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="as table.py takes it")
+    args = parser.parse_args()
+    table._quiet()
+    sources = dict(given.split("=", 1) for given in args.sources)
+    for name in args.architectures or architectures.every(sources):
+        try:
+            model, inputs = architectures.made(name, sources)
+            with_dropout(model)(**inputs).loss.backward()
+        except Exception as error:  # noqa: BLE001  the model is not ours
+            print(f"{name}: not tried, {table._one_line(error)}", flush=True)
+            continue
+        try:
+            print(name, decisions(model, inputs), flush=True)
+        except Exception as error:  # noqa: BLE001  the next one all the same
+            print(f"{name}: FAILED, {type(error).__name__}: {str(error)[:400]}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    main()
