@@ -112,9 +112,9 @@ class Lanes:
         beside the heads) is a tensor of its own: the other, whose elements may be moved, is read."""
         ca, cb = self.of(a), self.of(b)
         few, dims = sorted((ca.dim(), cb.dim()))
-        wide, narrow = (ca, b) if ca.dim() == dims else (cb, a)
-        # Where there is one head, angles can run over that dimension too.
-        alone = self._plain(narrow) and list(match.value(narrow).shape[-dims:-few]) == [1] * (dims - few)
+        wide, moved, narrow = (ca, a, b) if ca.dim() == dims else (cb, b, a)
+        # Where there is one head whose elements are moved, angles can run over that dimension too.
+        alone = not self._plain(moved) and self._plain(narrow) and list(match.value(narrow).shape[-dims:-few]) == [1] * (dims - few)
         dims = few if few and all(size == 1 for size in wide.shape[: dims - few]) and not alone else dims
         ca, cb = (c if c.dim() == dims else self.leaf(n, dims) for c, n in ((ca, a), (cb, b)))
         try:
