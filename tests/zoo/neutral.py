@@ -65,19 +65,20 @@ def main() -> None:
     parser.add_argument("architectures", nargs="*", help="all by default")
     parser.add_argument("--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="as table.py takes it")
     args = parser.parse_args()
-    table._quiet()
+    table.quiet()
     sources = dict(given.split("=", 1) for given in args.sources)
     for name in args.architectures or architectures.every(sources):
         try:
             model, inputs = architectures.made(name, sources)
             with_dropout(model)(**inputs).loss.backward()
         except Exception as error:  # noqa: BLE001  the model is not ours
-            print(f"{name}: not tried, {table._one_line(error)}", flush=True)
+            print(f"{name}: not tried, {table.one_line(error)}", flush=True)
             continue
         try:
             print(name, decisions(model, inputs), flush=True)
         except Exception as error:  # noqa: BLE001  the next one all the same
-            print(f"{name}: FAILED, {type(error).__name__}: {str(error)[:400]}", flush=True)
+            own = " (so does torch's own aot_eager backend)" if table.fails_with_aot_eager(model, inputs) else ""
+            print(f"{name}: FAILED{own}, {table.one_line(error)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS
     import architectures
     import others
 
-    _quiet()
+    quiet()
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {seconds} seconds")))
     signal.alarm(seconds)
     try:
@@ -95,7 +95,7 @@ def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS
         model(**inputs).loss.backward()
     except Exception as error:  # noqa: BLE001  any reason at all: the model is not ours
         signal.alarm(0)
-        return "unbuilt", _one_line(error)
+        return "unbuilt", one_line(error)
     try:
         row = check(name, model, inputs)
         if not _is_complete(row_text(row)) and any(r.startswith("graph break") for r in row.reasons):
@@ -107,7 +107,7 @@ def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS
         row.reasons += [others.NOTES[name]] if name in others.NOTES else []
         return row
     except Exception as error:  # noqa: BLE001  goes into the table
-        return "failed", _one_line(error) + (" (so does torch's own aot_eager backend)" if _fails_with_aot_eager(model, inputs) else "")
+        return "failed", one_line(error) + (" (so does torch's own aot_eager backend)" if fails_with_aot_eager(model, inputs) else "")
     finally:
         signal.alarm(0)
 
@@ -119,7 +119,7 @@ def _captured(name: str, model: torch.nn.Module, inputs: dict[str, Any]) -> Row 
         return None
 
 
-def _fails_with_aot_eager(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
+def fails_with_aot_eager(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
     torch._dynamo.reset()
     try:
         torch.compile(model, backend="aot_eager")(**inputs).loss.backward()
@@ -128,11 +128,11 @@ def _fails_with_aot_eager(model: torch.nn.Module, inputs: dict[str, Any]) -> boo
     return False
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:160]}"
 
 
-def _quiet() -> None:
+def quiet() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
