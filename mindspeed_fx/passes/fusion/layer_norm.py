@@ -2,7 +2,7 @@
 
 Matched by meaning: the variance as a mean of squares, as ``var``, ``std`` or ``var_mean``, as ``mean(x^2) - mean(x)^2``, of n or of
 n - 1 elements (then the weight takes the factor); any spelling of the root, the product in any association; any eps inside the root; a
-weight and a bias or none; or ``aten.layer_norm`` itself. A result that returns to 16 bits before its weight keeps the weight outside,
+weight and a bias or none; also multiplied out; or ``aten.layer_norm`` itself, or ``aten.group_norm`` of rows in one group. A result that returns to 16 bits before its weight keeps the weight outside,
 where the model rounds. Safe because the operator computes the same statistics and products in at least the precision of the subgraph.
 An eps beside the root is a near miss: no operator has it there.
 """
@@ -30,10 +30,13 @@ def layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """LayerNorm, composed or torch.nn.LayerNorm, becomes one operator."""
     report = PassReport(NAME)
     left: list[fx.Node] = []
-    for node in calls(gm, aten.layer_norm.default, *match.MUL, *match.DIV):
+    _gather(gm)
+    for node in calls(gm, aten.layer_norm.default, aten.group_norm.default, *match.MUL, *match.DIV):
         try:
             if node.target is aten.layer_norm.default:
                 _called(gm, report, node)
+            elif node.target is aten.group_norm.default:
+                _one_group(gm, report, node)
             else:
                 _composed(gm, report, node, left)
         except Miss as miss:
@@ -49,6 +52,39 @@ def _called(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
         raise Miss(f"normalizes over {len(shape)} dimensions; only the last one is supported")
     root, narrow = _narrowed(node, x)
     _rewrite(gm, report, root, [node, root], narrow, weight, bias, float(match.number(eps)))
+
+
+def _one_group(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
+    """``group_norm`` of rows [tokens, channels] in one group."""
+    x, groups, weight, bias, eps = (match.argument(node, a) for a in ("input", "num_groups", "weight", "bias", "eps"))
+    if groups == 1 and match.value(x).dim() == 2:
+        root, narrow = _narrowed(node, x)
+        _rewrite(gm, report, root, [node, root], narrow, weight, bias, float(match.number(eps)))
+
+
+def _gather(gm: fx.GraphModule) -> None:
+    """``x * r + (b - mean(x) * r)``, as TensorFlow writes it, becomes ``(x - mean(x)) * r + b``, the form that is matched, where r holds the root of a variance of x."""
+    for node in calls(gm, *match.ADD, aten.sub.Tensor):
+        for scaled, rest in [node.args] if match.is_call(node, aten.sub.Tensor) and not node.kwargs else match.operands(node, *match.ADD):
+            bias, shifted = (None, rest) if match.is_call(node, aten.sub.Tensor) else _difference(rest) or (None, None) if isinstance(rest, fx.Node) else (None, None)
+            found = next(((x, r, mean) for x, r in match.operands(scaled, aten.mul.Tensor) for mean, same in match.operands(shifted, aten.mul.Tensor) if same is r and _is_mean(mean, x, r)), None)
+            if found is None or not all(match.is_float(n) for n in found):
+                continue
+            x, r, mean = found
+            new = match.insert(gm, node, aten.mul.Tensor, (match.insert(gm, node, aten.sub.Tensor, (x, mean)), r))
+            new = new if bias is None else match.insert(gm, node, aten.add.Tensor, (new, bias))
+            if match.unsafe([node, scaled, shifted], [x, r, mean, bias]) is None:
+                match.replace(gm, node, new)
+            break
+
+
+def _is_mean(n: fx.Node, x: fx.Node, r: fx.Node) -> bool:
+    """Whether ``n`` is the mean of ``x`` and ``r`` a product with one over the root of its variance."""
+    mean = spread.mean_of(n) if isinstance(n, fx.Node) and match.is_float(n) else None
+    if mean is None or not match.same(match.uncast(mean[0]), match.uncast(x)):
+        return False
+    centered = [(found.of, found.variance) for _, found in norms.roots(algebra.product(r)) if found.dims == mean[1]]
+    return any(match.same(match.uncast(of), match.uncast(x)) if variance else (both := _difference(match.uncast(of))) is not None and match.same(match.uncast(both[0]), match.uncast(x)) for of, variance in centered)
 
 
 def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[fx.Node]) -> None:

@@ -30,7 +30,7 @@ def normal(node: fx.Node, is_x: Callable[[fx.Node, spread.Spread], bool], left: 
     The nodes of ``left`` are not looked into.
     """
     flat = algebra.product(node, left)
-    for root, found in _roots(flat):
+    for root, found in roots(flat):
         for x in [*flat.over, *flat.nodes[1:]]:
             if x is root or not match.is_float(x) or not spread.keeps(root, x, found.dims) or not is_x(x, found):
                 continue
@@ -44,7 +44,7 @@ def normal(node: fx.Node, is_x: Callable[[fx.Node, spread.Spread], bool], left: 
     return None
 
 
-def _roots(flat: algebra.Product) -> Iterator[tuple[fx.Node, spread.Spread]]:
+def roots(flat: algebra.Product) -> Iterator[tuple[fx.Node, spread.Spread]]:
     for n in flat.over:
         if (found := spread.inverse_root(n)) is not None:
             yield n, found

@@ -1,6 +1,6 @@
 """How far the elements of a row are spread: a root mean square or a standard deviation, in any spelling.
 
-The root of a mean or a sum of squares, of a variance by ``var``, ``var_mean`` or ``mean(x^2) - mean(x)^2``; ``norm``,
+The root of a mean or a sum of squares, also as a product of rows with themselves, of a variance by ``var``, ``var_mean`` or ``mean(x^2) - mean(x)^2``; ``norm``,
 ``linalg.norm``, ``vector_norm``; ``std``, ``std_mean``; times numbers, with an eps inside or beside the root, with a least value.
 """
 
@@ -104,6 +104,8 @@ def _square(n: Any, above: list[fx.Node], depth: int = algebra.DEEPEST) -> Sprea
         dims = _dims(n)
         count = 1 if n.target is aten.mean.dim else _count(n.args[0], dims)
         return Spread(of, False, dims, [*nodes, n.args[0]], scale=count) if of is not None and count else None
+    if (x := _with_itself(n)) is not None and (count := _count(x, [match.value(x).dim() - 1])):
+        return Spread(match.uncast(x), False, [match.value(x).dim() - 1], nodes, scale=count)
     if (found := _statistic(n, VAR, 0)) is not None:
         return found._replace(nodes=[*above, *found.nodes])
     if match.is_call(n, aten.sub.Tensor) and not n.kwargs and (found := _moments(n)) is not None:
@@ -118,6 +120,22 @@ def _square(n: Any, above: list[fx.Node], depth: int = algebra.DEEPEST) -> Sprea
     by = algebra.step(n)
     found = _square(by[0], nodes, depth - 1) if by and by[1] > 0 else None
     return None if found is None or found.least else found._replace(scale=found.scale * by[1], eps=found.eps * by[1] + by[2])
+
+
+def _with_itself(n: fx.Node) -> fx.Node | None:
+    """x when ``n`` is the product of its rows with themselves: by ``einsum``, or as a row times a column."""
+    if match.is_call(n, aten.einsum.default) and len(n.args[1]) == 2 and match.same(*n.args[1]):
+        given, arrow, made = n.args[0].replace(" ", "").partition("->")
+        one, _, other = given.partition(",")
+        return n.args[1][0] if arrow and one == other and made == one[:-1] and len(set(one.replace("...", "."))) == len(one.replace("...", ".")) else None
+    while match.is_call(n, aten.squeeze.dim) and match.value(n).dim() < match.value(n.args[0]).dim():
+        n = n.args[0]
+    if not match.is_call(n, aten.matmul.default):
+        return None
+    row, column = n.args
+    x = row.args[0] if match.is_call(row, aten.unsqueeze.default) and row.args[1] % match.value(row).dim() == match.value(row).dim() - 2 else None
+    beside = match.is_call(column, aten.unsqueeze.default) and column.args[1] % match.value(column).dim() == match.value(column).dim() - 1 and x is not None and match.same(column.args[0], x)
+    return x if beside or (x is not None and match.turned(column) and match.same(column.args[0], row)) else None
 
 
 def _moments(n: fx.Node) -> Spread | None:

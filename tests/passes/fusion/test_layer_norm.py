@@ -21,6 +21,12 @@ def by_var_mean(x, w, b):
     return (x - middle) * torch.rsqrt(var + 1e-5) * w + b
 
 
+def multiplied_out(x, w, b):
+    """TensorFlow's."""
+    r = torch.rsqrt(variance(x) + 1e-5) * w
+    return x * r + (b - mean(x) * r)
+
+
 SPELLINGS = {
     "squares": lambda x, w, b: (x - mean(x)) * torch.rsqrt(variance(x) + 1e-5) * w + b,
     "divided": lambda x, w, b: (x - mean(x)) / torch.sqrt(variance(x) + 1e-5) * w + b,
@@ -51,7 +57,16 @@ def by_std_mean(x, w, b):
     return w * ((x - middle) / std) + b
 
 
+def multiplied_out_without_bias(x, w, b):
+    r = w / torch.sqrt(x.var(-1, keepdim=True, correction=0) + 1e-5)
+    return x * r - mean(x) * r
+
+
 IN_ONE_GRAPH = {
+    "multiplied out": multiplied_out,
+    "multiplied out, no bias": multiplied_out_without_bias,
+    "one group": lambda x, w, b: F.group_norm(x.reshape(-1, 8), 1, w, b, 1e-5).view(x.shape),
+    "rows with themselves": lambda x, w, b: (c := x - mean(x)) * torch.rsqrt(torch.einsum("...d,...d->...", c, c)[..., None] / 8 + 1e-5) * w + b,
     "n - 1": lambda x, w, b: (x - mean(x)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) * w + b,
     "n - 1, weight first": lambda x, w, b: w * (x - mean(x)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) + b,
     "n - 1, no weight": lambda x, w, b: (x - mean(x)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) + b,

@@ -14,6 +14,8 @@ def mean_square(x):
 
 
 SPELLINGS = {
+    "einsum": lambda x, w: x * torch.rsqrt(torch.einsum("bsd,bsd->bs", x, x).unsqueeze(-1) / 8 + 1e-5) * w,
+    "row times column": lambda x, w: x * torch.rsqrt((x.unsqueeze(-2) @ x.unsqueeze(-1)).squeeze(-1) / 8 + 1e-5) * w,
     "llama": lambda x, w: w * (x * torch.rsqrt(mean_square(x) + 1e-5)),
     "weight first": lambda x, w: (x * torch.rsqrt(mean_square(x) + 1e-5)) * w,
     "eps first": lambda x, w: x * torch.rsqrt(1e-5 + (x * x).mean(dim=-1, keepdim=True)) * w,
