@@ -46,6 +46,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, ends: T
     Returns:
         out [batch, heads, seq, v_dim] and the log-sum-exp of each row, as those of ``mindspeed::attention``.
     """
+    _check("varlen_attention", q, k, v)
     out, lse = _fake(q, k, v, documents, ends, causal, scale)
     for piece in _pieces(documents, q.shape[0]):
         qs, ks, vs = (piece.of(x) for x in (q, k, v))
@@ -62,6 +63,13 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, ends: T
     return out, lse
 
 
+def _check(operator: str, q: Tensor, k: Tensor, v: Tensor, **others: tuple[Tensor, tuple]) -> None:
+    """Raise ValueError where shapes do not fit: ATen's kernels read past the end then, or divide by zero, which ends the process."""
+    torch._check_value(q.shape[1] % k.shape[1] == 0, lambda: f"{operator}: {k.shape[1]} heads of keys; valid: a divisor of {q.shape[1]}, the heads of queries")
+    for name, (x, shape) in {"k": (k, (q.shape[0], k.shape[1], *q.shape[2:])), "v": (v, (*k.shape[:3], v.shape[3])), **others}.items():
+        torch._check_value(tuple(x.shape) == tuple(shape), lambda: f"{operator}: {name} is {list(x.shape)}; valid: {list(shape)}")  # noqa: B023
+
+
 def _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
     return plain.fake_backward(grad, q, k, v, out, lse, None, causal, scale)
 
@@ -72,8 +80,7 @@ def _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, wind
 )  # fmt: skip
 def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
     """Gradients (dq, dk, dv) of :func:`varlen_attention`, each stored as [batch, seq, heads, dim]."""
-    for name, x, shape in (("grad", grad, out.shape), ("out", out, (*q.shape[:3], v.shape[3])), ("lse", lse, q.shape[:3]), ("k", k, (q.shape[0], k.shape[1], *q.shape[2:])), ("v", v, (*k.shape[:3], v.shape[3]))):
-        torch._check_value(tuple(x.shape) == tuple(shape), lambda: f"varlen_attention_backward: {name} is {list(x.shape)}; valid: {list(shape)}")  # ATen's kernel reads past the end
+    _check("varlen_attention_backward", q, k, v, grad=(grad, out.shape), out=(out, (*q.shape[:3], v.shape[3])), lse=(lse, q.shape[:3]))
     grads = _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale)
     for piece in _pieces(documents, q.shape[0]):
         g, qs, ks, vs, o, l = (piece.of(x) for x in (grad, q, k, v, out, lse))

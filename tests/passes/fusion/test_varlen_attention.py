@@ -162,6 +162,13 @@ class Packed(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, (d[:, None] == d) & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()).sum(1)
 
 
+@pytest.mark.parametrize("shapes,words", [([(1, 2, 6, 4), (1, 4, 6, 4), (1, 4, 6, 4)], "4 heads of keys"), ([(1, 4, 6, 4), (1, 4, 3, 4), (1, 4, 3, 4)], "k is"), ([(1, 4, 6, 4), (1, 4, 6, 4), (1, 2, 6, 4)], "v is")])
+def test_shapes_that_do_not_fit_are_refused(shapes, words):
+    """ATen's kernel would divide by zero, which ends the process, or read past the end."""
+    with pytest.raises(ValueError, match=words):
+        torch.ops.mindspeed.varlen_attention(*(torch.randn(s) for s in shapes), torch.zeros(1, 6, dtype=torch.long), None, True, 0.3)
+
+
 def test_on_npu_the_kernel_takes_the_lengths():
     graphs = npu_graphs.trains_alike(Packed(), torch.arange(SEQ)[None] % 10, LIMITS, dtype=torch.bfloat16)
     assert graphs.npu() == {"npu_fusion_attention_v3": 1, "npu_fusion_attention_grad_v3": 1} and graphs.unlowered() == []
