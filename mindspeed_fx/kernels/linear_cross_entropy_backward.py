@@ -98,9 +98,13 @@ def _tile(d: Tensor, logits: Tensor, target: Tensor, terms: tuple[Tensor, Tensor
 
 @linear_cross_entropy_backward.shard
 def _ways(grad, logits, target, lse, extra, hidden, weight, ignore_index, label_smoothing, needed):
-    """By token: each rank has the part of the weight's and bias' sums that its tokens give."""
-    results = [p if need else REPLICATED for p, need in zip((0, PARTIAL, PARTIAL), needed)]
-    return [(results, [0, 0, 0, 0, 0, 0, REPLICATED])]
+    """By token: each rank has the part of the weight's and bias' sums that its tokens give. By width: the logits are known, so each
+    rank multiplies their gradient with its columns."""
+
+    def results(*placements):
+        return [p if need else REPLICATED for p, need in zip(placements, needed)]
+
+    return [(results(0, PARTIAL, PARTIAL), [0, 0, 0, 0, 0, 0, REPLICATED]), (results(1, 1, REPLICATED), [REPLICATED] * 5 + [1, 1])]
 
 
 @linear_cross_entropy_backward.costs

@@ -12,7 +12,7 @@ from torch import Tensor
 from mindspeed_fx.cost.operators import Cost, once
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.moe_permute import moe_unpermute
-from mindspeed_fx.kernels.sharding import REPLICATED
+from mindspeed_fx.kernels.sharding import REPLICATED, Even
 
 
 def _fake(tokens, routing_map, probs, k):
@@ -82,7 +82,8 @@ def _ways(tokens, routing_map, probs, k):
 
 @moe_permute_map_backward.shard
 def _ways_backward(grad, grad_probs, sorted_indices, routing_map, k):
-    return [([1, REPLICATED], [1, REPLICATED, REPLICATED, REPLICATED])]
+    """By width, or by token: whole tokens, whose copies lie anywhere in the rows."""
+    return [([1, REPLICATED], [1, REPLICATED, REPLICATED, REPLICATED]), ([0, 0], [REPLICATED, REPLICATED, Even(0, k), Even(0)])]
 
 
 @moe_permute_map.costs

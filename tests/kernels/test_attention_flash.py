@@ -112,6 +112,18 @@ def test_where_it_cannot_be_built_it_says_why_and_atens_kernel_serves(monkeypatc
         compat_cpp.problem.cache_clear()
 
 
+@served
+def test_halves_of_the_keys_give_parts_of_the_gradients():
+    """What the sharding rule says of the kernel; its exhaustive test runs the reference."""
+    q, grad = torch.randn(2, 4, 70, 16), torch.randn(2, 4, 70, 24)
+    k, v = torch.randn(2, 2, 130, 16), torch.randn(2, 2, 130, 24)
+    out, lse = ops.attention_flash(q, k, v, False, 0.25, 0, 2.0)
+    whole = ops.attention_flash_backward(grad, q, k, v, out, lse, False, 0.25, 0, 2.0)
+    (dq0, dk0, dv0), (dq1, dk1, dv1) = (ops.attention_flash_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, False, 0.25, 0, 2.0) for part in (slice(0, 65), slice(65, None)))
+    for have, want in zip((dq0 + dq1, torch.cat([dk0, dk1], 2), torch.cat([dv0, dv1], 2)), whole):
+        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
     import concurrent.futures
 

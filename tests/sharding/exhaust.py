@@ -91,7 +91,7 @@ def missing_ways(operator: Any, args: Sequence[Any], ranks: int) -> set[tuple]:
     unread = UNREAD.get((operator.name, sum(a is None for a in args)), ())
     known = {tuple(p for n, p in enumerate(i) if n not in unread) for _, i in ways(operator, args)}
     found = set()
-    for inputs in itertools.product(*map(choices, tensors)):
+    for inputs in itertools.product(*([REPLICATED] if n in unread else choices(t) for n, t in enumerate(tensors))):
         if tuple(p for n, p in enumerate(inputs) if n not in unread) in known:
             continue
         locals_ = run(operator, args, inputs, ranks)

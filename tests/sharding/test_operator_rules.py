@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
@@ -36,16 +37,31 @@ def test_every_way_gives_the_whole_result(sizes, ranks):
     assert not [name for name, n in tried.items() if n < 2], "only the replicated way could be tried"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # more than the usual 300 s where other processes share the cores
-def test_no_way_is_missing():
-    """Every placement of whole and divided tensors, but for two operators with all their optional tensors (50000 each)."""
-    optional = {"mindspeed.attention_backward": 6, "mindspeed.linear_cross_entropy_backward": 4}
-    for operator, args in calls(*EVEN):
-        if operator.name.startswith("mindspeed.varlen_attention") and args[4 if "backward" not in operator.name else 7] is not None:
+@functools.cache
+def given() -> list[tuple]:
+    """(operator, arguments) of every call in even sizes, the same in every test."""
+    torch.manual_seed(0)
+    return list(calls(*EVEN))
+
+
+def _by_size() -> list:
+    """Names of the operators; those with tens of thousands of placements are slow."""
+    names = sorted(o.name for o in REGISTRY.values() if not o.name.endswith("_triton"))
+    return [pytest.param(n, marks=pytest.mark.slow) if "attention" in n and n.endswith("_backward") else n for n in names]
+
+
+@pytest.mark.parametrize("name", _by_size())
+def test_no_way_is_missing(name):
+    """Every placement of whole and divided tensors that gives the whole result is a way of the rule."""
+    found = []
+    for operator, args in given():
+        if operator.name != name:
+            continue
+        if name.startswith("mindspeed.varlen_attention") and args[4 if "backward" not in name else 7] is not None:
             continue  # ends count the tokens of all rows: the reference does not read them, other kernels do
-        if args[optional.get(operator.name, 0)] is None or operator.name not in optional:
-            assert not missing_ways(operator, args, 2), operator.name
+        shapes = [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
+        found += [f"{shapes}: {way}" for way in sorted(missing_ways(operator, args, 2), key=str)]
+    assert found == []
 
 
 def test_triton_operators_take_their_operators_rule():
