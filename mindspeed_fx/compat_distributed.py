@@ -26,6 +26,15 @@ def ranks_of(group: str) -> list[int]:
     return dist.get_process_group_ranks(_resolve_process_group(group))
 
 
+def has_symmetric_memory(group: str) -> bool:
+    """Whether ``enable_symm_mem_for_group`` was called for a group; registers torch's operators of it."""
+    try:
+        from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+    except ImportError:
+        return False
+    return bool(is_symm_mem_enabled_for_group(group))
+
+
 def world_is_parallel() -> bool:
     """True when this process is one of several."""
     import torch.distributed as dist

@@ -115,6 +115,12 @@ def _product_and_collective(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -
     return once(out, a, b, flops=2 * (made[0].numel * a.shape[-1] if len(made) > 1 else a.numel * b.shape[-1]), dtype=a.dtype)
 
 
+def _gather_and_products(out: Any, a: Spec, weights: Any, *more: Any, **kw: Any) -> Cost:
+    """Products of all ranks' rows, which are gathered. The collective counts 0 here."""
+    made = tensors(out)[-len(tensors(weights)) :]
+    return once(out, a, weights, flops=2 * sum(m.numel for m in made) * a.shape[-1], dtype=a.dtype)
+
+
 def _experts_and_collective(out: Any, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost:
     """The experts' product; the collective counts 0 here."""
     made = tensors(out)[0]
@@ -175,7 +181,8 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "scaled_dot_product_attention": _sdpa, "_scaled_dot_product_flash_attention": _flash, "_scaled_dot_product_flash_attention_for_cpu": _flash, "_scaled_dot_product_efficient_attention": _efficient, "_scaled_dot_product_cudnn_attention": _efficient,
     **dict.fromkeys(("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"), _flash_backward),
     "npu_fusion_attention": _npu_attention, "npu_fusion_attention_v3": _npu_attention, "npu_fusion_attention_grad": _npu_attention_grad, "npu_fusion_attention_grad_v3": _npu_attention_grad,
-    **dict.fromkeys(("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base", "npu_mm_all_reduce_base"), _product_and_collective),
+    **dict.fromkeys(("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base", "npu_mm_all_reduce_base", "fused_matmul_reduce_scatter"), _product_and_collective),
+    "fused_all_gather_matmul": _gather_and_products,
     **dict.fromkeys(("npu_alltoallv_gmm", "npu_gmm_alltoallv"), _experts_and_collective),
     "npu_fused_linear_online_max_sum": _linear_max_sum, "npu_fused_linear_cross_entropy_loss_with_max_sum_backward": _linear_loss_backward,
     "npu_fused_cross_entropy_loss_with_max_sum": lambda out, top, total, picked, **kw: once(out, top, total, picked, vector=(SPECIAL + 2) * top.numel),

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat_npu
+from mindspeed_fx.cost.hardware import Hardware
 from mindspeed_fx.kernels import npu
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.deferred import recompile
@@ -46,6 +47,7 @@ class Pair(NamedTuple):
 
     start: fx.Node
     product: fx.Node
+    group: str
 
 
 @register(NAME, stage="partitioned", level=2, provides=("mc2",), after=("split",))
@@ -57,6 +59,19 @@ def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
     starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in OPERATORS]
     if not starts:
         return report.because("no collective that torch_npu fuses with a product")
+    fused = one_operator(gm, context, report, starts, {k: f"npu::{name}" for k, name in OPERATORS.items()}, lambda pair, hardware: refused(pair, hardware.name, hardware.node, context.side), fuse)
+    _domain.update(pair.group for pair in fused)
+    return report
+
+
+def one_operator(
+    gm: fx.GraphModule, context: Context, report: PassReport, starts: Sequence[fx.Node], names: Mapping[str, str], refused: Callable[[Pair, Hardware], str | None], fuse: Callable[[fx.GraphModule, Pair], None]
+) -> list[Pair]:
+    """Collectives and the products beside them by ``fuse``, where nothing is ``refused`` and the step is modelled shorter than whole and than in chunks; which ones.
+
+    Args:
+        names: of the operators, by kind of collective, for the report.
+    """
     hardware, why = device(context.options)
     if torch.are_deterministic_algorithms_enabled():
         hardware, why = None, INEXACT
@@ -64,31 +79,30 @@ def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
     taken: set[fx.Node] = set()
     for start in starts:
         pair = beside(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
-        reason = pair if isinstance(pair, str) else refused(pair, hardware.name, hardware.node, context.side)
+        reason = pair if isinstance(pair, str) else refused(pair, hardware)
         if reason is None and pair.product in taken:
             reason = "its product is fused with another collective"
         if reason is None:
             taken.add(pair.product)
             pairs.append(pair)
         else:
-            report.skipped.append(skip(OPERATORS[kind(start)], start, reason))
+            report.skipped.append(skip(names[kind(start)], start, reason))
     if not pairs:
-        return report
+        return []
     trials = Trials(gm, context, hardware)
     fused = seconds_fused(trials, pairs, fuse)
     best(trials, starts)
     told = f"modelled step {trials.plain.seconds * 1e3:.3f} ms whole, {trials.seconds * 1e3:.3f} ms at best in chunks, {fused * 1e3:.3f} ms with {len(pairs)} fused" if fused is not None else "fused operators need more memory than is allowed"
     report.notes.append(told)
     if fused is None or fused > trials.plain.seconds * (1 - GAIN) or fused > trials.seconds:
-        report.skipped += [skip(OPERATORS[kind(p.start)], p.start, told) for p in pairs]
-        return report
+        report.skipped += [skip(names[kind(p.start)], p.start, told) for p in pairs]
+        return []
     for pair in pairs:
-        _domain.add(group_of(pair.start))
-        report.rewrites.append(site(f"npu::{OPERATORS[kind(pair.start)]}", pair.start, [pair.start, pair.product]))
+        report.rewrites.append(site(names[kind(pair.start)], pair.start, [pair.start, pair.product]))
         fuse(gm, pair)
     in_order(gm)
     recompile(gm)
-    return report
+    return pairs
 
 
 def beside(start: fx.Node) -> Pair | str:
@@ -97,14 +111,14 @@ def beside(start: fx.Node) -> Pair | str:
         return "its sizes are known at run time only (dynamic shapes)"
     if kind(start) == "all_gather_into_tensor":
         found = [path[-1] for path in _paths(start)]
-        return Pair(start, max(found, key=lambda n: value(n).numel())) if found else "no product of matrices reads its rows as they are gathered"
+        return Pair(start, max(found, key=lambda n: value(n).numel()), group_of(start)) if found else "no product of matrices reads its rows as they are gathered"
     node, alone = start.args[0], len(start.args[0].users) == 1
     while _keeps_rows(node):
         node = node.args[0]
         alone = alone and len(node.users) == 1
     if node.target not in (_LINEAR, _MM):
         return "no product of matrices makes its rows as they are scattered" if kind(start) == "reduce_scatter_tensor" else "no product of matrices makes what it reduces"
-    return Pair(start, node) if alone else "the product is read by others too, before it is reduced"
+    return Pair(start, node, group_of(start)) if alone else "the product is read by others too, before it is reduced"
 
 
 def _keeps_rows(node: fx.Node) -> bool:
@@ -153,10 +167,23 @@ def refused(pair: Pair, hardware: str, machine: int, side: str) -> str | None:
     )
 
 
-def fuse(gm: fx.GraphModule, pair: Pair) -> None:
-    """Put the operator in the place of the pair."""
+class Call(NamedTuple):
+    """What an operator that takes the place of a pair is called with."""
+
+    put: Callable[..., fx.Node]
+    """(place, target, arguments) -> node."""
+    at: fx.Node
+    rows: fx.Node
+    weight: fx.Node
+    start: fx.Node
+    others: bool
+    """Whether somebody else reads what is gathered."""
+
+
+def fuse(gm: fx.GraphModule, pair: Pair, called: Callable[[Call], tuple[fx.Node, fx.Node | None]] | None = None) -> None:
+    """Put an operator, by default torch_npu's, in the place of the pair; ``called`` gives (product, what is gathered if others read it)."""
     put = functools.partial(insert, gm)
-    start, product = pair
+    start, product, group = pair
     gathers = kind(start) == "all_gather_into_tensor"
     path = next(p for p in _paths(start) if p[-1] is product) if gathers else []
     others = any(len(n.users) > 1 for n in (start, *path[:-1]))
@@ -164,15 +191,11 @@ def fuse(gm: fx.GraphModule, pair: Pair) -> None:
     a = start.args[0] if gathers else product.args[0]
     rows = put(at, aten.view.default, (dense(put, at, a), [-1, value(a).shape[-1]]))
     weight = put(at, aten.t.default, (product.args[1],)) if product.target is _LINEAR else product.args[1]
-    group = group_of(start)
-    args = (rows, weight, compat_npu.hcom(group)) + ((len(ranks_of(start)),) if kind(start) != "all_reduce" else ())
-    new = put(at, getattr(torch.ops.npu, OPERATORS[kind(start)]).default, args, {"gather_output": others} if gathers else None)
-    new.meta[FUSED] = (kind(start), group)
-    out = put(at, operator.getitem, (new, 0)) if gathers else new
+    out, gathered = (called or _of_torch_npu)(Call(put, at, rows, weight, start, others))
     made = put(at, aten.view.default, (out, list(value(at).shape)))
     if gathers:
         product.replace_all_uses_with(made)
-        whole = put(at, aten.view.default, (put(at, operator.getitem, (new, 1)), list(value(start).shape))) if others else None
+        whole = put(at, aten.view.default, (gathered, list(value(start).shape))) if others else None
     else:
         whole = made
     views = path[:-1] if gathers else _views_before(start, product)
@@ -182,6 +205,16 @@ def fuse(gm: fx.GraphModule, pair: Pair) -> None:
     for node in (product, *reversed([v for v in views if not is_wait(v)]), *reversed(_waits(start)), start) if gathers else (*reversed(_waits(start)), start, *views, product):
         if not node.users:
             gm.graph.erase_node(node)
+
+
+def _of_torch_npu(c: Call) -> tuple[fx.Node, fx.Node | None]:
+    name, gathers, group = OPERATORS[kind(c.start)], kind(c.start) == "all_gather_into_tensor", group_of(c.start)
+    args = (c.rows, c.weight, compat_npu.hcom(group)) + ((len(ranks_of(c.start)),) if kind(c.start) != "all_reduce" else ())
+    new = c.put(c.at, getattr(torch.ops.npu, name).default, args, {"gather_output": c.others} if gathers else None)
+    new.meta[FUSED] = (kind(c.start), group)
+    if not gathers:
+        return new, None
+    return c.put(c.at, operator.getitem, (new, 0)), c.put(c.at, operator.getitem, (new, 1)) if c.others else None
 
 
 def _views_before(start: fx.Node, product: fx.Node) -> list[fx.Node]:

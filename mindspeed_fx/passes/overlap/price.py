@@ -74,11 +74,11 @@ def transfer(node: fx.Node, hardware: Hardware) -> Collective:
 def fused_transfer(node: fx.Node, hardware: Hardware) -> Collective:
     """Modelled time of the collective inside an operator that also multiplies: of the gathered input, or of the product."""
     kind_, group = node.meta[FUSED]
-    a, b = (x.meta["val"] for x in node.args[:2])
+    a, b = ((x[0] if isinstance(x, (list, tuple)) else x).meta["val"] for x in node.args[:2])
     try:
         ranks = compat_distributed.ranks_of(group)
     except Exception:  # a graph that was traced elsewhere
-        ranks = list(range(node.args[3] if len(node.args) > 3 else 2))
+        ranks = list(range(node.args[3] if len(node.args) > 3 and isinstance(node.args[3], int) else 2))
     if kind_ == "all_to_all_single":  # the tokens as they travel: before the product that reads them, after the one that makes them
         made = node.meta["val"][0]
         size = a.element_size() * (a.numel() if "alltoallv_gmm" in str(node.target) else made.numel())

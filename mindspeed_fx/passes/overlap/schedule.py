@@ -14,7 +14,7 @@ from mindspeed_fx.passes.overlap.collectives import is_blocking, is_start
 from mindspeed_fx.passes.overlap.graph import LARGE, TASKS, GraphTasks, priced, saved_activation
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.order import check_across_ranks
-from mindspeed_fx.passes.overlap.price import cost_of, device
+from mindspeed_fx.passes.overlap.price import FUSED, cost_of, device
 from mindspeed_fx.passes.overlap.reasons import reasons, share_hidden
 from mindspeed_fx.passes.overlap.simulate import Timeline, simulate
 from mindspeed_fx.report.timeline import chrome_trace, picture
@@ -33,7 +33,7 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     """Orders collectives and compute so that communication runs under compute, within memory."""
     report = PassReport(NAME)
     for node in gm.graph.nodes:
-        if is_blocking(node):
+        if is_blocking(node) and FUSED not in node.meta:
             report.skipped.append(skip(str(node.target), node, "it starts and ends in one operator; only functional collectives can be overlapped"))
     if not any(is_start(n) for n in gm.graph.nodes):
         return report.because("no functional collectives")
