@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     plan.add_argument("--memory", help="of one device, e.g. 60GiB (default: nine tenths of what it has)")
     plan.add_argument("--optimizer", default="adam", help="adam, momentum or sgd: what it stores (default: %(default)s)")
     plan.add_argument("--keep", type=int, default=5, help="how many meshes to print (default: %(default)s)")
-    plan.add_argument("--no-pipeline", action="store_true", help="leave out pipeline stages, which are modelled and cannot run")
+    plan.add_argument("--no-pipeline", action="store_true", help="leave out pipeline stages, which pipeline_stage runs")
     plan.add_argument("--explain", metavar="PARAMETER", action="append", default=[], help="say why this parameter, or module, is placed as it is")
     plan.add_argument("--save", metavar="FILE", help="write the best plan as YAML, or JSON by its name")
     plan.add_argument("--html", metavar="FILE", help="write a picture of the best plan")

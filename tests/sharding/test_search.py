@@ -332,11 +332,13 @@ def test_linear_programs(monkeypatch, inside):
 # --------------------------------------------------------------------------- strict
 
 
-def test_what_cannot_run_is_refused():
+def test_plans_with_a_pipeline_run_as_stages():
     plan = mindspeed_fx.plan(*large(batch=4), mesh={"pp": 2, "dp": 2, "tp": 2}, hardware="ascend910b2")
     assert plan.layout.microbatches == 2 and plan.solution.parts["bubble"] > 0
-    assert "pp=2: pipeline stages are modelled" in plan.unsupported[0]
-    with pytest.raises(ShardingError, match="cannot be executed: pp=2"):
+    assert not plan.unsupported and plan.sizes == {"pp": 2, "dp": 2, "tp": 2}
+    tied = mindspeed_fx.plan(*large(batch=4, tied=True), mesh={"pp": 2, "dp": 4}, hardware="ascend910b2")
+    assert 'parameter "embed.weight" is tied' in tied.unsupported[0] or 'parameter "head.weight" is tied' in tied.unsupported[0]
+    with pytest.raises(ShardingError, match="pipeline_stage"):
         simulate(Llama(), {"pp": 2, "dp": 2, "tp": 2}, plan, *(torch.zeros(4, 16, dtype=torch.long),) * 2)
 
 

@@ -136,10 +136,12 @@ def check_mesh(plan: Plan, have: tuple[str, ...]) -> None:
     """Refuse a mesh without a dimension of the plan.
 
     Raises:
-        ShardingError: with the nearest name; a searched plan that no program is made for yet.
+        ShardingError: with the nearest name; a searched plan that no program is made for yet; stages of a pipeline.
     """
     if unsupported := getattr(plan, "unsupported", None):
         raise ShardingError(f'plan "{plan.name}" cannot be executed: {"; ".join(unsupported)}')
+    if "pp" in plan.mesh:
+        raise ShardingError(f'plan "{plan.name}" has stages of a pipeline (pp); mindspeed_fx.pipeline_stage(model, mesh, plan, args) makes them')
     for dim in plan.mesh:
         if dim not in have:
             raise ShardingError(f'plan "{plan.name}" needs mesh dimension "{dim}"{nearest(dim, have)}; the mesh has {", ".join(have) or "no names: give init_device_mesh mesh_dim_names"}')

@@ -37,7 +37,7 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | No
         memory: of one device, "60GiB" or bytes; default: nine tenths of what it has.
         keep: how many meshes are reported.
         optimizer: "adam", "momentum" or "sgd": what it stores for each parameter.
-        pipeline: whether pipeline stages are considered (they are modelled, and cannot run).
+        pipeline: whether pipeline stages are considered (:func:`mindspeed_fx.pipeline_stage` runs them).
 
     Returns:
         :class:`~mindspeed_fx.passes.sharding.search.found.SearchedPlan`: a :class:`~mindspeed_fx.Plan` with ``seconds``, ``memory``, ``gap``,

@@ -33,12 +33,12 @@ class Searched:
 
 
 class SearchedPlan(Plan):
-    """A :class:`Plan` that the search found: ``parallelize`` takes it, unless :attr:`unsupported` says why not."""
+    """A :class:`Plan` that the search found: ``parallelize`` takes it (with pp ``pipeline_stage``), unless :attr:`unsupported` says why not."""
 
     searched: Searched
     solution: Solution
     unsupported: list[str]
-    """What of the plan no program can do yet; ``parallelize`` refuses a plan with any."""
+    """What of the plan no program can do yet; a plan with any is refused."""
 
     @classmethod
     def of(cls, searched: Searched, solution: Solution) -> "SearchedPlan":

@@ -1,0 +1,190 @@
+"""Stages of a pipeline, cut from an unmodified model: chained by hand, and under torch's schedules over gloo processes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import mindspeed_fx
+from llama import Llama
+from mindspeed_fx.passes.sharding.pipeline import stages
+from mindspeed_fx.passes.sharding.plan import ShardingError
+
+HERE = Path(__file__).parent
+EAGER = {"codegen": "eager"}
+
+
+def batch(rows=4, vocab=64):
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randint(0, vocab, (rows, 16), generator=generator) for name in ("ids", "labels")}
+
+
+def chained(parts, given, microbatches):
+    """The mean of the microbatches' losses."""
+    total = 0.0
+    for number in range(microbatches):
+        mine = {name: value.chunk(microbatches)[number] for name, value in given.items()}
+        received = ()
+        for part in parts:
+            received = tuple(tree_leaves(part(*received, **mine)))
+        total = total + received[0] / microbatches
+    return total
+
+
+def agrees(model, parts, given, microbatches, tolerance=1e-10):
+    expected = model(**given)
+    expected.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    loss = chained(parts, given, microbatches)
+    loss.backward()
+    assert loss.shape == (1,) and abs(loss - expected) <= tolerance * abs(expected)
+    mine = [(n, p) for part in parts for n, p in part.named_parameters()]
+    assert sorted(n for n, _ in mine) == sorted(gradients), "each parameter in one stage, under its name"
+    for name, p in mine:
+        assert gradients[name].abs().max() > 0 and (p.grad - gradients[name]).abs().max() <= tolerance * gradients[name].abs().max(), name
+
+
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_chained_stages_are_the_model(checkpointed):
+    torch.manual_seed(0)
+    model, given = Llama(layers=5).double(), batch()
+    model.checkpointed = checkpointed
+    parts = stages(model, 3, tuple(given.values()), microbatches=2, options=EAGER)
+    assert [len(part.layers._modules) for part in parts] == [2, 2, 1]
+    assert [[tuple(t.shape) for t in part.examples()[0]] for part in parts] == [[], [(2, 16, 32)], [(2, 16, 32)]], "angles are computed again, not sent"
+    agrees(model, parts, given, 2)
+    gone, stays = weakref.ref(model.embed.weight), weakref.ref(model.head.weight)
+    del model, parts[:2]
+    gc.collect()
+    assert gone() is None and stays() is not None, "what other stages own is free"
+
+
+class Learned(nn.Module):
+    """Positions that every layer reads are made of a parameter, and sent along; so is a norm between the layers."""
+
+    def __init__(self, count=4, width=8):
+        super().__init__()
+        self.table, self.positions = nn.Embedding(64, width), nn.Parameter(torch.randn(16, width))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, ids, labels):
+        x, positions = self.table(ids), self.positions.sin()
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + positions) * x.norm()
+        return (x.sum(-1) - labels).square().mean()
+
+
+def test_values_of_the_first_stage_travel_to_the_last():
+    torch.manual_seed(0)
+    model, given = Learned().double(), batch(4)
+    parts = stages(model, 4, (), given, options=EAGER)
+    assert [len(part.examples()[0]) for part in parts] == [0, 3, 3, 3], "what a layer gave, its norm, positions"
+    agrees(model, parts, given, 1)
+
+
+@pytest.mark.slow
+def test_hugging_face():
+    transformers = pytest.importorskip("transformers")
+
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)).double()
+
+        def forward(self, ids, labels):
+            return self.model(input_ids=ids, labels=labels, use_cache=False).loss
+
+    torch.manual_seed(0)
+    model, given = Step(), batch()
+    agrees(model, stages(model, 2, (), given, microbatches=2, options=EAGER), given, 2, tolerance=1e-5)  # its norms compute in float32
+
+
+class Writes(Learned):
+    def forward(self, ids, labels):
+        x, mask = self.table(ids), torch.ones(16, 8, dtype=torch.float64)
+        for i, layer in enumerate(self.layers):
+            mask[i:] = 0.5
+            x = layer(x) * mask
+        return x.mean()
+
+
+def test_what_has_no_stages():
+    given = batch()
+    for model, count, microbatches, says in (
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 1, "Sequential has no repeated layers"), (Llama(), 3, 1, '"layers" has 2 layers; valid: 2 to 2 stages'),
+        (Llama(), 2, 3, r'argument "ids" of shape \(4, 16\) cannot be split into 3 microbatches'), (Llama(tied=True), 2, 1, "tied weights"),
+        (Writes().double(), 2, 1, "module .*writes in place"),
+    ):  # fmt: skip
+        with pytest.raises(ShardingError, match=says):
+            stages(model, count, tuple(given.values()), microbatches=microbatches, options=EAGER)
+
+
+def test_meshes_that_do_not_fit():
+    for names, plan, says in ((("dp", "tp"), "tp", 'needs a mesh dimension "pp"; the mesh has dp, tp'), (("pp",), "tp_sp", 'needs mesh dimension "tp"'), (("pp", "tpp"), "tp_sp", 'did you mean "tpp"')):
+        with pytest.raises(ShardingError, match=says):
+            mindspeed_fx.pipeline_stage(Llama(), SimpleNamespace(mesh_dim_names=names), plan, kwargs=batch())
+
+
+def test_a_stage_says_what_it_misses():
+    given = batch()
+    _, part = stages(Learned().double(), 2, (), given, options=EAGER)
+    received = [torch.zeros(t.shape, dtype=t.dtype) for t in part.examples()[0]]
+    with pytest.raises(ShardingError, match='argument "labels", which is missing'):
+        part(*received)
+    with pytest.raises(ShardingError, match="same batch and number of microbatches"):
+        part(*received, labels=given["labels"][:2])
+
+
+def worker(rank, store, sizes, plan):
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import Schedule1F1B
+
+    from test_search import large
+
+    torch.set_num_threads(1)
+    world = 2 * len(sizes)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(0)
+    model, given = Llama(layers=3).double(), batch(8)
+    whole = copy.deepcopy(model)
+    expected = whole(**given)
+    expected.backward()
+    if plan == "searched":
+        plan = mindspeed_fx.plan(*large(batch=8), mesh=sizes, hardware="ascend910b2")
+        assert not plan.unsupported and plan.modules
+    stage = mindspeed_fx.pipeline_stage(model, mesh, plan, kwargs=given, microbatches=4, options=EAGER)
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda loss, _: loss.sum())
+    for _ in range(2):
+        stage.submod.zero_grad()
+        losses = []
+        out = schedule.step(**given, target=given["labels"], losses=losses)
+    if stage.is_last:
+        assert out.shape == (4,) and abs(sum(losses) / 4 - expected) <= 1e-10 * abs(expected)
+    gradients = {n: p.grad for n, p in whole.named_parameters()}
+    mine = dict(stage.submod.named_parameters())
+    assert ("embed.weight" in mine) == stage.is_first and ("head.weight" in mine) == stage.is_last
+    for name, p in mine.items():
+        found = p.grad.full_tensor() if len(sizes) > 1 else p.grad
+        assert (found - gradients[name]).abs().max() <= 1e-10 * gradients[name].abs().max(), name
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes,plan", [({"pp": 2}, None), ({"pp": 2, "tp": 2}, "tp_sp"), ({"pp": 2, "dp": 2}, "zero2"), ({"pp": 2, "cp": 2}, "ulysses"), ({"pp": 2, "tp": 2}, "searched")])
+def test_schedules_over_processes(sizes, plan, tmp_path):
+    mp.spawn(worker, (str(tmp_path / "store"), sizes, plan), nprocs=2 * len(sizes))
