@@ -146,11 +146,11 @@ def test_a_stage_says_what_it_misses():
         part(*received, labels=given["labels"][:2])
 
 
-def worker(rank, store, sizes, plan):
+def worker(rank, store, sizes, plan, kind):
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.pipelining import Schedule1F1B
+    from torch.distributed import pipelining
 
     from test_search import large
 
@@ -167,7 +167,7 @@ def worker(rank, store, sizes, plan):
         plan = mindspeed_fx.plan(*large(batch=8), mesh=sizes, hardware="ascend910b2")
         assert not plan.unsupported and plan.modules
     stage = mindspeed_fx.pipeline_stage(model, mesh, plan, kwargs=given, microbatches=4, options=EAGER)
-    schedule = Schedule1F1B(stage, 4, loss_fn=lambda loss, _: loss.sum())
+    schedule = getattr(pipelining, kind)([stage] if "Interleaved" in kind else stage, 4, loss_fn=lambda loss, _: loss.sum())
     for _ in range(2):
         stage.submod.zero_grad()
         losses = []
@@ -185,6 +185,9 @@ def worker(rank, store, sizes, plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes,plan", [({"pp": 2}, None), ({"pp": 2, "tp": 2}, "tp_sp"), ({"pp": 2, "dp": 2}, "zero2"), ({"pp": 2, "cp": 2}, "ulysses"), ({"pp": 2, "tp": 2}, "searched")])
-def test_schedules_over_processes(sizes, plan, tmp_path):
-    mp.spawn(worker, (str(tmp_path / "store"), sizes, plan), nprocs=2 * len(sizes))
+@pytest.mark.parametrize("sizes,plan,kind", [
+    ({"pp": 2}, None, "Schedule1F1B"), ({"pp": 2}, None, "ScheduleGPipe"), ({"pp": 2}, None, "ScheduleInterleavedZeroBubble"),
+    ({"pp": 2, "tp": 2}, "tp_sp", "Schedule1F1B"), ({"pp": 2, "dp": 2}, "zero2", "Schedule1F1B"), ({"pp": 2, "cp": 2}, "ulysses", "Schedule1F1B"), ({"pp": 2, "tp": 2}, "searched", "Schedule1F1B"),
+])  # fmt: skip
+def test_schedules_over_processes(sizes, plan, kind, tmp_path):
+    mp.spawn(worker, (str(tmp_path / "store"), sizes, plan, kind), nprocs=2 * len(sizes))
