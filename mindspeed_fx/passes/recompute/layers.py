@@ -130,15 +130,16 @@ class Layers(Search):
         low = min(search.smallest.bytes for search in self.inner)
         near = self._sharing([search for search in self.inner if search.smallest.bytes <= low * (1 + LOW)])
         found = [self._reduced(search, search.least) or self._reduced(search, search.smallest) for search in near]
-        return self.whole(min((p for p in (*found, *self._small.values()) if p), key=_size))
+        # With values that the user moves or saves, what the step without its views can make again the whole may not be able to.
+        return next((w for p in sorted((p for p in (*found, *self._small.values()) if p), key=_size) if (w := self.whole(p))), self.richest)
 
     def best(self, limit: int) -> Plan | None:
         if self.richest.bytes <= limit:
             return self.richest
         order = sorted(self.inner, key=lambda search: (p.seconds if (p := search._fastest(limit)) else math.inf, search.smallest.bytes))
         found = [self._best(search, limit) for search in self._sharing(order[:TAKEN])]
-        whole = [self.whole(min((p for p in found if p), key=_rank))] if any(found) else []
-        return min((p for p in (*whole, self.least) if p.bytes <= limit), key=_rank, default=None)
+        whole = next((w for p in sorted((p for p in found if p), key=_rank) if (w := self.whole(p))), None)
+        return min((p for p in (whole, self.least) if p and p.bytes <= limit), key=_rank, default=None)
 
     def _sharing(self, searches: list[Search]) -> list[Search]:
         """``searches``, of which each may do its part of the work."""
