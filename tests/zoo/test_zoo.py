@@ -44,7 +44,7 @@ def test_bfloat16_is_as_close_to_float64_as_the_unfused_model_is(name):
     assert table.in_bfloat16(*architectures.build(name)) <= 2
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_oss", "jetmoe", *MORE) if n != "llama")])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_oss", "jetmoe", "xlstm", *MORE) if n != "llama")])
 def test_memory_plans_leave_every_bit_dropout_included(name):
     model, inputs = architectures.build(name)
     found = neutral.decisions(neutral.with_dropout(model), inputs)

@@ -199,7 +199,8 @@ def fold(schedule: Schedule, found: Repeats, layers: Sequence[int], unplanned: S
         elif y <= a < y + back:
             odd |= a < y + back - stride
             a -= back
-        return number[a]
+        odd |= a not in number  # what is read so lies outside of the layers (recurrent steps inside of one)
+        return number.get(a, 0)
 
     sources = [(), *(tuple(dict.fromkeys(glued(i, a) for a in s.sources[i])) for i in nodes)]
     root = [0, *(glued(i, s.root[i]) for i in nodes)]
