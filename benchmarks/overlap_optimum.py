@@ -15,6 +15,7 @@ import argparse
 import random
 import statistics
 import time
+from typing import Any
 
 from mindspeed_fx.passes.overlap.improve import schedule
 from mindspeed_fx.passes.overlap.simulate import simulate
@@ -72,13 +73,21 @@ def optimum(graph: TaskGraph, seconds: float) -> float | None:
         for need in task.needs:
             model.add(begin >= start[need] + int(graph.tasks[need].seconds * scale))
         model.add(end >= begin + length)
+    solver, status = _solved(model, machines, end, seconds)
+    return solver.objective_value / scale if status == cp_model.OPTIMAL else None
+
+
+def _solved(model: Any, machines: dict[str, list], end: Any, seconds: float) -> tuple[Any, Any]:
+    """CP-SAT's solver, and how it ended, for the least ``end`` with intervals of one machine apart."""
+    from ortools.sat.python import cp_model
+
     for intervals in machines.values():
         model.add_no_overlap(intervals)
     model.minimize(end)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
-    return solver.objective_value / scale if solver.solve(model) == cp_model.OPTIMAL else None
+    return solver, solver.solve(model)
 
 
 def proven_bound(graph: TaskGraph, seconds: float) -> float:
@@ -117,13 +126,7 @@ def proven_bound(graph: TaskGraph, seconds: float) -> float:
                     if n in inside:
                         model.add(start[i] >= start[n] + int(tasks[n].seconds * scale))
                 model.add(end >= start[i] + length)
-            for intervals in machines.values():
-                model.add_no_overlap(intervals)
-            model.minimize(end)
-            solver = cp_model.CpSolver()
-            solver.parameters.max_time_in_seconds = seconds
-            solver.parameters.num_workers = 1
-            solver.solve(model)
+            solver, _ = _solved(model, machines, end, seconds)
             known[key] = max(solver.best_objective_bound / scale, 0.0)
         total += known[key] + (tasks[last].seconds if last < len(graph) else 0.0)
     return max(total, graph.highest_bound)

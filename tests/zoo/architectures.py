@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import torch
+
+Output = collections.namedtuple("Output", "loss")
+"""What models of other sources return, as transformers' do."""
 
 SMALL: dict[str, Any] = dict(
     hidden_size=64, d_model=64, n_embd=64, embedding_size=64, word_embed_proj_dim=64, attention_hidden_size=64,

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="as table.py takes it")
     args = parser.parse_args()
     table.quiet()
-    sources = dict(given.split("=", 1) for given in args.sources)
+    sources = table.sources_of(parser, args.sources)
     for name in args.architectures or architectures.every(sources):
         try:
             model, inputs = architectures.made(name, sources)

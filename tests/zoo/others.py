@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 import pathlib
 import sys
@@ -13,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import titan
-
-Output = collections.namedtuple("Output", "loss")
+from architectures import Output
 
 MEGATRON: dict[str, dict[str, Any]] = {
     "gpt": dict(kv_heads=4),

@@ -137,6 +137,14 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
 
 
+def sources_of(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, str]:
+    """Folders by name of the source, from what ``--from`` was given."""
+    sources = dict(one.split("=", 1) for one in given)
+    if unknown := sources.keys() - {"litgpt", "torchtitan"}:
+        parser.error(f"--from {', '.join(sorted(unknown))}: valid: litgpt=DIR, torchtitan=DIR")
+    return sources
+
+
 def main() -> None:
     import architectures
 
@@ -148,9 +156,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes, each of one thread when there are several")
     parser.add_argument("--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="another source of models: the folder that a wheel of it was unpacked to")
     args = parser.parse_args()
-    sources = dict(given.split("=", 1) for given in args.sources)
-    if unknown := sources.keys() - {"litgpt", "torchtitan"}:
-        parser.error(f"--from {', '.join(sorted(unknown))}: valid: litgpt=DIR, torchtitan=DIR")
+    sources = sources_of(parser, args.sources)
     if args.update and not (args.write and pathlib.Path(args.write).is_file()):
         parser.error("--update needs the file that --write names")
     table, unbuilt, failed = read(pathlib.Path(args.write).read_text()) if args.update else ({}, {}, {})

@@ -7,7 +7,6 @@ count tokens by ``histc`` of integers, which torch has on CUDA alone, so that ev
 
 from __future__ import annotations
 
-import collections
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -19,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from architectures import Output
 
-Output = collections.namedtuple("Output", "loss")
 COMMON = dict(dim=64, n_layers=2, n_heads=4, vocab_size=128, max_seq_len=32)
 MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "Transformer", "TransformerModelArgs", dict(n_kv_heads=2, multiple_of=32)),

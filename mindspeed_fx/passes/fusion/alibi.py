@@ -35,16 +35,11 @@ def _others(masks: list[Given]) -> int:
 def _apart(n: fx.Node, where: fx.Node) -> list[Given]:
     if _slopes(n) is None and match.operands(n, aten.add.Tensor) and all(match.is_float(a) for a in n.args):
         return [given for a in n.args for given in _apart(a, where)]
-    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _blocks(n.args[2]):
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
         return [*_apart(n.args[0], where), ("drop", n.args[1], where)]
-    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and _blocks(n.args[2]):
+    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask.blocks(n.args[2]):
         return [*_apart(n.args[1], where), ("keep", n.args[0], where)]
     return [("add", n, where)]
-
-
-def _blocks(fill: Any) -> bool:
-    number = match.number(fill) if match.number(fill) is not None else mask.meaning(fill)
-    return isinstance(number, (int, float)) and number <= mask.BLOCKED
 
 
 def _has_slopes(n: Any, depth: int = 6) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Callable
 
-import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import statically_known_true
@@ -70,7 +69,5 @@ def _fill(where: fx.Node) -> float:
     if where.target is aten.where.self:
         position = 1 if isinstance(mask.meaning(where.args[1]), (int, float)) else 2
     if position is not None:
-        number = match.number(where.args[position])
-        number = mask.meaning(where.args[position]) if number is None else number
-        return float(number)
+        return float(mask.fill(where.args[position]))
     return -math.inf if where.target is aten.scaled_dot_product_attention.default else mask.BLOCKED

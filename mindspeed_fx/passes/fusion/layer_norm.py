@@ -65,17 +65,23 @@ def _one_group(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
 def _gather(gm: fx.GraphModule) -> None:
     """``x * r + (b - mean(x) * r)``, as TensorFlow writes it, becomes ``(x - mean(x)) * r + b``, the form that is matched, where r holds the root of a variance of x."""
     for node in calls(gm, *match.ADD, aten.sub.Tensor):
-        for scaled, rest in [node.args] if match.is_call(node, aten.sub.Tensor) and not node.kwargs else match.operands(node, *match.ADD):
-            bias, shifted = (None, rest) if match.is_call(node, aten.sub.Tensor) else _difference(rest) or (None, None) if isinstance(rest, fx.Node) else (None, None)
+        for scaled, shifted, bias in _differences(node):
             found = next(((x, r, mean) for x, r in match.operands(scaled, aten.mul.Tensor) for mean, same in match.operands(shifted, aten.mul.Tensor) if same is r and _is_mean(mean, x, r)), None)
             if found is None or not all(match.is_float(n) for n in found):
                 continue
             x, r, mean = found
-            new = match.insert(gm, node, aten.mul.Tensor, (match.insert(gm, node, aten.sub.Tensor, (x, mean)), r))
-            new = new if bias is None else match.insert(gm, node, aten.add.Tensor, (new, bias))
             if match.unsafe([node, scaled, shifted], [x, r, mean, bias]) is None:
-                match.replace(gm, node, new)
+                new = match.insert(gm, node, aten.mul.Tensor, (match.insert(gm, node, aten.sub.Tensor, (x, mean)), r))
+                match.replace(gm, node, new if bias is None else match.insert(gm, node, aten.add.Tensor, (new, bias)))
             break
+
+
+def _differences(node: fx.Node) -> list[tuple[fx.Node, fx.Node, fx.Node | None]]:
+    """Every (a, b, c) of which ``node`` is a - b, c being None, or a + (c - b)."""
+    if match.is_call(node, aten.sub.Tensor):
+        return [(*node.args, None)] if not node.kwargs else []
+    parts = [(a, _difference(rest)) for a, rest in match.operands(node, *match.ADD) if isinstance(rest, fx.Node)]
+    return [(a, both[1], both[0]) for a, both in parts if both is not None]
 
 
 def _is_mean(n: fx.Node, x: fx.Node, r: fx.Node) -> bool:

@@ -127,6 +127,18 @@ def meaning(n: Any, depth: int = 40, known: dict[fx.Node, Meaning] | None = None
     return known[n]
 
 
+def fill(n: Any) -> float | None:
+    """The number that ``n`` sets elements to; None when that is not one known number."""
+    number = match.number(n) if match.number(n) is not None else meaning(n)
+    return number if isinstance(number, (int, float)) else None
+
+
+def blocks(n: Any) -> bool:
+    """Whether what is set to ``n`` is masked."""
+    number = fill(n)
+    return number is not None and number <= BLOCKED
+
+
 def binary(n: Any, depth: int = 12) -> bool:
     """Whether every element of ``n`` is certainly zero or one: it is boolean, made of booleans, or the graph builds it of nothing else."""
     if not isinstance(n, fx.Node) or not depth or n.meta.get("mutated"):

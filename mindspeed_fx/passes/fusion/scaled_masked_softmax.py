@@ -8,7 +8,7 @@ whole differ only where the model used minus infinity, which makes them NaN.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -59,9 +59,9 @@ def _scores(node: fx.Node) -> Scores | None:
     while match.is_call(n, aten.to.dtype) and match.is_float(n.args[0]):
         region.append(n)
         n = n.args[0]
-    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _blocks(n.args[2]):
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
         inner, given, masked = n.args[0], n.args[1], True
-    elif match.is_call(n, aten.where.self, aten.where.ScalarOther) and _blocks(n.args[2]) and isinstance(n.args[1], fx.Node):
+    elif match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask.blocks(n.args[2]) and isinstance(n.args[1], fx.Node):
         inner, given, masked = n.args[1], n.args[0], False
     else:
         return None
@@ -73,11 +73,6 @@ def _scores(node: fx.Node) -> Scores | None:
         region.append(walk)
         walk = next(a for a in walk.args if isinstance(a, fx.Node) and match.number(a) is None)
     return Scores(x, given, masked, float(scale), region)
-
-
-def _blocks(fill: Any) -> bool:
-    number = match.number(fill) if match.number(fill) is not None else mask.meaning(fill)
-    return isinstance(number, (int, float)) and number <= mask.BLOCKED
 
 
 def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Scores, target: str) -> str | None:

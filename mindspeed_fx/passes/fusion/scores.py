@@ -111,11 +111,11 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         return _extended(scores, n, factor=factor)
     if match.is_call(n, aten.to.dtype) or (match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]):
         return _extended(_product(n.args[0], depth - 1), n)
-    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _blocks(n.args[2]):
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
         return _extended(_product(n.args[0], depth - 1), n, ("drop", n.args[1]))
-    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and _blocks(n.args[2]):
+    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask.blocks(n.args[2]):
         return _extended(_product(n.args[1], depth - 1), n, ("keep", n.args[0]))
-    if match.is_call(n, aten.where.self, aten.where.ScalarSelf) and _blocks(n.args[1]):
+    if match.is_call(n, aten.where.self, aten.where.ScalarSelf) and mask.blocks(n.args[1]):
         return _extended(_product(n.args[2], depth - 1), n, ("drop", n.args[0]))
     if (scores := _bounded(n, depth)) is not None:
         return scores
@@ -248,11 +248,6 @@ def _capped(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float) -> Sco
         raise Miss("a soft-cap after a mask or another soft-cap")
     scores.softcap, scores.scale = cap, scores.scale * cap
     return _extended(_extended(scores, tanh), n)
-
-
-def _blocks(fill: Any) -> bool:
-    number = match.number(fill) if match.number(fill) is not None else mask.meaning(fill)
-    return isinstance(number, (int, float)) and number <= mask.BLOCKED
 
 
 def _extended(scores: Scores | None, n: fx.Node, given: tuple[str, fx.Node] | None = None, factor: float = 1.0) -> Scores | None:

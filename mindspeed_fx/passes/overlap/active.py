@@ -16,7 +16,7 @@ from typing import Callable, Sequence
 
 from mindspeed_fx.passes.overlap import bounds
 from mindspeed_fx.passes.overlap.simulate import memory_curve, simulate
-from mindspeed_fx.passes.overlap.tasks import Task, TaskGraph
+from mindspeed_fx.passes.overlap.tasks import COMPUTE, Task, TaskGraph
 
 SMALLEST = 8
 """Tasks that a stretch must have: fewer leave nothing to choose."""
@@ -115,7 +115,7 @@ class _Side:
         self.users = needs if back else graph.users
         self.missing = [len(n) for n in (graph.users if back else needs)]
         self.seconds = [t.seconds for t in graph.tasks]
-        number = {r: k for k, r in enumerate(["compute", *graph.links])}
+        number = {r: k for k, r in enumerate([COMPUTE, *graph.links])}
         self.resource = [number[t.resource] for t in graph.tasks]
         self.resources = len(number)
 

@@ -53,25 +53,34 @@ class Pair(NamedTuple):
 @register(NAME, stage="partitioned", level=2, provides=("mc2",), after=("split",))
 def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
     """A product and its collective in one operator of torch_npu, where its limits allow and the model says it pays."""
-    report = PassReport(NAME)
-    if context.options.target != "npu":
-        return report.because(f'torch_npu has these operators; the target is "{context.options.target}"')
-    starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in OPERATORS]
-    if not starts:
-        return report.because("no collective that torch_npu fuses with a product")
-    fused = one_operator(gm, context, report, starts, {k: f"npu::{name}" for k, name in OPERATORS.items()}, lambda pair, hardware: refused(pair, hardware.name, hardware.node, context.side), fuse)
+    names = {k: f"npu::{name}" for k, name in OPERATORS.items()}
+    library = Library("torch_npu", "npu", "torch_npu has these operators", names, lambda pair, hardware: refused(pair, hardware.name, hardware.node, context.side), fuse)
+    report, fused = one_operator(gm, context, NAME, library)
     _domain.update(pair.group for pair in fused)
     return report
 
 
-def one_operator(
-    gm: fx.GraphModule, context: Context, report: PassReport, starts: Sequence[fx.Node], names: Mapping[str, str], refused: Callable[[Pair, Hardware], str | None], fuse: Callable[[fx.GraphModule, Pair], None]
-) -> list[Pair]:
-    """Collectives and the products beside them by ``fuse``, where nothing is ``refused`` and the step is modelled shorter than whole and than in chunks; which ones.
+class Library(NamedTuple):
+    """Operators that multiply and communicate in one."""
 
-    Args:
-        names: of the operators, by kind of collective, for the report.
-    """
+    name: str
+    target: str
+    has: str
+    """What the report says on another target."""
+    operators: Mapping[str, str]
+    """Names by kind of collective."""
+    refused: Callable[[Pair, Hardware], str | None]
+    fuse: Callable[[fx.GraphModule, Pair], None]
+
+
+def one_operator(gm: fx.GraphModule, context: Context, name: str, library: Library) -> tuple[PassReport, list[Pair]]:
+    """Collectives and the products beside them by ``library``, where it refuses nothing and the step is modelled shorter than whole and than in chunks; which ones."""
+    report, names = PassReport(name), library.operators
+    if context.options.target != library.target:
+        return report.because(f'{library.has}; the target is "{context.options.target}"'), []
+    starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in names]
+    if not starts:
+        return report.because(f"no collective that {library.name} fuses with a product"), []
     hardware, why = device(context.options)
     if torch.are_deterministic_algorithms_enabled():
         hardware, why = None, INEXACT
@@ -79,7 +88,7 @@ def one_operator(
     taken: set[fx.Node] = set()
     for start in starts:
         pair = beside(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
-        reason = pair if isinstance(pair, str) else refused(pair, hardware)
+        reason = pair if isinstance(pair, str) else library.refused(pair, hardware)
         if reason is None and pair.product in taken:
             reason = "its product is fused with another collective"
         if reason is None:
@@ -88,21 +97,21 @@ def one_operator(
         else:
             report.skipped.append(skip(names[kind(start)], start, reason))
     if not pairs:
-        return []
+        return report, []
     trials = Trials(gm, context, hardware)
-    fused = seconds_fused(trials, pairs, fuse)
+    fused = seconds_fused(trials, pairs, library.fuse)
     best(trials, starts)
     told = f"modelled step {trials.plain.seconds * 1e3:.3f} ms whole, {trials.seconds * 1e3:.3f} ms at best in chunks, {fused * 1e3:.3f} ms with {len(pairs)} fused" if fused is not None else "fused operators need more memory than is allowed"
     report.notes.append(told)
     if fused is None or fused > trials.plain.seconds * (1 - GAIN) or fused > trials.seconds:
         report.skipped += [skip(names[kind(p.start)], p.start, told) for p in pairs]
-        return []
+        return report, []
     for pair in pairs:
         report.rewrites.append(site(names[kind(pair.start)], pair.start, [pair.start, pair.product]))
-        fuse(gm, pair)
+        library.fuse(gm, pair)
     in_order(gm)
     recompile(gm)
-    return pairs
+    return report, pairs
 
 
 def beside(start: fx.Node) -> Pair | str:

@@ -21,8 +21,8 @@ from mindspeed_fx import compat_distributed
 from mindspeed_fx.cost.hardware import Hardware
 from mindspeed_fx.passes.base import Context, PassReport, register
 from mindspeed_fx.passes.fusion.match import argument, value
-from mindspeed_fx.passes.overlap.collectives import group_of, is_start, kind
-from mindspeed_fx.passes.overlap.mc2 import Call, Pair, fuse, one_operator
+from mindspeed_fx.passes.overlap.collectives import group_of, kind
+from mindspeed_fx.passes.overlap.mc2 import Call, Library, Pair, fuse, one_operator
 from mindspeed_fx.passes.overlap.price import FUSED, ranks_of
 
 NAME = "overlap.symmetric_memory"
@@ -33,14 +33,8 @@ SUMS = ("sum", "avg")
 @register(NAME, stage="partitioned", level=2, provides=("mc2",), after=("split",))
 def overlap_symmetric_memory(gm: fx.GraphModule, context: Context) -> PassReport:
     """A product and its collective in one operator of torch, where symmetric memory is enabled and the model says it pays."""
-    report = PassReport(NAME)
-    if context.options.target != "cuda":
-        return report.because(f'torch has these operators on cuda; the target is "{context.options.target}"')
-    starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in OPERATORS]
-    if not starts:
-        return report.because("no collective that torch fuses with a product")
-    one_operator(gm, context, report, starts, OPERATORS, refused, functools.partial(fuse, called=_of_torch))
-    return report
+    library = Library("torch", "cuda", "torch has these operators on cuda", OPERATORS, refused, functools.partial(fuse, called=_of_torch))
+    return one_operator(gm, context, NAME, library)[0]
 
 
 def refused(pair: Pair, hardware: Hardware) -> str | None:

@@ -15,9 +15,9 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat
-from mindspeed_fx.passes.overlap.collectives import is_start, is_wait, kind
+from mindspeed_fx.passes.overlap.collectives import is_wait, kind
 from mindspeed_fx.passes.overlap.cuts import Parts
-from mindspeed_fx.passes.overlap.region import KINDS, Region
+from mindspeed_fx.passes.overlap.region import Region
 from mindspeed_fx.passes.overlap.simulate import memory_curve
 from mindspeed_fx.passes.overlap.trials import GAIN, Trials, disjoint
 

@@ -6,7 +6,6 @@ a generator with a fixed seed, and work is counted in plans tried, so that every
 
 from __future__ import annotations
 
-import math
 from random import Random
 from typing import Callable, Iterable
 

@@ -10,13 +10,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from typing import Any, Iterator, Sequence
+from typing import Any, Sequence
 
 from torch import nn
 
 from mindspeed_fx.options import nearest
+from mindspeed_fx.passes.deferred import uncollected
 from mindspeed_fx.passes.sharding.plan import ShardingError
 
 DIMENSIONS = ("pp", "dp", "cp", "ep", "tp")
@@ -66,22 +65,10 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | No
     hw = device(hardware)
     limit = memory_of(memory, hw)
     settings = {"optimizer": optimizer, "pipeline": pipeline, "fixed": fixed}
-    with _no_collection():
+    with uncollected(True):  # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
         problem = trace(model, args, kwargs or {})
         outcome = search(problem, hw, devices, limit, keep=keep, **settings)
     return SearchedPlan.of(Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings), outcome.solutions[0])
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's garbage collector: each time it walks over all objects of torch, a quarter of a second, and a search makes little garbage."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def _fixed(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:

@@ -17,7 +17,7 @@ and the objective is the modelled step time. Layers of a run share their variabl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Callable
 
 import numpy as np
 
