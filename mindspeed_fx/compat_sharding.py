@@ -81,6 +81,57 @@ def price_strided_shards_plainly() -> None:
     utils.redistribute_cost = plain
 
 
+def redistribute_strided_shards_in_order() -> None:
+    """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers one of the two with the size of the
+    whole: rows come in another order, and memory behind them is read. From here on parts are undone from the innermost mesh dimension outwards and made
+    again inwards, each with the size that it is a part of (:func:`_steps_in_order`); redistributions without strided shards stay."""
+    from torch.distributed.tensor import _redistribute
+
+    def replace(name: str) -> None:
+        own = getattr(_redistribute, name)
+        if getattr(own, "_in_order", False):
+            return
+
+        def plan(source: Any, target: Any, *args: Any) -> list[Any]:
+            if any(map(is_strided, (*source.placements, *target.placements))):
+                steps = _steps_in_order(source.shape, source.mesh, source.placements, target.placements)
+                if steps is not None:
+                    return [_redistribute._TransformInfo(*step) for step in steps]
+            return own(source, target, *args)
+
+        plan._in_order = True  # type: ignore[attr-defined]
+        plan.cache_clear = getattr(own, "cache_clear", None)  # type: ignore[attr-defined]
+        setattr(_redistribute, name, plan)
+
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        replace(name)
+
+
+def _steps_in_order(shape: Sequence[int], mesh: Any, source: Sequence[Placement], target: Sequence[Placement]) -> list[tuple] | None:
+    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where ranks hold parts of different sizes."""
+    changed = {i for i, (p, q) in enumerate(zip(source, target)) if p != q}
+    for i in range(mesh.ndim):  # what an inner mesh dimension divides is undone before, and made again after, an outer one changes
+        inside = {p.dim for j in changed if j < i for p in (source[j], target[j]) if is_divided(p)}
+        if any(is_divided(p) and p.dim in inside for p in (source[i], target[i])):
+            changed.add(i)
+    now, steps = list(source), []
+
+    def step(i: int, to: Placement) -> None:
+        whole = [n // math.prod(mesh.size(j) for j, p in enumerate(now) if j != i and is_divided(p, d)) for d, n in enumerate(shape)]
+        steps.append((i, (now[i], to), tuple(whole)))
+        now[i] = to
+
+    if any(n % math.prod(mesh.size(i) for i, p in enumerate(ps) if is_divided(p, d)) for ps in (source, target) for d, n in enumerate(shape)):
+        return None
+    for i in sorted(changed, reverse=True):
+        if is_divided(now[i]):
+            step(i, Replicate())
+    for i in sorted(changed):
+        if now[i] != target[i]:
+            step(i, target[i])
+    return steps
+
+
 def local_tensor_mode() -> Any:
     """The mode in which this process is every rank; None outside of it."""
     from torch.distributed._local_tensor import local_tensor_mode
@@ -239,8 +290,9 @@ def entry_by_coordinate(mesh: Any, dim: int, table: Sequence[Any], device: torch
     return LocalTensor({rank: torch.tensor(table[place], device=device) for rank, place in _places(mesh, dim).items()})
 
 
+@functools.lru_cache(maxsize=32)
 def _places(mesh: Any, dim: int) -> dict[int, int]:
-    """Rank -> place along a mesh dimension."""
+    """Rank -> place along a mesh dimension; kept, since under LocalTensorMode each read of a mesh takes 40 ms."""
     return {int(rank): place for place, plane in enumerate(mesh.mesh.movedim(dim, 0)) for rank in plane.flatten().tolist()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,11 +87,13 @@ def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
 
 def reshape(x: DTensor, shape: list[int]) -> DTensor:
     """``aten.view`` and ``aten.reshape``. A dimension that is divided over several mesh dimensions and flattened with others is one
-    that DTensor (2.13) cannot part again in the backward; the parts of one rank can be.
+    that DTensor (2.13) cannot part again, forward or backward; the parts of one rank can be.
 
     Raises:
         ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot share.
     """
+    if any(map(compat_sharding.is_strided, x.placements)) and (placements := parted(x, shape)) is not None:
+        return _Part.apply(x, torch.empty(x.shape, device="meta").reshape(shape).shape, placements)
     try:
         y = x.reshape(shape)
     except RuntimeError as e:
@@ -115,6 +117,73 @@ class _Reshape(torch.autograd.Function):
         placements, shape, stride = ctx.x
         local = grad.redistribute(placements=ctx.placements).to_local().reshape(ctx.local)
         return DTensor.from_local(local, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None
+
+
+def parted(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | None:
+    """Placements of ``x`` as ``shape``, where its divided dimensions stay or are parted; None where one is flattened, or ranks share what becomes whole.
+
+    Tokens [batch * sequence] whose sequence is divided are strided shards: as many pieces as a rank has sequences. Of the dimensions that they become the
+    one is divided before which there are so many elements.
+    """
+    shape = torch.empty(x.shape, device="meta").reshape(shape).shape
+    placements = list(x.placements)
+    for old, new in _groups(x.shape, shape):
+        local = [shape[d] for d in new]
+        for i, p in enumerate(x.placements):
+            if not compat_sharding.is_divided(p) or p.dim not in old:
+                continue
+            n, pieces = x.device_mesh.size(i), p.split_factor if compat_sharding.is_strided(p) else 1
+            at = next((e for e, size in enumerate(local) if math.prod(local[:e]) == pieces and size % n == 0), None)
+            if len(old) > 1 or at is None:
+                return None
+            local[at] //= n
+            placements[i] = Shard(new[at])
+    return tuple(placements)
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of dimensions, before and after a view, that hold the same elements; as short as they can be."""
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, a, b = (i, j), 1, 1
+        if i < len(before):
+            a, i = before[i], i + 1
+        if j < len(after):
+            b, j = after[j], j + 1
+        while a != b:
+            if a < b:
+                a, i = a * before[i], i + 1
+            else:
+                b, j = b * after[j], j + 1
+        groups.append((range(start[0], i), range(start[1], j)))
+    return groups
+
+
+class _Part(torch.autograd.Function):
+    """A view whose placements are :func:`parted`'s, of each rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
+        ctx.x, ctx.placements = (_without_sums(x.placements), x.shape, x.stride(), x.to_local().shape), _without_sums(placements)
+        return _viewed(x, placements, shape, torch.empty(shape, device="meta").stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
+        placements, shape, stride, local = ctx.x
+        part = grad.redistribute(placements=ctx.placements).to_local().reshape(local)
+        return DTensor.from_local(part, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None, None
+
+
+def _viewed(x: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    sizes = list(shape)
+    for i, p in enumerate(placements):
+        if compat_sharding.is_divided(p):
+            sizes[p.dim] //= x.device_mesh.size(i)
+    return DTensor.from_local(x.to_local().reshape(sizes), x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _without_sums(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
 def _stored_alike(x: DTensor) -> DTensor:
