@@ -24,6 +24,11 @@ def placement(way: Any) -> Placement:
     return {REPLICATED: Replicate(), PARTIAL: Partial()}[way] if isinstance(way, str) else Shard(int(way))
 
 
+def shard(dim: int, pieces: int = 1) -> Placement:
+    """A part of dimension ``dim``, or of each of so many ``pieces`` of it."""
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+
+
 def is_strided(way: Placement) -> bool:
     """True for a part that is several pieces of its dimension: what a divided dimension becomes where it is flattened behind another."""
     return isinstance(way, _StridedShard)

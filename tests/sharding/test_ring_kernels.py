@@ -93,7 +93,7 @@ def mask_of(form: Form, dtype: torch.dtype) -> torch.Tensor | None:
         return -(torch.arange(1, form.heads[0] + 1) / 8).view(1, -1, 1, 1).to(dtype) * (i - j).abs().to(dtype)
     keep = (torch.rand(2, 1, SEQ, SEQ) > 0.4) | (i == j)
     if form.mask == "float":
-        return torch.where(keep, torch.randn(2, 1, SEQ, SEQ), torch.finfo(dtype).min).to(dtype)
+        return torch.where(keep, torch.randn(2, 1, SEQ, SEQ).to(dtype), torch.finfo(dtype).min)
     return keep if form.mask == "bool" else None
 
 

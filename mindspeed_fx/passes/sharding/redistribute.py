@@ -85,60 +85,61 @@ def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def reshape(x: DTensor, shape: list[int]) -> DTensor:
-    """``aten.view`` and ``aten.reshape``. A dimension that is divided over several mesh dimensions and flattened with others is one
-    that DTensor (2.13) cannot part again, forward or backward; the parts of one rank can be.
+def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
+    """``aten.view`` and ``aten.reshape``. What is divided by strided shards, before or after, is viewed by :func:`placements_as`: DTensor (2.13) cannot part
+    a dimension that several mesh dimensions divide, or takes other pieces for a rank's.
 
     Raises:
         ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot share.
     """
-    if any(map(compat_sharding.is_strided, x.placements)) and (placements := parted(x, shape)) is not None:
-        return _Part.apply(x, torch.empty(x.shape, device="meta").reshape(shape).shape, placements)
+    whole = torch.empty(x.shape, device="meta").reshape(shape).shape
+    placements = placements_as(x, whole)
+    strided = [i for i, p in enumerate(x.placements) if compat_sharding.is_strided(p)]
+    if strided and placements is None:
+        return reshape(x.redistribute(placements=[Replicate() if i >= strided[0] else p for i, p in enumerate(x.placements)]), shape)
+    if strided or any(map(compat_sharding.is_strided, placements or ())):
+        return _Reshape.apply(x, whole, placements)
     try:
-        y = x.reshape(shape)
+        return x.reshape(shape)
     except RuntimeError as e:
         if "unevenly" not in str(e):
             raise
         mesh = x.device_mesh
         cut = ", ".join(f"dimension {p.dim} over {mesh.size(i)} ranks" + (f' of "{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else "") for i, p in enumerate(x.placements) if compat_sharding.is_divided(p))
         raise ShardingError(f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; choose another number of ranks, or keep it whole (R)") from e
-    return _Reshape.apply(x, tuple(shape)) if sum(map(compat_sharding.is_strided, y.placements)) > 1 else y
 
 
-class _Reshape(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, shape: tuple[int, ...]) -> DTensor:
-        y = x.reshape(shape)
-        ctx.x, ctx.placements, ctx.local = (x.placements, x.shape, x.stride()), y.placements, x.to_local().shape
-        return y
+def placements_as(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | None:
+    """Placements of ``x`` viewed as ``shape`` when each rank keeps its elements; None where a rank's part is none of the view's.
 
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        placements, shape, stride = ctx.x
-        local = grad.redistribute(placements=ctx.placements).to_local().reshape(ctx.local)
-        return DTensor.from_local(local, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None
-
-
-def parted(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | None:
-    """Placements of ``x`` as ``shape``, where its divided dimensions stay or are parted; None where one is flattened, or ranks share what becomes whole.
-
-    Tokens [batch * sequence] whose sequence is divided are strided shards: as many pieces as a rank has sequences. Of the dimensions that they become the
-    one is divided before which there are so many elements.
+    A rank has a part of each of so many pieces: as many as there are elements before the divided dimension, times those of a strided shard. Of the
+    dimensions after the view, the one is divided before which there are as many elements, or a divisor: then its parts are strided again. Tokens
+    [batch * sequence] whose sequence is divided are so many pieces as a rank has sequences.
     """
-    shape = torch.empty(x.shape, device="meta").reshape(shape).shape
     placements = list(x.placements)
     for old, new in _groups(x.shape, shape):
-        local = [shape[d] for d in new]
+        before, after = [x.shape[d] for d in old], [shape[d] for d in new]
         for i, p in enumerate(x.placements):
             if not compat_sharding.is_divided(p) or p.dim not in old:
                 continue
-            n, pieces = x.device_mesh.size(i), p.split_factor if compat_sharding.is_strided(p) else 1
-            at = next((e for e, size in enumerate(local) if math.prod(local[:e]) == pieces and size % n == 0), None)
-            if len(old) > 1 or at is None:
+            n, at = x.device_mesh.size(i), p.dim - old.start
+            pieces = math.prod(before[:at]) * (p.split_factor if compat_sharding.is_strided(p) else 1)
+            found = _divided(after, pieces, n)
+            if found is None or before[at] % n:
                 return None
-            local[at] //= n
-            placements[i] = Shard(new[at])
+            before[at] //= n
+            after[found[0]] //= n
+            placements[i] = compat_sharding.shard(new[found[0]], found[1])
     return tuple(placements)
+
+
+def _divided(sizes: Sequence[int], pieces: int, n: int) -> tuple[int, int] | None:
+    """(dimension, pieces of it): of which n ranks have parts when each has a part of every one of ``pieces``."""
+    for at, size in enumerate(sizes):
+        outer = math.prod(sizes[:at])
+        if pieces % outer == 0 and size % (pieces // outer * n) == 0:
+            return at, pieces // outer
+    return None
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
@@ -159,19 +160,17 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ra
     return groups
 
 
-class _Part(torch.autograd.Function):
-    """A view whose placements are :func:`parted`'s, of each rank's part."""
+class _Reshape(torch.autograd.Function):
+    """A view of each rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
-        ctx.x, ctx.placements = (_without_sums(x.placements), x.shape, x.stride(), x.to_local().shape), _without_sums(placements)
+        ctx.x, ctx.placements = (_without_sums(x.placements), x.shape, x.stride()), _without_sums(placements)
         return _viewed(x, placements, shape, torch.empty(shape, device="meta").stride())
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        placements, shape, stride, local = ctx.x
-        part = grad.redistribute(placements=ctx.placements).to_local().reshape(local)
-        return DTensor.from_local(part, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None, None
+        return _viewed(grad.redistribute(placements=ctx.placements), *ctx.x), None, None
 
 
 def _viewed(x: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
