@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from mindspeed_fx import compat_sharding
-from mindspeed_fx.passes.sharding.redistribute import reshape
+from mindspeed_fx.passes.sharding.redistribute import _redistributed, reshape
 
 R = Replicate()
 
@@ -56,7 +56,8 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
             x = type(x)(x._local_tensors)
             made = torch.distributed.tensor.DTensor.from_local(x, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride())
             summed = 2 if Partial() in source else 1
-            check(made.redistribute(placements=target), whole * summed, sizes)
+            for way in (made.redistribute(placements=target), _redistributed(made, target)):
+                check(way, whole * summed, sizes)
 
 
 @pytest.mark.parametrize("sizes, pieces, every", [

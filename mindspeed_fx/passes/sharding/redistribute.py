@@ -65,7 +65,9 @@ def _redistributed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
 def _exchangeable(x: DTensor, placements: tuple[Placement, ...], i: int) -> bool:
     """Parts of one dimension to parts of another, each of one piece: no inner mesh dimension divides either of them."""
     old, new, mesh = x.placements[i], placements[i], x.device_mesh
-    if type(old) is not Shard or type(new) is not Shard or any(p.is_shard() and (type(p) is not Shard or (j > i and p.dim in (old.dim, new.dim))) for j, p in enumerate(placements)):
+    if type(old) is not Shard or type(new) is not Shard or any(map(compat_sharding.is_strided, placements)):
+        return False
+    if any(j > i and p.is_shard() and p.dim in (old.dim, new.dim) for j, p in enumerate(placements)):
         return False
     parts = {d: mesh.size(i) for d in (old.dim, new.dim)}
     for j, p in enumerate(placements):
