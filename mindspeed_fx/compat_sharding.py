@@ -87,9 +87,10 @@ def price_strided_shards_plainly() -> None:
 
 
 def redistribute_strided_shards_in_order() -> None:
-    """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers one of the two with the size of the
-    whole: rows come in another order, and memory behind them is read. From here on parts are undone from the innermost mesh dimension outwards and made
-    again inwards, each with the size that it is a part of (:func:`_steps_in_order`); redistributions without strided shards stay."""
+    """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers one
+    of the two with the size of the whole: rows come in another order, and memory behind them is read. From here on parts are
+    undone from the innermost mesh dimension outwards and made again inwards, each with the size that it is a part of
+    (:func:`_steps_in_order`); redistributions without strided shards stay."""
     from torch.distributed.tensor import _redistribute
 
     def replace(name: str) -> None:
@@ -112,22 +113,27 @@ def redistribute_strided_shards_in_order() -> None:
         replace(name)
 
 
-def _steps_in_order(shape: Sequence[int], mesh: Any, source: Sequence[Placement], target: Sequence[Placement]) -> list[tuple] | None:
-    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where ranks hold parts of different sizes."""
+def _steps_in_order(
+    shape: Sequence[int], mesh: Any, source: Sequence[Placement], target: Sequence[Placement]
+) -> list[tuple] | None:
+    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where parts are of different sizes."""
     changed = {i for i, (p, q) in enumerate(zip(source, target)) if p != q}
-    for i in range(mesh.ndim):  # what an inner mesh dimension divides is undone before, and made again after, an outer one changes
+    for i in range(mesh.ndim):  # what an inner mesh dimension divides is undone before an outer one changes, and made again
         inside = {p.dim for j in changed if j < i for p in (source[j], target[j]) if is_divided(p)}
         if any(is_divided(p) and p.dim in inside for p in (source[i], target[i])):
             changed.add(i)
     now, steps = list(source), []
 
     def step(i: int, to: Placement) -> None:
-        whole = [n // math.prod(mesh.size(j) for j, p in enumerate(now) if j != i and is_divided(p, d)) for d, n in enumerate(shape)]
-        steps.append((i, (now[i], to), tuple(whole)))
+        others = [(mesh.size(j), p) for j, p in enumerate(now) if j != i]
+        whole = tuple(n // math.prod(size for size, p in others if is_divided(p, d)) for d, n in enumerate(shape))
+        steps.append((i, (now[i], to), whole))
         now[i] = to
 
-    if any(n % math.prod(mesh.size(i) for i, p in enumerate(ps) if is_divided(p, d)) for ps in (source, target) for d, n in enumerate(shape)):
-        return None
+    for placements in (source, target):
+        for d, n in enumerate(shape):
+            if n % math.prod(mesh.size(i) for i, p in enumerate(placements) if is_divided(p, d)):
+                return None
     for i in sorted(changed, reverse=True):
         if is_divided(now[i]):
             step(i, Replicate())

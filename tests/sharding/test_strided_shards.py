@@ -61,7 +61,7 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
 
 
 @pytest.mark.parametrize("sizes, pieces, every", [
-    ([2, 2], 2, 5), ([2, 3], 3, 11), ([2, 2, 2], 2, 389),
+    ([2, 2], 2, 17), ([2, 3], 3, 37), ([2, 2, 2], 2, 1597),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (([2, 2], 2, 1), ([2, 3], 2, 1), ([3, 2], 3, 1), ([2, 2], 4, 1), ([2, 2, 2], 2, 13), ([2, 1, 3], 3, 17))),
 ])  # fmt: skip
 def test_redistribute(sizes, pieces, every):

@@ -88,8 +88,9 @@ def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
 
 
 def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
-    """``aten.view`` and ``aten.reshape``. What is divided by strided shards, before or after, is viewed by :func:`placements_as`: DTensor (2.13) cannot part
-    a dimension that several mesh dimensions divide, or takes other pieces for a rank's.
+    """``aten.view`` and ``aten.reshape``. What is divided by strided shards, before or after, is viewed by
+    :func:`placements_as`: DTensor (2.13) cannot part a dimension that several mesh dimensions divide, or takes other pieces
+    for a rank's.
 
     Raises:
         ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot share.
@@ -98,7 +99,8 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
     placements = placements_as(x, whole)
     strided = [i for i, p in enumerate(x.placements) if compat_sharding.is_strided(p)]
     if strided and placements is None:
-        return reshape(x.redistribute(placements=[Replicate() if i >= strided[0] else p for i, p in enumerate(x.placements)]), shape)
+        gathered = [Replicate() if i >= strided[0] else p for i, p in enumerate(x.placements)]
+        return reshape(x.redistribute(placements=gathered), shape)
     if strided or any(map(compat_sharding.is_strided, placements or ())):
         return _Reshape.apply(x, whole, placements)
     try:
@@ -114,9 +116,10 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
 def placements_as(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | None:
     """Placements of ``x`` viewed as ``shape`` when each rank keeps its elements; None where a rank's part is none of the view's.
 
-    A rank has a part of each of so many pieces: as many as there are elements before the divided dimension, times those of a strided shard. Of the
-    dimensions after the view, the one is divided before which there are as many elements, or a divisor: then its parts are strided again. Tokens
-    [batch * sequence] whose sequence is divided are so many pieces as a rank has sequences.
+    A rank has a part of each of so many pieces: as many as there are elements before the divided dimension, times those of
+    a strided shard. Of the dimensions after the view, the one is divided before which there are as many elements, or a
+    divisor: then its parts are strided again. Tokens [batch * sequence] whose sequence is divided are so many pieces as a
+    rank has sequences.
     """
     placements = list(x.placements)
     for old, new in _groups(x.shape, shape):
