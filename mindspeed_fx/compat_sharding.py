@@ -24,6 +24,11 @@ def placement(way: Any) -> Placement:
     return {REPLICATED: Replicate(), PARTIAL: Partial()}[way] if isinstance(way, str) else Shard(int(way))
 
 
+def shard(dim: int, pieces: int = 1) -> Placement:
+    """A part of dimension ``dim``, or of each of so many ``pieces`` of it."""
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+
+
 def is_strided(way: Placement) -> bool:
     """True for a part that is several pieces of its dimension: what a divided dimension becomes where it is flattened behind another."""
     return isinstance(way, _StridedShard)
@@ -79,6 +84,63 @@ def price_strided_shards_plainly() -> None:
 
     plain._plain = True  # type: ignore[attr-defined]
     utils.redistribute_cost = plain
+
+
+def redistribute_strided_shards_in_order() -> None:
+    """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers one
+    of the two with the size of the whole: rows come in another order, and memory behind them is read. From here on parts are
+    undone from the innermost mesh dimension outwards and made again inwards, each with the size that it is a part of
+    (:func:`_steps_in_order`); redistributions without strided shards stay."""
+    from torch.distributed.tensor import _redistribute
+
+    def replace(name: str) -> None:
+        own = getattr(_redistribute, name)
+        if getattr(own, "_in_order", False):
+            return
+
+        def plan(source: Any, target: Any, *args: Any) -> list[Any]:
+            if any(map(is_strided, (*source.placements, *target.placements))):
+                steps = _steps_in_order(source.shape, source.mesh, source.placements, target.placements)
+                if steps is not None:
+                    return [_redistribute._TransformInfo(*step) for step in steps]
+            return own(source, target, *args)
+
+        plan._in_order = True  # type: ignore[attr-defined]
+        plan.cache_clear = getattr(own, "cache_clear", None)  # type: ignore[attr-defined]
+        setattr(_redistribute, name, plan)
+
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        replace(name)
+
+
+def _steps_in_order(
+    shape: Sequence[int], mesh: Any, source: Sequence[Placement], target: Sequence[Placement]
+) -> list[tuple] | None:
+    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where parts are of different sizes."""
+    changed = {i for i, (p, q) in enumerate(zip(source, target)) if p != q}
+    for i in range(mesh.ndim):  # what an inner mesh dimension divides is undone before an outer one changes, and made again
+        inside = {p.dim for j in changed if j < i for p in (source[j], target[j]) if is_divided(p)}
+        if any(is_divided(p) and p.dim in inside for p in (source[i], target[i])):
+            changed.add(i)
+    now, steps = list(source), []
+
+    def step(i: int, to: Placement) -> None:
+        others = [(mesh.size(j), p) for j, p in enumerate(now) if j != i]
+        whole = tuple(n // math.prod(size for size, p in others if is_divided(p, d)) for d, n in enumerate(shape))
+        steps.append((i, (now[i], to), whole))
+        now[i] = to
+
+    for placements in (source, target):
+        for d, n in enumerate(shape):
+            if n % math.prod(mesh.size(i) for i, p in enumerate(placements) if is_divided(p, d)):
+                return None
+    for i in sorted(changed, reverse=True):
+        if is_divided(now[i]):
+            step(i, Replicate())
+    for i in sorted(changed):
+        if now[i] != target[i]:
+            step(i, target[i])
+    return steps
 
 
 def local_tensor_mode() -> Any:
@@ -239,8 +301,9 @@ def entry_by_coordinate(mesh: Any, dim: int, table: Sequence[Any], device: torch
     return LocalTensor({rank: torch.tensor(table[place], device=device) for rank, place in _places(mesh, dim).items()})
 
 
+@functools.lru_cache(maxsize=32)
 def _places(mesh: Any, dim: int) -> dict[int, int]:
-    """Rank -> place along a mesh dimension."""
+    """Rank -> place along a mesh dimension; kept, since under LocalTensorMode each read of a mesh takes 40 ms."""
     return {int(rank): place for place, plane in enumerate(mesh.mesh.movedim(dim, 0)) for rank in plane.flatten().tolist()}
 
 

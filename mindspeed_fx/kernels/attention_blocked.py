@@ -81,10 +81,13 @@ def _fake_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=N
     opaque=True,
 )
 def attention_blocked_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
-    """Gradients (dq, dk, dv) of :func:`attention_blocked`, each shaped as its input, stored as [batch, seq, heads, dim]."""
+    """Gradients (dq, dk, dv) of :func:`attention_blocked`, each shaped as its input, stored as [batch, seq, heads, dim].
+
+    ``out`` and ``lse`` may be of more keys than are given here, as in a step of ring attention: rowsum(dO * O) is made of ``out``.
+    """
     grads = _fake_backward(grad, q, k, v, out, lse, scale, window, softcap)
     for b in _batches(q):
-        _backward(*(x[b] for x in (grad, q, k, v, lse, *grads)), scale, window, softcap, None if keep is None else keep[b], p)
+        _backward(*(x[b] for x in (grad, q, k, v, out, lse, *grads)), scale, window, softcap, None if keep is None else keep[b], p)
     return grads
 
 
@@ -106,8 +109,7 @@ def _cost(out, q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
 
 @attention_blocked_backward.costs
 def _backward_cost(out, grad, q, k, v, result, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
-    """The result is not read: rowsum(dO * O) comes out of the softmax's own backward."""
-    return cost.attention(out, q, k, v, True, grad, lse, keep, window=window, backward=True)
+    return cost.attention(out, q, k, v, True, grad, result, lse, keep, window=window, backward=True)
 
 
 def _batches(q: Tensor) -> Iterator[slice]:
@@ -178,9 +180,11 @@ class _Blocks:
         return scores, tanh
 
 
-def _backward(grad, q, k, v, lse, dq, dk, dv, scale, window, softcap, keep, p_drop):
+def _backward(grad, q, k, v, out, lse, dq, dk, dv, scale, window, softcap, keep, p_drop):
     part = _Blocks(q, k, v, scale, window, softcap, keep)
-    grad, lse, dq = (x.unflatten(1, part.split) for x in (grad, lse, dq))
+    # Not rowsum(P dP) over the keys that are here: in a step of ring attention P is a part of a row's weights.
+    delta = (grad.to(part.dtype) * out.to(part.dtype)).sum(-1)
+    grad, delta, lse, dq = (x.unflatten(1, part.split) for x in (grad, delta, lse, dq))
     sums = [x if x.dtype == part.dtype else x.new_zeros(x.shape, dtype=part.dtype) for x in (dk, dv)]
     if window:
         for x in sums:
@@ -203,8 +207,7 @@ def _backward(grad, q, k, v, lse, dq, dk, dv, scale, window, softcap, keep, p_dr
         add(sums[1], p if keep is None else ds, g, low, high)
         torch.bmm(g, part.values[:, low:high].transpose(1, 2), out=ds)
         part.drop(ds, rows, low, high)
-        # dS = P (dP - rowsum(P dP)): the softmax's own backward, in one pass.
-        aten._softmax_backward_data.out(ds, p, -1, p.dtype, grad_input=ds)
+        ds.sub_(delta[:, :, :, rows].reshape(part.n, -1, 1)).mul_(p)  # dS = P (dP - rowsum(dO O))
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1))
         qs = part.buffer("q", part.n, p.shape[1], part.dim)

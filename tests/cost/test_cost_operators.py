@@ -14,7 +14,7 @@ from sharding.operator_cases import calls
 SIZES = (2, 10, 4, 2, 4, 8)
 NOT_ONCE = {"linear_logsumexp", "linear_logsumexp_backward", "linear_cross_entropy_total", "linear_cross_entropy_tokens", "linear_cross_entropy_tokens_backward", "moe_permute", "moe_permute_map", "moe_unpermute_backward"}
 """Operators that move more than their inputs and outputs, as their files explain."""
-UNREAD = {"rope_backward": {1}, "attention_blocked_backward": {4}, "varlen_attention": {4}, "varlen_attention_backward": {7}}
+UNREAD = {"rope_backward": {1}, "varlen_attention": {4}, "varlen_attention_backward": {7}}
 """Arguments that an operator only needs the shape or type of, at least for some flags."""
 
 

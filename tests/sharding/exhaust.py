@@ -57,7 +57,7 @@ def run(operator: Any, args: Sequence[Any], inputs: Sequence[Any], ranks: int) -
     return found
 
 
-UNREAD = {("mindspeed.rope_backward", 0): (1,), ("mindspeed.attention_blocked_backward", 0): (4,), ("mindspeed.attention_blocked_backward", 1): (4,), ("mindspeed.moe_unpermute_backward", 1): (1,)}
+UNREAD = {("mindspeed.rope_backward", 0): (1,), ("mindspeed.moe_unpermute_backward", 1): (1,)}
 """(operator, number of arguments that are None) -> tensors whose values do not matter there: x without gradients of the
 angles, out, permuted without probabilities. Any placement of theirs is valid; the rules keep them beside their kin."""
 

@@ -52,7 +52,7 @@ class Routing:
 
     def local(self, x: DTensor) -> DTensor:
         """Rows of ``x`` that are this rank's. Called whole over the shared dimensions, where ranks then hold different rows."""
-        placements = [Replicate() if i in self.shared else p for i, p in enumerate(x.placements)]
+        placements = [Replicate() if i in self.shared or compat_sharding.is_divided(p, 0) else p for i, p in enumerate(x.placements)]
         x = x.redistribute(placements=placements)
         gradient = [Partial() if i in self.shared else p for i, p in enumerate(placements)]
         return _made(_Moved.apply(x.to_local(grad_placements=gradient), self.take, self.taken, self.put, self.mine), x, placements, x.shape)
@@ -105,10 +105,12 @@ def grouped_matmul(x: DTensor | OwnRows, weight: DTensor, offsets: DTensor, data
     over = [i for i, p in enumerate(weight.placements) if p == Shard(0)]
     if not over and not isinstance(x, OwnRows):
         return ops.grouped_matmul(x, weight, offsets)
-    shared = (*over, *(i for i in data if i not in over))
     if not isinstance(x, OwnRows):
+        divided = [i for i, p in enumerate(x.placements) if compat_sharding.is_divided(p, 0)]  # by a sequence: those ranks share the rows too
+        shared = (*over, *(i for i in sorted({*data, *divided}) if i not in over))
         routing = _routing(x.shape[0], weight, offsets, over, shared)
         x = OwnRows(routing.local(x), routing)
+    shared = x.routing.shared
     gradient = [Partial() if i in shared and i not in over else p for i, p in enumerate(weight.placements)]
     placements = [Replicate() if i in shared else p for i, p in enumerate(weight.placements)]
     own = weight.to_local(grad_placements=gradient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,7 +65,9 @@ def _redistributed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
 def _exchangeable(x: DTensor, placements: tuple[Placement, ...], i: int) -> bool:
     """Parts of one dimension to parts of another, each of one piece: no inner mesh dimension divides either of them."""
     old, new, mesh = x.placements[i], placements[i], x.device_mesh
-    if type(old) is not Shard or type(new) is not Shard or any(p.is_shard() and (type(p) is not Shard or (j > i and p.dim in (old.dim, new.dim))) for j, p in enumerate(placements)):
+    if type(old) is not Shard or type(new) is not Shard or any(map(compat_sharding.is_strided, placements)):
+        return False
+    if any(j > i and p.is_shard() and p.dim in (old.dim, new.dim) for j, p in enumerate(placements)):
         return False
     parts = {d: mesh.size(i) for d in (old.dim, new.dim)}
     for j, p in enumerate(placements):
@@ -85,36 +87,107 @@ def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def reshape(x: DTensor, shape: list[int]) -> DTensor:
-    """``aten.view`` and ``aten.reshape``. A dimension that is divided over several mesh dimensions and flattened with others is one
-    that DTensor (2.13) cannot part again in the backward; the parts of one rank can be.
+def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
+    """``aten.view`` and ``aten.reshape``. What is divided by strided shards, before or after, is viewed by
+    :func:`placements_as`: DTensor (2.13) cannot part a dimension that several mesh dimensions divide, or takes other pieces
+    for a rank's.
 
     Raises:
         ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot share.
     """
+    whole = torch.empty(x.shape, device="meta").reshape(shape).shape
+    placements = placements_as(x, whole)
+    strided = [i for i, p in enumerate(x.placements) if compat_sharding.is_strided(p)]
+    if strided and placements is None:
+        gathered = [Replicate() if i >= strided[0] else p for i, p in enumerate(x.placements)]
+        return reshape(x.redistribute(placements=gathered), shape)
+    if strided or any(map(compat_sharding.is_strided, placements or ())):
+        return _Reshape.apply(x, whole, placements)
     try:
-        y = x.reshape(shape)
+        return x.reshape(shape)
     except RuntimeError as e:
         if "unevenly" not in str(e):
             raise
         mesh = x.device_mesh
         cut = ", ".join(f"dimension {p.dim} over {mesh.size(i)} ranks" + (f' of "{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else "") for i, p in enumerate(x.placements) if compat_sharding.is_divided(p))
         raise ShardingError(f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; choose another number of ranks, or keep it whole (R)") from e
-    return _Reshape.apply(x, tuple(shape)) if sum(map(compat_sharding.is_strided, y.placements)) > 1 else y
+
+
+def placements_as(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | None:
+    """Placements of ``x`` viewed as ``shape`` when each rank keeps its elements; None where a rank's part is none of the view's.
+
+    A rank has a part of each of so many pieces: as many as there are elements before the divided dimension, times those of
+    a strided shard. Of the dimensions after the view, the one is divided before which there are as many elements, or a
+    divisor: then its parts are strided again. Tokens [batch * sequence] whose sequence is divided are so many pieces as a
+    rank has sequences.
+    """
+    placements = list(x.placements)
+    for old, new in _groups(x.shape, shape):
+        before, after = [x.shape[d] for d in old], [shape[d] for d in new]
+        for i, p in enumerate(x.placements):
+            if not compat_sharding.is_divided(p) or p.dim not in old:
+                continue
+            n, at = x.device_mesh.size(i), p.dim - old.start
+            pieces = math.prod(before[:at]) * (p.split_factor if compat_sharding.is_strided(p) else 1)
+            found = _divided(after, pieces, n)
+            if found is None or before[at] % n:
+                return None
+            before[at] //= n
+            after[found[0]] //= n
+            placements[i] = compat_sharding.shard(new[found[0]], found[1])
+    return tuple(placements)
+
+
+def _divided(sizes: Sequence[int], pieces: int, n: int) -> tuple[int, int] | None:
+    """(dimension, pieces of it): of which n ranks have parts when each has a part of every one of ``pieces``."""
+    for at, size in enumerate(sizes):
+        outer = math.prod(sizes[:at])
+        if pieces % outer == 0 and size % (pieces // outer * n) == 0:
+            return at, pieces // outer
+    return None
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of dimensions, before and after a view, that hold the same elements; as short as they can be."""
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, a, b = (i, j), 1, 1
+        if i < len(before):
+            a, i = before[i], i + 1
+        if j < len(after):
+            b, j = after[j], j + 1
+        while a != b:
+            if a < b:
+                a, i = a * before[i], i + 1
+            else:
+                b, j = b * after[j], j + 1
+        groups.append((range(start[0], i), range(start[1], j)))
+    return groups
 
 
 class _Reshape(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, shape: tuple[int, ...]) -> DTensor:
-        y = x.reshape(shape)
-        ctx.x, ctx.placements, ctx.local = (x.placements, x.shape, x.stride()), y.placements, x.to_local().shape
-        return y
+    """A view of each rank's part."""
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        placements, shape, stride = ctx.x
-        local = grad.redistribute(placements=ctx.placements).to_local().reshape(ctx.local)
-        return DTensor.from_local(local, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None
+    def forward(ctx: Any, x: DTensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
+        ctx.x, ctx.placements = (_without_sums(x.placements), x.shape, x.stride()), _without_sums(placements)
+        return _viewed(x, placements, shape, torch.empty(shape, device="meta").stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
+        return _viewed(grad.redistribute(placements=ctx.placements), *ctx.x), None, None
+
+
+def _viewed(x: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    sizes = list(shape)
+    for i, p in enumerate(placements):
+        if compat_sharding.is_divided(p):
+            sizes[p.dim] //= x.device_mesh.size(i)
+    return DTensor.from_local(x.to_local().reshape(sizes), x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _without_sums(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
 def _stored_alike(x: DTensor) -> DTensor:

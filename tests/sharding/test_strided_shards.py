@@ -1,0 +1,87 @@
+"""Tokens [batch * sequence] whose sequence two mesh dimensions divide: what a rank holds after every redistribution and view, by definition.
+
+A placement takes, mesh dimension after mesh dimension, a part of what those before left: ``_StridedShard(d, sf)`` a part of each of ``sf`` pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from mindspeed_fx import compat_sharding
+from mindspeed_fx.passes.sharding.redistribute import _redistributed, reshape
+
+R = Replicate()
+
+
+@pytest.fixture(autouse=True)
+def in_order():
+    compat_sharding.count_strided_shards_for_real()
+    compat_sharding.redistribute_strided_shards_in_order()
+
+
+def part(x: torch.Tensor, sizes: list[int], placements: list, coordinates: tuple[int, ...]) -> torch.Tensor:
+    for n, p, at in zip(sizes, placements, coordinates):
+        if compat_sharding.is_divided(p):
+            pieces = p.split_factor if compat_sharding.is_strided(p) else 1
+            x = torch.cat([piece.chunk(n, p.dim)[at] for piece in x.chunk(pieces, p.dim)], p.dim)
+    return x
+
+
+def check(x, whole: torch.Tensor, sizes: list[int]) -> None:
+    """Every rank has its part of ``whole``; of a sum, all ranks along its mesh dimensions together."""
+    held, sums = x.to_local()._local_tensors, [i for i, p in enumerate(x.placements) if p.is_partial()]
+    every = list(itertools.product(*map(range, sizes)))
+    for at in every:
+        beside = [rank for rank, other in enumerate(every) if all(a == b for i, (a, b) in enumerate(zip(at, other)) if i not in sums)]
+        assert torch.equal(sum(held[rank] for rank in beside) if sums else held[every.index(at)], part(whole, sizes, x.placements, at)), (x.placements, at)
+
+
+def redistributed(sizes: list[int], pieces: int, every: int) -> None:
+    names = dict(zip("abc", sizes))
+    rows = pieces * torch.tensor(sizes).prod().item() * 2
+    whole = torch.arange(rows * 12.0, dtype=torch.float64).view(rows, 12)
+    strided = _StridedShard(0, split_factor=pieces)
+    kinds = list(itertools.product((R, Shard(0), strided, Shard(1)), repeat=len(sizes)))
+    pairs = [(s, t) for s in (*kinds, (Partial(), *[strided] * (len(sizes) - 1))) for t in kinds if strided in (*s, *t) and s != t]
+    with compat_sharding.all_ranks(names) as mesh:
+        for source, target in pairs[::every]:
+            held = [R if p.is_partial() else p for p in source]
+            x = compat_sharding.on_every_rank(whole)
+            x._local_tensors.update({rank: part(whole, sizes, held, at).contiguous() for rank, at in enumerate(itertools.product(*map(range, sizes)))})
+            x = type(x)(x._local_tensors)
+            made = torch.distributed.tensor.DTensor.from_local(x, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride())
+            summed = 2 if Partial() in source else 1
+            for way in (made.redistribute(placements=target), _redistributed(made, target)):
+                check(way, whole * summed, sizes)
+
+
+@pytest.mark.parametrize("sizes, pieces, every", [
+    ([2, 2], 2, 17), ([2, 3], 3, 37), ([2, 2, 2], 2, 1597),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (([2, 2], 2, 1), ([2, 3], 2, 1), ([3, 2], 3, 1), ([2, 2], 4, 1), ([2, 2, 2], 2, 13), ([2, 1, 3], 3, 17))),
+])  # fmt: skip
+def test_redistribute(sizes, pieces, every):
+    redistributed(sizes, pieces, every)
+
+
+@pytest.mark.parametrize("sizes, placements", [
+    ([2, 2], [Shard(1), Shard(1)]), ([2, 3], [Shard(1), Shard(1)]), ([2, 2], [Shard(0), Shard(1)]), ([2, 2], [Shard(1), Shard(0)]), ([2, 2, 2], [Shard(0), Shard(1), Shard(1)]),
+])  # fmt: skip
+@pytest.mark.parametrize("batch", [2, 4])
+def test_tokens_of_sequences_and_back(sizes, placements, batch):
+    """And the gradients of both views."""
+    x, weight = torch.randn(batch, 12, 4, dtype=torch.float64), torch.randn(batch, 12, 2, 2, dtype=torch.float64)
+    with compat_sharding.all_ranks(dict(zip("abc", sizes))) as mesh:
+        given = distribute_tensor(x, mesh, placements, src_data_rank=None).requires_grad_()
+        tokens = reshape(given, [-1, 4])
+        check(tokens, x.view(-1, 4), sizes)
+        assert not any(p == R for p in tokens.placements), "nothing is gathered"
+        back = reshape(tokens * tokens, [batch, 12, 2, 2])
+        check(back, (x * x).view(batch, 12, 2, 2), sizes)
+        assert list(back.placements) == placements
+        (gradient,) = torch.autograd.grad((back * distribute_tensor(weight, mesh, [R] * len(sizes), src_data_rank=None)).sum(), given)
+        torch.testing.assert_close(gradient.full_tensor().reconcile(), 2 * x * weight.view(x.shape))
