@@ -34,6 +34,11 @@ def is_divided(way: Placement, dim: int | None = None) -> bool:
     return (way.is_shard() or is_strided(way)) and dim in (None, way.dim)
 
 
+def along_dimension(way: Placement, dim: int) -> Placement:
+    """The divided placement ``way`` with another dimension, in as many pieces."""
+    return _StridedShard(dim, split_factor=way.split_factor) if is_strided(way) else Shard(dim)
+
+
 def count_strided_shards_for_real() -> None:
     """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index tensor that it reads back, which
     fails while tracing: the tensor is fake there. From here on it is computed outside of any trace; nothing else changes."""

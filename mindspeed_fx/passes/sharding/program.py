@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
-from mindspeed_fx.passes.sharding import dispatch, experts, rows, vocabulary
+from mindspeed_fx.passes.sharding import aten_rules, dispatch, experts, losses, rows, vocabulary
 from mindspeed_fx.passes.sharding.known import ATTENTION, known_masks
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError, matching
 from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
@@ -137,13 +137,14 @@ class _Planned(fx.Interpreter):
 
     def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:
         handler = HANDLERS.get(target)
-        return super().call_function(target, args, kwargs) if handler is None else handler(*args, **kwargs)
+        return aten_rules.run(target, args, kwargs) if handler is None else handler(*args, **kwargs)
 
     def output(self, target: str, args: tuple, kwargs: dict) -> Any:
         return pytree.tree_map(experts.whole, super().output(target, args, kwargs))
 
 
 HANDLERS: dict[Any, Callable] = {
+    **losses.HANDLERS,
     aten.linear.default: rows.linear,
     aten.view.default: reshape,
     aten.reshape.default: reshape,

@@ -40,6 +40,11 @@ def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
     return _Redistribute.apply(x, tuple(wanted))
 
 
+def placed_at(x: DTensor, placements: Any) -> DTensor:
+    """``x`` at ``placements``, one for every mesh dimension; as it is where it is there. The gradient comes back as ``x`` is."""
+    return x if list(x.placements) == list(placements) else _Redistribute.apply(x, tuple(placements))
+
+
 class _Redistribute(torch.autograd.Function):
     """DTensor's ``redistribute`` whose local results are stored in the order of dimensions that the whole has: what
     collectives return is contiguous, and a view that is right for the whole would fail on it. Parts of one dimension become parts
