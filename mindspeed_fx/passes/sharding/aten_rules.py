@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat_sharding
 from mindspeed_fx.kernels.sharding import REPLICATED, along
-from mindspeed_fx.passes.sharding.parts import Strategy, run_in_parts, run_whole
+from mindspeed_fx.passes.sharding.parts import Strategy, run_in_parts
 
 LINEAR = frozenset("add sub neg mul div to _to_copy sum clone contiguous alias detach view reshape _unsafe_view flatten unflatten transpose permute t mT movedim unsqueeze squeeze expand expand_as".split())
 """Operators whose arguments may be sums over ranks that are not yet made: linear in each of them."""
@@ -42,17 +42,24 @@ SPATIAL = {f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("avg_pool", "max_poo
 
 def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``target(*args, **kwargs)`` on DTensors, right for every placement of them."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("mindspeed", "_c10d_functional"):
         return target(*args, **kwargs)
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
-    if not tensors or all(p.is_replicate() for x in tensors for p in x.placements):
-        return target(*args, **kwargs) if not tensors else run_whole(target, args, kwargs)
     name = name_of(target)
+    if not tensors:
+        return target(*args, **kwargs)
     if name in TRUSTED:
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
     found = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
     return run_in_parts(target, args, kwargs, found)
+
+
+def is_sized_by_data(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an argument has a size that is known only when the program runs (``x[mask]``). Such values are whole, and DTensor
+    cannot place what is made of them: their operators run on whole values, whichever they are."""
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
+    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
 def name_of(target: torch._ops.OpOverload) -> str:

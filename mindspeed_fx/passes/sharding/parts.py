@@ -57,6 +57,9 @@ def run_whole(target: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 def from_parts(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) -> DTensor:
     """Equal parts as a DTensor, whose dimensions are stored in the order of the parts'."""
+    if not any(map(compat_sharding.is_divided, placements)):
+        # sizes that only data tells stay unread
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=local.shape, stride=local.stride())
     shape = list(local.shape)
     for i, p in enumerate(placements):
         if compat_sharding.is_divided(p):

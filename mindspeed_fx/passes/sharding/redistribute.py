@@ -53,11 +53,12 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        ctx.set_materialize_grads(False)  # zeros would be made as a plain tensor
         return _stored_alike(_redistributed(x, placements))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return _stored_alike(_redistributed(grad, ctx.placements)), None
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
+        return None if grad is None else _stored_alike(_redistributed(grad, ctx.placements)), None
 
 
 def _redistributed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
@@ -108,15 +109,34 @@ def reshape(x: DTensor, shape: list[int]) -> DTensor:
     return _Reshape.apply(x, tuple(shape)) if sum(map(compat_sharding.is_strided, y.placements)) > 1 else y
 
 
+def flatten(x: DTensor, start_dim: int = 0, end_dim: int = -1) -> DTensor:
+    """``aten.flatten``; see :func:`reshape`."""
+    if not x.ndim:
+        return reshape(x, [1])
+    start, end = start_dim % x.ndim, end_dim % x.ndim
+    return x if start == end else reshape(x, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+
+
+def unflatten(x: DTensor, dim: int, sizes: list[int]) -> DTensor:
+    """``aten.unflatten``; see :func:`reshape`."""
+    dim %= x.ndim
+    known = math.prod(n for n in sizes if n != -1)
+    parts = [x.shape[dim] // known if n == -1 else n for n in sizes]
+    return reshape(x, [*x.shape[:dim], *parts, *x.shape[dim + 1 :]])
+
+
 class _Reshape(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, shape: tuple[int, ...]) -> DTensor:
         y = x.reshape(shape)
+        ctx.set_materialize_grads(False)
         ctx.x, ctx.placements, ctx.local = (x.placements, x.shape, x.stride()), y.placements, x.to_local().shape
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
+        if grad is None:
+            return None, None
         placements, shape, stride = ctx.x
         local = grad.redistribute(placements=ctx.placements).to_local().reshape(ctx.local)
         return DTensor.from_local(local, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None
