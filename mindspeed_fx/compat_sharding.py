@@ -218,10 +218,10 @@ def all_ranks(sizes: dict[str, int]) -> Iterator[Any]:
 
 
 def on_every_rank(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as the tensor that every rank holds."""
+    """``x`` as the tensor that every rank holds, each in memory of its own: what one writes in place no other sees."""
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
-    return LocalTensor({rank: x for rank in local_tensor_mode().ranks})
+    return LocalTensor({rank: x if x.requires_grad else x.clone() for rank in local_tensor_mode().ranks})
 
 
 def by_coordinate(mesh: Any, dim: int, value: Callable[[int], int]) -> Any:

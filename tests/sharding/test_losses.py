@@ -86,11 +86,11 @@ def test_class_weights_of_every_kind_of_target():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear = torch.nn.Linear(6, 5)
+            self.linear = torch.nn.Linear(6, 8)
 
         def forward(self, x, y):
             logits = self.linear(x)
-            weight = torch.arange(1.0, 6, dtype=x.dtype)
+            weight = torch.arange(1.0, 9, dtype=x.dtype)
             return F.cross_entropy(logits, y, weight) + F.cross_entropy(logits, y, weight, label_smoothing=0.2) + F.cross_entropy(logits, logits.detach().softmax(-1), weight)
 
     model, x, y = Model().double(), torch.randn(4, 6, dtype=torch.double), torch.tensor([-100, -100, 2, 4])

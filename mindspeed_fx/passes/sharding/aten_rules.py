@@ -22,7 +22,7 @@ LINEAR = frozenset("add sub neg mul div to _to_copy sum clone contiguous alias d
 
 TRUSTED = frozenset([
     *LINEAR, *"view_as reshape_as swapaxes swapdims numpy_T matrix_H adjoint ravel".split(),
-    *"slice select narrow split split_with_sizes chunk tensor_split unbind cat concat stack hstack vstack tile repeat lift_fresh lift_fresh_copy".split(),
+    *"slice select narrow split split_with_sizes chunk tensor_split unbind cat concat stack hstack vstack tile repeat broadcast_tensors broadcast_to unsafe_split unsafe_chunk lift_fresh lift_fresh_copy".split(),
     *"mm bmm matmul addmm baddbmm einsum linear dot mv embedding mean where masked_fill type_as float double half bfloat16 long int bool".split(),
     *"eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isnan isinf sign floor ceil round".split(),
     *"abs exp log log2 log1p expm1 sqrt rsqrt pow square reciprocal sin cos tanh sigmoid relu silu gelu rsub clamp clamp_min clamp_max maximum minimum".split(),

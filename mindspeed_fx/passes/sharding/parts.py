@@ -38,12 +38,12 @@ def run_in_parts(target: Callable, args: Sequence[Any], kwargs: dict[str, Any], 
     tensors = [leaves[i] for i in places]
     mesh = tensors[0].device_mesh
     chosen = [_choose(tensors, i, strategies) for i in range(mesh.ndim)]
-    if not _is_even(tensors, chosen, mesh):
+    if not _is_even(tensors, chosen, mesh) or _is_ambiguous(chosen):
         chosen = [None] * mesh.ndim
     for k, (i, x) in enumerate(zip(places, tensors)):
         wanted = [Replicate() if c is None else _as_placed(c[1], c[0][1][k]) for c in chosen]
         gradient = [Partial() if c is not None and w.is_replicate() else w for c, w in zip(chosen, wanted)]
-        leaves[i] = placed_at(x, wanted).to_local(grad_placements=gradient)
+        leaves[i] = placed_at(x, wanted).to_local(grad_placements=tuple(gradient))
     local_args, local_kwargs = pytree.tree_unflatten(leaves, spec)
     results = target(*local_args, **local_kwargs)
     out = [Replicate() if c is None else _as_placed(c[1], c[0][0]) for c in chosen]
@@ -96,6 +96,12 @@ def _choose(tensors: Sequence[DTensor], i: int, strategies: Sequence[Strategy]) 
 
 def _as_placed(model: Placement, wanted: Any) -> Placement:
     return Replicate() if wanted == REPLICATED else compat_sharding.along_dimension(model, wanted)
+
+
+def _is_ambiguous(chosen: Sequence[Any]) -> bool:
+    """Whether several mesh dimensions divide, one of them in several pieces: DTensor (2.13) reads such placements of a local
+    tensor as an order of mesh dimensions, and would gather elements in another order."""
+    return sum(c is not None for c in chosen) > 1 and any(c is not None and compat_sharding.is_strided(c[1]) for c in chosen)
 
 
 def _is_even(tensors: Sequence[DTensor], chosen: Sequence[Any], mesh: Any) -> bool:
