@@ -39,6 +39,11 @@ def is_divided(way: Placement, dim: int | None = None) -> bool:
     return (way.is_shard() or is_strided(way)) and dim in (None, way.dim)
 
 
+def along_dimension(way: Placement, dim: int) -> Placement:
+    """The divided placement ``way`` with another dimension, in as many pieces."""
+    return _StridedShard(dim, split_factor=way.split_factor) if is_strided(way) else Shard(dim)
+
+
 def count_strided_shards_for_real() -> None:
     """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index tensor that it reads back, which
     fails while tracing: the tensor is fake there. From here on it is computed outside of any trace; nothing else changes."""
@@ -275,10 +280,10 @@ def all_ranks(sizes: dict[str, int]) -> Iterator[Any]:
 
 
 def on_every_rank(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as the tensor that every rank holds."""
+    """``x`` as the tensor that every rank holds, each in memory of its own: what one writes in place no other sees."""
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
-    return LocalTensor({rank: x for rank in local_tensor_mode().ranks})
+    return LocalTensor({rank: x if x.requires_grad else x.clone() for rank in local_tensor_mode().ranks})
 
 
 def by_coordinate(mesh: Any, dim: int, value: Callable[[int], int]) -> Any:

@@ -39,13 +39,13 @@ COUNTS = {
     # Each all-reduce of activations becomes a reduce-scatter and an all-gather; the norms' gradients are summed.
     "tp_sp": ({"tp": 4}, {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1, "all_reduce": 2}, {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1, "all_reduce": NORMS}),
     # q, k, v and the result of attention; forward the loss and its count, backward every parameter.
-    "ulysses": ({"cp": 2}, {"all_to_all_single": 4 * LAYERS, "all_reduce": 2}, {"all_to_all_single": 4 * LAYERS, "all_reduce": PARAMETERS + 1}),
+    "ulysses": ({"cp": 2}, {"all_to_all_single": 4 * LAYERS, "all_reduce": 2}, {"all_to_all_single": 4 * LAYERS, "all_reduce": PARAMETERS}),
     # Keys and values are gathered, their gradients scattered.
-    "kv_allgather": ({"cp": 2}, {"all_gather_into_tensor": 2 * LAYERS, "all_reduce": 2}, {"reduce_scatter_tensor": 2 * LAYERS, "all_reduce": PARAMETERS + 1}),
+    "kv_allgather": ({"cp": 2}, {"all_gather_into_tensor": 2 * LAYERS, "all_reduce": 2}, {"reduce_scatter_tensor": 2 * LAYERS, "all_reduce": PARAMETERS}),
     # Keys and values once round, less one; to chunks that balance and back. In the backward their gradients go round too, one step more.
-    "ring": ({"cp": 4}, {"all_to_all_single": (3 + 2) * LAYERS, "all_reduce": 2}, {"all_to_all_single": (3 + 4 + 2) * LAYERS, "all_reduce": PARAMETERS + 1}),
-    "zero1": ({"dp": 2}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"all_reduce": PARAMETERS + 1}),
-    "zero2": ({"dp": 4}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"reduce_scatter_tensor": PARAMETERS, "all_reduce": 1}),
+    "ring": ({"cp": 4}, {"all_to_all_single": (3 + 2) * LAYERS, "all_reduce": 2}, {"all_to_all_single": (3 + 4 + 2) * LAYERS, "all_reduce": PARAMETERS}),
+    "zero1": ({"dp": 2}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"all_reduce": PARAMETERS}),
+    "zero2": ({"dp": 4}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"reduce_scatter_tensor": PARAMETERS}),
 }
 
 

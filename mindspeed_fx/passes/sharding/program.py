@@ -18,10 +18,11 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.passes.base import module_path
-from mindspeed_fx.passes.sharding import dispatch, experts, rows, vocabulary
+from mindspeed_fx.passes.sharding import aten_rules, dispatch, experts, losses, rows, vocabulary
 from mindspeed_fx.passes.sharding.known import ATTENTION, known_masks
+from mindspeed_fx.passes.sharding.parts import run_whole
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError, matching
-from mindspeed_fx.passes.sharding.redistribute import redistribute, reshape
+from mindspeed_fx.passes.sharding.redistribute import flatten, redistribute, reshape, unflatten
 from mindspeed_fx.passes.sharding.traffic import Traffic
 from mindspeed_fx.report.source import source_line
 
@@ -137,17 +138,22 @@ class _Planned(fx.Interpreter):
         return experts.with_own_rows(self._called, target, args, kwargs)
 
     def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if isinstance(target, torch._ops.OpOverload) and aten_rules.is_sized_by_data(args, kwargs):
+            return run_whole(target, args, kwargs)
         handler = HANDLERS.get(target)
-        return super().call_function(target, args, kwargs) if handler is None else handler(*args, **kwargs)
+        return aten_rules.run(target, args, kwargs) if handler is None else handler(*args, **kwargs)
 
     def output(self, target: str, args: tuple, kwargs: dict) -> Any:
         return pytree.tree_map(experts.whole, super().output(target, args, kwargs))
 
 
 HANDLERS: dict[Any, Callable] = {
+    **losses.HANDLERS,
     aten.linear.default: rows.linear,
     aten.view.default: reshape,
     aten.reshape.default: reshape,
+    aten.flatten.using_ints: flatten,
+    aten.unflatten.int: unflatten,
     torch.ops.mindspeed.rms_norm.default: rows.rms_norm,
     torch.ops.mindspeed.add_rms_norm.default: rows.add_rms_norm,
     aten.matmul.default: rows.matmul,

@@ -40,6 +40,11 @@ def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
     return _Redistribute.apply(x, tuple(wanted))
 
 
+def placed_at(x: DTensor, placements: Any) -> DTensor:
+    """``x`` at ``placements``, one for every mesh dimension; as it is where it is there. The gradient comes back as ``x`` is."""
+    return x if list(x.placements) == list(placements) else _Redistribute.apply(x, tuple(placements))
+
+
 class _Redistribute(torch.autograd.Function):
     """DTensor's ``redistribute`` whose local results are stored in the order of dimensions that the whole has: what
     collectives return is contiguous, and a view that is right for the whole would fail on it. Parts of one dimension become parts
@@ -48,11 +53,12 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        ctx.set_materialize_grads(False)  # zeros would be made as a plain tensor
         return _stored_alike(_redistributed(x, placements))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return _stored_alike(_redistributed(grad, ctx.placements)), None
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
+        return None if grad is None else _stored_alike(_redistributed(grad, ctx.placements)), None
 
 
 def _redistributed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
@@ -165,16 +171,35 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ra
     return groups
 
 
+def flatten(x: DTensor, start_dim: int = 0, end_dim: int = -1) -> DTensor:
+    """``aten.flatten``; see :func:`reshape`."""
+    if not x.ndim:
+        return reshape(x, [1])
+    start, end = start_dim % x.ndim, end_dim % x.ndim
+    return x if start == end else reshape(x, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+
+
+def unflatten(x: DTensor, dim: int, sizes: list[int]) -> DTensor:
+    """``aten.unflatten``; see :func:`reshape`."""
+    dim %= x.ndim
+    known = math.prod(n for n in sizes if n != -1)
+    parts = [x.shape[dim] // known if n == -1 else n for n in sizes]
+    return reshape(x, [*x.shape[:dim], *parts, *x.shape[dim + 1 :]])
+
+
 class _Reshape(torch.autograd.Function):
     """A view of each rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
+        ctx.set_materialize_grads(False)
         ctx.x, ctx.placements = (_without_sums(x.placements), x.shape, x.stride()), _without_sums(placements)
         return _viewed(x, placements, shape, torch.empty(shape, device="meta").stride())
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         return _viewed(grad.redistribute(placements=ctx.placements), *ctx.x), None, None
 
 

@@ -99,11 +99,14 @@ def mean(x: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dty
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> DTensor:
+        ctx.set_materialize_grads(False)
         ctx.like, ctx.dims, ctx.keepdim = (x.shape, x.dtype, [Replicate() if p.is_partial() else p for p in x.placements]), dims, keepdim
         return torch.mean(x, dims, keepdim, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None, None, None
         shape, dtype, placements = ctx.like
         grad = (summed(grad) / math.prod(shape[d] for d in ctx.dims)).to(dtype)
         for d in sorted(ctx.dims) if not ctx.keepdim else ():

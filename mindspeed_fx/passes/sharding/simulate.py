@@ -20,7 +20,7 @@ from mindspeed_fx import compat_sharding
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.sharding import local
 from mindspeed_fx.passes.sharding.named import named
-from mindspeed_fx.passes.sharding.plan import Plan
+from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 
 
 @dataclass
@@ -47,7 +47,7 @@ def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: An
         options: of the backend; decide which operators are fused.
 
     Raises:
-        ShardingError: the plan does not fit the model or the mesh.
+        ShardingError: the plan does not fit the model or the mesh, or the model breaks into several graphs.
         RuntimeError: a process group exists already.
     """
     from mindspeed_fx.backend import Compilation
@@ -67,8 +67,13 @@ def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: An
         return lambda *given: _run(gm, found, plan, mesh, given, names, made)
 
     torch._dynamo.reset()
-    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as e:
+        reason = str(e).splitlines()[0]
+        raise ShardingError(f"the model is not one graph for torch.compile, with or without a plan, and simulate runs one: {reason}") from e
+    finally:
+        torch._dynamo.reset()
     return made[0]
 
 

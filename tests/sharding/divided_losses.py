@@ -1,0 +1,98 @@
+"""Every loss and reduction of loss_cases.py under every named plan against one device, as a table.
+
+    python tests/sharding/divided_losses.py [--write docs/divided_losses.md] [--plan zero2] [--jobs 2] [pattern ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import datetime
+import fnmatch
+import logging
+import multiprocessing
+import warnings
+
+import torch
+from loss_cases import CASES, PLANS, error
+
+from mindspeed_fx.passes.sharding.plan import ShardingError
+
+GROUP = 8
+"""Cases that are run as one model."""
+TOLERANCE = 1e-10
+SINGLE = 1e-6
+"""Of cases that compute in float32 themselves."""
+
+
+def cells(names: list[str], plan: str) -> list[str]:
+    """A cell for each case; those that are equal together are not tried apart."""
+    if len(names) > 1 and (together := cell(names, plan)).startswith("equal"):
+        return [together] * len(names)
+    return [cell([name], plan) for name in names]
+
+
+def cell(names: list[str], plan: str) -> str:
+    """One word for cases under the plan, and how far off or why not."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    try:
+        e = error(names, plan)
+    except ShardingError as refusal:
+        return f"refused ({refusal})"
+    except Exception as failure:
+        first = str(failure).splitlines()[0] if str(failure) else ""
+        return f"failed ({type(failure).__name__}: {first})"
+    return f"{'equal' if e <= (SINGLE if any('float32' in n for n in names) else TOLERANCE) else 'wrong'} ({e:.0e})"
+
+
+def rows(names: list[str], plans: list[str]) -> list[list[str]]:
+    """A row for each case."""
+    return [list(row) for row in zip(*(cells(names, plan) for plan in plans))]
+
+
+def markdown(table: dict[str, list[str]], plans: list[str]) -> str:
+    words = [c.split(" ", 1)[0] for cells in table.values() for c in cells]
+    reasons = sorted({c for cells in table.values() for c in cells if not c.startswith("equal")})
+    lines = [
+        "# Losses and reductions under every plan",
+        "",
+        f"Written by `python tests/sharding/divided_losses.py --write docs/divided_losses.md` on {datetime.date.today()}: torch {torch.__version__}.",
+        "",
+        "Results and every gradient of a small model, all ranks in one process, float64, against one device: *equal* and the largest difference relative to the",
+        "largest element, *refused* by name, or *wrong*. " + ", ".join(f"{words.count(w)} {w}" for w in ("equal", "refused", "wrong", "failed")) + ".",
+        "The cases are those of `tests/sharding/loss_cases.py`.",
+        "",
+        "| case | " + " | ".join(f"{p} {'x'.join(str(n) for n in PLANS[p].values())}" for p in plans) + " |",
+        "|---|" + "---|" * len(plans),
+    ]
+    lines += [f"| {name} | " + " | ".join(c if c.startswith(("equal", "wrong")) else f"{c.split(' ', 1)[0]} [{reasons.index(c) + 1}]" for c in cells) + " |" for name, cells in table.items()]
+    if reasons:
+        lines += ["", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("patterns", nargs="*", default=["*"])
+    parser.add_argument("--write")
+    parser.add_argument("--plan", action="append")
+    parser.add_argument("--jobs", type=int, default=1)
+    given = parser.parse_args()
+    plans = given.plan or list(PLANS)
+    names = [n for n in CASES if any(fnmatch.fnmatch(n, p) for p in given.patterns)]
+    table = {}
+    with concurrent.futures.ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)]
+        for group, found in zip(groups, pool.map(rows, groups, [plans] * len(groups))):
+            for name, row in zip(group, found):
+                table[name] = row
+                bad = [f"    {p}: {c}\n" for p, c in zip(plans, row) if not c.startswith("equal")]
+                print(f"{name}: {len(row) - len(bad)} equal\n", *bad, sep="", end="", flush=True)
+    if given.write:
+        with open(given.write, "w") as file:
+            file.write(markdown(table, plans))
+
+
+if __name__ == "__main__":
+    main()
