@@ -114,6 +114,12 @@ class Compilation:
         captured_by_hook = _Captured(self, gm, name) if inductor and not plan else None
         if captured_by_hook is None:
             self.capture(gm)
+        with sharding.tracing(plan):
+            return self._compile_captured(gm, inputs, plan, captured_by_hook, name, table)
+
+    def _compile_captured(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Any, captured_by_hook: Any, name: str, table: Any) -> Callable:
+        """From the captured graph on; of a parallelized model the local program is traced here."""
+        inductor = self.options.codegen == "inductor"
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
         wrap = self.steps.wrap if self.steps is not None else wrap
         if not inductor:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Sequence
@@ -122,6 +123,15 @@ def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: Cut | None) -> tu
         return run
 
     return compat_sharding.as_graph(program, gm), local, wrap
+
+
+def tracing(found: Cut | None) -> Any:
+    """Context in which AOTAutograd traces a local program, forward and backward; nothing without a sharding."""
+    if found is None:
+        return contextlib.nullcontext()
+    from mindspeed_fx import compat_sharding
+
+    return compat_sharding.plain_tensors_as_replicated()
 
 
 def _value(node: fx.Node, x: Any, found: Cut) -> Any:
