@@ -81,6 +81,86 @@ def price_strided_shards_plainly() -> None:
     utils.redistribute_cost = plain
 
 
+def redistribute_strided_shards_rightly() -> None:
+    """Where a dimension is divided in several pieces before or after, DTensor (2.13) takes parts for other parts (rows of a layer norm's gradient for
+    those of its input), or fails, unless all is whole before or after. From here on such a dimension is made whole and divided again, one mesh
+    dimension after the other; other redistributions stay."""
+    from torch.distributed.tensor import _api, _dispatch, _redistribute
+
+    own = _redistribute.redistribute_local_tensor
+    if getattr(own, "_right", False):
+        return
+
+    @functools.wraps(own)
+    def right(local: torch.Tensor, current: Any, target: Any, **kwargs: Any) -> torch.Tensor:
+        dims = _strided_dims(current, target)
+        for step in _steps(current.placements, target.placements, dims):
+            i = next(i for i, (p, q) in enumerate(zip(current.placements, step)) if p != q)
+            spec = type(current)(current.mesh, step, tensor_meta=current.tensor_meta)
+            if is_divided(current.placements[i]) and current.placements[i].dim in dims:
+                local = _gathered(local, current.mesh, i, current.placements[i])
+            elif is_divided(step[i]):
+                local = _own_part(local, current.mesh, i, step[i])
+            else:
+                local = own(local, current, spec)
+            current = spec
+        return local if current.placements == target.placements else own(local, current, target, **kwargs)
+
+    right._right = True  # type: ignore[attr-defined]
+    for module in (_api, _dispatch, _redistribute):
+        module.redistribute_local_tensor = right
+
+
+def _strided_dims(current: Any, target: Any) -> set[int]:
+    """Dimensions that strided shards divide, evenly, before or after, and that change."""
+    changed = [p for a, b in zip(current.placements, target.placements) if a != b for p in (a, b)]
+    dims = {p.dim for p in (*current.placements, *target.placements) if is_strided(p)} & {p.dim for p in changed if is_divided(p)}
+    return {d for d in dims if _divides_evenly(current, d) and _divides_evenly(target, d)}
+
+
+def _divides_evenly(spec: Any, dim: int) -> bool:
+    size = spec.shape[dim]
+    for p, n in zip(spec.placements, spec.mesh.shape):
+        if is_divided(p, dim):
+            if size % (n * getattr(p, "split_factor", 1)):
+                return False
+            size //= n
+    return True
+
+
+def _steps(current: tuple[Placement, ...], target: tuple[Placement, ...], dims: set[int]) -> list[tuple[Placement, ...]]:
+    """Placements by which ``current`` becomes ``target`` where dimensions ``dims`` are made whole, inner mesh dimensions first, and divided again, outer
+    ones first; each step changes one placement. What is left, ``target`` does not say of them."""
+    changed = [i for i, (p, q) in enumerate(zip(current, target)) if p != q]
+
+    def divides(p: Placement) -> bool:
+        return is_divided(p) and p.dim in dims
+
+    steps = [current]
+    for i in reversed(range(len(current))):
+        if divides(current[i]) or (i in changed and divides(target[i])):
+            steps.append((*steps[-1][:i], Replicate(), *steps[-1][i + 1 :]))
+    for i, p in enumerate(target):
+        if divides(p):
+            steps.append((*steps[-1][:i], p, *steps[-1][i + 1 :]))
+    return [b for a, b in zip(steps, steps[1:]) if a != b]
+
+
+def _gathered(local: torch.Tensor, mesh: Any, i: int, way: Any) -> torch.Tensor:
+    """Parts that mesh dimension ``i`` divides by ``way``, joined: of each rank's ``split_factor`` pieces the first of all ranks come first."""
+    pieces, n = getattr(way, "split_factor", 1), mesh.size(i)
+    parts = waited(torch.ops._c10d_functional.all_gather_into_tensor(local.contiguous(), n, mesh.get_group(i).group_name))
+    parts = parts.unflatten(0, (n, -1)).unflatten(way.dim + 1, (pieces, -1))
+    return parts.movedim(0, way.dim + 1).flatten(way.dim, way.dim + 2)
+
+
+def _own_part(local: torch.Tensor, mesh: Any, i: int, way: Any) -> torch.Tensor:
+    """This rank's part where mesh dimension ``i`` divides ``local`` by ``way``: one piece of each of ``split_factor``."""
+    pieces = local.unflatten(way.dim, (getattr(way, "split_factor", 1), mesh.size(i), -1))
+    own = pieces.narrow(way.dim + 1, by_coordinate(mesh, i, lambda place: place), 1)
+    return own.flatten(way.dim, way.dim + 2).contiguous()
+
+
 @contextlib.contextmanager
 def plain_tensors_as_replicated() -> Iterator[None]:
     """Within, a plain tensor beside DTensors is a replicated one, for every operator, forward and backward. Autograd's own formulas make such tensors

@@ -49,6 +49,7 @@ class Program(torch.nn.Module):
         register_sharding_rules()
         compat_sharding.count_strided_shards_for_real()
         compat_sharding.price_strided_shards_plainly()
+        compat_sharding.redistribute_strided_shards_rightly()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
         object.__setattr__(self, "known", known_masks(graph))
