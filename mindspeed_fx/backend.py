@@ -158,6 +158,8 @@ class Compilation:
     def prepare_joint(self, joint: fx.GraphModule) -> None:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
         joint.meta[sharding.KEY] = self.sharding
+        if self.sharding is not None:
+            self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable)
         joint.meta.pop(sharding.KEY)

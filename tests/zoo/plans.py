@@ -187,18 +187,34 @@ def markdown(found: dict[tuple[str, str], tuple[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """What :func:`markdown` wrote."""
+    found = {}
+    for line in text.splitlines():
+        cells = [c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == len(PLANS) + 1 and cells[0] in ARCHITECTURES:
+            found |= {(cells[0], c): ("equal", value) for c, value in zip(PLANS, cells[1:]) if value}
+        elif len(cells) == 3 and ", " in cells[0]:
+            found[tuple(cells[0].split(", "))] = (cells[1], cells[2])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("architectures", nargs="*", default=list(ARCHITECTURES))
     parser.add_argument("--plans", nargs="*", choices=list(PLANS), help="all by default")
     parser.add_argument("--write", help="Markdown file; standard output by default")
+    parser.add_argument("--update", action="store_true", help="keep the cells of --write's file that are not run")
+    parser.add_argument("--skip-equal", action="store_true", help="with --update: run what is not equal alone")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="for one cell")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    found = {}
+    found = read(pathlib.Path(args.write).read_text()) if args.update else {}
     for name in args.architectures:
         for column in args.plans or columns(name):
+            if args.skip_equal and found.get((name, column), ("", ""))[0] == "equal":
+                continue
             begin = time.perf_counter()
             found[name, column] = checked(name, column, args.seconds)
             print(name, column, *found[name, column], f"{time.perf_counter() - begin:.0f} s", flush=True)

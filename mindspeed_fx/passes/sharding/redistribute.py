@@ -92,6 +92,8 @@ def reshape(x: DTensor, shape: list[int]) -> DTensor:
     Raises:
         ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot share.
     """
+    if (placements := _unflattened(x, shape)) is not None:
+        return _Reshape.apply(x, torch.Size(_sizes(x, shape)), placements)
     try:
         y = x.reshape(shape)
     except RuntimeError as e:
@@ -100,21 +102,61 @@ def reshape(x: DTensor, shape: list[int]) -> DTensor:
         mesh = x.device_mesh
         cut = ", ".join(f"dimension {p.dim} over {mesh.size(i)} ranks" + (f' of "{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else "") for i, p in enumerate(x.placements) if compat_sharding.is_divided(p))
         raise ShardingError(f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; choose another number of ranks, or keep it whole (R)") from e
-    return _Reshape.apply(x, tuple(shape)) if sum(map(compat_sharding.is_strided, y.placements)) > 1 else y
+    return _Reshape.apply(x, tuple(shape), None) if sum(map(compat_sharding.is_strided, y.placements)) > 1 else y
+
+
+def _sizes(x: DTensor, shape: list[int]) -> list[int]:
+    """``shape`` without -1."""
+    rest = -math.prod(shape)
+    return [x.numel() // rest if n == -1 else n for n in shape] if -1 in shape else list(shape)
+
+
+def _unflattened(x: DTensor, shape: list[int]) -> tuple[Placement, ...] | None:
+    """Placements of ``x`` as ``shape`` where that parts one dimension, which several mesh dimensions divide in pieces, into the dimensions that were
+    flattened to it; DTensor (2.13) refuses that. None for any other shape."""
+    divided = [p.dim for p in x.placements if compat_sharding.is_divided(p)]
+    dims = {p.dim for p in x.placements if compat_sharding.is_strided(p)}
+    if len(dims) != 1 or divided.count(dim := dims.pop()) < 2 or 0 in x.shape:
+        return None
+    sizes, more = _sizes(x, shape), len(shape) - x.ndim
+    inner = sizes[dim : dim + more + 1]
+    if more < 1 or sizes != [*x.shape[:dim], *inner, *x.shape[dim + 1 :]]:
+        return None
+    found: list[Placement] = []
+    for i, p in enumerate(x.placements):
+        if not compat_sharding.is_divided(p, dim):
+            found.append(Shard(p.dim + more) if compat_sharding.is_divided(p) and p.dim > dim else p)
+            continue
+        # The pieces are of the dimension before which as many elements lie, counted in what outer mesh dimensions left.
+        pieces, n = getattr(p, "split_factor", 1), x.device_mesh.size(i)
+        at = next((j for j in range(len(inner)) if math.prod(inner[:j]) == pieces and inner[j] % n == 0), None)
+        if at is None:
+            return None
+        inner[at] //= n
+        found.append(Shard(dim + at))
+    return tuple(found)
 
 
 class _Reshape(torch.autograd.Function):
+    """``aten.reshape``; with ``placements`` of the result, of each rank's own part."""
+
     @staticmethod
-    def forward(ctx: Any, x: DTensor, shape: tuple[int, ...]) -> DTensor:
-        y = x.reshape(shape)
-        ctx.x, ctx.placements, ctx.local = (x.placements, x.shape, x.stride()), y.placements, x.to_local().shape
+    def forward(ctx: Any, x: DTensor, shape: tuple[int, ...], placements: tuple[Placement, ...] | None) -> DTensor:
+        local = x.to_local()
+        if placements is None:
+            y = x.reshape(shape)
+        else:
+            parts = [n // math.prod(x.device_mesh.size(i) for i, p in enumerate(placements) if p == Shard(d)) for d, n in enumerate(shape)]
+            stride = torch.empty(shape, device="meta").stride()
+            y = DTensor.from_local(local.reshape(parts), x.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        ctx.x, ctx.placements, ctx.local = (x.placements, x.shape, x.stride()), y.placements, local.shape
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
         placements, shape, stride = ctx.x
         local = grad.redistribute(placements=ctx.placements).to_local().reshape(ctx.local)
-        return DTensor.from_local(local, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None
+        return DTensor.from_local(local, grad.device_mesh, placements, run_check=False, shape=shape, stride=stride), None, None
 
 
 def _stored_alike(x: DTensor) -> DTensor:

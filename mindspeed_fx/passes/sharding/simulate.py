@@ -16,11 +16,11 @@ import torch.fx as fx
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_fx import compat_sharding
+from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.sharding import local
 from mindspeed_fx.passes.sharding.named import named
-from mindspeed_fx.passes.sharding.plan import Plan
+from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 
 
 @dataclass
@@ -47,7 +47,7 @@ def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: An
         options: of the backend; decide which operators are fused.
 
     Raises:
-        ShardingError: the plan does not fit the model or the mesh.
+        ShardingError: the plan does not fit the model or the mesh, or the model is not one graph.
         RuntimeError: a process group exists already.
     """
     from mindspeed_fx.backend import Compilation
@@ -67,7 +67,8 @@ def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: An
         return lambda *given: _run(gm, found, plan, mesh, given, names, made)
 
     torch._dynamo.reset()
-    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    with compat_tracing.in_one_graph(ShardingError, "simulate"):
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     torch._dynamo.reset()
     return made[0]
 
@@ -76,7 +77,7 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from mindspeed_fx.passes.sharding.parallelize import parameter_placements
-    from mindspeed_fx.passes.sharding.program import Program
+    from mindspeed_fx.passes.sharding.program import Program, differentiated
 
     with compat_sharding.all_ranks(sizes) as mesh, compat_sharding.plain_tensors_as_replicated():
         found.sharding.mesh = mesh
@@ -96,7 +97,7 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
         with _Collectives() as forward:
             outputs = program(*tensors)
         wanted = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
-        with _Collectives() as backward:
+        with _Collectives() as backward, differentiated(lambda: program):
             torch.autograd.backward([o.sum() for o in wanted])
         result = Simulation(torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs), {}, forward.counts, backward.counts)
         for name, (whole, part) in parameters.items():
