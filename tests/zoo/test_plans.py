@@ -29,4 +29,4 @@ def test_equals_one_device(name, column):
 def test_equals_one_device_or_is_refused(name):
     found = {column: plans.cell(name, column) for column in plans.columns(name)}
     assert all(word in ("equal", "refused") for word, _ in found.values()), found
-    assert sum(word == "equal" for word, _ in found.values()) >= 6, found
+    assert sum(word == "equal" for word, _ in found.values()) >= 4, found
