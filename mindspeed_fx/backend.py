@@ -114,6 +114,12 @@ class Compilation:
         captured_by_hook = _Captured(self, gm, name) if inductor and not plan else None
         if captured_by_hook is None:
             self.capture(gm)
+        with sharding.tracing(plan):
+            return self._compile_captured(gm, inputs, plan, captured_by_hook, name, table)
+
+    def _compile_captured(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Any, captured_by_hook: Any, name: str, table: Any) -> Callable:
+        """From the captured graph on; of a parallelized model the local program is traced here."""
+        inductor = self.options.codegen == "inductor"
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
         wrap = self.steps.wrap if self.steps is not None else wrap
         if not inductor:
@@ -152,6 +158,8 @@ class Compilation:
     def prepare_joint(self, joint: fx.GraphModule) -> None:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
         joint.meta[sharding.KEY] = self.sharding
+        if self.sharding is not None:
+            self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable)
         joint.meta.pop(sharding.KEY)

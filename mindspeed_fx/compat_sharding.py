@@ -148,6 +148,19 @@ def _steps_in_order(
     return steps
 
 
+@contextlib.contextmanager
+def plain_tensors_as_replicated(allowed: bool = True) -> Iterator[None]:
+    """Within, a plain tensor beside DTensors is a replicated one, for every operator, forward and backward. Autograd's own formulas make such tensors
+    (zeros for a part of a split that has no gradient), of the whole size. As ``implicit_replication`` of torch, which cannot be nested."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = allowed or before
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+
+
 def local_tensor_mode() -> Any:
     """The mode in which this process is every rank; None outside of it."""
     from torch.distributed._local_tensor import local_tensor_mode

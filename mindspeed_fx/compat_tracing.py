@@ -229,3 +229,22 @@ def wrap_operator() -> Any:
     from torch._higher_order_ops.wrap import wrap
 
     return wrap
+
+
+@contextlib.contextmanager
+def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
+    """Capture of a whole model within; where Dynamo breaks its graph, ``error`` says at which line and why. Calls of loggers are left out, and break nothing.
+
+    Args:
+        what: that takes a model of one graph.
+    """
+    import logging
+
+    calls = {logging.Logger.debug, logging.Logger.info, logging.Logger.warning, *(m for m in [getattr(logging.Logger, "warning_once", None)] if m)}
+    try:
+        with torch._dynamo.config.patch(ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | calls) if hasattr(torch._dynamo.config, "ignore_logging_functions") else contextlib.nullcontext():
+            yield
+    except torch._dynamo.exc.Unsupported as e:
+        frames = [f for f in e.real_stack or () if "/torch/" not in f.filename]
+        at = f" at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}" if frames else ""
+        raise error(f"{what} takes a model that is one graph, and Dynamo breaks this one{at} ({str(e).strip().splitlines()[0]}); take that call out of forward") from None

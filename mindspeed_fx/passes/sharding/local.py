@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Sequence
@@ -124,6 +125,24 @@ def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: Cut | None) -> tu
     return compat_sharding.as_graph(program, gm), local, wrap
 
 
+@contextlib.contextmanager
+def tracing(found: Cut | None) -> Iterator[None]:
+    """AOTAutograd traces a local program within, forward and backward; nothing without a sharding.
+
+    Raises:
+        ShardingError: an operator that cannot be computed in parts, with module and line.
+    """
+    if found is None:
+        yield
+        return
+    from mindspeed_fx import compat_sharding
+    from mindspeed_fx.passes.sharding.program import differentiated
+
+    # Plans that place attention's arguments: DeepSeek-V3's gradients of keys came out wrong in parts, and are refused until that is understood.
+    with compat_sharding.plain_tensors_as_replicated(not found.plan.operators), differentiated(lambda: found.program):
+        yield
+
+
 def _value(node: fx.Node, x: Any, found: Cut) -> Any:
     """How the program takes one input."""
     if isinstance(x, torch.SymInt):
@@ -156,8 +175,9 @@ def input_value(node: fx.Node, x: torch.Tensor, found: Cut) -> Any:
 
 
 def argument_name(node: fx.Node) -> str | None:
-    """Name of the model's argument that a placeholder is, ``args_0`` for a positional one; None for a buffer."""
-    if re.search(r"_(buffers|parameters)_|_modules_", node.name.lower()):
+    """Name of the model's argument that a placeholder is, ``args_0`` for a positional one; None for a buffer, and for a tensor that the model reads from
+    its attributes or from globals, which no plan speaks of."""
+    if re.search(r"_(buffers|parameters)_|_modules_|^(l_self|g)_", node.name.lower()):
         return None
     return re.sub(r"^l_(kwargs_)?|_$", "", node.name.lower()).strip("_")
 

@@ -56,7 +56,7 @@ def tp(model: nn.Module, beside: Plan | None = None, dim: str = "tp", sequence: 
 
     Source: Shoeybi et al. 2019; Korthikanti et al. 2022, "Reducing Activation Recomputation".
     """
-    columns, rows = _linears(model)
+    columns, rows = _linears(model, "tp_sp" if sequence else "tp")
     between = {dim: "S(1)" if sequence else "R"}
     parameters: dict[str, Mapping[str, str]] = {}
     modules: dict[str, Boundary] = {}
@@ -88,7 +88,7 @@ def tp_2d(model: nn.Module, beside: Plan | None = None, x: str = "tp_x", y: str 
 
     Source: MindSpeed's high-dimension tensor parallelism (tp-2d); Xu et al. 2021, "An Efficient 2D Method".
     """
-    columns, rows = _linears(model)
+    columns, rows = _linears(model, "tp_2d")
     parameters = {f"{n}.weight": {x: "S(0)", y: "S(1)"} for n in columns} | {f"{n}.weight": {x: "S(1)", y: "S(0)"} for n in rows}
     parameters.update({f"{n}.bias": {x: "S(0)"} for n, layer in columns.items() if layer.bias is not None})
     modules = {n: Boundary(input={x: "R"}, output={y: "S(1)"}) for n in columns} | {n: Boundary(input={y: "R"}, output={x: "S(1)"}) for n in rows}
@@ -198,11 +198,12 @@ def _sequence(model: nn.Module, *dims: str) -> dict[str, dict[str, str]]:
     return {"*": {d: "S(1)" for d in dims}, **{n: {d: "R" for d in dims} for n in masks}}
 
 
-def _linears(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
+def _linears(model: nn.Module, plan: str) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     columns, rows = ({n: m for n, m in linears.items() if n.split(".")[-1] in names} for names in (COLUMN, ROW))
     if not columns or not rows:
         raise ShardingError(
+            f'plan "{plan}": '
             f"no pairs of column and row linear layers were recognized by name among {', '.join(list(linears)[:12]) or 'no linear layers'}; "
             f"columns are called {', '.join(COLUMN)}, rows {', '.join(ROW)}; for other names write the plan yourself (docs/sharding.md)"
         )

@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mindspeed_fx import compat
+from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.backend import Compilation, device_of
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.sharding.named import named
@@ -135,7 +135,7 @@ def stages(model: nn.Module, count: int, args: Sequence[Any] = (), kwargs: dict[
 
     torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), compat_tracing.in_one_graph(ShardingError, "pipeline_stage"):
             compat.compile_with_backend(model, backend=backend, fullgraph=True, dynamic=False)(**given)
     except _Traced:
         pass

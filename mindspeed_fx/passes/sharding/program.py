@@ -6,8 +6,10 @@ which insert the collectives, forward and backward; ``place`` calls redistribute
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.fx as fx
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.kernels.sharding import register_sharding_rules
+from mindspeed_fx.options import OptionError
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding import aten_rules, dispatch, experts, losses, rows, vocabulary
 from mindspeed_fx.passes.sharding.known import ATTENTION, known_masks
@@ -105,14 +108,24 @@ class _Planned(fx.Interpreter):
         self.node = self.traffic.node = n
         try:
             value = self.traffic.values[n] = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
+            for x in pytree.tree_leaves(value):
+                if isinstance(x, DTensor) and x.grad_fn is not None:
+                    x.grad_fn.register_prehook(functools.partial(self._differentiates, n))
             return value
         except ShardingError as e:
             if "module " in str(e):
                 raise
-            raise ShardingError(f"{_where(n)}: {e}") from None
+            raise ShardingError(f"{self._at(n)}: {e}") from None
         except Exception as e:
             given = ", ".join(f"{a.name} {_shown(self.env.get(a))}" for a in n.all_input_nodes)
-            raise ShardingError(f"{_where(n)}: {n.target} cannot be computed in parts from {given}: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
+            raise ShardingError(f"{self._at(n)}: {n.target} cannot be computed in parts from {given} ({_line(e)}); {REMEDY}") from e
+
+    def _at(self, n: fx.Node) -> str:
+        return f'plan "{self.plan.name}", {_where(n)}'
+
+    def _differentiates(self, n: fx.Node, _gradients: Any) -> None:
+        """The backward of ``n`` begins."""
+        self.traffic.backward = f"{self._at(n)}: the gradient of {n.target}"
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor made inside the graph, such as positions or a mask, is whole on every rank."""
@@ -171,9 +184,34 @@ HANDLERS: dict[Any, Callable] = {
 """Operators that DTensor alone would compute wrongly divided, or only after gathering their inputs."""
 
 
+REMEDY = 'keep what the module reads whole ({input: {dimension: R}} in the plan\'s "modules"), or take another plan'
+
+
+@contextlib.contextmanager
+def differentiated(program: Callable[[], Program | None]) -> Iterator[None]:
+    """The backward of a program is traced or run within.
+
+    Raises:
+        ShardingError: an operator whose gradient cannot be computed in parts, with module and line.
+    """
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as e:
+        found = program()
+        if found is None or not found.traffic.backward:
+            raise
+        raise ShardingError(f"{found.traffic.backward} cannot be computed in parts ({_line(e)}); {REMEDY}") from e
+
+
 def _where(node: fx.Node) -> str:
     module, line = module_path(node), source_line(node)
     return f'module "{module}"' + (f", {line}" if line else "")
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_fx import compat_sharding
+from mindspeed_fx import compat_sharding, compat_tracing
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.sharding import local
 from mindspeed_fx.passes.sharding.named import named
@@ -68,10 +68,8 @@ def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: An
 
     torch._dynamo.reset()
     try:
-        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as e:
-        reason = str(e).splitlines()[0]
-        raise ShardingError(f"the model is not one graph for torch.compile, with or without a plan, and simulate runs one: {reason}") from e
+        with compat_tracing.in_one_graph(ShardingError, "simulate"):
+            torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     finally:
         torch._dynamo.reset()
     return made[0]
@@ -81,9 +79,9 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from mindspeed_fx.passes.sharding.parallelize import parameter_placements
-    from mindspeed_fx.passes.sharding.program import Program
+    from mindspeed_fx.passes.sharding.program import Program, differentiated
 
-    with compat_sharding.all_ranks(sizes) as mesh:
+    with compat_sharding.all_ranks(sizes) as mesh, compat_sharding.plain_tensors_as_replicated(not plan.operators):
         found.sharding.mesh = mesh
         values, tensors, parameters = [], [], {}
         for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True):
@@ -101,7 +99,7 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
         with _Collectives() as forward:
             outputs = program(*tensors)
         wanted = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
-        with _Collectives() as backward:
+        with _Collectives() as backward, differentiated(lambda: program):
             torch.autograd.backward([o.sum() for o in wanted])
         result = Simulation(torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs), {}, forward.counts, backward.counts)
         for name, (whole, part) in parameters.items():

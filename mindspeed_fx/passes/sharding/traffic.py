@@ -50,6 +50,8 @@ class Traffic:
         """What every node became, nodes of checkpointed regions among them; empty again once it was read."""
         self.node: fx.Node | None = None
         """The one that is running."""
+        self.backward = ""
+        """Module, line and operator whose gradient is being computed."""
         self._summed: set[tuple[fx.Node, int]] = set()
 
     @contextlib.contextmanager

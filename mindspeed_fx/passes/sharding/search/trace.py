@@ -9,6 +9,7 @@ import torch.fx as fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mindspeed_fx import compat_tracing
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import module_path
 from mindspeed_fx.passes.sharding.plan import ShardingError
@@ -76,7 +77,7 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
     torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), compat_tracing.in_one_graph(ShardingError, "plan"):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except _Seen:
         pass

@@ -1,0 +1,229 @@
+"""Hugging Face architectures under plans, every rank in one process: equal to one device, or refused in one clear line.
+
+    python tests/zoo/plans.py --write benchmarks/results/plans.md [ARCHITECTURE ...] [--plans tp ring ...]
+
+Models are tiny, have two layers and random weights, and compute in float64 throughout (:func:`in_float64`): norms, softmax and
+losses that are written in float32 would round differently wherever a sum is taken in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import logging
+import pathlib
+import re
+import signal
+import sys
+import time
+import types
+import warnings
+from typing import Any
+
+import torch
+
+TOLERANCE = 1e-9
+SECONDS = 300
+"""For one cell."""
+
+ARCHITECTURES: dict[str, str] = {
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "cohere2": "Cohere2ForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM", "gpt_oss": "GptOssForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM", "bloom": "BloomForCausalLM", "bert": "BertForMaskedLM", "opt": "OPTForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "phi3": "Phi3ForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
+}  # fmt: skip
+"""Type of the configuration -> class of the model."""
+
+OWN: dict[str, dict[str, Any]] = {
+    "bert": dict(type_vocab_size=2),
+    "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"]),
+    "gpt_oss": dict(layer_types=["sliding_attention", "full_attention"]),
+    "qwen3_next": dict(
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8
+    ),
+}
+
+PLANS: dict[str, tuple[str, dict[str, int]]] = {
+    "tp": ("tp", {"tp": 2}),
+    "tp_sp": ("tp_sp", {"tp": 2}),
+    "ulysses": ("ulysses", {"cp": 2}),
+    "kv_allgather": ("kv_allgather", {"cp": 2}),
+    "ring": ("ring", {"cp": 2}),
+    "hybrid": ("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
+    "zero1": ("zero1", {"dp": 2}),
+    "zero3": ("zero3", {"dp": 2}),
+    "ep": ("ep", {"ep": 2}),
+    "zero2+tp_sp": ("zero2+tp_sp", {"dp": 2, "tp": 2}),
+    "tp_2d": ("tp_2d", {"tp_x": 2, "tp_y": 2}),
+    "search": ("search", {"dp": 2, "tp": 2}),
+}
+"""Column -> plan and mesh; "search" is what ``mindspeed_fx.plan`` finds for the mesh."""
+
+MIXTURES = ("olmoe", "gpt_oss", "qwen2_moe", "deepseek_v3", "qwen3_next")
+"""Those that plan "ep" is for; the others have "zero2+tp_sp" in its place."""
+
+
+def in_float64(module: types.ModuleType) -> types.ModuleType:
+    """A copy of a module of transformers in which float64 stands for float32."""
+    name = f"{module.__name__}_float64"
+    if name not in sys.modules:
+        source = re.sub(r"torch\.float32\b|torch\.float\b(?!\()", "torch.float64", inspect.getsource(module)).replace(".float()", ".double()")
+        copy = types.ModuleType(name)
+        copy.__package__, copy.__file__ = module.__package__, module.__file__
+        sys.modules[name] = copy
+        exec(compile(source, module.__file__, "exec"), copy.__dict__)
+    return sys.modules[name]
+
+
+def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model in training mode whose call gives the loss, and the inputs of one step."""
+    import architectures
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(name)
+    small = {k: v for k, v in architectures.SMALL.items() if architectures._has(default, k) and not isinstance(getattr(type(default), k, None), property)}
+    small = {k: v for k, v in small.items() if not (k in architectures.OPTIONAL and getattr(default, k) is None)}
+    if "qk_rope_head_dim" in small and "head_dim" in small:
+        small.update(head_dim=small["qk_rope_head_dim"], num_key_value_heads=small["num_attention_heads"])
+    config = AutoConfig.for_model(name, **small | dict(hidden_size=32, vocab_size=64) | OWN.get(name, {}))
+    family = name.removesuffix("_text")
+    module = in_float64(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
+    losses = in_float64(importlib.import_module("transformers.loss.loss_utils"))
+    torch.manual_seed(0)
+    model = getattr(module, ARCHITECTURES[name])(config).double().train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.05)  # biases and sinks begin as zeros
+    model.config._experts_implementation = "batched_mm"
+    model.loss_function = losses.ForMaskedLMLoss if name == "bert" else losses.ForCausalLMLoss
+    ids = torch.randint(3, 60, (4, 16))
+    labels = ids.roll(1, 0).masked_fill(torch.arange(16) < 3, -100)
+    return Loss(model), dict(input_ids=ids, labels=labels)
+
+
+class Loss(torch.nn.Module):
+    """The loss alone of a model of transformers."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, labels=labels).loss
+
+
+def cell(name: str, column: str) -> tuple[str, str]:
+    """("equal", largest error), ("refused", the line) or ("wrong" or "broken", what happened)."""
+    import mindspeed_fx
+    from mindspeed_fx.options import OptionError
+
+    model, inputs = build(name)
+    plan, mesh = PLANS[column]
+    model.zero_grad()
+    loss = model(**inputs)
+    loss.backward()
+    try:
+        if plan == "search":
+            plan = mindspeed_fx.plan(model, tuple(inputs.values()), mesh=mesh, hardware="ascend910b2")
+            if plan.unsupported:
+                return "refused", f"unsupported: {'; '.join(plan.unsupported)}"
+            mesh = plan.sizes
+        result = mindspeed_fx.simulate(model, mesh, plan, **inputs)
+    except OptionError as error:
+        return ("refused", str(error)) if "\n" not in str(error) else ("broken", str(error).splitlines()[0])
+    except Exception as error:  # noqa: BLE001  goes into the table
+        cause = error.__cause__ or error
+        return ("refused" if isinstance(cause, OptionError) else "broken"), f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
+    return compared(model, loss, result)
+
+
+def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[str, str]:
+    """The verdict on a simulated step."""
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if missing := expected.keys() ^ result.gradients.keys():
+        return "wrong", f"gradients appeared or disappeared: {', '.join(sorted(missing))}"
+    errors = {"loss": ((result.outputs[0] - loss).abs() / loss.abs()).item()}
+    # A gradient that is zero but for rounding (of a key's bias, which softmax does not see) is measured by the largest of all.
+    largest = max(g.abs().max() for g in expected.values())
+    errors |= {n: ((result.gradients[n] - g).abs().max() / g.abs().max().clamp(min=1e-3 * largest)).item() for n, g in expected.items()}
+    worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
+    return ("equal" if errors[worst] <= TOLERANCE else "wrong"), f"{errors[worst]:.0e}" + (f" ({worst})" if not errors[worst] <= TOLERANCE else "")
+
+
+def columns(name: str) -> list[str]:
+    without = "zero2+tp_sp" if name in MIXTURES else "ep"
+    return [c for c in PLANS if c != without]
+
+
+def checked(name: str, column: str, seconds: int) -> tuple[str, str]:
+    """:func:`cell` within ``seconds``."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        return cell(name, column)
+    except TimeoutError as error:
+        return "broken", str(error)
+    finally:
+        signal.alarm(0)
+
+
+def markdown(found: dict[tuple[str, str], tuple[str, str]]) -> str:
+    """The table, and below it what was refused and why."""
+    names = list(dict.fromkeys(n for n, _ in found))
+    counts = {word: sum(w == word for w, _ in found.values()) for word in ("equal", "refused", "wrong", "broken")}
+    lines = ["# Hugging Face architectures under plans", "", __doc__.strip().splitlines()[0], ""]
+    lines += [", ".join(f"{n} {word}" for word, n in counts.items()) + f" of {len(found)} cells. Equal: loss and every gradient to {TOLERANCE:.0e}, relative; the number is the largest error.", ""]
+    lines += ["| architecture | " + " | ".join(PLANS) + " |", "|---|" + "---|" * len(PLANS)]
+    for n in names:
+        row = [found.get((n, c), ("", "")) for c in PLANS]
+        lines.append(f"| {n} | " + " | ".join(text if word == "equal" else word for word, text in row) + " |")
+    lines += ["", "| cell | | what it says |", "|---|---|---|"]
+    lines += [f"| {n}, {c} | {word} | {text.replace('|', chr(92) + '|')} |" for (n, c), (word, text) in found.items() if word != "equal"]
+    return "\n".join(lines) + "\n"
+
+
+def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """What :func:`markdown` wrote."""
+    found = {}
+    for line in text.splitlines():
+        cells = [c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == len(PLANS) + 1 and cells[0] in ARCHITECTURES:
+            found |= {(cells[0], c): ("equal", value) for c, value in zip(PLANS, cells[1:]) if value}
+        elif len(cells) == 3 and ", " in cells[0]:
+            found[tuple(cells[0].split(", "))] = (cells[1], cells[2])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("architectures", nargs="*", default=list(ARCHITECTURES))
+    parser.add_argument("--plans", nargs="*", choices=list(PLANS), help="all by default")
+    parser.add_argument("--write", help="Markdown file; standard output by default")
+    parser.add_argument("--update", action="store_true", help="keep the cells of --write's file that are not run")
+    parser.add_argument("--skip-equal", action="store_true", help="with --update: run what is not equal alone")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="for one cell")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    found = read(pathlib.Path(args.write).read_text()) if args.update else {}
+    for name in args.architectures:
+        for column in args.plans or columns(name):
+            if args.skip_equal and found.get((name, column), ("", ""))[0] == "equal":
+                continue
+            begin = time.perf_counter()
+            found[name, column] = checked(name, column, args.seconds)
+            print(name, column, *found[name, column], f"{time.perf_counter() - begin:.0f} s", flush=True)
+            if args.write:
+                pathlib.Path(args.write).write_text(markdown(found))  # what is known so far survives an interruption
+    if not args.write:
+        print(markdown(found))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    main()
