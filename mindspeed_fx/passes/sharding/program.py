@@ -38,7 +38,9 @@ class Value:
     stride: tuple[int, ...]
     parameter: bool
     name: str = ""
-    """Of the parameter."""
+    """Of the parameter, or of an input of which each rank gives its part."""
+    part: bool = False
+    """Whether an input of the model is given as the part that ``placements`` say."""
 
 
 class Program(torch.nn.Module):
@@ -70,6 +72,8 @@ class Program(torch.nn.Module):
     def _enter(self, x: Any, value: Value | None) -> Any:
         if value is None:
             return x
+        if value.part:
+            return self._at_rest(x.contiguous(), value)
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             return whole.redistribute(placements=value.placements)
@@ -103,6 +107,7 @@ class _Planned(fx.Interpreter):
         self.node = self.traffic.node = n
         try:
             value = self.traffic.values[n] = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
+            check_dtype(n, value)
             return value
         except ShardingError as e:
             if "module " in str(e):
@@ -137,7 +142,10 @@ class _Planned(fx.Interpreter):
 
     def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:
         handler = HANDLERS.get(target)
-        return super().call_function(target, args, kwargs) if handler is None else handler(*args, **kwargs)
+        if handler is None:
+            return super().call_function(target, args, kwargs)
+        with compat_tracing.casts_resolved(target, self.node.meta.get("val"), args, kwargs) as (args, kwargs):
+            return handler(*args, **kwargs)
 
     def output(self, target: str, args: tuple, kwargs: dict) -> Any:
         return pytree.tree_map(experts.whole, super().output(target, args, kwargs))
@@ -162,6 +170,17 @@ HANDLERS: dict[Any, Callable] = {
     aten.scaled_dot_product_attention.default: rows.scaled_dot_product_attention,
 }
 """Operators that DTensor alone would compute wrongly divided, or only after gathering their inputs."""
+
+
+def check_dtype(node: fx.Node, value: Any) -> None:
+    """Refuse a result whose dtype is not the one that a single device computes: a cast was lost, and with it a rounding.
+
+    Raises:
+        ShardingError: with both dtypes.
+    """
+    expected = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor) and value.dtype != expected.dtype:
+        raise ShardingError(f"{_where(node)}: {node.target} gives {value.dtype} in parts, and {expected.dtype} on one device")
 
 
 def _where(node: fx.Node) -> str:
