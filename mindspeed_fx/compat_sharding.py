@@ -286,8 +286,11 @@ def on_each_rank(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) 
     if mode is None:
         return function(*tensors)
     with compat_tracing.outside_tracing():
-        parts = {rank: [t._local_tensors[rank] if isinstance(t, LocalTensor) else t for t in tensors] for rank in mode.ranks}
-        return LocalTensor({rank: function(*own) for rank, own in parts.items()})
+
+        def own(rank: int) -> list[torch.Tensor]:
+            return [t._local_tensors[rank] if isinstance(t, LocalTensor) else t for t in tensors]
+
+        return LocalTensor({rank: function(*own(rank)) for rank in mode.ranks})
 
 
 def reconciled(x: torch.Tensor) -> torch.Tensor:

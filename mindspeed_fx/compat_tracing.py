@@ -169,19 +169,23 @@ def switch_autocast(target: Any, args: tuple) -> Any:
 def casts_resolved(target: Any, expected: Any, args: tuple, kwargs: dict) -> Iterator[tuple[tuple, dict]]:
     """Operands of an ATen operator as autocast gives them to its kernel, with autocast off in the body.
 
-    What stands for the operator (a custom one, a sum of several) has no autocast rule of its own. Every policy of autocast (lower
-    precision, float32, widest) computes with operands of one dtype, that of the result; it is read off the operator's fake result.
+    What stands for the operator (a custom one, a sum of several) has no autocast rule of its own. Every policy of autocast
+    (lower precision, float32, widest) computes with operands of one dtype, that of the result, which the fake result tells.
 
     Args:
         expected: fake result, recorded under the same autocast; None or no tensor: nothing is cast.
     """
     devices = {a.device.type for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
-    active = [device for device in devices if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)]
+    active = [d for d in sorted(devices) if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
     if not active:
         yield args, kwargs
         return
     if target.namespace == "aten" and isinstance(expected, torch.Tensor) and expected.is_floating_point():
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(expected.dtype) if x.is_floating_point() else x, (args, kwargs))
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return x.to(expected.dtype) if x.is_floating_point() else x
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
     with contextlib.ExitStack() as stack:
         for device in active:
             stack.enter_context(torch.autocast(device, enabled=False))

@@ -121,7 +121,7 @@ CLIPPED = {
 }
 
 
-def worker(rank, store, out):
+def worker(rank, store, out, plans):
     from llama import Llama
 
     import mindspeed_fx
@@ -134,14 +134,15 @@ def worker(rank, store, out):
     generator = torch.Generator().manual_seed(5)
     gradients = [{n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in reference.named_parameters()} for _ in range(3)]
     results = {}
-    for plan, mesh in PLANS.items():
+    for plan in plans:
+        mesh = PLANS[plan]
         mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         model = mindspeed_fx.parallelize(copy.deepcopy(reference), mesh, plan)
         start = [{k: v.clone() for k, v in m.state_dict().items()} for m in (reference, model)]
         for row, (name, settings) in OPTIMIZERS.items():
             results[f"{plan}|{row}"] = compare(reference, model, start, gradients, name, settings)
         for row, clip in CLIPPED.items():
-            results[f"{plan}|{row}"] = compare(reference, model, start, batch, "SGD", {}, clip)
+            results[f"{plan}|{row}"] = compare(reference, model, start, gradients, "SGD", {}, clip)
     if rank == 0:
         Path(out).write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -10,8 +10,8 @@ import input_ranks
 
 @pytest.mark.parametrize("scenarios", [
     "parts nested checked uneven misused",
-    pytest.param("grad_modes", marks=pytest.mark.slow),
-    pytest.param("autocast", marks=pytest.mark.slow),
+    "grad_modes",
+    pytest.param("autocast autocast_attention", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_scenarios(scenarios, tmp_path):
     mp.spawn(input_ranks.worker, (str(tmp_path / "store"), scenarios.split()), nprocs=input_ranks.RANKS)

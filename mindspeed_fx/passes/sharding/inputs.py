@@ -1,8 +1,9 @@
 """What callers pass to a parallelized model: the whole batch on every rank, or each rank its own part.
 
-``inputs="whole"``: every rank passes the same values, and takes its part. ``inputs="local"``: an argument is the part that the plan
-gives this rank; a hook in front of ``forward`` shows it whole (:func:`whole_input`), and the backend cuts that call out of the
-graph, as it does for parameters (``local.py``). Either way the first step with new sizes compares the ranks (:class:`InputCheck`):
+``inputs="whole"``: every rank passes the same values, and takes its part. ``inputs="local"``: an argument is the part that
+the plan gives this rank; a hook in front of ``forward`` shows it whole (:func:`whole_input`), and the backend cuts that call
+out of the graph, as it does for parameters (``local.py``). Either way the first step with new sizes compares the ranks
+(:class:`InputCheck`):
 
     plan zero2+tp, mesh dp 2 x tp 2, ids [4, 16] divided along 0 over dp       rank    0      1      2      3
     whole: all bytes alike over dp and tp                                              0..3   0..3   0..3   0..3
@@ -38,10 +39,11 @@ def argument_placements(sharding: Any, name: str, x: torch.Tensor) -> tuple[Plac
 
 @torch._dynamo.allow_in_graph
 def whole_input(x: torch.Tensor, key: str) -> torch.Tensor:
-    """An argument of which every rank passes its part, whole. ``key`` is "number of the sharding:name"; the backend knows the call by it.
+    """An argument of which every rank passes its part, whole; the backend knows the call by its key.
 
     Args:
         x: [..., n / ranks, ...], contiguous parts in the order of the mesh.
+        key: "number of the sharding:name".
     """
     from mindspeed_fx.passes.sharding.parallelize import SHARDINGS
 
@@ -56,8 +58,8 @@ def show_inputs_whole(model: nn.Module, number: int) -> None:
     names, rest = argument_names(model.forward)
 
     def show(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        shown = [_each(x, names[i] if i < len(names) else f"{rest}_{i - len(names)}", number) for i, x in enumerate(args)]
-        return tuple(shown), {name: _each(x, name.lower(), number) for name, x in kwargs.items()}
+        given = [*names[: len(args)], *(f"{rest}_{i}" for i in range(len(args) - len(names)))]
+        return tuple(_each(x, name, number) for x, name in zip(args, given)), {name: _each(x, name.lower(), number) for name, x in kwargs.items()}
 
     model.register_forward_pre_hook(show, with_kwargs=True)
 
@@ -91,7 +93,7 @@ class Argument:
 
 
 class InputCheck:
-    """Compares the arguments of all ranks, once for each set of names, shapes and dtypes; ``check(inputs of the graph)``.
+    """``check(inputs of the graph)`` compares the arguments of all ranks, once for each set of names, shapes and dtypes.
 
     Every rank comes here in the same step: with sizes that are new to its model. No collective runs in other steps.
     """
@@ -120,7 +122,7 @@ class InputCheck:
         self.sharding.checked.add(tuple(self.layouts))
 
     def _unlike(self, tensors: list[torch.Tensor]) -> tuple[int | None, int | None]:
-        """The first argument with other sizes on some rank, and the first with other values where the ranks pass the same."""
+        """The first argument with other sizes on some rank, and the first with other values where ranks pass the same."""
         mesh: DeviceMesh = self.sharding.mesh
         count = COMPARED + 1
         layout_digests = _folded([_digest(repr(layout).encode()) for layout in self.layouts])
@@ -137,28 +139,35 @@ class InputCheck:
             least = compat_sharding.all_reduce(own, mesh, [dim], "min")
             unlike = (least[0] != -least[1]).to(torch.int64)
             differ = unlike if differ is None else differ | unlike
-        everywhere = compat_sharding.reconciled(compat_sharding.all_reduce(differ, mesh, range(mesh.ndim), "max")).tolist()
-        first = [next((i for i in range(count) if flags[i]), None) for flags in everywhere]
+        everywhere = compat_sharding.all_reduce(differ, mesh, range(mesh.ndim), "max")
+        first = [next((i for i in range(count) if row[i]), None) for row in compat_sharding.reconciled(everywhere).tolist()]
         return first[0], first[1]
 
     def _named(self, index: int) -> str:
-        beyond = index >= min(COMPARED, len(self.arguments))
-        return f"one of the arguments from the {COMPARED}th on" if beyond else f'argument "{self.arguments[index].name}"'
+        if index >= min(COMPARED, len(self.arguments)):
+            return f"one of the arguments from the {COMPARED}th on"
+        return f'argument "{self.arguments[index].name}"'
 
     def _own(self, index: int) -> str:
         return f" (here {self.layouts[index][1]}, {self.layouts[index][2]})" if index < len(self.layouts) else ""
 
     def _sizes_differ(self, index: int) -> str:
-        who = f'{self._named(index)}{self._own(index)} has another shape or dtype on another rank'
-        if self.sharding.inputs == LOCAL:
-            return f'{who}: parts are uneven; under plan "{self.sharding.plan.name}" with inputs="local" all ranks pass parts of one size: pad them, or leave the rest out'
-        return f'{who}; under plan "{self.sharding.plan.name}" every rank passes the same whole tensor; to pass each rank\'s own part: parallelize(..., inputs="local")'
+        who = f"{self._named(index)}{self._own(index)} has another shape or dtype on another rank"
+        if self.sharding.inputs == WHOLE:
+            return f"{who}; {self._whole_expected()}"
+        plan = f'plan "{self.sharding.plan.name}"'
+        return f'{who}: parts are uneven; under {plan} with inputs="local" all ranks pass parts of one size: pad them, or leave the rest out'
 
     def _values_differ(self, index: int) -> str:
         who = f"{self._named(index)}{self._own(index)} has other values on another rank"
-        if self.sharding.inputs == LOCAL:
-            return f'{who}, where plan "{self.sharding.plan.name}" does not divide it: ranks that share a part pass the same (tensor and expert parallel ranks of one batch)'
-        return f'{who}; under plan "{self.sharding.plan.name}" every rank passes the same whole tensor; to pass each rank\'s own part: parallelize(..., inputs="local")'
+        if self.sharding.inputs == WHOLE:
+            return f"{who}; {self._whole_expected()}"
+        plan = f'plan "{self.sharding.plan.name}"'
+        return f"{who}, where {plan} does not divide it: ranks that share a part (those of tensor parallelism) pass the same"
+
+    def _whole_expected(self) -> str:
+        same = f'under plan "{self.sharding.plan.name}" every rank passes the same whole tensor'
+        return f"{same}; to pass each rank's own part: parallelize(..., inputs=\"local\")"
 
 
 def _folded(digests: list[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """torch's optimizers on the parameters of a parallelized model: which of them are refused, and why.
 
-An optimizer that computes each element by itself (SGD, Adam and its kin, Adagrad, RMSprop ...) steps the parts as it steps the whole.
-Muon joins the elements of a matrix, and is given the whole one (:func:`mindspeed_fx.compat_optim.orthogonalize_whole_matrices`). Those
-in :data:`REFUSED` join elements in ways that DTensor does not carry out.
+An optimizer that computes each element by itself (SGD, Adam and its kin, Adagrad, RMSprop ...) steps the parts as it steps the
+whole. Muon joins the elements of a matrix, and is given the whole one (:mod:`mindspeed_fx.compat_optim`). Those in
+:data:`REFUSED` join elements in ways that DTensor does not carry out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ REFUSED = {
     "LBFGS": "it joins all gradients in one vector",
     "Adafactor": "it joins rows and columns of each matrix",
     "SparseAdam": "it takes sparse gradients, and those of a plan are dense",
+    "Rprop": "DTensor has no sharding rule for what it writes by index",
 }
 """Optimizer of ``torch.optim`` -> why it cannot step parts."""
+REFUSED_FUSED = ("SGD", "Adagrad")
+"""Optimizers of which DTensor (2.13) has no sharding rule for ``fused=True``; it has those of Adam and AdamW."""
 
 @functools.cache
 def watch_optimizers() -> None:
@@ -43,12 +46,17 @@ def refuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     Raises:
         ShardingError: a parallelized model's parameters and an optimizer of :data:`REFUSED`.
     """
-    name = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in REFUSED and c.__module__.startswith("torch.optim")), None)
-    if name is None:
-        return
-    plans = [p._mindspeed_fx_plan for group in optimizer.param_groups for p in group["params"] if hasattr(p, "_mindspeed_fx_plan")]
+    own = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim")]
+    name = next((n for n in own if n in REFUSED or n in REFUSED_FUSED), None)
+    groups = [g for g in optimizer.param_groups if name in REFUSED or (name and g.get("fused"))]
+    plans = [p._mindspeed_fx_plan for g in groups for p in g["params"] if hasattr(p, "_mindspeed_fx_plan")]
+    if plans and name in REFUSED_FUSED:
+        raise ShardingError(
+            f'torch.optim.{name}(fused=True) cannot step parameters that plan "{plans[0]}" divides: '
+            f"DTensor has no sharding rule for it; torch.optim.{name}(foreach=True) can"
+        )
     if plans:
         raise ShardingError(
-            f'torch.optim.{name} cannot step the parameters of a model that plan "{plans[0]}" divides: {REFUSED[name]}; '
+            f'torch.optim.{name} cannot step parameters that plan "{plans[0]}" divides: {REFUSED[name]}; '
             "optimizers that step each element by itself (AdamW, SGD, Adagrad ...) and Muon can"
         )

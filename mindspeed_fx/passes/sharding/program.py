@@ -180,7 +180,8 @@ def check_dtype(node: fx.Node, value: Any) -> None:
     """
     expected = node.meta.get("val")
     if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor) and value.dtype != expected.dtype:
-        raise ShardingError(f"{_where(node)}: {node.target} gives {value.dtype} in parts, and {expected.dtype} on one device")
+        dtypes = f"{value.dtype} in parts, and {expected.dtype} on one device"
+        raise ShardingError(f"{_where(node)}: {node.target} gives {dtypes}")
 
 
 def _where(node: fx.Node) -> str:

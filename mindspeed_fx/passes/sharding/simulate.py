@@ -93,7 +93,8 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
         for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True):
             name = names.get(id(x))
             if parts and name is None and isinstance(x, torch.Tensor) and local.argument_name(node) is not None:
-                whole = distribute_tensor(x.detach(), mesh, local.input_value(node, x, found).placements, src_data_rank=None)
+                placements = local.input_value(node, x, found).placements
+                whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
                 found.parts[node.name] = (local.argument_name(node), x)
                 values.append(local.part_value(x, *found.parts[node.name], found))
                 tensors.append(whole.to_local().requires_grad_(x.requires_grad))
@@ -112,7 +113,8 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
             outputs = program(*tensors)
         wanted = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
         with _Collectives() as backward:
-            torch.autograd.backward([o.sum() for o in wanted])
+            if wanted:  # none under no_grad
+                torch.autograd.backward([o.sum() for o in wanted])
         result = Simulation(torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs), {}, forward.counts, backward.counts)
         for name, (whole, part) in parameters.items():
             if part.grad is not None:
