@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def orthogonalize_whole_matrices() -> None:
     """``torch.optim.Muon`` on DTensors: Newton-Schulz of the whole matrix on every rank, of which each keeps its part.
 
-    It computes in bfloat16. Of a divided matrix every product would be a sum of the ranks' rounded products, 1e-4 away from what
-    one device computes; nothing else of the optimizer joins elements. One matrix at a time is whole.
+    It computes in bfloat16. Of a divided matrix every product would be a sum of the ranks' rounded products, 1e-4 away
+    from what one device computes; nothing else of the optimizer joins elements. One matrix at a time is whole.
     """
     try:
         from torch.optim import _muon

@@ -1,9 +1,9 @@
 """What callers pass to a parallelized model: the whole batch on every rank, or each rank its own part.
 
-``inputs="whole"``: every rank passes the same values, and takes its part. ``inputs="local"``: an argument is the part that
-the plan gives this rank; a hook in front of ``forward`` shows it whole (:func:`whole_input`), and the backend cuts that call
-out of the graph, as it does for parameters (``local.py``). Either way the first step with new sizes compares the ranks
-(:class:`InputCheck`):
+``inputs="whole"``: every rank passes the same values, and takes its part. ``inputs="local"``: an argument is the part
+that the plan gives this rank; a hook in front of ``forward`` shows it whole (:func:`whole_input`), and the backend cuts
+that call out of the graph, as it does for parameters (``local.py``). Either way the first step with new sizes compares
+the ranks (:class:`InputCheck`):
 
     plan zero2+tp, mesh dp 2 x tp 2, ids [4, 16] divided along 0 over dp       rank    0      1      2      3
     whole: all bytes alike over dp and tp                                              0..3   0..3   0..3   0..3
@@ -59,7 +59,8 @@ def show_inputs_whole(model: nn.Module, number: int) -> None:
 
     def show(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = [*names[: len(args)], *(f"{rest}_{i}" for i in range(len(args) - len(names)))]
-        return tuple(_each(x, name, number) for x, name in zip(args, given)), {name: _each(x, name.lower(), number) for name, x in kwargs.items()}
+        by_name = {name: _each(x, name.lower(), number) for name, x in kwargs.items()}
+        return tuple(_each(x, name, number) for x, name in zip(args, given)), by_name
 
     model.register_forward_pre_hook(show, with_kwargs=True)
 
@@ -93,7 +94,7 @@ class Argument:
 
 
 class InputCheck:
-    """``check(inputs of the graph)`` compares the arguments of all ranks, once for each set of names, shapes and dtypes.
+    """``check(inputs of the graph)`` compares the arguments of all ranks, once per set of names, shapes and dtypes.
 
     Every rank comes here in the same step: with sizes that are new to its model. No collective runs in other steps.
     """
@@ -122,7 +123,7 @@ class InputCheck:
         self.sharding.checked.add(tuple(self.layouts))
 
     def _unlike(self, tensors: list[torch.Tensor]) -> tuple[int | None, int | None]:
-        """The first argument with other sizes on some rank, and the first with other values where ranks pass the same."""
+        """The first argument with other sizes on some rank; the first with other values where ranks pass the same."""
         mesh: DeviceMesh = self.sharding.mesh
         count = COMPARED + 1
         layout_digests = _folded([_digest(repr(layout).encode()) for layout in self.layouts])
@@ -140,7 +141,8 @@ class InputCheck:
             unlike = (least[0] != -least[1]).to(torch.int64)
             differ = unlike if differ is None else differ | unlike
         everywhere = compat_sharding.all_reduce(differ, mesh, range(mesh.ndim), "max")
-        first = [next((i for i in range(count) if row[i]), None) for row in compat_sharding.reconciled(everywhere).tolist()]
+        flags = compat_sharding.reconciled(everywhere).tolist()
+        first = [next((i for i in range(count) if row[i]), None) for row in flags]
         return first[0], first[1]
 
     def _named(self, index: int) -> str:
@@ -156,14 +158,16 @@ class InputCheck:
         if self.sharding.inputs == WHOLE:
             return f"{who}; {self._whole_expected()}"
         plan = f'plan "{self.sharding.plan.name}"'
-        return f'{who}: parts are uneven; under {plan} with inputs="local" all ranks pass parts of one size: pad them, or leave the rest out'
+        expected = 'with inputs="local" all ranks pass parts of one size: pad them, or leave the rest out'
+        return f"{who}: parts are uneven; under {plan} {expected}"
 
     def _values_differ(self, index: int) -> str:
         who = f"{self._named(index)}{self._own(index)} has other values on another rank"
         if self.sharding.inputs == WHOLE:
             return f"{who}; {self._whole_expected()}"
         plan = f'plan "{self.sharding.plan.name}"'
-        return f"{who}, where {plan} does not divide it: ranks that share a part (those of tensor parallelism) pass the same"
+        share = "ranks that share a part (those of tensor parallelism) pass the same"
+        return f"{who}, where {plan} does not divide it: {share}"
 
     def _whole_expected(self) -> str:
         same = f'under plan "{self.sharding.plan.name}" every rank passes the same whole tensor'

@@ -79,7 +79,7 @@ def cut(gm: fx.GraphModule) -> Cut | None:
 
 
 BETWEEN_GRAPHS = ("received_", "stack")
-"""How inputs of a graph are named that no caller passes: activations of a pipeline, and what is handed on behind a graph break."""
+"""Names of inputs that no caller passes: activations of a pipeline, and what is handed on behind a graph break."""
 SHOWN, WHOLE_INPUT = ("gathered", "whole_input"), "whole_input"
 """What shows parameters whole, and arguments of which a rank passes its part."""
 
@@ -99,15 +99,15 @@ def check_part(source: fx.Node, name: str) -> None:
     way_out = 'compile the model alone, or pass the whole to every rank (inputs="whole")'
     if source.op != "placeholder":
         what = f"is computed in front of the model ({source.name})"
-        raise ShardingError(f'argument "{name}" {what}, and inputs="local" takes tensors as they come from outside; {way_out}')
+        raise ShardingError(f'argument "{name}" {what}; inputs="local" takes tensors as they come from outside; {way_out}')
     if other := next((u for u in source.users if not _shown(u) and not compat_tracing.is_higher_order(u.target)), None):
         what = f"is read outside of the model too ({other.name})"
         raise ShardingError(f'argument "{name}" {what}, where it is this rank\'s part; with inputs="local" {way_out}')
 
 
 def _cut(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Node, str, str]]:
-    """What is called, input of ``gm``, key and module path, for every call that shows one whole, in it and in the graphs of
-    its checkpointed regions; afterwards the inputs look whole.
+    """What is called, input of ``gm``, key and module path, for every call that shows one whole, in it and in the graphs
+    of its checkpointed regions; afterwards the inputs look whole.
 
     Raises:
         ShardingError: see :func:`check_part`.

@@ -59,19 +59,19 @@ def parallelize(
 ) -> nn.Module:
     """Divide ``model`` over ``mesh`` by ``plan``, in place; ``torch.compile(model, backend="mindspeed")`` does the rest.
 
-    Every rank calls the compiled model with the same whole inputs (or its part of them) and gets the same whole results; gradients
-    arrive on the parameters as DTensors. Without compilation the model runs too, whole on every rank.
+    Every rank calls the compiled model with the same whole inputs (or its part of them) and gets the same whole results;
+    gradients arrive on the parameters as DTensors. Without compilation the model runs too, whole on every rank.
 
     Args:
         model: whole parameters (rank 0's are used) or parameters on the meta device, which are initialized module by
             module: no rank ever holds more than one module whole, and the values do not depend on the mesh.
         mesh: with named dimensions, those of the plan.
         plan: a plan, or the name of one (see :func:`mindspeed_fx.passes.sharding.named.named`).
-        inputs: "whole": every rank passes the same tensors, and takes its part of those that the plan divides. "local": every rank
-            passes that part alone, e.g. [batch / dp, sequence / cp], parts of one size; the batch is that of all ranks, and so is
-            its loss.
-        check_inputs: compare the arguments of all ranks in the first step with new shapes (one small all-reduce or two per mesh
-            dimension); False: nothing is compared, and a rank that passes something else gets something else.
+        inputs: "whole": every rank passes the same tensors, and takes its part of those that the plan divides. "local":
+            every rank passes that part alone, e.g. [batch / dp, sequence / cp], parts of one size; the batch is that of
+            all ranks, and so is its loss.
+        check_inputs: compare the arguments of all ranks in the first step with new shapes (two small all-reduces per
+            mesh dimension); False: nothing is compared, and a rank that passes something else gets something else.
         init: for parameters on the meta device: called with each module that owns some, on real memory; default: the
             module's ``reset_parameters``.
         seed: of the initialization.
