@@ -75,7 +75,7 @@ def same_training(step, model, reference, args, tolerance=1e-10, given=None):
 
 
 def parts():
-    """Every rank passes its part: the loss of the whole batch and its gradients; by position, by name, without compilation."""
+    """Every rank passes its part: loss and gradients of the whole batch; by position, by name, without compilation."""
     reference = whole_model(kind=Small)
     for dim, plan, divided in (("dp", "zero2", 0), ("cp", "ulysses", 1), ("tp", "tp_sp", None)):
         model, step = compiled(reference, dim, plan, inputs="local")
@@ -111,23 +111,32 @@ def nested():
         assert (loss - expected).abs() <= 1e-10 * expected
         assert (mine.grad - own(x.grad, 0)).abs().max() <= 1e-10 * x.grad.abs().max()
         gradient = reference.linear.weight.grad
-        assert (model.linear._parameters["weight"].grad.full_tensor() - gradient).abs().max() <= 1e-10 * gradient.abs().max()
+        assert (
+            model.linear._parameters["weight"].grad.full_tensor() - gradient
+        ).abs().max() <= 1e-10 * gradient.abs().max()
 
 
 def refused(step, given, *says):
     with pytest.raises(Exception) as error:
         step(*given)
-    assert isinstance(error.value, ShardingError) or "ShardingError: " in str(error.value), error.value  # Dynamo wraps what a backend raises
+    assert isinstance(error.value, ShardingError) or "ShardingError: " in str(error.value), (
+        error.value
+    )  # Dynamo wraps what a backend raises
     for text in says:
         assert text in str(error.value), error.value
 
 
 def checked():
-    """Inputs that differ are refused on all ranks, by the argument's name, in the first step with new sizes and in no other."""
+    """Inputs that differ are refused on all ranks, by name; ranks are compared with new sizes and in no other step."""
     reference = whole_model(kind=Small)
     ids, labels = batch()
     model, step = compiled(reference, "dp", "zero2")
-    refused(step, [own(ids, 0), own(labels, 0)], 'argument "ids" (here (2, 16), torch.int64) has other values', 'inputs="local"')
+    refused(
+        step,
+        [own(ids, 0), own(labels, 0)],
+        'argument "ids" (here (2, 16), torch.int64) has other values',
+        'inputs="local"',
+    )
     refused(step, [ids, labels + dist.get_rank()], 'argument "labels"', "has other values", '"zero2"')
     refused(step, [ids[:, : 8 + 4 * dist.get_rank()].contiguous()] * 2, 'argument "ids"', "has another shape or dtype")
     counted, compare = [], inputs_module.InputCheck._unlike
@@ -161,9 +170,17 @@ def misused():
     model, _ = compiled(whole_model(kind=Small), "dp", "zero2", inputs="local")
     ids, labels = (own(x, 0) for x in batch())
     options = dict(backend="mindspeed", fullgraph=True, dynamic=False, options=OPTIONS)
-    refused(torch.compile(lambda a, b: model(a + 0, b), **options), [ids, labels], 'argument "ids" is computed in front of the model')
+    refused(
+        torch.compile(lambda a, b: model(a + 0, b), **options),
+        [ids, labels],
+        'argument "ids" is computed in front of the model',
+    )
     torch._dynamo.reset()
-    refused(torch.compile(lambda a, b: model(a, b) + b.sum(), **options), [ids, labels], 'argument "labels" is read outside of the model')
+    refused(
+        torch.compile(lambda a, b: model(a, b) + b.sum(), **options),
+        [ids, labels],
+        'argument "labels" is read outside of the model',
+    )
 
 
 PLANS = (("tp", "tp"), ("tp", "tp_sp"), ("cp", "ulysses"), ("dp", "zero1"), ("dp", "zero2"), ("dp", "zero3"))

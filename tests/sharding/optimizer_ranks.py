@@ -1,4 +1,4 @@
-"""What four gloo processes find of torch's optimizers under plans; run by test_optimizers.py, which reads the results."""
+"""What four gloo processes find of torch's optimizers under plans; test_optimizers.py runs it and reads the results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,11 @@ def steps(model, gradients, name, settings, between=None):
     for gradient in gradients:
         for n, p in model.named_parameters():
             own = gradient[n].clone()
-            p.grad = distribute_tensor(own, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else own
+            p.grad = (
+                distribute_tensor(own, p.device_mesh, p.placements, src_data_rank=None)
+                if isinstance(p, DTensor)
+                else own
+            )
         if between:
             between(model)
         optimizer.step(lambda: torch.zeros(()))
@@ -95,7 +99,7 @@ def apart(found, expected):
 
 
 def compare(reference, model, start, gradients, name, settings, between=None):
-    """What one row of the table gives: {"apart": number}, or {"error": ...} beside {"alone": what one device raises}."""
+    """What a row of the table gives: {"apart": number}, or {"error": ...} beside {"alone": what one device raises}."""
     results = []
     for m in (reference, model):
         m.load_state_dict(start[m is model])
@@ -117,7 +121,9 @@ CLIPPED = {
     "clip_grad_norm_ inf": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01, norm_type=float("inf")),
     "clip_grad_norm_ foreach": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01, foreach=True),
     "clip_grad_value_": lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 0.001),
-    "clip_grads_with_norm_": lambda m: torch.nn.utils.clip_grads_with_norm_(m.parameters(), 0.01, torch.nn.utils.get_total_norm([p.grad for p in m.parameters()])),
+    "clip_grads_with_norm_": lambda m: torch.nn.utils.clip_grads_with_norm_(
+        m.parameters(), 0.01, torch.nn.utils.get_total_norm([p.grad for p in m.parameters()])
+    ),
 }
 
 
@@ -132,7 +138,10 @@ def worker(rank, store, out, plans):
     torch.manual_seed(0)
     reference = Llama(layers=1, hidden=8, heads=4, ffn=16, vocab=16).double()
     generator = torch.Generator().manual_seed(5)
-    gradients = [{n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in reference.named_parameters()} for _ in range(3)]
+    gradients = [
+        {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in reference.named_parameters()}
+        for _ in range(3)
+    ]
     results = {}
     for plan in plans:
         mesh = PLANS[plan]

@@ -51,14 +51,16 @@ def worst(found, expected):
     return max(((found[n] - g).norm() / g.norm()).item() for n, g in expected.items())
 
 
-@pytest.mark.parametrize("plan,mesh", [pytest.param(p, m, marks=pytest.mark.slow) if p in SLOW else (p, m) for p, m in PLANS])
+@pytest.mark.parametrize(
+    "plan,mesh", [pytest.param(p, m, marks=pytest.mark.slow) if p in SLOW else (p, m) for p, m in PLANS]
+)
 @pytest.mark.parametrize("inside,dtype", [
     (False, torch.bfloat16),
     pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
     pytest.param(False, torch.float16, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_autocast_rounds_as_on_one_device(plan, mesh, inside, dtype):
-    """As far from float32 as one device's autocast, by twice at most; a product that was left in float32 is refused (next test)."""
+    """As far from float32 as one device's autocast, twice at most; a cast that is lost is refused (below)."""
     model = (Mixtral if plan == "ep" else Llama)(1)
     args = torch.randint(0, 60, (4, 16)), torch.randint(0, 60, (4, 16))
     exact_loss, exact = gradients(model, args, torch.float32)

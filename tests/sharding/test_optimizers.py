@@ -15,11 +15,15 @@ FAST = ["tp_2d", "zero3"]
 
 
 def results(folder, plans):
-    mp.spawn(optimizer_ranks.worker, (str(folder / "store"), str(folder / "results"), plans), nprocs=optimizer_ranks.RANKS)
+    mp.spawn(
+        optimizer_ranks.worker, (str(folder / "store"), str(folder / "results"), plans), nprocs=optimizer_ranks.RANKS
+    )
     return json.loads((folder / "results").read_text())
 
 
-@pytest.mark.parametrize("plans", [FAST, pytest.param([p for p in optimizer_ranks.PLANS if p not in FAST], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plans", [FAST, pytest.param([p for p in optimizer_ranks.PLANS if p not in FAST], marks=pytest.mark.slow)]
+)
 def test_steps_are_those_of_one_device(plans, tmp_path):
     found = results(tmp_path, plans)
     assert len(found) == len(plans) * (len(optimizer_ranks.OPTIMIZERS) + len(optimizer_ranks.CLIPPED))
@@ -31,7 +35,9 @@ def test_steps_are_those_of_one_device(plans, tmp_path):
             says = f'ShardingError: torch.optim.{name}{fused} cannot step parameters that plan "{plan}" divides'
             assert result["error"].startswith(says), (key, result)
         elif result.get("alone"):
-            alone, divided = (result[k].split(":")[0] for k in ("alone", "error"))  # torch itself refuses these settings
+            alone, divided = (
+                result[k].split(":")[0] for k in ("alone", "error")
+            )  # torch itself refuses these settings
             assert alone == divided, (key, result)
         else:
             assert result.get("apart", 1) <= 1e-10 and result["state"] <= 1e-10, (key, result)

@@ -171,7 +171,7 @@ class InputCheck:
 
     def _whole_expected(self) -> str:
         same = f'under plan "{self.sharding.plan.name}" every rank passes the same whole tensor'
-        return f"{same}; to pass each rank's own part: parallelize(..., inputs=\"local\")"
+        return f'{same}; to pass each rank\'s own part: parallelize(..., inputs="local")'
 
 
 def _folded(digests: list[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """torch's optimizers on the parameters of a parallelized model: which of them are refused, and why.
 
 An optimizer that computes each element by itself (SGD, Adam and its kin, Adagrad, RMSprop ...) steps the parts as it
-steps the whole. Muon joins the elements of a matrix, and is given the whole one (:mod:`mindspeed_fx.compat_optim`). Those
-in :data:`REFUSED` need what DTensor does not carry out.
+steps the whole. Muon joins the elements of a matrix, and is given the whole one (:mod:`mindspeed_fx.compat_optim`).
+Those in :data:`REFUSED` need what DTensor does not carry out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ REFUSED = {
 """Optimizer of ``torch.optim`` -> why it cannot step parts."""
 REFUSED_FUSED = ("SGD", "Adagrad")
 """Optimizers of which DTensor (2.13) has no sharding rule for ``fused=True``; it has those of Adam and AdamW."""
+
 
 @functools.cache
 def watch_optimizers() -> None:
