@@ -83,5 +83,6 @@ def test_a_lost_cast_is_refused():
     node = torch.fx.Graph().placeholder("x")
     node.meta["val"] = torch.empty(2, dtype=torch.bfloat16)
     check_dtype(node, torch.empty(2, dtype=torch.bfloat16))
-    with pytest.raises(ShardingError, match="float32 in parts, and torch.bfloat16 on one device"):
+    lost = pytest.raises(ShardingError, match="float32 in parts, and torch.bfloat16 on one device")
+    with torch.autocast("cpu", dtype=torch.bfloat16), lost:
         check_dtype(node, torch.empty(2))

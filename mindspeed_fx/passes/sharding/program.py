@@ -173,13 +173,15 @@ HANDLERS: dict[Any, Callable] = {
 
 
 def check_dtype(node: fx.Node, value: Any) -> None:
-    """Refuse a result whose dtype is not the one that a single device computes: a cast was lost, and with it a rounding.
+    """Under autocast, refuse a result whose dtype is not the one that a single device computes: a cast was lost.
 
     Raises:
         ShardingError: with both dtypes.
     """
     expected = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor) and value.dtype != expected.dtype:
+    if not isinstance(value, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return
+    if value.dtype != expected.dtype and torch.is_autocast_enabled(value.device.type):
         dtypes = f"{value.dtype} in parts, and {expected.dtype} on one device"
         raise ShardingError(f"{_where(node)}: {node.target} gives {dtypes}")
 
