@@ -165,6 +165,11 @@ def switch_autocast(target: Any, args: tuple) -> Any:
     return None
 
 
+def is_autocast_active(device: str) -> bool:
+    """Whether autocast casts operands on devices of this type."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 @contextlib.contextmanager
 def casts_resolved(target: Any, expected: Any, args: tuple, kwargs: dict) -> Iterator[tuple[tuple, dict]]:
     """Operands of an ATen operator as autocast gives them to its kernel, with autocast off in the body.
@@ -176,7 +181,7 @@ def casts_resolved(target: Any, expected: Any, args: tuple, kwargs: dict) -> Ite
         expected: fake result, recorded under the same autocast; None or no tensor: nothing is cast.
     """
     devices = {a.device.type for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
-    active = [d for d in sorted(devices) if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
+    active = [d for d in sorted(devices) if is_autocast_active(d)]
     if not active:
         yield args, kwargs
         return

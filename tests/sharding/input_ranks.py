@@ -213,6 +213,11 @@ def grad_modes(plans=PLANS):
         torch._dynamo.reset()
 
 
+def grad_modes_fast():
+    """Two plans."""
+    grad_modes((("dp", "zero2"), ("tp", "tp_sp")))
+
+
 def autocast(plans=PLANS, dtype=torch.bfloat16, kind=Small):
     """With and without autocast in turn, outside of the compiled model; gradients of float32 weights are float32."""
     reference = whole_model(torch.float32, kind)

@@ -24,7 +24,7 @@ PLANS = [
     ("zero3", {"dp": 2}),
     ("ep", {"ep": 2}),
 ]
-SLOW = ("tp", "tp_2d", "kv_allgather", "hybrid", "zero1", "zero3", "ep")
+SLOW = ("tp", "tp_2d", "ulysses", "kv_allgather", "hybrid", "zero1", "zero3", "ep")
 
 
 class Inside(torch.nn.Module):

@@ -10,7 +10,8 @@ import input_ranks
 
 @pytest.mark.parametrize("scenarios", [
     "parts nested checked uneven misused",
-    "grad_modes",
+    "grad_modes_fast",
+    pytest.param("grad_modes", marks=pytest.mark.slow),
     pytest.param("autocast autocast_attention", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_scenarios(scenarios, tmp_path):

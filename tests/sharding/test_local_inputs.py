@@ -21,7 +21,10 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan,mesh", PLANS)
+FAST = ("zero3", "tp_sp", "zero2+ring")
+
+
+@pytest.mark.parametrize("plan,mesh", [p if p[0] in FAST else pytest.param(*p, marks=pytest.mark.slow) for p in PLANS])
 def test_parts_give_the_loss_of_the_whole_batch(plan, mesh):
     model = Llama(layers=1).double()
     batch = torch.randint(0, 64, (4, 16)), torch.randint(0, 64, (4, 16))

@@ -11,7 +11,7 @@ import optimizer_ranks
 from mindspeed_fx.passes.sharding.optimizers import REFUSED, REFUSED_FUSED
 
 
-FAST = ["tp_2d", "zero3"]
+FAST = ["tp_2d"]
 
 
 def results(folder, plans):

@@ -181,7 +181,7 @@ def check_dtype(node: fx.Node, value: Any) -> None:
     expected = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return
-    if value.dtype != expected.dtype and torch.is_autocast_enabled(value.device.type):
+    if value.dtype != expected.dtype and compat_tracing.is_autocast_active(value.device.type):
         dtypes = f"{value.dtype} in parts, and {expected.dtype} on one device"
         raise ShardingError(f"{_where(node)}: {node.target} gives {dtypes}")
 
