@@ -11,7 +11,8 @@ import optimizer_ranks
 from mindspeed_fx.passes.sharding.optimizers import REFUSED, REFUSED_FUSED
 
 
-FAST = ["tp_2d"]
+pytestmark = pytest.mark.slow  # four processes
+TWO_DIMENSIONS = ["tp_2d"]
 
 
 def results(folder, plans):
@@ -21,9 +22,7 @@ def results(folder, plans):
     return json.loads((folder / "results").read_text())
 
 
-@pytest.mark.parametrize(
-    "plans", [FAST, pytest.param([p for p in optimizer_ranks.PLANS if p not in FAST], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("plans", [TWO_DIMENSIONS, [p for p in optimizer_ranks.PLANS if p not in TWO_DIMENSIONS]])
 def test_steps_are_those_of_one_device(plans, tmp_path):
     found = results(tmp_path, plans)
     assert len(found) == len(plans) * (len(optimizer_ranks.OPTIMIZERS) + len(optimizer_ranks.CLIPPED))
