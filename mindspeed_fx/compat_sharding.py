@@ -352,11 +352,31 @@ def _entries(x: torch.Tensor) -> list[Any]:
     return [LocalIntNode({rank: v[i] for rank, v in values.items()}) for i in range(x.shape[0])]
 
 
-def all_reduce(x: torch.Tensor, mesh: Any, dims: Sequence[int]) -> torch.Tensor:
-    """The sum of ``x`` over the ranks along mesh dimensions ``dims``."""
+def all_reduce(x: torch.Tensor, mesh: Any, dims: Sequence[int], operation: str = "sum") -> torch.Tensor:
+    """The sum (or "min", "max") of ``x`` over the ranks along mesh dimensions ``dims``."""
     for dim in dims:
-        x = waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", mesh.get_group(dim).group_name))
+        x = waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, mesh.get_group(dim).group_name))
     return x
+
+
+def on_each_rank(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """``function(*tensors)``; under LocalTensorMode for every rank that this process is."""
+    from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+    mode = local_tensor_mode()
+    if mode is None:
+        return function(*tensors)
+    with compat_tracing.outside_tracing():
+
+        def own(rank: int) -> list[torch.Tensor]:
+            return [t._local_tensors[rank] if isinstance(t, LocalTensor) else t for t in tensors]
+
+        return LocalTensor({rank: function(*own(rank)) for rank in mode.ranks})
+
+
+def reconciled(x: torch.Tensor) -> torch.Tensor:
+    """``x``; under LocalTensorMode the tensor that all ranks hold alike."""
+    return x.reconcile() if hasattr(x, "reconcile") else x
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:

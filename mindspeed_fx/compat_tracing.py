@@ -165,6 +165,38 @@ def switch_autocast(target: Any, args: tuple) -> Any:
     return None
 
 
+def is_autocast_active(device: str) -> bool:
+    """Whether autocast casts operands on devices of this type."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+@contextlib.contextmanager
+def casts_resolved(target: Any, expected: Any, args: tuple, kwargs: dict) -> Iterator[tuple[tuple, dict]]:
+    """Operands of an ATen operator as autocast gives them to its kernel, with autocast off in the body.
+
+    What stands for the operator (a custom one, a sum of several) has no autocast rule of its own. Every policy of autocast
+    (lower precision, float32, widest) computes with operands of one dtype, that of the result, which the fake result tells.
+
+    Args:
+        expected: fake result, recorded under the same autocast; None or no tensor: nothing is cast.
+    """
+    devices = {a.device.type for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
+    active = [d for d in sorted(devices) if is_autocast_active(d)]
+    if not active:
+        yield args, kwargs
+        return
+    if target.namespace == "aten" and isinstance(expected, torch.Tensor) and expected.is_floating_point():
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return x.to(expected.dtype) if x.is_floating_point() else x
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+    with contextlib.ExitStack() as stack:
+        for device in active:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield args, kwargs
+
+
 def autograd_number(node: fx.Node) -> int | None:
     """The call of autograd that a node of a joint graph belongs to, the same for an operator and its gradient; None where AOTAutograd says nothing."""
     return node.meta.get("seq_nr")

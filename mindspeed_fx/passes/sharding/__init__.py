@@ -3,6 +3,8 @@
 * ``plan.py``: a plan is data: placements of parameters and inputs, and of what crosses the edges of modules and operators
 * ``named.py``: plans by name for a model (tensor parallel, ZeRO, Ulysses ...)
 * ``parallelize.py``: parameters become DTensors that the model's code still sees whole
+* ``inputs.py``: what callers pass: the whole batch, compared in the first step, or each rank its part
+* ``optimizers.py``: torch's optimizers that cannot step parts are refused
 * ``place.py``: the pass ``sharding.place``: a plan's edges become ``place`` calls in the captured graph
 * ``program.py``: the graph run on DTensors inside what AOTAutograd traces, which is the local program
 * ``vocabulary.py``, ``rows.py``, ``ring.py``, ``experts.py``: operators that need collectives inside

@@ -31,6 +31,8 @@ class Cut:
     sharding: Any
     inputs: dict[str, str] = field(default_factory=dict)
     """Placeholder -> name of the parameter."""
+    parts: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    """Placeholder -> name of the model's argument of which a rank passes its part, and the whole of it (fake)."""
     prefix: str = ""
     """Path of the parallelized model in the compiled one, with a dot."""
     program: Any = None
@@ -53,43 +55,81 @@ def cut(gm: fx.GraphModule) -> Cut | None:
     """
     numbers: set[int] = set()
     names: dict[str, str] = {}
+    parts: dict[str, tuple[str, torch.Tensor]] = {}
     prefixes: set[str] = set()
-    for source, key, path in _cut(gm):
+    for shown, source, key, path in _cut(gm):
         number, _, name = key.partition(":")
         name, owner = name.lstrip("."), name.lstrip(".").rpartition(".")[0]
+        numbers.add(int(number))
+        if shown == WHOLE_INPUT:
+            parts.setdefault(source.name, (name, source.meta["example_value"]))
+            continue
         if source.op != "placeholder":
             raise ShardingError(f'parameter "{name}" was changed before its use; plans know parameters as they are')
-        numbers.add(int(number))
         names.setdefault(source.name, name)
         if path.endswith(owner):
             prefixes.add(path[: len(path) - len(owner)])
-    if not names:
+    if not numbers:
         return None
     if len(numbers) > 1:
         raise ShardingError("two models that were parallelized apart are compiled as one; call parallelize on a module that holds both")
     from mindspeed_fx.passes.sharding.parallelize import SHARDINGS
 
-    found = gm.meta[KEY] = Cut(SHARDINGS[numbers.pop()], names, min(prefixes, key=len, default=""))
+    found = gm.meta[KEY] = Cut(SHARDINGS[numbers.pop()], names, parts, min(prefixes, key=len, default=""))
     return found
 
 
-def _cut(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str, str]]:
-    """Input of ``gm`` that is a parameter, key and module path, for every call of ``gathered`` in it and in the graphs of its
-    checkpointed regions; afterwards the inputs look like whole parameters."""
-    for n in list(gm.graph.nodes):
-        if n.op != "call_function":
-            continue
-        if getattr(n.target, "__name__", "") == "gathered" and n.target.__module__ == f"{__package__}.parallelize":
-            _becomes(n.args[0], compat.example_value_of(n))
-            yield n.args[0], n.args[1], module_path(n)
-            n.replace_all_uses_with(n.args[0])
-            gm.graph.erase_node(n)
-        elif compat_tracing.is_higher_order(n.target):
-            for body, given in operands(gm, n):
-                for source, key, path in _cut(body):
-                    if isinstance(outer := given.get(source), fx.Node):
-                        _becomes(outer, source.meta["example_value"])
-                        yield outer, key, path
+BETWEEN_GRAPHS = ("received_", "stack")
+"""Names of inputs that no caller passes: activations of a pipeline, and what is handed on behind a graph break."""
+SHOWN, WHOLE_INPUT = ("gathered", "whole_input"), "whole_input"
+"""What shows parameters whole, and arguments of which a rank passes its part."""
+
+
+def _shown(n: fx.Node) -> str | None:
+    """The name of the call by which ``n`` shows its first argument whole; None for other nodes."""
+    name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
+    return name if name in SHOWN and n.target.__module__.rpartition(".")[0] == __package__ else None
+
+
+def check_part(source: fx.Node, name: str) -> None:
+    """Refuse an argument that is not the caller's tensor as it is, or that is read beside the model.
+
+    Raises:
+        ShardingError: with the argument's name.
+    """
+    way_out = 'compile the model alone, or pass the whole to every rank (inputs="whole")'
+    if source.op != "placeholder":
+        what = f"is computed in front of the model ({source.name})"
+        raise ShardingError(f'argument "{name}" {what}; inputs="local" takes tensors as they come from outside; {way_out}')
+    if other := next((u for u in source.users if not _shown(u) and not compat_tracing.is_higher_order(u.target)), None):
+        what = f"is read outside of the model too ({other.name})"
+        raise ShardingError(f'argument "{name}" {what}, where it is this rank\'s part; with inputs="local" {way_out}')
+
+
+def _cut(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Node, str, str]]:
+    """What is called, input of ``gm``, key and module path, for every call that shows one whole, in it and in the graphs
+    of its checkpointed regions; afterwards the inputs look whole.
+
+    Raises:
+        ShardingError: see :func:`check_part`.
+    """
+    calls = [n for n in gm.graph.nodes if _shown(n)]
+    for n in calls:
+        if _shown(n) == WHOLE_INPUT:
+            check_part(n.args[0], n.args[1].partition(":")[2])
+    for n in calls:
+        _becomes(n.args[0], compat.example_value_of(n))
+        yield _shown(n), n.args[0], n.args[1], module_path(n)
+        n.replace_all_uses_with(n.args[0])
+        gm.graph.erase_node(n)
+    for n in [n for n in gm.graph.nodes if n.op == "call_function" and compat_tracing.is_higher_order(n.target)]:
+        for body, given in operands(gm, n):
+            for shown, source, key, path in _cut(body):
+                if isinstance(outer := given.get(source), fx.Node):
+                    if shown == WHOLE_INPUT:
+                        check_part(outer, key.partition(":")[2])
+                    _becomes(outer, source.meta["example_value"])
+                    yield shown, outer, key, path
     gm.recompile()
 
 
@@ -109,15 +149,18 @@ def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: Cut | None) -> tu
     from torch.distributed.tensor import DTensor
 
     from mindspeed_fx import compat_sharding
+    from mindspeed_fx.passes.sharding.inputs import InputCheck
     from mindspeed_fx.passes.sharding.program import Program
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = [_value(n, x, found) for n, x in zip(placeholders, inputs, strict=True)]
+    check = InputCheck(found.sharding, arguments_of(placeholders, inputs, values, found), inputs)
     program = found.program = Program(gm, found.plan, found.sharding.mesh, values)
     local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
 
     def wrap(compiled: Callable) -> Callable:
         def run(*args: Any) -> Any:
+            check(args)
             return compiled(*(a.to_local() if isinstance(a, DTensor) else a for a in args))
 
         return run
@@ -151,7 +194,12 @@ def _value(node: fx.Node, x: Any, found: Cut) -> Any:
         return None
     if any(isinstance(s, torch.SymInt) for s in x.shape):
         raise ShardingError(f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., dynamic=False)")
-    return parameter_value(x, found.inputs[node.name]) if node.name in found.inputs else input_value(node, x, found)
+    if node.name in found.inputs:
+        return parameter_value(x, found.inputs[node.name])
+    if compat_tracing.wraps_tensors(x):
+        what = f'input "{argument_name(node)}" is a {type(x).__name__}'
+        raise ShardingError(f'{what}; pass the whole tensor, or, with parallelize(..., inputs="local"), its to_local()')
+    return part_value(x, *found.parts[node.name], found) if node.name in found.parts else input_value(node, x, found)
 
 
 def parameter_value(x: Any, name: str = "") -> Any:
@@ -159,6 +207,28 @@ def parameter_value(x: Any, name: str = "") -> Any:
     from mindspeed_fx.passes.sharding.program import Value
 
     return Value(tuple(x.placements), x.shape, x.stride(), True, name)
+
+
+def part_value(x: torch.Tensor, name: str, whole: torch.Tensor, found: Cut) -> Any:
+    """An argument of which each rank passes its part: placed as the plan says."""
+    from mindspeed_fx.passes.sharding.inputs import argument_placements
+    from mindspeed_fx.passes.sharding.program import Value
+
+    return Value(argument_placements(found.sharding, name, x), whole.shape, whole.stride(), False, name, part=True)
+
+
+def arguments_of(placeholders: list[fx.Node], inputs: Sequence[Any], values: list[Any], found: Cut) -> list[Any]:
+    """The tensors among the inputs of a graph that callers of the model pass."""
+    from torch.distributed.tensor import Replicate
+
+    from mindspeed_fx.passes.sharding.inputs import Argument
+
+    whole, arguments = (Replicate(),) * found.sharding.mesh.ndim, []
+    for i, (n, x, value) in enumerate(zip(placeholders, inputs, values, strict=True)):
+        if value is None or value.parameter or (not value.part and argument_name(n) is None):
+            continue
+        arguments.append(Argument(i, value.name or argument_name(n), value.placements if value.part else whole))
+    return [a for a in arguments if not a.name.startswith(BETWEEN_GRAPHS)]
 
 
 def input_value(node: fx.Node, x: torch.Tensor, found: Cut) -> Any:

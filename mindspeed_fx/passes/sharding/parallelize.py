@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mindspeed_fx.options import nearest
-from mindspeed_fx.passes.sharding import initialize
+from mindspeed_fx.passes.sharding import initialize, optimizers
+from mindspeed_fx.passes.sharding.inputs import INPUTS, LOCAL, WHOLE, show_inputs_whole
 from mindspeed_fx.passes.sharding.named import named
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError, placement_of, unmatched
 from mindspeed_fx.passes.sharding.redistribute import even, placements_of
@@ -34,23 +35,43 @@ class Sharding:
     mesh: DeviceMesh | None
     modules: list[str]
     """Names of the model's modules."""
+    inputs: str = WHOLE
+    """What callers pass: "whole" tensors, or the "local" part of what the plan divides."""
+    check_inputs: bool = True
+    """Whether the ranks' arguments are compared."""
+    checked: set[tuple] = field(default_factory=set)
+    """Names, shapes and dtypes of arguments that were compared."""
 
 
 SHARDINGS: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | str, *, init: Callable[[nn.Module], None] | None = None, seed: int = 0) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | str,
+    *,
+    inputs: str = WHOLE,
+    check_inputs: bool = True,
+    init: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
+) -> nn.Module:
     """Divide ``model`` over ``mesh`` by ``plan``, in place; ``torch.compile(model, backend="mindspeed")`` does the rest.
 
-    Every rank calls the compiled model with the same whole inputs and gets the same whole results; gradients arrive on
-    the parameters as DTensors. Without compilation the model runs too, whole on every rank.
+    Every rank calls the compiled model with the same whole inputs (or its part of them) and gets the same whole results;
+    gradients arrive on the parameters as DTensors. Without compilation the model runs too, whole on every rank.
 
     Args:
         model: whole parameters (rank 0's are used) or parameters on the meta device, which are initialized module by
             module: no rank ever holds more than one module whole, and the values do not depend on the mesh.
         mesh: with named dimensions, those of the plan.
         plan: a plan, or the name of one (see :func:`mindspeed_fx.passes.sharding.named.named`).
+        inputs: "whole": every rank passes the same tensors, and takes its part of those that the plan divides. "local":
+            every rank passes that part alone, e.g. [batch / dp, sequence / cp], parts of one size; the batch is that of
+            all ranks, and so is its loss.
+        check_inputs: compare the arguments of all ranks in the first step with new shapes (two small all-reduces per
+            mesh dimension); False: nothing is compared, and a rank that passes something else gets something else.
         init: for parameters on the meta device: called with each module that owns some, on real memory; default: the
             module's ``reset_parameters``.
         seed: of the initialization.
@@ -65,6 +86,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | str, *, init: C
         plan = named(plan, model)
     if not isinstance(plan, Plan):
         raise ShardingError(f"plan is {type(plan).__name__}; a Plan or the name of one is expected")
+    if inputs not in INPUTS:
+        raise ShardingError(f'inputs is {inputs!r}{nearest(str(inputs), INPUTS)}; valid: {", ".join(INPUTS)}')
     check_mesh(plan, mesh.mesh_dim_names or ())
     if hasattr(model, "_sharding"):
         raise ShardingError(f'the model is divided already, by plan "{model._sharding.plan.name}"')
@@ -76,7 +99,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | str, *, init: C
         return nn.Parameter(whole, requires_grad=p.requires_grad)
 
     initialize.materialize(model, mesh, init, seed, lambda name, p: divide(name, p, True))
-    return show_whole(model, Sharding(plan, mesh, [n for n, _ in model.named_modules()]), lambda name, p: p if isinstance(p, DTensor) else divide(name, p, False))
+    sharding = Sharding(plan, mesh, [n for n, _ in model.named_modules()], inputs, check_inputs)
+    show_whole(model, sharding, lambda name, p: p if isinstance(p, DTensor) else divide(name, p, False))
+    optimizers.mark(model.parameters(), plan.name)
+    return model
 
 
 def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tensor) -> tuple:
@@ -95,6 +121,8 @@ def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.
     """Make every parameter of ``model`` a property that shows ``replace(name, parameter)`` whole; tied ones stay tied."""
     number = next(_numbers)
     SHARDINGS[number] = sharding
+    if sharding.inputs == LOCAL:
+        show_inputs_whole(model, number)
     model.__dict__["_sharding"] = sharding  # keeps it alive as long as the model
     replaced: dict[nn.Parameter, nn.Parameter] = {}  # keeps the old ones alive, so that none takes another's identity
     for path, module in list(model.named_modules()):

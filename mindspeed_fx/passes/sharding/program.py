@@ -42,7 +42,9 @@ class Value:
     stride: tuple[int, ...]
     parameter: bool
     name: str = ""
-    """Of the parameter."""
+    """Of the parameter, or of an input of which each rank gives its part."""
+    part: bool = False
+    """Whether an input of the model is given as the part that ``placements`` say."""
 
 
 class Program(torch.nn.Module):
@@ -75,6 +77,8 @@ class Program(torch.nn.Module):
     def _enter(self, x: Any, value: Value | None) -> Any:
         if value is None:
             return x
+        if value.part:
+            return self._at_rest(x.contiguous(), value)
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             return whole.redistribute(placements=value.placements)
@@ -108,6 +112,7 @@ class _Planned(fx.Interpreter):
         self.node = self.traffic.node = n
         try:
             value = self.traffic.values[n] = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
+            check_dtype(n, value)
             for x in pytree.tree_leaves(value):
                 if isinstance(x, DTensor) and x.grad_fn is not None:
                     x.grad_fn.register_prehook(functools.partial(self._differentiates, n))
@@ -154,7 +159,10 @@ class _Planned(fx.Interpreter):
         if isinstance(target, torch._ops.OpOverload) and aten_rules.is_sized_by_data(args, kwargs):
             return run_whole(target, args, kwargs)
         handler = HANDLERS.get(target)
-        return aten_rules.run(target, args, kwargs) if handler is None else handler(*args, **kwargs)
+        if handler is None:
+            return aten_rules.run(target, args, kwargs)
+        with compat_tracing.casts_resolved(target, self.node.meta.get("val"), args, kwargs) as (args, kwargs):
+            return handler(*args, **kwargs)
 
     def output(self, target: str, args: tuple, kwargs: dict) -> Any:
         return pytree.tree_map(experts.whole, super().output(target, args, kwargs))
@@ -203,6 +211,20 @@ def differentiated(program: Callable[[], Program | None]) -> Iterator[None]:
         if found is None or not found.traffic.backward:
             raise
         raise ShardingError(f"{found.traffic.backward} cannot be computed in parts ({_line(e)}); {REMEDY}") from e
+
+
+def check_dtype(node: fx.Node, value: Any) -> None:
+    """Under autocast, refuse a result whose dtype is not the one that a single device computes: a cast was lost.
+
+    Raises:
+        ShardingError: with both dtypes.
+    """
+    expected = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return
+    if value.dtype != expected.dtype and compat_tracing.is_autocast_active(value.device.type):
+        dtypes = f"{value.dtype} in parts, and {expected.dtype} on one device"
+        raise ShardingError(f"{_where(node)}: {node.target} gives {dtypes}")
 
 
 def _where(node: fx.Node) -> str:

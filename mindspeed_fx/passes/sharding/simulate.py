@@ -36,7 +36,15 @@ class Simulation:
     backward: Counter = field(default_factory=Counter)
 
 
-def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Simulation:
+def simulate(
+    model: nn.Module,
+    mesh: dict[str, int],
+    plan: Plan | str,
+    *args: Any,
+    options: dict[str, Any] | None = None,
+    local_inputs: bool = False,
+    **kwargs: Any,
+) -> Simulation:
     """Run one forward and backward of ``model`` by ``plan`` for every rank of a mesh.
 
     Args:
@@ -45,6 +53,7 @@ def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: An
         plan: a plan, or the name of one.
         args, kwargs: of the model, whole. The backward starts from the sum of the floating outputs.
         options: of the backend; decide which operators are fused.
+        local_inputs: every rank gets its part of the arguments alone, as with ``parallelize(..., inputs="local")``.
 
     Raises:
         ShardingError: the plan does not fit the model or the mesh, or the model breaks into several graphs.
@@ -64,7 +73,7 @@ def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: An
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         found = local.cut(gm)
         Compilation(Options.parse(options).resolve("cpu")).capture(gm)
-        return lambda *given: _run(gm, found, plan, mesh, given, names, made)
+        return lambda *given: _run(gm, found, plan, mesh, given, names, made, local_inputs)
 
     torch._dynamo.reset()
     try:
@@ -75,7 +84,7 @@ def simulate(model: nn.Module, mesh: dict[str, int], plan: Plan | str, *args: An
     return made[0]
 
 
-def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int], given: Sequence[Any], names: dict[int, str], made: list[Simulation]) -> Any:
+def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int], given: Sequence[Any], names: dict[int, str], made: list[Simulation], parts: bool) -> Any:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from mindspeed_fx.passes.sharding.parallelize import parameter_placements
@@ -86,6 +95,13 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
         values, tensors, parameters = [], [], {}
         for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True):
             name = names.get(id(x))
+            if parts and name is None and isinstance(x, torch.Tensor) and local.argument_name(node) is not None:
+                placements = local.input_value(node, x, found).placements
+                whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
+                found.parts[node.name] = (local.argument_name(node), x)
+                values.append(local.part_value(x, *found.parts[node.name], found))
+                tensors.append(whole.to_local().requires_grad_(x.requires_grad))
+                continue
             if name is None:
                 values.append(local.input_value(node, x, found))
                 tensors.append(compat_sharding.on_every_rank(x) if isinstance(x, torch.Tensor) else x)
@@ -100,7 +116,8 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
             outputs = program(*tensors)
         wanted = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
         with _Collectives() as backward, differentiated(lambda: program):
-            torch.autograd.backward([o.sum() for o in wanted])
+            if wanted:  # none under no_grad
+                torch.autograd.backward([o.sum() for o in wanted])
         result = Simulation(torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs), {}, forward.counts, backward.counts)
         for name, (whole, part) in parameters.items():
             if part.grad is not None:

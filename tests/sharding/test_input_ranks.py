@@ -1,0 +1,18 @@
+"""What callers pass to a parallelized model, in two gloo processes: the scenarios of input_ranks.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch.multiprocessing as mp
+
+import input_ranks
+
+
+@pytest.mark.parametrize("scenarios", [
+    "parts nested checked uneven misused",
+    "grad_modes_fast",
+    pytest.param("grad_modes", marks=pytest.mark.slow),
+    pytest.param("autocast autocast_attention", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_scenarios(scenarios, tmp_path):
+    mp.spawn(input_ranks.worker, (str(tmp_path / "store"), scenarios.split()), nprocs=input_ranks.RANKS)
