@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mindspeed_fx import arguments
 from mindspeed_fx.options import nearest
 from mindspeed_fx.passes.sharding import initialize
 from mindspeed_fx.passes.sharding.named import named
@@ -61,10 +62,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | str, *, init: C
     Raises:
         ShardingError: the plan does not fit the model or the mesh; the message names the pattern, parameter or size.
     """
-    if isinstance(plan, str):
-        plan = named(plan, model)
-    if not isinstance(plan, Plan):
-        raise ShardingError(f"plan is {type(plan).__name__}; a Plan or the name of one is expected")
+    arguments.check_module("parallelize", model)
+    arguments.check_device_mesh("parallelize", mesh)
+    arguments.check_callable("parallelize", "init", init, optional=True)
+    arguments.check_whole("parallelize", "seed", seed, least=0)
+    plan = plan_for("parallelize", plan, model)
     check_mesh(plan, mesh.mesh_dim_names or ())
     if hasattr(model, "_sharding"):
         raise ShardingError(f'the model is divided already, by plan "{model._sharding.plan.name}"')
@@ -77,6 +79,19 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | str, *, init: C
 
     initialize.materialize(model, mesh, init, seed, lambda name, p: divide(name, p, True))
     return show_whole(model, Sharding(plan, mesh, [n for n, _ in model.named_modules()]), lambda name, p: p if isinstance(p, DTensor) else divide(name, p, False))
+
+
+def plan_for(function: str, plan: Any, model: nn.Module) -> Plan:
+    """``plan`` itself, or the plan of that name for ``model``.
+
+    Raises:
+        ShardingError: it is neither.
+    """
+    if isinstance(plan, str):
+        return named(plan, model)
+    if not isinstance(plan, Plan):
+        raise ShardingError(f"{function}: plan is {arguments.shown(plan)} of type {type(plan).__name__}; a Plan or the name of one is expected")
+    return plan
 
 
 def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tensor) -> tuple:
