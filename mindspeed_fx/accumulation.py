@@ -10,16 +10,17 @@ from mindspeed_fx.passes.sharding.plan import ShardingError
 
 
 def accumulate(step: Callable[..., torch.Tensor], *args: Any, microbatches: int, **kwargs: Any) -> torch.Tensor:
-    """Forward and backward of ``step`` over equal parts of the batch, one after the other; gradients add up to those of the mean.
+    """Forward and backward of ``step`` over equal parts of the batch; gradients add up to those of the mean.
 
         loss = mindspeed_fx.accumulate(step, ids, labels, microbatches=plan.microbatches)
         optimizer.step()
 
-    A loss that is a mean over the batch gives the loss and the gradients of the whole batch, where every part has as many labels.
+    A loss that is a mean over the batch gives the loss and the gradients of the whole batch, where every part has as
+    many labels.
 
     Args:
         step: the compiled model; returns its loss, a tensor of one element.
-        args, kwargs: of the whole batch. Every tensor is split along its first dimension; other values go to every part.
+        args, kwargs: of the whole batch. Tensors are split along their first dimension; other values go to every part.
         microbatches: how many parts.
 
     Returns:
@@ -57,6 +58,9 @@ def rows_of(name: str, value: torch.Tensor, count: int, index: int) -> torch.Ten
     """
     rows = value.shape[0] if value.ndim else 0
     if count < 1 or not rows or rows % count:
-        raise ShardingError(f'argument "{name}" of shape {tuple(value.shape)} cannot be split into {count} microbatches along its first dimension')
+        raise ShardingError(
+            f'argument "{name}" of shape {tuple(value.shape)} cannot be split into {count} microbatches '
+            "along its first dimension"
+        )
     size = rows // count
     return value[index * size : (index + 1) * size]

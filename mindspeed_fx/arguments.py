@@ -1,4 +1,4 @@
-"""Checks of the arguments of public functions: one line that names the function, the argument, what was given and what is expected."""
+"""Checks of the arguments of public functions: one line that names function, argument, value and what is expected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ def shown(value: Any) -> str:
 
 def check_module(function: str, value: Any) -> None:
     if not isinstance(value, nn.Module):
-        refuse(function, "model", value, "a torch.nn.Module is expected, whose parameters have names; put a function into a module's forward")
+        refuse(
+            function,
+            "model",
+            value,
+            "a torch.nn.Module is expected, whose parameters have names; put a function into a module's forward",
+        )
 
 
 def check_callable(function: str, name: str, value: Any, optional: bool = False) -> None:
@@ -50,7 +55,12 @@ def check_call(function: str, args: Any, kwargs: Any, model: Any = None) -> None
     if isinstance(args, (str, bytes, Mapping)) or not isinstance(args, Sequence):
         refuse(function, "args", args, "a tuple or list of the model's arguments is expected, as in (ids, labels)")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
-        refuse(function, "kwargs", kwargs, 'a mapping from names of the model\'s arguments is expected, as in {"labels": labels}')
+        refuse(
+            function,
+            "kwargs",
+            kwargs,
+            'a mapping from names of the model\'s arguments is expected, as in {"labels": labels}',
+        )
     if model is not None and not getattr(model, "_forward_pre_hooks", None):  # which may change what forward gets
         taken = model.forward if isinstance(model, nn.Module) else model
         try:
@@ -60,7 +70,9 @@ def check_call(function: str, args: Any, kwargs: Any, model: Any = None) -> None
         try:
             signature.bind(*args, **(kwargs or {}))
         except TypeError as e:
-            raise ArgumentError(f"{function}: the model does not take these args and kwargs ({e}); it is called with {signature}") from None
+            raise ArgumentError(
+                f"{function}: the model does not take these args and kwargs ({e}); it is called with {signature}"
+            ) from None
 
 
 def check_whole(function: str, name: str, value: Any, least: int = 1, optional: bool = False) -> None:
@@ -82,7 +94,9 @@ def check_bool(function: str, name: str, value: Any) -> None:
 
 def check_word(function: str, name: str, value: Any, valid: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in valid:
-        refuse(function, name, value, f"valid: {', '.join(valid)}{nearest(value, valid) if isinstance(value, str) else ''}")
+        refuse(
+            function, name, value, f"valid: {', '.join(valid)}{nearest(value, valid) if isinstance(value, str) else ''}"
+        )
 
 
 def check_path(function: str, name: str, value: Any) -> None:
@@ -111,4 +125,9 @@ def check_device_mesh(function: str, value: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(value, DeviceMesh):
-        refuse(function, "mesh", value, "a DeviceMesh with named dimensions is expected: torch.distributed.device_mesh.init_device_mesh(device, sizes, mesh_dim_names=names)")
+        refuse(
+            function,
+            "mesh",
+            value,
+            "a DeviceMesh with named dimensions is expected: init_device_mesh(device, sizes, mesh_dim_names=names)",
+        )

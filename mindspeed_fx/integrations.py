@@ -13,7 +13,7 @@ def register_with_accelerate() -> None:
         mindspeed_fx.register_with_accelerate()
         TrainingArguments(..., torch_compile_backend="mindspeed")        # or Accelerator(dynamo_backend="mindspeed")
 
-    accelerate knows backends by the members of an enum, and asks it before it asks torch. Calling this again changes nothing.
+    accelerate knows backends by the members of an enum, and asks it before torch. A second call changes nothing.
 
     Raises:
         OptionError: accelerate is not installed, or has no such enum.
@@ -21,7 +21,9 @@ def register_with_accelerate() -> None:
     try:
         from accelerate.utils import DynamoBackend
     except ImportError as e:
-        raise OptionError(f"register_with_accelerate: accelerate with its DynamoBackend is needed ({e}): pip install accelerate") from None
+        raise OptionError(
+            f"register_with_accelerate: accelerate with its DynamoBackend is needed ({e}): pip install accelerate"
+        ) from None
     if NAME in DynamoBackend.__members__:
         return
     member = str.__new__(DynamoBackend, NAME)

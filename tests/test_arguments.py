@@ -1,4 +1,4 @@
-"""Every bad argument of a public function is one clear line: the function, the argument, the value, and what is expected."""
+"""Every bad argument of a public function is one clear line: function, argument, value, and what is expected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ def refused(call, *words):
     assert "\n" not in text and all(w in text for w in words), text
 
 
-BAD_MODELS = [(function, "the function function"), (None, "None"), ("model", "'model'"), (Model, "the class Model"), (3, "3")]
+BAD_MODELS = [
+    (function, "the function function"),
+    (None, "None"),
+    ("model", "'model'"),
+    (Model, "the class Model"),
+    (3, "3"),
+]
 BAD_CALLS = [({"args": torch.zeros(2)}, ("args is a tensor of shape (2,)", "(ids, labels)")), ({"args": "x"}, ("args is 'x'",)), ({"args": None}, ("args is None",)), ({"args": 3}, ("args is 3",)), ({"args": {"x": 1}}, ("args is {'x': 1}",)),
     ({"args": ()}, ("missing a required argument: 'x'", "(x, scale=1.0)")), ({"args": (*ARGS, 1.0, 2.0)}, ("too many positional arguments",)), ({"kwargs": {"scal": 1}}, ("unexpected keyword argument 'scal'",)),
     ({"kwargs": [1]}, ("kwargs is [1]",)), ({"kwargs": {1: 2}}, ("kwargs is {1: 2}",))]  # fmt: skip
@@ -63,7 +69,9 @@ def mesh():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield {d: init_device_mesh("cpu", (2,), mesh_dim_names=(d,)) for d in ("dp", "pp")} | {None: init_device_mesh("cpu", (2,))}
+    yield {d: init_device_mesh("cpu", (2,), mesh_dim_names=(d,)) for d in ("dp", "pp")} | {
+        None: init_device_mesh("cpu", (2,))
+    }
     dist.destroy_process_group()
 
 
@@ -73,13 +81,17 @@ def test_parallelize(mesh):
         refused(lambda: mindspeed_fx.parallelize(model, dp, "zero2"), "parallelize: model is " + says)
     for bad in (None, 2, "dp", {"dp": 2}, ()):
         refused(lambda: mindspeed_fx.parallelize(Model(), bad, "zero2"), f"parallelize: mesh is {bad!r}", "DeviceMesh")
-    refused(lambda: mindspeed_fx.parallelize(Model(), mesh[None], "zero2"), 'needs mesh dimension "dp"', "mesh_dim_names")
+    refused(
+        lambda: mindspeed_fx.parallelize(Model(), mesh[None], "zero2"), 'needs mesh dimension "dp"', "mesh_dim_names"
+    )
     for bad in (None, 3, ["zero2"], {"name": "zero2"}, True):
         refused(lambda: mindspeed_fx.parallelize(Model(), dp, bad), f"plan is {bad!r}", "a Plan or the name of one")
     refused(lambda: mindspeed_fx.parallelize(Model(), dp, "zero4"), "zero4", 'did you mean "zero')
     refused(lambda: mindspeed_fx.parallelize(Model(), dp, ""), 'no plan is named ""')
     for name, bad in (("init", 3), ("init", "zeros"), ("seed", -1), ("seed", None), ("seed", "0"), ("seed", True)):
-        refused(lambda: mindspeed_fx.parallelize(Model(), dp, "zero2", **{name: bad}), f"parallelize: {name} is {bad!r}")
+        refused(
+            lambda: mindspeed_fx.parallelize(Model(), dp, "zero2", **{name: bad}), f"parallelize: {name} is {bad!r}"
+        )
 
 
 def test_simulate():
@@ -92,7 +104,9 @@ def test_simulate():
     refused(lambda: mindspeed_fx.simulate(Model(), {"dp": 2}, None, *ARGS), "simulate: plan is None")
     refused(lambda: mindspeed_fx.simulate(Model(), {"dp": 2}, "zero2"), "missing a required argument: 'x'")
     refused(lambda: mindspeed_fx.simulate(Model(), {"dp": 2}, "zero2", *ARGS, options=3), "options is 3")
-    refused(lambda: mindspeed_fx.simulate(Model(), {"dp": 2}, "zero2", *ARGS, options={"levl": 1}), 'did you mean "level"')
+    refused(
+        lambda: mindspeed_fx.simulate(Model(), {"dp": 2}, "zero2", *ARGS, options={"levl": 1}), 'did you mean "level"'
+    )
 
 
 def test_pipeline_stage(mesh):
@@ -100,13 +114,30 @@ def test_pipeline_stage(mesh):
     for model, says in BAD_MODELS:
         refused(lambda: mindspeed_fx.pipeline_stage(model, pp, None, ARGS), "pipeline_stage: model is " + says)
     for given, words in BAD_CALLS:
-        refused(lambda: mindspeed_fx.pipeline_stage(Model(), pp, None, **{"args": ARGS, **given}), "pipeline_stage: ", *words)
+        refused(
+            lambda: mindspeed_fx.pipeline_stage(Model(), pp, None, **{"args": ARGS, **given}),
+            "pipeline_stage: ",
+            *words,
+        )
     for bad in (None, 2, {"pp": 2}):
         refused(lambda: mindspeed_fx.pipeline_stage(Model(), bad, None, ARGS), f"pipeline_stage: mesh is {bad!r}")
-    for name, bad in (("microbatches", 0), ("microbatches", True), ("microbatches", "2"), ("seed", -1), ("init", 3), ("options", 3)):
-        refused(lambda: mindspeed_fx.pipeline_stage(Model(), pp, None, ARGS, **{name: bad}), f"pipeline_stage: {name} is {bad!r}")
+    for name, bad in (
+        ("microbatches", 0),
+        ("microbatches", True),
+        ("microbatches", "2"),
+        ("seed", -1),
+        ("init", 3),
+        ("options", 3),
+    ):
+        refused(
+            lambda: mindspeed_fx.pipeline_stage(Model(), pp, None, ARGS, **{name: bad}),
+            f"pipeline_stage: {name} is {bad!r}",
+        )
     refused(lambda: mindspeed_fx.pipeline_stage(Model(), pp, 3, ARGS), "pipeline_stage: plan is 3")
-    refused(lambda: mindspeed_fx.pipeline_stage(Model(), pp, None, ARGS, microbatches=3), "cannot be split into 3 microbatches")
+    refused(
+        lambda: mindspeed_fx.pipeline_stage(Model(), pp, None, ARGS, microbatches=3),
+        "cannot be split into 3 microbatches",
+    )
 
 
 def test_explain():
@@ -130,7 +161,15 @@ def test_cross_compile(given, words):
 # --------------------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize("name,more", [("memory_budget", {}), ("overlap_memory", {}), ("host_memory", {"offload": True, "memory_budget": "min"}), ("host_bandwidth", {"offload": True, "memory_budget": "min"})])
+@pytest.mark.parametrize(
+    "name,more",
+    [
+        ("memory_budget", {}),
+        ("overlap_memory", {}),
+        ("host_memory", {"offload": True, "memory_budget": "min"}),
+        ("host_bandwidth", {"offload": True, "memory_budget": "min"}),
+    ],
+)
 def test_sizes_that_nobody_means_are_refused(name, more):
     for bad in (24, 60, 1023, "24", "24B", 512.0):
         refused(lambda: Options(**{**more, name: bad}), f'"{name}" is {bad!r}', "bytes and too few to be meant", "GiB")
@@ -141,4 +180,8 @@ def test_sizes_that_nobody_means_are_refused(name, more):
 
 
 def test_no_bytes_and_fractions_stay_what_they_are():
-    assert Options(overlap_memory=0).overlap_memory == 0 and Options(memory_budget=0.5).memory_budget == 0.5 and Options(memory_budget=1).memory_budget == 1.0
+    assert (
+        Options(overlap_memory=0).overlap_memory == 0
+        and Options(memory_budget=0.5).memory_budget == 0.5
+        and Options(memory_budget=1).memory_budget == 1.0
+    )

@@ -30,7 +30,17 @@ def tiny():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, use_cache=False))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+            use_cache=False,
+        )
+    )
 
 
 def rows(n=4, length=16):
@@ -46,8 +56,20 @@ def test_the_enum_has_one_more_member(accelerate):
     mindspeed_fx.register_with_accelerate()
     member = DynamoBackend("MINDSPEED")
     assert DynamoBackend.list() == before and before.count("MINDSPEED") == 1 and "MINDSPEED" in DynamoBackend
-    assert member is DynamoBackend.MINDSPEED is DynamoBackend["MINDSPEED"] is copy.deepcopy(member) is pickle.loads(pickle.dumps(member))
-    assert isinstance(member, str) and member == "MINDSPEED" and str(member) == "MINDSPEED" and member != DynamoBackend.NO and DynamoBackend("INDUCTOR") is DynamoBackend.INDUCTOR
+    assert (
+        member
+        is DynamoBackend.MINDSPEED
+        is DynamoBackend["MINDSPEED"]
+        is copy.deepcopy(member)
+        is pickle.loads(pickle.dumps(member))
+    )
+    assert (
+        isinstance(member, str)
+        and member == "MINDSPEED"
+        and str(member) == "MINDSPEED"
+        and member != DynamoBackend.NO
+        and DynamoBackend("INDUCTOR") is DynamoBackend.INDUCTOR
+    )
 
 
 def test_accelerator_compiles_with_the_backend(accelerate):
@@ -72,7 +94,18 @@ def test_trainer_trains_with_the_backend(accelerate, tmp_path):
     losses = {}
     for backend in (None, "mindspeed"):
         settings = {"torch_compile_backend": backend} if backend else {}
-        given = TrainingArguments(tmp_path / str(backend), max_steps=2, per_device_train_batch_size=2, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, seed=1, **settings)
+        given = TrainingArguments(
+            tmp_path / str(backend),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=1,
+            **settings,
+        )
         trainer = Trainer(tiny(), given, train_dataset=rows())
         with recorder.collecting() as graphs:
             trainer.train()

@@ -1,4 +1,4 @@
-"""Four gloo processes: experts over expert parallel 2 and tensor parallel 2, dropless, whose parts differ in length from rank to rank."""
+"""Four gloo processes: dropless experts over expert parallel 2 and tensor parallel 2, in parts of different length."""
 
 import sys
 from pathlib import Path
@@ -22,17 +22,28 @@ def worker(rank, store):
     dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
     parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)
     model_parallel_cuda_manual_seed(5)
-    found = {}
+    found, state = {}, None
     for dispatcher in ("allgather", "alltoall"):  # the first moves parts of one length alone
         torch.manual_seed(0)
-        model = tiny_gpt(experts=4, layers=1, tp=2, sequence_parallel=True, expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
-        if found:
+        model = tiny_gpt(
+            experts=4,
+            layers=1,
+            tp=2,
+            sequence_parallel=True,
+            expert_model_parallel_size=2,
+            moe_token_dispatcher_type=dispatcher,
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+        )
+        if state is not None:
             model.load_state_dict(state)
         state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in model.state_dict().items()}
         found[dispatcher] = train(model, batch())
         if dispatcher == "alltoall":
             torch._dynamo.reset()
-            found["compiled"] = train(model, batch(), torch.compile(model, backend="mindspeed", options={"codegen": "eager"}))
+            found["compiled"] = train(
+                model, batch(), torch.compile(model, backend="mindspeed", options={"codegen": "eager"})
+            )
     expected, gradients = found["allgather"]
     for name in ("alltoall", "compiled"):
         torch.testing.assert_close(found[name][0], expected)

@@ -4,16 +4,16 @@ torch's partitioner keeps the result of every collective, whatever is decided ab
 
 * ``gather: zero3``: parameters that were made whole for the forward are made whole again for the backward
 * ``recompute: full``: the collectives of a layer are made again with everything else of it
-* ``recompute: norm+activation_function``, or another word: activations that were gathered for a layer are gathered again, from the part at hand
+* ``recompute: norm+activation_function``, or another word: activations that were gathered for a layer are gathered
+  again, from the part at hand
 
-They are marked in the joint graph as ``torch.utils.checkpoint`` marks its regions, which the partitioner and every planner here honor. The graph is
-the same on every rank, and so is what is marked.
+They are marked in the joint graph as ``torch.utils.checkpoint`` marks its regions, which the partitioner and every
+planner here honor. The graph is the same on every rank, and so is what is marked.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Iterator
 
 import torch.fx as fx
 
@@ -30,7 +30,7 @@ LAYOUT = ("cat", "split", "split_with_sizes", "slice", "clone", "permute", "tran
 
 @register(NAME, stage="joint", level=0, exact=True)
 def regather(gm: fx.GraphModule, context: Context) -> PassReport:
-    """Marks collectives of the forward that a plan wants made again in the backward: of parameters under zero3, and of layers under recompute."""
+    """Marks collectives of the forward that a plan wants made again: zero3's, and those of recomputed layers."""
     report, found = PassReport(NAME), gm.meta.get("sharding")
     if found is None or found.program is None:
         return report.because("the model is not parallelized (mindspeed_fx.parallelize)")
@@ -66,7 +66,12 @@ def _gathered_parameters(of_parameters: dict[fx.Node, fx.Node], groups: set[str]
     found: set[fx.Node] = set()
     for n in of_parameters:
         kind = kind_of(n)
-        if kind is not None and kind[0] == "all_gather" and kind[1] in groups or any(a in found for a in n.all_input_nodes):
+        if (
+            kind is not None
+            and kind[0] == "all_gather"
+            and kind[1] in groups
+            or any(a in found for a in n.all_input_nodes)
+        ):
             found.add(n)
     return found
 
@@ -78,8 +83,8 @@ def _repeatable(n: fx.Node) -> bool:
 
 
 def _in_layer(start: fx.Node, forward: set[fx.Node], word: str) -> set[fx.Node]:
-    """The collective with what waits for it and, for a gather, what puts its result in order; empty where another layer reads it,
-    or ``word`` does not make it again."""
+    """The collective with what waits for it and, for a gather, what puts its result in order; empty where another layer
+    reads it, or ``word`` does not make it again."""
     gather = kind_of(start)[0] == "all_gather"
     layer = _layer(start)
     if layer is None or not (word == "full" or gather and word != "none" and not word.startswith("block:")):
