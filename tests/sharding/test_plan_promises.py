@@ -223,15 +223,16 @@ def test_odd_batches_are_planned_and_what_is_found_is_told(rows, tmp_path):
 
 def test_a_plan_that_fits_by_recomputation_says_so():
     pytest.importorskip("scipy")
-    model, args = wide(1, 65536)
-    free = mindspeed_fx.plan(model, args, mesh={"tp": 8}, hardware="ascend910b2")
-    tight = mindspeed_fx.plan(
-        model, args, mesh={"tp": 8}, hardware="ascend910b2", memory=f"{int(free.memory * 0.7)}B", keep=1
-    )
-    assert (
-        tight.recompute == tight.layout.recompute != "none"
-        and Plan.from_dict(tight.as_dict()).recompute == tight.recompute
-    )
+    from mindspeed_fx.passes.sharding.search.found import SearchedPlan
+    from mindspeed_fx.passes.sharding.search.search import search
+
+    free = mindspeed_fx.plan(*wide(1), mesh={"tp": 8}, hardware="ascend910b2")
+    known, fixed = free.searched, {"pp": 1, "dp": 1, "cp": 1, "ep": 1, "tp": 8}
+    for word in ("norm+activation_function", "full"):
+        made = search(known.problem, known.prices.hw, 8, 1e15, keep=1, fixed=fixed, recompute=(word,))
+        plan = SearchedPlan.of(dataclasses.replace(known, outcome=made), made.solutions[0])
+        assert plan.recompute == word == Plan.from_dict(plan.as_dict()).recompute and word in str(plan)
+        assert plan.memory < free.memory and plan.solution.parts["recompute"] > 0
     assert free.layout.recompute == "none" and free.recompute is None
     piped = mindspeed_fx.plan(*wide(8), mesh={"pp": 2, "tp": 4}, hardware="ascend910b2", keep=1)
     assert piped.row()["runs"] == f"as stages, schedule of {piped.microbatches}" and "pipeline_stage" in str(piped)
