@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
     run.add_argument("--out", default="runs/gpt", help="checkpoint, log and plot go here")
     run.add_argument("--save-every", type=int, default=100)
     run.add_argument("--resume", action="store_true")
-    run.add_argument("--peak-tflops", type=float, help="peak for MFU; default: measured by a large matrix product")
+    run.add_argument("--peak-tflops", type=float, help="peak for MFU; default: measured by matrix products of the model's type")
     parallel = parser.add_argument_group("parallelism (under torchrun; data parallel takes the ranks that are left)")
     parallel.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parallel.add_argument("--sequence-parallel", action="store_true")
@@ -207,7 +207,7 @@ class Trainer:
     def run(self) -> None:
         args, first = self.args, self.rank == 0
         entropy = self.corpus.unigram_entropy()
-        peak = (args.peak_tflops or measured_tflops()) * 1e12
+        peak = (args.peak_tflops or measured_tflops(getattr(torch, args.dtype))) * 1e12
         if first:
             weights = sum(p.numel() for p in self.model.parameters())
             print(f"{weights / 1e6:.1f} M parameters{f' on each of {args.tp} tensor-parallel ranks' if args.tp > 1 else ''}, backend {args.backend}, {self.data_ranks} data-parallel rank{'s' * (self.data_ranks > 1)}")
@@ -220,14 +220,14 @@ class Trainer:
             loss, norm = self.train_step()
             times.append(time.perf_counter() - start)
             rate = tokens / sorted(times[-20:])[len(times[-20:]) // 2]
-            mfu = rate * self.flops_per_token() / (peak * self.world)
+            mfu = utilization(rate * self.flops_per_token(), peak * self.world)
             row = {"step": self.step, "loss": loss, "norm": norm}
             if self.step % args.eval_every == 0 or self.step == args.steps:
                 row["validation"] = self.validate()
             self.log.append(row)
             if first:
                 validation = f", validation {row['validation']:.3f}" if "validation" in row else ""
-                bar(f"loss {loss:.3f}, norm {norm:.2f}, lr {self.learning_rate():.1e}, {rate:.0f} tokens/s, MFU {mfu:.0%}{validation}", bool(validation))
+                bar(f"loss {loss:.3f}, norm {norm:.2f}, lr {self.learning_rate():.1e}, {rate:.0f} tokens/s, {mfu}{validation}", bool(validation))
             if self.step % args.save_every == 0 or self.step == args.steps:
                 self.save()
         if first:
@@ -235,7 +235,8 @@ class Trainer:
             steady = sorted(times[1:])[len(times[1:]) // 2] if len(times) > 1 else float("nan")
             print(f"\nvalidation loss {final:.3f} nats per byte; unigram entropy {entropy:.3f}")
             if times:
-                print(f"first step (with compilation) {times[0]:.1f} s, median step {steady * 1e3:.0f} ms, {tokens / steady:.0f} tokens/s, MFU {tokens / steady * self.flops_per_token() / (peak * self.world):.0%} of {peak / 1e12:.2f} TFLOP/s per rank")
+                mfu = utilization(tokens / steady * self.flops_per_token(), peak * self.world)
+                print(f"first step (with compilation) {times[0]:.1f} s, median step {steady * 1e3:.0f} ms, {tokens / steady:.0f} tokens/s, {mfu} of {peak / 1e12:.2f} TFLOP/s per rank")
             (self.out / "log.json").write_text(json.dumps(self.log))
             plot(self.log, entropy, self.out / "loss.png")
 
@@ -287,15 +288,27 @@ def plot(log: list[dict], entropy: float, path: pathlib.Path) -> None:
     print(f"plot: {path}")
 
 
-def measured_tflops(n: int = 2048) -> float:
-    """Best rate of a float32 matrix product on this rank's threads: the peak that MFU is measured against."""
-    a, b = torch.randn(n, n), torch.randn(n, n)
-    best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best / 1e12
+def measured_tflops(dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (256, 512, 1024), times: int = 5) -> float:
+    """Best rate of a matrix product on this rank's threads: the peak that MFU is measured against.
+
+    The fastest size counts, and the processor's time where it is shorter than the clock's: on a busy machine a product waits for others,
+    and a peak measured then would be one that a later, quieter step exceeds.
+    """
+    best, threads = 0.0, torch.get_num_threads()
+    for n in sizes:
+        a, b = torch.randn(n, n, dtype=dtype), torch.randn(n, n, dtype=dtype)
+        for _ in range(times):
+            clock, processor = time.perf_counter(), time.process_time()
+            a @ b
+            processor = (time.process_time() - processor) / threads
+            clock = time.perf_counter() - clock
+            best = max(best, 2 * n**3 / max(min(clock, processor or clock), 1e-9))
+    return best / 1e12
+
+
+def utilization(rate: float, peak: float) -> str:
+    """Model FLOP utilization in words; unknown where the model is faster than ``peak``, which then is none."""
+    return f"MFU {rate / peak:.0%}" if rate <= peak else "MFU unknown, the model is faster than the peak"
 
 
 def main() -> None:

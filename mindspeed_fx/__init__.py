@@ -2,8 +2,8 @@
 
     step = torch.compile(model, backend="mindspeed")
 
-Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`compile`,
-:func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.passes` and the version.
+Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`, :func:`compile`,
+:func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_fx._version import __version__
 
-__all__ = ["Plan", "__version__", "compile", "cross_compile", "explain", "in_parts", "parallelize", "passes", "pipeline_stage", "plan", "restore_torch_compile", "simulate", "split_backward", "step_in_backward"]
+__all__ = ["Plan", "__version__", "accumulate", "compile", "cross_compile", "explain", "in_parts", "parallelize", "passes", "pipeline_stage", "plan", "register_with_accelerate", "restore_torch_compile", "simulate", "split_backward", "step_in_backward"]
 
 
 def compile(model: Callable, *, options: dict[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:
@@ -72,6 +72,10 @@ elif getattr(torch.compile, "__name__", "") != "_torch_compile":
 def __getattr__(name: str) -> Any:
     if name in ("parallelize", "simulate"):
         return getattr(importlib.import_module(f"mindspeed_fx.passes.sharding.{name}"), name)
+    if name == "accumulate":
+        return importlib.import_module("mindspeed_fx.accumulation").accumulate
+    if name == "register_with_accelerate":
+        return importlib.import_module("mindspeed_fx.integrations").register_with_accelerate
     if name == "pipeline_stage":
         return importlib.import_module("mindspeed_fx.passes.sharding.pipeline").pipeline_stage
     if name == "plan":

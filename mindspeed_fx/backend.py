@@ -95,6 +95,7 @@ class Compilation:
         self.averaged = data_parallel.parameters(inputs) if self.options.data_parallel else []
         if plan := sharding.cut(gm):
             self.sharding = plan
+            self._take_recompute(plan.plan)
             if self.options.data_parallel:
                 raise OptionError(f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its plan reduces gradients')
             self.record.effective["caches"] = "off: the model is parallelized"
@@ -131,6 +132,12 @@ class Compilation:
             config["joint_graph_constant_folding"] = False
         hooks = {"pre_grad": captured_by_hook, "partitioner": self.partitioner(name), "post_grad": pinned}
         return wrap(compat_inductor.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches and not plan, decompositions=table, **hooks))
+
+    def _take_recompute(self, plan: Any) -> None:
+        """What a plan says of recomputation becomes the option, unless the user's options decide it."""
+        if (options := self.options.with_plan(plan.recompute)) is not self.options:
+            self.options, self.pipeline = options, Pipeline(options)
+            self.record.effective["recompute"] = f"{plan.recompute}, by the plan"
 
     # ---------------------------------------------------------------- the steps
 

@@ -103,6 +103,13 @@ def must_recompute(node: fx.Node) -> bool:
     return must_recompute(node)
 
 
+def mark_recompute(node: fx.Node) -> None:
+    """Have the backward make ``node`` again, as in a checkpointed region; without a region's number, which would order it among regions."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
 def must_save(node: fx.Node) -> bool:
     """True for what a checkpoint policy, a side effect or a collective keeps from being recomputed."""
     from torch.utils.checkpoint import CheckpointPolicy

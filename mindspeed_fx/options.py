@@ -31,7 +31,7 @@ class Options:
     """What the user asked for; ``target`` and ``codegen`` may still be "auto" (see :meth:`resolve`)."""
 
     level: int = 2
-    """0: capture and lowering only. 1: also fusion. 2: also recompute, overlap and sharding."""
+    """0: capture, lowering, and what plans and options ask for. 1: also fusion. 2: also overlap and what else pays by itself."""
 
     enable: tuple[str, ...] = ()
     """Pass names or globs (``"fusion.*"``) to turn on whatever the level."""
@@ -46,13 +46,13 @@ class Options:
     """Device of the cost model, for example "ascend910b2" or "h100" (see docs/cost.md); None: the one at hand, by its name."""
 
     memory_budget: float | int | str | None = None
-    """Bytes ("24GiB", or a number above 1) that one graph may hold at once in a training step, parameters and gradients included, optimizer
+    """Bytes ("24GiB", or a number from 1024 on) that one graph may hold at once in a training step, parameters and gradients included, optimizer
     states not; what does not fit is recomputed. "min": as few as can be. A fraction in (0, 1]: of the way from the least modelled peak to
     that of the plan without a budget. None: keep what pays."""
 
     recompute: str | Mapping[str, str] | None = None
-    """Who decides what the backward makes again: "none", "selective", "full", "block:N", "activation_function", "norm" or "auto" (the planner;
-    the default). Or a mapping of module globs to "recompute", "save" or, with ``offload``, "offload", as in {"layers.*.mlp.act": "recompute"},
+    """Who decides what the backward makes again: "none", "selective", "full", "block:N", "activation_function", "norm", several of the single
+    operators' joined ("norm+activation_function") or "auto" (the planner; the default, but for a model whose plan names one). Or a mapping of module globs to "recompute", "save" or, with ``offload``, "offload", as in {"layers.*.mlp.act": "recompute"},
     where the key "policy" may name who decides the rest; of several globs that match the last one counts. See docs/memory.md."""
 
     offload: bool = False
@@ -126,7 +126,7 @@ class Options:
             raise OptionError(f'option "certify" takes True or False, not {self.certify!r}')
         if self.certify and self.memory_budget is None:
             raise OptionError('option "certify" is True, but there is no plan to certify: "memory_budget" is None; give one')
-        object.__setattr__(self, "overlap_memory", _bytes("overlap_memory", self.overlap_memory))
+        object.__setattr__(self, "overlap_memory", parse_bytes("overlap_memory", self.overlap_memory))
         if self.data_parallel is not None and not (isinstance(self.data_parallel, str) and self.data_parallel):
             raise OptionError(f'option "data_parallel" is {self.data_parallel!r}; valid: "world", or the name of a process group')
         if self.optimizer is not None:
@@ -144,6 +144,8 @@ class Options:
         Raises:
             OptionError: unknown key (with the nearest valid one), bad value, or malformed JSON.
         """
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(f'options is {given!r}; a mapping from names of options is expected, as in {{"level": 1}}')
         environ = os.environ if environ is None else environ
         merged = _from_environment(environ)
         merged.update(_known(dict(given or {}), "options"))
@@ -162,6 +164,11 @@ class Options:
         if codegen == "npugraph_ex" and self.offload:
             raise OptionError('option "offload" is True, which needs streams of its own, and codegen "npugraph_ex" records one; valid with "offload": codegen "eager", "inductor"')
         return dataclasses.replace(self, target=target, codegen=codegen, hardware=self.hardware or detect(target)[0])
+
+    def with_plan(self, recompute: str | None) -> "Options":
+        """The same options with a plan's ``recompute``, where neither that option nor a ``memory_budget`` was given."""
+        given = self.recompute is not None or self.memory_budget is not None
+        return self if given or recompute is None else dataclasses.replace(self, recompute=recompute)
 
     def deciding(self) -> str:
         """The options that decide what a graph becomes, as JSON: equal on ranks that compile alike, whatever they dump or check."""
@@ -230,14 +237,20 @@ def _budget(value: Any) -> float | int | str | None:
     """A fraction as a float, bytes as an int, "min" or None."""
     if value is None or value == "min":
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value) if value <= 1 else int(value)
-    try:
-        if isinstance(value, str) and value.strip() and (size := _bytes("memory_budget", value)) > 1:
-            return size
-    except OptionError:
-        pass
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    if _is_size(value) and (size := parse_bytes("memory_budget", value)):
+        return size
     raise OptionError(f'option "memory_budget" is {value!r}; valid: bytes as in "24GiB", a fraction in (0, 1], "min"')
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value can be read as bytes, few or many."""
+    try:
+        parse_bytes("", value, 0)
+    except OptionError:
+        return False
+    return True
 
 
 def _check_offload(options: Options) -> None:
@@ -250,7 +263,7 @@ def _check_offload(options: Options) -> None:
         if value is not None and not options.offload:
             raise OptionError(f'option "{name}" is {value!r}, but "offload" is False, so that nothing goes to host memory')
         if value is not None:
-            object.__setattr__(options, name, _bytes(name, value))
+            object.__setattr__(options, name, parse_bytes(name, value))
     if options.host_bandwidth == 0:
         raise OptionError('option "host_bandwidth" is 0; valid: bytes per second, above 0')
 
@@ -258,6 +271,18 @@ def _check_offload(options: Options) -> None:
 WISHES = ("recompute", "save", "offload")
 
 POLICIES = ("none", "selective", "full", "block:N", "activation_function", "norm", "auto")
+JOINABLE = ("selective", "activation_function", "norm")
+"""Policies of which several may be joined by "+"."""
+
+
+def is_policy(word: Any) -> bool:
+    """Whether ``word`` names a recompute policy, or several joined by "+"."""
+    if not isinstance(word, str):
+        return False
+    parts = word.split("+")
+    if len(parts) > 1:
+        return len(set(parts)) == len(parts) and all(p in JOINABLE for p in parts)
+    return word in POLICIES and word != "block:N" or re.fullmatch(r"block:[1-9]\d*", word) is not None
 
 
 def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
@@ -269,8 +294,7 @@ def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
         if not isinstance(glob, str) or not glob:
             raise OptionError(f'option "recompute" has the key {glob!r}; {valid}')
         if glob == "policy":
-            known = wish is None and value is None or isinstance(wish, str) and (wish in POLICIES and wish != "block:N" or re.fullmatch(r"block:[1-9]\d*", wish))
-            if not known:
+            if not (wish is None and value is None or is_policy(wish)):
                 raise OptionError(f'option "recompute" has the policy {wish!r}{nearest(str(wish), POLICIES)}; {valid}')
             if wish not in (None, "auto") and budget is not None:
                 raise OptionError(f'option "recompute" has the policy "{wish}", which fixes what is saved, and option "memory_budget" is {budget!r}, which plans it; give one of them, or the policy "auto"')
@@ -283,15 +307,30 @@ def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def _bytes(name: str, value: Any) -> int:
-    """A number of bytes from 2**20 or "1MiB"."""
+LEAST_SIZE = 2**10
+"""Bytes under which a size is taken for a slip: 60 for "60GiB"."""
+
+
+def parse_bytes(name: str, value: Any, least: int = LEAST_SIZE) -> int:
+    """A number of bytes from 2**20 or "1MiB".
+
+    Raises:
+        OptionError: no size, or one between 0 and ``least``, for which nobody asks.
+    """
+    size = None
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match and match[2].upper() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise OptionError(f'option "{name}" is {value!r}; valid: bytes as a number from 0, or with a unit as in "512MiB" ({", ".join(u for u in ("B", "KiB", "MiB", "GiB", "KB", "MB", "GB"))})')
+            size = int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and value == value // 1:
+        size = int(value)
+    if size is None:
+        units = ", ".join(("B", "KiB", "MiB", "GiB", "KB", "MB", "GB"))
+        raise OptionError(f'option "{name}" is {value!r}; valid: bytes as a number from 0, or with a unit as in "512MiB" ({units})')
+    if 0 < size < least:
+        number = re.sub(r"[^\d.]", "", str(value))
+        raise OptionError(f'option "{name}" is {value!r}, which is {size} bytes and too few to be meant; valid: a size with a unit, as in "{number}GiB"')
+    return size
 
 
 def _check_inductor(value: Any) -> None:

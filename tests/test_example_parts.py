@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import itertools
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,20 @@ def test_texts(modules, tmp_path):
     for done in (tmp_path / "cache").glob("*/done"):  # as an earlier version left it
         os.truncate(done, 0)
     assert Corpus([str(paths[0])], str(tmp_path / "cache")).fingerprint == prints[0]
+
+
+def test_utilization_is_a_part_of_the_whole_or_unknown(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    pytest.importorskip("megatron.core")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    import pretrain_gpt
+
+    assert pretrain_gpt.utilization(3e9, 4e9) == "MFU 75%" and pretrain_gpt.utilization(4e9, 4e9) == "MFU 100%"
+    assert pretrain_gpt.utilization(5e9, 4e9) == "MFU unknown, the model is faster than the peak"
+    ticks = itertools.count()  # a busy machine: of a second, the processor was ours for a quarter
+    clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)), process_time=lambda: 0.25 * next(ticks))
+    monkeypatch.setattr(pretrain_gpt, "time", clock)
+    monkeypatch.setattr(pretrain_gpt.torch, "get_num_threads", lambda: 1)
+    assert pretrain_gpt.measured_tflops(sizes=(8, 64), times=2) == pytest.approx(2 * 64**3 / 0.25 / 1e12)
+    for name in ("pretrain_gpt", "backend_options", "corpus"):
+        sys.modules.pop(name, None)

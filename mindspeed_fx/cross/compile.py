@@ -18,6 +18,7 @@ import time
 from typing import Any, Callable
 
 import mindspeed_fx
+from mindspeed_fx import arguments
 from mindspeed_fx.cross import ship, stub
 from mindspeed_fx.cross.kernels import compile_kernels
 from mindspeed_fx.cross.report import CrossReport
@@ -63,6 +64,15 @@ def cross_compile(
         OptionError: a bad option.
         CrossError: the model or the compiler failed over there.
     """
+    if not isinstance(model, str):
+        arguments.check_callable("cross_compile", "model", model)
+    arguments.check_call("cross_compile", args, kwargs)
+    arguments.check_word("cross_compile", "soc", soc, stub.SOCS)
+    arguments.check_options("cross_compile", options)
+    arguments.check_bool("cross_compile", "baseline", baseline)
+    arguments.check_bool("cross_compile", "kernels", kernels)
+    arguments.check_path("cross_compile", "toolchain", toolchain)
+    arguments.check_seconds("cross_compile", "timeout", timeout)
     given = {**Options.parse(options).as_dict(), **{k: v for k, v in (options or {}).items() if k in ("target", "codegen")}}
     for name, only in (("target", "npu"), ("codegen", "eager")):
         if given[name] not in ("auto", only):

@@ -7,12 +7,15 @@ argument, which a graph cannot own.) The numerics are Megatron's.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from mindspeed_fx.megatron import patches
 from mindspeed_fx.megatron.groups import group_or_default, size
 
 
@@ -105,6 +108,50 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
+class _UnevenGather(torch.autograd.Function):
+    """Forward: all-gather of parts of different length. Backward: their reduce-scatter. Through parts of equal length, for gloo has no others."""
+
+    @staticmethod
+    def forward(ctx, x, group, sizes):
+        ctx.group, ctx.sizes = group, sizes
+        return _gather_parts(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _scatter_sum(grad, ctx.group, ctx.sizes), None, None
+
+
+class _UnevenReduceScatter(torch.autograd.Function):
+    """Forward: reduce-scatter into parts of different length. Backward: their all-gather."""
+
+    @staticmethod
+    def forward(ctx, x, group, sizes):
+        ctx.group, ctx.sizes = group, sizes
+        return _scatter_sum(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather_parts(grad, ctx.group, ctx.sizes), None, None
+
+
+def _gather_parts(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
+    """x [sizes[rank], ...] of every rank -> [sum(sizes), ...]."""
+    whole = _all_gather(_lengthened(x, max(sizes)), 0, group)
+    return torch.cat([part[:n] for part, n in zip(whole.chunk(len(sizes), 0), sizes)], 0)
+
+
+def _scatter_sum(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
+    """x [sum(sizes), ...] of every rank -> the sum's own part, [sizes[rank], ...]."""
+    longest = max(sizes)
+    own = _reduce_scatter(torch.cat([_lengthened(part, longest) for part in x.split(sizes, 0)], 0), 0, group)
+    return own[: sizes[group.rank()]].clone()
+
+
+def _lengthened(x: Tensor, rows: int) -> Tensor:
+    """x [n, ...] with rows of zeros behind: [rows, ...]."""
+    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])], 0)
+
+
 class _AllToAll(torch.autograd.Function):
     """Forward: all-to-all over the first dimension. Backward: the all-to-all back."""
 
@@ -151,7 +198,10 @@ def gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=Tru
     group = group_or_default(group)
     if size(group) == 1:
         return input_
-    _refuse_uneven("output_split_sizes", output_split_sizes)
+    if output_split_sizes is not None:
+        if not tensor_parallel_output_grad:
+            raise NotImplementedError(f"output_split_sizes={output_split_sizes} without tensor_parallel_output_grad has no gradient, here and in Megatron")
+        return _UnevenGather.apply(input_, group, [int(n) for n in output_split_sizes])
     return _Gather.apply(input_, 0, group, tensor_parallel_output_grad)
 
 
@@ -159,7 +209,8 @@ def reduce_scatter_to_sequence_parallel_region(input_, group=None, input_split_s
     group = group_or_default(group)
     if size(group) == 1:
         return input_
-    _refuse_uneven("input_split_sizes", input_split_sizes)
+    if input_split_sizes is not None:
+        return _UnevenReduceScatter.apply(input_, group, [int(n) for n in input_split_sizes])
     return _ReduceScatter.apply(input_, 0, group)
 
 
@@ -177,10 +228,26 @@ def all_to_all(group, input_, output_split_sizes_=None, input_split_sizes=None) 
     return input_ if size(group) == 1 else _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
 
 
-def _refuse_uneven(name: str, sizes: Any) -> None:
-    if sizes is not None:
-        raise NotImplementedError(f"{name}={sizes}: uneven sequence shards are not supported by the mindspeed_fx adaptor; call mindspeed_fx.megatron_adaptor.undo() to use Megatron's own")
+def in_graph_or_uneven(target: str, ours: Any, sizes: str) -> Any:
+    """``ours`` while torch.compile traces and for parts of different length, which gloo refuses; else what was patched.
 
+    Args:
+        target: as in :class:`mindspeed_fx.megatron.patches.Patch`.
+        sizes: name of the argument with the lengths.
+    """
+
+    @functools.wraps(ours)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return ours(*args, **kwargs)
+        uneven = inspect.signature(ours).bind(*args, **kwargs).arguments.get(sizes) is not None
+        return (ours if uneven else patches.original(target))(*args, **kwargs)
+
+    return chosen
+
+
+UNEVEN = {"gather_from_sequence_parallel_region": "output_split_sizes", "reduce_scatter_to_sequence_parallel_region": "input_split_sizes"}
+"""Mappings whose parts may differ in length, and the argument that says so: dropless experts with tensor parallelism."""
 
 MAPPINGS = (
     "copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region",

@@ -43,7 +43,7 @@ def _in_graph() -> list[Patch]:
     recompute = "runs autograd inside its backward, which cannot be captured; torch's checkpoint recomputes the same"
     counts = "reads token counts on the host"
     return [
-        *(Patch(f"tensor_parallel.mappings:{name}", getattr(collectives, name), functional) for name in collectives.MAPPINGS),
+        *(_mapping(name, functional) for name in collectives.MAPPINGS),
         *([Patch(linear.LINEAR, linear.linear, "async_op=True in its backward cannot be captured")] if groups.kind() == "cuda" else []),
         Patch("tensor_parallel.layers:linear_with_frozen_weight", linear.frozen_linear, "all-reduces in place in its backward"),
         Patch("tensor_parallel.layers:VocabParallelEmbedding.forward", linear.embedding_forward, "writes zeros in place through a mask"),
@@ -59,6 +59,14 @@ def _in_graph() -> list[Patch]:
         Patch("tensor_parallel.random:CheckpointWithoutOutput.checkpoint", checkpoint.checkpoint_without_output, recompute),
         Patch("tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute", checkpoint.discard_output, "resizes storages, which a graph cannot; the checkpoint already drops the output"),
     ]  # fmt: skip
+
+
+def _mapping(name: str, reason: str) -> Patch:
+    target, ours = f"tensor_parallel.mappings:{name}", getattr(collectives, name)
+    if name in collectives.UNEVEN and not accelerated():
+        chosen = collectives.in_graph_or_uneven(target, ours, collectives.UNEVEN[name])
+        return Patch(target, chosen, f"{reason}; and gloo moves parts of one length alone", WITHOUT_ACCELERATOR)
+    return Patch(target, ours, reason)
 
 
 def _with_accelerator() -> list[Patch]:

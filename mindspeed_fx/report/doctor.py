@@ -27,7 +27,7 @@ def examine() -> dict[str, Any]:
     cuda = None if torch.cuda.is_available() else "no CUDA device (torch.cuda.is_available() is False)"
     triton = None if importlib.util.find_spec("triton") else "triton is not installed"
     npu = npu_problem()
-    targets = [("cpu", "inductor", compiler), ("cpu", "eager", None), ("cuda", "inductor", cuda or triton), ("cuda", "eager", cuda), ("npu", "eager", npu), ("npu", "inductor", npu), ("npu", "npugraph_ex", npu or npugraph_ex_problem())]
+    targets = [("cpu", "inductor", compiler), ("cpu", "eager", None), ("cuda", "inductor", cuda or triton), ("cuda", "eager", cuda), ("npu", "eager", npu), ("npu", "inductor", npu or triton_ascend_problem()), ("npu", "npugraph_ex", npu or npugraph_ex_problem())]
     return {
         "installed": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}, "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) and os.environ.get("CXX", "g++")},
         "targets": [{"target": t, "codegen": c, "works": why is None, "reason": why or ""} for t, c, why in targets],
@@ -58,6 +58,12 @@ def npu_problem() -> str | None:
     if not (os.environ.get("ASCEND_HOME_PATH") or os.path.isdir("/usr/local/Ascend")):
         return "CANN is not installed (ASCEND_HOME_PATH is not set)"
     return None
+
+
+def triton_ascend_problem() -> str | None:
+    """Why torch_npu's Inductor has nothing to compile its code with; None when triton-ascend is installed."""
+    installed = _version("triton-ascend") or _version("triton_ascend")
+    return None if installed else "triton-ascend is not installed, which compiles what torch_npu's Inductor generates"
 
 
 def npugraph_ex_problem() -> str | None:

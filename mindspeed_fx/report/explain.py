@@ -123,10 +123,12 @@ def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, 
     Raises:
         OptionError: a bad option. Errors of the model and of the compiler pass through.
     """
-    from mindspeed_fx import compat
+    from mindspeed_fx import arguments, compat
     from mindspeed_fx.backend import mindspeed
     from mindspeed_fx.options import Options
 
+    arguments.check_callable("explain", "model", model)
+    arguments.check_options("explain", options)
     Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
     # Dynamo keeps what it compiled for a backend; one of its own makes it compile even a model that was compiled before.
     backend = lambda gm, inputs: mindspeed(gm, inputs, options=options)  # noqa: E731

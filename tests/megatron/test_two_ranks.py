@@ -64,6 +64,16 @@ def mappings(rank):
     compare(m.reduce_scatter_last_dim_to_tensor_parallel_region, x)
     compare(lambda t: m.all_to_all(group, t), x)
     compare(lambda t: m.all_to_all(group, t, [1, 3] if rank == 0 else [3, 1], [1, 3] if rank == 0 else [3, 1]), x)
+    uneven = x[: 1 + 2 * rank]  # of 1 and 3 rows, in eager mode too: gloo's own gather takes parts of one length alone
+    gathered = torch.cat([torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(r))[: 1 + 2 * r] for r in (0, 1)])
+    gather = lambda t: m.gather_from_sequence_parallel_region(t, group=group, output_split_sizes=[1, 3])  # noqa: E731
+    scatter = lambda t: m.reduce_scatter_to_sequence_parallel_region(t, group=group, input_split_sizes=[1, 3])  # noqa: E731
+    assert torch.equal(gather(uneven), gathered) and torch.equal(scatter(gathered), 2 * uneven)
+    for call, given, gradient in ((gather, uneven, 2 * uneven), (scatter, gathered, gathered)):  # each is the other's gradient
+        leaf = given.clone().requires_grad_()
+        call(leaf).backward(gathered if call is gather else uneven)
+        assert gradient.abs().max() > 0 and torch.equal(leaf.grad, gradient)
+        compare(call, given)
     compare(m.all_to_all_sp2hp, x)
     compare(m.all_to_all_hp2sp, x)
 

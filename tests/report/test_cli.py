@@ -75,6 +75,15 @@ def test_doctor_says_in_words_what_it_says_in_json(monkeypatch):
     assert "mindspeed_fx.megatron_adaptor" in doctor.text({**found, "megatron_patches": []})
 
 
+def test_inductor_on_npu_needs_triton_ascend(monkeypatch):
+    monkeypatch.setattr(doctor, "compiler_problem", lambda: None)
+    monkeypatch.setattr(doctor, "npu_problem", lambda: None)
+    for installed in (None, "3.2.0"):
+        monkeypatch.setattr(doctor, "_version", lambda package: installed if "ascend" in package else "1")
+        (row,) = [t for t in doctor.examine()["targets"] if (t["target"], t["codegen"]) == ("npu", "inductor")]
+        assert row["works"] is (installed is not None) and ("triton-ascend" in row["reason"]) is (installed is None)
+
+
 def test_npugraph_ex_is_looked_up_in_torch_npu_without_importing_it(tmp_path, monkeypatch):
     (tmp_path / "torch_npu" / "npu").mkdir(parents=True)
     (tmp_path / "torch_npu" / "__init__.py").write_text("raise AssertionError('imported')\n")

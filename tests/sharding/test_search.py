@@ -134,7 +134,7 @@ class Pair(nn.Module):
         return self.down(nn.functional.relu(self.up(x))).sum()
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(dp=2, tp=4, zero="zero2"), Layout(tp=8, recompute="selective")])
+@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(dp=2, tp=4, zero="zero2"), Layout(tp=8, recompute="norm+activation_function")])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_no_choice_is_better(layout, batch):
     """Every combination of every operator's strategies, one by one, without a memory limit and with two."""

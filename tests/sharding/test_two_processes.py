@@ -28,6 +28,7 @@ def worker(rank, store, scenarios):
 
 @pytest.mark.parametrize("scenarios", [
     pytest.param("checkpoints meta eagerly explained".split(), id="parallelize", marks=pytest.mark.slow),
+    pytest.param(["recomputed"], id="recomputed", marks=pytest.mark.slow),
     pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
     pytest.param(["searched"], id="searched", marks=pytest.mark.slow),
     # a process group remembers the order of collectives of a graph, so that one model by two code generators needs two

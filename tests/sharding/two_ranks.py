@@ -184,6 +184,22 @@ def travelling_in_fixed_splits():
     travelling("inductor", 2.0)
 
 
+def recomputed():
+    """Plans that say what is made again, collectives included, and microbatches: loss and gradients of one device."""
+    reference = whole_model()
+    loss = reference(*batch())
+    loss.backward()
+    for dim, name, word, parts in (("tp", "tp_sp", "full", 1), ("dp", "zero3", "full", 2), ("tp", "tp_sp", "norm+activation_function", 1)):
+        plan = dataclasses.replace(named(name, reference), recompute=word, microbatches=parts)
+        torch._dynamo.reset()  # or the other size of the batch would be a symbol
+        model, step = compiled(whole_model(), dim, plan, level=1)
+        mean = mindspeed_fx.accumulate(step, *batch(), microbatches=plan.microbatches)
+        assert abs(mean - loss) <= 1e-10 * abs(loss) and not mean.requires_grad, (name, word)
+        for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert q.grad.abs().max() > 0 and (p.grad.full_tensor() - q.grad).abs().max() <= 1e-10 * q.grad.abs().max(), (name, word, n)
+        print(name, word, "agrees", flush=True)
+
+
 def checkpoints():
     """Saved under one plan, loaded under another, and by a whole model."""
     reference = whole_model()

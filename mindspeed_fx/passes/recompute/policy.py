@@ -11,6 +11,7 @@ whatever a ``torch.utils.checkpoint`` policy keeps are never made again, and reg
 | selective | the core of attention: from the product of queries and keys to its output (Korthikanti et al. 2022, arXiv 2205.05198) |
 | activation_function | what activation functions make, and the pointwise work on it (MindSpeed's recompute-activation-function) |
 | norm | what normalizations make, sums of residuals aside (MindSpeed's recompute-norm) |
+| norm+activation_function | both; any of the last three rows may be joined |
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _note(report: PassReport, who: str, values: list[Value], wish: str, tape: Ta
 
 
 def _missing(policy: str) -> str:
-    return {"full": "finds no numbered layers", "selective": "finds no product of two activations", "norm": "finds no normalization", "activation_function": "finds no activation function"}.get(policy, "finds no numbered layers")
+    return {"full": "finds no numbered layers", "selective": "finds no product of two activations", "norm": "finds no normalization", "activation_function": "finds no activation function"}.get(policy, "finds no numbered layers" if "+" not in policy else "finds none of these")
 
 
 def _generic(paths: Iterable[str]) -> list[str]:
@@ -127,6 +128,9 @@ def _policy(tape: Tape, policy: str) -> list[Value]:
         return _layers(tape, None)
     if policy.startswith("block:"):
         return _layers(tape, int(policy.partition(":")[2]))
+    if "+" in policy:
+        named = {v for word in policy.split("+") for v in _policy(tape, word)}
+        return [v for v in tape.values if v in named]
     return {"selective": _attention, "activation_function": _activations, "norm": _norms}[policy](tape)
 
 

@@ -11,9 +11,10 @@
 * ``travel.py``, ``dispatch.py``: tokens that travel to experts on other ranks: the pass ``sharding.dispatch`` finds them, the other does it
 * ``blocks.py``, ``ring_blocks.py``, ``known.py``: attention of divided sequences with masks: who computes what, how, and masks known while compiling
 * ``verify.py``: the pass ``sharding.verify``: no collective too many; ``traffic.py``: what a plan's edges need; ``origin.py``: where gathered elements go; ``backwards.py``: gradients that are computed whole; ``drawn.py``: the plan as a picture
+* ``regather.py``: the pass ``sharding.regather``: collectives that the backward makes again
 * ``recognize.py``: the pass ``sharding.recognize``: which plan a graph's collectives amount to
 * ``compared.py``: what other plans over the same ranks would cost a model that is parallel by hand
 * ``simulate.py``: every rank of a plan in one process, to check it
 """
 
-from mindspeed_fx.passes.sharding import place, recognize, travel, verify  # noqa: F401
+from mindspeed_fx.passes.sharding import place, recognize, regather, travel, verify  # noqa: F401

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mindspeed_fx import arguments
 from mindspeed_fx.options import nearest
 from mindspeed_fx.passes.sharding import initialize, optimizers
 from mindspeed_fx.passes.sharding.inputs import INPUTS, LOCAL, WHOLE, show_inputs_whole
@@ -82,12 +83,13 @@ def parallelize(
     Raises:
         ShardingError: the plan does not fit the model or the mesh; the message names the pattern, parameter or size.
     """
-    if isinstance(plan, str):
-        plan = named(plan, model)
-    if not isinstance(plan, Plan):
-        raise ShardingError(f"plan is {type(plan).__name__}; a Plan or the name of one is expected")
+    arguments.check_module("parallelize", model)
+    arguments.check_device_mesh("parallelize", mesh)
+    arguments.check_callable("parallelize", "init", init, optional=True)
+    arguments.check_whole("parallelize", "seed", seed, least=0)
     if inputs not in INPUTS:
         raise ShardingError(f'inputs is {inputs!r}{nearest(str(inputs), INPUTS)}; valid: {", ".join(INPUTS)}')
+    plan = plan_for("parallelize", plan, model)
     check_mesh(plan, mesh.mesh_dim_names or ())
     if hasattr(model, "_sharding"):
         raise ShardingError(f'the model is divided already, by plan "{model._sharding.plan.name}"')
@@ -103,6 +105,19 @@ def parallelize(
     show_whole(model, sharding, lambda name, p: p if isinstance(p, DTensor) else divide(name, p, False))
     optimizers.mark(model.parameters(), plan.name)
     return model
+
+
+def plan_for(function: str, plan: Any, model: nn.Module) -> Plan:
+    """``plan`` itself, or the plan of that name for ``model``.
+
+    Raises:
+        ShardingError: it is neither.
+    """
+    if isinstance(plan, str):
+        return named(plan, model)
+    if not isinstance(plan, Plan):
+        raise ShardingError(f"{function}: plan is {arguments.shown(plan)} of type {type(plan).__name__}; a Plan or the name of one is expected")
+    return plan
 
 
 def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tensor) -> tuple:

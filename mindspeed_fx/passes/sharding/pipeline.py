@@ -20,11 +20,11 @@ import torch.fx as fx
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mindspeed_fx import compat, compat_tracing
+from mindspeed_fx import arguments, compat, compat_tracing
+from mindspeed_fx.accumulation import rows_of
 from mindspeed_fx.backend import Compilation, device_of
 from mindspeed_fx.options import Options
-from mindspeed_fx.passes.sharding.named import named
-from mindspeed_fx.passes.sharding.parallelize import check_mesh, parallelize
+from mindspeed_fx.passes.sharding.parallelize import check_mesh, parallelize, plan_for
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 from mindspeed_fx.passes.sharding.stages import RECEIVED, Part, cut, layers_of, receivable
 
@@ -93,8 +93,9 @@ class _Traced(Exception):
     """Ends the run of the traced model before it starts."""
 
 
-def stages(model: nn.Module, count: int, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, *, microbatches: int = 1, options: dict[str, Any] | None = None, only: int | None = None) -> list[Stage]:
-    """The stages of ``model``, or of them the one with number ``only``, compiled for microbatches of the batch in ``args``.
+def stages(model: nn.Module, count: int, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, *, microbatches: int = 1, options: dict[str, Any] | None = None, only: int | None = None,
+           recompute: str | None = None) -> list[Stage]:
+    """The stages of ``model``, or of them the one with number ``only``, compiled for microbatches of the batch in ``args``; ``recompute``: a plan's.
 
     Raises:
         ShardingError: see :func:`pipeline_stage`.
@@ -103,7 +104,7 @@ def stages(model: nn.Module, count: int, args: Sequence[Any] = (), kwargs: dict[
     bound = inspect.signature(model.forward).bind(*args, **(kwargs or {}))
     given = {name: _rows(name, value, microbatches) for name, value in _named(bound).items()}
     inputs = {id(value): name for name, value in given.items() if isinstance(value, torch.Tensor)}
-    options_ = Options.parse(options)
+    options_ = Options.parse(options).with_plan(recompute)
     made: list[Stage] = []
     wrong: list[BaseException] = []
 
@@ -162,7 +163,7 @@ def pipeline_stage(
         mesh: with a dimension "pp", outermost.
         plan: for the other dimensions: a plan, the name of one, or None with "pp" alone.
         args, kwargs: of the model, with the whole batch of a step.
-        microbatches: as for the schedule; default: those of a searched plan, else the number of stages. The step's loss is the mean of theirs.
+        microbatches: as for the schedule; default: those of the plan, else the number of stages. The step's loss is the mean of theirs.
         init, seed: for parameters on the meta device, see :func:`mindspeed_fx.parallelize`.
         options: of the backend.
 
@@ -175,19 +176,26 @@ def pipeline_stage(
     """
     from torch.distributed.pipelining import PipelineStage
 
+    arguments.check_module("pipeline_stage", model)
+    arguments.check_device_mesh("pipeline_stage", mesh)
+    arguments.check_call("pipeline_stage", args, kwargs, model)
+    arguments.check_whole("pipeline_stage", "microbatches", microbatches, optional=True)
+    arguments.check_callable("pipeline_stage", "init", init, optional=True)
+    arguments.check_whole("pipeline_stage", "seed", seed, least=0)
+    arguments.check_options("pipeline_stage", options)
     names = mesh.mesh_dim_names or ()
     if "pp" not in names:
         raise ShardingError(f'pipeline_stage needs a mesh dimension "pp"; the mesh has {", ".join(names) or "no names: give init_device_mesh mesh_dim_names"}')
-    if isinstance(plan, str):
-        plan = named(plan, model)
     if plan is not None:
+        plan = plan_for("pipeline_stage", plan, model)
         if unsupported := getattr(plan, "unsupported", None):
             raise ShardingError(f'plan "{plan.name}" cannot be executed: {"; ".join(unsupported)}')
         check_mesh(inside(plan), names)
     count, inner = mesh["pp"].size(), tuple(d for d in names if d != "pp")
     layers_of(model, count)
     if microbatches is None:
-        microbatches = plan.layout.microbatches if hasattr(plan, "layout") else count
+        microbatches = (plan.microbatches if plan is not None else None) or count
+    recompute = plan.recompute if plan is not None else None
     if inner:
         if plan is None:
             raise ShardingError(f"plan is None, and the mesh has {', '.join(inner)} beside pp; a plan for them is expected")
@@ -195,7 +203,7 @@ def pipeline_stage(
     elif any(p.is_meta for p in model.parameters()):
         raise ShardingError('parameters are on the meta device, and the mesh has "pp" alone; initialize the model first')
     index = mesh.get_local_rank("pp")
-    (stage,) = stages(model, count, args, kwargs, microbatches=microbatches, options=options, only=index)
+    (stage,) = stages(model, count, args, kwargs, microbatches=microbatches, options=options, only=index, recompute=recompute)
     device = next((a.device for a in [*args, *(kwargs or {}).values()] if isinstance(a, torch.Tensor)), torch.device(mesh.device_type))
     received, sent = stage.examples()
     return PipelineStage(stage, index, count, device, input_args=received, output_args=sent, group=mesh.get_group("pp"))
@@ -226,9 +234,4 @@ def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 def _rows(name: str, value: Any, microbatches: int) -> Any:
     """The first microbatch of an argument, as torch's schedules split it: along dimension 0."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    rows = value.shape[0] if value.ndim else 0
-    if microbatches < 1 or not rows or rows % microbatches:
-        raise ShardingError(f'argument "{name}" of shape {tuple(value.shape)} cannot be split into {microbatches} microbatches along its first dimension')
-    return value[: rows // microbatches].clone()
+    return rows_of(name, value, microbatches, 0).clone() if isinstance(value, torch.Tensor) else value

@@ -25,7 +25,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Iterable, Mapping
 
-from mindspeed_fx.options import OptionError, nearest
+from mindspeed_fx.options import POLICIES, OptionError, is_policy, nearest
 
 Placed = Mapping[str, str]
 """Mesh dimension -> placement."""
@@ -76,9 +76,15 @@ class Plan:
     """How the tokens of mixtures come to experts that are divided: ``dispatch`` is "all_gather" (the default: every rank gets all tokens) or "all_to_all"
     (tokens travel, :mod:`dispatch`); ``capacity``, a number from 1 on, fixes how many may go to one rank: so many times the mean; ``parameters``, globs, names
     those of experts: what divides their first dimension computes in parts, also over a mesh dimension over which ``gather`` makes others whole."""
+    recompute: str | None = None
+    """What the backward makes again, by a word of the option ``recompute`` ("full", "norm+activation_function"), collectives of the forward
+    included; the backend does so unless that option or ``memory_budget`` is given. None: the backend's choice."""
+    microbatches: int | None = None
+    """Parts of the batch that a step is taken over, by :func:`mindspeed_fx.accumulate` or the schedule of a pipeline. None: not said."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
+        self._whole_model()
         for key, stage in self.gather.items():
             if stage not in GATHERS:
                 raise ShardingError(f'plan "{self.name}": gather of "{key}" is {stage!r}; valid: {", ".join(GATHERS)}{nearest(str(stage), GATHERS)}')
@@ -96,6 +102,15 @@ class Plan:
         for dim in self.gather:
             if dim not in self.mesh:
                 raise ShardingError(f'plan "{self.name}", gather: no mesh dimension "{dim}"{nearest(dim, self.mesh)}; the plan has {", ".join(self.mesh)}')
+
+    def _whole_model(self) -> None:
+        word, count = self.recompute, self.microbatches
+        if word is not None and (word == "auto" or not is_policy(word)):
+            valid = [p for p in POLICIES if p != "auto"]
+            joined = 'several of the last joined by "+"'
+            raise ShardingError(f'plan "{self.name}": recompute is {word!r}{nearest(str(word), valid)}; valid: {", ".join(valid)}, {joined}')
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ShardingError(f'plan "{self.name}": microbatches is {count!r}; a whole number from 1 on is expected')
 
     def _experts(self) -> None:
         where = f'plan "{self.name}", experts'
@@ -134,7 +149,13 @@ class Plan:
         """As the sum, for a plan that was made for ``other`` and speaks of its dimensions too."""
         merged = {s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")}
         own = tuple(d for d in self.mesh if d not in other.mesh)
-        return Plan(f"{self.name}+{other.name}", own + other.mesh, gather={**self.gather, **other.gather}, rings={**self.rings, **other.rings}, experts={**self.experts, **other.experts}, **merged)
+        merged |= {s: {**getattr(self, s), **getattr(other, s)} for s in ("gather", "rings", "experts")}
+        for s in ("recompute", "microbatches"):
+            said = {getattr(p, s) for p in (self, other)} - {None}
+            if len(said) > 1:
+                raise ShardingError(f'plans "{self.name}" and "{other.name}": {s} is {getattr(self, s)!r} and {getattr(other, s)!r}')
+            merged[s] = said.pop() if said else None
+        return Plan(f"{self.name}+{other.name}", own + other.mesh, **merged)
 
     # ---------------------------------------------------------------- words in, words out
 

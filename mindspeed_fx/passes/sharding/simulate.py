@@ -16,10 +16,9 @@ import torch.fx as fx
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_fx import compat_sharding, compat_tracing
+from mindspeed_fx import arguments, compat_sharding, compat_tracing
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.sharding import local
-from mindspeed_fx.passes.sharding.named import named
 from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
 
 
@@ -60,9 +59,14 @@ def simulate(
         RuntimeError: a process group exists already.
     """
     from mindspeed_fx.backend import Compilation
-    from mindspeed_fx.passes.sharding.parallelize import Sharding, check_mesh, show_whole, unmatched_patterns
+    from mindspeed_fx.passes.sharding.parallelize import Sharding, check_mesh, plan_for, show_whole, unmatched_patterns
 
-    plan = named(plan, model) if isinstance(plan, str) else plan
+    arguments.check_module("simulate", model)
+    arguments.check_sizes("simulate", mesh)
+    arguments.check_options("simulate", options)
+    arguments.check_call("simulate", args, kwargs, model)
+    options = Options.parse(options)
+    plan = plan_for("simulate", plan, model)
     check_mesh(plan, tuple(mesh))
     model = copy.deepcopy(model)
     unmatched_patterns(model, plan)
@@ -72,7 +76,7 @@ def simulate(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         found = local.cut(gm)
-        Compilation(Options.parse(options).resolve("cpu")).capture(gm)
+        Compilation(options.resolve("cpu")).capture(gm)
         return lambda *given: _run(gm, found, plan, mesh, given, names, made, local_inputs)
 
     torch._dynamo.reset()

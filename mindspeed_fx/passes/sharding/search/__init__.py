@@ -10,10 +10,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Sequence
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from mindspeed_fx import arguments
 from mindspeed_fx.options import nearest
 from mindspeed_fx.passes.deferred import uncollected
 from mindspeed_fx.passes.sharding.plan import ShardingError
@@ -53,10 +56,13 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | No
     from mindspeed_fx.passes.sharding.search.highs import milp
     from mindspeed_fx.passes.sharding.search.trace import trace
 
-    milp()
-    if optimizer not in OPTIMIZERS:
-        raise ShardingError(f'optimizer is {optimizer!r}; valid: {", ".join(OPTIMIZERS)}{nearest(str(optimizer), OPTIMIZERS)}')
+    arguments.check_module("plan", model)
+    arguments.check_call("plan", args, kwargs, model)
+    arguments.check_word("plan", "optimizer", optimizer, tuple(OPTIMIZERS))
+    arguments.check_whole("plan", "keep", keep)
+    arguments.check_bool("plan", "pipeline", pipeline)
     fixed, devices = _fixed(mesh, devices)
+    milp()
     if hardware is None:
         target = next((p.device.type for p in model.parameters() if p.device.type not in ("meta", "cpu")), "cpu")
         hardware, why = detect("npu" if target == "privateuseone" else target)
@@ -74,18 +80,21 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | No
 def _fixed(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:
     """Sizes that are given, and the number of devices."""
     if mesh is None:
-        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-            raise ShardingError(f"devices is {devices!r}; a whole number from 1 on, or a mesh, is expected")
+        if devices is None:
+            raise ShardingError("plan: devices is None and mesh is None; give one of them")
+        arguments.check_whole("plan", "devices", devices)
         return {}, devices
-    sizes = dict(mesh) if isinstance(mesh, dict) else dict(zip(mesh.mesh_dim_names or (), mesh.shape))
+    if isinstance(mesh, DeviceMesh):
+        mesh = dict(zip(mesh.mesh_dim_names or ("",), mesh.shape))
+        if "" in mesh:
+            raise ShardingError(f"plan: the mesh has no names: give init_device_mesh mesh_dim_names, of {', '.join(DIMENSIONS)}")
+    sizes = arguments.check_sizes("plan", mesh)
     for name in sizes:
         if name not in DIMENSIONS:
-            raise ShardingError(f'mesh dimension "{name}"{nearest(str(name), DIMENSIONS)}; valid: {", ".join(DIMENSIONS)}')
-    if not sizes:
-        raise ShardingError(f"the mesh has no names: give init_device_mesh mesh_dim_names, of {', '.join(DIMENSIONS)}")
-    count = 1
-    for n in sizes.values():
-        count *= n
-    if devices not in (None, count):
-        raise ShardingError(f"devices is {devices}, and the mesh has {count}")
+            raise ShardingError(f'plan: mesh dimension "{name}"{nearest(name, DIMENSIONS)}; valid: {", ".join(DIMENSIONS)}')
+    count = math.prod(sizes.values())
+    if devices is not None:
+        arguments.check_whole("plan", "devices", devices)
+        if devices != count:
+            raise ShardingError(f"plan: devices is {devices}, and the mesh has {count}")
     return {**dict.fromkeys(DIMENSIONS, 1), **sizes}, count

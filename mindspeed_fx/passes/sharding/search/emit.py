@@ -63,11 +63,12 @@ class _Emitter:
                 placed["tp"] = word
             if placed and (argument := argument_name(SimpleNamespace(name=name))) is not None:
                 inputs[argument] = placed
-        edges = [d for d in ("pp", "dp", "cp", "ep", "tp") if getattr(L, d) > 1]
+        edges = [d for d in ("pp", "dp", "cp", "ep", "tp") if getattr(L, d) > 1] or ["dp"]
         gather = {d: L.zero for d in DATA if getattr(L, d) > 1 and L.zero != "never" and any(d in placed for placed in self.parameters.values())}
         made = {
             "mesh": tuple(edges), "parameters": self.parameters, "inputs": inputs, "experts": self._mixtures(),
             "modules": {name: Boundary(**parts) for name, parts in self.modules.items()}, "operators": self.operators, "gather": gather,
+            "recompute": L.recompute if L.recompute != "none" else None, "microbatches": L.microbatches,
         }  # fmt: skip
         return made, list(dict.fromkeys(self.wrong))
 

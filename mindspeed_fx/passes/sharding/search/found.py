@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any, Sequence
@@ -49,7 +50,7 @@ class SearchedPlan(Plan):
         return made
 
     def __reduce__(self) -> tuple:
-        return Plan, (self.name, self.mesh, self.parameters, self.inputs, self.modules, self.operators, self.gather, self.rings, self.experts)
+        return Plan, tuple(getattr(self, f.name) for f in dataclasses.fields(Plan))
 
     # ---------------------------------------------------------------- numbers
 
@@ -235,22 +236,38 @@ class SearchedPlan(Plan):
         hows = sorted({p.how for p in self.solution.prices.values() if p.how})
         return {
             "tp": L.tp, "sp": sp, "cp": L.cp, "attention": hows[0] if hows else "", "dp": data, "ep": L.ep, "pp": L.pp, "microbatches": L.microbatches, "zero": L.zero, "recompute": L.recompute,
-            "seconds": self.seconds, "bytes": self.memory, "exposed_seconds": self.exposed, "parts": self.solution.parts, "executable": not self.unsupported,
+            "seconds": self.seconds, "bytes": self.memory, "exposed_seconds": self.exposed, "parts": self.solution.parts, "executable": not self.unsupported, "runs": self._runs(),
         }  # fmt: skip
+
+    def _runs(self) -> str:
+        """Who runs the plan."""
+        if self.unsupported:
+            return "no"
+        if self.layout.pp > 1:
+            return f"as stages, schedule of {self.microbatches}"
+        return "yes" if self.microbatches == 1 else f"by accumulate, {self.microbatches} parts"
 
     def __str__(self) -> str:
         o, p = self.searched.outcome, self.searched.problem
         head = f"modelled for {self.searched.devices} x {self.searched.prices.hw.name}, at most {self.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by more than {100 * self.gap:.2f} %"
-        lines = [head, f"{'tp':>4} {'sp':>3} {'cp':>3} {'dp':>4} {'ep':>3} {'pp':>3} {'micro':>5} {'zero':>6} {'recompute':>10} {'step ms':>9} {'GiB':>6} {'exposed ms':>10}  runs"]
+        lines = [head, f"{'tp':>4} {'sp':>3} {'cp':>3} {'dp':>4} {'ep':>3} {'pp':>3} {'micro':>5} {'zero':>6} {'recompute':>24} {'step ms':>9} {'GiB':>6} {'exposed ms':>10}  runs"]
         for row in (a.row() for a in self.alternatives):
             cp = f"{row['cp']}" + (row["attention"][:1] if row["cp"] > 1 else "")
-            lines.append(f"{row['tp']:>4} {'yes' if row['sp'] else 'no':>3} {cp:>3} {row['dp']:>4} {row['ep']:>3} {row['pp']:>3} {row['microbatches']:>5} {row['zero']:>6} {row['recompute']:>10} {row['seconds'] * 1e3:>9.1f} {row['bytes'] / GiB:>6.1f} {row['exposed_seconds'] * 1e3:>10.1f}  {'yes' if row['executable'] else 'no'}")
+            lines.append(f"{row['tp']:>4} {'yes' if row['sp'] else 'no':>3} {cp:>3} {row['dp']:>4} {row['ep']:>3} {row['pp']:>3} {row['microbatches']:>5} {row['zero']:>6} {row['recompute']:>24} {row['seconds'] * 1e3:>9.1f} {row['bytes'] / GiB:>6.1f} {row['exposed_seconds'] * 1e3:>10.1f}  {row['runs']}")
         lines += ["", f"{'layer':<28} {'count':>5} {'compute ms':>10} {'collectives ms':>14} {'state GiB':>9} {'kept GiB':>8}"]
         lines += [f"{r['layer']:<28} {r['count']:>5} {r['compute'] * 1e3:>10.3f} {r['collectives'] * 1e3:>14.3f} {r['state'] / GiB:>9.3f} {r['kept'] / GiB:>8.3f}" for r in self.layers()]
         for c in self.collectives():
             lines.append(f"  {c['module']} {c['value']}: {c['from']} -> {c['as']}, forward {c['forward'] or 'nothing'}, backward {c['backward'] or 'nothing'}, {c['seconds'] * 1e3:.3f} ms")
+        if not self.unsupported and self.microbatches > 1:
+            lines.append(f"to run it: {self._loop()}")
         lines += [f"note: {n}" for n in p.notes] + [f"not executable yet: {u}" for u in self.unsupported]
         return "\n".join(lines)
+
+    def _loop(self) -> str:
+        """What the caller's loop does about microbatches."""
+        if self.layout.pp > 1:
+            return f"stage = mindspeed_fx.pipeline_stage(...), and a schedule of torch.distributed.pipelining with {self.microbatches} microbatches"
+        return f"loss = mindspeed_fx.accumulate(step, *args, microbatches={self.microbatches}) in your loop instead of step(*args) and loss.backward()"
 
     def to_json(self) -> str:
         return json.dumps(self.summary(), indent=1)

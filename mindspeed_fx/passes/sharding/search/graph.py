@@ -27,10 +27,13 @@ from mindspeed_fx.report.source import source_line
 
 RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
 VIEWS = RESHAPES | frozenset(("transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "contiguous", "detach", "alias", "clone", "chunk", "slice", "select", "narrow", "numpy_T"))
-SAVES = {"add": (), "sub": (), "neg": (), "sum": (), "mean": (), "rope": (), "cat": (), "embedding": (), "dropout": (), "moe_permute": (), "slice": (), "to": (), "where": ()}
+SAVES = frozenset(
+    "add sub neg sum mean rope cat embedding dropout moe_permute slice to where"
+    " split split_with_sizes chunk gather scatter scatter_add slice_scatter select_scatter index_select flip roll zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full".split()
+)
 """Operators whose backward needs none of their floating inputs; all others keep them."""
 CHEAP = frozenset(("rms_norm", "layer_norm", "swiglu", "glu", "gelu", "silu", "activation", "weighted_swiglu", "add", "mul", "to", "clipped_swiglu", "rope", "qk_norm_rope"))
-"""Operators that are redone rather than kept under "selective" recompute, where their inputs are kept anyway."""
+"""Operators that are redone rather than kept under recompute of norms and activation functions, where their inputs are kept anyway."""
 
 
 @dataclass(eq=False)

@@ -6,7 +6,9 @@ import functools
 from dataclasses import dataclass
 from typing import Iterator
 
-RECOMPUTE = ("none", "selective", "full")
+NORMS_AND_ACTIVATIONS = "norm+activation_function"
+RECOMPUTE = ("none", NORMS_AND_ACTIVATIONS, "full")
+"""Words of the option ``recompute``."""
 ZERO = ("never", "zero2", "zero3")
 
 
@@ -83,11 +85,28 @@ def meshes(devices: int, batch: int, sequence: int, layers: int, experts: int, f
                     yield pp, dp, cp, ep, tp
 
 
+MOST = 16
+"""How many numbers of microbatches are considered for one mesh."""
+
+
 def microbatches(pp: int, batch: int) -> list[int]:
-    """Numbers of microbatches to consider for ``batch`` rows of one rank: powers of two; for a pipeline the three smallest that
-    fill it, and the largest."""
-    fit = [m for m in divisors(batch) if m == 1 or m & (m - 1) == 0]
+    """Numbers of microbatches to consider for ``batch`` rows of one rank: all that divide it evenly, or ``MOST`` of them; for a pipeline
+    the smallest that fills it with two from twice the one before on, and the largest."""
+    fit = divisors(batch)
     if pp == 1:
+        for apart in (1.25, 1.5, 2, 4):
+            if len(fit) <= MOST:
+                break
+            fit = _apart(divisors(batch), apart)
         return fit
-    enough = [m for m in fit if m >= pp] or fit[-1:]
+    enough = _apart([m for m in fit if m >= pp] or fit[-1:], 2)
     return [*enough[:3], *enough[3:][-1:]]
+
+
+def _apart(numbers: list[int], times: float) -> list[int]:
+    """The first and the last of rising ``numbers``, and of the others those that are at least so many times the one before."""
+    found = numbers[:1]
+    for n in numbers[1:]:
+        if n >= times * found[-1]:
+            found.append(n)
+    return found if found[-1] == numbers[-1] else [*found, numbers[-1]]

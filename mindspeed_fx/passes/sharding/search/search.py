@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_fx.cost.hardware import Hardware
+from mindspeed_fx.options import OptionError, parse_bytes
 from mindspeed_fx.passes.sharding.plan import ShardingError
 from mindspeed_fx.passes.sharding.search.graph import Problem
 from mindspeed_fx.passes.sharding.search.layouts import RECOMPUTE, ZERO, Layout, meshes, microbatches
@@ -79,7 +80,7 @@ def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed
     state.run()
     state.close()
     if not state.best:
-        raise ShardingError(f"no plan for {devices} {hw.name} fits in {memory / 2**30:.1f} GiB; the least demanding one that was tried needs {state.least / 2**30:.1f} GiB of states alone; use more devices or a smaller batch")
+        raise ShardingError(f"no plan for {devices} {hw.name} fits in {memory / 2**30:.1f} GiB; {state.nearest()}")
     found = sorted(state.best.values(), key=lambda s: s.seconds)[:keep]
     return Outcome(found, min(*state.bounds, found[0].seconds), len(factored), state.solved, state.too_large, state.times)
 
@@ -121,7 +122,8 @@ class _State:
         self.open: list[tuple[float, int, Program, int]] = []
         """Programs whose relaxation had fractions, and where their bound is."""
         self.bounds: list[float] = []
-        self.least = float("inf")
+        self.refused: list[tuple[float, int, Layout]] = []
+        """Layouts that do not fit, with bytes that they need at least."""
         self.solved = self.too_large = 0
         self.done: set[tuple] = set()
         self.times = {"prices": 0.0, "programs": 0.0}
@@ -134,9 +136,8 @@ class _State:
         """Put a layout in line by the compute and the states that its parts of the work have at least."""
         start = time.perf_counter()
         updates, state = self.least_stored(layout)
-        self.least = min(self.least, state)
         if state > self.memory:
-            self.too_large += 1
+            self._refuse(layout, state)
             if zero:  # recomputing changes nothing about states
                 self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
         else:
@@ -240,7 +241,7 @@ class _State:
                     program.priced()
                     seconds, memory = program.lower(self.core(layout))
                     if memory > self.memory:
-                        self.too_large += 1
+                        self._refuse(layout, memory)
                         self.more(layout, recompute, zero)
                     elif seconds < self.limit(layout.mesh):
                         heapq.heappush(self.heap, dataclasses.replace(waiting, bound=max(waiting.bound, seconds), number=next(self.number), program=program))
@@ -252,7 +253,7 @@ class _State:
             self.solved += 1
             slack = False
             if made is None:
-                self.too_large += 1
+                self._refuse(layout, self.memory)
             else:
                 bound, chosen = made
                 slack = program.slack
@@ -268,6 +269,33 @@ class _State:
                 self.done.add((layout.mesh, layout.zero, layout.recompute))
             else:
                 self.more(layout, recompute, zero)
+
+    def _refuse(self, layout: Layout, least: float) -> None:
+        self.too_large += 1
+        self.refused.append((least, next(self.number), layout))
+
+    def nearest(self, tried: int = 12) -> str:
+        """What the least demanding layout needs, and what for: of the layouts that do not fit, those with the lowest bounds are tried."""
+        best: Solution | None = None
+        for _, _, layout in heapq.nsmallest(tried, self.refused):
+            program = Program(self.prices, layout, self.memory, self.allowed)
+            if program.possible:
+                program.priced()
+                made = program.frugal()
+                best = made if made is not None and (best is None or made.memory < best.memory) else best
+        if best is None:
+            return "no layout of these devices has a way to compute every operator; use other sizes of the mesh"
+        shown = {k: f"{v / 2**30:.1f}" for k, v in best.bytes.items()}
+        node = best.widest
+        sizes = ", ".join(str(tuple(u.shape)) for u in node.uses[:2])
+        module = f' of module "{node.module}"' if node.module else ""
+        where = f"{node.op}{module} ({sizes} in the whole model)"
+        advice = {"states": "use more devices", "kept": "use more devices or shorter sequences", "operator": "shorter sequences would help, more devices if their dimensions divide it", "gathered": "use larger tp or ep"}
+        return (
+            f"the least demanding that was tried ({best.layout}) needs {best.memory / 2**30:.1f} GiB: {shown['states']} of parameters, gradients and optimizer states, "
+            f"{shown['kept']} of activations kept, {shown['gathered']} of gathered parameters, {shown['operator']} while {where} runs backward; "
+            f"{advice[max(best.bytes, key=best.bytes.get)]}"
+        )
 
     def _enter(self, solution: Solution) -> None:
         mine = self.best.get(solution.layout.mesh)
@@ -295,11 +323,13 @@ def memory_of(given: Any, hw: Hardware) -> float:
     """Bytes from "60GiB" or a number; None: nine tenths of the device's memory.
 
     Raises:
-        OptionError: no number of bytes.
+        OptionError: no number of bytes, or less than a MiB.
     """
-    from mindspeed_fx.options import _bytes
-
-    return 0.9 * float(hw.memory) if given is None else float(_bytes("memory", given))
+    if given is None:
+        return 0.9 * float(hw.memory)
+    if not (size := parse_bytes("memory", given, least=2**20)):
+        raise OptionError(f'option "memory" is {given!r}; valid: bytes of one device, as in "60GiB"')
+    return float(size)
 
 
 def _coarser(known: dict[int, Any], cut: int) -> tuple[Any, int]:

@@ -24,7 +24,7 @@ import numpy as np
 from mindspeed_fx.passes.sharding.search.flows import KINDS, Flows, Move, kind, moves, sayable, there_and_back
 from mindspeed_fx.passes.sharding.search.graph import CHEAP, SAVES, Edge, Node
 from mindspeed_fx.passes.sharding.search.highs import Linear, milp
-from mindspeed_fx.passes.sharding.search.layouts import Layout
+from mindspeed_fx.passes.sharding.search.layouts import NORMS_AND_ACTIVATIONS, Layout
 from mindspeed_fx.passes.sharding.search.price import SUMMED, Label, NodePrice, P, Prices, R, Strategy
 
 GiB = 2.0**30
@@ -52,6 +52,10 @@ class Solution:
     memory: float
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of a step: compute, recompute, collectives, exposed, update, bubble."""
+    bytes: dict[str, float] = field(default_factory=dict)
+    """What :attr:`memory` is made of: states, kept, operator, gathered."""
+    widest: Node | None = None
+    """The operator that needs most at hand while it runs backward."""
 
     @property
     def gap(self) -> float:
@@ -120,7 +124,7 @@ class Program:
         seconds, memory = self.between_stages() * self.turns / self.layout.microbatches, 0.0
         flat = again_at_least = 0.0
         hide = {n.run: [0.0, 0.0] for n in self.nodes}
-        redo = {"none": 0.0, "selective": 0.0, "full": 1.0}[self.layout.recompute]
+        redo = 1.0 if self.layout.recompute == "full" else 0.0
         for n in self.nodes:
             w, mine = self.weight(n.run), [self.price[n, i] for i in range(len(self.choices[n]))]
             again = redo if n.run >= 0 else 0.0
@@ -160,9 +164,9 @@ class Program:
             return 0.0, there
         if not wanted:
             return 0.0, 0.0
-        if mode == "selective" and value.producer.op in CHEAP and value.producer.op != "rope" and value.floating and inside and _inputs_kept(value.producer):
+        if mode == NORMS_AND_ACTIVATIONS and value.producer.op in CHEAP and value.producer.op != "rope" and value.floating and inside and _inputs_kept(value.producer):
             return 0.0, there
-        if mode == "selective" and isinstance(p, int) and p != t:
+        if mode == NORMS_AND_ACTIVATIONS and isinstance(p, int) and p != t:
             return nbytes / self.layout.tp, there
         return nbytes, 0.0
 
@@ -175,7 +179,7 @@ class Program:
     def _computed_again(self, node: Node) -> bool:
         if self.layout.recompute == "full":
             return node.run >= 0
-        return self.layout.recompute == "selective" and node.run >= 0 and node.op in CHEAP and node.op != "rope" and _inputs_kept(node) and any(_saves(e) for e in self.problem.edges if e.value.producer is node)
+        return self.layout.recompute == NORMS_AND_ACTIVATIONS and node.run >= 0 and node.op in CHEAP and node.op != "rope" and _inputs_kept(node) and any(_saves(e) for e in self.problem.edges if e.value.producer is node)
 
     # ---------------------------------------------------------------- the program
 
@@ -204,6 +208,24 @@ class Program:
             chosen[node] = int(np.argmax(values))
             self.fractional = self.fractional or float(values.max()) < 1 - 1e-6
         return bound + self.between_stages() * self.turns / self.layout.microbatches, chosen
+
+    def frugal(self) -> Solution | None:
+        """The choice that needs the least memory, whatever it takes; None where rounding makes none."""
+        self.limit = 1e30
+        _, rows, lower, upper, n, _, first = self._matrix()
+        cost = np.zeros(n)
+        last = len(lower) - 1
+        for r, column, value in zip(*rows):
+            if r == last:
+                cost[column] = value
+        upper[last] = np.inf
+        if (optimum := Linear(rows, lower, upper, n).minimum(cost)) is None:
+            return None
+        chosen = {node: int(np.argmax(optimum[1][first[node] : first[node] + len(self.choices[node])])) for node in self.nodes}
+        try:
+            return self.evaluate(chosen, 0.0)
+        except Unsayable:
+            return None
 
     def _matrix(self) -> tuple:
         L, f = self.layout, self.flows
@@ -274,7 +296,8 @@ class Program:
     def evaluate(self, chosen: dict[Node, int], bound: float) -> Solution:
         """The modelled step of one choice, added up by itself and not taken from the solver."""
         L, parts = self.layout, dict.fromkeys(("compute", "recompute", "collectives", "exposed", "update", "bubble"), 0.0)
-        state = kept = largest = 0.0
+        state = kept = 0.0
+        widest = max(chosen, key=lambda n: self.price[n, chosen[n]].transient)
         gathered: dict[int, float] = {}
         hide = {n.run: [0.0, 0.0] for n in self.nodes}
         for n, i in chosen.items():
@@ -285,7 +308,6 @@ class Program:
             parts["update"] += w * p.update
             state += w * p.state
             kept += w * p.kept * (not again)
-            largest = max(largest, p.transient)
             gathered[n.run] = gathered.get(n.run, 0.0) + 2 * p.gathered
             hide[n.run][0] += w * (p.gather - p.forward)
             hide[n.run][1] += w * (p.reduce - p.backward)
@@ -307,9 +329,9 @@ class Program:
         steady = parts["compute"] + parts["recompute"] + parts["collectives"]
         parts["bubble"] = steady * (L.pp - 1) / L.microbatches
         parts["exposed"] = sum(max(0.0, x) for pair in hide.values() for x in pair) * (L.microbatches if L.zero == "zero3" else 1)
-        memory = state + self.in_flight * kept + largest + max(gathered.values())
-        seconds = sum(parts.values())
-        return Solution(L, strategies, {n: self.price[n, i] for n, i in chosen.items()}, moved, seconds, bound, memory, parts)
+        stored = {"states": state, "kept": self.in_flight * kept, "operator": self.price[widest, chosen[widest]].transient, "gathered": max(gathered.values())}
+        memory, seconds = sum(stored.values()), sum(parts.values())
+        return Solution(L, strategies, {n: self.price[n, i] for n, i in chosen.items()}, moved, seconds, bound, memory, parts, stored, widest)
 
     def between_stages(self) -> float:
         """Seconds of a step in which a stage waits for its neighbours, without the bubble."""

@@ -23,6 +23,10 @@ Row = tuple[list[Any], list[Any]]
 POINTWISE_COPIES = frozenset("to _to_copy clone contiguous copy where masked_fill dropout fill type_as convert_element_type native_dropout".split())
 ALONG_DIM = {"softmax": 1, "_softmax": 1, "log_softmax": 1, "cumsum": 1, "sort": 1, "argsort": 1, "topk": 2, "_safe_softmax": 1}
 """Operators that work along one dimension, and where among the arguments that is; every other dimension may be divided."""
+PARTS = {"split": 2, "split_with_sizes": 2, "chunk": 2, "gather": 1, "scatter": 1, "scatter_add": 1, "slice": 1, "narrow": 1, "slice_scatter": 2, "select_scatter": 2, "index_select": 1, "flip": 1, "roll": 2}
+"""Operators that take or put pieces along one dimension, or several, and where among the arguments that is: every other dimension that all have in
+common may be divided."""
+LIKE = frozenset(("zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"))
 SUMS = frozenset(("sum", "mean", "amax", "amin", "prod", "count_nonzero", "all", "any", "argmax", "argmin", "logsumexp"))
 LINEAR_SUMS = frozenset(("sum", "count_nonzero"))
 COUNTS = frozenset(("bincount", "histc", "one_hot_sum"))
@@ -47,6 +51,10 @@ def rows(node: fx.Node) -> list[Row] | None:
         return _OWN[name](node, values, out)
     if known is not None:
         return _declared(known, node) + _added(name, node, values)
+    if name in PARTS:
+        return _pieces(node, name, out, values)
+    if name in LIKE and isinstance(out, torch.Tensor):
+        return [([d], [d]) for d in range(out.ndim) if out.shape[d] == values[0].shape[d]] if out.ndim == values[0].ndim else None
     if not isinstance(out, torch.Tensor):
         return _along(node, out[0], values) if name in ALONG_DIM and isinstance(out, (tuple, list)) else None
     if name in ALONG_DIM:
@@ -107,6 +115,30 @@ def _along(node: fx.Node, out: torch.Tensor, values: Sequence[torch.Tensor]) -> 
     dim = (given if isinstance(given, int) else -1) % out.ndim
     results = len(node.target._schema.returns)
     return [([d] * results, [d]) for d in range(out.ndim) if d != dim] if name else []
+
+
+def _pieces(node: fx.Node, name: str, out: Any, values: Sequence[torch.Tensor]) -> list[Row]:
+    """Along the dimensions that an operator leaves as they are, and that results and arguments have in common."""
+    results = list(out) if isinstance(out, (tuple, list)) else [out]
+    given = node.args[PARTS[name]] if len(node.args) > PARTS[name] else node.kwargs.get("dims" if name in ("flip", "roll") else "dim", 0)
+    touched = {d % values[0].ndim for d in ([given] if isinstance(given, int) else given)}
+    found: list[Row] = []
+    for d in range(values[0].ndim):
+        tensors = [*results, *(v for v in values if name != "index_select" or v is values[0])]
+        if d in touched or any(t.ndim <= d or t.shape[d] != values[0].shape[d] for t in tensors if name != "select_scatter" or t.ndim == values[0].ndim):
+            continue
+        ins = [_beside(name, i, v, d, touched, values[0].ndim) for i, v in enumerate(values)]
+        found.append(([d] * len(results), ins))
+    return found
+
+
+def _beside(name: str, i: int, value: torch.Tensor, d: int, touched: set[int], ndim: int) -> Any:
+    """The dimension of argument ``i`` that goes with dimension ``d`` of the first."""
+    if name == "index_select" and i == 1:
+        return R
+    if value.ndim == ndim:
+        return d
+    return d - (min(touched) < d)  # select_scatter's source has no such dimension
 
 
 def _reduction(node: fx.Node, name: str, x: torch.Tensor, out: torch.Tensor) -> list[Row]:

@@ -1,0 +1,133 @@
+"""Checks of the arguments of public functions: one line that names function, argument, value and what is expected."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from mindspeed_fx.options import OptionError, nearest
+
+
+class ArgumentError(OptionError):
+    """A bad argument of a function: the message names the function, the argument, the value and what is expected."""
+
+
+def refuse(function: str, name: str, value: Any, expected: str) -> None:
+    """Raises the error for one argument."""
+    raise ArgumentError(f"{function}: {name} is {shown(value)}; {expected}")
+
+
+def shown(value: Any) -> str:
+    """A value in few words: tensors, modules and functions by what they are."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, nn.Module):
+        return f"a module ({type(value).__name__})"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_module(function: str, value: Any) -> None:
+    if not isinstance(value, nn.Module):
+        refuse(
+            function,
+            "model",
+            value,
+            "a torch.nn.Module is expected, whose parameters have names; put a function into a module's forward",
+        )
+
+
+def check_callable(function: str, name: str, value: Any, optional: bool = False) -> None:
+    if not (optional and value is None) and (not callable(value) or isinstance(value, type)):
+        refuse(function, name, value, f"a module or function is expected{', or None' * optional}")
+
+
+def check_call(function: str, args: Any, kwargs: Any, model: Any = None) -> None:
+    """``args`` is a sequence, ``kwargs`` a mapping from names, and ``model`` takes them."""
+    if isinstance(args, (str, bytes, Mapping)) or not isinstance(args, Sequence):
+        refuse(function, "args", args, "a tuple or list of the model's arguments is expected, as in (ids, labels)")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
+        refuse(
+            function,
+            "kwargs",
+            kwargs,
+            'a mapping from names of the model\'s arguments is expected, as in {"labels": labels}',
+        )
+    if model is not None and not getattr(model, "_forward_pre_hooks", None):  # which may change what forward gets
+        taken = model.forward if isinstance(model, nn.Module) else model
+        try:
+            signature = inspect.signature(taken)
+        except (TypeError, ValueError):  # written in C
+            return
+        try:
+            signature.bind(*args, **(kwargs or {}))
+        except TypeError as e:
+            raise ArgumentError(
+                f"{function}: the model does not take these args and kwargs ({e}); it is called with {signature}"
+            ) from None
+
+
+def check_whole(function: str, name: str, value: Any, least: int = 1, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        refuse(function, name, value, f"a whole number from {least} on is expected{', or None' * optional}")
+
+
+def check_seconds(function: str, name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+        refuse(function, name, value, "seconds above 0 are expected, or None")
+
+
+def check_bool(function: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        refuse(function, name, value, "True or False is expected")
+
+
+def check_word(function: str, name: str, value: Any, valid: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in valid:
+        refuse(
+            function, name, value, f"valid: {', '.join(valid)}{nearest(value, valid) if isinstance(value, str) else ''}"
+        )
+
+
+def check_path(function: str, name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, (str, os.PathLike)) and str(value)):
+        refuse(function, name, value, "a directory is expected, or None")
+
+
+def check_options(function: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        refuse(function, "options", value, 'a mapping from names of options is expected, as in {"level": 1}, or None')
+
+
+def check_sizes(function: str, value: Any) -> dict[str, int]:
+    """The sizes of a mesh that is a mapping."""
+    if not isinstance(value, Mapping) or not value:
+        refuse(function, "mesh", value, 'a mapping from mesh dimensions to ranks is expected, as in {"dp": 2, "tp": 4}')
+    for name, n in value.items():
+        if not isinstance(name, str) or not name:
+            refuse(function, "mesh", value, f'names of dimensions are expected, as in {{"dp": 2}}, not {name!r}')
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            refuse(function, f'mesh["{name}"]', n, "a whole number of ranks from 1 on is expected")
+    return dict(value)
+
+
+def check_device_mesh(function: str, value: Any) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(value, DeviceMesh):
+        refuse(
+            function,
+            "mesh",
+            value,
+            "a DeviceMesh with named dimensions is expected: init_device_mesh(device, sizes, mesh_dim_names=names)",
+        )
