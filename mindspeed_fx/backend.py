@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from mindspeed_fx import compat, compat_inductor, compat_npu
 from mindspeed_fx._version import __version__
-from mindspeed_fx.capture import capture, isolate
+from mindspeed_fx.capture import capture, explain_unread, isolate
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
@@ -128,20 +128,35 @@ class Compilation:
 
     # ---------------------------------------------------------------- the steps
 
-    def capture(self, gm: fx.GraphModule) -> None:
-        """Dynamo graph -> canonical graph with the captured passes applied, in place."""
+    def capture(self, gm: fx.GraphModule) -> str | None:
+        """Dynamo graph -> canonical graph with the captured passes applied, in place; the reason where the graph stays as it is."""
         self._snapshot("dynamo", gm)
-        if reason := isolate(gm):
-            self.pipeline.refuse("captured", reason, self.record)
-            return self.average(gm)
         with self._timed("capture"):
-            captured = capture(gm)
-            captured.meta[sharding.KEY] = gm.meta.get(sharding.KEY)
+            captured, reason = self._read(gm)
+        if captured is None:
+            self.pipeline.refuse("captured", reason, self.record)
+            self.average(gm)
+            return reason
+        captured.meta[sharding.KEY] = gm.meta.get(sharding.KEY)
         self._snapshot("captured", captured, text=False)
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable)
         compat.replace_graph(gm, captured)
         self.average(gm)
+        return None
+
+    def _read(self, gm: fx.GraphModule) -> tuple[fx.GraphModule | None, str]:
+        """The canonical graph, or the reason why there is none; AOTAutograd then gets Dynamo's graph as it is."""
+        planned = gm.meta.get(sharding.KEY) is not None
+        if reason := isolate(gm) or (None if planned else explain_unread(gm)):
+            return None, reason
+        try:
+            return capture(gm), ""
+        except Exception as error:
+            if planned:
+                raise
+            first = next(iter(str(error).splitlines()), "")
+            return None, f"the graph cannot be traced as operators on plain tensors, and is not captured ({type(error).__name__}: {first})"
 
     def average(self, gm: fx.GraphModule) -> None:
         if self.averaged:
