@@ -129,7 +129,10 @@ class Compilation:
     # ---------------------------------------------------------------- the steps
 
     def capture(self, gm: fx.GraphModule) -> str | None:
-        """Dynamo graph -> canonical graph with the captured passes applied, in place; the reason where the graph stays as it is."""
+        """Dynamo graph -> canonical graph with the captured passes applied, in place.
+
+        Returns the reason where the graph stays as it is, None otherwise.
+        """
         self._snapshot("dynamo", gm)
         with self._timed("capture"):
             captured, reason = self._read(gm)
@@ -155,8 +158,8 @@ class Compilation:
         except Exception as error:
             if planned:
                 raise
-            first = next(iter(str(error).splitlines()), "")
-            return None, f"the graph cannot be traced as operators on plain tensors, and is not captured ({type(error).__name__}: {first})"
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            return None, f"the graph cannot be traced as operators on plain tensors, and is not captured ({why})"
 
     def average(self, gm: fx.GraphModule) -> None:
         if self.averaged:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
-    """The FakeTensorMode of the first fake tensor in ``values``, one that a subclass wraps too; else the one in force; None without one."""
+    """The mode of the first fake tensor in ``values``, be it inside a subclass; else the one in force, or None."""
     from torch._guards import detect_fake_mode
 
     for value in pytree.tree_leaves(values):
@@ -51,7 +51,8 @@ def tracing_fake(values: Sequence[Any]) -> Iterator[Any]:
     symbols = list(pending)
     try:
         # What a graph leaves of the grad mode is its caller's to see, and not ours.
-        with tracing(TracingContext(mode)), mode, enable_python_dispatcher(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+        with tracing(TracingContext(mode)), mode, enable_python_dispatcher(), grad_mode:
             yield mode
     except Exception:
         pending[:] = symbols  # those of a trace that is given up have no graph

@@ -29,7 +29,8 @@ def explain_unread(gm: fx.GraphModule) -> str | None:
             return reason
         for value in pytree.tree_leaves(compat.example_value_of(node)):
             if compat_tracing.wraps_tensors(value):
-                return f"the graph computes with {type(value).__name__} ({node.name}), a tensor with operators of its own, and is not captured"
+                what = f"{type(value).__name__} ({node.name})"
+                return f"the graph computes with {what}, a tensor with operators of its own, and is not captured"
             if compat_tracing.is_backward_state(value):
                 return "the graph puts hooks on tensors, which run in the backward, and is not captured"
     return None

@@ -45,7 +45,8 @@ def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
         if node.op == "call_function" and compat_tracing.is_higher_order(node.target):
             graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
             graphs = [g for g in graphs if isinstance(g, fx.GraphModule)]
-            found += [g for g in (graphs[:1] if compat_tracing.is_autograd_function(node.target) else graphs) if _is_captured(g) and not is_transform_body(g)]
+            graphs = graphs[:1] if compat_tracing.is_autograd_function(node.target) else graphs
+            found += [g for g in graphs if _is_captured(g) and not is_transform_body(g)]
     return found
 
 

@@ -60,7 +60,7 @@ def example_value(node: fx.Node) -> Any:
 
 
 def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:
-    """The captured form of the bodies of one higher-order operator, by the names they have in ``gm``; of those whose inputs are known."""
+    """The captured form of the bodies of one higher-order operator whose inputs are known, by their names in ``gm``."""
     bodies = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr" and isinstance(_attribute(gm, a.target), fx.GraphModule)]
     operands = [a for a in node.args if a not in bodies]
     captured: dict[str, fx.GraphModule] = {}
@@ -111,9 +111,11 @@ class _Recorder(fx.Interpreter):
 
 
 def _may_be_dropped(target: Any) -> bool:
-    """True for what says something about sizes, which their symbols remember, counts uses, chooses among attention kernels, or forbids hooks."""
-    name = str(getattr(target, "__name__", ""))
-    return name.startswith(("_check", "_assert", "sym_constrain", "_constrain", "_log_api_usage", "_saved_tensors_hooks_", "_sdpa_kernel"))
+    """True for what says something about sizes, which their symbols remember, counts uses, chooses among attention
+    kernels, or forbids hooks."""
+    known = ("_check", "_assert", "_constrain", "sym_constrain",
+             "_log_api_usage", "_saved_tensors_hooks_", "_sdpa_kernel")
+    return str(getattr(target, "__name__", "")).startswith(known)
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:

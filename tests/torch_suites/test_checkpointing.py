@@ -78,7 +78,18 @@ def policy_nested(x, w):
     return run(lambda y: policy(y, w).sin() + run(block, y, w), x)
 
 
-PROGRAMS = [keywords, keywords_alone, nested, several_outputs, twice_the_same, closed_over, no_gradient_inside, views_and_inputs, policy, policy_nested]
+PROGRAMS = [
+    keywords,
+    keywords_alone,
+    nested,
+    several_outputs,
+    twice_the_same,
+    closed_over,
+    no_gradient_inside,
+    views_and_inputs,
+    policy,
+    policy_nested,
+]
 
 
 @pytest.mark.parametrize("f", PROGRAMS)
@@ -126,7 +137,9 @@ def test_a_checkpointed_module_in_training():
 
         def forward(self, x, *, scale):
             for layer in self.layers:
-                x = x + checkpoint(lambda y, layer=layer, scale=None: layer(y) * scale, x, scale=scale, use_reentrant=False)
+                x = x + checkpoint(
+                    lambda y, layer=layer, scale=None: layer(y) * scale, x, scale=scale, use_reentrant=False
+                )
             return x.sum()
 
     model = Model().double()

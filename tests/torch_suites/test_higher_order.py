@@ -1,4 +1,4 @@
-"""Higher-order operators (cond, map, scan, while_loop, flex attention, associative scan), with tensor inputs and without."""
+"""Higher-order operators (cond, map, scan, while_loop, flex attention), with tensor inputs and without."""
 
 import pytest
 import torch
@@ -20,7 +20,9 @@ def loop(x):
 
 
 def loop_without_inputs():
-    return torch._higher_order_ops.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), torch.ones(2)))
+    return torch._higher_order_ops.while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), torch.ones(2))
+    )
 
 
 def mapped(x, w):
@@ -48,7 +50,9 @@ def associative_without_inputs():
 
 
 def nested(x):
-    return torch.cond(x.sum() > 0, lambda y: torch.cond(y.max() > 1, lambda z: z * 2, lambda z: z * 3, (y,)), lambda y: -y, (x,))
+    return torch.cond(
+        x.sum() > 0, lambda y: torch.cond(y.max() > 1, lambda z: z * 2, lambda z: z * 3, (y,)), lambda y: -y, (x,)
+    )
 
 
 @pytest.mark.parametrize("f", [branch, mapped, associative, nested])
@@ -61,7 +65,16 @@ def test_values(f):
     assert_same(f, leaves((4, 3), grad=False))
 
 
-@pytest.mark.parametrize("f", [branch_of_a_constant, loop_without_inputs, mapped_without_inputs, scanned_without_inputs, associative_without_inputs])
+@pytest.mark.parametrize(
+    "f",
+    [
+        branch_of_a_constant,
+        loop_without_inputs,
+        mapped_without_inputs,
+        scanned_without_inputs,
+        associative_without_inputs,
+    ],
+)
 def test_without_inputs(f):
     assert_same(f, leaves())
 
@@ -80,7 +93,9 @@ def attends_without_inputs():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q = torch.ones(1, 1, 16, 16)
-    return flex_attention(q, q, q, block_mask=create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu"))
+    return flex_attention(
+        q, q, q, block_mask=create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu")
+    )
 
 
 def test_flex_attention():

@@ -1,4 +1,4 @@
-"""Hooks on tensors, parameters and modules: each runs in the compiled backward as often, and with what, as in the eager one."""
+"""Hooks on tensors, parameters and modules: each runs in the compiled backward as in the eager one."""
 
 import pytest
 import torch
@@ -56,7 +56,9 @@ def test_hooks_registered_inside_and_called_by_autograd(f):
 
 def test_the_report_says_why():
     with torch._dynamo.compiled_autograd._enable(lambda gm: torch.compile(gm, backend="eager")):
-        report = mindspeed_fx.explain(on_an_intermediate, torch.ones(3, requires_grad=True), options={"codegen": "eager"})
+        report = mindspeed_fx.explain(
+            on_an_intermediate, torch.ones(3, requires_grad=True), options={"codegen": "eager"}
+        )
     assert "hooks" in report.skipped("fusion.silu")[0].reason
 
 
@@ -104,7 +106,9 @@ def module_forward_hooks(model, calls):
     model.down.register_forward_pre_hook(lambda m, i: (i[0] + 1,))
 
 
-@pytest.mark.parametrize("prepare", [parameter_hooks, post_accumulate_hooks, module_backward_hooks, module_forward_hooks])
+@pytest.mark.parametrize(
+    "prepare", [parameter_hooks, post_accumulate_hooks, module_backward_hooks, module_forward_hooks]
+)
 def test_hooks_of_a_model(prepare):
     expected, calls = trained(prepare, False)
     actual, seen = trained(prepare, True)

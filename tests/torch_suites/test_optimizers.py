@@ -1,4 +1,4 @@
-"""``torch.compile`` of an optimizer's step: after several steps parameters and state are those of the eager optimizer."""
+"""``torch.compile`` of an optimizer's step: after several steps, parameters and state of the eager optimizer."""
 
 import copy
 import warnings
@@ -11,7 +11,10 @@ from torch_suites.torch_programs import assert_equal
 KINDS = {
     "sgd": (optim.SGD, {"lr": 0.1}),
     "sgd_momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "sgd_maximize_single": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True, "foreach": False}),
+    "sgd_maximize_single": (
+        optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True, "foreach": False},
+    ),
     "adam": (optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
     "adam_foreach": (optim.Adam, {"foreach": True}),
     "adam_tensor_lr": (optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
@@ -42,7 +45,10 @@ def differentiate(model, k):
 def assert_steps_agree(kind, compile_step, *, scheduler=None, steps=3, tolerance=3e-5):
     make, settings = KINDS[kind]
     first, second = models()
-    eager, compiled = make(first.parameters(), **copy.deepcopy(settings)), make(second.parameters(), **copy.deepcopy(settings))
+    eager, compiled = (
+        make(first.parameters(), **copy.deepcopy(settings)),
+        make(second.parameters(), **copy.deepcopy(settings)),
+    )
     schedulers = [scheduler(o) for o in (eager, compiled)] if scheduler else []
     step = compile_step(compiled)
     before = [p.detach().clone() for p in second.parameters()]
@@ -69,6 +75,28 @@ def of_lambda(options):
     return lambda optimizer: torch.compile(lambda: optimizer.step(), backend="mindspeed", options=options)
 
 
+def of_the_inner_step(options):
+    """As in torch's own tests: the step without the wrappers at which Dynamo breaks the graph."""
+
+    def compile_step(optimizer):
+        inner = optimizer.step.__wrapped__.__wrapped__
+        compiled = torch.compile(lambda: inner(optimizer), backend="mindspeed", options=options, fullgraph=True)
+        optimizer._opt_called = True
+
+        def step():
+            with torch.no_grad():
+                compiled()
+
+        return step
+
+    return compile_step
+
+
+@pytest.mark.parametrize("kind", ["adam", "asgd", "radam", "sgd_momentum", "adam_tensor_lr"])
+def test_inner_step_is_one_graph(kind):
+    assert_steps_agree(kind, of_the_inner_step({"level": 2, "codegen": "eager"}))
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_step(kind):
     assert_steps_agree(kind, of_step({"level": 2, "codegen": "eager"}))
@@ -88,7 +116,11 @@ def test_step_with_generated_code(kind):
 def test_step_under_a_schedule(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_steps_agree(kind, of_step({"level": 2, "codegen": "eager"}), scheduler=lambda o: optim.lr_scheduler.ExponentialLR(o, 0.5))
+        assert_steps_agree(
+            kind,
+            of_step({"level": 2, "codegen": "eager"}),
+            scheduler=lambda o: optim.lr_scheduler.ExponentialLR(o, 0.5),
+        )
 
 
 def test_step_without_some_gradients():

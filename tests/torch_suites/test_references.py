@@ -58,7 +58,9 @@ def test_saved_values_die_with_the_backward():
     compiled = torch.compile(f, backend="mindspeed", options={"codegen": "eager"})
     x = torch.randn(64, requires_grad=True)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: type(t) is torch.Tensor and saved.append(weakref.ref(t)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: type(t) is torch.Tensor and saved.append(weakref.ref(t)) or t, lambda t: t
+    ):
         y = Mark.apply(compiled(Mark.apply(x)))
     y.sum().backward()
     x.grad = None

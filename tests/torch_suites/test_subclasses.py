@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch_suites.torch_programs import OPTIONS
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch_suites.torch_programs import OPTIONS
 
 import mindspeed_fx
 
@@ -72,7 +72,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name, options", [*((name, OPTIONS) for name in sorted(PROGRAMS)), ("loss", {"level": 1, "codegen": "inductor"})])
+@pytest.mark.parametrize(
+    "name, options", [*((name, OPTIONS) for name in sorted(PROGRAMS)), ("loss", {"level": 1, "codegen": "inductor"})]
+)
 def test_two_tensors(name, options):
     f = PROGRAMS[name]
     x, y, u, v = two(3, 4), two(3, 4), two(3, 4), two(3, 4)
@@ -136,7 +138,10 @@ def test_quantized_weights():
 def test_the_report_says_why(tmp_path):
     report = mindspeed_fx.explain(quantized(), torch.randn(3, 8), options={"codegen": "eager"})
     assert report.save(str(tmp_path)).exists() and "Quantized" in str(report)
-    assert "Quantized" in report.skipped("fusion.layer_norm")[0].reason and "is not captured" in report.skipped("fusion.layer_norm")[0].reason
+    assert (
+        "Quantized" in report.skipped("fusion.layer_norm")[0].reason
+        and "is not captured" in report.skipped("fusion.layer_norm")[0].reason
+    )
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -162,7 +167,9 @@ def test_nested_tensors_made_inside():
         return (x * 2).sin().values()
 
     values, offsets = torch.randn(6, 3, dtype=torch.double), torch.tensor([0, 2, 6])
-    torch.testing.assert_close(torch.compile(f, backend="mindspeed", options=OPTIONS)(values, offsets), f(values, offsets))
+    torch.testing.assert_close(
+        torch.compile(f, backend="mindspeed", options=OPTIONS)(values, offsets), f(values, offsets)
+    )
 
 
 def test_dtensors_as_plain_inputs(ranks):

@@ -20,7 +20,7 @@ def leaves(*sizes, grad=True, dtype=torch.float64):
 
 
 def observe(program, inputs, *, prepare=None, backward=True, calls=1):
-    """What a caller sees of ``program``: outputs, what is alias of what, inputs afterwards, gradients, random state, grad mode."""
+    """What a caller sees of ``program``: outputs, aliases, inputs afterwards, gradients, random state, grad mode."""
     torch.manual_seed(3)
     grad_mode = torch.is_grad_enabled()
     try:
@@ -41,9 +41,14 @@ def observe(program, inputs, *, prepare=None, backward=True, calls=1):
     differentiable = [t for t in tensors if t.requires_grad]
     if backward and differentiable:
         with contextlib.suppress(StopIteration):
-            sum((t.double() * torch.linspace(1, 2, t.numel(), dtype=torch.float64).reshape(t.shape)).sum() for t in differentiable).backward()
+            sum(
+                (t.double() * torch.linspace(1, 2, t.numel(), dtype=torch.float64).reshape(t.shape)).sum()
+                for t in differentiable
+            ).backward()
     seen["inputs"] = [copy_of(t) for t in pytree.tree_leaves(given)]
-    seen["gradients"] = [copy_of(t.grad) if t.is_leaf else None for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    seen["gradients"] = [
+        copy_of(t.grad) if t.is_leaf else None for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)
+    ]
     seen["random state"] = torch.get_rng_state()
     return seen
 
@@ -60,7 +65,9 @@ def assert_same(program, make, *, options=None, dynamic=None, fullgraph=True, ig
     """``program`` compiled does to fresh inputs of ``make`` what it does eagerly."""
     torch._dynamo.reset()
     expected = observe(program, make(), **how)
-    compiled = torch.compile(program, backend="mindspeed", options={**OPTIONS, **(options or {})}, dynamic=dynamic, fullgraph=fullgraph)
+    compiled = torch.compile(
+        program, backend="mindspeed", options={**OPTIONS, **(options or {})}, dynamic=dynamic, fullgraph=fullgraph
+    )
     actual = observe(compiled, make(), **how)
     for key in expected.keys() - set(ignore):
         assert_equal(expected[key], actual[key], key, tolerance)
@@ -72,6 +79,28 @@ def assert_equal(a, b, what, tolerance=1e-9):
     for x, y in zip(flat, other):
         if isinstance(x, torch.Tensor):
             assert isinstance(y, torch.Tensor), f"{what}: {y} for a tensor"
-            torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}")
+            torch.testing.assert_close(
+                y, x, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}"
+            )
         else:
             assert x == y, f"{what}: {y} for {x}"
+
+
+class Table:
+    """Programs by name, each with a maker of its inputs and how it is compared."""
+
+    def __init__(self):
+        self.programs = {}
+
+    def add(self, *sizes, grad=True, make=None, **how):
+        """Put a function into the table, with the sizes of its inputs and how to compare it."""
+
+        def put(f):
+            self.programs[f.__name__] = (f, make or leaves(*sizes, grad=grad), how)
+            return f
+
+        return put
+
+    def assert_same(self, name, **options):
+        f, make, how = self.programs[name]
+        assert_same(f, make, options=options, **how)
