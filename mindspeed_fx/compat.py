@@ -37,11 +37,11 @@ def layout(tensor: torch.Tensor) -> tuple:
 
 
 def hint(size: Any) -> int:
-    """A plausible integer for a symbolic size, without adding a guard."""
+    """A plausible integer for a symbolic size, also for a ragged one, which has no number; adds no guard."""
     if isinstance(size, int):
         return size
     known = size.node.hint if hasattr(size, "node") else None
-    return int(known) if known is not None else 4096
+    return 4096 if known is None or isinstance(known, torch.SymInt) else int(known)
 
 
 def refresh_values(gm: fx.GraphModule) -> None:

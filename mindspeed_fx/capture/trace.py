@@ -110,12 +110,13 @@ class _Recorder(fx.Interpreter):
         return result
 
 
+_DROPPED = ("_check", "_assert", "_constrain", "sym_constrain", "_log_api", "_saved_tensors_hooks_", "_sdpa_kernel")
+"""How the names of functions without a result begin that say something about sizes, which their symbols remember, count
+uses, forbid hooks, or choose among attention kernels."""
+
+
 def _may_be_dropped(target: Any) -> bool:
-    """True for what says something about sizes, which their symbols remember, counts uses, chooses among attention
-    kernels, or forbids hooks."""
-    known = ("_check", "_assert", "_constrain", "sym_constrain",
-             "_log_api_usage", "_saved_tensors_hooks_", "_sdpa_kernel")
-    return str(getattr(target, "__name__", "")).startswith(known)
+    return str(getattr(target, "__name__", "")).startswith(_DROPPED)
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:

@@ -113,6 +113,7 @@ def test_program(name):
     TABLE.assert_same(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["returns_views_of_one_intermediate"])
 def test_program_with_generated_code(name):
     TABLE.assert_same(name, codegen="inductor")

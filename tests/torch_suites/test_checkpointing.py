@@ -97,6 +97,7 @@ def test_values_and_gradients(f):
     assert_same(f, leaves((4, 4), (4, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [policy])
 def test_with_generated_code(f):
     assert_same(f, leaves((4, 4), (4, 4)), options={"codegen": "inductor"})

@@ -10,7 +10,9 @@ from torch_suites.torch_programs import OPTIONS
 import mindspeed_fx
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow), pytest.param(nn.RNN, marks=pytest.mark.slow)]
+)
 def test_recurrent_layers_learn(kind):
     with torch._dynamo.config.patch(allow_rnn=True):
         model = kind(3, 4, num_layers=2, batch_first=True).double()
@@ -52,6 +54,7 @@ def test_frozen_weights(make):
             torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_frozen_recurrent_layer():
     model, x = nn.LSTM(3, 4).eval(), torch.randn(2, 5, 3)
     with torch.no_grad(), torch._inductor.config.patch(freezing=True), torch._dynamo.config.patch(allow_rnn=True):

@@ -79,6 +79,7 @@ def test_without_inputs(f):
     assert_same(f, leaves())
 
 
+@pytest.mark.slow
 def test_without_inputs_with_generated_code():
     assert_same(branch_of_a_constant, leaves(), options={"codegen": "inductor"})
 

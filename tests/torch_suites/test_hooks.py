@@ -37,7 +37,7 @@ def on_the_output(x):
 
 
 @pytest.mark.parametrize("f", [on_an_intermediate, on_an_input, two_on_one, on_the_output])
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_hooks_registered_inside(f, codegen):
     x, y = (torch.linspace(-1, 1, 6, dtype=torch.double).requires_grad_() for _ in range(2))
     with torch._dynamo.compiled_autograd._enable(lambda gm: torch.compile(gm, backend="eager")):

@@ -112,6 +112,58 @@ def power_of_zero(x):
     return z.abs() ** 2, torch.where(x > 0, x, z).norm(dim=1), z.abs() + x.clamp(-0.1, 0.1)
 
 
+class Counts(torch.autograd.Function):
+    """The gradient is right, and the backward counts how often it was called."""
+
+    @staticmethod
+    def forward(ctx, x, count):
+        ctx.count = count
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.count.add_(1)
+        return g, None
+
+
+class CountsTwice(Counts):
+    @staticmethod
+    def forward(ctx, x, count):
+        count.add_(10)
+        ctx.count = count
+        return x.clone()
+
+
+class Scales(torch.autograd.Function):
+    """As :class:`Counts`, with what it adds computed from the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, total):
+        ctx.total = total
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.total.add_(g.sum(0))
+        return g * 2, None
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("function", [Counts, CountsTwice, Scales])
+def test_a_backward_that_writes(function, level):
+    def f(x, count):
+        return function.apply(x, count).sin()
+
+    written = []
+    for g in (f, torch.compile(f, backend="mindspeed", options={"level": level, "codegen": "eager"}, fullgraph=True)):
+        x, count = torch.ones(4, 3, dtype=torch.double, requires_grad=True), torch.zeros(3, dtype=torch.double)
+        for _ in range(2):
+            g(x, count).sum().backward()
+        written.append((count, x.grad))
+    torch.testing.assert_close(written[1], written[0])
+    assert written[0][0].abs().min() > 0
+
+
 @pytest.mark.parametrize("name", sorted(TABLE.programs))
 def test_program(name):
     TABLE.assert_same(name)

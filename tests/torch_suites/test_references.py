@@ -13,7 +13,7 @@ def alive(*references):
     return [r() is not None for r in references]
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_inputs_outputs_and_gradients_are_freed(codegen):
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.LayerNorm(4), nn.Linear(4, 2))
     compiled = torch.compile(model, backend="mindspeed", options={"level": 2, "codegen": codegen})

@@ -73,7 +73,11 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(
-    "name, options", [*((name, OPTIONS) for name in sorted(PROGRAMS)), ("loss", {"level": 1, "codegen": "inductor"})]
+    "name, options",
+    [
+        *((name, OPTIONS) for name in sorted(PROGRAMS)),
+        pytest.param("loss", {"level": 1, "codegen": "inductor"}, marks=pytest.mark.slow),
+    ],
 )
 def test_two_tensors(name, options):
     f = PROGRAMS[name]
@@ -158,6 +162,22 @@ def test_nested_tensors(dynamic):
         out = g(x, w)
         out.values().square().sum().backward()
         grads.append((out.values().detach(), x.grad.values(), w.grad))
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_nested_tensor_beside_plain_ones(dynamic):
+    def f(x, y, ragged):
+        return (x @ y).sum() + ragged.clone()
+
+    compiled = torch.compile(f, backend="mindspeed", options=OPTIONS, dynamic=dynamic)
+    grads = []
+    for g in (f, compiled):
+        x, y = (torch.full((4, 4), k, dtype=torch.double, requires_grad=True) for k in (1.0, 2.0))
+        parts = [torch.ones(n, 3, dtype=torch.double, requires_grad=True) for n in (2, 3, 4)]
+        out = g(x, y, torch.nested.as_nested_tensor(parts, layout=torch.jagged))
+        out.values().square().sum().backward()
+        grads.append([out.values().detach(), x.grad, y.grad, *(p.grad for p in parts)])
     torch.testing.assert_close(grads[1], grads[0])
 
 

@@ -141,6 +141,7 @@ def test_program(name):
     TABLE.assert_same(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no_dimensions", "dynamic_sizes"])
 def test_program_with_generated_code(name):
     TABLE.assert_same(name, codegen="inductor")
@@ -161,7 +162,7 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_buffers_are_written(train, codegen):
     eager, model = Counts().train(train), Counts().train(train)
     compiled = torch.compile(model, backend="mindspeed", options={"level": 2, "codegen": codegen}, fullgraph=True)
