@@ -133,7 +133,7 @@ def out_argument(x, y):
     return y * 2
 
 
-@TABLE.add((5,), prepare=bases)
+@TABLE.add((5,), grad=False, prepare=bases)
 def overlapping_views(x, y):
     x.mul_(2)
     y.add_(1)

@@ -203,15 +203,18 @@ def test_dtensors_as_plain_inputs(ranks):
     def f(x, w):
         return nn.functional.silu(x @ w).redistribute(placements=[Shard(0)])
 
+    placements = []
+
     def run(g):
         x = DTensor.from_local(torch.ones(2, 4).double(), mesh, [Shard(0)]).requires_grad_()
         w = DTensor.from_local(torch.eye(4).double(), mesh, [Replicate()]).requires_grad_()
         out = g(x, w)
         out.to_local().square().sum().backward()
-        assert out.placements == (Shard(0),) and w.grad.placements == (Replicate(),)
-        return out.to_local().detach(), x.grad.to_local()
+        placements.append((out.placements, x.grad.placements, w.grad.placements))
+        return out.to_local().detach(), x.grad.to_local(), w.grad.to_local()
 
     torch.testing.assert_close(run(torch.compile(f, backend="mindspeed", options=OPTIONS)), run(f))
+    assert placements[0] == placements[1]
 
 
 def test_subclass_made_inside():
