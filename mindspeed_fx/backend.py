@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from mindspeed_fx import compat, compat_inductor, compat_npu
 from mindspeed_fx._version import __version__
-from mindspeed_fx.capture import capture, explain_unread, isolate
+from mindspeed_fx.capture import capture, explain_unread, isolate, writes_both_ways
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
@@ -117,7 +117,9 @@ class Compilation:
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
         wrap = self.steps.wrap if self.steps is not None else wrap
         if not inductor:
-            return wrap(compat_inductor.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partitioner(), decompositions=table))
+            how = {"decompositions": table, "keep_writes": writes_both_ways(gm)}
+            inner, partition = self.run_eagerly, self.partitioner()
+            return wrap(compat_inductor.compile_without_codegen(gm, inputs, inner=inner, partition=partition, **how))
         if self.options.target == "npu":
             compat_npu.load_inductor()
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)

@@ -221,6 +221,11 @@ def count_recorded() -> int:
     return len(_proxy_mode().tracer.graph.nodes)
 
 
+def is_mutable(target: Any) -> bool:
+    """True for operators that change an argument in place."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
 def is_grad_mode_switch(target: Any) -> bool:
     """True for the node that turns autograd on or off for the nodes after it."""
     return target is torch._C._set_grad_enabled

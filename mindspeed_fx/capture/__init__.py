@@ -8,9 +8,9 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import trace
-from mindspeed_fx.capture.transforms import isolate
+from mindspeed_fx.capture.transforms import isolate, writes_both_ways
 
-__all__ = ["capture", "explain_unread", "isolate"]
+__all__ = ["capture", "explain_unread", "isolate", "writes_both_ways"]
 
 
 def capture(gm: fx.GraphModule) -> fx.GraphModule:
