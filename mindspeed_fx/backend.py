@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from mindspeed_fx import compat, compat_inductor, compat_npu
 from mindspeed_fx._version import __version__
-from mindspeed_fx.capture import capture, isolate
+from mindspeed_fx.capture import capture, explain_unread, isolate, writes_both_ways
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
 from mindspeed_fx.kernels.lower import lower
@@ -124,7 +124,9 @@ class Compilation:
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
         wrap = self.steps.wrap if self.steps is not None else wrap
         if not inductor:
-            return wrap(compat_inductor.compile_without_codegen(gm, inputs, inner=self.run_eagerly, partition=self.partitioner(), decompositions=table))
+            how = {"decompositions": table, "keep_writes": writes_both_ways(gm)}
+            inner, partition = self.run_eagerly, self.partitioner()
+            return wrap(compat_inductor.compile_without_codegen(gm, inputs, inner=inner, partition=partition, **how))
         if self.options.target == "npu":
             compat_npu.load_inductor()
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
@@ -141,20 +143,38 @@ class Compilation:
 
     # ---------------------------------------------------------------- the steps
 
-    def capture(self, gm: fx.GraphModule) -> None:
-        """Dynamo graph -> canonical graph with the captured passes applied, in place."""
+    def capture(self, gm: fx.GraphModule) -> str | None:
+        """Dynamo graph -> canonical graph with the captured passes applied, in place.
+
+        Returns the reason where the graph stays as it is, None otherwise.
+        """
         self._snapshot("dynamo", gm)
-        if reason := isolate(gm):
-            self.pipeline.refuse("captured", reason, self.record)
-            return self.average(gm)
         with self._timed("capture"):
-            captured = capture(gm)
-            captured.meta[sharding.KEY] = gm.meta.get(sharding.KEY)
+            captured, reason = self._read(gm)
+        if captured is None:
+            self.pipeline.refuse("captured", reason, self.record)
+            self.average(gm)
+            return reason
+        captured.meta[sharding.KEY] = gm.meta.get(sharding.KEY)
         self._snapshot("captured", captured, text=False)
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable)
         compat.replace_graph(gm, captured)
         self.average(gm)
+        return None
+
+    def _read(self, gm: fx.GraphModule) -> tuple[fx.GraphModule | None, str]:
+        """The canonical graph, or the reason why there is none; AOTAutograd then gets Dynamo's graph as it is."""
+        planned = gm.meta.get(sharding.KEY) is not None
+        if reason := isolate(gm) or (None if planned else explain_unread(gm)):
+            return None, reason
+        try:
+            return capture(gm), ""
+        except Exception as error:
+            if planned:
+                raise
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            return None, f"the graph cannot be traced as operators on plain tensors, and is not captured ({why})"
 
     def average(self, gm: fx.GraphModule) -> None:
         if self.averaged:

@@ -37,11 +37,11 @@ def layout(tensor: torch.Tensor) -> tuple:
 
 
 def hint(size: Any) -> int:
-    """A plausible integer for a symbolic size, without adding a guard."""
+    """A plausible integer for a symbolic size, also for a ragged one, which has no number; adds no guard."""
     if isinstance(size, int):
         return size
     known = size.node.hint if hasattr(size, "node") else None
-    return int(known) if known is not None else 4096
+    return 4096 if known is None or isinstance(known, torch.SymInt) else int(known)
 
 
 def refresh_values(gm: fx.GraphModule) -> None:
@@ -125,12 +125,18 @@ def unused_attribute(gm: fx.GraphModule, stem: str) -> str:
 
 
 def replace_graph(gm: fx.GraphModule, by: fx.GraphModule) -> None:
-    """Make ``gm`` compute what ``by`` computes, in place: AOTAutograd holds on to the module it was given."""
+    """Make ``gm`` compute what ``by`` computes, in place: AOTAutograd holds on to the module it was given.
+
+    A parameter or buffer of ``gm`` keeps its name: AOTAutograd makes inputs of those, and asks Dynamo where each comes from.
+    """
+    names = {id(tensor): name for name, tensor in (*gm.named_buffers(), *gm.named_parameters())}
     for node in by.graph.nodes:
         if node.op == "get_attr":
-            name = unused_attribute(gm, "captured")
-            setattr(gm, name, functools.reduce(getattr, node.target.split("."), by))
-            node.target = name
+            value = functools.reduce(getattr, node.target.split("."), by)
+            if id(value) not in names:
+                names[id(value)] = unused_attribute(gm, "captured")
+                setattr(gm, names[id(value)], value)
+            node.target = names[id(value)]
     # The inputs stay: Dynamo hangs their sources on the nodes.
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node in reversed(list(gm.graph.nodes)):

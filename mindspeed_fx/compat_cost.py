@@ -32,10 +32,11 @@ def size_expression(size: Any) -> Any:
 
 
 def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, int]:
-    """The values that the symbols of ``size`` had while tracing; symbols known only at run time are missing."""
+    """The values that the symbols of ``size`` had while tracing; those known only at run time, and those of ragged
+    dimensions, which have no number, are missing."""
     env = size.node.shape_env
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
-    return {s: int(known[s]) for s in size.node.expr.free_symbols if s in known}
+    return {s: int(known[s]) for s in size.node.expr.free_symbols if isinstance(known.get(s), (int, sympy.Integer))}
 
 
 def group_ranks(name: str) -> list[int] | None:

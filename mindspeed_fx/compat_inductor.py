@@ -92,13 +92,23 @@ def compile_with_inductor(
         return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches, decompositions=table)
 
 
-def compile_without_codegen(gm: fx.GraphModule, inputs: Sequence[Any], *, inner: Callable, partition: Callable, decompositions: dict | None = None) -> Callable:
+def compile_without_codegen(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    inner: Callable,
+    partition: Callable,
+    decompositions: dict | None = None,
+    keep_writes: bool = False,
+) -> Callable:
     """AOTAutograd around a graph that then runs operator by operator.
 
     Args:
         inner: called as ``inner(gm, example_inputs, side)``; returns what runs: a graph module, or a function of the inputs.
         partition: ``partition_fn`` of AOTAutograd.
         decompositions: operators that AOTAutograd splits.
+        keep_writes: inputs are written by the graphs, not after them. AOTAutograd needs it for an input that the backward
+            writes after the forward did: with writes after the graphs, both come after the forward.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -111,7 +121,12 @@ def compile_without_codegen(gm: fx.GraphModule, inputs: Sequence[Any], *, inner:
         return compile_side
 
     backend = aot_autograd(
-        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler("inference"), partition_fn=partition, decompositions=decompositions
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+        decompositions=decompositions,
+        keep_inference_input_mutations=keep_writes,
     )
     return backend(gm, inputs)
 

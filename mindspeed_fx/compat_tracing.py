@@ -11,14 +11,24 @@ from torch.utils import _pytree as pytree
 
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
-    """The FakeTensorMode of the first fake tensor (or of the symbols) in ``values``; None without one."""
+    """The mode of the first fake tensor in ``values``, be it inside a subclass; else the one in force, or None."""
     from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensor
 
     for value in pytree.tree_leaves(values):
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
+        if (mode := _mode_of(value)) is not None:
+            return mode
     return detect_fake_mode()
+
+
+def _mode_of(value: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(value, FakeTensor):
+        return value.fake_mode
+    if wraps_tensors(value):
+        modes = (_mode_of(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+        return next((mode for mode in modes if mode is not None), None)
+    return None
 
 
 def is_fake(value: Any) -> bool:
@@ -37,8 +47,16 @@ def tracing_fake(values: Sequence[Any]) -> Iterator[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = fake_mode_of(values) or FakeTensorMode()
-    with tracing(TracingContext(mode)), mode, enable_python_dispatcher():
-        yield mode
+    pending = getattr(mode.shape_env, "pending_fresh_unbacked_symbols", [])
+    symbols = list(pending)
+    try:
+        # What a graph leaves of the grad mode is its caller's to see, and not ours.
+        grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+        with tracing(TracingContext(mode)), mode, enable_python_dispatcher(), grad_mode:
+            yield mode
+    except Exception:
+        pending[:] = symbols  # those of a trace that is given up have no graph
+        raise
 
 
 @contextlib.contextmanager
@@ -57,8 +75,8 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def wraps_tensors(tensor: torch.Tensor) -> bool:
-    """True for subclasses that hold other tensors, such as DTensor."""
+def wraps_tensors(tensor: Any) -> bool:
+    """True for tensors of subclasses that hold other tensors, such as DTensor."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(tensor)
@@ -131,7 +149,8 @@ def record_opaque(target: Any, args: tuple, kwargs: dict, value: Any) -> Any:
             return tracer.create_proxy("get_attr", _attach(tracer, a, "body"), (), {})
         return tracer.unwrap_proxy(a)
 
-    proxy = tracer.create_proxy("call_function", target, tuple(operand(a) for a in args), {k: operand(v) for k, v in kwargs.items()})
+    args, kwargs = pytree.tree_map(operand, (tuple(args), dict(kwargs)))
+    proxy = tracer.create_proxy("call_function", target, args, kwargs)
     with disable_proxy_modes_tracing():
         fresh = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, value)
     return track_tensor_tree(fresh, proxy, constant=None, tracer=tracer)
@@ -220,6 +239,23 @@ def is_autograd_function(target: Any) -> bool:
 def is_checkpoint(target: Any) -> bool:
     """True for the node that Dynamo makes of ``torch.utils.checkpoint.checkpoint``."""
     return is_higher_order(target) and target.name() in ("tag_activation_checkpoint", "checkpoint")
+
+
+def is_backward_state(value: Any) -> bool:
+    """True for the input by which Dynamo hands the hooks of tensors to the backward."""
+    from torch.fx.experimental._backward_state import BackwardState
+
+    return isinstance(value, BackwardState)
+
+
+def count_recorded() -> int:
+    """How many nodes the trace in progress has recorded."""
+    return len(_proxy_mode().tracer.graph.nodes)
+
+
+def is_mutable(target: Any) -> bool:
+    """True for operators that change an argument in place."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def is_grad_mode_switch(target: Any) -> bool:

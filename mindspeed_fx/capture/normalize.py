@@ -45,8 +45,14 @@ def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
         if node.op == "call_function" and compat_tracing.is_higher_order(node.target):
             graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
             graphs = [g for g in graphs if isinstance(g, fx.GraphModule)]
-            found += [g for g in (graphs[:1] if compat_tracing.is_autograd_function(node.target) else graphs) if not is_transform_body(g)]
+            graphs = graphs[:1] if compat_tracing.is_autograd_function(node.target) else graphs
+            found += [g for g in graphs if _is_captured(g) and not is_transform_body(g)]
     return found
+
+
+def _is_captured(gm: fx.GraphModule) -> bool:
+    """False for a body that was left as Dynamo made it, which has no fake values under "val"."""
+    return any("val" in n.meta for n in gm.graph.nodes)
 
 
 def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> None:

@@ -38,12 +38,14 @@ def trace(gm: fx.GraphModule, values: list[Any] | None = None) -> fx.GraphModule
     """
     if values is None:
         values = [example_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    bodies: dict[str, fx.GraphModule] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and compat_tracing.is_higher_order(node.target):
-            _capture_bodies(gm, node)
+            bodies.update(_capture_bodies(gm, node))
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    with compat_tracing.tracing_fake(values):
-        captured = compat_tracing.make_fx_pre_dispatch(_Recorder(gm).run, values, names=[n.name for n in inputs])
+    with compat_tracing.tracing_fake([*values, *(n.meta.get("example_value") for n in gm.graph.nodes)]):
+        captured = compat_tracing.make_fx_pre_dispatch(_Recorder(gm, bodies).run, values, names=[n.name for n in inputs])
+    captured.meta.update(gm.meta)  # where a checkpointed region has its policy
     for node, value in zip(captured.graph.nodes, values):
         node.meta["requires_grad"] = isinstance(value, torch.Tensor) and value.requires_grad
     return captured
@@ -57,10 +59,13 @@ def example_value(node: fx.Node) -> Any:
     raise CaptureError(f"graph input {node.name} carries no example value; the mindspeed backend must be called by torch.compile")
 
 
-def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> None:
-    """Replace the bodies of one higher-order operator by their captured form, where their inputs are known."""
+def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:
+    """The captured form of the bodies of one higher-order operator whose inputs are known, by their names in ``gm``."""
     bodies = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr" and isinstance(_attribute(gm, a.target), fx.GraphModule)]
     operands = [a for a in node.args if a not in bodies]
+    captured: dict[str, fx.GraphModule] = {}
+    if any(isinstance(a, (tuple, list, dict)) for a in operands):
+        return captured  # cond, map, scan, flex_attention ...: what a body gets is not what the operator is given
     # An autograd.Function's backward takes gradients, not the operands: only its forward body is captured.
     for body in bodies[:1] if compat_tracing.is_autograd_function(node.target) else bodies:
         module = _attribute(gm, body.target)
@@ -69,14 +74,16 @@ def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> None:
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         values = [example_value(a) if isinstance(a, fx.Node) else a for a in operands]
         if len(inputs) == len(values):
-            _set_attribute(gm, body.target, trace(module, values))
+            captured[body.target] = trace(module, values)
+    return captured
 
 
 class _Recorder(fx.Interpreter):
     """Runs the Dynamo graph on fake values while ``make_fx`` records; keeps higher-order operators whole."""
 
-    def __init__(self, gm: fx.GraphModule):
+    def __init__(self, gm: fx.GraphModule, bodies: dict[str, fx.GraphModule]):
         super().__init__(gm, garbage_collect_values=False)
+        self.bodies = bodies
         self.node: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -84,7 +91,7 @@ class _Recorder(fx.Interpreter):
         return super().run_node(n)
 
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
-        value = super().get_attr(target, args, kwargs)
+        value = self.bodies[target] if target in self.bodies else super().get_attr(target, args, kwargs)
         if isinstance(value, torch.Tensor):
             return compat_tracing.record_attribute(value)
         return value
@@ -96,7 +103,20 @@ class _Recorder(fx.Interpreter):
             return args[0].detach()  # what ``.data`` gives is a tensor that no tracer has seen made
         if compat_tracing.is_higher_order(target):
             return compat_tracing.record_opaque(target, args, kwargs, example_value(self.node))
-        return super().call_function(target, args, kwargs)
+        recorded = compat_tracing.count_recorded()
+        result = super().call_function(target, args, kwargs)
+        if result is None and compat_tracing.count_recorded() == recorded and not _may_be_dropped(target):
+            raise CaptureError(f"{self.node.name} changes a state that operators do not show")
+        return result
+
+
+_DROPPED = ("_check", "_assert", "_constrain", "sym_constrain", "_log_api", "_saved_tensors_hooks_", "_sdpa_kernel")
+"""How the names of functions without a result begin that say something about sizes, which their symbols remember, count
+uses, forbid hooks, or choose among attention kernels."""
+
+
+def _may_be_dropped(target: Any) -> bool:
+    return str(getattr(target, "__name__", "")).startswith(_DROPPED)
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:
@@ -104,8 +124,3 @@ def _attribute(gm: fx.GraphModule, target: str) -> Any:
     for part in target.split("."):
         value = getattr(value, part)
     return value
-
-
-def _set_attribute(gm: fx.GraphModule, target: str, value: Any) -> None:
-    *path, last = target.split(".")
-    setattr(_attribute(gm, ".".join(path)) if path else gm, last, value)

@@ -78,6 +78,23 @@ def _writes(n: fx.Node) -> bool:
     return not _is_transform(n) and (inplace or "out" in n.kwargs)
 
 
+def writes_both_ways(gm: fx.GraphModule) -> bool:
+    """Whether tensors are changed in place in the backward of an ``autograd.Function`` and also in the forward."""
+    graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    backwards = [getattr(m, str(n.args[1].target)) for m in graphs for n in m.graph.nodes if _is_autograd_function(n)]
+    if not any(_changes_values(b) for b in backwards):
+        return False
+    return any(_changes_values(m) for m in graphs if all(m is not b for b in backwards))
+
+
+def _is_autograd_function(n: fx.Node) -> bool:
+    return n.op == "call_function" and compat_tracing.is_autograd_function(n.target)
+
+
+def _changes_values(gm: fx.GraphModule) -> bool:
+    return any(_writes(n) or compat_tracing.is_mutable(n.target) for n in gm.graph.nodes)
+
+
 def _move(gm: fx.GraphModule, region: list[fx.Node]) -> None:
     members = set(region)
     inputs = list(dict.fromkeys(a for n in region for a in n.all_input_nodes if a not in members))

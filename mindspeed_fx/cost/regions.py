@@ -86,7 +86,7 @@ def _columns(call: Call) -> bool:
     rank = len(call.reads[0].shape)
     dims = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
     dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
-    if not isinstance(dims, (list, tuple)) or not dims or not all(isinstance(d, int) for d in dims):
+    if not rank or not isinstance(dims, (list, tuple)) or not dims or not all(isinstance(d, int) for d in dims):
         return False
     return sorted(d % rank for d in dims) != list(range(rank - len(dims), rank))
 

@@ -86,7 +86,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
 def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node | None, list[fx.Node]]:
     if not match.is_float(node.args[0]):
         return None, []
-    if node.args[1] % match.value(node).dim() != match.value(node).dim() - 1:
+    if node.args[1] % match.rank(node) != match.value(node).dim() - 1:
         if with_sinks(node.args[0]) is not None and any(match.is_call(u, aten.matmul.default, aten.bmm.default) for u in node.users):
             raise Miss(f"the softmax is over dimension {node.args[1]}; attention's is over the last, the keys")
         return None, []

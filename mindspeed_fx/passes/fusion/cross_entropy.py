@@ -34,7 +34,7 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
             if not match.is_call(softmax, aten.log_softmax.int):
                 continue  # a loss on probabilities made some other way
             region.append(softmax)
-            if softmax.args[1] % (rank := match.value(softmax).dim()) != (rank - 1 if logits is not None else 1):
+            if softmax.args[1] % (rank := match.rank(softmax)) != (rank - 1 if logits is not None else 1):
                 report.skipped.append(skip(OPERATOR, node, f"log_softmax is over dimension {softmax.args[1]}, the classes are in dimension 1"))
                 continue
             logits = softmax.args[0] if logits is not None else _classes_last(softmax.args[0])
@@ -59,7 +59,7 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
     """``logsumexp`` of logits whose loss is known, as in a z-loss, reads them no second time."""
-    sums = [n for n in calls(gm, aten.logsumexp.default) if [d % match.value(n.args[0]).dim() for d in n.args[1]] == [match.value(n.args[0]).dim() - 1]]
+    sums = [n for n in calls(gm, aten.logsumexp.default) if [d % match.rank(n.args[0]) for d in n.args[1]] == [match.value(n.args[0]).dim() - 1]]
     for node in calls(gm, torch.ops.mindspeed.cross_entropy.default) if sums else ():
         order = {n: i for i, n in enumerate(gm.graph.nodes)}
         for n in sums:

@@ -169,7 +169,7 @@ def _unread(probs: fx.Node) -> tuple[fx.Node, str] | None:
 
 def _last(x: fx.Node, dim: Any) -> bool:
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
-    return dim is not None and [d % match.value(x).dim() for d in dims] == [match.value(x).dim() - 1]
+    return dim is not None and [d % match.rank(x) for d in dims] == [match.value(x).dim() - 1]
 
 
 def _target(n: Any, source: fx.Node) -> fx.Node | None:

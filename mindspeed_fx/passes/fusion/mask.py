@@ -195,10 +195,10 @@ def _moved(n: fx.Node, of) -> Meaning:
     inner, source = of(n.args[0]), n.args[0]
     if isinstance(inner, Index):
         if n.target is aten.unsqueeze.default:
-            dim = n.args[1] % match.value(n).dim()
+            dim = n.args[1] % match.rank(n)
             return Index(inner.dim + (match.value(n).dim() - dim <= inner.dim), inner.offset)
         if n.target is aten.transpose.int:
-            a, b = (match.value(n).dim() - d % match.value(n).dim() for d in n.args[1:])
+            a, b = (match.value(n).dim() - d % match.rank(n) for d in n.args[1:])
             return Index({a: b, b: a}.get(inner.dim, inner.dim), inner.offset)
         before, after = _long_dims(source), _long_dims(n)
         return Index(after[0], inner.offset) if before == [inner.dim] and len(after) == 1 else None
@@ -358,7 +358,7 @@ def _numbers(n: Any, of) -> tuple[fx.Node | None, int]:
 def _difference(n: fx.Node, of) -> Meaning:
     """``diff`` of positions along their own dimension is 1 everywhere, if what is prepended continues them."""
     inner, before = of(n.args[0]), of(match.argument(n, "prepend"))
-    along = match.argument(n, "dim", -1) % match.value(n).dim() - match.value(n).dim()
+    along = match.argument(n, "dim", -1) % match.rank(n) - match.value(n).dim()
     plain = match.argument(n, "n", 1) == 1 and match.argument(n, "append") is None
     if plain and isinstance(inner, Index) and along == -inner.dim:
         return 1 if match.argument(n, "prepend") is None or before == inner.offset - 1 else None

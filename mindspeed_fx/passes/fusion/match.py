@@ -43,6 +43,11 @@ def value(n: fx.Node) -> Any:
     return n.meta["val"]
 
 
+def rank(n: fx.Node) -> int:
+    """How many dimensions ``n`` can be asked for: torch takes 0 and -1 for a tensor without any, too."""
+    return max(value(n).dim(), 1)
+
+
 def is_float(n: Any) -> bool:
     return isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor) and value(n).is_floating_point()
 
@@ -361,7 +366,7 @@ def turned(n: Any) -> bool:
         return True
     rank = value(n).dim() if is_call(n, aten.transpose.int, aten.permute.default) else 0
     if is_call(n, aten.transpose.int):
-        return {d % rank for d in n.args[1:3]} == {rank - 1, rank - 2}
+        return rank > 1 and {d % rank for d in n.args[1:3]} == {rank - 1, rank - 2}
     return rank > 1 and [d % rank for d in n.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
 
 

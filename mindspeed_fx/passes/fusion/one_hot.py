@@ -134,7 +134,7 @@ def _nonzero(r: Reader, sparse: Sparse) -> Sparse | None:
 
 def _unsqueezed(r: Reader, n: fx.Node) -> Sparse | None:
     sparse = r.of(n.args[0])
-    at = n.args[1] % match.value(n).dim() - (sparse.tokens if sparse else 0)
+    at = n.args[1] % match.rank(n) - (sparse.tokens if sparse else 0)
     if sparse is None or at < 0:
         return None
     return replace(sparse, terms=tuple(replace(t, places=(*t.places[:at], None, *t.places[at:])) for t in sparse.terms))
@@ -214,7 +214,7 @@ def _added(r: Reader, n: fx.Node) -> Sparse | None:
 
 def _summed(r: Reader, n: fx.Node) -> Sparse | None:
     """A sum over the last dimension of the tokens: what is left are choices."""
-    sparse, dims = r.of(n.args[0]), [d % match.value(n.args[0]).dim() for d in n.args[1]]
+    sparse, dims = r.of(n.args[0]), [d % match.rank(n.args[0]) for d in n.args[1]]
     if sparse is None or sparse.chosen or dims != [sparse.tokens - 1] or sparse.tokens < 2 or match.argument(n, "keepdim", False):
         return None
     return Sparse(sparse.tokens - 1, sparse.terms, True)

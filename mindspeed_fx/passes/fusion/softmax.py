@@ -97,7 +97,7 @@ def shifted(n: Any, dim: int) -> tuple[fx.Node, fx.Node] | None:
     if not match.is_call(n, aten.sub.Tensor) or n.kwargs or not match.is_float(n.args[0]) or not match.is_float(n.args[1]):
         return None
     x, m = n.args
-    behind, shape = match.value(n).dim() - dim % match.value(n).dim(), match.value(m).shape
+    behind, shape = match.value(n).dim() - dim % match.rank(n), match.value(m).shape
     one = len(shape) < behind or compat.statically_known_true(shape[-behind] == 1)
     cancels = not m.meta["needs_grad"] or match.same(_greatest(m), x)
     return (x, m) if one and cancels and match.value(x).shape == match.value(n).shape else None
@@ -123,7 +123,7 @@ def _column_of(n: Any, target: Any) -> tuple[fx.Node, int] | None:
     while match.is_call(n, aten.expand.default):
         n = match.uncast(n.args[0])
     if match.is_call(n, aten.unsqueeze.default):
-        n, added = match.uncast(n.args[0]), n.args[1] % match.value(n).dim()
+        n, added = match.uncast(n.args[0]), n.args[1] % match.rank(n)
     dim = _one_dimension(n, target)
     return (n.args[0], dim) if dim is not None and match.argument(n, "keepdim", False) == (added is None) and added in (None, dim) else None
 
@@ -136,7 +136,7 @@ def _one_dimension(n: Any, target: Any) -> int | None:
     """The dimension over which the reduction ``n`` is, when it is ``target`` over one."""
     dims = match.argument(n, "dim") if match.is_call(n, target) else None
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    return dims[0] % match.value(n.args[0]).dim() if len(dims) == 1 and isinstance(dims[0], int) and match.value(n.args[0]).dim() else None
+    return dims[0] % match.rank(n.args[0]) if len(dims) == 1 and isinstance(dims[0], int) and match.value(n.args[0]).dim() else None
 
 
 def _exponential(n: Any) -> Exponential | str | None:
@@ -145,7 +145,7 @@ def _exponential(n: Any) -> Exponential | str | None:
     if match.is_call(n, aten.exp.default):
         return Exponential(n.args[0], None, (), [n])
     if match.is_call(n, SOFTMAX):
-        return Exponential(n.args[0], n.args[1] % match.value(n).dim(), (), [n])
+        return Exponential(n.args[0], n.args[1] % match.rank(n), (), [n])
     for inner, hidden in hiding(n):
         found = _exponential(inner)
         if isinstance(found, Exponential):

@@ -196,7 +196,7 @@ def _least(n: fx.Node) -> tuple[fx.Node, float] | None:
 def _dims(n: fx.Node) -> list[int]:
     dims, rank = match.argument(n, "dim"), match.value(n.args[0]).dim()
     dims = list(range(rank)) if dims is None or dims == [] else dims if isinstance(dims, (list, tuple)) else [dims]
-    return sorted(d % rank for d in dims)
+    return sorted(d % rank for d in dims) if rank else []  # torch takes 0 and -1 for a tensor without dimensions
 
 
 def _count(x: fx.Node, dims: list[int]) -> int:

@@ -106,7 +106,7 @@ def pick_instead(gm: fx.GraphModule) -> None:
         if node.target is aten.einsum.default:
             rows = rows if match.value(node).dim() else match.insert(gm, node, aten.sum.default, (rows,))
         elif node.target is aten.sum.dim_IntList:
-            rank = match.value(y).dim()
+            rank = match.rank(y)
             dims = [d % rank for d in node.args[1] or range(rank) if d % rank != rank - 1]
             kept = match.argument(node, "keepdim", False)
             rows = match.insert(gm, node, aten.unsqueeze.default, (rows, -1)) if kept else rows

@@ -4,7 +4,7 @@ Dynamo keeps an ``autograd.Function`` as one node with a forward and a backward 
 handwritten backward usually is the derivative (a fused SwiGLU, an RMSNorm, a mapping over a group of one rank) and
 sometimes is not (straight-through estimators, gradient scaling or reversal, all-reduce in the backward only). The two
 are told apart by evaluating: both bodies are run on random float64 values, and the forward is inlined only where
-autograd gives the same gradients; anything else stays whole.
+autograd gives the same gradients and the backward does nothing besides; anything else stays whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def autograd_function(gm: fx.GraphModule, context: Context) -> PassReport:
         used = tuple(sorted({user.args[1] for user in node.users}))
         key = (forward.code, backward.code, used, tuple(compat.layout_key(a.meta["val"]) if isinstance(a, fx.Node) else repr(a) for a in operands))
         if key not in verdicts:
-            verdicts[key] = _not_inlinable(node, forward) or _not_derivative(forward, backward, operands, used)
+            reason = _not_inlinable(node, forward, backward)
+            verdicts[key] = reason or _not_derivative(forward, backward, operands, used)
         if verdicts[key]:
             report.skipped.append(skip("plain operators", node, verdicts[key]))
         else:
@@ -50,11 +51,14 @@ def autograd_function(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _not_inlinable(node: fx.Node, forward: fx.GraphModule) -> str | None:
+def _not_inlinable(node: fx.Node, forward: fx.GraphModule, backward: fx.GraphModule) -> str | None:
     if node.kwargs.get("non_differentiable_idx"):
         return "it marks outputs as non-differentiable"
     if node.kwargs.get("dirty_idx"):
         return "it changes an input in place"
+    held = [getattr(backward, n.target, None) for n in backward.graph.nodes if n.op == "get_attr"]
+    if any(isinstance(value, torch.Tensor) for value in held):
+        return "its backward holds a tensor of its own, which it may change"
     for n in forward.graph.nodes:
         if n.op == "get_attr":
             return "its forward holds a constant tensor"
@@ -80,10 +84,9 @@ def _not_derivative(forward: fx.GraphModule, backward: fx.GraphModule, operands:
     try:
         with compat_tracing.without_fake_mode(), compat_tracing.outside_tracing(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            same = _agrees(forward, backward, [_value(a) for a in operands], used)
+            return _compare(forward, backward, [_value(a) for a in operands], used)
     except Exception as e:  # whole is always right
         return f"it could not be evaluated in float64: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-    return None if same else "its backward is not the derivative of its forward"
 
 
 def _value(operand: Any) -> Any:
@@ -96,28 +99,37 @@ def _value(operand: Any) -> Any:
     return torch.randint(0, 2, shape).to(fake.dtype).to(fake.device)
 
 
-def _agrees(forward: fx.GraphModule, backward: fx.GraphModule, values: list[Any], used: tuple[int, ...]) -> bool:
+def _compare(forward: fx.GraphModule, backward: fx.GraphModule, values: list[Any], used: tuple[int, ...]) -> str | None:
+    """What keeps the backward from being the derivative of the forward and nothing else; None where it is."""
+    other = "its backward is not the derivative of its forward"
     leaves = [v.requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in values]
     with torch.enable_grad():
         outputs, saved = _GradModeIgnored(forward).run(*leaves)
     outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     if not all(isinstance(outputs[i], torch.Tensor) and outputs[i].requires_grad for i in used):
-        return False
+        return other
     weights = [torch.randn_like(o) if i in used else torch.zeros_like(o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
     outputs = [o for o in outputs if isinstance(o, torch.Tensor)]
     inputs = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
     followed = [(o, w) for o, w in zip(outputs, weights) if o.requires_grad]
     expected = torch.autograd.grad([o for o, _ in followed], inputs, [w for _, w in followed], allow_unused=True)
+    saved = [s.detach() if isinstance(s, torch.Tensor) else s for s in saved]
+    watched = [t for t in (*weights, *saved) if isinstance(t, torch.Tensor)]
+    versions, random = [t._version for t in watched], torch.get_rng_state()
     with torch.no_grad():
-        given = fx.Interpreter(backward).run(*weights, *(s.detach() if isinstance(s, torch.Tensor) else s for s in saved))
+        given = fx.Interpreter(backward).run(*weights, *saved)
+    if [t._version for t in watched] != versions:
+        return "its backward changes a tensor in place"
+    if not torch.equal(torch.get_rng_state(), random):
+        return "its backward draws random numbers"
     given = given if isinstance(given, (tuple, list)) else [given]
     have_all = [g for g, v in zip(given, leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
     for have, want in zip(have_all, expected, strict=True):
         if (have is None) != (want is None):
-            return False
+            return other
         if want is not None and not (have.double() - want).abs().max() <= TOLERANCE * want.abs().max().clamp_min(1e-12):
-            return False
-    return True
+            return other
+    return None
 
 
 class _GradModeIgnored(fx.Interpreter):

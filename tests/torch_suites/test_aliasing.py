@@ -1,0 +1,119 @@
+"""Programs whose outputs are inputs, views or constants: compiled, they are the same aliases."""
+
+import pytest
+import torch
+from torch_suites.torch_programs import Table
+
+TABLE = Table()
+
+
+def cloned(*inputs):
+    """Inputs that may be written: no leaves."""
+    return tuple(x * 1.0 for x in inputs)
+
+
+@TABLE.add((4, 3))
+def returns_input(x):
+    return x
+
+
+@TABLE.add((4, 3))
+def returns_view_of_input(x):
+    return x.view(3, 4), x[1:], x.t()
+
+
+@TABLE.add((4, 3), prepare=cloned)
+def returns_view_of_written_input(x):
+    x.mul_(2)
+    return x[1], x.view(-1)
+
+
+@TABLE.add((4, 3))
+def returns_views_of_one_intermediate(x):
+    y = x.sin()
+    return y, y.view(-1), y.t(), y[0]
+
+
+@TABLE.add((4, 3))
+def returns_one_twice(x):
+    y = x.exp()
+    return y, y, {"a": y, "b": (x, y)}
+
+
+@TABLE.add((4, 3))
+def returns_detached(x):
+    y = x * 2
+    return y, y.detach(), x.detach()
+
+
+@TABLE.add((4, 3))
+def returns_unbound(x):
+    return x.unbind(1), (x * 2).chunk(2), (x + 1).split([1, 3])
+
+
+@TABLE.add((4, 3))
+def returns_expanded(x):
+    return x.sum(1, keepdim=True).expand(4, 6), x[:, :1].expand(4, 2)
+
+
+@TABLE.add((4, 3))
+def returns_none_and_numbers(x):
+    return None, 3, x.shape[0], True, x.sin(), 2.5, "a"
+
+
+@TABLE.add((4, 3), grad=False)
+def returns_integers_and_booleans(x):
+    return x.argmax(1), x > 0, (x > 0).sum(), x.sort(0), x.topk(2)
+
+
+@TABLE.add((4, 3))
+def returns_no_tensor(x):
+    return x.shape[1] * 2
+
+
+@TABLE.add((4, 3))
+def returns_constants(x):
+    return torch.ones(3), torch.tensor([1, 2]), torch.tensor(3.0), x * torch.tensor(2.0)
+
+
+@TABLE.add((4, 3))
+def returns_constant_alone(x):
+    return torch.tensor([1.0, 2.0])
+
+
+@TABLE.add((4, 3))
+def no_output(x):
+    x + 1
+
+
+@TABLE.add((3, 4))
+def strides_of_outputs(x):
+    return x.t() * 2, x.t().contiguous() + 1, x.unsqueeze(0).permute(2, 0, 1).sin(), torch.empty_like(x.t()).zero_()
+
+
+@TABLE.add((2, 3, 4, 5))
+def channels_last(x):
+    return x.to(memory_format=torch.channels_last) * 2, x.contiguous(memory_format=torch.channels_last)
+
+
+@TABLE.add((4, 3))
+def complex_numbers(x):
+    z = torch.complex(x, x * 2)
+    return torch.view_as_real(z * z.conj()), z.abs(), z.conj().imag
+
+
+@TABLE.add((4, 3))
+def double_negation_of_views(x):
+    y = torch.view_as_complex(x[:, :2].contiguous())
+    return y.imag, y.conj().real
+
+
+@pytest.mark.parametrize("name", sorted(TABLE.programs))
+def test_program(name):
+    TABLE.assert_same(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["returns_views_of_one_intermediate"])
+def test_program_with_generated_code(name):
+    TABLE.assert_same(name, codegen="inductor")
