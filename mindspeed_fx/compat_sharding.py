@@ -149,12 +149,12 @@ def _steps_in_order(
 
 
 @contextlib.contextmanager
-def plain_tensors_as_replicated(allowed: bool = True) -> Iterator[None]:
+def plain_tensors_as_replicated() -> Iterator[None]:
     """Within, a plain tensor beside DTensors is a replicated one, for every operator, forward and backward. Autograd's own formulas make such tensors
     (zeros for a part of a split that has no gradient), of the whole size. As ``implicit_replication`` of torch, which cannot be nested."""
     dispatcher = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
-    dispatcher._allow_implicit_replication = allowed or before
+    dispatcher._allow_implicit_replication = True
     try:
         yield
     finally:

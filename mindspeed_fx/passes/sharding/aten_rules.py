@@ -22,7 +22,7 @@ LINEAR = frozenset("add sub neg mul div to _to_copy sum clone contiguous alias d
 
 TRUSTED = frozenset([
     *LINEAR, *"view_as reshape_as swapaxes swapdims numpy_T matrix_H adjoint ravel".split(),
-    *"slice select narrow split split_with_sizes chunk tensor_split unbind cat concat stack hstack vstack tile repeat broadcast_tensors broadcast_to unsafe_split unsafe_chunk lift_fresh lift_fresh_copy".split(),
+    *"slice select narrow split split_with_sizes chunk tensor_split unbind cat concat stack hstack vstack tile repeat broadcast_tensors broadcast_to unsafe_chunk".split(),
     *"mm bmm matmul addmm baddbmm einsum linear dot mv embedding mean where masked_fill type_as float double half bfloat16 long int bool".split(),
     *"eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isnan isinf sign floor ceil round".split(),
     *"abs exp log log2 log1p expm1 sqrt rsqrt pow square reciprocal sin cos tanh sigmoid relu silu gelu rsub clamp clamp_min clamp_max maximum minimum".split(),
@@ -46,7 +46,7 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return target(*args, **kwargs)
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
     name = name_of(target)
-    if not tensors:
+    if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
     if name in TRUSTED:
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
@@ -108,6 +108,10 @@ def strategies(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any
     if name in ("gather", "scatter", "scatter_add", "scatter_reduce"):
         own = [d for d in range(x.ndim) if d != given["dim"] % x.ndim and all(t.ndim == x.ndim and t.shape[d] == x.shape[d] for t in rest)]
         return [(d, [d] * len(tensors)) for d in own]
+    if name in ("slice_scatter", "select_scatter"):
+        at = given["dim"] % x.ndim
+        gone = name == "select_scatter"
+        return [(d, [d, d - (gone and d > at)]) for d in range(x.ndim) if d != at]
     if name in SPATIAL or name == "convolution" or name.startswith("upsample_"):
         spatial = SPATIAL.get(name, x.ndim - 2)
         return [(0, [0] + [REPLICATED] * len(rest))] if x.ndim == spatial + 2 else []

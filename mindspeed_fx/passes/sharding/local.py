@@ -181,8 +181,7 @@ def tracing(found: Cut | None) -> Iterator[None]:
     from mindspeed_fx import compat_sharding
     from mindspeed_fx.passes.sharding.program import differentiated
 
-    # Plans that place attention's arguments: DeepSeek-V3's gradients of keys came out wrong in parts, and are refused until that is understood.
-    with compat_sharding.plain_tensors_as_replicated(not found.plan.operators), differentiated(lambda: found.program):
+    with compat_sharding.plain_tensors_as_replicated(), differentiated(lambda: found.program):
         yield
 
 

@@ -16,8 +16,10 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx import compat_tracing
+from mindspeed_fx.capture.normalize import bodies
 from mindspeed_fx.options import nearest
 from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site
+from mindspeed_fx.passes.sharding.functional_writes import make_writes_functional
 from mindspeed_fx.passes.sharding.plan import Boundary, Placed, ShardingError, matching
 from mindspeed_fx.report.records import Skip
 
@@ -43,6 +45,8 @@ def place_edges(gm: fx.GraphModule, context: Context) -> PassReport:
     if sharding is None:
         return report.because("the model is not parallelized (mindspeed_fx.parallelize)")
     parameters = {n: sharding.inputs[n.name].rpartition(".")[0] for n in gm.graph.nodes if n.op == "placeholder" and n.name in sharding.inputs}
+    for graph in (gm, *bodies(gm)):  # an edge right behind a value that is filled later would place it unfilled
+        make_writes_functional(graph)
     _Edges(gm, sharding, report).insert(parameters)
     gm.recompile()
     return report
@@ -132,6 +136,9 @@ class _Edges:
         if all(word == "R" for word in placed.values()):
             while source.op == "call_function" and source.target in VIEWS and len(source.users) == 1 and isinstance(source.args[0], fx.Node):
                 node, source = source, source.args[0]
+        if source.meta.get("mutated"):  # it may be written between here and there
+            node.replace_input_with(source, self._insert(gm, source, key, node, at=node))
+            return
         if (source, key) not in self.made:
             self.made[source, key] = self._insert(gm, source, key, node)
         node.replace_input_with(source, self.made[source, key])
@@ -141,9 +148,11 @@ class _Edges:
         for user in users:
             user.replace_input_with(node, new)
 
-    def _insert(self, gm: fx.GraphModule, source: fx.Node, key: tuple, origin: fx.Node) -> fx.Node:
-        first = next(n for n in gm.graph.nodes if n.op != "placeholder")
-        with gm.graph.inserting_before(first) if source.op == "placeholder" else gm.graph.inserting_after(source):
+    def _insert(self, gm: fx.GraphModule, source: fx.Node, key: tuple, origin: fx.Node, at: fx.Node | None = None) -> fx.Node:
+        """A placement behind ``source``, or before ``at``."""
+        if at is None and source.op == "placeholder":
+            at = next(n for n in gm.graph.nodes if n.op != "placeholder")
+        with gm.graph.inserting_after(source) if at is None else gm.graph.inserting_before(at):
             new = gm.graph.call_function(place, (source, key))
         new.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "grad_enabled")}
         new.meta.update({k: source.meta[k] for k in ("val", "needs_grad") if k in source.meta}, mutated=False)

@@ -94,7 +94,7 @@ def _run(gm: fx.GraphModule, found: local.Cut, plan: Plan, sizes: dict[str, int]
     from mindspeed_fx.passes.sharding.parallelize import parameter_placements
     from mindspeed_fx.passes.sharding.program import Program, differentiated
 
-    with compat_sharding.all_ranks(sizes) as mesh, compat_sharding.plain_tensors_as_replicated(not plan.operators):
+    with compat_sharding.all_ranks(sizes) as mesh, compat_sharding.plain_tensors_as_replicated():
         found.sharding.mesh = mesh
         values, tensors, parameters = [], [], {}
         for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True):
