@@ -122,9 +122,7 @@ def check_sizes(function: str, value: Any) -> dict[str, int]:
 
 
 def check_device_mesh(function: str, value: Any) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(value, DeviceMesh):
+    if not hasattr(value, "mesh_dim_names"):
         refuse(
             function,
             "mesh",
