@@ -116,6 +116,8 @@ uses, forbid hooks, or choose among attention kernels."""
 
 
 def _may_be_dropped(target: Any) -> bool:
+    if getattr(target, "__module__", None) in ("builtins", "_operator"):  # an attribute that is None is read, not changed
+        return True
     return str(getattr(target, "__name__", "")).startswith(_DROPPED)
 
 
