@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable, Sequence
 
 import torch
@@ -41,7 +42,7 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Prob
     short = repetition(model)
     if short.runs:
         try:
-            return problem(*_captured(short.model, args, kwargs), short.model, short)
+            return problem(*_captured(short.model, args, kwargs, contextlib.nullcontext()), short.model, short)
         except NotRepeated as e:
             why = str(e)
         except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException) as e:
@@ -51,7 +52,8 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Prob
     return problem(*_captured(model, args, kwargs), model, short)
 
 
-def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str | None]]:
+def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], named: Any = None) -> tuple[fx.GraphModule, list[str | None]]:
+    """The graph of ``model`` and the names of its inputs; a break is told within ``named``."""
     from mindspeed_fx.backend import Compilation
 
     made: list[fx.GraphModule] = []
@@ -78,7 +80,7 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
     torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
     try:
-        with torch.enable_grad(), compat_tracing.in_one_graph(ShardingError, "plan"):
+        with torch.enable_grad(), named or compat_tracing.in_one_graph(ShardingError, "plan"):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except _Seen:
         pass
