@@ -68,6 +68,8 @@ def test_redistribute(sizes, pieces, every):
     redistributed(sizes, pieces, every)
 
 
+# On three mesh dimensions it failed once within the whole suite (a RuntimeError in the view of a gradient) and never alone:
+# what other tests leave in the process is not found yet, so this case is in the slow tier.
 @pytest.mark.parametrize("sizes, placements", [
     ([2, 2], [Shard(1), Shard(1)]), ([2, 3], [Shard(1), Shard(1)]), ([2, 2], [Shard(0), Shard(1)]), ([2, 2], [Shard(1), Shard(0)]), pytest.param([2, 2, 2], [Shard(0), Shard(1), Shard(1)], marks=pytest.mark.slow),
 ])  # fmt: skip
