@@ -36,7 +36,7 @@ $(TRITON)/ready: $(VENV)/ready
 
 # The Ascend tool chain (340 MB to download, 1.1 GB on disk, half a minute) in a directory of its own too, for the tests
 # marked npu, which are skipped where it could not be installed.
-$(TOOLCHAIN)/ready: $(VENV)/ready mindspeed_fx/cross/toolchain.py
+$(TOOLCHAIN)/ready: $(VENV)/ready mindspeed_fx/ascend/toolchain.py
 	mkdir -p $(TOOLCHAIN)
 	-$(RUN) -m mindspeed_fx.cli toolchain install --dir $(TOOLCHAIN)
 	touch $@

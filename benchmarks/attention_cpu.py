@@ -1,6 +1,6 @@
 """Attention on CPU, causal, float32: ATen's flash kernel, blocks of rows, and our flash kernel in C++, interleaved.
 
-    python benchmarks/attention_cpu.py --rounds 15
+    python -m benchmarks.attention_cpu --rounds 15
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import statistics
 
 import torch
 
-import common
 import mindspeed_fx.kernels  # noqa: F401
+from benchmarks import common
 
 SHAPES = [(2, 8, 8, 64, 64), (2, 8, 8, 128, 64), (2, 8, 8, 256, 64), (2, 8, 4, 512, 64), (8, 8, 4, 512, 64), (1, 32, 8, 512, 128), (1, 8, 4, 1024, 64), (1, 8, 1, 2048, 64), (1, 8, 8, 4096, 64)]
 aten, ops = torch.ops.aten, torch.ops.mindspeed

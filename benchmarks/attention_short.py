@@ -1,6 +1,6 @@
 """Attention of few rows on CPU: causal, with a mask, over packed documents; from how many rows on the fused operators pay.
 
-    python benchmarks/attention_short.py [--rows 64,128,256,384,512,768,1024] [--rounds 7]
+    python -m benchmarks.attention_short [--rows 64,128,256,384,512,768,1024] [--rounds 7]
 
 Forward and backward, 2 x 8 heads of 64, documents of 64 tokens, their numbers by ``cumsum`` of their last tokens. "fused" is ours with
 ``enable=["fusion.attention"]``, "default" ours without; generated code around the attention, and in its place where it is left alone.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import common
+from benchmarks import common
 
 BATCH, HEADS, DIM, DOCUMENT = 2, 8, 64, 64
 

@@ -1,6 +1,6 @@
 """Cold and warm start, share of our own passes, and overhead per call: mindspeed beside Inductor.
 
-    python benchmarks/compile_time.py [--rounds 3]
+    python -m benchmarks.compile_time [--rounds 3]
 
 Cold: a new process with an empty cache directory, first step (forward and backward) of the 4-layer Megatron GPT of
 megatron_gpt.py. Warm: the same again with the cache it left. Rivals alternate. Overhead: a one-line model, called often.
@@ -17,16 +17,16 @@ import sys
 import tempfile
 import time
 
-import common
+from benchmarks import common
 
 
 def child(backend: str) -> None:
     """One process: print seconds of the first step and, for ours, of the passes."""
     import torch
     import torch.distributed as dist
-
-    import megatron_gpt
     from megatron.core import parallel_state
+
+    from benchmarks import megatron_gpt
 
     dist.init_process_group("gloo", store=dist.FileStore(tempfile.mktemp(), 1), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()

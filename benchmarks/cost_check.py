@@ -1,6 +1,6 @@
 """The cost model against published numbers: modelled, published, error. Nothing is run or timed, so the output is the same everywhere.
 
-    python benchmarks/cost_check.py
+    python -m benchmarks.cost_check
 
 Rows marked * were used to set a constant of the model, so their error is no evidence; the median leaves them out.
 """

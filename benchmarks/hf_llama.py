@@ -1,6 +1,6 @@
 """Hugging Face Llama, one training step on CPU: eager, Inductor and mindspeed, interleaved.
 
-    python benchmarks/hf_llama.py [--rounds 9]
+    python -m benchmarks.hf_llama [--rounds 9]
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import common
+from benchmarks import common
 
 CASES = {"512": dict(layers=4, seq=512, batch=2, vocab=8192), "2048": dict(layers=2, seq=2048, batch=1, vocab=32768)}
 

@@ -1,7 +1,7 @@
 """The Triton kernels on a GPU against torch.compile and, where installed, Liger (liger-kernel) and QuACK (quack-kernels).
 
-    python benchmarks/kernels_cuda.py --rounds 30
-    TRITON_INTERPRET=1 python benchmarks/kernels_cuda.py --device cpu --elements 65536 --rounds 1    tries the script itself
+    python -m benchmarks.kernels_cuda --rounds 30
+    TRITON_INTERPRET=1 python -m benchmarks.kernels_cuda --device cpu --elements 65536 --rounds 1    tries the script itself
 
 Every rival computes the same function of the same 16-bit inputs, forward and backward; ours goes through
 backend="mindspeed" and is refused if another kernel was chosen. Times are medians over interleaved rounds, one call at a
@@ -23,7 +23,7 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 
-import common
+from benchmarks import common
 from mindspeed_fx.report import recorder
 
 WIDTHS = [2**k for k in range(11, 18)]

@@ -2,8 +2,8 @@
 
 The gate of ``fusion.linear_cross_entropy`` is set by what this prints: chunks are forced here, however small the logits.
 
-    python benchmarks/linear_cross_entropy.py [--rounds 7] [--vocab 128256] [--hidden 512] [--tokens 1024,2048]
-    OMP_NUM_THREADS=1 python benchmarks/linear_cross_entropy.py --clock processor    # on a machine that others use too
+    python -m benchmarks.linear_cross_entropy [--rounds 7] [--vocab 128256] [--hidden 512] [--tokens 1024,2048]
+    OMP_NUM_THREADS=1 python -m benchmarks.linear_cross_entropy --clock processor    # on a machine that others use too
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import common
+from benchmarks import common
 
 
 class Head(nn.Module):

@@ -1,6 +1,6 @@
 """Megatron-core GPT, one training step on CPU: eager, Inductor and mindspeed, interleaved.
 
-    python benchmarks/megatron_gpt.py [--rounds 9] [--case 512|2048|all]
+    python -m benchmarks.megatron_gpt [--rounds 9] [--case 512|2048|all]
 
 All three run the model with the mindspeed_fx Megatron adaptor, without which it neither runs nor compiles on CPU. The
 loss per token is averaged outside the compiled model, as Megatron's ``loss_func`` does.
@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import common
+from benchmarks import common
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
-import mindspeed_fx.megatron_adaptor  # noqa: E402, F401
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import mindspeed_fx.megatron_adaptor  # noqa: F401
 
 CASES = {"512": dict(layers=4, seq=512, batch=2, vocab=8192), "2048": dict(layers=2, seq=2048, batch=1, vocab=32768)}
 

@@ -1,6 +1,6 @@
 """Fractions of memory_budget against torch's activation_memory_budget: measured peak and step time. The case of pytorch #197838, small.
 
-    python benchmarks/memory_budget.py [--layers 8] [--hidden 128] [--batch 4] [--seq 256] [--rounds 5, 0 for peaks alone] [--fractions 0.05,0.1,...,1]
+    python -m benchmarks.memory_budget [--layers 8] [--hidden 128] [--batch 4] [--seq 256] [--rounds 5, 0 for peaks alone] [--fractions 0.05,0.1,...,1]
 
 A Llama-style model on CPU without generated code: torch is aot_eager_decomp_partition at that budget, ours is codegen "eager"
 with memory_budget. Both run the operators of ATen one by one, but ours with fused operators, so peaks compare as ratios of
@@ -15,8 +15,8 @@ import torch
 import torch._functorch.config as functorch_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import common
-from whole_models import Loss
+from benchmarks import common
+from benchmarks.whole_models import Loss
 
 
 def main() -> None:

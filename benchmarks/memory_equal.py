@@ -1,6 +1,6 @@
 """Step time at equal measured peak: memory_budget beside torch's activation_memory_budget, a checkpoint per layer, and recomputed attention.
 
-    python benchmarks/memory_equal.py [--models llama,gpt2,mixtral] [--attention sdpa] [--layers 4] [--seq 512] [--batch 4] [--rounds 5]
+    python -m benchmarks.memory_equal [--models llama,gpt2,mixtral] [--attention sdpa] [--layers 4] [--seq 512] [--batch 4] [--rounds 5]
         [--ours 0.05,0.2,0.4,0.6,0.8,1] [--torch 0.05,0.2,0.4,0.6,0.8,1] [--passes all, or recompute: ours without fused operators]
 
 Hugging Face models of hidden 512, vocabulary 8192, float32, all under Inductor. "layer" is torch.utils.checkpoint around every layer, "selective"
@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import common
-from whole_models import HUGGING_FACE, Loss
+from benchmarks import common
+from benchmarks.whole_models import HUGGING_FACE, Loss
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)

@@ -1,6 +1,6 @@
 """The modelled peak of a training step against the measured one, over a zoo of models.
 
-    python benchmarks/memory_model.py [--models gpt2,llama,... or all] [--budgets 1.0,0.5,min] [--tokens 1024] [--device cpu]
+    python -m benchmarks.memory_model [--models gpt2,llama,... or all] [--budgets 1.0,0.5,min] [--tokens 1024] [--device cpu]
 
 Each model takes one step per budget with codegen "eager". Modelled: the peak that the plan's report states, less parameters and inputs. Measured: allocation
 events of torch.profiler on cpu, the caching allocator's count on cuda, less what was allocated before the step. Gradients of parameters
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import logging
 import statistics
-import sys
 import warnings
 from typing import Any, Callable
 
 import torch
 
-import common
 import mindspeed_fx
-from memory_rivals import TESTS, ZOO
+from benchmarks import common
+from benchmarks.memory_rivals import ZOO
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -60,8 +59,7 @@ def measured(step: common.Step, device: str) -> int:
 
 def main() -> None:
     given = common.arguments(models=ZOO, budgets="1.0,0.5,min", tokens=1024, device="cpu")
-    sys.path.insert(0, str(TESTS / "zoo"))
-    import architectures
+    from tests.zoo import architectures
 
     common.header(f"peak of a step of {given.tokens} tokens beyond parameters and inputs, modelled and measured, {given.device}")
     budgets = given.budgets.split(",")

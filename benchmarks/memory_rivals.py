@@ -1,6 +1,6 @@
 """Every planner under one simulator: ours, torch's knapsacks (dp, greedy, ilp) and Megatron's modes, over a zoo of models and random steps.
 
-    python benchmarks/memory_rivals.py [--random 36] [--budgets 10] [--models gpt2,llama,...] [--hardware cpu] [--clock 10] [--enough 1]
+    python -m benchmarks.memory_rivals [--random 36] [--budgets 10] [--models gpt2,llama,...] [--hardware cpu] [--clock 10] [--enough 1]
 
 Each graph has that many limits, even steps from the least peak we find to the peak of saving everything. A rival has no notion of a peak: it
 gets its best plan among those that fit, over ten fractions or all of its layers, which is more than a user has. The gap is modelled time of
@@ -15,26 +15,25 @@ from __future__ import annotations
 import itertools
 import math
 import pathlib
-import runpy
 import statistics
-import sys
 from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
 
-import common
-from mindspeed_fx import compat_inductor, compat_partition
+from benchmarks import common
+from mindspeed_fx.compat import inductor, partitioner
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.passes.base import PassReport
-from mindspeed_fx.passes.recompute.layers import Layers
-from mindspeed_fx.passes.recompute.named import kept
-from mindspeed_fx.passes.recompute.policy import fixed
-from mindspeed_fx.passes.recompute.schedule import Plan, Schedule
-from mindspeed_fx.passes.recompute.search import Search
-from mindspeed_fx.passes.recompute.step import Step
-from mindspeed_fx.passes.recompute.tape import record
+from mindspeed_fx.passes.recompute.policy import kept
+from mindspeed_fx.passes.recompute.problem.dataflow import record
+from mindspeed_fx.passes.recompute.problem.joint_graph import Step
+from mindspeed_fx.passes.recompute.problem.policies import fixed
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
+from mindspeed_fx.passes.recompute.solve.budget_search import Search
+from mindspeed_fx.passes.recompute.solve.folded_search import Layers
+from tests.passes.recompute import random_steps
 
 TESTS = pathlib.Path(__file__).resolve().parents[1] / "tests"
 ZOO = "bloom,codegen,cohere,falcon,gemma2,glm4,gpt2,gpt_neox,gptj,llama,mistral,olmo2,opt,phi3,qwen2,qwen3,stablelm,starcoder2"
@@ -67,14 +66,14 @@ def of_model(name: str, model: Callable, inputs: dict[str, Any], device: str, la
             raise ValueError(f"{name}: {tape}")
         step = Step(graph.owning_module, info, tape, hardware(device), False, hardware(device).target)
         evaluate = lambda nodes: step.schedule.evaluate({step.number[n] for n in nodes})  # noqa: E731
-        rivals = {f"torch {s}": [evaluate(compat_partition.knapsack(graph, info, f, s)) for f in FRACTIONS] for s in SOLVERS}
+        rivals = {f"torch {s}": [evaluate(partitioner.knapsack(graph, info, f, s)) for f in FRACTIONS] for s in SOLVERS}
         modes = ["selective", "full", *(f"block:{n}" for n in range(1, layers))]
         rivals["megatron"] = [evaluate([v.node for v in kept(tape, fixed(tape, mode, False, PassReport("")))]) for mode in modes]
         found.append(Case(name, step.schedule, step.seconds, {k: [p for p in plans if p] for k, plans in rivals.items()}, step.unplanned))
 
     def backend(gm: Any, example_inputs: Any) -> Any:
-        cut = lambda joint, args, **settings: compat_partition.partition(joint, args, choose, **settings)  # noqa: E731
-        return compat_inductor.compile_without_codegen(gm, example_inputs, inner=lambda g, *_: g, partition=cut)
+        cut = lambda joint, args, **settings: partitioner.partition(joint, args, choose, **settings)  # noqa: E731
+        return inductor.compile_without_codegen(gm, example_inputs, inner=lambda g, *_: g, partition=cut)
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(**inputs)
@@ -85,7 +84,7 @@ def of_random(seed: int, most: int) -> Case:
     """A random step: torch's knapsacks decide which of the values that saving everything keeps are kept."""
     import torch._functorch._activation_checkpointing.knapsack as knapsacks
 
-    schedule, seconds = runpy.run_path(str(TESTS / "recompute" / "random_steps.py"))["step"](seed, most)
+    schedule, seconds = random_steps.step(seed, most)
     kept_anyhow = {schedule.root[i] for i in schedule.returned}
     items = sorted((v for v in Search(schedule).richest.saved - kept_anyhow), key=lambda v: -schedule.full[v])
     total = sum(schedule.full[v] for v in items)
@@ -129,8 +128,7 @@ def compare(case: Case, budgets: int, clock: float = 10.0, enough: float = 0.0) 
 
 def main() -> None:
     given = common.arguments(random=36, budgets=10, models=ZOO, hardware="cpu", most=24, clock=10.0, enough=1.0)
-    sys.path.insert(0, str(TESTS / "zoo"))
-    import architectures
+    from tests.zoo import architectures
 
     common.header(f"gaps in % to a time that no plan within the limit can beat; modelled, {given.hardware}, {given.budgets} limits per graph")
     print(f"{'graph':<14} {'nodes':>6} | mean (worst) gap, and limits that none of its plans meets")

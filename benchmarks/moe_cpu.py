@@ -1,6 +1,6 @@
 """One layer of experts as Hugging Face's Mixtral has it, one training step on CPU: eager, Inductor, mindspeed, interleaved.
 
-    python benchmarks/moe_cpu.py [--rounds 11] [--hidden 512] [--ffn 1024] [--experts 8] [--topk 2] [--tokens 1024]
+    python -m benchmarks.moe_cpu [--rounds 11] [--hidden 512] [--ffn 1024] [--experts 8] [--topk 2] [--tokens 1024]
 
 "grouped_mm" and "batched_mm" are Hugging Face's settings of experts_implementation. Eight batches take turns, so that the
 numbers of tokens per expert change from step to step as they do in training.
@@ -13,7 +13,7 @@ import itertools
 import torch
 from torch import nn
 
-import common
+from benchmarks import common
 
 
 class Layer(nn.Module):

@@ -1,6 +1,6 @@
 """Every fused operator on CPU against what Inductor makes of the unfused form: forward and backward, over a grid of shapes.
 
-    python benchmarks/operators_cpu.py [--rounds 11] [--only attention]
+    python -m benchmarks.operators_cpu [--rounds 11] [--only attention]
 
 The same function is compiled twice, with backend "inductor" and with backend "mindspeed", and timed interleaved.
 """
@@ -14,7 +14,7 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 
-import common
+from benchmarks import common
 
 
 def rms_norm(x, w):

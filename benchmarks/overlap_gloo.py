@@ -1,6 +1,6 @@
 """Two gloo processes and a slow link: a training step with and without overlap, same values.
 
-    python benchmarks/overlap_gloo.py --delay 0.03
+    python -m benchmarks.overlap_gloo --delay 0.03
 
 The link is a process group whose collectives end only ``delay`` seconds after they started (one at a time, as on a link),
 while the processor is free: an injected delay, not a network. Of a layer's five products four need no communication, as

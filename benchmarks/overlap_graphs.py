@@ -1,7 +1,7 @@
 """Whole passes on whole graphs: Llama layers under tensor and sequence parallelism, traced without memory or devices, scheduled
 as they came and in chunks, under the simulator.
 
-    python benchmarks/overlap_graphs.py --layers 2 --devices ascend910b2 ascend910c h100
+    python -m benchmarks.overlap_graphs --layers 2 --devices ascend910b2 ascend910c h100
 
 The program is Megatron's (sequence first, an all_gather before and a reduce_scatter after each pair of products, the
 gathered input kept for the backward) on meta tensors and a process group that moves nothing. Everything is modelled.
@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from mindspeed_fx.passes.overlap.reasons import hidden, hideable
-from mindspeed_fx.passes.overlap.simulate import Timeline
+from mindspeed_fx.passes.overlap.model.reasons import hidden, hideable
+from mindspeed_fx.passes.overlap.model.simulator import Timeline
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -45,7 +45,8 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = weight(hidden), weight(hidden)
 
     def forward(self, x, group):
-        from mindspeed_fx.megatron.collectives import gather_from_sequence_parallel_region as gather, reduce_scatter_to_sequence_parallel_region as scatter
+        from mindspeed_fx.megatron.collectives import gather_from_sequence_parallel_region as gather
+        from mindspeed_fx.megatron.collectives import reduce_scatter_to_sequence_parallel_region as scatter
 
         y = gather(F.rms_norm(x, x.shape[-1:], self.norm1, 1e-5), True, group)
         q, k, v = F.linear(y, self.qkv).split([self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim], -1)
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--prove", type=float, default=0.0, help="seconds for CP-SAT to raise the bound of each stretch between two attentions (overlap_optimum.proven_bound)")
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
-    from overlap_optimum import proven_bound
+    from benchmarks.overlap_optimum import proven_bound
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.ranks)
     print(f"# {datetime.date.today()} torch {torch.__version__}  modelled, not measured on a device; {given.layers} layers, batch {given.batch}, {given.seq} tokens, {given.ranks} ranks")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from mindspeed_fx.passes.overlap.tasks import COMPUTE, TaskGraph
+from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, TaskGraph
 
 
 def inductor_order(graph: TaskGraph) -> list[int]:

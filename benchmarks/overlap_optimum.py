@@ -1,7 +1,7 @@
 """The scheduler against the proven optimum on small random graphs: CP-SAT without memory, HiGHS with a memory limit.
 
-    python benchmarks/overlap_optimum.py --graphs 200
-    python benchmarks/overlap_optimum.py --graphs 200 --memory
+    python -m benchmarks.overlap_optimum --graphs 200
+    python -m benchmarks.overlap_optimum --graphs 200 --memory
 
 Each graph has compute tasks, transfers on one or two links, and waits. The optimum is over all schedules with one compute
 stream and transfers one at a time per link; without ``--memory`` memory does not count. With it the limit is the peak of the
@@ -17,9 +17,9 @@ import statistics
 import time
 from typing import Any
 
-from mindspeed_fx.passes.overlap.improve import schedule
-from mindspeed_fx.passes.overlap.simulate import simulate
-from mindspeed_fx.passes.overlap.tasks import COMPUTE, Buffer, Task, TaskGraph
+from mindspeed_fx.passes.overlap.model.simulator import simulate
+from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
+from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
 
 
 def random_graph(seed: int, size: int) -> TaskGraph:
@@ -96,8 +96,9 @@ def proven_bound(graph: TaskGraph, seconds: float) -> float:
     What needs one point and is needed by the next runs between them, so the stretches' bounds add up, as in bounds.segments; here they are
     CP-SAT's, for start times of their own, times rounded down, without memory. Each kind of stretch is solved once, for at most ``seconds``.
     """
-    from mindspeed_fx.passes.overlap import bounds
     from ortools.sat.python import cp_model
+
+    from mindspeed_fx.passes.overlap.model import bounds
 
     tasks, scale, known = graph.tasks, 1e8, {}
     ends = [-1, *bounds.points(graph), len(graph)]

@@ -1,6 +1,6 @@
 """Simulated training steps: no overlap, Inductor's own overlap scheduling, and ours, under one simulator and cost model.
 
-    python benchmarks/overlap_simulated.py
+    python -m benchmarks.overlap_simulated
 
 Modelled, on traces of overlap_traces.py; nothing here has run on a device. "/bound" divides by max(compute, each link,
 critical path); "/heads" by the higher bound that also knows how early each task can start and what must come after it
@@ -14,10 +14,10 @@ import argparse
 import datetime
 import time
 
-import overlap_traces as traces
-from mindspeed_fx.passes.overlap.improve import schedule
-from mindspeed_fx.passes.overlap.reasons import hidden, hideable
-from mindspeed_fx.passes.overlap.simulate import Timeline, simulate
+from benchmarks import overlap_traces as traces
+from mindspeed_fx.passes.overlap.model.reasons import hidden, hideable
+from mindspeed_fx.passes.overlap.model.simulator import Timeline, simulate
+from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
 
 DEVICES = ("ascend910b2", "ascend910c", "h100")
 
@@ -64,7 +64,7 @@ def main() -> None:
             print(f"  {'':<14}{'step ms':>10}{'/bound':>9}{'/heads':>9}{'exposed ms':>11}{'hidden':>18}{'peak GiB':>9}{'took s':>8}")
             print(row("no overlap", simulate(graph), candidates))
             if len(graph) <= given.inductor:
-                from overlap_inductor import inductor_order
+                from benchmarks.overlap_inductor import inductor_order
 
                 begin = time.perf_counter()
                 order = inductor_order(graph)

@@ -1,6 +1,6 @@
 """How long the overlap passes take on a large graph, pass by pass.
 
-    python benchmarks/overlap_time.py --nodes 36000
+    python -m benchmarks.overlap_time --nodes 36000
 
 The graph is the backward of Megatron-style layers under tensor and sequence parallelism (sequence first, an all_gather before and a
 reduce_scatter after each pair of products, weight gradients), one layer traced and copied: no model has so many layers, but
@@ -89,12 +89,13 @@ def graph(nodes: int, ranks: int = 8, tokens: int = 8192, hidden: int = 4096, ff
 
 
 def main() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     import mindspeed_fx  # noqa: F401  registers passes and operators
     from mindspeed_fx import passes
+    from mindspeed_fx.graph.recompile import defer_recompile
     from mindspeed_fx.options import Options
     from mindspeed_fx.passes.base import Context
-    from mindspeed_fx.passes.deferred import recompiled_once
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="*", default=[36_000])
@@ -112,7 +113,7 @@ def main() -> None:
     for nodes in given.nodes:
         gm = graph(nodes, ffn=given.ffn, forward=given.forward)
         before, total, told = len(gm.graph.nodes), 0.0, []
-        with recompiled_once(gm):  # as the pipeline does
+        with defer_recompile(gm):  # as the pipeline does
             for name in given.passes:
                 gc.collect()
                 begin = time.process_time()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mindspeed_fx.cost.collectives import collective
 from mindspeed_fx.cost.hardware import hardware
-from mindspeed_fx.passes.overlap.tasks import COMPUTE, Buffer, Task, TaskGraph
+from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
 
 BF16, F32 = 2, 4
 

@@ -1,10 +1,10 @@
 """The bubble that a backward in parts removes: one stage of a Llama split and timed by the cost model, pipeline schedules played with these times.
 
-    python benchmarks/pipeline_bubble.py [--hidden 512] [--layers 2] [--batch 4] [--seq 256] [--hardware cpu] [--ranks 4] [--microbatches 8]
+    python -m benchmarks.pipeline_bubble [--hidden 512] [--layers 2] [--batch 4] [--seq 256] [--hardware cpu] [--ranks 4] [--microbatches 8]
 
 Bubble: share of ranks x time in which nothing runs. "1F1B" runs every backward in one piece; "ahead" makes again, before a gradient arrives, what the
 backward needs (MindSpeed's ripipe); "zero bubble" also puts gradients of weights off (ZB-H1; MindSpeed's nano-pipe). Messages cost nothing. Everything is modelled;
-that the parts give the same bits is tests/recompute/test_pipelining.py.
+that the parts give the same bits is tests/passes/recompute/test_pipelining.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-import common
 import mindspeed_fx
+from benchmarks import common
 from mindspeed_fx.cost.graph import estimate
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.cost.pipeline import Parts, one_f_one_b, play, recompute_ahead, zero_bubble

@@ -1,6 +1,6 @@
 """The plan search: how long it takes, and whether any expert's plan is faster under the same model.
 
-    python benchmarks/plan_search.py [--cells | --speed] [--whole]
+    python -m benchmarks.plan_search [--cells | --speed] [--whole]
 
 Times of the search are wall and processor seconds on this machine, tracing included, imports not. Everything about the plans is modelled. An
 expert's plan is what its named plan says about tp, with its own mesh, at the best degree it has and with the best recompute, microbatches and ZeRO
@@ -17,19 +17,19 @@ import platform
 import time
 from typing import Any, Callable
 
-import plan_models
 import scipy
 import torch
 
+from benchmarks import plan_models
 from mindspeed_fx.cost.hardware import hardware
-from mindspeed_fx.passes.sharding.named import named
-from mindspeed_fx.passes.sharding.plan import ShardingError
-from mindspeed_fx.passes.sharding.search import plan
-from mindspeed_fx.passes.sharding.search.graph import Problem
-from mindspeed_fx.passes.sharding.search.layouts import divisors
-from mindspeed_fx.passes.sharding.search.rivals import following
-from mindspeed_fx.passes.sharding.search.search import memory_of, search
-from mindspeed_fx.passes.sharding.search.trace import trace
+from mindspeed_fx.planning.search import plan
+from mindspeed_fx.planning.search.branch_and_bound import memory_of, search
+from mindspeed_fx.planning.search.constraints import following
+from mindspeed_fx.planning.search.layouts import divisors
+from mindspeed_fx.planning.search.model_graph import trace
+from mindspeed_fx.planning.search.problem import Problem
+from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.presets import named
 
 CELLS = [
     ("llama_8b", {"layers": 32, "batch": 8, "length": 4096}, 8, ("ascend910b2", "ascend910c", "h100")),

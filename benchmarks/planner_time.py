@@ -1,29 +1,25 @@
 """Planning time of memory_budget by number of layers: folding, search and certificate of one budget, on one core.
 
-    python benchmarks/planner_time.py [--layers 4,16,32] [--rounds 5] [--steps 250,3600]
+    python -m benchmarks.planner_time [--layers 4,16,32] [--rounds 5] [--steps 250,3600]
 
 A Hugging Face Llama (hidden 128, codegen "eager", as in benchmarks/memory_budget.py) with so many layers, planned at half the way between the least peak and
 that of saving everything; medians of CPU time. Pricing the operations of the graph is not planning and is not in it. Then steps of random layers, all
-alike (tests/recompute/random_steps.py), for numbers of nodes that take too long to trace.
+alike (tests/passes/recompute/random_steps.py), for numbers of nodes that take too long to trace.
 """
 
 from __future__ import annotations
 
-import pathlib
-import runpy
 import statistics
 import time
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import common
+from benchmarks import common
+from benchmarks.whole_models import Loss
 from mindspeed_fx.passes.recompute import budget
-from mindspeed_fx.passes.recompute.layers import Layers
-from mindspeed_fx.passes.recompute.schedule import Schedule
-from whole_models import Loss
-
-STEPS = pathlib.Path(__file__).resolve().parents[1] / "tests" / "recompute" / "random_steps.py"
+from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.solve.folded_search import Layers
 
 
 class Found(Exception):
@@ -78,7 +74,8 @@ def main() -> None:
         seconds, what = timed(schedule, unplanned, given.rounds)
         first = first or seconds
         print(f"llama, {layers:>4} layers {len(schedule.sources):>6} nodes {seconds:7.3f} s  {seconds / first:5.2f}  {what}", flush=True)
-    layered = runpy.run_path(str(STEPS))["layered"]
+    from tests.passes.recompute.random_steps import layered
+
     for layers in filter(None, given.steps.split(",")):
         schedule, _ = layered(1, int(layers), 6)
         seconds, what = timed(schedule, None, min(3, given.rounds))

@@ -1,6 +1,6 @@
 """How even the work of a ring is with masks: largest over mean work per rank, beside that of zig-zag chunks.
 
-    python benchmarks/ring_balance.py
+    python -m benchmarks.ring_balance
 
 Computed, not measured. "pairs" counts pairs of blocks that are not empty, which are computed whole; "scores" counts the scores that the mask
 leaves, the measure of a kernel that skips inside of blocks. zig-zag gives rank r of n the chunks r and 2n-1-r of 2n; "zig-zag pairs" counts its
@@ -14,7 +14,7 @@ import argparse
 import random
 from typing import Iterator
 
-from mindspeed_fx.passes.sharding import blocks
+from mindspeed_fx.sharding.spmd import block_schedule
 
 
 def documents(length: int, mean: int, seed: int) -> list[int]:
@@ -42,11 +42,11 @@ def imbalance(work: list[int]) -> float:
 
 def figures(first: list[int], end: list[int], ranks: int) -> tuple[float, ...]:
     length = len(first)
-    rows = length // (ranks * blocks.PER_RANK[-1])
+    rows = length // (ranks * block_schedule.PER_RANK[-1])
     starts, ends = ([f(x[i : i + rows]) for i in range(0, length, rows)] for f, x in ((min, first), (max, end)))
     fine = tuple(tuple(starts[i] < (j + 1) * rows and j * rows < ends[i] for j in range(len(starts))) for i in range(len(starts)))
-    made = blocks.best(fine, ranks, rows)
-    need = blocks.coarse(fine, blocks.PER_RANK[-1] // made.per_rank)
+    made = block_schedule.best(fine, ranks, rows)
+    need = block_schedule.coarse(fine, block_schedule.PER_RANK[-1] // made.per_rank)
     size, half = length // (ranks * made.per_rank), length // (2 * ranks)
     scores = [sum(e - f for f, e in zip(first[i : i + size], end[i : i + size])) for i in range(0, length, size)]
     zigzag = [[*range(r * half, (r + 1) * half), *range(length - (r + 1) * half, length - r * half)] for r in range(ranks)]

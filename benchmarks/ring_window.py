@@ -1,6 +1,6 @@
 """Rings of inner rings, modelled: attention over a sequence on machines of eight cards, by ranks of the inner ring.
 
-    python benchmarks/ring_window.py
+    python -m benchmarks.ring_window
 
 Keys and values of 8 heads of 128 in 16 bits, queries of 32 heads, causal, balanced: half of the scores of a block in every step. Forward alone; nothing ran on
 a device.

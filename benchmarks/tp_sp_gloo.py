@@ -1,6 +1,6 @@
 """Two gloo processes: a model written for one device under plan "tp_sp", beside Megatron-core's own tensor and sequence parallelism.
 
-    python benchmarks/tp_sp_gloo.py [--optimizer]
+    python -m benchmarks.tp_sp_gloo [--optimizer]
 
 The same model twice, with the same weights: Megatron's GPT of examples/pretrain_gpt.py (8 layers of 384, 6 heads, 2 groups of keys, float32, vocabulary of
 256, 4 sequences of 256) built for two tensor-parallel ranks, and a plain Llama of these sizes, parallelized. A step is forward, backward and whatever
@@ -14,7 +14,6 @@ import copy
 import datetime
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -49,7 +48,7 @@ def parts(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
 
 
 def megatron(whole: dict[str, torch.Tensor], rank: int) -> Any:
-    from gpt_models import tiny_gpt
+    from tests.megatron.gpt_models import tiny_gpt
 
     model = tiny_gpt(layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV, ffn=FFN, vocab=VOCAB, seq=SEQ, tp=2, sequence_parallel=True)
     given = parts(whole, rank)
@@ -73,13 +72,12 @@ def sequence_gradients(model: Any) -> None:
 
 def worker(rank: int, store: str, rounds: int, optimizer: bool, rivals_wanted: list[str]) -> None:
     torch.set_num_threads(1)
-    sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "megatron"), str(HERE.parent / "tests")]
-    import mindspeed_fx.megatron_adaptor  # noqa: F401
-    import plan_models
-    from gpt_models import start
     from torch.distributed.device_mesh import init_device_mesh
 
     import mindspeed_fx
+    import mindspeed_fx.megatron_adaptor  # noqa: F401
+    from benchmarks import plan_models
+    from tests.megatron.gpt_models import start
 
     start(2, rank, 2, store)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Weight gradients ``g^T x`` on CPU in float32: torch.mm (MKL), oneDNN's inner product, and our kernel, interleaved.
 
-    python benchmarks/weight_gradient.py --rounds 15
+    python -m benchmarks.weight_gradient --rounds 15
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import statistics
 
 import torch
 
-import common
-from mindspeed_fx.kernels.weight_gradient import problem, weight_gradient
+from benchmarks import common
+from mindspeed_fx.kernels.cpu.weight_gradient import problem, weight_gradient
 
 SHAPES = [(256, 256, 256), (1024, 256, 512), (1024, 512, 512), (1024, 1408, 512), (1024, 512, 1408), (2048, 2816, 512), (1024, 8192, 512), (2048, 32768, 512)]
 

@@ -1,6 +1,6 @@
 """Training steps of whole models on CPU: eager, Inductor and mindspeed, interleaved.
 
-    python benchmarks/whole_models.py [--rounds 7] [--models llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe] [--attention eager,sdpa] [--seqs 512,2048]
+    python -m benchmarks.whole_models [--rounds 7] [--models llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe] [--attention eager,sdpa] [--seqs 512,2048]
 
 Two layers, hidden 512, vocabulary 8192, float32; two sequences of 512 tokens or one of 2048. What is compiled returns the loss alone, as a
 training loop needs it. Hugging Face's models compute attention by hand ("eager") or call SDPA; Megatron-core's compute it by
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import common
+from benchmarks import common
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -62,10 +62,11 @@ def hugging_face(name: str, attention: str, ids: torch.Tensor) -> tuple[torch.nn
 
 
 def megatron(name: str, ids: torch.Tensor) -> tuple[torch.nn.Module, dict[str, Any]]:
-    import mindspeed_fx.megatron_adaptor  # noqa: F401
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import mindspeed_fx.megatron_adaptor  # noqa: F401
 
     _one_rank()
     config = TransformerConfig(

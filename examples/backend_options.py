@@ -7,7 +7,8 @@ import dataclasses
 import json
 from typing import Any
 
-from mindspeed_fx.options import OptionError, Options
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.options import Options
 
 
 def add_arguments(group: Any) -> None:

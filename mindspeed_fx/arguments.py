@@ -9,7 +9,7 @@ from typing import Any, Mapping, Sequence
 import torch
 from torch import nn
 
-from mindspeed_fx.options import OptionError, nearest
+from mindspeed_fx.errors import OptionError, nearest
 
 
 class ArgumentError(OptionError):

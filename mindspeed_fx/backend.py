@@ -17,24 +17,26 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_inductor, compat_npu
 from mindspeed_fx._version import __version__
 from mindspeed_fx.capture import capture, explain_unread, isolate, writes_both_ways
+from mindspeed_fx.compat import bisector, distributed, fx_graph, npu
+from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
-from mindspeed_fx.options import OptionError, Options
-from mindspeed_fx.partition.cut import Partitioner
+from mindspeed_fx.options import Options
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.partition.order import prepare_early
+from mindspeed_fx.partition.partitioner import Partitioner
 from mindspeed_fx.passes import overlap, registered
-from mindspeed_fx.passes.overlap import data_parallel, optimizer
-from mindspeed_fx.passes.pipeline import Pipeline
-from mindspeed_fx.passes.sharding import local as sharding
+from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
 from mindspeed_fx.report.records import Skip
+from mindspeed_fx.sharding import parallelized_graph as sharding
+from mindspeed_fx.training import data_parallel, optimizer_in_backward
 
 
 def mindspeed(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None) -> Callable:
@@ -68,17 +70,17 @@ class Compilation:
     def __init__(self, options: Options):
         self.options = options
         self.averaged: list = []
-        self.steps: optimizer.Steps | None = None
+        self.steps: optimizer_in_backward.Steps | None = None
         self.sharding: Any = None
-        """Of a parallelized model: its :class:`mindspeed_fx.passes.sharding.local.Cut`."""
+        """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
         why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
-        why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * compat.bisecting() + ["gradients are averaged over ranks"] * bool(options.data_parallel)
+        why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * bisector.bisecting() + ["gradients are averaged over ranks"] * bool(options.data_parallel)
         why += ["parameters step in the backward"] * bool(options.optimizer)
         self.caches = not why
         hardware = options.hardware or f"none: {detect(options.target)[1]}"
         effective = {**options.as_dict(), "hardware": hardware, "passes": [p.name for p in self.pipeline.passes], "caches": "on" if self.caches else f"off: {', '.join(why)}"}
-        self.record = recorder.begin(options.as_dict(), effective, compat.rank())
+        self.record = recorder.begin(options.as_dict(), effective, distributed.rank())
         self.readable = readable if recorder.wants_text(options.as_dict()) else None
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -102,13 +104,13 @@ class Compilation:
             if self.options.optimizer:
                 raise OptionError('option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which torch.optim.AdamW steps')
         if self.options.optimizer:
-            self.steps = optimizer.Steps(gm, inputs)
+            self.steps = optimizer_in_backward.Steps(gm, inputs)
             gm, inputs = self.steps.gm, self.steps.inputs
         table = None
         if self.options.target == "npu":
-            compat_npu.accept_aliases()
-            table = compat_npu.decompositions()
-        if self.options.codegen == "npugraph_ex" and (why := compat_npu.problem()):
+            npu.accept_aliases()
+            table = npu.decompositions()
+        if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
         inductor, name = self.options.codegen == "inductor", identity(self.options)
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
@@ -126,14 +128,14 @@ class Compilation:
         if not inductor:
             how = {"decompositions": table, "keep_writes": writes_both_ways(gm)}
             inner, partition = self.run_eagerly, self.partitioner()
-            return wrap(compat_inductor.compile_without_codegen(gm, inputs, inner=inner, partition=partition, **how))
+            return wrap(inductor_compat.compile_without_codegen(gm, inputs, inner=inner, partition=partition, **how))
         if self.options.target == "npu":
-            compat_npu.load_inductor()
+            npu.load_inductor()
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
         if plan:  # a rank's part of a table may be one number throughout where another rank's is not, and then only one of them would be folded
             config["joint_graph_constant_folding"] = False
         hooks = {"pre_grad": captured_by_hook, "partitioner": self.partitioner(name), "post_grad": pinned}
-        return wrap(compat_inductor.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches and not plan, decompositions=table, **hooks))
+        return wrap(inductor_compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches and not plan, decompositions=table, **hooks))
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""
@@ -158,8 +160,8 @@ class Compilation:
         captured.meta[sharding.KEY] = gm.meta.get(sharding.KEY)
         self._snapshot("captured", captured, text=False)
         with self._timed("passes"):
-            self.pipeline.run("captured", "captured", captured, self.record, self.readable)
-        compat.replace_graph(gm, captured)
+            self.pipeline.run("captured", "captured", captured, self.record, self.readable, self.sharding)
+        fx_graph.replace_graph(gm, captured)
         self.average(gm)
         return None
 
@@ -184,18 +186,16 @@ class Compilation:
 
     def prepare_joint(self, joint: fx.GraphModule) -> None:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
-        joint.meta[sharding.KEY] = self.sharding
         if self.sharding is not None:
             self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
         with self._timed("passes"):
-            self.pipeline.run("joint", "joint", joint, self.record, self.readable)
-        joint.meta.pop(sharding.KEY)
+            self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)
         if self.options.codegen == "inductor":
             with self._timed("lowering"):
-                self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=compat_inductor.inductor_decompositions())
+                self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=inductor_compat.inductor_decompositions())
 
     def partitioner(self, name: str = "") -> Partitioner:
-        """Cuts a joint graph into forward and backward, as the passes of stage "cut" decide."""
+        """Cuts a joint graph into forward and backward, as the passes of stage "partition" decide."""
         return Partitioner(self.prepare_joint, self.decide, self.move, self.options.memory_budget, name)
 
     def decide(self, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
@@ -205,7 +205,7 @@ class Compilation:
         return self.pipeline.decide(self.record, graph, nodes)
 
     def move(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        """Copies to host memory and back of what the passes of stage "cut" move there."""
+        """Copies to host memory and back of what the passes of stage "partition" move there."""
         for run in self.record.runs:
             if run.report.moves:
                 run.report.skipped += [Skip("", f"{name} is not moved: {why}") for name, why in move(forward, backward, run.report.moves).items()]
@@ -215,12 +215,10 @@ class Compilation:
         inductor = self.options.codegen == "inductor"
         with self._timed("passes"):
             if side == "inference":
-                gm.meta[sharding.KEY] = self.sharding
-                self.pipeline.run("joint", side, gm, self.record, self.readable)
-                gm.meta.pop(sharding.KEY)
+                self.pipeline.run("joint", side, gm, self.record, self.readable, self.sharding)
             self.pipeline.run("partitioned", side, gm, self.record, self.readable)
         with self._timed("lowering"):
-            table = compat_inductor.inductor_decompositions() if inductor else None
+            table = inductor_compat.inductor_decompositions() if inductor else None
             with acl_graph(self.options.codegen == "npugraph_ex"):
                 self.record.lowered += lower(gm, self.options.target, side, inline_references=inductor, decompositions=table)
         self.pipeline.require_named(self.record, side)
@@ -229,7 +227,7 @@ class Compilation:
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
         self.finish_side(gm, side)
-        return compat_npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
+        return npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         self.finish_side(gm, "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward")
@@ -246,7 +244,7 @@ class Compilation:
             self.record.calls.update({stage: read(gm)} if stage != "dynamo" else {})
 
 
-class _Captured(compat_inductor.CustomPass):
+class _Captured(inductor_compat.CustomPass):
     """Inductor's pre-grad hook: capture and the captured passes. Called for nested graphs too, which capture reaches by
     itself, so only the graph it was made for counts."""
 
@@ -280,4 +278,4 @@ def _package_hash() -> str:
     return digest.hexdigest()
 
 
-compat.register_bisector()
+bisector.register_bisector()

@@ -133,17 +133,17 @@ def _plan(given: argparse.Namespace) -> int:
 
 def _explain_script(path: str, arguments: list[str], options: dict[str, Any]) -> Any:
     """Runs the script; ``options`` reach its compilations through the environment, so that what its code gives wins."""
-    from mindspeed_fx import compat
+    from mindspeed_fx.compat import dynamo
     from mindspeed_fx.options import Options, environment
+    from mindspeed_fx.planning.explain import Report
     from mindspeed_fx.report import recorder
-    from mindspeed_fx.report.explain import Report
 
     Options.parse(options)
     saved, sys.argv = sys.argv, [path, *arguments]
     before = dict(os.environ)
     os.environ.update(environment(options))
     try:
-        with recorder.collecting() as graphs, compat.collecting_graph_breaks() as breaks:
+        with recorder.collecting() as graphs, dynamo.collecting_graph_breaks() as breaks:
             try:
                 runpy.run_path(path, run_name="__main__")
             except SystemExit as e:
@@ -158,14 +158,16 @@ def _explain_script(path: str, arguments: list[str], options: dict[str, Any]) ->
 
 def _passes(given: argparse.Namespace) -> int:
     from mindspeed_fx import passes
+    from mindspeed_fx.passes.manager import ROWS, in_order
 
-    for p in passes.registered():
-        print(f"{p.name:<24} {p.stage:<12} level {p.level}  {'exact  ' if p.exact else 'rounding'}  {p.description}")
+    for p in in_order(passes.registered()):
+        level = f"level {p.level}" if p.level < 3 else "on request"
+        print(f"{p.name:<38} {p.stage:<11} {level:<10} {'exact' if p.exact else 'close':<5}  {ROWS[p.name].why if p.name in ROWS else p.description}")
     return 0
 
 
 def _cross(given: argparse.Namespace) -> int:
-    from mindspeed_fx.cross.compile import CrossError, cross_compile
+    from mindspeed_fx.ascend.compile import CrossError, cross_compile
     from mindspeed_fx.options import json_object
 
     for name, path in (("--json", given.json), ("--html", given.html)):  # not after minutes of work
@@ -183,12 +185,12 @@ def _cross(given: argparse.Namespace) -> int:
 
 
 def _toolchain(given: argparse.Namespace) -> int:
-    from mindspeed_fx.cross import toolchain
+    from mindspeed_fx.ascend import toolchain as toolchain_ascend
 
     if given.action == "install":
-        rows = toolchain.install(given.dir, given.components, log=lambda line: print(line, file=sys.stderr))
+        rows = toolchain_ascend.install(given.dir, given.components, log=lambda line: print(line, file=sys.stderr))
     else:
-        rows = toolchain.status(given.dir, given.components)
+        rows = toolchain_ascend.status(given.dir, given.components)
     if given.json:
         print(json.dumps(rows, indent=1))
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_fx.options import OptionError
+from mindspeed_fx.errors import OptionError
 
 NAME = "MINDSPEED"
 

@@ -8,22 +8,27 @@ the defaults below, the environment (``MINDSPEED_FX_OPTIONS`` as JSON, ``MINDSPE
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
+from mindspeed_fx.errors import OptionError, nearest
+
 LEVELS = (0, 1, 2)
+
+
 TARGETS = ("auto", "cpu", "cuda", "npu")
+
+
 CODEGENS = ("auto", "inductor", "eager", "npugraph_ex")
+
+
 CHECKS = ("off", "each")
+
+
 OPTIMIZERS = ("backward",)
-
-
-class OptionError(ValueError):
-    """A bad option: the message names the option, the value and the valid values."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +192,6 @@ def environment(given: Mapping[str, Any], environ: Mapping[str, str] | None = No
     return {"MINDSPEED_FX_OPTIONS": json.dumps(values), "MINDSPEED_FX_DUMP": os.fspath(dump) if dump else ""}
 
 
-def nearest(name: str, valid: Any) -> str:
-    """" (did you mean ...?)" when a valid name is close to ``name``, else ""."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return f' (did you mean "{close[0]}"?)' if close else ""
-
-
 def _one_of(name: str, value: Any, valid: tuple) -> None:
     if type(value) is not type(valid[0]) or value not in valid:
         words = ", ".join(json.dumps(v) for v in valid)
@@ -270,7 +269,10 @@ def _check_offload(options: Options) -> None:
 
 WISHES = ("recompute", "save", "offload")
 
+
 POLICIES = ("none", "selective", "full", "block:N", "activation_function", "norm", "auto")
+
+
 JOINABLE = ("selective", "activation_function", "norm")
 """Policies of which several may be joined by "+"."""
 
@@ -337,9 +339,9 @@ def _check_inductor(value: Any) -> None:
     if not isinstance(value, Mapping):
         raise OptionError(f'option "inductor" takes a dict of torch._inductor.config entries, not {value!r}')
     if value:
-        from mindspeed_fx import compat_inductor
+        from mindspeed_fx.compat import inductor as inductor_compat
 
-        valid = compat_inductor.inductor_config()
+        valid = inductor_compat.inductor_config()
         for key in value:
             if key not in valid:
                 raise OptionError(f'option "inductor" has an unknown entry "{key}"{nearest(str(key), valid)}')

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mindspeed_fx
-from mindspeed_fx import compat
+from mindspeed_fx.compat import dynamo
+from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import recorder
-from mindspeed_fx.report.explain import Report
 
 
 class RMSNorm(nn.Module):
@@ -130,7 +130,7 @@ def function_agrees(f, *inputs, tolerance=1e-9, **options):
 
     expected = run(f)
     torch._dynamo.reset()
-    with recorder.collecting() as graphs, compat.recompiling():
+    with recorder.collecting() as graphs, dynamo.recompiling():
         compiled = run(torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager", **options}))
     for a, b in zip((*expected[0], *expected[1]), (*compiled[0], *compiled[1]), strict=True):
         assert (a is None) == (b is None), "a gradient appeared or disappeared"

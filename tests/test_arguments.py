@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx
-from mindspeed_fx.options import OptionError, Options, parse_bytes
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.options import Options, parse_bytes
 
 
 class Model(nn.Module):

@@ -7,10 +7,10 @@ import textwrap
 
 import pytest
 import torch
-from models import LLAMA_COUNTS, Llama, assert_same_training, explain, fusion_counts, gradients, tokens
 from torch import nn
 
 import mindspeed_fx
+from tests.models import LLAMA_COUNTS, Llama, assert_same_training, explain, fusion_counts, gradients, tokens
 
 
 def test_trains_like_eager_in_float64():

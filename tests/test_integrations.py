@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mindspeed_fx
-from mindspeed_fx.options import OptionError
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.report import recorder
 
 

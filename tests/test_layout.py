@@ -16,11 +16,11 @@ ROOT = Path(mindspeed_fx.__file__).parent
 INTERNALS = ("torch._C", "torch._functorch", "torch._inductor", "torch._guards", "torch._subclasses", "torch._higher_order_ops", "torch._logging", "torch._dynamo.config", "torch._dispatch")
 
 
-@pytest.mark.parametrize("folder", ["kernels", "kernels/npu", "passes/fusion"])
+@pytest.mark.parametrize("folder", ["kernels", "kernels/cpu", "kernels/npu", "passes/fusion", "passes/canonicalize"])
 def test_every_file_of_the_folder_is_imported(folder):
     package = f"mindspeed_fx.{folder.replace('/', '.')}"
-    files = {f"{package}.{p.stem}" for p in (ROOT / folder).glob("*.py") if p.stem != "__init__" and not p.stem.startswith("emulate_")}
-    assert len(files) > 10 and not files - set(sys.modules)
+    files = {f"{package}.{p.stem}" for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
+    assert len(files) > 4 and not files - set(sys.modules)
 
 
 def test_every_operator_and_pass_is_there():
@@ -59,7 +59,7 @@ def test_modules_come_in_the_order_of_their_names(tmp_path, monkeypatch):
 def test_internals_of_torch_are_used_by_compat_alone():
     found = []
     for path in sorted(ROOT.rglob("*.py")):
-        if path.parent == ROOT and path.stem.startswith("compat"):
+        if path.is_relative_to(ROOT / "compat"):
             continue
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if "torch._" in text else ():

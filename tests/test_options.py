@@ -3,8 +3,9 @@ import json
 import pytest
 import torch
 
-from mindspeed_fx.options import OptionError, Options
-from mindspeed_fx.passes.pipeline import Pipeline
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.options import Options
+from mindspeed_fx.passes.runner import Pipeline
 
 
 @pytest.mark.parametrize(

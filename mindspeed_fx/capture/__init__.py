@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx import compat, compat_tracing
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import trace
 from mindspeed_fx.capture.transforms import isolate, writes_both_ways
+from mindspeed_fx.compat import fx_graph, tracing
 
 __all__ = ["capture", "explain_unread", "isolate", "writes_both_ways"]
 
@@ -27,10 +27,10 @@ def explain_unread(gm: fx.GraphModule) -> str | None:
         body = getattr(gm, node.target, None) if node.op == "get_attr" and "." not in node.target else None
         if isinstance(body, fx.GraphModule) and (reason := explain_unread(body)):
             return reason
-        for value in pytree.tree_leaves(compat.example_value_of(node)):
-            if compat_tracing.wraps_tensors(value):
+        for value in pytree.tree_leaves(fx_graph.example_value_of(node)):
+            if tracing.wraps_tensors(value):
                 what = f"{type(value).__name__} ({node.name})"
                 return f"the graph computes with {what}, a tensor with operators of its own, and is not captured"
-            if compat_tracing.is_backward_state(value):
+            if tracing.is_backward_state(value):
                 return "the graph puts hooks on tensors, which run in the backward, and is not captured"
     return None

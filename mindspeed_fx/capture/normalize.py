@@ -10,17 +10,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Callable
 
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_tracing
-from mindspeed_fx.capture.transforms import is_transform_body
+from mindspeed_fx.compat import fake
+from mindspeed_fx.graph.annotate import _differentiable, annotate, bodies, written_nodes
+from mindspeed_fx.graph.edit import drop_dead
 
 aten = torch.ops.aten
-
 
 def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     """Canonical spelling for ``gm`` and the bodies of its higher-order operators, in place."""
@@ -37,76 +36,6 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Graphs that higher-order operators of ``gm`` run as part of the forward, in captured form (an autograd.Function's own backward is not
-    one, nor is a function transform)."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and compat_tracing.is_higher_order(node.target):
-            graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-            graphs = [g for g in graphs if isinstance(g, fx.GraphModule)]
-            graphs = graphs[:1] if compat_tracing.is_autograd_function(node.target) else graphs
-            found += [g for g in graphs if _is_captured(g) and not is_transform_body(g)]
-    return found
-
-
-def _is_captured(gm: fx.GraphModule) -> bool:
-    """False for a body that was left as Dynamo made it, which has no fake values under "val"."""
-    return any("val" in n.meta for n in gm.graph.nodes)
-
-
-def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> None:
-    """Write what a matcher must know into ``node.meta``.
-
-    ``grad_enabled``: autograd records this node. ``needs_grad``: a gradient flows into this value. ``mutated``: the
-    value's memory is changed in place by some node of the graph.
-    """
-    grad_enabled = True
-    owners: dict[int, list[fx.Node]] = {}
-    mutated = {compat.storage_of(w.meta["val"]) for n in gm.graph.nodes for w in written_nodes(n) if isinstance(w.meta.get("val"), torch.Tensor)}
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and compat_tracing.is_grad_mode_switch(node.target):
-            grad_enabled = bool(node.args[0])
-        node.meta["grad_enabled"] = grad_enabled
-        node.meta["mutated"] = False
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            owners.setdefault(compat.storage_of(value), []).append(node)
-        if node.op == "placeholder":
-            flows = node.meta.get("requires_grad", True) and _differentiable(value)
-        else:
-            cut = node.target is aten.detach.default or (node.target in _FACTORIES and compat.storage_of(value) not in mutated)
-            flows = grad_enabled and not cut and _differentiable(value)
-            flows = flows and any(a.meta.get("needs_grad") for a in node.all_input_nodes)
-        node.meta["needs_grad"] = bool(flows)
-    for storage in mutated:
-        for node in owners.get(storage, ()):
-            node.meta["mutated"] = True
-
-
-_FACTORIES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
-              aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)  # fmt: skip
-"""What reads the type of a value alone, and takes no gradient."""
-
-
-def written_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory ``node`` changes in place."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    found = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
-            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
-    return found
-
-
-def _differentiable(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_differentiable(v) for v in value)
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 # --------------------------------------------------------------------------- in-place -> functional
 
 
@@ -115,14 +44,14 @@ def _functionalize(gm: fx.GraphModule) -> None:
     sharing: dict[int, list[fx.Node]] = {}
     for n in gm.graph.nodes:
         if isinstance(n.meta.get("val"), torch.Tensor):
-            sharing.setdefault(compat.storage_of(n.meta["val"]), []).append(n)
+            sharing.setdefault(fake.storage_of(n.meta["val"]), []).append(n)
     for node in list(gm.graph.nodes):
         written = written_nodes(node)
         functional = _functional_form(node) if len(written) == 1 else None
         if functional is None:
             continue
         buffer = written[0]
-        peers = [p for p in sharing[compat.storage_of(buffer.meta["val"])] if p is not node and p is not buffer]
+        peers = [p for p in sharing[fake.storage_of(buffer.meta["val"])] if p is not node and p is not buffer]
         live_peers = [p for p in peers if order[p] < order[node] and any(order[u] >= order[node] for u in p.users)]
         owned = buffer.op == "call_function" and not any(p.op in ("placeholder", "get_attr") for p in peers)
         same_mode = buffer.meta["grad_enabled"] == node.meta["grad_enabled"]
@@ -136,7 +65,7 @@ def _functionalize(gm: fx.GraphModule) -> None:
         buffer.replace_all_uses_with(new, delete_user_cb=lambda u: u is not new and u is not node and order[u] > order[node])
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
-        storage = compat.storage_of(buffer.meta["val"])
+        storage = fake.storage_of(buffer.meta["val"])
         sharing[storage] = [new if p is node else p for p in sharing[storage] if p is not buffer]
 
 
@@ -158,7 +87,7 @@ def _functional_form(node: fx.Node) -> tuple[Callable, tuple, dict] | None:
         return None
     if functional is None or torch.Tag.nondeterministic_seeded in functional.tags:
         return None
-    with compat.fake_like(value):
+    with fake.fake_like(value):
         computed = functional(*_values(args), **_values(kwargs))
     before = buffer.meta["val"]
     if not isinstance(computed, torch.Tensor) or (computed.dtype, computed.shape, computed.stride()) != (before.dtype, before.shape, before.stride()):
@@ -183,7 +112,7 @@ def _bypass(node: fx.Node, source: fx.Node) -> None:
 
 def _same_storage(node: fx.Node, source: Any) -> bool:
     a, b = node.meta.get("val"), source.meta.get("val") if isinstance(source, fx.Node) else None
-    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and compat.storage_of(a) == compat.storage_of(b)
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and fake.storage_of(a) == fake.storage_of(b)
 
 
 def _cast(node: fx.Node) -> None:
@@ -233,25 +162,3 @@ _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
     aten.mul.Tensor: _square,
     aten.square.default: _square,
 }
-
-
-def drop_dead(gm: fx.GraphModule) -> None:
-    """Remove nodes without users; switches, mutations, random numbers and higher-order operators stay."""
-    for node in reversed(list(gm.graph.nodes)):
-        if not node.users and _pure(node):
-            gm.graph.erase_node(node)
-
-
-def release(node: fx.Node) -> None:
-    """As :func:`drop_dead` for ``node`` and what only it read."""
-    if not node.users and not node._erased and _pure(node):
-        inputs = node.all_input_nodes
-        node.graph.erase_node(node)
-        for n in inputs:
-            release(n)
-
-
-def _pure(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return not (node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags or compat_tracing.has_side_effect(node.target))
-    return node.op == "get_attr" or (node.op == "call_function" and node.target is operator.getitem)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat_tracing
-from mindspeed_fx.capture.transforms import is_transform_body
+from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.annotate import is_transform_body
 
 
 class CaptureError(RuntimeError):
@@ -40,11 +40,11 @@ def trace(gm: fx.GraphModule, values: list[Any] | None = None) -> fx.GraphModule
         values = [example_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
     bodies: dict[str, fx.GraphModule] = {}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and compat_tracing.is_higher_order(node.target):
+        if node.op == "call_function" and tracing.is_higher_order(node.target):
             bodies.update(_capture_bodies(gm, node))
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    with compat_tracing.tracing_fake([*values, *(n.meta.get("example_value") for n in gm.graph.nodes)]):
-        captured = compat_tracing.make_fx_pre_dispatch(_Recorder(gm, bodies).run, values, names=[n.name for n in inputs])
+    with tracing.tracing_fake([*values, *(n.meta.get("example_value") for n in gm.graph.nodes)]):
+        captured = tracing.make_fx_pre_dispatch(_Recorder(gm, bodies).run, values, names=[n.name for n in inputs])
     captured.meta.update(gm.meta)  # where a checkpointed region has its policy
     for node, value in zip(captured.graph.nodes, values):
         node.meta["requires_grad"] = isinstance(value, torch.Tensor) and value.requires_grad
@@ -67,7 +67,7 @@ def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModu
     if any(isinstance(a, (tuple, list, dict)) for a in operands):
         return captured  # cond, map, scan, flex_attention ...: what a body gets is not what the operator is given
     # An autograd.Function's backward takes gradients, not the operands: only its forward body is captured.
-    for body in bodies[:1] if compat_tracing.is_autograd_function(node.target) else bodies:
+    for body in bodies[:1] if tracing.is_autograd_function(node.target) else bodies:
         module = _attribute(gm, body.target)
         if is_transform_body(module):
             continue
@@ -93,19 +93,19 @@ class _Recorder(fx.Interpreter):
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
         value = self.bodies[target] if target in self.bodies else super().get_attr(target, args, kwargs)
         if isinstance(value, torch.Tensor):
-            return compat_tracing.record_attribute(value)
+            return tracing.record_attribute(value)
         return value
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if compat_tracing.is_autocast_switch(target):
-            return compat_tracing.switch_autocast(target, args)
-        if compat_tracing.is_data(target):
+        if tracing.is_autocast_switch(target):
+            return tracing.switch_autocast(target, args)
+        if tracing.is_data(target):
             return args[0].detach()  # what ``.data`` gives is a tensor that no tracer has seen made
-        if compat_tracing.is_higher_order(target):
-            return compat_tracing.record_opaque(target, args, kwargs, example_value(self.node))
-        recorded = compat_tracing.count_recorded()
+        if tracing.is_higher_order(target):
+            return tracing.record_opaque(target, args, kwargs, example_value(self.node))
+        recorded = tracing.count_recorded()
         result = super().call_function(target, args, kwargs)
-        if result is None and compat_tracing.count_recorded() == recorded and not _may_be_dropped(target):
+        if result is None and tracing.count_recorded() == recorded and not _may_be_dropped(target):
             raise CaptureError(f"{self.node.name} changes a state that operators do not show")
         return result
 

@@ -13,7 +13,8 @@ import operator
 
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_tracing
+from mindspeed_fx.compat import fx_graph, tracing
+from mindspeed_fx.graph.annotate import _is_transform
 
 NAME = "transform_"
 
@@ -40,7 +41,7 @@ def _regions(gm: fx.GraphModule) -> list[list[fx.Node] | str]:
     for n in gm.graph.nodes:
         if n.op != "output" and (region or _is_transform(n)):
             region.append(n)
-        change = compat_tracing.transform_nesting(n.target) if _is_transform(n) else 0
+        change = tracing.transform_nesting(n.target) if _is_transform(n) else 0
         depth += change
         if region and change < 0 and depth == 0:
             regions, region = [*regions, region], []
@@ -50,24 +51,20 @@ def _regions(gm: fx.GraphModule) -> list[list[fx.Node] | str]:
     return regions  # what is left over neither enters a transform nor gives a value: preparations of vmap
 
 
-def _is_transform(n: fx.Node) -> bool:
-    return n.op == "call_function" and compat_tracing.is_function_transform(n.target)
-
-
 def _stays(region: list[fx.Node]) -> str | None:
     members = set(region)
     what = f"the graph applies a function transform of torch.func ({region[0].name})"
     if any(n.op == "placeholder" for n in region):
         return f"{what} before its last input, and is not captured"
-    entered = next(n.target.__name__ for n in region if _is_transform(n) and compat_tracing.transform_nesting(n.target) > 0)
+    entered = next(n.target.__name__ for n in region if _is_transform(n) and tracing.transform_nesting(n.target) > 0)
     if not entered.startswith("_vmap"):
         return f"{what}, which is no vmap, and is not captured"
     for n in region:
-        if n.op == "call_function" and (compat_tracing.is_grad_mode_switch(n.target) or compat_tracing.is_autocast_switch(n.target)):
+        if n.op == "call_function" and (tracing.is_grad_mode_switch(n.target) or tracing.is_autocast_switch(n.target)):
             return f"{what} and switches gradients or autocast inside, and is not captured"
         if _writes(n):
             return f"{what} and changes values in place inside ({n.name}), and is not captured"
-        if any(u not in members for u in n.users) and compat_tracing.is_function_wrapper(compat.example_value_of(n)):
+        if any(u not in members for u in n.users) and tracing.is_function_wrapper(fx_graph.example_value_of(n)):
             return f"{what}, whose wrapped value {n.name} is used after it, and is not captured"
     return None
 
@@ -88,11 +85,11 @@ def writes_both_ways(gm: fx.GraphModule) -> bool:
 
 
 def _is_autograd_function(n: fx.Node) -> bool:
-    return n.op == "call_function" and compat_tracing.is_autograd_function(n.target)
+    return n.op == "call_function" and tracing.is_autograd_function(n.target)
 
 
 def _changes_values(gm: fx.GraphModule) -> bool:
-    return any(_writes(n) or compat_tracing.is_mutable(n.target) for n in gm.graph.nodes)
+    return any(_writes(n) or tracing.is_mutable(n.target) for n in gm.graph.nodes)
 
 
 def _move(gm: fx.GraphModule, region: list[fx.Node]) -> None:
@@ -109,17 +106,12 @@ def _move(gm: fx.GraphModule, region: list[fx.Node]) -> None:
     name = next(name for i in range(len(gm.graph.nodes) + 1) if not hasattr(gm, name := f"{NAME}{i}"))
     gm.add_module(name, fx.GraphModule(gm, body))
     with gm.graph.inserting_before(region[0]):
-        call = gm.graph.call_function(compat_tracing.wrap_operator(), (gm.graph.get_attr(name), *inputs))
+        call = gm.graph.call_function(tracing.wrap_operator(), (gm.graph.get_attr(name), *inputs))
         call.meta = {k: v for k, v in region[-1].meta.items() if k != "example_value"}
-        call.meta["example_value"] = tuple(compat.example_value_of(n) for n in outputs)
+        call.meta["example_value"] = tuple(fx_graph.example_value_of(n) for n in outputs)
         for i, n in enumerate(outputs):
             item = gm.graph.call_function(operator.getitem, (call, i))
             item.meta = dict(n.meta)
             n.replace_all_uses_with(item, delete_user_cb=lambda u: u not in members)
     for n in reversed(region):
         gm.graph.erase_node(n)
-
-
-def is_transform_body(gm: fx.GraphModule) -> bool:
-    """True for a body that :func:`isolate` made: it is not read."""
-    return any(_is_transform(n) for n in gm.graph.nodes)

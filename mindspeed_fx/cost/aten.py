@@ -9,7 +9,20 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Sequence
 
-from mindspeed_fx.cost.operators import FREE, SOFTMAX, SPECIAL, Cost, Spec, attention, elements, once, product, rows_taken, size, tensors
+from mindspeed_fx.cost.operators import (
+    FREE,
+    SOFTMAX,
+    SPECIAL,
+    Cost,
+    Spec,
+    attention,
+    elements,
+    once,
+    product,
+    rows_taken,
+    size,
+    tensors,
+)
 
 SPECIAL_OPERATORS = frozenset(
     "exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan tanh sigmoid erf erfc gelu silu mish softplus elu selu celu logit log_sigmoid logsigmoid hardswish pow "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from mindspeed_fx.cost.hardware import Hardware
+from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.read import Call
 
 

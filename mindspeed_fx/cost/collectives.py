@@ -24,9 +24,9 @@ from typing import Any
 
 import sympy
 
-from mindspeed_fx.cost.hardware import Hardware, Tier
+from mindspeed_fx.cost.device import Hardware, Tier
 from mindspeed_fx.cost.hardware import hardware as device
-from mindspeed_fx.options import OptionError, nearest
+from mindspeed_fx.errors import OptionError, nearest
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 TOPOLOGIES = ("mesh", "switch")

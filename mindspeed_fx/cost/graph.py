@@ -24,7 +24,8 @@ import torch.fx as fx
 
 from mindspeed_fx.cost.cache import Cache
 from mindspeed_fx.cost.collectives import collective
-from mindspeed_fx.cost.hardware import Hardware, hardware as device
+from mindspeed_fx.cost.device import Hardware
+from mindspeed_fx.cost.hardware import hardware as device
 from mindspeed_fx.cost.naming import naming
 from mindspeed_fx.cost.operators import Cost, Spec
 from mindspeed_fx.cost.read import Call, Calls, read

@@ -22,7 +22,7 @@ from typing import Any, Callable, Sequence
 
 import sympy
 
-from mindspeed_fx.cost.hardware import Hardware
+from mindspeed_fx.cost.device import Hardware
 
 Size = Any
 """int or sympy.Expr (torch.SymInt where torch's FLOP counter asks)."""

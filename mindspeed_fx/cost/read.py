@@ -16,9 +16,10 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx import compat, compat_cost
+from mindspeed_fx.compat import distributed, fake, symbols
 from mindspeed_fx.cost import aten
 from mindspeed_fx.cost.operators import Cost, Spec, once, spec, tensors
+from mindspeed_fx.graph import memoize
 
 
 @dataclass
@@ -49,20 +50,30 @@ class Call:
 
     def cost(self, note: Callable[[str], None] = lambda text: None) -> Cost:
         """Cost of a call that is not a collective; ``note`` is told what had to be assumed."""
-        from mindspeed_fx.kernels.base import find
-
         try:
             if self.kind == "other" and not self.operator.startswith(("aten.", "prims.")):
                 note(f"{self.operator} is not known: counted as one pass over its tensors, its FLOP as one for each element")
             if self.kind != "operator":
                 return aten.cost(self.operator.rpartition(".")[2], self.out, self.args, self.kwargs)
-            known = find(self.overload)
+            known = _find_operator(self.overload)
             if known is not None and known.cost is not None:
                 return known.cost(self.out, *self.args, **self.kwargs)
             note(f"{self.operator} has no cost: counted as one pass over its tensors")
         except (TypeError, ValueError, IndexError, AttributeError) as e:  # an overload that the formula was not written for
             note(f"{self.operator}: its formula does not take this call ({e}): counted as one pass over its tensors")
         return once(self.out, *self.args, *self.kwargs.values())
+
+
+def _find_operator(overload: Any) -> Any:
+    return next((found for find in _LOOKUPS if (found := find(overload)) is not None), None)
+
+
+_LOOKUPS: list[Callable[[Any], Any]] = []
+
+
+def register_operators(find: Callable[[Any], Any]) -> None:
+    """Let ``find(overload)`` say which operators have a cost of their own: an object with ``cost``, or None."""
+    _LOOKUPS.append(find)
 
 
 @dataclass
@@ -133,8 +144,8 @@ class _Reader:
 
     def _size(self, n: Any) -> Any:
         if isinstance(n, torch.SymInt):
-            self.found.hints.update(compat_cost.symbol_hints(n))
-        return compat_cost.size_expression(n)
+            self.found.hints.update(symbols.symbol_hints(n))
+        return symbols.size_expression(n)
 
     def _specs(self, value: Any, key: str) -> Any:
         if isinstance(value, torch.Tensor):
@@ -192,7 +203,7 @@ class _Reader:
         if always is not None:
             return always
         base, made = node.args[0].meta.get("val"), node.meta["val"]
-        return all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (base, made)) and compat.storage_of(base) == compat.storage_of(made)
+        return all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (base, made)) and fake.storage_of(base) == fake.storage_of(made)
 
     def _nested(self, gm: fx.GraphModule, node: fx.Node) -> None:
         """A higher-order operator: the first graph it is given counts (a branch of cond stands for both)."""
@@ -217,7 +228,7 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> 
     return tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize, tuple(s == 0 for s in strides)
 
 
-@compat_cost.by_target
+@memoize.by_target
 def _named(target: Any) -> tuple[str, str, str]:
     """Namespace, name without overload, and kind of what a node calls."""
     space, _, name = str(getattr(target, "overloadpacket", getattr(target, "__name__", target))).rpartition(".")
@@ -225,7 +236,7 @@ def _named(target: Any) -> tuple[str, str, str]:
     return space, name, "operator" if space == "mindspeed" else "collective" if space in ("_c10d_functional", "_dtensor") else aten.kind(name, target)
 
 
-@compat_cost.by_target
+@memoize.by_target
 def _views(target: Any, name: str) -> bool | None:
     """Whether the result is a view of the first argument; None where that depends on the call."""
     if name in aten.UNFILLED or name == "_unsafe_view":
@@ -238,13 +249,13 @@ def _views(target: Any, name: str) -> bool | None:
     return None if name in aten.COPIES else True
 
 
-@compat_cost.by_target
+@memoize.by_target
 def _defaults(target: torch._ops.OpOverload, given: int) -> tuple:
     """Values of the positional arguments after the first ``given``."""
     return tuple(a.default_value for a in target._schema.arguments[given:] if not a.kwarg_only and a.has_default_value())
 
 
-@compat_cost.by_target
+@memoize.by_target
 def _changes(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable or isinstance(target, torch._ops.HigherOrderOperator)
 
@@ -269,7 +280,7 @@ def _ranks(args: tuple, kwargs: dict, known: dict[str, list[int] | None]) -> lis
     values = [*args, *kwargs.values()]
     for name in (v for v in values if isinstance(v, str)):
         if name not in known:
-            known[name] = compat_cost.group_ranks(name)
+            known[name] = distributed.group_ranks(name)
         if known[name]:
             return known[name]
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)

@@ -1,11 +1,11 @@
-"""Time of ring attention, with one ring or with inner rings inside machines (``passes/sharding/ring.py``)."""
+"""Time of ring attention, with one ring or with inner rings inside machines (``sharding/spmd/ring.py``)."""
 
 from __future__ import annotations
 
 from mindspeed_fx.cost.collectives import collective_seconds
-from mindspeed_fx.cost.hardware import Hardware
+from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.hardware import hardware as device
-from mindspeed_fx.options import OptionError
+from mindspeed_fx.errors import OptionError
 
 
 def ring_seconds(step: float, bytes: float, ranks: int, hardware: "str | Hardware", inner: int = 0) -> float:

@@ -7,6 +7,7 @@ from mindspeed_fx.kernels.base import REGISTRY, Lowering, Operator, operator
 from mindspeed_fx.modules import import_all
 
 import_all(__name__)
-import_all(f"{__name__}.npu", without="emulate_")  # emulations exist only where torch_npu does not, see emulate.py
+import_all(f"{__name__}.cpu")
+import_all(f"{__name__}.npu")
 
 __all__ = ["REGISTRY", "Lowering", "Operator", "operator"]

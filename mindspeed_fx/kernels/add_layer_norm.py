@@ -8,11 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, operator
-from mindspeed_fx.kernels.layer_norm import fake_backward, layer_norm, layer_norm_aten, layer_norm_aten_backward, layer_norm_backward, pays, supports, supports_backward, ways_backward
-from mindspeed_fx.kernels.sharding import REPLICATED
+from mindspeed_fx.kernels.layer_norm import (
+    fake_backward,
+    layer_norm,
+    layer_norm_aten,
+    layer_norm_aten_backward,
+    layer_norm_backward,
+    pays,
+    supports,
+    supports_backward,
+    ways_backward,
+)
 
 
 def _fake(x, residual, weight, bias, eps):

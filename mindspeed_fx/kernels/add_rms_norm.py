@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.rms_norm import rms_norm, rms_norm_backward
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 
 def _fake(x, residual, weight, eps, cast_first):

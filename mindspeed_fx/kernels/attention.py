@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
 from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, along
+from mindspeed_fx.kernels.sharding import along
 
 
 def stored_bsnd(x: Tensor) -> Tensor:

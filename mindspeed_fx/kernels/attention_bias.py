@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels import attention
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, along
+from mindspeed_fx.kernels.sharding import along
 
 
 def _fake(grad, q, k, v, out, lse, bias, causal, scale, window=0, softcap=0.0):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels import attention as plain
-from mindspeed_fx.kernels.attention_blocked import attention_blocked, attention_blocked_backward
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.cpu.attention_blocked import attention_blocked, attention_blocked_backward
 
 SETTINGS = "float scale, int window, float softcap, float p"
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels import attention as plain
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, along
+from mindspeed_fx.kernels.sharding import along
 
 SETTINGS = "bool causal, float scale, int window, float p"
 

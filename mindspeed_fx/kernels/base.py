@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import register_flop_formula
 
+from mindspeed_fx.cost.read import register_operators
 from mindspeed_fx.cost.operators import Cost, spec
 
 LIBRARY = torch.library.Library("mindspeed", "FRAGMENT")
@@ -111,6 +112,9 @@ ADOPTED: dict[torch._ops.OpOverload, Operator] = {}
 def find(overload: Any) -> Operator | None:
     """The operator that a node calls, a frontend's own included."""
     return REGISTRY.get(overload) or ADOPTED.get(overload)
+
+
+register_operators(find)
 
 
 def adopt(overload: torch._ops.OpOverload, reference: Callable[..., Any]) -> Operator:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED, Even
 from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import swiglu
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.sharding import REPLICATED, Even
 
 SETTINGS = "float alpha, float limit, float offset, bool interleaved"
 

@@ -103,7 +103,7 @@ def _backward_cost(out, grad, logits, target, lse, ignore_index, label_smoothing
 
 @cross_entropy.shard
 def _ways(logits, target, ignore_index, label_smoothing):
-    """By token. Logits divided by class need collectives inside the operator: passes/sharding/vocabulary.py."""
+    """By token. Logits divided by class need collectives inside the operator: sharding/spmd/vocabulary.py."""
     return [([0, 0], [0, 0])]
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, operator
-from mindspeed_fx.kernels.sharding import REPLICATED, along
+from mindspeed_fx.kernels.sharding import along
 
 WORD, LEVELS = 2**32 - 1, 2**24
 """Mask of 32 bits; how many values a drawn number has, all of them exact in float32."""

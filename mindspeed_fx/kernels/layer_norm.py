@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import statically_known_true
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
+from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 SCHEMA = "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"
 BACKWARD = "(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)"

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, operator
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 
 def _fake(x, weight, bias=None):

@@ -15,11 +15,11 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import chunked, parts
 from mindspeed_fx.kernels.linear_cross_entropy_work import CHUNK
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 INPUTS = f"Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {SETTINGS}"

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, size
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, times_weight
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 TILE = 8 * 2**20
 """Bytes of one tile of the gradient in the accumulation type: it stays in the last cache between the two products."""

@@ -11,9 +11,10 @@ from typing import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_fx import compat
-from mindspeed_fx.kernels import triton, weight_gradient
+from mindspeed_fx.compat import fake
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.kernels.cpu import weight_gradient
 from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, full, onednn, work
 
 
@@ -60,8 +61,8 @@ def parts(hidden: Tensor, weight: Tensor, per_token: bool, label_smoothing: floa
     """The launch of a full chunk, for :attr:`mindspeed_fx.kernels.base.Operator.parts`."""
     if hidden.dtype not in triton.DTYPES:
         return []
-    vocab = compat.hint(weight.shape[0])
-    rows = full(compat.hint(hidden.shape[0]), vocab, accumulation_dtype(hidden.dtype))
+    vocab = fake.hint(weight.shape[0])
+    rows = full(fake.hint(hidden.shape[0]), vocab, accumulation_dtype(hidden.dtype))
     target, upstream = hidden.new_empty(rows, dtype=torch.int64), hidden.new_empty(rows, dtype=torch.float32) if per_token else None
     return [("linear_cross_entropy_chunk", [hidden.new_empty(rows, vocab), target, upstream, label_smoothing, z_loss, softcap, gradients])]
 

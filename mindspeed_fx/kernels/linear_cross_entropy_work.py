@@ -13,7 +13,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from mindspeed_fx import compat, compat_cpp
+from mindspeed_fx.compat import cpp, dispatcher
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype
 
@@ -76,12 +76,12 @@ def full(tokens: int, vocab: int, wide: torch.dtype, budget: int | None = None) 
 def work(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool) -> Linear:
     """The fastest way that can run."""
     # What could not be built is None, after a warning.
-    kind = InTriton if in_triton(hidden) is None else InCpp if in_cpp(hidden.dtype, hidden.device.type) is None and compat_cpp.function("cross_entropy") else InTorch
+    kind = InTriton if in_triton(hidden) is None else InCpp if in_cpp(hidden.dtype, hidden.device.type) is None and cpp.function("cross_entropy") else InTorch
     return kind(hidden, weight, bias, settings, gradients)
 
 
 def onednn(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and compat.onednn_beats_blas()
+    return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and dispatcher.onednn_beats_blas()
 
 
 # --------------------------------------------------------------------------- Triton
@@ -114,9 +114,9 @@ def in_cpp(dtype: torch.dtype, device: str) -> str | None:
     """Why the function in C++ does not run; None when it does once it is built, which begins here."""
     if dtype != torch.float32 or device != "cpu":
         return f"{dtype} on {device}; float32 on cpu only"
-    if reason := compat_cpp.problem():
+    if reason := cpp.problem():
         return reason
-    compat_cpp.start()
+    cpp.start()
     return None
 
 
@@ -145,7 +145,7 @@ class InCpp(Linear):
 
     def rows_of(self, logits: Tensor, into: Tensor | None, target: Tensor, upstream: Tensor | None, losses: Tensor) -> None:
         size, data, number = ctypes.c_int64, lambda t: ctypes.c_void_p(None if t is None else t.data_ptr()), ctypes.c_float
-        compat_cpp.function("cross_entropy")(
+        cpp.function("cross_entropy")(
             size(logits.shape[0]), size(logits.shape[1]), data(logits), data(into), data(target), data(upstream), data(losses),
             number(self.label_smoothing), number(self.z_loss), number(self.softcap), size(torch.get_num_threads()),
         )  # fmt: skip

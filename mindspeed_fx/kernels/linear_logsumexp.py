@@ -1,7 +1,7 @@
 """What a cross-entropy needs of ``hidden @ weight.T + bias`` where ``weight`` holds some of the classes: logits that never exist whole.
 
 Each rank of a divided vocabulary finds, chunk by chunk of tokens, the log-sum-exp of its own classes, the target's logit if the
-class is its own, and the sum of its logits. The ranks then exchange these numbers alone (passes/sharding/vocabulary.py), and
+class is its own, and the sum of its logits. The ranks then exchange these numbers alone (sharding/spmd/vocabulary.py), and
 autograd's way back through the exchange tells each the gradients of its numbers, from which it makes the gradients of its logits:
 four matrix products, because the probabilities are known only after the exchange. Source: Shoeybi et al. 2019, "Megatron-LM",
 section 3, in the chunks of linear_cross_entropy.py.
@@ -14,11 +14,11 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy import _work
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, pieces, times_weight
 from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, CHUNK, full, onednn
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 ELSEWHERE, IGNORED, INVALID = -1, -2, -3
 """Targets that are no class of ``weight``: a class of another part, a token that does not count, no class at all."""

@@ -11,9 +11,9 @@ from typing import Any, Callable
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx import compat, compat_tracing
+from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.kernels.base import find
-from mindspeed_fx.kernels.tidy import tidy
+from mindspeed_fx.kernels.cleanup import tidy
 
 
 def lower(gm: fx.GraphModule, target: str, side: str, *, inline_references: bool, kernels: bool = True, decompositions: dict | None = None) -> list[dict[str, Any]]:
@@ -67,9 +67,9 @@ def _inline(gm: fx.GraphModule, node: fx.Node, build: Callable, decompositions: 
         return build(*args, **kwargs)
 
     # Repeated layers call with equal shapes: trace once.
-    key = (build, repr(constants), tuple(compat.layout_key(n.meta["val"]) for n in inputs))
+    key = (build, repr(constants), tuple(fake.layout_key(n.meta["val"]) for n in inputs))
     if key not in traces:
-        traces[key] = compat_tracing.make_fx_decomposed(run, [n.meta["val"] for n in inputs], decompositions)
+        traces[key] = tracing.make_fx_decomposed(run, [n.meta["val"] for n in inputs], decompositions)
         traces[key].graph.eliminate_dead_code()
     body, env, added = traces[key], {}, []
     given = iter(inputs)
@@ -81,7 +81,7 @@ def _inline(gm: fx.GraphModule, node: fx.Node, build: Callable, decompositions: 
                 results = fx.map_arg(n.args[0], env.__getitem__)
             else:
                 if n.op == "get_attr":
-                    setattr(gm, name := compat.unused_attribute(gm, "lowered_constant"), getattr(body, n.target))
+                    setattr(gm, name := fx_graph.unused_attribute(gm, "lowered_constant"), getattr(body, n.target))
                     env[n] = gm.graph.get_attr(name)
                 else:
                     env[n] = gm.graph.node_copy(n, env.__getitem__)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
 from mindspeed_fx.cost.operators import Cost, once, size
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even
 
 
 def _inverse(permutation: Tensor) -> Tensor:

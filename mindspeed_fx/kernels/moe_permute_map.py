@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED, Even
 from mindspeed_fx.cost.operators import Cost, once
 from mindspeed_fx.kernels.base import LIBRARY, operator
 from mindspeed_fx.kernels.moe_permute import moe_unpermute
-from mindspeed_fx.kernels.sharding import REPLICATED, Even
 
 
 def _fake(tokens, routing_map, probs, k):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mindspeed_fx import compat
+from mindspeed_fx.compat import fake
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.rope import rotate
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, along
+from mindspeed_fx.kernels.sharding import along
 
 
 def result_dtype(x: Tensor, weight: Tensor | None, cos: Tensor, cast_first: bool) -> torch.dtype:
@@ -27,7 +28,7 @@ def result_dtype(x: Tensor, weight: Tensor | None, cos: Tensor, cast_first: bool
 
 def _stored_as(y: Tensor, x: Tensor) -> Tensor:
     """``y`` in the order in which the dimensions of ``x`` lie in memory."""
-    order = sorted(range(x.dim()), key=lambda d: (-compat.hint(x.stride(d)), d))
+    order = sorted(range(x.dim()), key=lambda d: (-fake.hint(x.stride(d)), d))
     return y.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
 
 

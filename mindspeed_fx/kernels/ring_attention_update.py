@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels.base import LIBRARY, operator
-from mindspeed_fx.kernels.sharding import REPLICATED
 
 
 def _fake(out, lse, block, block_lse):

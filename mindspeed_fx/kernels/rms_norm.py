@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED
 
 
 def _result_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:

@@ -21,25 +21,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Sequence
 
-import torch
-
-REPLICATED = "replicated"
-PARTIAL = "partial"
-
-
-class Even(int):
-    """A divided dimension whose every part has the same size, a multiple of ``of``.
-
-    For results that pair pieces of two inputs: four query heads to a key head stay together only if neither is cut unevenly.
-    """
-
-    of: int
-
-    def __new__(cls, dim: int, of: int = 1) -> "Even":
-        made = super().__new__(cls, dim)
-        made.of = of
-        return made
-
+from mindspeed_fx.compat.placements import REPLICATED, _is_tensor
 
 Way = tuple[list[Any], list[Any]]
 """Placements of the results, placements of the tensor arguments."""
@@ -69,15 +51,6 @@ def ways(operator: Any, args: Sequence[Any]) -> list[Way]:
     return found
 
 
-def _is_tensor(kind: Any) -> bool:
-    return "Tensor" in str(kind)
-
-
-def is_even(shape: Sequence[int], placement: Even, parts: int) -> bool:
-    """Whether ``parts`` ranks have equal parts of this shape, each a multiple of ``placement.of``."""
-    return shape[int(placement)] % (parts * placement.of) == 0
-
-
 @functools.cache
 def register_sharding_rules() -> None:
     """Make every ``mindspeed::`` operator known to DTensor, forward and backward; once per process.
@@ -85,21 +58,17 @@ def register_sharding_rules() -> None:
     Raises:
         LookupError: an operator without a rule.
     """
-    from mindspeed_fx import compat_sharding, kernels
+    from mindspeed_fx import kernels
+    from mindspeed_fx.compat import dtensor
 
     without = [o.name for o in kernels.REGISTRY.values() if o.sharding is None]
     if without:
         raise LookupError(f"no sharding rule for {', '.join(without)}; declare it with @operator.shard in the operator's file")
     for operator in kernels.REGISTRY.values():
-        compat_sharding.register_ways(operator.overload, functools.partial(_complete, operator))
+        dtensor.register_strategies(operator.overload, functools.partial(_complete, operator))
 
 
 def _complete(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Way]:
     schema = operator.overload._schema.arguments
     values = [*args, *(kwargs.get(a.name, a.default_value) for a in schema[len(args) :])]
     return ways(operator, values)
-
-
-def first_plain_argument(overload: torch._ops.OpOverload) -> int:
-    """Position of the first argument that is no tensor; the rule may depend on it and on all after it."""
-    return next((i for i, a in enumerate(overload._schema.arguments) if not _is_tensor(a.type)), len(overload._schema.arguments))

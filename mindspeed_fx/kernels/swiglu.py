@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.sharding import REPLICATED
 
 
 def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ from typing import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels import attention as plain
-from mindspeed_fx.kernels.attention_blocked import attention_blocked, attention_blocked_backward
 from mindspeed_fx.kernels.base import LIBRARY, operator
-from mindspeed_fx.kernels.sharding import REPLICATED
+from mindspeed_fx.kernels.cpu.attention_blocked import attention_blocked, attention_blocked_backward
 
 aten = torch.ops.aten
 

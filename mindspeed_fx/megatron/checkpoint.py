@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mindspeed_fx import compat
+from mindspeed_fx.compat import dynamo
 
 
 def allow_side_effects() -> Callable[[], None]:
@@ -15,7 +15,7 @@ def allow_side_effects() -> Callable[[], None]:
     Recomputation inside a graph starts from the tracker's old state, which is an input of the operator that draws the
     noise, so that skipping the side effect there, as this allows, is what is wanted.
     """
-    return compat.allow_side_effects_under_checkpoint()
+    return dynamo.allow_side_effects_under_checkpoint()
 
 
 def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:

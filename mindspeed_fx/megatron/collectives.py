@@ -18,7 +18,6 @@ from torch import Tensor
 from mindspeed_fx.megatron import patches
 from mindspeed_fx.megatron.groups import group_or_default, size
 
-
 # --------------------------------------------------------------------------- the collectives, one way
 
 

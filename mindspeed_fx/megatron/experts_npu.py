@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import adopt
 from mindspeed_fx.kernels.npu import first, lowering, typed, within
-from mindspeed_fx.kernels.npu.moe import INNER, _zero_outside
+from mindspeed_fx.kernels.npu.grouped_matmul import INNER, _zero_outside
 from mindspeed_fx.megatron import experts
 
 npu, OP = torch.ops.npu, "npu_grouped_matmul"

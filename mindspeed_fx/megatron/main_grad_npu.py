@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import hint
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.kernels.npu import FLOATS, first, lowering, typed, within
-from mindspeed_fx.kernels.npu.moe import INNER
+from mindspeed_fx.kernels.npu.grouped_matmul import INNER
 from mindspeed_fx.megatron.main_grad import added, product_of
 
 npu, OP = torch.ops.npu, "npu_grouped_matmul_add_"

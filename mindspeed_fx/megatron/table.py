@@ -9,7 +9,22 @@ from typing import Any
 
 import torch
 
-from mindspeed_fx.megatron import checkpoint, collectives, cross_entropy, experts, experts_npu, fusions, groups, jit, linear, main_grad_npu, moe, norm, rng, rotary  # noqa: F401  *_npu register themselves
+from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
+    checkpoint,
+    collectives,
+    cross_entropy,
+    experts,
+    experts_npu,
+    fusions,
+    groups,
+    jit,
+    linear,
+    main_grad_npu,
+    moe,
+    norm,
+    rng,
+    rotary,
+)
 from mindspeed_fx.megatron.groups import accelerated
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 

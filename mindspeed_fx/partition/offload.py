@@ -13,7 +13,7 @@ from typing import Mapping
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_partition, compat_tracing
+from mindspeed_fx.compat import fake, partitioner, tracing
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def dense(value: object) -> bool:
     """True for strided tensors whose elements fill their memory."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
-    sizes = [(compat.hint(n), compat.hint(s)) for n, s in zip(value.shape, value.stride())]
-    return sum((n - 1) * s for n, s in sizes) + 1 == compat.hint(value.numel())
+    sizes = [(fake.hint(n), fake.hint(s)) for n, s in zip(value.shape, value.stride())]
+    return sum((n - 1) * s for n, s in sizes) + 1 == fake.hint(value.numel())
 
 
 def family(node: fx.Node) -> dict[fx.Node, None]:
@@ -79,7 +79,7 @@ def family(node: fx.Node) -> dict[fx.Node, None]:
     while todo:
         n = todo.pop()
         found[n] = None
-        todo += [u for u in n.users if compat_partition.is_view(u) and compat_partition.owner(u) is compat_partition.owner(node)]
+        todo += [u for u in n.users if partitioner.is_view(u) and partitioner.owner(u) is partitioner.owner(node)]
     return found
 
 
@@ -117,6 +117,6 @@ def _back(gm: fx.GraphModule, given: fx.Node, host: torch.Tensor, back: str | No
 def _call(gm: fx.GraphModule, target: torch._ops.OpOverload, args: tuple, name: str) -> fx.Node:
     node = gm.graph.create_node("call_function", target, args, name=name)
     values = fx.map_arg(args, lambda n: n.meta["val"])
-    with compat_tracing.fake_mode_of([values[0]]):
+    with tracing.fake_mode_of([values[0]]):
         node.meta["val"] = target(*values)
     return node

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from mindspeed_fx import compat_partition
+from mindspeed_fx.compat import partitioner
 
 
 def prepare_early(graph: fx.Graph, info: Any) -> int:
@@ -19,7 +19,7 @@ def prepare_early(graph: fx.Graph, info: Any) -> int:
 
     Draws of random numbers and whatever is not pure stay where they are. The graph's values do not change.
     """
-    backward = compat_partition.backward_nodes(info)
+    backward = partitioner.backward_nodes(info)
     place = {n: i for i, n in enumerate(graph.nodes)}
     turn = next((n for n in graph.nodes if n in backward and n.op == "call_function"), None)
     if turn is None:
@@ -28,7 +28,7 @@ def prepare_early(graph: fx.Graph, info: Any) -> int:
     for node in list(graph.nodes):
         if place[node] < place[turn] or node in backward or node.op != "call_function":
             continue
-        if not compat_partition.is_pure(node) or compat_partition.is_random(node) or compat_partition.must_save(node):
+        if not partitioner.is_pure(node) or partitioner.is_random(node) or partitioner.must_save(node):
             continue
         sources = node.all_input_nodes
         if not sources or any(place[a] > place[turn] and a not in behind for a in sources):

@@ -1,5 +1,7 @@
 """Passes: named, ordered, reported rewrites of a graph. See :mod:`mindspeed_fx.passes.base` to write one."""
 
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.passes import canonicalize, fusion, lowering, overlap, recompute, sharding  # noqa: F401  registers the built-in passes
 from mindspeed_fx.passes.base import (
     Context,
     Pass,
@@ -8,7 +10,6 @@ from mindspeed_fx.passes.base import (
     Site,
     Skip,
     calls,
-    module_path,
     register,
     registered,
     site,
@@ -16,7 +17,6 @@ from mindspeed_fx.passes.base import (
     source_line,
     unregister,
 )
-from mindspeed_fx.passes import fusion, inline, lowering, overlap, recompute, sharding  # noqa: F401  registers the built-in passes
 
 __all__ = [
     "Context", "Pass", "PassError", "PassReport", "Site", "Skip", "calls", "module_path", "register", "registered", "site",

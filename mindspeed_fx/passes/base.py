@@ -19,22 +19,27 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
 import torch.fx as fx
 
+from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.options import Options
+from mindspeed_fx.passes.manager import ROWS, STAGES, PassError
 from mindspeed_fx.report.records import PassReport, Site, Skip
 from mindspeed_fx.report.source import source_line
 
-STAGES = ("captured", "joint", "cut", "partitioned")
-"""captured: before autograd. joint: forward and backward in one graph. cut: decides what the forward saves and rewrites
-nothing (:attr:`Context.nodes`, :attr:`PassReport.saved`). partitioned: forward and backward each on its own."""
+@dataclass
+class OverlapFindings:
+    """What passes of the family "overlap" hand on to those after them on the same graph."""
 
-
-class PassError(ValueError):
-    """A pass that is declared wrongly, named wrongly, cannot be ordered, or did not keep its contract."""
+    limit: int | None = None
+    """Bytes that an earlier pass promised not to exceed."""
+    order: tuple[Any, Any] = ((), ())
+    """Nodes, and the order of their tasks that an earlier pass found."""
+    tasks: tuple[Any, Any] = (None, None)
+    """The nodes of a large graph with their arguments, and its tasks."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,11 @@ class Context:
     side: str
     """"captured", "joint", "forward", "backward" or "inference"."""
     nodes: Any = None
-    """Stage "cut" alone: torch's classification of the joint graph's nodes, for :mod:`mindspeed_fx.compat_partition`."""
+    """Stage "partition" alone: torch's classification of the joint graph's nodes, for :mod:`mindspeed_fx.compat.partitioner`."""
+    sharding: Any = None
+    """What the plan of a parallelized model says of this graph
+    (:class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`); None of other models."""
+    overlap: OverlapFindings = field(default_factory=OverlapFindings)
 
     def left_to_inductor(self, name: str) -> bool:
         """True on cpu with generated code, where Inductor makes the same or better of what pass ``name`` rewrites, unless
@@ -62,8 +71,7 @@ class Pass:
     stage: str
     level: int
     exact: bool
-    requires: tuple[str, ...]
-    provides: tuple[str, ...]
+    before: tuple[str, ...]
     after: tuple[str, ...]
     run: Callable[[fx.GraphModule, Context], PassReport]
 
@@ -89,43 +97,48 @@ _REGISTERED: dict[str, Pass] = {}
 def register(
     name: str,
     *,
-    stage: str,
+    stage: str | None = None,
     level: int = 1,
     exact: bool = False,
-    requires: tuple[str, ...] = (),
-    provides: tuple[str, ...] = (),
-    after: tuple[str, ...] = (),
+    before: str | tuple[str, ...] = (),
+    after: str | tuple[str, ...] = (),
     replace: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Decorator that makes ``run(graph_module, context) -> PassReport`` a pass.
 
+    Passes of the package are rows of :data:`mindspeed_fx.passes.manager.PASSES` and give their name alone.
+
     Args:
         name: "family.name": what the user types, the log prints and the dump file bears.
-        stage: "captured", "joint", "cut" or "partitioned".
+        stage: "captured", "joint", "partition" or "partitioned".
         level: the lowest optimization level that turns it on, 0 to 2; 3 for on request only.
         exact: outputs and gradients stay bitwise equal.
-        requires, provides: capability names from which the order within the stage is derived; a pass runs after
-            every active pass that provides what it requires, and it is an error if none does.
-        after: capability names that only order: whoever provides them comes first, if anyone does.
+        before, after: names of passes of the same stage; without them it runs last.
         replace: allow a second registration of the same name.
 
     Raises:
-        PassError: bad name, stage or level, or a name that is taken.
+        PassError: bad name, stage or level, or a name that is taken. That ``before`` and ``after`` name passes is
+            checked when passes are put in order.
     """
     if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", name):
         raise PassError(f'pass name {name!r} is not "family.name" in lower case')
+    if name in _REGISTERED and not replace:
+        raise PassError(f'a pass named "{name}" is registered already; give replace=True to replace it')
+    if stage is None and name in ROWS:
+        stage, level, exact = ROWS[name].stage, ROWS[name].level, ROWS[name].exact
     if stage not in STAGES:
         raise PassError(f'pass "{name}" has stage {stage!r}; valid: {", ".join(STAGES)}')
     if level not in (0, 1, 2, 3):
         raise PassError(f'pass "{name}" has level {level!r}; valid: 0, 1, 2, or 3 for on request only')
-    for field, value in (("requires", requires), ("provides", provides), ("after", after)):
-        if isinstance(value, str) or not all(isinstance(v, str) for v in value):
-            raise PassError(f'pass "{name}" has {field} {value!r}; it takes a tuple of capability names')
-    if name in _REGISTERED and not replace:
-        raise PassError(f'a pass named "{name}" is registered already; give replace=True to replace it')
+    around = []
+    for field, value in (("before", before), ("after", after)):
+        names = (value,) if isinstance(value, str) else value
+        if not isinstance(names, (tuple, list)) or not all(isinstance(v, str) for v in names):
+            raise PassError(f'pass "{name}" has {field} {value!r}; it takes names of passes')
+        around.append(tuple(names))
 
     def wrap(run: Callable) -> Callable:
-        _REGISTERED[name] = Pass(name, stage, level, exact, tuple(requires), tuple(provides), tuple(after), run)
+        _REGISTERED[name] = Pass(name, stage, level, exact, *around, run)
         return run
 
     return wrap
@@ -161,14 +174,3 @@ def site(operator: str, node: fx.Node, nodes: Any = ()) -> Site:
 def skip(operator: str, node: fx.Node, reason: str) -> Skip:
     """A record of a near miss at ``node``."""
     return Skip(operator, reason, module_path(node), source_line(node))
-
-
-def module_path(node: fx.Node) -> str:
-    """Path of the module whose forward made ``node``, as ``named_modules`` spells it."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['\w+'\]\.?", "", path)
-    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]", lambda m: "." + (m.group(1) or m.group(2)), path)
-    return re.sub(r"^(self\.)?_modules\.|\.?_modules\.", ".", path).strip(".")

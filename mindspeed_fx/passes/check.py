@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_tracing
+from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.passes.base import Pass
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -35,7 +35,7 @@ def check_pass(p: Pass, before: fx.GraphModule, after: fx.GraphModule, different
     Raises:
         CheckError: a result is off by more than the tolerance of its type (or at all, for an exact pass).
     """
-    with compat_tracing.without_fake_mode(), torch.random.fork_rng(devices=[]):
+    with tracing.without_fake_mode(), torch.random.fork_rng(devices=[]):
         inputs = [_real(n) for n in before.graph.nodes if n.op == "placeholder"]
         expected, actual = (_evaluate(gm, inputs, differentiable) for gm in (before, after))
         # A float64 model that takes its softmax in float32 is a float32 model: the narrowest type sets the tolerance.
@@ -57,10 +57,10 @@ def check_pass(p: Pass, before: fx.GraphModule, after: fx.GraphModule, different
 
 def _real(node: fx.Node) -> Any:
     """A real value like the fake one: small random floats, zeros and ones for integers, so that they are valid indices."""
-    value = compat.example_value_of(node)
+    value = fx_graph.example_value_of(node)
     if not isinstance(value, torch.Tensor):
-        return compat.hint(value) if isinstance(value, torch.SymInt) else value
-    shape = [compat.hint(s) for s in value.shape]
+        return fake.hint(value) if isinstance(value, torch.SymInt) else value
+    shape = [fake.hint(s) for s in value.shape]
     generator = torch.Generator().manual_seed(len(node.name) + sum(map(ord, node.name)))
     if value.dtype == torch.bool:
         made = torch.rand(shape, generator=generator) < 0.5

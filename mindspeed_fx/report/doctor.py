@@ -21,7 +21,8 @@ def examine() -> dict[str, Any]:
     """Findings as plain values: ``installed``, ``targets`` (target, codegen, works, reason), ``cpu_kernels``, ``torch_compile``, ``entry_point``, ``megatron_patches``, ``caches``."""
     import torch
 
-    from mindspeed_fx import compat, compat_cpp
+    from mindspeed_fx import torch_compile
+    from mindspeed_fx.compat import cpp, inductor
 
     compiler = compiler_problem()
     cuda = None if torch.cuda.is_available() else "no CUDA device (torch.cuda.is_available() is False)"
@@ -31,11 +32,11 @@ def examine() -> dict[str, Any]:
     return {
         "installed": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}, "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) and os.environ.get("CXX", "g++")},
         "targets": [{"target": t, "codegen": c, "works": why is None, "reason": why or ""} for t, c, why in targets],
-        "cpu_kernels": compat_cpp.problem() or "are built on first use, into Inductor's cache",
-        "torch_compile": compat.torch_compile_replaced() or "is torch's own",
+        "cpu_kernels": cpp.problem() or "are built on first use, into Inductor's cache",
+        "torch_compile": torch_compile.torch_compile_replaced() or "is torch's own",
         "entry_point": "registered" if _entry_point() else "missing: install the package (pip install mindspeed-fx), or import mindspeed_fx.backend and pass the function",
         "megatron_patches": _megatron_patches(),
-        "caches": compat.cache_directory(),
+        "caches": inductor.cache_directory(),
     }
 
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import json
 import os
@@ -18,10 +17,10 @@ import pathlib
 import tempfile
 from typing import Any
 
-from mindspeed_fx import compat
+from mindspeed_fx.compat import distributed
 from mindspeed_fx.report import memory
-from mindspeed_fx.report.records import GraphRecord, PassRun
-
+from mindspeed_fx.report.diffs import changed, diff_text, lowered_counts
+from mindspeed_fx.report.records import GraphRecord
 
 _begun: set[tuple[int, str, int]] = set()
 """(process, directory, rank) of the dumps that this process has begun."""
@@ -65,7 +64,7 @@ def clear(directory: str, rank: int) -> None:
     metadata.json; whatever else lies there stays."""
     for folder in pathlib.Path(directory).glob("rank*/graph*"):
         number = folder.parent.name.removeprefix("rank")
-        if number == str(rank) or (rank == 0 and number.isdigit() and int(number) >= compat.world_size()):
+        if number == str(rank) or (rank == 0 and number.isdigit() and int(number) >= distributed.world_size()):
             _remove(folder, _own(folder))
             for emptied in (folder, folder.parent):
                 if not any(emptied.iterdir()):
@@ -105,16 +104,6 @@ def _pictures(record: GraphRecord) -> dict[str, Any]:
     if importlib.util.find_spec("matplotlib") is None:
         return {}
     return {f"{number:02d}.{run.stage}.{run.report.name}.memory.png": run.report.curves for number, run in enumerate(record.runs) if run.report.curves}
-
-
-def changed(run: PassRun) -> bool:
-    """True when the pass rewrote something and its code was kept."""
-    return run.before is not None and run.after is not None and run.before != run.after
-
-
-def diff_text(run: PassRun) -> str:
-    """Unified diff of the code before and after a pass."""
-    return "".join(difflib.unified_diff(run.before.splitlines(True), run.after.splitlines(True), "before", "after", n=3))
 
 
 def metadata(record: GraphRecord) -> dict[str, Any]:
@@ -162,15 +151,6 @@ def index_text(record: GraphRecord) -> str:
     if record.stages:
         lines += ["", "## Graphs", ""] + [f"- [{s}]({n:02d}.graph.{s}.py)" for n, s in enumerate(record.stages)]
     return "\n".join(lines) + "\n"
-
-
-def lowered_counts(record: GraphRecord) -> dict[tuple[str, str, str, str], int]:
-    """(operator, side, kernel, reason) -> number of calls."""
-    counts: dict[tuple[str, str, str, str], int] = {}
-    for row in record.lowered:
-        key = (row["operator"], row["side"], row["kernel"], row["reason"])
-        counts[key] = counts.get(key, 0) + 1
-    return counts
 
 
 def _cell(text: str) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any, Iterable
 
 from mindspeed_fx.report import modelled
-from mindspeed_fx.report.dump import changed, diff_text, lowered_counts
+from mindspeed_fx.report.diffs import changed, diff_text, lowered_counts
 from mindspeed_fx.report.records import GraphRecord, PassRun
 
 _STYLE = """

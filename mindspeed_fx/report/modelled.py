@@ -80,7 +80,7 @@ def estimated(record: GraphRecord, stage: str, hardware: str | None = None) -> A
     """See :meth:`Modelled.estimate`."""
     from mindspeed_fx.cost.graph import Estimate
     from mindspeed_fx.cost.hardware import hardware as device
-    from mindspeed_fx.options import OptionError
+    from mindspeed_fx.errors import OptionError
 
     name = hardware or _named(record)
     if name is None:

@@ -59,9 +59,9 @@ def finish(record: GraphRecord) -> None:
 
         dump.write(record, record.options["dump"])
     if _tracing():
-        from mindspeed_fx.report import trace
+        from mindspeed_fx.report import structured_trace as structured_trace_report
 
-        trace.emit(record)
+        structured_trace_report.emit(record)
 
 
 def wants_text(options: dict[str, Any]) -> bool:
@@ -98,6 +98,6 @@ def timed(record: GraphRecord, name: str) -> Iterator[None]:
 
 
 def _tracing() -> bool:
-    from mindspeed_fx import compat
+    from mindspeed_fx.compat import structured_trace
 
-    return compat.structured_tracing()
+    return structured_trace.structured_tracing()

@@ -42,15 +42,15 @@ class PassReport:
     files: dict[str, str] = field(default_factory=dict)
     """File name -> text for the dump; ".svg" is shown in the HTML report."""
     curves: dict[str, Any] = field(default_factory=dict)
-    """Stage "cut" alone: title -> :class:`mindspeed_fx.report.memory.Curve`."""
+    """Stage "partition" alone: title -> :class:`mindspeed_fx.report.memory.Curve`."""
     pareto: list[tuple[float, int]] = field(default_factory=list)
-    """Stage "cut" alone: (modelled seconds of the step, peak bytes) of the plans that no other beats in both."""
+    """Stage "partition" alone: (modelled seconds of the step, peak bytes) of the plans that no other beats in both."""
     saved: list[str] | None = None
-    """Stage "cut" alone: names of the nodes that the forward saves; None when the pass leaves that to torch's min-cut."""
+    """Stage "partition" alone: names of the nodes that the forward saves; None when the pass leaves that to torch's min-cut."""
     moves: dict[str, Any] = field(default_factory=dict)
-    """Stage "cut" alone: saved value -> :class:`mindspeed_fx.partition.offload.Move`, of those that go to host memory meanwhile."""
+    """Stage "partition" alone: saved value -> :class:`mindspeed_fx.partition.offload.Move`, of those that go to host memory meanwhile."""
 
-    def because(self, reason: str) -> "PassReport":
+    def note_reason(self, reason: str) -> "PassReport":
         """This report, with the reason why the pass has nothing to do in this graph."""
         self.notes.append(reason)
         return self

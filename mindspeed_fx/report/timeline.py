@@ -15,7 +15,7 @@ def chrome_trace(timelines: Mapping[str, Any]) -> str:
     """JSON of the Trace Event Format; one process per timeline, one thread per resource, a counter of memory.
 
     Args:
-        timelines: name -> :class:`mindspeed_fx.passes.overlap.simulate.Timeline`.
+        timelines: name -> :class:`mindspeed_fx.passes.overlap.model.simulator.Timeline`.
     """
     events: list[str] = []  # a step has tens of thousands: json.dumps takes several times as long as writing them
     for pid, (name, timeline) in enumerate(timelines.items()):

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.backends.common import aot_autograd
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from mindspeed_fx.capture import capture
 
@@ -17,11 +17,11 @@ graphs = []
 
 
 def captured_backend(gm, inputs):
-    from mindspeed_fx import compat
+    from mindspeed_fx.compat import fx_graph
 
     captured = capture(gm)
     graphs.append(captured)
-    compat.replace_graph(gm, captured)
+    fx_graph.replace_graph(gm, captured)
     return aot_autograd(fw_compiler=lambda g, _: g.forward, inference_compiler=lambda g, _: g.forward)(gm, inputs)
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from models import double, explain, function_agrees
 from torch._higher_order_ops.associative_scan import associative_scan
+
+from tests.models import double, explain, function_agrees
 
 
 def swiglu(x, w):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mindspeed_fx.cost.collectives import KINDS, TOPOLOGIES, collective, collective_seconds, formula, placed
 from mindspeed_fx.cost.hardware import hardware, names
-from mindspeed_fx.options import OptionError
+from mindspeed_fx.errors import OptionError
 
 GIB = 2**30
 

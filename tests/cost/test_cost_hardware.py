@@ -4,8 +4,9 @@ import pickle
 import pytest
 
 from mindspeed_fx.cost import hardware as module
-from mindspeed_fx.cost.hardware import CONFIDENCES, Constant, detect, hardware, names
-from mindspeed_fx.options import OptionError
+from mindspeed_fx.cost.device import CONFIDENCES, Constant
+from mindspeed_fx.cost.hardware import detect, hardware, names
+from mindspeed_fx.errors import OptionError
 
 UNITS = {"FLOP/s", "B/s", "B", "s", ""}
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mindspeed_fx.cost.hardware import hardware, names
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, seen, spec
 from mindspeed_fx.kernels import REGISTRY
-from sharding.operator_cases import calls
+from tests.sharding.operator_cases import calls
 
 SIZES = (2, 10, 4, 2, 4, 8)
 NOT_ONCE = {"linear_logsumexp", "linear_logsumexp_backward", "linear_cross_entropy_total", "linear_cross_entropy_tokens", "linear_cross_entropy_tokens_backward", "moe_permute", "moe_permute_map", "moe_unpermute_backward"}

@@ -7,9 +7,10 @@ import sympy
 import torch
 
 import mindspeed_fx
+from mindspeed_fx.ascend.stub_source import CORES
 from mindspeed_fx.cost.hardware import canonical
-from mindspeed_fx.cross.stub_source import CORES
-from mindspeed_fx.options import OptionError, Options
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.options import Options
 
 NAMES = {"b": 2, "s": 24, "h": 32, "4*h": 128}
 b, s, h = sympy.symbols("b s h", positive=True)

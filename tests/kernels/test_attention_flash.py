@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_fx import compat_cpp, kernels
-from mindspeed_fx.kernels import attention_flash
-from mindspeed_fx.kernels.weight_gradient import weight_gradient
+from mindspeed_fx import kernels
+from mindspeed_fx.compat import cpp
+from mindspeed_fx.kernels.cpu import attention_flash
+from mindspeed_fx.kernels.cpu.weight_gradient import weight_gradient
 
 ops = torch.ops.mindspeed
-served = pytest.mark.skipif(compat_cpp.problem() is not None, reason=str(compat_cpp.problem()))
+served = pytest.mark.skipif(cpp.problem() is not None, reason=str(cpp.problem()))
 SIZES = st.sampled_from([1, 2, 63, 64, 65, 130, 200])
 
 
@@ -100,16 +101,16 @@ def test_where_it_cannot_be_built_it_says_why_and_atens_kernel_serves(monkeypatc
     def no_compiler():
         raise RuntimeError("none here")
 
-    monkeypatch.setattr(compat_cpp, "capability", lambda: capability)
+    monkeypatch.setattr(cpp, "capability", lambda: capability)
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
-    compat_cpp.problem.cache_clear()
+    cpp.problem.cache_clear()
     try:
         q = torch.empty(1, 2, 9, 8, device="meta")
         chosen, reasons = kernels.REGISTRY[ops.attention.default].choose("cpu", (q, q, q, None, True, 0.3, 0, 0.0, None), {})
         assert chosen.kernel == "aten flash attention"
         assert len(reasons) == 1 and reasons[0].startswith("flash attention in C++: ") and word in reasons[0]
     finally:
-        compat_cpp.problem.cache_clear()
+        cpp.problem.cache_clear()
 
 
 @served
@@ -130,10 +131,10 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
     broken = concurrent.futures.Future()
     broken.set_exception(RuntimeError("ld: cannot find -lgomp"))
     told = []
-    monkeypatch.setattr(compat_cpp, "_library", lambda: broken)
-    monkeypatch.setattr(compat_cpp, "problem", lambda: None)
-    monkeypatch.setattr(compat_cpp.log, "warning", lambda text, *args: told.append(text % args))
-    for cached in (compat_cpp.function, compat_cpp._built):
+    monkeypatch.setattr(cpp, "_library", lambda: broken)
+    monkeypatch.setattr(cpp, "problem", lambda: None)
+    monkeypatch.setattr(cpp.log, "warning", lambda text, *args: told.append(text % args))
+    for cached in (cpp.function, cpp._built):
         cached.cache_clear()
     try:
         q, k, v, grad = (torch.randn(1, 2, 9, 8) for _ in range(4))
@@ -147,7 +148,7 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
         torch.testing.assert_close(weight_gradient(a, b), a.t() @ b)
         assert len(told) == 1 and "cannot find -lgomp" in told[0]
     finally:
-        for cached in (compat_cpp.function, compat_cpp._built):
+        for cached in (cpp.function, cpp._built):
             cached.cache_clear()
 
 
@@ -161,9 +162,9 @@ def test_the_build_leaves_inductors_search_for_instruction_sets_alone(monkeypatc
     asked, pick = [], codecache.pick_vec_isa
     pick()  # torch before 2.13 asks whatever it is told, and finds this answer
     monkeypatch.setattr(codecache, "pick_vec_isa", lambda: asked.append(threading.current_thread()) or pick())
-    compat_cpp._library.cache_clear()
+    cpp._library.cache_clear()
     try:
-        compat_cpp._library().result()
+        cpp._library().result()
         assert not asked or torch.__version__ < "2.13"
     finally:
-        compat_cpp._library.cache_clear()
+        cpp._library.cache_clear()

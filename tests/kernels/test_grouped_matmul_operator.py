@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import double
 from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_fx.kernels.base import accumulation_dtype
+from tests.models import double
 
 ops = torch.ops.mindspeed
 COUNTS = ([3, 0, 4], [0, 0, 0], [7, 0, 0], [0, 2, 3])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mindspeed_fx import compat
+from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.kernels import linear_cross_entropy_chunks as chunks
 from mindspeed_fx.kernels import linear_cross_entropy_work as work
 
@@ -87,7 +87,7 @@ def test_any_shape_and_any_frozen_parameter(data):
 @pytest.mark.parametrize("onednn, cpp", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("reduction, variant", [("mean", PLAIN), ("mean", EVERYTHING), ("none", EVERYTHING)])
 def test_either_library_of_matrix_products_and_either_way(monkeypatch, onednn, cpp, reduction, variant):
-    monkeypatch.setattr(compat, "onednn_beats_blas", lambda: onednn)
+    monkeypatch.setattr(dispatcher, "onednn_beats_blas", lambda: onednn)
     if not cpp:
         monkeypatch.setattr(work, "in_cpp", lambda *_: "torch's operators")
     *tensors, target = inputs(torch.float32)

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_fx import compat_cpp
+from mindspeed_fx.compat import cpp
 from mindspeed_fx.kernels import linear_cross_entropy_work as work
 
-pytestmark = pytest.mark.skipif(bool(compat_cpp.problem()), reason=str(compat_cpp.problem()))
+pytestmark = pytest.mark.skipif(bool(cpp.problem()), reason=str(cpp.problem()))
 
 
 def both(logits, target, upstream, smoothing, z_loss, softcap):

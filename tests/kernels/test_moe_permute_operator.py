@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import double
+
+from tests.models import double
 
 ops = torch.ops.mindspeed
 

@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
-from models import double
 
-import mindspeed_fx.kernels as kernels
-from mindspeed_fx import compat, compat_cpp
-from mindspeed_fx.kernels import activation, attention_blocked, glu
+from mindspeed_fx import kernels
+from mindspeed_fx.compat import cpp, dispatcher
+from mindspeed_fx.kernels import activation, glu
+from mindspeed_fx.kernels.cpu import attention_blocked
+from tests.models import double
 
 ops = torch.ops.mindspeed
 
@@ -149,8 +150,8 @@ def test_attention_in_blocks_computes_16_bit_inputs_in_float32(dtype):
     (64, {"softcap": 5.0}, torch.bfloat16, True, "blocks", "blocks"),
 ])  # fmt: skip
 def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, built, backward, forward):
-    monkeypatch.setattr(compat, "onednn_beats_blas", lambda: True)
-    monkeypatch.setattr(compat_cpp, "problem", lambda: None if built else "not here")
+    monkeypatch.setattr(dispatcher, "onednn_beats_blas", lambda: True)
+    monkeypatch.setattr(cpp, "problem", lambda: None if built else "not here")
     q, k, v, grad = (torch.empty(1, 4, seq, 16, dtype=dtype, device="meta") for _ in range(4))
     given = (None, True, 0.25, options.get("window", 0), options.get("softcap", 0.0))
     assert forward in kernels.REGISTRY[ops.attention.default].choose("cpu", (q, k, v, *given), {})[0].kernel
@@ -234,4 +235,4 @@ def test_gemm():
     a, b = torch.randn(33, 47), torch.randn(65, 47)
     torch.testing.assert_close(ops.gemm(a, b.t()), a @ b.t(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ops.gemm(a, b.t().contiguous()), a @ b.t(), rtol=1e-5, atol=1e-5)
-    assert isinstance(compat.onednn_beats_blas(), bool)
+    assert isinstance(dispatcher.onednn_beats_blas(), bool)

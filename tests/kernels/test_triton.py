@@ -18,8 +18,8 @@ import sys
 import pytest
 import torch
 
-import triton_cases as cases
 from mindspeed_fx.kernels import REGISTRY, triton
+from tests.kernels import triton_cases as cases
 
 HERE = pathlib.Path(__file__).parent
 NAMED = os.environ.get("MINDSPEED_FX_TRITON", "")

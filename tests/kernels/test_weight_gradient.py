@@ -5,17 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_fx import compat, compat_cpp
-from mindspeed_fx.kernels import weight_gradient
+from mindspeed_fx.compat import cpp, dispatcher
+from mindspeed_fx.kernels.cpu import weight_gradient
 
-served = pytest.mark.skipif(compat_cpp.problem() is not None, reason=str(compat_cpp.problem()))
+served = pytest.mark.skipif(cpp.problem() is not None, reason=str(cpp.problem()))
 SIZES = st.sampled_from([1, 7, 63, 64, 65, 127, 128, 129, 200, 300])
 
 
 @pytest.fixture(autouse=True)
 def measured_here(monkeypatch):
     before = torch.get_num_threads()
-    monkeypatch.setattr(compat, "onednn_beats_blas", lambda: True)
+    monkeypatch.setattr(dispatcher, "onednn_beats_blas", lambda: True)
     yield
     torch.set_num_threads(before)
 
@@ -44,7 +44,7 @@ def test_what_it_does_not_take_has_a_reason(monkeypatch):
     assert "float32 on cpu only" in weight_gradient.problem(a, b.bfloat16())
     assert "not contiguous" in weight_gradient.problem(a, b[:, ::2])
     assert "not contiguous" in weight_gradient.problem(a[:, :2], b)
-    monkeypatch.setattr(compat, "onednn_beats_blas", lambda: False)
+    monkeypatch.setattr(dispatcher, "onednn_beats_blas", lambda: False)
     assert "other vendors" in weight_gradient.problem(a, b)
 
 

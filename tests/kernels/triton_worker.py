@@ -23,12 +23,12 @@ MODE = sys.argv[1]
 if MODE != "compile":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-import torch  # noqa: E402
-import triton  # noqa: E402
+import torch
+import triton
 
-import region_cases  # noqa: E402
-import triton_cases as cases  # noqa: E402
-from mindspeed_fx.kernels.triton.launch import launching  # noqa: E402
+from mindspeed_fx.kernels.triton.launch import launching
+from tests.kernels import region_cases
+from tests.kernels import triton_cases as cases
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -7,11 +7,11 @@ import textwrap
 import pytest
 import torch
 import torch._dynamo
-from gpt_models import COUNTS, batch, tiny_gpt, train
-from models import fusion_counts
-from reference import loss_per_token
 
 import mindspeed_fx.megatron
+from tests.megatron.gpt_models import COUNTS, batch, tiny_gpt, train
+from tests.megatron.reference import loss_per_token
+from tests.models import fusion_counts
 
 
 def assert_close(actual, expected, tolerance=2e-5):
@@ -114,8 +114,8 @@ def test_undo_restores_everything_and_apply_is_idempotent():
 
 def test_the_adaptor_works_after_megatron_was_imported():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent("""
-        import sys; sys.path[:0] = ["tests", "tests/megatron"]
-        import gpt_models, megatron.core.models.gpt
+        import megatron.core.models.gpt
+        from tests.megatron import gpt_models
         import mindspeed_fx.megatron_adaptor
         gpt_models.start()
         model = gpt_models.tiny_gpt()

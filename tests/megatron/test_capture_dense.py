@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from gpt_models import batch, start, tiny_gpt, train
-from reference import loss_per_token
+
+from tests.megatron.gpt_models import batch, start, tiny_gpt, train
+from tests.megatron.reference import loss_per_token
 
 
 def plain(model, inputs):

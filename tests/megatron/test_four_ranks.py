@@ -1,23 +1,19 @@
 """Four gloo processes: dropless experts over expert parallel 2 and tensor parallel 2, in parts of different length."""
 
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
-HERE = Path(__file__).parent
-
 
 def worker(rank, store):
     torch.set_num_threads(1)
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
-    import mindspeed_fx.megatron_adaptor  # noqa: F401
     import torch.distributed as dist
-    from gpt_models import batch, tiny_gpt, train
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    import mindspeed_fx.megatron_adaptor  # noqa: F401
+    from tests.megatron.gpt_models import batch, tiny_gpt, train
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
     parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2)

@@ -1,17 +1,14 @@
 """Gradient accumulation fusion in one graph: weight gradients are added to ``main_grad``."""
 
-import pathlib
-import sys
 import types
 
 import pytest
 import torch
-from gpt_models import batch, tiny_gpt
+
 from mindspeed_fx.megatron import linear as adapted
 from mindspeed_fx.megatron import patches
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels" / "npu"))
-import npu_graphs  # noqa: E402
+from tests.kernels.npu import npu_graphs
+from tests.megatron.gpt_models import batch, tiny_gpt
 
 
 def prepared(dtype, parts_of_one):
@@ -79,10 +76,10 @@ def test_weight_gradients_are_added_to_main_grad(dtype, parts_of_one, codegen, t
 
 
 def test_a_weight_of_more_rows_than_the_operator_takes(monkeypatch):
-    from mindspeed_fx.kernels.npu import emulate
+    from mindspeed_fx.kernels.npu.emulation import registry
     from mindspeed_fx.megatron import main_grad_npu
 
-    emulate.define()
+    registry.define()
     monkeypatch.setattr(main_grad_npu, "INNER", 4)
     calls, whole = [], torch.ops.npu.npu_grouped_matmul_add_
     monkeypatch.setattr(main_grad_npu, "npu", types.SimpleNamespace(npu_grouped_matmul_add_=lambda *args: calls.append(args[0].shape[1]) or whole(*args)))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gpt_models import batch, tiny_gpt, train
 from torch.nn import functional as F
 
 from mindspeed_fx.megatron import experts, moe
+from tests.megatron.gpt_models import batch, tiny_gpt, train
 
 CASES = {
     "alltoall": {},

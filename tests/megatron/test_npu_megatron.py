@@ -2,18 +2,14 @@
 trains, and cross-compiled on fake NPU tensors."""
 
 import json
-import pathlib
-import sys
 
 import pytest
 import torch
-from gpt_models import COUNTS, batch, tiny_gpt
 from torch import nn
 
-TESTS = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "kernels" / "npu"), str(TESTS / "cross")]
-import npu_graphs  # noqa: E402
-from npu_process import needs_npu  # noqa: E402
+from tests.ascend.npu_process import needs_npu
+from tests.kernels.npu import npu_graphs
+from tests.megatron.gpt_models import COUNTS, batch, tiny_gpt
 
 KINDS = {"gpt": {}, "moe": {"experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}}
 
@@ -75,10 +71,10 @@ def test_cross_compiled(kind, tmp_path):
 
     script = tmp_path / "model.py"
     script.write_text(
-        f"import sys, torch\nsys.path[:0] = [{str(TESTS / 'megatron')!r}]\n"
+        "import torch\n"
         "def make():\n"
         "    import mindspeed_fx.megatron_adaptor\n"
-        "    from gpt_models import batch, tiny_gpt\n"
+        "    from tests.megatron.gpt_models import batch, tiny_gpt\n"
         "    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed\n"
         "    model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)\n"
         f"    config = dict(hidden=64, ffn=48, bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=False, **{KINDS[kind]!r})\n"

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from gpt_models import batch, tiny_gpt, train
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+from tests.megatron.gpt_models import batch, tiny_gpt, train
 
 
 def seeded(call, seed=11, **ranks):

@@ -1,14 +1,10 @@
 """Tensor parallel 2 and sequence parallel over gloo: the single-process model's loss and gradients, in one graph."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-
-HERE = Path(__file__).parent
 
 
 def shard(name, full, like, rank):
@@ -24,13 +20,12 @@ def shard(name, full, like, rank):
 def worker(rank, store, path, sequence_parallel, results):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
-    import mindspeed_fx.megatron_adaptor  # noqa: F401
     import torch.distributed as dist
-    from gpt_models import batch, start, tiny_gpt, train
     from megatron.core import parallel_state
 
     import mindspeed_fx
+    import mindspeed_fx.megatron_adaptor  # noqa: F401
+    from tests.megatron.gpt_models import batch, start, tiny_gpt, train
 
     start(2, rank, 2, store)
     full = torch.load(path)
@@ -55,7 +50,7 @@ def worker(rank, store, path, sequence_parallel, results):
 @pytest.mark.slow  # test_two_ranks.py has the parts, test_example.py a whole run
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_equal_one(tmp_path, sequence_parallel):
-    from gpt_models import batch, tiny_gpt, train
+    from tests.megatron.gpt_models import batch, tiny_gpt, train
 
     model = tiny_gpt()
     loss, grads = train(model, batch())

@@ -3,22 +3,18 @@
 Several checks share a pair of processes, because starting a pair costs more than they do.
 """
 
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
-HERE = Path(__file__).parent
-
 
 def worker(rank, store, checks):
     torch.set_num_threads(1)
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
-    import mindspeed_fx.megatron_adaptor  # noqa: F401
     import torch.distributed as dist
     from megatron.core import parallel_state
+
+    import mindspeed_fx.megatron_adaptor  # noqa: F401
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     expert = 2 if checks == EXPERT_PARALLEL else 1
@@ -103,8 +99,9 @@ def losses(rank):
 
 def sharded_layers(rank):
     """Megatron's modules, eager and in a graph, with dropout, over two steps."""
-    from gpt_models import batch, tiny_gpt, train
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from tests.megatron.gpt_models import batch, tiny_gpt, train
 
     for settings in ({}, {"tie": True, "sequence_parallel": True}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
         torch.manual_seed(0)
@@ -121,8 +118,9 @@ def sharded_layers(rank):
 
 def experts_over_two_ranks(rank):
     """Padded to capacity the shapes are known, and the model is one graph; else it runs with breaks."""
-    from gpt_models import batch, tiny_gpt, train
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from tests.megatron.gpt_models import batch, tiny_gpt, train
 
     model_parallel_cuda_manual_seed(5)
     for settings, graph in (({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, True), ({}, False)):

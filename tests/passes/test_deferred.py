@@ -3,7 +3,7 @@
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.passes.deferred import recompile, recompiled_once
+from mindspeed_fx.graph.recompile import defer_recompile, recompile
 
 
 def test_code_is_written_when_it_is_called(monkeypatch):
@@ -11,7 +11,7 @@ def test_code_is_written_when_it_is_called(monkeypatch):
     graph, other = (fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU())) for _ in range(2))
     written, real = [], fx.Graph.python_code
     monkeypatch.setattr(fx.Graph, "python_code", lambda self, *a, **k: written.append(1) or real(self, *a, **k))
-    with recompiled_once(graph):
+    with defer_recompile(graph):
         for node in graph.graph.find_nodes(op="call_module", target="0"):
             node.op, node.target = "call_function", torch.sigmoid
         recompile(graph)

@@ -4,12 +4,14 @@ import pathlib
 
 import pytest
 import torch
-from models import explain
 
 from mindspeed_fx import passes
-from mindspeed_fx.options import OptionError, Options
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.options import Options
+from mindspeed_fx.passes import manager
 from mindspeed_fx.passes.check import CheckError
-from mindspeed_fx.passes.pipeline import Pipeline
+from mindspeed_fx.passes.runner import Pipeline
+from tests.models import explain
 
 aten = torch.ops.aten
 
@@ -32,35 +34,45 @@ def nothing(gm, context):
     return passes.PassReport("x")
 
 
-def test_order_comes_from_requires_and_provides(register):
-    register("a.last", nothing, requires=("two",))
-    register("b.middle", nothing, requires=("one",), provides=("two",))
-    register("c.first", nothing, provides=("one",))
-    order = [p.name for p in Pipeline(Options()).passes if p.name[:2] in ("a.", "b.", "c.")]
-    assert order == ["c.first", "b.middle", "a.last"]
+def order():
+    return [p.name for p in Pipeline(Options(enable=["*"])).passes]
 
 
-def test_a_missing_requirement_is_an_error_before_anything_runs(register):
-    register("a.needs", nothing, requires=("heads_split",))
-    with pytest.raises(passes.PassError, match='"a.needs" requires "heads_split", which no active captured pass provides.*no registered pass'):
+def test_the_list_is_the_order():
+    """Every pass of the package is a row of the list and every row a pass, and they run in the order of the rows."""
+    assert order() == [row.name for row in manager.PASSES]
+    stages = [manager.STAGES.index(row.stage) for row in manager.PASSES]
+    assert stages == sorted(stages) and all(row.why for row in manager.PASSES)
+
+
+def test_a_users_pass_runs_last_in_its_stage_or_where_it_says(register):
+    register("mine.last", nothing)
+    register("mine.first", nothing, before="fusion.grouped_matmul")
+    register("mine.between", nothing, after="fusion.rms_norm", before=("fusion.rope", "mine.last"))
+    found = order()
+    assert found[0] == "mine.first" and found[found.index("fusion.rope") - 1] == "mine.between"
+    assert found.index("mine.last") == found.index("sharding.token_dispatch") + 1
+    assert [n for n in found if not n.startswith("mine.")] == [row.name for row in manager.PASSES]
+
+
+def test_a_place_beside_a_pass_that_is_off_holds(register):
+    register("mine.between", nothing, after="fusion.rms_norm", before="fusion.rope")
+    names = [p.name for p in Pipeline(Options(disable=["fusion.rms_norm", "fusion.rope"])).passes]
+    assert names.index("fusion.one_hot_dispatch") < names.index("mine.between") < names.index("fusion.add_layer_norm")
+
+
+@pytest.mark.parametrize("declared, word", [
+    ({"before": "fusion.rms_nrm"}, '"a.x" goes before "fusion.rms_nrm", and there is no such pass.*"fusion.rms_norm"'),
+    ({"after": "overlap.bucket"}, 'of stage "captured" goes after "overlap.bucket", which is of stage "partitioned"'),
+    ({"after": "fusion.rope", "before": "fusion.rms_norm"}, "circle: .*a.x"),
+])  # fmt: skip
+def test_a_place_that_cannot_be_is_an_error_before_anything_runs(register, declared, word):
+    register("a.x", nothing, **declared)
+    with pytest.raises(passes.PassError, match=word):
         Pipeline(Options())
 
 
-def test_a_disabled_provider_is_named(register):
-    register("a.needs", nothing, requires=("it",))
-    register("b.gives", nothing, provides=("it",))
-    with pytest.raises(passes.PassError, match=r"provided by: b\.gives"):
-        Pipeline(Options(disable=["b.gives"]))
-
-
-def test_a_circle_is_an_error(register):
-    register("a.x", nothing, requires=("y",), provides=("x",))
-    register("b.y", nothing, requires=("x",), provides=("y",))
-    with pytest.raises(passes.PassError, match=r"circle: a\.x, b\.y"):
-        Pipeline(Options())
-
-
-@pytest.mark.parametrize("name, declared, word", [("nodot", {}, "family.name"), ("a.b", {"stage": "late"}, "captured, joint, cut, partitioned"), ("a.b", {"level": 7}, "0, 1, 2"), ("fusion.rope", {}, "registered already")])
+@pytest.mark.parametrize("name, declared, word", [("nodot", {}, "family.name"), ("a.b", {"stage": "late"}, "captured, joint, partition, partitioned"), ("a.b", {"level": 7}, "0, 1, 2"), ("fusion.rope", {}, "registered already")])
 def test_bad_declarations(name, declared, word):
     with pytest.raises(passes.PassError, match=word):
         passes.register(name, **{"stage": "captured", **declared})(nothing)
@@ -182,7 +194,7 @@ def test_exact_passes_are_held_to_the_bit(register):
 
 
 def test_check_passes_what_is_right():
-    from models import Llama, tokens
+    from tests.models import Llama, tokens
 
     report = explain(Llama().bfloat16(), *tokens(), check="each")
     assert all("worst relative error" in run.check for run in report.graphs[0].runs if not run.report.name.startswith("recompute."))
@@ -258,7 +270,7 @@ def test_strict_fails_again_and_again(register, tmp_path, monkeypatch):
 
 
 def test_strict_says_what_the_pass_noted(register):
-    register("mine.twice", lambda gm, context: passes.PassReport("mine.twice").because("nothing is added here"))
+    register("mine.twice", lambda gm, context: passes.PassReport("mine.twice").note_reason("nothing is added here"))
     with pytest.raises(Exception, match="rewrote nothing in graph [0-9]+: nothing is added here"):
         trained(torch.sin)
 
@@ -275,7 +287,7 @@ def test_naming_a_pass_that_is_on_does_not_turn_it_off():
     assert explain(model, torch.randn(4, 8), codegen="inductor", enable=["recompute.pointwise"], strict=True).counts["recompute.pointwise"] > 0
 
 
-# ---------------------------------------------------------------- contracts of stage "cut", and of regions
+# ---------------------------------------------------------------- contracts of stage "partition", and of regions
 
 
 def changes_the_graph(gm, context):
@@ -292,11 +304,11 @@ def saves_what_is_not_there(gm, context):
 
 @pytest.mark.parametrize("run, word", [
     (lambda gm, context: None, "returned NoneType, not a PassReport"),
-    (changes_the_graph, 'of stage "cut" changed the graph'),
+    (changes_the_graph, 'of stage "partition" changed the graph'),
     (saves_what_is_not_there, "saves what the joint graph does not have: nowhere"),
 ])  # fmt: skip
 def test_a_cut_that_breaks_its_contract_is_named(register, run, word):
-    register("a.cut", run, stage="cut")
+    register("a.cut", run, stage="partition")
     with pytest.raises(Exception, match=word) as error:
         trained(lambda x: (x + x).sin(), enable=[], strict=False)
     assert '"a.cut"' in str(error.value)
@@ -328,8 +340,8 @@ def test_the_example_in_the_docs_rewrites():
         passes.unregister("mine.log1p")
 
 
-@pytest.mark.parametrize("declared, word", [({"requires": "abc"}, "requires 'abc'; it takes a tuple"), ({"after": (1,)}, r"after \(1,\)")])
-def test_capabilities_are_tuples_of_names(declared, word):
+@pytest.mark.parametrize("declared, word", [({"before": 1}, "before 1; it takes names"), ({"after": (1,)}, r"after \(1,\)")])
+def test_places_are_names_of_passes(declared, word):
     with pytest.raises(passes.PassError, match=word):
         passes.register("a.b", stage="captured", **declared)
 

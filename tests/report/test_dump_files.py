@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import dump
-from mindspeed_fx.report.explain import Report
 from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun
 
 
@@ -20,7 +20,7 @@ def new_process(monkeypatch):
 
     def begin(ranks=1):
         monkeypatch.setattr(dump, "_begun", set())
-        monkeypatch.setattr(dump.compat, "world_size", lambda: ranks)
+        monkeypatch.setattr(dump.distributed, "world_size", lambda: ranks)
 
     begin()
     return begin

@@ -1,6 +1,6 @@
 """Every loss and reduction of loss_cases.py under every named plan against one device, as a table.
 
-    python tests/sharding/divided_losses.py [--write docs/divided_losses.md] [--plan zero2] [--jobs 2] [pattern ...]
+    python -m tests.sharding.divided_losses [--write docs/divided_losses.md] [--plan zero2] [--jobs 2] [pattern ...]
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import multiprocessing
 import warnings
 
 import torch
-from loss_cases import CASES, PLANS, error
 
-from mindspeed_fx.passes.sharding.plan import ShardingError
+from mindspeed_fx.sharding.plan import ShardingError
+from tests.sharding.loss_cases import CASES, PLANS, error
 
 GROUP = 8
 """Cases that are run as one model."""
@@ -57,7 +57,7 @@ def markdown(table: dict[str, list[str]], plans: list[str]) -> str:
     lines = [
         "# Losses and reductions under every plan",
         "",
-        f"Written by `python tests/sharding/divided_losses.py --write docs/divided_losses.md` on {datetime.date.today()}: torch {torch.__version__}.",
+        f"Written by `python -m tests.sharding.divided_losses --write docs/divided_losses.md` on {datetime.date.today()}: torch {torch.__version__}.",
         "",
         "Results and every gradient of a small model, all ranks in one process, float64, against one device: *equal* and the largest difference relative to the",
         "largest element, *refused* by name, or *wrong*. " + ", ".join(f"{words.count(w)} {w}" for w in ("equal", "refused", "wrong", "failed")) + ".",

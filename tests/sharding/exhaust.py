@@ -11,7 +11,8 @@ from typing import Any, Sequence
 
 import torch
 
-from mindspeed_fx.kernels.sharding import PARTIAL, REPLICATED, Even, is_even, ways
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even, is_even
+from mindspeed_fx.kernels.sharding import ways
 
 
 def parts(x: torch.Tensor, placement: Any, ranks: int) -> list[torch.Tensor] | None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-
-import mindspeed_fx  # noqa: E402
-from llama import Llama  # noqa: E402
-from mindspeed_fx.passes.sharding import inputs as inputs_module  # noqa: E402
-from mindspeed_fx.passes.sharding.plan import ShardingError  # noqa: E402
+import mindspeed_fx
+from mindspeed_fx.sharding import inputs as inputs_module
+from mindspeed_fx.sharding.plan import ShardingError
+from tests.sharding.llama import Llama
 
 RANKS = 2
 OPTIONS = {"codegen": "eager", "level": 1}

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models import RMSNorm, rotate
+from tests.models import RMSNorm, rotate
 
 
 class Attention(nn.Module):

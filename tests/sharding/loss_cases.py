@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
 
 ROWS, SEQ, WIDTH, CLASSES = 4, 8, 8, 16
 PLANS = {

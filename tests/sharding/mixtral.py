@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llama import MLP, Llama
+from tests.sharding.llama import MLP, Llama
 
 
 class Experts(nn.Module):

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import warnings
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 RANKS = 4
 PLANS = {
@@ -128,9 +124,8 @@ CLIPPED = {
 
 
 def worker(rank, store, out, plans):
-    from llama import Llama
-
     import mindspeed_fx
+    from tests.sharding.llama import Llama
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 import mindspeed_fx
-from mindspeed_fx import compat_sharding
-from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.compat import dtensor
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 
 ROWS = Plan("rows", ("dp",), inputs={"*": {"dp": "S(0)"}})
 POSITIONS = Plan("positions", ("cp",), inputs={"*": {"cp": "S(1)"}})
@@ -103,12 +103,12 @@ def test_tokens_that_two_dimensions_divide(plan):
 def test_every_redistribution_of_strided_shards(every):
     """Of 16 rows flattened from [4, 4], on a mesh of 2 by 2: what a rank has after it is what it has when all is divided from the whole."""
     rows = torch.arange(64.0).view(16, 4)
-    compat_sharding.redistribute_strided_shards_in_order()
-    with compat_sharding.all_ranks({"a": 2, "b": 2}) as mesh:
-        flat = DTensor.from_local(compat_sharding.on_every_rank(rows.view(4, 4, 4)), mesh, [Replicate()] * 2, run_check=False)
+    dtensor.redistribute_strided_shards_in_order()
+    with dtensor.all_ranks({"a": 2, "b": 2}) as mesh:
+        flat = DTensor.from_local(dtensor.on_every_rank(rows.view(4, 4, 4)), mesh, [Replicate()] * 2, run_check=False)
         placements = itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), repeat=2)
         ways = [flat.redistribute(placements=p).view(16, 4) for p in placements]
-        assert any(sum(map(compat_sharding.is_strided, x.placements)) == 2 for x in ways)
+        assert any(sum(map(dtensor.is_strided, x.placements)) == 2 for x in ways)
         for given, wanted in list(itertools.product(ways, ways))[::every]:
             x = given.redistribute(placements=wanted.placements)
             expected = wanted.to_local()._local_tensors
@@ -138,7 +138,7 @@ def test_a_graph_that_breaks_is_refused_by_what_needs_one_graph():
 
 
 def test_a_gradient_that_cannot_be_divided_names_module_and_line(monkeypatch):
-    from mindspeed_fx.passes.sharding import program
+    from mindspeed_fx.sharding.spmd import program
 
     class Failing(torch.autograd.Function):
         forward = staticmethod(lambda ctx, x: x.sin())

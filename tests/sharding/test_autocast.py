@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama import Llama
-from mindspeed_fx.passes.sharding.program import check_dtype
-from mindspeed_fx.passes.sharding.plan import ShardingError
-from mindspeed_fx.passes.sharding.simulate import simulate
-from mixtral import Mixtral
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.spmd.program import check_dtype
+from tests.sharding.llama import Llama
+from tests.sharding.mixtral import Mixtral
 
 PLANS = [
     ("tp", {"tp": 2}),

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mindspeed_fx  # noqa: F401  registers the operators
-from mindspeed_fx.passes.sharding.dispatch import _gathers
-from mindspeed_fx.passes.sharding.named import named
-from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.spmd.token_dispatch import _gathers
 
 ops = torch.ops.mindspeed
 EXPERTS, CHOSEN, HIDDEN, WIDE = 4, 2, 6, 4
@@ -95,7 +95,7 @@ def test_more_than_the_capacity_is_an_error():
 
 def test_weights_gathered_by_expert():
     """Rows go back to the order of tokens between the two products, so that each has an exchange of its own."""
-    from test_experts import Mixture as Gathered
+    from tests.sharding.test_experts import Mixture as Gathered
 
     result = checked(Gathered(), {"ep": 2}, "ep_alltoall")
     assert result.forward["all_to_all_single"] == 6
@@ -159,7 +159,7 @@ def test_runs_of_rows_go_there_and_back(lengths, chance, room):
     ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp"), ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp_sp"),
 ])  # fmt: skip
 def test_hugging_face(kind, implementation, mesh, plan):
-    from test_experts import checked, hugging_face
+    from tests.sharding.test_experts import checked, hugging_face
 
     result = checked(hugging_face(kind, implementation), mesh, plan, torch.randint(0, 32, (4, 8)))
     if implementation == "grouped_mm":

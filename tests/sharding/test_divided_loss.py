@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama import Llama
 from mindspeed_fx.kernels import linear_logsumexp
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
+from tests.sharding.llama import Llama
 
 OPTIONS = {"codegen": "eager", "strict": True, "enable": ["fusion.linear_cross_entropy"]}
 ops = torch.ops.mindspeed

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_fx.passes.sharding.named import named
-from mindspeed_fx.passes.sharding.plan import ShardingError
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.presets import named
 
 SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=32, max_position_embeddings=64, num_experts_per_tok=2)
 

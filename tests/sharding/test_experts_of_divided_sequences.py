@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mindspeed_fx  # noqa: F401  registers the operators
-from mindspeed_fx.passes.sharding.simulate import simulate
-from test_experts import SMALL, Loss, checked
+from mindspeed_fx.planning.simulate import simulate
+from tests.sharding.test_experts import SMALL, Loss, checked
 
 ops = torch.ops.mindspeed
 WIDTH, EXPERTS, CHOSEN = 8, 4, 2

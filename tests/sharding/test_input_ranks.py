@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.multiprocessing as mp
 
-import input_ranks
+from tests.sharding import input_ranks
 
 
 @pytest.mark.parametrize("scenarios", [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama import Llama
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
+from tests.sharding.llama import Llama
 
 PLANS = [
     ("zero1", {"dp": 2}),

@@ -1,6 +1,6 @@
 """Losses and reductions over a divided batch, sequence or vocabulary: values and every gradient of one device, in float64.
 
-The whole table is ``python tests/sharding/divided_losses.py --write docs/divided_losses.md``.
+The whole table is ``python -m tests.sharding.divided_losses --write docs/divided_losses.md``.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from divided_losses import TOLERANCE, cells
-from loss_cases import CASES, PLANS, Small, batch, error
 
-from mindspeed_fx.passes.sharding import aten_rules
-from mindspeed_fx.passes.sharding.plan import ShardingError
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.spmd import aten_rules
+from tests.sharding.divided_losses import TOLERANCE, cells
+from tests.sharding.loss_cases import CASES, PLANS, Small, batch, error
 
 WRONG_BEFORE = [
     "mse_loss, mean", "huber_loss, mean", "nll_loss weight, mean", "cross_entropy weight, mean", "cross_entropy + mse_loss", "batch_norm training",
@@ -31,7 +31,7 @@ def test_what_was_wrong(plan):
 
 def test_a_gradient_that_is_off_is_seen(monkeypatch):
     """The comparison fails where DTensor runs the loss."""
-    from mindspeed_fx.passes.sharding import program
+    from mindspeed_fx.sharding.spmd import program
 
     monkeypatch.delitem(program.HANDLERS, torch.ops.aten.mse_loss.default)
     monkeypatch.setattr(aten_rules, "TRUSTED", aten_rules.TRUSTED | {"mse_loss"})

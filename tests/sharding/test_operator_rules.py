@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 
-from exhaust import missing_ways, wrong_ways
+from mindspeed_fx.compat.placements import Even, is_even
 from mindspeed_fx.kernels import REGISTRY
-from mindspeed_fx.kernels.sharding import Even, is_even, register_sharding_rules, ways
-from operator_cases import calls
+from mindspeed_fx.kernels.sharding import register_sharding_rules, ways
+from tests.sharding.exhaust import missing_ways, wrong_ways
+from tests.sharding.operator_cases import calls
 
 EVEN, UNEVEN, ONE_KEY_HEAD, OWN_KEYS = (4, 4, 4, 2, 4, 4), (3, 5, 6, 3, 4, 6), (2, 3, 4, 1, 4, 6), (4, 4, 3, 3, 4, 4)
 
@@ -77,7 +78,7 @@ def test_dtensor_takes_every_way_without_a_collective(ranks):
     from torch.distributed.tensor import distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from mindspeed_fx.compat_sharding import placement
+    from mindspeed_fx.compat.dtensor import placement
 
     register_sharding_rules()
     given = list(calls(*EVEN))
@@ -136,5 +137,5 @@ def test_flags_are_part_of_the_rules_key(ranks):
 
 
 def test_rules_are_registered_only_when_sharding():
-    code = "import sys, mindspeed_fx; before = 'torch.distributed.tensor' in sys.modules; import mindspeed_fx.passes; sys.exit(before or 'mindspeed_fx.compat_sharding' in sys.modules)"
+    code = "import sys, mindspeed_fx; before = 'torch.distributed.tensor' in sys.modules; import mindspeed_fx.passes; sys.exit(before or 'mindspeed_fx.compat.dtensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

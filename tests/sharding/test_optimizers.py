@@ -7,9 +7,8 @@ import json
 import pytest
 import torch.multiprocessing as mp
 
-import optimizer_ranks
-from mindspeed_fx.passes.sharding.optimizers import REFUSED, REFUSED_FUSED
-
+from mindspeed_fx.sharding.optimizers import REFUSED, REFUSED_FUSED
+from tests.sharding import optimizer_ranks
 
 pytestmark = pytest.mark.slow  # four processes
 TWO_DIMENSIONS = ["tp_2d"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +14,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import mindspeed_fx
-from llama import Llama
-from mindspeed_fx.passes.sharding.pipeline import stages
-from mindspeed_fx.passes.sharding.plan import ShardingError
+from mindspeed_fx.planning.pipeline_stage import stages
+from mindspeed_fx.sharding.plan import ShardingError
+from tests.sharding.llama import Llama
 
-HERE = Path(__file__).parent
 EAGER = {"codegen": "eager"}
 
 
@@ -147,12 +144,11 @@ def test_a_stage_says_what_it_misses():
 
 
 def worker(rank, store, sizes, plan, kind):
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed import pipelining
+    from torch.distributed.device_mesh import init_device_mesh
 
-    from test_search import large
+    from tests.sharding.test_search import large
 
     torch.set_num_threads(1)
     world = 2 * len(sizes)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llama import Llama
-from mindspeed_fx.passes.sharding.named import NAMED, named
-from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError
-from test_experts import Mixture
+from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.sharding.presets import NAMED, named
+from tests.sharding.llama import Llama
+from tests.sharding.test_experts import Mixture
 
 PLAN = Plan(
     "mine", ("dp", "tp"), {"layers.*.q.weight": {"tp": "S(0)"}}, {"ids": {"dp": "S(0)"}}, {"layers.*.q": Boundary(input={"tp": "R"})},

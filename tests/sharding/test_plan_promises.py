@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx
-from llama import Llama
-from mindspeed_fx.passes.sharding.named import named
-from mindspeed_fx.passes.sharding.plan import Plan, ShardingError
-from mindspeed_fx.passes.sharding.search.layouts import MOST, microbatches
+from mindspeed_fx.planning.search.layouts import MOST, microbatches
 from mindspeed_fx.report import recorder
+from mindspeed_fx.sharding.plan import Plan, ShardingError
+from mindspeed_fx.sharding.presets import named
+from tests.sharding.llama import Llama
 
 
 def small(**more):
@@ -223,8 +223,8 @@ def test_odd_batches_are_planned_and_what_is_found_is_told(rows, tmp_path):
 
 def test_a_plan_that_fits_by_recomputation_says_so():
     pytest.importorskip("scipy")
-    from mindspeed_fx.passes.sharding.search.found import SearchedPlan
-    from mindspeed_fx.passes.sharding.search.search import search
+    from mindspeed_fx.planning.search.branch_and_bound import search
+    from mindspeed_fx.planning.search.searched_plan import SearchedPlan
 
     free = mindspeed_fx.plan(*wide(1), mesh={"tp": 8}, hardware="ascend910b2")
     known, fixed = free.searched, {"pp": 1, "dp": 1, "cp": 1, "ep": 1, "tp": 8}
@@ -290,7 +290,7 @@ def deepseek(rows, seq, **sizes):
 def test_every_large_value_of_deepseek_is_divided_with_the_batch():
     """Latent attention splits and rotates by pieces, and the router scatters: what no rule knew was counted whole on every rank."""
     pytest.importorskip("scipy")
-    from mindspeed_fx.passes.sharding.search.trace import trace
+    from mindspeed_fx.planning.search.model_graph import trace
 
     rows, seq = 6, 10
     model, args = deepseek(

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import mindspeed_fx  # noqa: F401  registers the operators
 from mindspeed_fx.cost.ring import ring_seconds
-from llama import Llama
-from mindspeed_fx.passes.sharding.named import QKV, named
-from mindspeed_fx.passes.sharding.plan import Boundary, Plan, ShardingError
-from mindspeed_fx.passes.sharding.ring import Ring
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.sharding.presets import QKV, named
+from mindspeed_fx.sharding.spmd.ring import Ring
+from tests.sharding.llama import Llama
 
 ops = torch.ops.mindspeed
 CONTEXT = {"cp": "S(2)"}

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mindspeed_fx  # noqa: F401  registers the operators
-from mindspeed_fx import compat_sharding
+from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import find
 from mindspeed_fx.kernels.sharding import register_sharding_rules
-from mindspeed_fx.passes.sharding import rows
-from mindspeed_fx.passes.sharding.plan import ShardingError
+from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.spmd import operators
 
 ops = torch.ops.mindspeed
 SEQ = 16
@@ -123,7 +123,7 @@ def in_parts(kernel: str, plan: str, form: Form, inputs: list[torch.Tensor], mas
     """Result and gradients of ``inputs`` (q, k, v, and sinks), whole, and the operators that the kernel ran."""
     sizes, placed, inner = MESHES[plan]
     register_sharding_rules()
-    with Runs(kernel) as runs, compat_sharding.all_ranks(sizes) as mesh:
+    with Runs(kernel) as runs, dtensor.all_ranks(sizes) as mesh:
         whole = [Replicate()] * len(placed)
 
         def divided(x: torch.Tensor, placements: list) -> torch.Tensor:
@@ -132,9 +132,9 @@ def in_parts(kernel: str, plan: str, form: Form, inputs: list[torch.Tensor], mas
         given = [divided(x, placed if x.dim() == 4 else whole).requires_grad_() for x in inputs]
         mask = None if mask is None else divided(mask, whole)
         if form.mask == "documents":
-            out = rows.varlen_attention(*given[:3], mask, None, form.causal, form.scale, form.window, inner=inner)[0]
+            out = operators.varlen_attention(*given[:3], mask, None, form.causal, form.scale, form.window, inner=inner)[0]
         else:
-            out = rows.attention(*given[:3], mask, form.causal, form.scale, form.window, form.softcap, given[3] if sinks else None, inner=inner)[0]
+            out = operators.attention(*given[:3], mask, form.causal, form.scale, form.window, form.softcap, given[3] if sinks else None, inner=inner)[0]
         gradients = torch.autograd.grad((out * out).sum(), given)
         return [x.full_tensor().reconcile() for x in (out, *gradients)], runs.served
 
@@ -180,8 +180,8 @@ def test_every_form_by_every_kernel(kernel, dtype, plan, name):
 def test_a_trained_bias_is_refused():
     q = torch.randn(2, 4, SEQ, 4)
     register_sharding_rules()
-    with compat_sharding.all_ranks({"cp": 2}) as mesh:
+    with dtensor.all_ranks({"cp": 2}) as mesh:
         given = [distribute_tensor(q, mesh, [Shard(2)], src_data_rank=None) for _ in "qkv"]
         bias = distribute_tensor(torch.randn(1, 4, SEQ, SEQ), mesh, [Replicate()], src_data_rank=None).requires_grad_()
         with pytest.raises(ShardingError, match="gives an additive mask no gradient; divide heads or the batch"):
-            rows.attention(*given, bias, False, 0.5)
+            operators.attention(*given, bias, False, 0.5)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_fx.passes.sharding import blocks, ring
-from mindspeed_fx.passes.sharding.named import ATTENTION as OPERATORS
-from mindspeed_fx.passes.sharding.plan import Boundary, Plan
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import Boundary, Plan
+from mindspeed_fx.sharding.presets import ATTENTION as OPERATORS
+from mindspeed_fx.sharding.spmd import block_schedule, ring
 
 ops = torch.ops.mindspeed
 CP = {"cp": "S(2)"}
@@ -103,9 +103,9 @@ def several(*case):
 ])  # fmt: skip
 def test_equals_one_device(attend, ranks, overhead, computed, monkeypatch):
     """And what a window, or a mask that is known while compiling, empties is not computed: ``computed`` pairs of blocks."""
-    monkeypatch.setattr(blocks, "OVERHEAD", overhead)
+    monkeypatch.setattr(block_schedule, "OVERHEAD", overhead)
     made = []
-    monkeypatch.setattr(ring, "best", lambda *args: made.append(blocks.best(*args)) or made[-1])
+    monkeypatch.setattr(ring, "best", lambda *args: made.append(block_schedule.best(*args)) or made[-1])
     compared(attend, {"cp": ranks}, plan())
     assert [sum(m.work) for m in made] == ([] if computed is None else [computed])
 
@@ -136,7 +136,7 @@ def test_random_documents_are_balanced(ranks, length, mean):
         document = packed(length, mean, seed)
         first, last = document[::rows], document[rows - 1 :: rows]
         fine = tuple(tuple(j <= i and last[j] >= first[i] for j in range(ranks * 16)) for i in range(ranks * 16))
-        assert blocks.best(fine, ranks, rows).imbalance <= 1.05
+        assert block_schedule.best(fine, ranks, rows).imbalance <= 1.05
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,7 +145,7 @@ def test_schedule(ranks, per_rank, seed, share):
     """Every pair once, from a block that is there; as many pairs, sends and receipts on every rank."""
     draw, n = random.Random(seed), ranks * per_rank
     need = tuple(tuple(draw.random() < share for _ in range(n)) for _ in range(n))
-    made = blocks.scheduled(need, ranks)
+    made = block_schedule.scheduled(need, ranks)
     assert sorted(q for own in made.queries for q in own) == list(range(n)) and {len(own) for own in made.queries} == {per_rank}
     done = []
     for stage in made.stages:

@@ -12,22 +12,22 @@ from torch import nn
 
 pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
 
-import mindspeed_fx  # noqa: E402
-from llama import Llama  # noqa: E402
-from mixtral import Mixtral  # noqa: E402
-from mindspeed_fx.cost.hardware import hardware  # noqa: E402
-from mindspeed_fx.passes.sharding.named import named  # noqa: E402
-from mindspeed_fx.passes.sharding.plan import Plan, ShardingError  # noqa: E402
-from mindspeed_fx.passes.sharding.search import highs  # noqa: E402
-from mindspeed_fx.passes.sharding.search.axes import Axes  # noqa: E402
-from mindspeed_fx.passes.sharding.search.layouts import Layout, meshes  # noqa: E402
-from mindspeed_fx.passes.sharding.search.price import Prices  # noqa: E402
-from mindspeed_fx.passes.sharding.search.repeat import repetition  # noqa: E402
-from mindspeed_fx.passes.sharding.search.rivals import following  # noqa: E402
-from mindspeed_fx.passes.sharding.search.search import search  # noqa: E402
-from mindspeed_fx.passes.sharding.search.solve import Program, Unsayable  # noqa: E402
-from mindspeed_fx.passes.sharding.search.trace import trace  # noqa: E402
-from mindspeed_fx.passes.sharding.simulate import simulate  # noqa: E402
+import mindspeed_fx
+from mindspeed_fx.cost.hardware import hardware
+from mindspeed_fx.planning.search import highs
+from mindspeed_fx.planning.search.axes import Axes
+from mindspeed_fx.planning.search.branch_and_bound import search
+from mindspeed_fx.planning.search.constraints import following
+from mindspeed_fx.planning.search.costs import Prices
+from mindspeed_fx.planning.search.layer_dedup import repetition
+from mindspeed_fx.planning.search.layouts import Layout, meshes
+from mindspeed_fx.planning.search.model_graph import trace
+from mindspeed_fx.planning.search.solve import Program, Unsayable
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import Plan, ShardingError
+from mindspeed_fx.sharding.presets import named
+from tests.sharding.llama import Llama
+from tests.sharding.mixtral import Mixtral
 
 GiB = 2**30
 HW = hardware("ascend910b2")
@@ -353,20 +353,16 @@ def test_wrong_words(given, says):
 
 
 SCRIPT = """
-import sys
-sys.path[:0] = {path!r}
-from test_search import large
+from tests.sharding.test_search import large
 def step():
     return large(layers=4, batch=2)
 """
 
 
 def test_command(tmp_path, capsys):
-    import sys
-
     from mindspeed_fx.cli import main
 
-    (tmp_path / "model.py").write_text(SCRIPT.format(path=sys.path))
+    (tmp_path / "model.py").write_text(SCRIPT)
     assert main(["plan", f"{tmp_path}/model.py:step", "--mesh", "dp=2,tp=2", "--save", f"{tmp_path}/plan.yaml", "--html", f"{tmp_path}/plan.html", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     best = made["plans"][0]

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from llama import Llama
-from mindspeed_fx.passes.sharding.plan import ShardingError
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import ShardingError
+from tests.sharding.llama import Llama
 
 LAYERS, NORMS, PARAMETERS = 2, 5, 21
 
@@ -112,7 +112,7 @@ def test_error_names_module_and_line():
 
 def test_dropout_draws_what_one_device_draws():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).double()
-    from mindspeed_fx.passes.sharding.plan import Plan
+    from mindspeed_fx.sharding.plan import Plan
 
     x = torch.randn(4, 8, dtype=torch.float64)
     torch.manual_seed(3)

@@ -12,22 +12,22 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from mindspeed_fx import compat_sharding
-from mindspeed_fx.passes.sharding.redistribute import _redistributed, reshape
+from mindspeed_fx.compat import dtensor
+from mindspeed_fx.sharding.spmd.redistribute import _redistributed, reshape
 
 R = Replicate()
 
 
 @pytest.fixture(autouse=True)
 def in_order():
-    compat_sharding.count_strided_shards_for_real()
-    compat_sharding.redistribute_strided_shards_in_order()
+    dtensor.count_strided_shards_for_real()
+    dtensor.redistribute_strided_shards_in_order()
 
 
 def part(x: torch.Tensor, sizes: list[int], placements: list, coordinates: tuple[int, ...]) -> torch.Tensor:
     for n, p, at in zip(sizes, placements, coordinates):
-        if compat_sharding.is_divided(p):
-            pieces = p.split_factor if compat_sharding.is_strided(p) else 1
+        if dtensor.is_divided(p):
+            pieces = p.split_factor if dtensor.is_strided(p) else 1
             x = torch.cat([piece.chunk(n, p.dim)[at] for piece in x.chunk(pieces, p.dim)], p.dim)
     return x
 
@@ -48,10 +48,10 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
     strided = _StridedShard(0, split_factor=pieces)
     kinds = list(itertools.product((R, Shard(0), strided, Shard(1)), repeat=len(sizes)))
     pairs = [(s, t) for s in (*kinds, (Partial(), *[strided] * (len(sizes) - 1))) for t in kinds if strided in (*s, *t) and s != t]
-    with compat_sharding.all_ranks(names) as mesh:
+    with dtensor.all_ranks(names) as mesh:
         for source, target in pairs[::every]:
             held = [R if p.is_partial() else p for p in source]
-            x = compat_sharding.on_every_rank(whole)
+            x = dtensor.on_every_rank(whole)
             x._local_tensors.update({rank: part(whole, sizes, held, at).contiguous() for rank, at in enumerate(itertools.product(*map(range, sizes)))})
             x = type(x)(x._local_tensors)
             made = torch.distributed.tensor.DTensor.from_local(x, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride())
@@ -77,7 +77,7 @@ def test_redistribute(sizes, pieces, every):
 def test_tokens_of_sequences_and_back(sizes, placements, batch):
     """And the gradients of both views."""
     x, weight = torch.randn(batch, 12, 4, dtype=torch.float64), torch.randn(batch, 12, 2, 2, dtype=torch.float64)
-    with compat_sharding.all_ranks(dict(zip("abc", sizes))) as mesh:
+    with dtensor.all_ranks(dict(zip("abc", sizes))) as mesh:
         given = distribute_tensor(x, mesh, placements, src_data_rank=None).requires_grad_()
         tokens = reshape(given, [-1, 4])
         check(tokens, x.view(-1, 4), sizes)

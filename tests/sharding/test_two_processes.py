@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.multiprocessing as mp
 
-HERE = Path(__file__).parent
-
 
 def worker(rank, store, scenarios):
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
     import torch
     import torch.distributed as dist
 
-    import two_ranks
+    from tests.sharding import two_ranks
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, two_ranks.RANKS), rank=rank, world_size=two_ranks.RANKS)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx
-from llama import Llama
-from mindspeed_fx.passes.sharding.backwards import grown
-from mindspeed_fx.passes.sharding.origin import Layout
-from mindspeed_fx.passes.sharding.plan import Boundary, Plan
 from mindspeed_fx.passes.sharding.verify import forward_of
+from mindspeed_fx.sharding.audit.gather_layout import Layout
+from mindspeed_fx.sharding.audit.replicated_backward import grown
+from mindspeed_fx.sharding.plan import Boundary, Plan
+from tests.sharding.llama import Llama
 
 LAYERS, BATCH, SEQ, HIDDEN, HEADS, KV, FFN, VOCAB = 2, 4, 16, 32, 4, 4, 64, 64
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mindspeed_fx.passes.sharding.simulate import simulate
+from mindspeed_fx.planning.simulate import simulate
 
 
 class Filled(nn.Module):

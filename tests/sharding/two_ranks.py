@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import mindspeed_fx
-from llama import Llama
-from mindspeed_fx.passes.sharding.named import named
+from mindspeed_fx.sharding.presets import named
+from tests.sharding.llama import Llama
 
 RANKS = 2
 
@@ -66,7 +66,7 @@ def plans():
 
 def searched():
     """Plans that the search found for large models of the same modules."""
-    from test_search import large
+    from tests.sharding.test_search import large
 
     for dim in ("tp", "dp", "cp"):
         found = mindspeed_fx.plan(*large(layers=4, batch=2), mesh={dim: RANKS}, hardware="ascend910b2")
@@ -131,7 +131,7 @@ def masks_in_generated_code():
 
 def experts(codegen="eager"):
     """Mixtral with experts on both ranks, compiled."""
-    from test_experts import hugging_face
+    from tests.sharding.test_experts import hugging_face
 
     reference = hugging_face("Mixtral", "batched_mm")
     ids = torch.arange(32).view(4, 8) * 7 % 32
@@ -152,7 +152,7 @@ def experts_in_generated_code():
 
 def travelling(codegen="eager", capacity=None):
     """Tokens that travel to their experts, compiled, by counts or in fixed splits; two steps, with tokens for one rank's experts alone in the second."""
-    from test_dispatch import Mixture
+    from tests.sharding.test_dispatch import Mixture
 
     torch.manual_seed(0)
     reference = Mixture()
@@ -169,11 +169,11 @@ def travelling(codegen="eager", capacity=None):
 
 def travelling_is_verified():
     """No collective beyond what the plan needs, and nothing computed whole, the gradient of the mean at the end included."""
-    from test_dispatch import Mixture
+    from tests.sharding.test_dispatch import Mixture
 
     report = mindspeed_fx.explain(compiled(Mixture(), "ep", "ep_alltoall")[0], torch.arange(24).view(4, 6), options={"codegen": "eager"})
     assert [(s.operator, s.reason) for s in report.skipped("sharding.verify")] == []
-    assert [s.operator for s in report.sites("sharding.dispatch")] == ["tokens travel to experts"]
+    assert [s.operator for s in report.sites("sharding.token_dispatch")] == ["tokens travel to experts"]
 
 
 def travelling_in_generated_code():
@@ -253,6 +253,6 @@ def eagerly():
 def explained():
     """The report lists every edge with module and line, and says that caches are off."""
     report = mindspeed_fx.explain(compiled(whole_model(), "tp", "tp_sp")[0], *batch(), options={"codegen": "eager"})
-    sites = report.sites("sharding.place")
+    sites = report.sites("sharding.constraint")
     assert {s.module for s in sites} >= {"layers.0.attention.q_proj", "layers.0.mlp.down_proj", "head"}
     assert all("llama.py" in s.source for s in sites if s.module.startswith("layers"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch_suites.torch_programs import OPTIONS, assert_same, leaves
+from tests.torch_suites.torch_programs import OPTIONS, assert_same, leaves
 
 import mindspeed_fx
 

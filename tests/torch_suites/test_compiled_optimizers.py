@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn, optim
-from torch_suites.torch_programs import assert_equal
+from tests.torch_suites.torch_programs import assert_equal
 
 KINDS = {
     "sgd": (optim.SGD, {"lr": 0.1}),

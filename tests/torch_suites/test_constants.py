@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch_suites.torch_programs import OPTIONS
+from tests.torch_suites.torch_programs import OPTIONS
 
 import mindspeed_fx
 

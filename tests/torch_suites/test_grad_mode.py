@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch_suites.torch_programs import OPTIONS, assert_same, leaves
+from tests.torch_suites.torch_programs import OPTIONS, assert_same, leaves
 
 
 def leaves_it_off(x):

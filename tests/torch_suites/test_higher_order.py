@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch_suites.torch_programs import OPTIONS, assert_same, leaves
+from tests.torch_suites.torch_programs import OPTIONS, assert_same, leaves
 
 
 def branch(x):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch_suites.torch_programs import OPTIONS
+from tests.torch_suites.torch_programs import OPTIONS
 
 import mindspeed_fx
 
@@ -59,7 +59,7 @@ def test_the_report_says_why():
         report = mindspeed_fx.explain(
             on_an_intermediate, torch.ones(3, requires_grad=True), options={"codegen": "eager"}
         )
-    assert "hooks" in report.skipped("fusion.silu")[0].reason
+    assert "hooks" in report.skipped("canonicalize.silu")[0].reason
 
 
 class Model(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch_suites.torch_programs import Table
+from tests.torch_suites.torch_programs import Table
 
 TABLE = Table()
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch_suites.torch_programs import OPTIONS
+from tests.torch_suites.torch_programs import OPTIONS
 
 import mindspeed_fx
 

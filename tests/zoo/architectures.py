@@ -89,13 +89,13 @@ def _has(config: Any, name: str) -> bool:
 
 def every(sources: dict[str, str]) -> list[str]:
     """All architectures: transformers', Megatron-core's where it is installed, and those of ``sources`` (name -> folder)."""
-    import others
+    from tests.zoo import others
 
     return [*names(), *others.names(sources)]
 
 
 def made(name: str, sources: dict[str, str]) -> tuple[torch.nn.Module, dict[str, Any]]:
     """:func:`build` of an architecture of any source."""
-    import others
+    from tests.zoo import others
 
     return others.build(name, sources) if "/" in name else build(name)

@@ -1,19 +1,17 @@
 """Whether memory plans leave every bit of a training step as it was, dropout included, over the architectures of the zoo.
 
-    python tests/zoo/neutral.py [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
+    python -m tests.zoo.neutral [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
 """
 
 from __future__ import annotations
 
 import argparse
-import pathlib
-import sys
 from typing import Any
 
 import torch
 
+from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import recorder
-from mindspeed_fx.report.explain import Report
 
 PLANS = {"planned": {"memory_budget": "min"}, "recomputed": {"recompute": {"**": "recompute"}}, "moved": {"recompute": {"**": "offload"}, "offload": True, "memory_budget": "1GiB"}}
 """The planner's own, and everything that can be made again, or moved to host memory."""
@@ -59,8 +57,7 @@ def decisions(model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> None:
-    import architectures
-    import table
+    from tests.zoo import architectures, table
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("architectures", nargs="*", help="all by default")
@@ -83,5 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).parent))
     main()

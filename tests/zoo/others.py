@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import titan
-from architectures import Output
+from tests.zoo import titan
+from tests.zoo.architectures import Output
 
 MEGATRON: dict[str, dict[str, Any]] = {
     "gpt": dict(kv_heads=4),
@@ -60,10 +60,8 @@ class _Megatron(torch.nn.Module):
 
 
 def _megatron(**config: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "megatron"))
-    import gpt_models
-
     import mindspeed_fx.megatron
+    from tests.megatron import gpt_models
 
     mindspeed_fx.megatron.apply()
     gpt_models.start()

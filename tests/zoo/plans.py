@@ -1,6 +1,6 @@
 """Hugging Face architectures under plans, every rank in one process: equal to one device, or refused in one clear line.
 
-    python tests/zoo/plans.py --write benchmarks/results/plans.md [ARCHITECTURE ...] [--plans tp ring ...]
+    python -m tests.zoo.plans --write benchmarks/results/plans.md [ARCHITECTURE ...] [--plans tp ring ...]
 
 Models are tiny, have two layers and random weights, and compute in float64 throughout (:func:`in_float64`): norms, softmax and
 losses that are written in float32 would round differently wherever a sum is taken in another order.
@@ -78,8 +78,9 @@ def in_float64(module: types.ModuleType) -> types.ModuleType:
 
 def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A model in training mode whose call gives the loss, and the inputs of one step."""
-    import architectures
     from transformers import AutoConfig
+
+    from tests.zoo import architectures
 
     default = AutoConfig.for_model(name)
     small = {k: v for k, v in architectures.SMALL.items() if architectures._has(default, k) and not isinstance(getattr(type(default), k, None), property)}
@@ -116,7 +117,7 @@ class Loss(torch.nn.Module):
 def cell(name: str, column: str) -> tuple[str, str]:
     """("equal", largest error), ("refused", the line) or ("wrong" or "broken", what happened)."""
     import mindspeed_fx
-    from mindspeed_fx.options import OptionError
+    from mindspeed_fx.errors import OptionError
 
     model, inputs = build(name)
     plan, mesh = PLANS[column]
@@ -225,5 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).parent))
     main()

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sites import CountSites
 
-from mindspeed_fx import compat
 from mindspeed_fx.backend import mindspeed
+from mindspeed_fx.compat import dynamo
+from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import recorder
-from mindspeed_fx.report.explain import Report
+from tests.zoo.sites import CountSites
 
 PASSES = ("fusion.attention", "fusion.rms_norm", "fusion.layer_norm", "fusion.rope", "fusion.swiglu", "fusion.glu", "fusion.cross_entropy")
 ALSO = {"fusion.swiglu": ("fusion.clipped_swiglu",)}
@@ -70,7 +70,7 @@ def check(name: str, model: torch.nn.Module, inputs: dict[str, Any], narrow: boo
         return run
 
     torch.manual_seed(1)  # some routers add noise
-    with recorder.collecting() as graphs, compat.collecting_graph_breaks() as breaks:
+    with recorder.collecting() as graphs, dynamo.collecting_graph_breaks() as breaks:
         compiled = torch.compile(model, backend=backend)(**inputs).loss
         compiled.backward()
         graphs = list(graphs)

@@ -1,6 +1,6 @@
 """Match rate over model architectures: how many of the sites that a model has are fused, and whether it still agrees.
 
-    python tests/zoo/table.py [--write docs/match_rate.md [--update]] [--jobs 2] [--narrow] [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
+    python -m tests.zoo.table [--write docs/match_rate.md [--update]] [--jobs 2] [--narrow] [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
 
 Each architecture runs one training step with random weights, eager and compiled (``codegen="eager"``); sites are counted
 by tests/zoo/sites.py while it runs in eager mode. ``--narrow`` adds a column for bfloat16. ``--update`` keeps the rows of the file that are not run again.
@@ -16,12 +16,12 @@ import multiprocessing
 import pathlib
 import re
 import signal
-import sys
 import warnings
 from typing import Any
 
 import torch
-from step import OPTIONS, PASSES, Row, check, in_bfloat16
+
+from tests.zoo.step import OPTIONS, PASSES, Row, check, in_bfloat16
 
 __all__ = ["OPTIONS", "PASSES", "Row", "check", "in_bfloat16"]
 SECONDS = 300  # per architecture
@@ -40,7 +40,7 @@ def markdown(table: dict[str, str], unbuilt: dict[str, str], failed: dict[str, s
     lines = [
         "# Match rate",
         "",
-        f"Written by `python tests/zoo/table.py --write docs/match_rate.md` on {datetime.date.today()}: torch {torch.__version__}, transformers {transformers.__version__}.",
+        f"Written by `python -m tests.zoo.table --write docs/match_rate.md` on {datetime.date.today()}: torch {torch.__version__}, transformers {transformers.__version__}.",
         "",
         f"Each cell is *fused / sites in the model*, in the graphs as often as they run. {complete} of {len(table)} architectures are fused completely, {captured} more with {' and '.join(f'`torch._dynamo.config.{c}`' for c in CAPTURE)}. *error* is the largest",
         "difference of a loss or gradient, relative to its largest element; models that compute parts of themselves in float32 differ in float32's last places.",
@@ -84,8 +84,7 @@ def _is_complete(row: str) -> bool:
 
 def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS) -> Row | tuple[str, str]:
     """The row of one architecture; ("unbuilt" or "failed", why) without one."""
-    import architectures
-    import others
+    from tests.zoo import architectures, others
 
     quiet()
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {seconds} seconds")))
@@ -146,7 +145,7 @@ def sources_of(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, s
 
 
 def main() -> None:
-    import architectures
+    from tests.zoo import architectures
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("architectures", nargs="*", help="names as transformers spells them, megatron/..., litgpt/... and torchtitan/...; all of every source by default")
@@ -188,5 +187,4 @@ class _Here:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).parent))
     main()

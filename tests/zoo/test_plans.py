@@ -1,14 +1,10 @@
-"""Cells of the table of architectures under plans; ``python tests/zoo/plans.py`` runs them all."""
+"""Cells of the table of architectures under plans; ``python -m tests.zoo.plans`` runs them all."""
 
-import importlib
-import pathlib
-import sys
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs Hugging Face transformers")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-plans = importlib.import_module("plans")
+from tests.zoo import plans
 
 QUICK = [("deepseek_v3", "zero1"), ("opt", "hybrid"), ("gpt2", "kv_allgather")]
 

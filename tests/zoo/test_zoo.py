@@ -1,17 +1,12 @@
-"""A few architectures, chosen for their spellings; ``python tests/zoo/table.py`` runs them all."""
+"""A few architectures, chosen for their spellings; ``python -m tests.zoo.table`` runs them all."""
 
-import importlib
-import pathlib
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="needs Hugging Face transformers")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-sites = importlib.import_module("sites")
-architectures, table, neutral = (importlib.import_module(n) for n in ("architectures", "table", "neutral"))
+from tests.zoo import architectures, neutral, sites, table
 
 QUICK = {
     "gpt_oss": {"fusion.attention": 2, "fusion.rms_norm": 5, "fusion.rope": 4},  # sinks

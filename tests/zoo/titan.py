@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from architectures import Output
+
+from tests.zoo.architectures import Output
 
 COMMON = dict(dim=64, n_layers=2, n_heads=4, vocab_size=128, max_seq_len=32)
 MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {

@@ -9,8 +9,8 @@ import dataclasses
 import time
 from typing import Callable
 
-from mindspeed_fx.cost.hardware import Constant as C
-from mindspeed_fx.cost.hardware import Hardware, Tier
+from mindspeed_fx.cost.device import Constant as C
+from mindspeed_fx.cost.device import Hardware, Tier
 
 GB, GiB, GF = 1e9, 2**30, 1e9
 CORES = "batched products measured on two cores of a virtual server, docs/design.md"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mindspeed_fx.cost.hardware import Constant as C
-from mindspeed_fx.cost.hardware import Hardware, Tier
+from mindspeed_fx.cost.device import Constant as C
+from mindspeed_fx.cost.device import Hardware, Tier
 
 GB, TF = 1e9, 1e12
 AUTOPARALLEL = "AutoParallel (meta-pytorch), constants of its cost model"

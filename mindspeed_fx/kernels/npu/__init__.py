@@ -2,7 +2,7 @@
 
 One file per family. Every limit that torch_npu's documentation states is checked before a call is made and is named, with
 the value that broke it, where the call is not. Where torch_npu is not installed the calls are emulated on CPU
-(:mod:`mindspeed_fx.kernels.npu.emulate`). The kernels of a real device have been traced, never run.
+(:mod:`mindspeed_fx.kernels.npu.emulation.registry`). The kernels of a real device have been traced, never run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import hint
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.kernels.base import Operator
-from mindspeed_fx.kernels.npu import emulate
+from mindspeed_fx.kernels.npu.emulation import registry
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -36,11 +36,11 @@ def missing(needs: tuple[str, ...]) -> str | None:
     """Why these ``npu::`` operators can't be called; None when they can, torch_npu's or ours."""
     if not needs:
         return None
-    if not emulate.present():
+    if not registry.present():
         if importlib.util.find_spec("torch_npu") is not None:
             return "torch_npu is installed but not imported"
-        emulate.define()
-    emulate.repair()
+        registry.define()
+    registry.repair()
     absent = [name for name in needs if not hasattr(torch.ops.npu, name)]
     return f"this torch_npu has no {absent[0]}" if absent else None
 

@@ -5,7 +5,7 @@ What the operator says in its own words becomes the kernel's: an allowed positio
 2048 x 2048 triangle, a window mode 4 with as many keys before as it is wide, and shorter sequences have a mask of their own
 size in mode 0, as the documentation advises. The log-sum-exp replaces the two statistics
 backward: as largest score, with a sum of 1, it gives the same weights, the sinks' share included. The kernel has no soft-cap: such
-attention runs in blocks of rows (:mod:`mindspeed_fx.kernels.attention_blocked`), where it is causal.
+attention runs in blocks of rows (:mod:`mindspeed_fx.kernels.cpu.attention_blocked`), where it is causal.
 
 Taken as read, for the documentation does not say it: a sink counts in ``softmax_sum``.
 """
@@ -17,10 +17,11 @@ import functools
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import hint, statically_known_true
+from mindspeed_fx.compat.fake import hint
+from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
-from mindspeed_fx.kernels.attention_blocked import attention_blocked, attention_blocked_backward
-from mindspeed_fx.kernels.attention_cpu import _blocked_backward_supports, _blocked_supports
+from mindspeed_fx.kernels.cpu.attention import _blocked_backward_supports, _blocked_supports
+from mindspeed_fx.kernels.cpu.attention_blocked import attention_blocked, attention_blocked_backward
 from mindspeed_fx.kernels.npu import first, in_acl_graph, lowering, typed, within
 
 npu = torch.ops.npu

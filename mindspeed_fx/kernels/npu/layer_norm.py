@@ -7,14 +7,12 @@ The latter's backward has no meta kernel in torch_npu, so that it serves the for
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from mindspeed_fx.kernels.add_layer_norm import _plus_sum, add_layer_norm, add_layer_norm_backward
+from mindspeed_fx.kernels.add_layer_norm import _plus_sum, add_layer_norm_backward
 from mindspeed_fx.kernels.layer_norm import layer_norm, layer_norm_backward
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu import first, lowering, typed
 
 npu, aten = torch.ops.npu, torch.ops.aten
-
 
 def _supports(x, weight, bias, *rest):
     return first(typed(x=x), typed((x.dtype,), weight=weight, bias=bias))
@@ -39,20 +37,6 @@ def _layer_norm_backward(grad, x, weight, mean, rstd, need_weight, need_bias):
     beta = gamma if need_bias else None  # only its shape is read
     dx, dweight, dbias = aten.native_layer_norm_backward(grad, x, x.shape[-1:], *statistics, gamma, beta, [True, need_weight, need_bias])
     return dx.contiguous(), dweight if need_weight else x.new_empty(0), dbias.to(rstd.dtype) if need_bias else rstd.new_empty(0)
-
-
-def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (x.new_ones(x.shape[-1]) if weight is None else weight, x.new_zeros(x.shape[-1]) if bias is None else bias)
-
-
-def _supports_sum(x, residual, weight, bias, eps):
-    return first(within("npu_add_layer_norm: dimensions of x", x.dim(), 2, 8), _supports(x, weight, bias))
-
-
-@lowering(add_layer_norm, "npu_add_layer_norm", _supports_sum, ("npu_add_layer_norm",))
-def _add_layer_norm(x, residual, weight, bias, eps):
-    y, mean, rstd, s = npu.npu_add_layer_norm(x, residual, *_parameters(x, weight, bias), eps, True)
-    return y.contiguous(), s.contiguous(), mean, rstd
 
 
 lowering(add_layer_norm_backward, "aten native_layer_norm_backward and addition", lambda grad, grad_sum, *rest: _supports_backward(grad, *rest))(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import hint
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.kernels.npu import dense_order, first, lowering, promoted, typed, within
 from mindspeed_fx.kernels.rope import rope, rope_backward
 

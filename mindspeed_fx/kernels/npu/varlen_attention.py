@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_fx.compat import hint
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.npu import attention as plain
 from mindspeed_fx.kernels.npu import first, in_acl_graph, lowering, typed, within

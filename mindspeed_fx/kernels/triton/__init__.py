@@ -20,7 +20,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import statically_known_true
+from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.kernels.base import Operator, operator
 from mindspeed_fx.kernels.triton.launch import redirected
 
@@ -76,7 +76,7 @@ def missing() -> str | None:
 
 
 STUBBED = "MINDSPEED_FX_STUB"
-"""Set in a process whose torch_npu has stubs for CANN (mindspeed_fx.cross.stub): graphs are made there for another machine."""
+"""Set in a process whose torch_npu has stubs for CANN (mindspeed_fx.ascend.stub): graphs are made there for another machine."""
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def load(name: str) -> Callable[..., Any]:
 
 
 PARTS = {"linear_cross_entropy_chunk": "linear_cross_entropy.chunk", "adamw": "adamw.step"}
-"""Launchers that are no operator's, or that one calls on its way, by the name that :func:`mindspeed_fx.cross.kernels.call` gives them."""
+"""Launchers that are no operator's, or that one calls on its way, by the name that :func:`mindspeed_fx.ascend.kernels.call` gives them."""
 
 
 def refuse(width: Any, **tensors: Tensor | None) -> str | None:

@@ -12,19 +12,21 @@ import math
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.activation import SLOPE
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match, self_gated
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import activations as activations_analysis
+from mindspeed_fx.passes.fusion.emit import activations
 
 NAME, OPERATOR = "fusion.activation", "mindspeed::activation"
 GREATER = (aten.gt.Scalar, aten.gt.Tensor, aten.ge.Scalar, aten.ge.Tensor)
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions", "swiglu"))
+@register(NAME)
 def activation(gm: fx.GraphModule, context: Context) -> PassReport:
     """Squared ReLU and quick GELU become one operator."""
-    report = self_gated.fuse(gm, NAME, OPERATOR, _quick_gelu)
+    report = activations.fuse(gm, NAME, OPERATOR, _quick_gelu)
     for node in calls(gm, aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.where.self, aten.where.ScalarOther):
         found = _squared_relu(node)
         if found is None:
@@ -34,16 +36,16 @@ def activation(gm: fx.GraphModule, context: Context) -> PassReport:
         if reason is None and match.value(x).dtype != match.value(node).dtype:
             reason = f"the input is {match.value(x).dtype} and the result {match.value(node).dtype}"
         if reason is None:
-            reason = match.substitute(gm, node, match.insert(gm, node, torch.ops.mindspeed.activation.default, (x, "squared_relu")))
+            reason = rewrite.substitute(gm, node, rewrite.insert(gm, node, torch.ops.mindspeed.activation.default, (x, "squared_relu")))
         if reason:
             report.skipped.append(skip(OPERATOR, node, reason))
         else:
             report.rewrites.append(site(OPERATOR, node, [node, *inner]))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
-def _quick_gelu(found: self_gated.SelfGated) -> tuple | None:
+def _quick_gelu(found: activations_analysis.SelfGated) -> tuple | None:
     quick = found.kind == "swish" and math.isclose(found.slope, SLOPE, rel_tol=1e-6)
     return (torch.ops.mindspeed.activation.default, ("quick_gelu",), {}) if quick else None
 

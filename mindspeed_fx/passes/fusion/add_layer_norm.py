@@ -10,14 +10,16 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, skip
-from mindspeed_fx.passes.fusion import match, norms
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import norms as norms_analysis
+from mindspeed_fx.passes.fusion.emit import norms
 
 NAME, OPERATOR = "fusion.add_layer_norm", "mindspeed::add_layer_norm"
 
 
-@register(NAME, stage="captured", level=1, after=("layer_norm", "rope"), provides=("add_norm",))
+@register(NAME)
 def add_layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """A residual addition and the LayerNorm of the sum become one operator."""
     report = PassReport(NAME)
@@ -27,7 +29,7 @@ def add_layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
             reason = norms.fuse_sum(gm, report, node, list(node.args[1:3]), OPERATOR, torch.ops.mindspeed.add_layer_norm.default, (0, 2, 3))
             if reason:
                 report.skipped.append(skip(OPERATOR, node, reason))
-        elif reason := norms.widened_sum(total):
+        elif reason := norms_analysis.widened_sum(total):
             report.skipped.append(skip(OPERATOR, node, reason))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report

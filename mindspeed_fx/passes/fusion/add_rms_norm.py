@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, skip
-from mindspeed_fx.passes.fusion import match, norms
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import norms as norms_analysis
+from mindspeed_fx.passes.fusion.emit import norms
 
 NAME, OPERATOR = "fusion.add_rms_norm", "mindspeed::add_rms_norm"
 
 
-@register(NAME, stage="captured", level=1, after=("rms_norm", "rope"), provides=("add_norm",))
+@register(NAME)
 def add_rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """A residual addition and the RMSNorm of the sum become one operator."""
     report = PassReport(NAME)
@@ -29,7 +31,7 @@ def add_rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
                 reason = norms.fuse_sum(gm, report, node, [node.args[1]], OPERATOR, torch.ops.mindspeed.add_rms_norm.default, (0, 2))
             if reason:
                 report.skipped.append(skip(OPERATOR, node, reason))
-        elif reason := norms.widened_sum(total):
+        elif reason := norms_analysis.widened_sum(total):
             report.skipped.append(skip(OPERATOR, node, reason))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report

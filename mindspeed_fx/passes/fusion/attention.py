@@ -21,19 +21,21 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import einsum, heads, match
-from mindspeed_fx.passes.fusion.attention_emit import Emit, emitter
-from mindspeed_fx.passes.fusion.match import aten
-from mindspeed_fx.passes.fusion.scores import Miss, Scores, culprit, with_sinks
-from mindspeed_fx.passes.fusion.softmax import hiding
+from mindspeed_fx.passes.fusion.analysis import kv_heads
+from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss, Scores, culprit, with_sinks
+from mindspeed_fx.passes.fusion.analysis.softmax import hiding
+from mindspeed_fx.passes.fusion.emit import einsum
+from mindspeed_fx.passes.fusion.emit.attention import Emit, emitter
 
 NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
 CONTRACTIONS = (aten.matmul.default, aten.bmm.default, aten.einsum.default, aten.tensordot.default, aten.sum.dim_IntList)
 NOT = (aten.logical_not.default, aten.bitwise_not.default)
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions", "softmax"))
+@register(NAME)
 def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     """Composed attention and scaled_dot_product_attention become one flash operator."""
     report = PassReport(NAME)
@@ -52,7 +54,7 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
         else:
             if root is not None:
                 report.rewrites.append(site(OPERATOR, root, region))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -74,7 +76,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     causal, masks = bool(match.argument(node, "is_causal", False)), []
     if given is not None:
         masks = [("keep" if match.value(given).dtype == torch.bool else "add", given, node)]
-    k, v = (heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
+    k, v = (kv_heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
     if match.value(k).shape[1] != match.value(v).shape[1]:
         k, v = match.argument(node, "key"), match.argument(node, "value")
     return node, emit(gm, node, Scores(q, k, float(scale), masks, [node], causal=causal, drop=node if p else None, p=float(p)), q, k, v)
@@ -109,7 +111,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
 
     def whole(x: fx.Node) -> fx.Node:
         shape = [*lead, *match.value(x).shape[-2:]]
-        return x if list(match.value(x).shape) == shape else match.insert(gm, root, aten.reshape.default, (x, shape))
+        return x if list(match.value(x).shape) == shape else rewrite.insert(gm, root, aten.reshape.default, (x, shape))
 
     scores.region += [node, *after]
     scores.cleared = cleared is not None
@@ -119,10 +121,10 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     product = [torch.broadcast_shapes(*(match.value(x).shape[:-2] for x in pair)) for pair in ((q, k), (weights, v))]
     alone = _shared(list(product[0]), *(list(match.value(x).shape[:-2]) for x in (k, v))) if product[0] == product[1] == match.value(node).shape[:-2] else None
     if alone is not None:
-        k, v = (match.insert(gm, root, aten.reshape.default, (x, [lead[0], alone, *match.value(x).shape[-2:]])) for x in (k, v))
+        k, v = (rewrite.insert(gm, root, aten.reshape.default, (x, [lead[0], alone, *match.value(x).shape[-2:]])) for x in (k, v))
         return root, emit(gm, root, scores, whole(_expanded(gm, root, q, product[0])), k, v)
     q, k, v = (whole(_expanded(gm, root, x, shape)) for x, shape in zip((q, k, v), (product[0], *product)))
-    grouped = [heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
+    grouped = [kv_heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = grouped
     return root, emit(gm, root, scores, q, k, v)
@@ -139,7 +141,7 @@ def _shared(lead: list, k: list, v: list) -> Any:
 def _expanded(gm: fx.GraphModule, before: fx.Node, x: fx.Node, lead: Any) -> fx.Node:
     """``x``, repeated where the product broadcasts it."""
     shape = [*lead, *match.value(x).shape[-2:]]
-    return x if list(match.value(x).shape) == shape else match.insert(gm, before, aten.expand.default, (x, shape))
+    return x if list(match.value(x).shape) == shape else rewrite.insert(gm, before, aten.expand.default, (x, shape))
 
 
 def _drops(kind: str, m: fx.Node, cleared: tuple[str, fx.Node]) -> bool:
@@ -231,4 +233,4 @@ def _from_a_stream(n: fx.Node) -> bool:
 
 
 def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
-    return n.args[0] if match.turned(n) else match.insert(gm, before, aten.transpose.int, (n, -2, -1))
+    return n.args[0] if match.turned(n) else rewrite.insert(gm, before, aten.transpose.int, (n, -2, -1))

@@ -12,15 +12,16 @@ import math
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import gate as gates
-from mindspeed_fx.passes.fusion import algebra, match, norms, self_gated
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import activations, algebra, norms
+from mindspeed_fx.passes.fusion.analysis import gated as gates
 
 NAME, OPERATOR = "fusion.clipped_swiglu", "mindspeed::clipped_swiglu"
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",), provides=("clipped_swiglu",))
+@register(NAME)
 def clipped_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """silu of a clamped gate times a clamped up becomes one operator."""
     report = PassReport(NAME)
@@ -35,20 +36,20 @@ def clipped_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
         reason = _rewrite(gm, report, node, gated, bounds[1], match.uncast(up), float(offset), other)
         if reason:
             report.skipped.append(skip(OPERATOR, node, reason))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
-def _gated(node: fx.Node) -> self_gated.SelfGated | None:
+def _gated(node: fx.Node) -> activations.SelfGated | None:
     """``node`` as x * sigmoid(slope * x) times one more factor."""
-    found = next((f for f in self_gated.readings(node) if _bounds(match.uncast(f.x)) is not None), None)
+    found = next((f for f in activations.readings(node) if _bounds(match.uncast(f.x)) is not None), None)
     if found is None:
         flat = algebra.product(node)
         at = next((i for i, n in enumerate(flat.over) if match.is_call(n, aten.silu.default)), None)
         if at is None:
             return None
         silu = flat.over[at]
-        found = self_gated.SelfGated(match.uncast(silu.args[0]), "swish", 1.0, flat.number, [*flat.over[:at], *flat.over[at + 1 :]], flat.under, [*flat.nodes, silu])
+        found = activations.SelfGated(match.uncast(silu.args[0]), "swish", 1.0, flat.number, [*flat.over[:at], *flat.over[at + 1 :]], flat.under, [*flat.nodes, silu])
     alone = len(found.over) == 1 and not found.under and math.isclose(found.number, 1.0, rel_tol=1e-6)
     return found._replace(x=match.uncast(found.x)) if alone and found.kind == "swish" else None
 
@@ -83,9 +84,9 @@ def _rewrite(gm, report, root, gated, limit, up, offset, other) -> str | None:
         return reason
     source, columns = gates.packed(gate, v), _columns(gate, v)
     x, second = (source or columns, None) if source or columns else (gate, v)
-    new = match.insert(gm, root, torch.ops.mindspeed.clipped_swiglu.default, (x, second, alpha, float(limit), offset, columns is not None and source is None))
+    new = rewrite.insert(gm, root, torch.ops.mindspeed.clipped_swiglu.default, (x, second, alpha, float(limit), offset, columns is not None and source is None))
     report.rewrites.append(site(OPERATOR, root, region))
-    return match.replace(gm, root, new)
+    return rewrite.replace(gm, root, new)
 
 
 def _columns(gate: fx.Node, up: fx.Node) -> fx.Node | None:

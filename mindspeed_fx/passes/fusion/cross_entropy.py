@@ -1,7 +1,7 @@
 """Cross-entropy: ``cross_entropy(logits.float(), target)`` becomes ``mindspeed::cross_entropy``.
 
 Matches ``aten.cross_entropy_loss`` and ``nll_loss(log_softmax(x))``, any reduction, ignore index and label smoothing, and losses written
-out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.likelihood`) or with one-hot targets (:mod:`mindspeed_fx.passes.fusion.targets`). A log-sum-exp of the same logits (a z-loss) is the operator's second result.
+out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.analysis.nll`) or with one-hot targets (:mod:`mindspeed_fx.passes.fusion.analysis.targets`). A log-sum-exp of the same logits (a z-loss) is the operator's second result.
 The widening cast of 16-bit logits moves into the operator, so that no float32 copy of them exists; the reduction stays
 outside as plain sums. Safe because the operator's formula is the definition, computed in float32.
 """
@@ -11,18 +11,20 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.capture.normalize import drop_dead
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.edit import drop_dead
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.likelihood import Likelihood, again, derived, likelihoods
-from mindspeed_fx.passes.fusion.match import aten
-from mindspeed_fx.passes.fusion.targets import MEAN, NONE, SUM, pick_instead
+from mindspeed_fx.passes.fusion.analysis.nll import Likelihood, likelihoods
+from mindspeed_fx.passes.fusion.analysis.targets import MEAN, NONE, SUM
+from mindspeed_fx.passes.fusion.emit.nll import again, derived
+from mindspeed_fx.passes.fusion.emit.targets import pick_instead
 
 NAME, OPERATOR = "fusion.cross_entropy", "mindspeed::cross_entropy"
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions", "softmax"))
+@register(NAME)
 def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     """Cross-entropy of token logits reads them once, in their own type."""
     report = PassReport(NAME)
@@ -41,9 +43,9 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
         reason = _unsupported(node) or match.unsafe(region, [node.args[0] if logits is None else logits, match.argument(node, "target")])
         if reason is None and logits is None:
             given, rank = region[-1].args[0], match.value(node.args[0]).dim()
-            logits = match.insert(gm, node, aten.permute.default, (given, [0, *range(2, rank), 1]))
+            logits = rewrite.insert(gm, node, aten.permute.default, (given, [0, *range(2, rank), 1]))
         if reason is None:
-            reason = match.substitute(gm, node, _insert(gm, node, logits))
+            reason = rewrite.substitute(gm, node, _insert(gm, node, logits))
         (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
     for found in likelihoods(gm):
         if isinstance(found, Likelihood):
@@ -52,7 +54,7 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
         else:
             node, reason = found
         (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
-    match.finish(gm)
+    rewrite.finish(gm)
     _share_log_sum_exp(gm, report)
     return report
 
@@ -76,14 +78,14 @@ def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
                 reason = f"the log-sum-exp is computed in {match.value(n).dtype}"
             if reason is None:
                 after = node.next
-                lse = match.insert(gm, after, match.operator.getitem, (node, 1))
-                lse = lse if match.value(lse).shape == match.value(n).shape else match.insert(gm, after, aten.reshape.default, (lse, list(match.value(n).shape)))
-                lse = lse if match.value(lse).dtype == match.value(n).dtype else match.insert(gm, after, aten.to.dtype, (lse, match.value(n).dtype))
+                lse = rewrite.insert(gm, after, match.operator.getitem, (node, 1))
+                lse = lse if match.value(lse).shape == match.value(n).shape else rewrite.insert(gm, after, aten.reshape.default, (lse, list(match.value(n).shape)))
+                lse = lse if match.value(lse).dtype == match.value(n).dtype else rewrite.insert(gm, after, aten.to.dtype, (lse, match.value(n).dtype))
                 n.replace_all_uses_with(lse)
                 report.rewrites.append(site(f"{OPERATOR}, its log-sum-exp", node, [n]))
             else:
                 report.skipped.append(skip(OPERATOR, n, reason))
-    match.finish(gm)
+    rewrite.finish(gm)
 
 
 def _tokens(n: fx.Node) -> fx.Node:
@@ -104,21 +106,21 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
     # What reads the log-probabilities before the targets are there keeps them.
     leaves = [leaf for leaf in found.leaves if order[leaf] > order[target]]
     first = min((root, *leaves), key=order.__getitem__)
-    logits = found.logits if match.value(found.logits).dim() == 2 else match.insert(gm, first, aten.reshape.default, (found.logits, [-1, classes]))
-    target = target if match.value(target).dim() == 1 else match.insert(gm, first, aten.reshape.default, (target, [-1]))
-    both = match.insert(gm, first, torch.ops.mindspeed.cross_entropy.default, (_narrow(gm, first, logits), target, -100, found.smoothing))
-    loss = match.insert(gm, first, match.operator.getitem, (both, 0))
-    loss = loss if found.factor == 1.0 else match.insert(gm, root, aten.mul.Tensor, (loss, found.factor))
+    logits = found.logits if match.value(found.logits).dim() == 2 else rewrite.insert(gm, first, aten.reshape.default, (found.logits, [-1, classes]))
+    target = target if match.value(target).dim() == 1 else rewrite.insert(gm, first, aten.reshape.default, (target, [-1]))
+    both = rewrite.insert(gm, first, torch.ops.mindspeed.cross_entropy.default, (_narrow(gm, first, logits), target, -100, found.smoothing))
+    loss = rewrite.insert(gm, first, match.operator.getitem, (both, 0))
+    loss = loss if found.factor == 1.0 else rewrite.insert(gm, root, aten.mul.Tensor, (loss, found.factor))
     loss = again(gm, root, loss, found.steps)
     if match.value(loss).shape != match.value(root).shape:
-        loss = match.insert(gm, root, aten.reshape.default, (loss, list(match.value(root).shape)))
-    if reason := match.substitute(gm, root, loss):
+        loss = rewrite.insert(gm, root, aten.reshape.default, (loss, list(match.value(root).shape)))
+    if reason := rewrite.substitute(gm, root, loss):
         return reason
     drop_dead(gm)
     for leaf in leaves:
         if not leaf._erased:
-            lse = match.insert(gm, both.next, match.operator.getitem, (both, 1))
-            match.substitute(gm, leaf, derived(gm, leaf, found.logits, lse))
+            lse = rewrite.insert(gm, both.next, match.operator.getitem, (both, 1))
+            rewrite.substitute(gm, leaf, derived(gm, leaf, found.logits, lse))
     return None
 
 
@@ -151,12 +153,12 @@ def _narrow(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
     source = match.uncast(n)
     if source is n or match.value(source).itemsize != 2 or source.meta["mutated"] or match.unsafe([node, n], [source]):
         return logits
-    return source if match.value(source).shape == shape else match.insert(gm, node, aten.reshape.default, (source, list(shape)))
+    return source if match.value(source).shape == shape else rewrite.insert(gm, node, aten.reshape.default, (source, list(shape)))
 
 
 def _insert(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
     def call(target, *args):
-        return match.insert(gm, node, target, args)
+        return rewrite.insert(gm, node, target, args)
 
     target, classes = match.argument(node, "target"), match.value(logits).shape[-1]
     shape = list(match.value(target).shape)

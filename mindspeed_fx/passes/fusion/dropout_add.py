@@ -10,14 +10,15 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import algebra, match, norms
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import algebra, norms
 
 NAME, OPERATOR = "fusion.dropout_add", "mindspeed::dropout_add"
 
 
-@register(NAME, stage="captured", level=1, exact=True, after=("plain functions", "add_norm"))
+@register(NAME)
 def dropout_add(gm: fx.GraphModule, context: Context) -> PassReport:
     """Bias, dropout and residual addition become one operator that draws the same numbers."""
     report = PassReport(NAME)
@@ -41,7 +42,7 @@ def dropout_add(gm: fx.GraphModule, context: Context) -> PassReport:
         users = [u for d in (drop, *drop.users) for u in d.users] if drop.target is aten.native_dropout.default else [*drop.users, *drop.args[0].users]
         if any(match.is_call(u, aten.add.Tensor) for u in users):
             report.skipped.append(skip(OPERATOR, drop, "the value is dropped in place" if drop.target is aten.dropout_.default else "drawn by native_dropout, whose mask is a result"))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -61,13 +62,13 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, drop: fx.Node, root: fx.Nod
     reason = match.unsafe(region, [x, bias, residual])
     if reason:
         return reason
-    both = match.insert(gm, before, torch.ops.mindspeed.dropout_add.default, (x, bias, residual, float(drop.args[1])))
+    both = rewrite.insert(gm, before, torch.ops.mindspeed.dropout_add.default, (x, bias, residual, float(drop.args[1])))
     for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
         if key in root.meta:
             both.meta[key] = root.meta[key]
-    out = match.insert(gm, before, match.operator.getitem, (both, 0))
+    out = rewrite.insert(gm, before, match.operator.getitem, (both, 0))
     report.rewrites.append(site(OPERATOR, root, region))
-    reason = match.substitute(gm, root, out)
+    reason = rewrite.substitute(gm, root, out)
     gm.graph.erase_node(root)
     gm.graph.erase_node(drop)  # drawing makes it look alive
     return reason

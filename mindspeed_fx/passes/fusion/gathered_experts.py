@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.match import aten
 from mindspeed_fx.passes.fusion.moe_permute import repeated
 
 NAME, OPERATOR = "fusion.gathered_experts", "mindspeed::grouped_matmul"
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     region: list[fx.Node]
 
 
-@register(NAME, stage="captured", level=1, provides=("gathered_experts",), after=("moe_permute",))
+@register(NAME)
 def gathered_experts(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products of rows with gathered matrices become one product per expert."""
     report = PassReport(NAME)
@@ -46,7 +46,7 @@ def gathered_experts(gm: fx.GraphModule, context: Context) -> PassReport:
             reason = _rewrite(gm, report, node, found)
             if reason:
                 report.skipped.append(skip(OPERATOR, node, reason))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -88,20 +88,20 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Rows)
         return reason
     ops, getitem = torch.ops.mindspeed, match.operator.getitem
     if match.value(x).dim() == 3:
-        x = match.insert(gm, node, aten.reshape.default, (x, [match.value(expert).shape[0], -1]))
+        x = rewrite.insert(gm, node, aten.reshape.default, (x, [match.value(expert).shape[0], -1]))
     if transposed:
-        weight = match.insert(gm, node, aten.transpose.int, (weight, 1, 2))
+        weight = rewrite.insert(gm, node, aten.transpose.int, (weight, 1, 2))
     copies = repeated(x)
-    both = match.insert(gm, node, ops.moe_permute.default, (copies[0] if copies else x, expert))
-    permuted, sorted_indices = (match.insert(gm, node, getitem, (both, i)) for i in (0, 1))
-    product = match.insert(gm, node, ops.grouped_matmul.default, (permuted, weight, _ends(gm, node, expert, match.value(weight).shape[0])))
-    rows = match.insert(gm, node, ops.moe_unpermute.default, (product, sorted_indices, None, 1))
+    both = rewrite.insert(gm, node, ops.moe_permute.default, (copies[0] if copies else x, expert))
+    permuted, sorted_indices = (rewrite.insert(gm, node, getitem, (both, i)) for i in (0, 1))
+    product = rewrite.insert(gm, node, ops.grouped_matmul.default, (permuted, weight, _ends(gm, node, expert, match.value(weight).shape[0])))
+    rows = rewrite.insert(gm, node, ops.moe_unpermute.default, (product, sorted_indices, None, 1))
     report.rewrites.append(site(OPERATOR, node, region))
-    return match.substitute(gm, node, match.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1)))
+    return rewrite.substitute(gm, node, rewrite.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1)))
 
 
 def _ends(gm: fx.GraphModule, node: fx.Node, expert: fx.Node, experts: int) -> fx.Node:
     """Where each expert's rows end: the number of rows whose expert is it or one before it."""
-    numbers = match.insert(gm, node, aten.arange.default, (experts,), {"dtype": match.value(expert).dtype, "device": match.value(expert).device})
-    column = match.insert(gm, node, aten.unsqueeze.default, (expert, 1))
-    return match.insert(gm, node, aten.sum.dim_IntList, (match.insert(gm, node, aten.le.Tensor, (column, numbers)), [0]), {"dtype": torch.int32})
+    numbers = rewrite.insert(gm, node, aten.arange.default, (experts,), {"dtype": match.value(expert).dtype, "device": match.value(expert).device})
+    column = rewrite.insert(gm, node, aten.unsqueeze.default, (expert, 1))
+    return rewrite.insert(gm, node, aten.sum.dim_IntList, (rewrite.insert(gm, node, aten.le.Tensor, (column, numbers)), [0]), {"dtype": torch.int32})

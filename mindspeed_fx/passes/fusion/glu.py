@@ -11,18 +11,19 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, skip
-from mindspeed_fx.passes.fusion import gate, match
 from mindspeed_fx.passes.fusion.activation import positive_part
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.emit import gated
 
 NAME, OPERATOR = "fusion.glu", "mindspeed::glu"
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions", "gelu", "swiglu"))
+@register(NAME)
 def glu(gm: fx.GraphModule, context: Context) -> PassReport:
     """gelu, relu or sigmoid of a gate times up becomes one operator."""
-    report = gate.fuse(gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_belong)
+    report = gated.fuse(gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_belong)
     report.skipped += [skip(OPERATOR, node, "F.glu is one operator already, and so is its gradient") for node in calls(gm, aten.glu.default)]
     for node in calls(gm, aten.mul.Tensor):
         for a, b in match.operands(node, aten.mul.Tensor):

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.grouped_matmul", "mindspeed::grouped_matmul"
 HUGGING_FACE = "transformers.grouped_mm_fallback.default"
 """What Hugging Face traces for types other than bfloat16; the operator exists once its library is imported."""
 
 
-@register(NAME, stage="captured", level=1, provides=("grouped_matmul",))
+@register(NAME)
 def grouped_matmul(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products of groups of rows with a matrix each become one operator."""
     report = PassReport(NAME)
@@ -33,18 +33,18 @@ def grouped_matmul(gm: fx.GraphModule, context: Context) -> PassReport:
             found = match.unsafe(region, [a for a in arguments if isinstance(a, fx.Node)]) or _rewrite(gm, report, node, region, arguments)
         if found:
             report.skipped.append(skip(OPERATOR, node, found))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
 def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, region: list[fx.Node], arguments: tuple) -> str | None:
     x, weight, offsets = arguments
     if isinstance(offsets, list):
-        ends = [match.insert(gm, node, aten.scalar_tensor.default, (end,), {"dtype": torch.int32, "device": match.value(x).device}) for end in offsets]
-        offsets = match.insert(gm, node, aten.stack.default, (ends,))
-    new = match.insert(gm, node, torch.ops.mindspeed.grouped_matmul.default, (x, weight, offsets))
+        ends = [rewrite.insert(gm, node, aten.scalar_tensor.default, (end,), {"dtype": torch.int32, "device": match.value(x).device}) for end in offsets]
+        offsets = rewrite.insert(gm, node, aten.stack.default, (ends,))
+    new = rewrite.insert(gm, node, torch.ops.mindspeed.grouped_matmul.default, (x, weight, offsets))
     report.rewrites.append(site(OPERATOR, node, region))
-    return match.substitute(gm, node, new)
+    return rewrite.substitute(gm, node, new)
 
 
 def _one_call(node: fx.Node, target: str) -> tuple[list[fx.Node], tuple] | str:
@@ -89,7 +89,7 @@ def _loop(gm: fx.GraphModule, node: fx.Node, context: Context) -> tuple[list[fx.
         return f"the sizes of the groups are known, and one product each is as fast on {context.options.target}; name {NAME} in enable to fuse it all the same"
     weight = sources[0][0]
     if products[0][2]:
-        weight = match.insert(gm, node, aten.transpose.int, (weight, 1, 2))
+        weight = rewrite.insert(gm, node, aten.transpose.int, (weight, 1, 2))
     return [node, *node.args[0]], (parts[0].source, weight, ends)
 
 

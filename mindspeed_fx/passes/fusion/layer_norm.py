@@ -14,9 +14,12 @@ import math
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import algebra, match, norms, spread
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import algebra as algebra_analysis
+from mindspeed_fx.passes.fusion.analysis import moments, norms
+from mindspeed_fx.passes.fusion.emit import algebra
 
 NAME, OPERATOR = "fusion.layer_norm", "mindspeed::layer_norm"
 
@@ -25,7 +28,7 @@ class Miss(Exception):
     """A near miss; the text is the reason."""
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",), provides=("layer_norm",))
+@register(NAME)
 def layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """LayerNorm, composed or torch.nn.LayerNorm, becomes one operator."""
     report = PassReport(NAME)
@@ -42,7 +45,7 @@ def layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
         except Miss as miss:
             report.skipped.append(skip(OPERATOR, node, str(miss)))
             left.append(node)
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -71,8 +74,8 @@ def _gather(gm: fx.GraphModule) -> None:
                 continue
             x, r, mean = found
             if match.unsafe([node, scaled, shifted], [x, r, mean, bias]) is None:
-                new = match.insert(gm, node, aten.mul.Tensor, (match.insert(gm, node, aten.sub.Tensor, (x, mean)), r))
-                match.replace(gm, node, new if bias is None else match.insert(gm, node, aten.add.Tensor, (new, bias)))
+                new = rewrite.insert(gm, node, aten.mul.Tensor, (rewrite.insert(gm, node, aten.sub.Tensor, (x, mean)), r))
+                rewrite.replace(gm, node, new if bias is None else rewrite.insert(gm, node, aten.add.Tensor, (new, bias)))
             break
 
 
@@ -86,10 +89,10 @@ def _differences(node: fx.Node) -> list[tuple[fx.Node, fx.Node, fx.Node | None]]
 
 def _is_mean(n: fx.Node, x: fx.Node, r: fx.Node) -> bool:
     """Whether ``n`` is the mean of ``x`` and ``r`` a product with one over the root of its variance."""
-    mean = spread.mean_of(n) if isinstance(n, fx.Node) and match.is_float(n) else None
+    mean = moments.mean_of(n) if isinstance(n, fx.Node) and match.is_float(n) else None
     if mean is None or not match.same(match.uncast(mean[0]), match.uncast(x)):
         return False
-    centered = [(found.of, found.variance) for _, found in norms.roots(algebra.product(r)) if found.dims == mean[1]]
+    centered = [(found.of, found.variance) for _, found in norms.roots(algebra_analysis.product(r)) if found.dims == mean[1]]
     return any(match.same(match.uncast(of), match.uncast(x)) if variance else (both := _difference(match.uncast(of))) is not None and match.same(match.uncast(both[0]), match.uncast(x)) for of, variance in centered)
 
 
@@ -117,7 +120,7 @@ def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[
             # Weights that the model applies after rounding, or in another type, stay outside.
             weight, bias, (root, narrow) = None, None, _narrowed(node, x)
     if match.value(narrow).itemsize < match.value(root).itemsize:
-        narrow = match.insert(gm, root, aten.to.dtype, (narrow, match.value(root).dtype))
+        narrow = rewrite.insert(gm, root, aten.to.dtype, (narrow, match.value(root).dtype))
     region = [root, node, difference, mean, *found.nodes]
     _rewrite(gm, report, root, region, narrow, weight, bias, found.eps, number, (over, found.under))
 
@@ -126,12 +129,12 @@ def _factors_of_user(node: fx.Node) -> list[fx.Node]:
     return [w for v, w in match.operands(norms.only_user(node), aten.mul.Tensor) if v is node and isinstance(w, fx.Node)]
 
 
-def _is_centered(n: fx.Node, root: spread.Spread) -> bool:
+def _is_centered(n: fx.Node, root: moments.Spread) -> bool:
     """Whether ``n`` is x less its mean, over the dimensions of ``root``, which is the deviation of x."""
     n, of = match.uncast(n), match.uncast(root.of)
     x, less = _difference(n) or (None, None)
-    mean = spread.mean_of(less)
-    if mean is None or mean[1] != root.dims or len(root.dims) != 1 or not spread.keeps(less, x, mean[1]) or not match.same(match.uncast(mean[0]), match.uncast(x)):
+    mean = moments.mean_of(less)
+    if mean is None or mean[1] != root.dims or len(root.dims) != 1 or not moments.keeps(less, x, mean[1]) or not match.same(match.uncast(mean[0]), match.uncast(x)):
         return False
     return match.same(of, n) or (root.variance and match.same(of, match.uncast(x)))
 
@@ -172,11 +175,11 @@ def _rewrite(gm, report, root, region, x, weight, bias, eps, number=1.0, rest=((
     weight, bias = (p if p is None else norms.unwidened(p) for p in (weight, bias))
     if number != 1 and weight is not None:
         wide = match.value(weight).itemsize > 2
-        weight = match.insert(gm, root, aten.mul.Tensor, (weight if wide else match.insert(gm, root, aten.to.dtype, (weight, torch.float32)), number))
+        weight = rewrite.insert(gm, root, aten.mul.Tensor, (weight if wide else rewrite.insert(gm, root, aten.to.dtype, (weight, torch.float32)), number))
         number = 1.0
-    three = match.insert(gm, root, torch.ops.mindspeed.layer_norm.default, (x, weight, bias, eps))
-    new = algebra.multiplied(gm, root, match.insert(gm, root, match.operator.getitem, (three, 0)), number, *rest)
+    three = rewrite.insert(gm, root, torch.ops.mindspeed.layer_norm.default, (x, weight, bias, eps))
+    new = algebra.multiplied(gm, root, rewrite.insert(gm, root, match.operator.getitem, (three, 0)), number, *rest)
     where = site(OPERATOR, root, region)
-    if reason := match.replace(gm, root, new):
+    if reason := rewrite.replace(gm, root, new):
         raise Miss(reason)
     report.rewrites.append(where)

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx.compat import fake, symbols
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.linear_cross_entropy_work import in_cpp
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import mask, match
-from mindspeed_fx.passes.fusion.loss_head import PLAIN, Head, head_of, inputs, product
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import mask
+from mindspeed_fx.passes.fusion.analysis.loss_head import PLAIN, Head, head_of, product
+from mindspeed_fx.passes.fusion.emit.loss_head import inputs
 
 NAME, OPERATOR = "fusion.linear_cross_entropy", "mindspeed::linear_cross_entropy"
 
@@ -45,7 +47,7 @@ class Reduction(NamedTuple):
     """("keep" | "drop", mask, the losses it is applied to)"""
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions", "softmax"))
+@register(NAME)
 def linear_cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     """The last linear and the loss become one operator, whose logits never exist whole."""
     report = PassReport(NAME)
@@ -58,7 +60,7 @@ def linear_cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
             reason = head
         if reason:
             report.skipped.append(skip(OPERATOR, node, reason))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -80,7 +82,7 @@ def _refused(head: Head, node: fx.Node, named: bool, target: str) -> str | None:
     if computed.itemsize > accumulation_dtype(dtype).itemsize:
         return f"the loss of {dtype} logits is computed in {computed}, the operator computes it in {accumulation_dtype(dtype)}"
     logits = match.value(node.args[0])
-    size = compat.hint(logits.shape[0]) * compat.hint(logits.shape[1]) * computed.itemsize
+    size = fake.hint(logits.shape[0]) * fake.hint(logits.shape[1]) * computed.itemsize
     smallest = SMALLEST_CPP if in_cpp(dtype, target) is None else SMALLEST
     if size < smallest and not named:
         return f'the logits take {size / 2**20:.1f} MiB; below {smallest >> 20} MiB the unfused form is faster; put "{NAME}" in enable to save their memory all the same'
@@ -114,12 +116,12 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, 
     if reason := match.unsafe([old], [m for _, m, _ in masks]):
         return reason
     target = _kept(gm, old, target, ignore, masks)
-    new = match.insert(gm, old, torch.ops.mindspeed.linear_cross_entropy.default, (hidden, weight, bias, target, ignore, smoothing, factor, softcap, reduction))
+    new = rewrite.insert(gm, old, torch.ops.mindspeed.linear_cross_entropy.default, (hidden, weight, bias, target, ignore, smoothing, factor, softcap, reduction))
     if match.is_call(old, aten.mean.default):
-        new = match.insert(gm, old, aten.div.Tensor, (new, match.value(losses).shape[0]))
+        new = rewrite.insert(gm, old, aten.div.Tensor, (new, match.value(losses).shape[0]))
     if times != 1.0:
-        new = match.insert(gm, old, aten.mul.Tensor, (new, times))
-    reason = match.substitute(gm, old, new)
+        new = rewrite.insert(gm, old, aten.mul.Tensor, (new, times))
+    reason = rewrite.substitute(gm, old, new)
     if reason is None:
         report.rewrites.append(site(OPERATOR, node, [*head.region, node, losses]))
     return reason
@@ -138,7 +140,7 @@ def _reduction(losses: fx.Node, node: fx.Node) -> Reduction:
             factor *= by
         elif given is not None:
             masks.append((*given, n))
-        elif not match.is_call(user, *PLAIN, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int) or not compat.statically_known_true(match.value(user).numel() == match.value(n).numel()):
+        elif not match.is_call(user, *PLAIN, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int) or not symbols.statically_known_true(match.value(user).numel() == match.value(n).numel()):
             break
         n = user
     if len(n.users) != 1 or not match.is_call(user, aten.sum.default, aten.mean.default) or match.value(user).dtype != match.value(losses).dtype:
@@ -165,12 +167,12 @@ def _mask(user: fx.Node, n: fx.Node) -> tuple[str, fx.Node] | None:
 def _kept(gm: fx.GraphModule, before: fx.Node, target: fx.Node, ignore: int, masks: tuple) -> fx.Node:
     """``target`` with ``ignore`` where a mask drops the loss."""
     for kind, m, losses in masks:
-        m = m if match.value(m).dtype == torch.bool else match.insert(gm, before, aten.to.dtype, (m, torch.bool))
-        m = m if kind == "keep" else match.insert(gm, before, aten.logical_not.default, (m,))
+        m = m if match.value(m).dtype == torch.bool else rewrite.insert(gm, before, aten.to.dtype, (m, torch.bool))
+        m = m if kind == "keep" else rewrite.insert(gm, before, aten.logical_not.default, (m,))
         shape = list(match.value(losses).shape)
-        m = m if list(match.value(m).shape) == shape else match.insert(gm, before, aten.expand.default, (m, shape))
-        m = m if len(shape) == 1 else match.insert(gm, before, aten.reshape.default, (m, [-1]))
-        target = match.insert(gm, before, aten.where.ScalarOther, (m, target, ignore))
+        m = m if list(match.value(m).shape) == shape else rewrite.insert(gm, before, aten.expand.default, (m, shape))
+        m = m if len(shape) == 1 else rewrite.insert(gm, before, aten.reshape.default, (m, [-1]))
+        target = rewrite.insert(gm, before, aten.where.ScalarOther, (m, target, ignore))
     return target
 
 

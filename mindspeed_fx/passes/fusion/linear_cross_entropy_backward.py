@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_partition
+from mindspeed_fx.compat import fake, partitioner
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.loss_head import acts_on_rows
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis.loss_head import acts_on_rows
 
 NAME, OPERATOR = "fusion.linear_cross_entropy_backward", "mindspeed::linear_cross_entropy_backward"
 
@@ -39,7 +39,7 @@ class Products(NamedTuple):
     region: list[fx.Node]
 
 
-@register(NAME, stage="joint", level=1)
+@register(NAME)
 def linear_cross_entropy_backward(gm: fx.GraphModule, context: Context) -> PassReport:
     """The gradient of the logits never exists whole."""
     report = PassReport(NAME)
@@ -61,18 +61,18 @@ def _gated(node: fx.Node, context: Context) -> str | None:
     if context.options.codegen == "inductor" and not _outlives(node.args[1]):
         return "nobody else reads the logits, so that generated code writes their gradient over them"
     value = match.value(node)
-    size = compat.hint(value.shape[0]) * compat.hint(value.shape[1]) * value.itemsize
+    size = fake.hint(value.shape[0]) * fake.hint(value.shape[1]) * value.itemsize
     return f"the gradient of the logits takes {size / 2**20:.1f} MiB; below {SMALLEST >> 20} MiB nothing is gained" if size < SMALLEST else None
 
 
 def _outlives(logits: fx.Node) -> bool:
     """True when the memory of ``logits`` is returned to the caller."""
-    todo = [compat_partition.owner(logits)]
+    todo = [partitioner.owner(logits)]
     while todo:
         for user in todo.pop().users:
             if user.op == "output":
                 return True
-            if compat_partition.is_view(user):
+            if partitioner.is_view(user):
                 todo.append(user)
     return False
 
@@ -202,7 +202,7 @@ def _later(gm: fx.GraphModule, inputs: list[fx.Node | None], end: fx.Node) -> st
 
 def _insert(gm: fx.GraphModule, node: fx.Node, end: fx.Node, steps: list[fx.Node], extra: fx.Node | None, found: Products, hidden: fx.Node, weight: tuple[fx.Node, bool], product: fx.Node) -> None:
     def call(target: Any, *args: Any) -> fx.Node:
-        new = match.insert(gm, end, target, args)
+        new = rewrite.insert(gm, end, target, args)
         new.meta |= {k: node.meta[k] for k in ("partitioner_tag", "seq_nr", "autograd_backward") if k in node.meta}
         return new
 

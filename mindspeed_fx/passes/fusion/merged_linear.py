@@ -16,29 +16,30 @@ from typing import Any, Iterator, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
-from mindspeed_fx.cost.hardware import Hardware, detect, hardware
+from mindspeed_fx.compat import fake
+from mindspeed_fx.cost.device import Hardware
+from mindspeed_fx.cost.hardware import detect, hardware
 from mindspeed_fx.cost.operators import Cost, Spec, once, product
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.merged_linear", "aten.linear"
 POINTWISE = (*match.ADD, *match.MUL, aten.to.dtype, aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default, aten.pow.Tensor_Scalar)
 """Readers that take a slice as well as what is dense."""
 
 
-@register(NAME, stage="captured", level=3, after=("plain functions",), provides=("merged_linear",))
+@register(NAME)
 def merged_linear(gm: fx.GraphModule, context: Context) -> PassReport:
     """Linear layers that read one input become one product with their weights joined in the graph."""
     report, options = PassReport(NAME), context.options
     if options.target == "cpu":
-        return report.because("on cpu one product for several was measured no faster: 0.97 to 1.08 of the time apart")
-    if gm.meta.get("sharding"):
-        return report.because("the model is parallelized: parts of a joined weight would not be parts of each")
+        return report.note_reason("on cpu one product for several was measured no faster: 0.97 to 1.08 of the time apart")
+    if context.sharding:
+        return report.note_reason("the model is parallelized: parts of a joined weight would not be parts of each")
     name, why = (options.hardware, "") if options.hardware else detect(options.target)
     if name is None:
-        return report.because(f"whether it pays is asked of the cost model, and {why}")
+        return report.note_reason(f"whether it pays is asked of the cost model, and {why}")
     for group in _groups(gm):
         reason = _refused(group) or _unpaid(group, hardware(name))
         if reason is None:
@@ -46,7 +47,7 @@ def merged_linear(gm: fx.GraphModule, context: Context) -> PassReport:
             report.rewrites.append(site(OPERATOR, group[0], group))
         else:
             report.skipped.append(skip(OPERATOR, group[0], f"{', '.join(n.name for n in group)}: {reason}"))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -141,16 +142,16 @@ def costs_of(group: Sequence[fx.Node]) -> tuple[list[Cost], list[Cost]]:
 
 def _merge(gm: fx.GraphModule, group: Sequence[fx.Node]) -> None:
     first, biases = group[0], [_bias(n) for n in group]
-    weight = match.insert(gm, first, aten.cat.default, ([n.args[1] for n in group], 0))
-    bias = None if biases[0] is None else match.insert(gm, first, aten.cat.default, (biases, 0))
-    whole = match.insert(gm, first, aten.linear.default, (first.args[0], weight, bias))
+    weight = rewrite.insert(gm, first, aten.cat.default, ([n.args[1] for n in group], 0))
+    bias = None if biases[0] is None else rewrite.insert(gm, first, aten.cat.default, (biases, 0))
+    whole = rewrite.insert(gm, first, aten.linear.default, (first.args[0], weight, bias))
     start = 0
     for node in group:
         stop = start + match.value(node.args[1]).shape[0]
-        part = match.insert(gm, first, aten.slice.Tensor, (whole, -1, start, stop))
+        part = rewrite.insert(gm, first, aten.slice.Tensor, (whole, -1, start, stop))
         start = stop
         for user in list(node.users):
-            if compat.layout(match.value(part)) != compat.layout(match.value(node)):
+            if fake.layout(match.value(part)) != fake.layout(match.value(node)):
                 user.meta["fresh"] = True
         node.replace_all_uses_with(part)
         part.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta})

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx.compat import fake, symbols
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.match import aten
-from mindspeed_fx.passes.fusion.one_hot import parsed
+from mindspeed_fx.passes.fusion.analysis.one_hot import parsed
 
 NAME, PERMUTE, UNPERMUTE = "fusion.moe_permute", "mindspeed::moe_permute", "mindspeed::moe_unpermute"
 GATHERS = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
@@ -47,7 +47,7 @@ class Combined(NamedTuple):
     """[tokens, hidden], to which the sums are added."""
 
 
-@register(NAME, stage="captured", level=1, provides=("moe_permute",))
+@register(NAME)
 def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
     """Sorting tokens by expert and adding the results up become one operator each."""
     report = PassReport(NAME)
@@ -58,7 +58,7 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
         if found is not None:
             seen.add(node)
         if isinstance(found, tuple):
-            tokens, order = (compat.hint(match.value(n).shape[0]) for n in found)
+            tokens, order = (fake.hint(match.value(n).shape[0]) for n in found)
             if tokens and order // tokens < MANY and _left(gm, context):
                 found = _FEW.format(k=order // tokens)
         if isinstance(found, tuple):
@@ -69,7 +69,7 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
         combined = _combined(node)
         if combined is not None:
             seen.update(combined.region)
-            few = compat.hint(combined.k) < MANY and _left(gm, context)
+            few = fake.hint(combined.k) < MANY and _left(gm, context)
             reason = _FEW.format(k=combined.k) if few else _rewrite_unpermute(gm, report, node, combined, inverses)
             if reason:
                 report.skipped.append(skip(UNPERMUTE, node, reason))
@@ -77,13 +77,13 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
         found = match.indexed_rows(node) if node not in seen and node.users else None
         if found is not None and match.value(node).dim() == 2 and match.is_float(node) and (sort := _sort_behind(found[1])) is not None:
             report.skipped.append(skip(PERMUTE, node, f"rows are taken in an order that comes of a sort ({sort.name}), but neither k of each token sorted by expert nor back to be summed"))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
 def _left(gm: fx.GraphModule, context: Context) -> bool:
     """Whether Inductor's code is to be preferred for few choices; never where a plan sends tokens to their experts, and knows them by this operator."""
-    return context.left_to_inductor(NAME) and not getattr(getattr(gm.meta.get("sharding"), "plan", None), "travels", False)
+    return context.left_to_inductor(NAME) and not (context.sharding is not None and context.sharding.plan.travels)
 
 
 # --------------------------------------------------------------------------- permutations
@@ -156,7 +156,7 @@ def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
         return f"only rows {cut.start} to {cut.stop} of the sorted tokens are kept"
     if _sorted(order) is None:
         return None
-    if not compat.statically_known_true(match.value(order).shape[0] == match.value(tokens).shape[0] * k):
+    if not symbols.statically_known_true(match.value(order).shape[0] == match.value(tokens).shape[0] * k):
         return f"{match.value(order).shape[0]} sorted choices are not {k} for each of {match.value(tokens).shape[0]} tokens"
     return tokens, order
 
@@ -180,11 +180,11 @@ def _rewrite_permute(gm: fx.GraphModule, report: PassReport, node: fx.Node, toke
     if reason:
         return reason
     _stabilize(sort)
-    both = match.insert(gm, node, torch.ops.mindspeed.moe_permute.default, (tokens, indices))
-    permuted = match.insert(gm, node, match.operator.getitem, (both, 0))
-    inverses.setdefault(order, match.insert(gm, node, match.operator.getitem, (both, 1)))
+    both = rewrite.insert(gm, node, torch.ops.mindspeed.moe_permute.default, (tokens, indices))
+    permuted = rewrite.insert(gm, node, match.operator.getitem, (both, 0))
+    inverses.setdefault(order, rewrite.insert(gm, node, match.operator.getitem, (both, 1)))
     report.rewrites.append(site(PERMUTE, node, [node]))
-    return match.substitute(gm, node, permuted)
+    return rewrite.substitute(gm, node, permuted)
 
 
 def _stabilize(sort: fx.Node) -> None:
@@ -232,7 +232,7 @@ def _multiplied(node: fx.Node) -> Combined | None:
             return None
     else:
         probs, copies = node.args
-        if match.value(probs).dim() != 3 or match.value(copies).dim() != 3 or not compat.statically_known_true(match.value(probs).shape[1] == 1):
+        if match.value(probs).dim() != 3 or match.value(copies).dim() != 3 or not symbols.statically_known_true(match.value(probs).shape[1] == 1):
             return None
     copies = match.uncast(copies)
     return _gathered(copies, probs, match.value(copies), [node]) if match.is_float(copies) else None
@@ -290,25 +290,25 @@ def _weighted(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list
 def _rewrite_unpermute(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Combined, inverses: dict) -> str | None:
     rows, probs, k, order, region, base = found
     shape, root = match.value(rows).shape, match.value(node)
-    if not compat.statically_known_true(shape[0] == root.shape[0] * k) or not compat.statically_known_true(shape[0] == match.value(order).shape[0]):
+    if not symbols.statically_known_true(shape[0] == root.shape[0] * k) or not symbols.statically_known_true(shape[0] == match.value(order).shape[0]):
         return f"{shape[0]} rows are not {k} for each of {root.shape[0]} tokens"
     reason = match.unsafe(region, [rows, order, probs, base])
     if reason:
         return reason
     inverse = inverses.get(order)
     if inverse is None or not _before(gm, inverse, node):
-        sort = match.insert(gm, node, aten.sort.default, (order,))
-        inverse = match.insert(gm, node, match.operator.getitem, (sort, 1))
+        sort = rewrite.insert(gm, node, aten.sort.default, (order,))
+        inverse = rewrite.insert(gm, node, match.operator.getitem, (sort, 1))
     if probs is not None:
-        probs = match.insert(gm, node, aten.reshape.default, (probs, [root.shape[0], k]))
+        probs = rewrite.insert(gm, node, aten.reshape.default, (probs, [root.shape[0], k]))
     dtype = match.value(rows).dtype if probs is None else torch.promote_types(match.value(rows).dtype, match.value(probs).dtype)
     if torch.promote_types(dtype, root.dtype) != dtype:
-        rows = match.insert(gm, node, aten.to.dtype, (rows, root.dtype))  # the model adds up in a wider type
-    new = match.insert(gm, node, torch.ops.mindspeed.moe_unpermute.default, (rows, inverse, probs, k))
-    new = new if base is None else match.insert(gm, node, aten.add.Tensor, (base, new))
-    new = new if match.value(new).dim() == root.dim() else match.insert(gm, node, aten.reshape.default, (new, list(root.shape)))
+        rows = rewrite.insert(gm, node, aten.to.dtype, (rows, root.dtype))  # the model adds up in a wider type
+    new = rewrite.insert(gm, node, torch.ops.mindspeed.moe_unpermute.default, (rows, inverse, probs, k))
+    new = new if base is None else rewrite.insert(gm, node, aten.add.Tensor, (base, new))
+    new = new if match.value(new).dim() == root.dim() else rewrite.insert(gm, node, aten.reshape.default, (new, list(root.shape)))
     report.rewrites.append(site(UNPERMUTE, node, region))
-    return match.substitute(gm, node, new)
+    return rewrite.substitute(gm, node, new)
 
 
 def _before(gm: fx.GraphModule, first: fx.Node, second: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 GShard's dispatch ``einsum("sec,sm->ecm", mask, x)`` puts each token at a place of an expert, and its combine
 ``einsum("sec,ecm->sm", weights, y)`` takes it back from there, both as products with a tensor [tokens, experts, capacity] that is
-zero but for one or two places per token. Where the mask can be read as such (:mod:`mindspeed_fx.passes.fusion.one_hot`) the rows
+zero but for one or two places per token. Where the mask can be read as such (:mod:`mindspeed_fx.passes.fusion.analysis.one_hot`) the rows
 are added at their places and read from them; gradients reach the weights, the tokens and the experts. Token dimensions may be
 groups and tokens; the product may be an ``einsum`` in any order of letters, or a matrix product with the mask viewed as a matrix, as
 DeepSpeed writes both. Cost: tokens x hidden elements moved instead of
@@ -16,18 +16,18 @@ from typing import Iterator
 
 import torch.fx as fx
 
-from mindspeed_fx import compat
+from mindspeed_fx.compat import symbols
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.match import aten
-from mindspeed_fx.passes.fusion.one_hot import Reader, Sparse, parsed
+from mindspeed_fx.passes.fusion.analysis.one_hot import Reader, Sparse, parsed
 
 NAME = "fusion.one_hot_dispatch"
 DISPATCH, COMBINE = "rows added at their places", "rows read from their places"
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",))
+@register(NAME)
 def one_hot_dispatch(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products with one-hot dispatch and combine tensors become scatters and gathers of rows."""
     report = PassReport(NAME)
@@ -48,7 +48,7 @@ def one_hot_dispatch(gm: fx.GraphModule, context: Context) -> PassReport:
         else:
             if unread is not None:
                 report.skipped.append(skip("gather and scatter", node, f"{unread.name} is made of one-hot vectors, but not as products, weights and sums of them that are read"))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -77,7 +77,7 @@ def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, f
         return
     weights = matrix.args[0]
     shape, width = match.value(weights).shape, match.value(matrix).shape[1]
-    count = next((k for k in range(1, len(shape)) if compat.statically_known_true(math.prod(shape[k:]) == width)), None)
+    count = next((k for k in range(1, len(shape)) if symbols.statically_known_true(math.prod(shape[k:]) == width)), None)
     if len(shape) < 3 or count is None:
         return
     letters = "abcdefgh"[: len(shape)]
@@ -140,7 +140,7 @@ def _rewrite(r: Reader, node: fx.Node, sparse: Sparse, letters: tuple[str, str],
     out = _ordered(r, out, "".join(order), list(result))
     if node.target != aten.einsum.default:
         out = r.make(aten.reshape.default, out, list(match.value(node).shape))
-    return match.substitute(r.gm, node, out)
+    return rewrite.substitute(r.gm, node, out)
 
 
 def _named(node: fx.Node) -> str:

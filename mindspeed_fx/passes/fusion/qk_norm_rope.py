@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import find
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "fusion.qk_norm_rope", "mindspeed::qk_norm_rope"
 ops = torch.ops.mindspeed
@@ -37,7 +37,7 @@ class Found(NamedTuple):
     region: list[fx.Node]
 
 
-@register(NAME, stage="captured", level=1, after=("rms_norm", "rope"))
+@register(NAME)
 def qk_norm_rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """RMSNorm of heads and the rotation of the result become one operator."""
     report = PassReport(NAME)
@@ -47,7 +47,7 @@ def qk_norm_rope(gm: fx.GraphModule, context: Context) -> PassReport:
             found = _rewrite(gm, report, node, found, context)
         if found:
             report.skipped.append(skip(OPERATOR, node, found))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -132,18 +132,18 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, found: Found
         if match.is_call(move, *RESHAPES):
             if not match.value(x).is_contiguous():
                 return "heads that are parts of a larger tensor are viewed between the norm and the rotation, which would copy them"
-            x = match.insert(gm, root, aten.view.default, (x, list(match.value(move).shape)))
+            x = rewrite.insert(gm, root, aten.view.default, (x, list(match.value(move).shape)))
         elif match.is_call(move, *SWAPS):
-            x = match.insert(gm, root, move.target, (x, *move.args[1:]))
+            x = rewrite.insert(gm, root, move.target, (x, *move.args[1:]))
     args = (x, weight, cos, sin, eps, cast_first, interleaved)
-    made = match.insert(gm, root, ops.qk_norm_rope.default, args)
-    new = match.insert(gm, root, match.operator.getitem, (made, 0))
+    made = rewrite.insert(gm, root, ops.qk_norm_rope.default, args)
+    new = rewrite.insert(gm, root, match.operator.getitem, (made, 0))
     if match.value(new).dtype != match.value(rope).dtype:
         return f"the rotation is computed in {match.value(rope).dtype} from a norm in {match.value(norm)[0].dtype}".replace("torch.", "")
     if reason := _unpaid(args, made, context):
         return reason
     report.rewrites.append(site(OPERATOR, root, region))
-    return match.substitute(gm, root, new)
+    return rewrite.substitute(gm, root, new)
 
 
 def _unpaid(args: tuple, made: fx.Node, context: Context) -> str | None:

@@ -13,15 +13,18 @@ import math
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import algebra, match, norms, spread
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import algebra as algebra_analysis
+from mindspeed_fx.passes.fusion.analysis import moments, norms
+from mindspeed_fx.passes.fusion.emit import algebra
 
 NAME, OPERATOR = "fusion.rms_norm", "mindspeed::rms_norm"
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions", "layer_norm"), provides=("rms_norm",))
+@register(NAME)
 def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """RMSNorm, composed or torch.nn.RMSNorm, becomes one operator."""
     report = PassReport(NAME)
@@ -37,7 +40,7 @@ def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, *match.MUL, *match.DIV):
         if match.is_float(node):
             _composed(gm, report, node, left)
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -76,15 +79,15 @@ def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[
     if match.value(root).dtype != _result_dtype(x, weight, cast_first) or over or found.under:
         x, cast_first = found.x, not beside  # the result stays wide: start from the wide input
         if match.value(x).itemsize < match.value(root).itemsize:
-            x = match.insert(gm, root, aten.to.dtype, (x, match.value(root).dtype))
+            x = rewrite.insert(gm, root, aten.to.dtype, (x, match.value(root).dtype))
     if number != 1:
         if match.value(weight).itemsize == 2:
-            weight, cast_first = match.insert(gm, root, aten.to.dtype, (weight, torch.float32)), False
-        weight = match.insert(gm, root, aten.mul.Tensor, (weight, number))
+            weight, cast_first = rewrite.insert(gm, root, aten.to.dtype, (weight, torch.float32)), False
+        weight = rewrite.insert(gm, root, aten.mul.Tensor, (weight, number))
     _rewrite(gm, report, root, region, x, weight, found.eps, cast_first, (over, found.under))
 
 
-def _is_x(n: fx.Node, root: spread.Spread) -> bool:
+def _is_x(n: fx.Node, root: moments.Spread) -> bool:
     return not root.variance and match.same(match.uncast(n), match.uncast(root.of))
 
 
@@ -99,7 +102,7 @@ def _with_weight(node: fx.Node, x: fx.Node, end: fx.Node) -> tuple[fx.Node, fx.N
             cast_first = weight is None
         elif vector is not None and weight is None:
             weight, wide = vector, match.value(last).dtype != dtype
-        elif reached or (by := algebra.step(user)) is None or by[0] is not last:
+        elif reached or (by := algebra_analysis.step(user)) is None or by[0] is not last:
             break
         last, reached = user, reached or user is end
     return last, weight if cast_first or weight is None else match.uncast(weight), cast_first, reached
@@ -113,10 +116,10 @@ def _result_dtype(x: fx.Node, weight: fx.Node | None, cast_first: bool) -> torch
 def _rewrite(gm, report, root, region, x, weight, eps, cast_first, rest=((), ())) -> None:
     reason = match.unsafe(region, [x, weight])
     if reason is None:
-        both = match.insert(gm, root, torch.ops.mindspeed.rms_norm.default, (x, weight, eps, cast_first))
-        new = match.insert(gm, root, match.operator.getitem, (both, 0))
+        both = rewrite.insert(gm, root, torch.ops.mindspeed.rms_norm.default, (x, weight, eps, cast_first))
+        new = rewrite.insert(gm, root, match.operator.getitem, (both, 0))
         where = site(OPERATOR, root, region)
-        reason = match.replace(gm, root, algebra.multiplied(gm, root, new, 1.0, *rest))
+        reason = rewrite.replace(gm, root, algebra.multiplied(gm, root, new, 1.0, *rest))
     if reason is None:
         report.rewrites.append(where)
     else:

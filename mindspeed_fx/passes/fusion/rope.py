@@ -1,7 +1,7 @@
 """Rotary position embedding: ``x * cos + rotate(x) * sin`` becomes ``mindspeed::rope``.
 
 A rotation adds, to every element times one angle, its partner times another. Which element is whose partner, and with
-which sign, is read off the sums that the elements are made of (:mod:`mindspeed_fx.passes.fusion.lanes`), so that the
+which sign, is read off the sums that the elements are made of (:mod:`mindspeed_fx.passes.fusion.analysis.element_exprs`), so that the
 spelling does not matter: halves or neighbours turned by ``cat``, ``stack``, ``roll``, ``flip`` or views, the minus as a
 negation, a subtraction, a vector of signs or inside the sine's table, both parts of the pairs apart (DeepSeek reads
 neighbours and joins halves, which rotates the reordered tensor), angles given once or twice. Complex products are
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.lanes import Lanes, Sum, TooWide
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis.element_exprs import Lanes, Sum, TooWide
 
 NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.addcmul.default)
@@ -52,7 +52,7 @@ class Rotation:
     interleaved: bool
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions",), provides=("rope",))
+@register(NAME)
 def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """x * cos + rotate(x) * sin becomes one operator, half and interleaved."""
     report = PassReport(NAME)
@@ -70,7 +70,7 @@ def rope(gm: fx.GraphModule, context: Context) -> PassReport:
         partner = next((h for h, y in apart.items() if h is not half and match.same(x, y)), None)
         if partner is not None and half.name < partner.name and not half._erased:
             report.skipped.append(skip(OPERATOR, half, f"the two parts of the pairs, {half.name} and {partner.name}, are not joined again"))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -230,11 +230,11 @@ def _rewrite_lanes(gm: fx.GraphModule, lanes: Lanes, rotation: Rotation) -> list
         beside = [lanes.build(gm, root, part) if part else None for part in (sums[: rotation.low], sums[rotation.high :])]
         if any(made is None for made, part in zip(beside, (sums[: rotation.low], sums[rotation.high :])) if part):
             raise Miss("what passes beside the rotated elements is not made of a few parts of tensors")
-        before, after = (b if b is None or match.value(b).dtype == dtype else match.insert(gm, root, aten.to.dtype, (b, dtype)) for b in beside)
-        new = match.insert(gm, root, aten.cat.default, ([n for n in (before, new, after) if n is not None], -1))
+        before, after = (b if b is None or match.value(b).dtype == dtype else rewrite.insert(gm, root, aten.to.dtype, (b, dtype)) for b in beside)
+        new = rewrite.insert(gm, root, aten.cat.default, ([n for n in (before, new, after) if n is not None], -1))
     if dims != 1:
-        new = match.insert(gm, root, aten.reshape.default, (new, shape))
-    if reason := match.substitute(gm, root, new):
+        new = rewrite.insert(gm, root, aten.reshape.default, (new, shape))
+    if reason := rewrite.substitute(gm, root, new):
         raise Miss(reason)
     return region
 
@@ -244,14 +244,14 @@ def _operator(gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: 
     if match.value(cos).shape[-1] != size or match.value(sin).shape[-1] != size:
         raise Miss(f"cos and sin have last dimension {match.value(cos).shape[-1]}, the rotated tensor {size}")
     wide = torch.promote_types(match.value(cos).dtype, match.value(sin).dtype)
-    cos, sin = (a if match.value(a).dtype == wide else match.insert(gm, root, aten.to.dtype, (a, wide)) for a in (cos, sin))
-    return match.insert(gm, root, torch.ops.mindspeed.rope.default, (x, cos, sin, interleaved))
+    cos, sin = (a if match.value(a).dtype == wide else rewrite.insert(gm, root, aten.to.dtype, (a, wide)) for a in (cos, sin))
+    return rewrite.insert(gm, root, torch.ops.mindspeed.rope.default, (x, cos, sin, interleaved))
 
 
 def _rewrite(gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node, interleaved: bool, region: list[fx.Node]) -> list[fx.Node]:
     if reason := match.unsafe(region, [x, cos, sin]):
         raise Miss(reason)
-    if reason := match.substitute(gm, root, _operator(gm, root, x, cos, sin, interleaved)):
+    if reason := rewrite.substitute(gm, root, _operator(gm, root, x, cos, sin, interleaved)):
         raise Miss(reason)
     return region
 
@@ -273,13 +273,13 @@ def _complex(gm: fx.GraphModule, node: fx.Node, real: fx.Node):
             raise Miss("the complex angles need a gradient, which the operator does not give")
         if reason := match.unsafe(region, [x, angles]):
             raise Miss(reason)
-        both = match.insert(gm, node, aten.view_as_real.default, (angles,))
-        cos, sin = (_twice(gm, node, match.insert(gm, node, aten.select.int, (both, -1, i))) for i in (0, 1))
+        both = rewrite.insert(gm, node, aten.view_as_real.default, (angles,))
+        cos, sin = (_twice(gm, node, rewrite.insert(gm, node, aten.select.int, (both, -1, i))) for i in (0, 1))
         return x, cos, sin, True, region
     return None
 
 
 def _twice(gm: fx.GraphModule, before: fx.Node, angle: fx.Node) -> fx.Node:
     """[..., d] as [..., 2 d], every element twice in a row."""
-    stacked = match.insert(gm, before, aten.stack.default, ([angle, angle], -1))
-    return match.insert(gm, before, aten.flatten.using_ints, (stacked, -2, -1))
+    stacked = rewrite.insert(gm, before, aten.stack.default, ([angle, angle], -1))
+    return rewrite.insert(gm, before, aten.flatten.using_ints, (stacked, -2, -1))

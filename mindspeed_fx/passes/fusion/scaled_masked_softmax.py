@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.scaled_masked_softmax import scaled_masked_softmax as operator
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import mask, match
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import mask as mask_analysis
 
 NAME, OPERATOR = "fusion.scaled_masked_softmax", "mindspeed::scaled_masked_softmax"
 
@@ -32,7 +33,7 @@ class Scores(NamedTuple):
     region: list[fx.Node]
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions", "softmax"))
+@register(NAME)
 def scaled_masked_softmax(gm: fx.GraphModule, context: Context) -> PassReport:
     """The softmax of attention weights that are needed, its scale and its mask become one kernel."""
     report = PassReport(NAME)
@@ -46,7 +47,7 @@ def scaled_masked_softmax(gm: fx.GraphModule, context: Context) -> PassReport:
             reason = _rewrite(gm, report, node, found, context.options.target)
         if reason:
             report.skipped.append(skip(OPERATOR, node, reason))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -59,9 +60,9 @@ def _scores(node: fx.Node) -> Scores | None:
     while match.is_call(n, aten.to.dtype) and match.is_float(n.args[0]):
         region.append(n)
         n = n.args[0]
-    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask_analysis.blocks(n.args[2]):
         inner, given, masked = n.args[0], n.args[1], True
-    elif match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask.blocks(n.args[2]) and isinstance(n.args[1], fx.Node):
+    elif match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask_analysis.blocks(n.args[2]) and isinstance(n.args[1], fx.Node):
         inner, given, masked = n.args[1], n.args[0], False
     else:
         return None
@@ -88,15 +89,15 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Score
         return reason
     given = found.mask
     if match.value(root).dtype != narrow:
-        x = match.insert(gm, root, aten.to.dtype, (x, match.value(root).dtype))
+        x = rewrite.insert(gm, root, aten.to.dtype, (x, match.value(root).dtype))
     while match.value(given).dim() < 4:
-        given = match.insert(gm, root, aten.unsqueeze.default, (given, 0))
-    given = given if found.masked else match.insert(gm, root, aten.logical_not.default, (given,))
+        given = rewrite.insert(gm, root, aten.unsqueeze.default, (given, 0))
+    given = given if found.masked else rewrite.insert(gm, root, aten.logical_not.default, (given,))
     if target == "npu":
         kernel, reasons = operator.choose("npu", (match.value(x), match.value(given), found.scale), {})
         if kernel is None:
             return "; ".join(reasons)
-    reason = match.substitute(gm, root, match.insert(gm, root, operator.overload, (x, given, found.scale)))
+    reason = rewrite.substitute(gm, root, rewrite.insert(gm, root, operator.overload, (x, given, found.scale)))
     if reason is None:
         report.rewrites.append(site(OPERATOR, root, region))
     return reason

@@ -1,7 +1,7 @@
 """SwiGLU: ``silu(gate) * up`` becomes ``mindspeed::swiglu``.
 
 Gate and up may be two tensors (two linears) or the halves of one (chunk, split, slices); a SiLU written out is found by
-fusion.silu. Two halves in the order [gate | up] use the packed form, whose gradient is one tensor. Safe because the operator evaluates the same formula in at least the same precision.
+canonicalize.silu. Two halves in the order [gate | up] use the packed form, whose gradient is one tensor. Safe because the operator evaluates the same formula in at least the same precision.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, register
-from mindspeed_fx.passes.fusion import gate, match
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.emit import gated
 
 NAME, OPERATOR = "fusion.swiglu", "mindspeed::swiglu"
 
 
-@register(NAME, stage="captured", level=1, after=("plain functions", "clipped_swiglu", "silu"), provides=("swiglu",))
+@register(NAME)
 def swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """silu(gate) * up becomes one operator."""
-    return gate.fuse(gm, NAME, OPERATOR, _silu, torch.ops.mindspeed.swiglu.default)
+    return gated.fuse(gm, NAME, OPERATOR, _silu, torch.ops.mindspeed.swiglu.default)
 
 
 def _silu(n: fx.Node) -> tuple[fx.Node, tuple] | None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import gate as gates
-from mindspeed_fx.passes.fusion import match, norms
-from mindspeed_fx.passes.fusion.match import aten
+from mindspeed_fx.passes.fusion.analysis import gated as gates
+from mindspeed_fx.passes.fusion.analysis import norms
 
 NAME, OPERATOR = "fusion.weighted_swiglu", "mindspeed::weighted_swiglu"
 
 
-@register(NAME, stage="captured", level=1, after=("swiglu",))
+@register(NAME)
 def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """SwiGLU and the weight of each token become one operator."""
     report = PassReport(NAME)
@@ -37,7 +38,7 @@ def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
             reason = _rewrite(gm, report, node, gate, *found)
             if reason:
                 report.skipped.append(skip(OPERATOR, found[0], reason))
-    match.finish(gm)
+    rewrite.finish(gm)
     return report
 
 
@@ -59,6 +60,6 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, gate: fx.Nod
         return reason
     source = None if up is None else gates.packed(gate, up)
     x, up = (gate, up) if source is None else (source, None)
-    new = match.insert(gm, root, torch.ops.mindspeed.weighted_swiglu.default, (x, up, weight))
+    new = rewrite.insert(gm, root, torch.ops.mindspeed.weighted_swiglu.default, (x, up, weight))
     report.rewrites.append(site(OPERATOR, root, region))
-    return match.substitute(gm, root, new)
+    return rewrite.substitute(gm, root, new)

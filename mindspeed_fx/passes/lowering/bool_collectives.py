@@ -10,19 +10,19 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph.collectives import is_start, waits_of
 from mindspeed_fx.passes.base import Context, PassReport, register, site
-from mindspeed_fx.passes.overlap.collectives import is_start, waits_of
 
 NAME = "lowering.bool_collectives"
 convert = torch.ops.prims.convert_element_type.default
 
 
-@register(NAME, stage="partitioned", level=0, exact=True)
+@register(NAME)
 def bool_collectives(gm: fx.GraphModule, context: Context) -> PassReport:
     """Sends truth values as uint8, since Inductor's code for collectives mistakes their type."""
     report = PassReport(NAME)
     if context.options.codegen != "inductor":
-        return report.because("only generated code mistakes the type of truth values that are sent")
+        return report.note_reason("only generated code mistakes the type of truth values that are sent")
     for node in list(gm.graph.nodes):
         if not is_start(node) or not _is_bool(node) or not isinstance(node.args[0], fx.Node):
             continue

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from mindspeed_fx import compat_functional
+from mindspeed_fx.compat import auto_functionalized
 from mindspeed_fx.passes.base import Context, PassReport, register
 from mindspeed_fx.passes.overlap.step import write_in_place
 
 NAME, OPERATOR = "lowering.main_grad", "mindspeed.add_to_main_grad.default"
 
 
-@register(NAME, stage="partitioned", level=0, exact=True, provides=("stepped",))
+@register(NAME)
 def main_grad(gm: fx.GraphModule, context: Context) -> PassReport:
     """Gradients are added to main_grad in place."""
     report = PassReport(NAME)
-    calls = [n for n in gm.graph.nodes if str(compat_functional.mutable_operator(n)) == OPERATOR]
+    calls = [n for n in gm.graph.nodes if str(auto_functionalized.mutable_operator(n)) == OPERATOR]
     if not calls:
-        return report.because("nothing is added to a main_grad in this graph")
+        return report.note_reason("nothing is added to a main_grad in this graph")
     if context.options.codegen == "inductor":
-        return report.because("Inductor lets operators write in place by itself")
+        return report.note_reason("Inductor lets operators write in place by itself")
     write_in_place(gm, calls, lambda node, bases: (bases[node.kwargs["_main_grad_base_index"]], node.kwargs["grad"], node.kwargs["x"]), report)
     return report

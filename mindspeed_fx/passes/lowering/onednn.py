@@ -10,28 +10,28 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat
-from mindspeed_fx.kernels import weight_gradient
+from mindspeed_fx.compat import dispatcher, fake
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
+from mindspeed_fx.kernels.cpu import weight_gradient
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion import match
-from mindspeed_fx.passes.fusion.match import aten
 
 NAME, OPERATOR = "lowering.onednn", "mindspeed::gemm"
 SMALLEST = 2**24
 """Multiplications below which the call overhead eats the gain."""
 
 
-@register(NAME, stage="partitioned", level=1)
+@register(NAME)
 def onednn(gm: fx.GraphModule, context: Context) -> PassReport:
     """float32 matrix products on CPU use oneDNN where it is faster than MKL."""
     report = PassReport(NAME)
-    if context.options.target != "cpu" or not compat.onednn_beats_blas():
+    if context.options.target != "cpu" or not dispatcher.onednn_beats_blas():
         return report
     for node in calls(gm, aten.mm.default):
         a, b = node.args
         reason = _refused(match.value(a), match.value(b))
         if reason is None:
-            new = match.insert(gm, node, torch.ops.mindspeed.gemm.default, (a, b))
+            new = rewrite.insert(gm, node, torch.ops.mindspeed.gemm.default, (a, b))
             node.replace_all_uses_with(new)
             gm.graph.erase_node(node)
             report.rewrites.append(site(OPERATOR, new, [node]))
@@ -50,7 +50,7 @@ def _refused(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why MKL keeps this product; None when oneDNN takes it."""
     if a.dtype != torch.float32 or a.device.type != "cpu":
         return f"{a.dtype} on {a.device.type}; float32 on cpu only"
-    m, k, n = (compat.hint(s) for s in (a.shape[0], a.shape[1], b.shape[1]))
+    m, k, n = (fake.hint(s) for s in (a.shape[0], a.shape[1], b.shape[1]))
     if m * k * n < SMALLEST:
         return f"{m} x {k} x {n} is too small to gain"
     if a.stride(1) != 1:

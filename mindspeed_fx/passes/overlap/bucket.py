@@ -16,17 +16,16 @@ import operator
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph.collectives import group_of, is_start, kind
+from mindspeed_fx.graph.match import argument
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.deferred import recompile
-from mindspeed_fx.passes.fusion.match import argument
-from mindspeed_fx.passes.overlap.chunk import CHUNK
-from mindspeed_fx.passes.overlap.collectives import group_of, is_start, kind
-from mindspeed_fx.passes.overlap.graph import GraphTasks, priced, saved_activation
-from mindspeed_fx.passes.overlap.improve import schedule
-from mindspeed_fx.passes.overlap.merge import Candidate, acyclic, buckets, merged
-from mindspeed_fx.passes.overlap.price import cost_of, device, moved_bytes, transfer
-from mindspeed_fx.passes.overlap.schedule import LIMIT
-from mindspeed_fx.passes.overlap.simulate import simulate
+from mindspeed_fx.passes.overlap.chunking.chunk import CHUNK
+from mindspeed_fx.passes.overlap.model.costs import cost_of, device, moved_bytes, transfer
+from mindspeed_fx.passes.overlap.model.simulator import simulate
+from mindspeed_fx.passes.overlap.model.task_graph import GraphTasks, priced, saved_activation
+from mindspeed_fx.passes.overlap.scheduler.buckets import Candidate, acyclic, buckets, merged
+from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
 from mindspeed_fx.passes.overlap.step import joined
 
 NAME = "overlap.bucket"
@@ -42,22 +41,24 @@ _COALESCED = {
 }
 
 
-@register(NAME, stage="partitioned", level=2, exact=True, provides=("bucketed",), after=("decomposed", "stepped"))
+@register(NAME)
 def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     """Small collectives of one kind and group become one, where the model says it pays."""
     report = PassReport(NAME)
     starts = [n for n in gm.graph.nodes if is_start(n) and CHUNK not in n.meta]
     if sum(n.target in _COALESCED for n in starts) < 2:
-        return report.because("fewer than two collectives that could be joined")
+        return report.note_reason("fewer than two collectives that could be joined")
     hardware, why = device(context.options)
     if hardware is None:
         report.skipped += [skip(kind(n), n, f"no cost model: {why}") for n in starts]
         return report
-    work = priced(gm, lambda: cost_of(gm, hardware, context.options.codegen == "inductor"), saved_activation if context.side == "backward" else None)
+    work = priced(gm, context, lambda: cost_of(gm, hardware, context.options.codegen == "inductor"), saved_activation if context.side == "backward" else None)
     members = set(starts)
     candidates = [_candidate(i, n, hardware) for i, n in enumerate(work.nodes) if n in members and n.target in _COALESCED]
     peak = simulate(work.tasks).peak
-    limit = gm.meta.setdefault(LIMIT, peak + context.options.overlap_memory)
+    if context.overlap.limit is None:
+        context.overlap.limit = peak + context.options.overlap_memory
+    limit = context.overlap.limit
     chosen, told = choose(work, candidates, max(limit - peak, 0))
     report.notes.append(told)
     inside = {c.task for bucket in chosen for c in bucket}

@@ -19,30 +19,29 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph.collectives import is_start, kind
+from mindspeed_fx.graph.recompile import no_gc
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.deferred import uncollected
-from mindspeed_fx.passes.overlap.chunk import chunked
-from mindspeed_fx.passes.overlap.collectives import is_start, kind
-from mindspeed_fx.passes.overlap.cuts import Draft, Parts
-from mindspeed_fx.passes.overlap.frugal import leaner
-from mindspeed_fx.passes.overlap.graph import LARGE
-from mindspeed_fx.passes.overlap.price import device
-from mindspeed_fx.passes.overlap.region import KINDS, REACHES, regions, sized
-from mindspeed_fx.passes.overlap.schedule import LIMIT, ORDER
-from mindspeed_fx.passes.overlap.trials import PARTS, Trials
-from mindspeed_fx.passes.overlap.windows import best
+from mindspeed_fx.passes.overlap.chunking.chunk import chunked
+from mindspeed_fx.passes.overlap.chunking.chunk_search import PARTS, Trials
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Parts
+from mindspeed_fx.passes.overlap.chunking.region import KINDS, REACHES, regions, sized
+from mindspeed_fx.passes.overlap.chunking.windows import best
+from mindspeed_fx.passes.overlap.model.costs import device
+from mindspeed_fx.passes.overlap.model.task_graph import LARGE
+from mindspeed_fx.passes.overlap.scheduler.min_memory_order import leaner
 
 NAME = "overlap.decompose"
 INEXACT = "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"
 
 
-@register(NAME, stage="partitioned", level=2, provides=("decomposed",), after=("split", "mc2", "stepped"))
+@register(NAME)
 def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products and their collectives in chunks that run under each other, where the model says it pays."""
     report = PassReport(NAME)
     starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in KINDS]
     if not starts:
-        return report.because("no collective that can be cut")
+        return report.note_reason("no collective that can be cut")
     hardware, why = device(context.options)
     if torch.are_deterministic_algorithms_enabled():
         why, hardware = INEXACT, None
@@ -52,15 +51,15 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         report.skipped += [skip(kind(n), n, why) for n in starts]
         return report
     large = len(gm.graph.nodes) > LARGE
-    with uncollected(large):
+    with no_gc(large):
         tried = Trials(gm, context, hardware)
-    gm.meta[LIMIT] = tried.limit
+    context.overlap.limit = tried.limit
     full = tried.full()
     if full is not None:
-        gm.meta[ORDER] = (tried.nodes, tried.plain.order)
+        context.overlap.order = (tried.nodes, tried.plain.order)
         report.skipped += [skip(kind(n), n, full) for n in starts]
-        return report.because(f"modelled step {tried.plain.seconds * 1e3:.3f} ms whole; {full}")
-    with uncollected(large):
+        return report.note_reason(f"modelled step {tried.plain.seconds * 1e3:.3f} ms whole; {full}")
+    with no_gc(large):
         found = best(tried, starts)
     report.notes.append(tried.told)
     inside: set[fx.Node] = set()
@@ -72,7 +71,7 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         if n not in inside:
             report.skipped.append(skip(kind(n), n, found.untried.get(n) or _why(n, found.cuttable)))
     if not found.regions:
-        gm.meta[ORDER] = (tried.nodes, tried.plain.order)
+        context.overlap.order = (tried.nodes, tried.plain.order)
     put = Draft(gm, tried.values) if large else None
     for region, parts in found.regions:
         chunked(gm, region, parts, put)

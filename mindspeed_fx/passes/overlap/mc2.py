@@ -19,20 +19,21 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat_npu
-from mindspeed_fx.cost.hardware import Hardware
+from mindspeed_fx.compat import npu as npu_compat
+from mindspeed_fx.cost.device import Hardware
+from mindspeed_fx.graph.collectives import group_of, is_start, is_wait, kind
+from mindspeed_fx.graph.match import argument, value
+from mindspeed_fx.graph.recompile import recompile
+from mindspeed_fx.graph.rewrite import insert
 from mindspeed_fx.kernels import npu
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.deferred import recompile
-from mindspeed_fx.passes.fusion.match import argument, insert, value
-from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
-from mindspeed_fx.passes.overlap.cuts import dense
+from mindspeed_fx.passes.overlap.chunking.chunk_rules import VIEWS
+from mindspeed_fx.passes.overlap.chunking.chunk_search import GAIN, Trials
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import dense
+from mindspeed_fx.passes.overlap.chunking.region import sized
+from mindspeed_fx.passes.overlap.chunking.windows import best
 from mindspeed_fx.passes.overlap.decompose import INEXACT
-from mindspeed_fx.passes.overlap.price import FUSED, device, ranks_of
-from mindspeed_fx.passes.overlap.region import sized
-from mindspeed_fx.passes.overlap.rows import VIEWS
-from mindspeed_fx.passes.overlap.trials import GAIN, Trials
-from mindspeed_fx.passes.overlap.windows import best
+from mindspeed_fx.passes.overlap.model.costs import FUSED, device, ranks_of
 
 NAME = "overlap.mc2"
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ class Pair(NamedTuple):
     group: str
 
 
-@register(NAME, stage="partitioned", level=2, provides=("mc2",), after=("split",))
+@register(NAME)
 def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
     """A product and its collective in one operator of torch_npu, where its limits allow and the model says it pays."""
     names = {k: f"npu::{name}" for k, name in OPERATORS.items()}
@@ -77,10 +78,10 @@ def one_operator(gm: fx.GraphModule, context: Context, name: str, library: Libra
     """Collectives and the products beside them by ``library``, where it refuses nothing and the step is modelled shorter than whole and than in chunks; which ones."""
     report, names = PassReport(name), library.operators
     if context.options.target != library.target:
-        return report.because(f'{library.has}; the target is "{context.options.target}"'), []
+        return report.note_reason(f'{library.has}; the target is "{context.options.target}"'), []
     starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in names]
     if not starts:
-        return report.because(f"no collective that {library.name} fuses with a product"), []
+        return report.note_reason(f"no collective that {library.name} fuses with a product"), []
     hardware, why = device(context.options)
     if torch.are_deterministic_algorithms_enabled():
         hardware, why = None, INEXACT
@@ -218,7 +219,7 @@ def fuse(gm: fx.GraphModule, pair: Pair, called: Callable[[Call], tuple[fx.Node,
 
 def _of_torch_npu(c: Call) -> tuple[fx.Node, fx.Node | None]:
     name, gathers, group = OPERATORS[kind(c.start)], kind(c.start) == "all_gather_into_tensor", group_of(c.start)
-    args = (c.rows, c.weight, compat_npu.hcom(group)) + ((len(ranks_of(c.start)),) if kind(c.start) != "all_reduce" else ())
+    args = (c.rows, c.weight, npu_compat.hcom(group)) + ((len(ranks_of(c.start)),) if kind(c.start) != "all_reduce" else ())
     new = c.put(c.at, getattr(torch.ops.npu, name).default, args, {"gather_output": c.others} if gathers else None)
     new.meta[FUSED] = (kind(c.start), group)
     if not gathers:

@@ -20,18 +20,19 @@ from typing import NamedTuple
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat_npu
+from mindspeed_fx.compat import npu as npu_compat
+from mindspeed_fx.graph.collectives import group_of, is_start, is_wait, kind
+from mindspeed_fx.graph.match import argument, value
+from mindspeed_fx.graph.recompile import recompile
+from mindspeed_fx.graph.rewrite import insert
 from mindspeed_fx.kernels import npu
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.deferred import recompile
-from mindspeed_fx.passes.fusion.match import argument, insert, value
-from mindspeed_fx.passes.overlap.collectives import group_of, is_start, is_wait, kind
-from mindspeed_fx.passes.overlap.cuts import dense
+from mindspeed_fx.passes.overlap.chunking.chunk_search import GAIN, Trials
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import dense
+from mindspeed_fx.passes.overlap.chunking.region import sized
 from mindspeed_fx.passes.overlap.decompose import INEXACT
 from mindspeed_fx.passes.overlap.mc2 import _waits, in_order, seconds_fused
-from mindspeed_fx.passes.overlap.price import FUSED, device, ranks_of
-from mindspeed_fx.passes.overlap.region import sized
-from mindspeed_fx.passes.overlap.trials import GAIN, Trials
+from mindspeed_fx.passes.overlap.model.costs import FUSED, device, ranks_of
 
 NAME = "overlap.mc2_experts"
 aten = torch.ops.aten
@@ -54,15 +55,15 @@ class Found(NamedTuple):
     """[experts, ranks * capacity, width], what the product reads (dispatch) or makes."""
 
 
-@register(NAME, stage="partitioned", level=2, provides=("mc2",), after=("split",))
+@register(NAME)
 def overlap_mc2_experts(gm: fx.GraphModule, context: Context) -> PassReport:
     """An all-to-all and the experts' product in one operator of torch_npu, where its limits allow and the model says it pays."""
     report = PassReport(NAME)
     if context.options.target != "npu":
-        return report.because(f'torch_npu has these operators; the target is "{context.options.target}"')
+        return report.note_reason(f'torch_npu has these operators; the target is "{context.options.target}"')
     starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) == "all_to_all_single"]
     if not starts:
-        return report.because("no all-to-all")
+        return report.note_reason("no all-to-all")
     hardware, why = device(context.options)
     if torch.are_deterministic_algorithms_enabled():
         hardware, why = None, INEXACT
@@ -161,7 +162,7 @@ def refused(found: Found, hardware: str) -> str | None:
     """The documented limit of the operator that is broken, or None."""
     x, weight = value(found.product.args[0]), _stored(found.product.args[1])[0]
     ranks = ranks_of(found.start)
-    name = compat_npu.hcom(group_of(found.start))
+    name = npu_compat.hcom(group_of(found.start))
     return npu.first(
         npu.missing((found.operator,)),
         None if hardware.startswith("ascend910c") else f"documented for Atlas A3; the hardware is {hardware}",
@@ -193,7 +194,7 @@ def fuse(gm: fx.GraphModule, found: Found) -> None:
     counts = [rows // ranks] * (experts * ranks)
     weight, transposed = _stored(product.args[1])
     others = name == DISPATCH and any(u is not product for u in tokens.users)
-    args = (put(at, aten.view.default, (dense(put, at, x), [-1, value(x).shape[-1]])), dense(put, at, weight), compat_npu.hcom(group_of(start)), ranks, counts, counts)
+    args = (put(at, aten.view.default, (dense(put, at, x), [-1, value(x).shape[-1]])), dense(put, at, weight), npu_compat.hcom(group_of(start)), ranks, counts, counts)
     new = put(at, getattr(torch.ops.npu, name).default, args, {"trans_gmm_weight": transposed, **({"permute_out_flag": others} if name == DISPATCH else {})})
     new.meta[FUSED] = (kind(start), group_of(start))
     made = put(at, operator.getitem, (new, 0))

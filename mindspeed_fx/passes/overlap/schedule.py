@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from mindspeed_fx.graph.collectives import is_blocking, is_start
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.overlap.collectives import is_blocking, is_start
-from mindspeed_fx.passes.overlap.graph import LARGE, TASKS, GraphTasks, priced, saved_activation
-from mindspeed_fx.passes.overlap.improve import schedule
-from mindspeed_fx.passes.overlap.order import check_across_ranks
-from mindspeed_fx.passes.overlap.price import FUSED, cost_of, device
-from mindspeed_fx.passes.overlap.reasons import reasons, share_hidden
-from mindspeed_fx.passes.overlap.simulate import Timeline, simulate
+from mindspeed_fx.passes.overlap.model.costs import FUSED, cost_of, device
+from mindspeed_fx.passes.overlap.model.reasons import reasons, share_hidden
+from mindspeed_fx.passes.overlap.model.simulator import Timeline, simulate
+from mindspeed_fx.passes.overlap.model.task_graph import LARGE, GraphTasks, priced, saved_activation
+from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
+from mindspeed_fx.passes.overlap.scheduler.rank_agreement import check_across_ranks
 from mindspeed_fx.report.timeline import chrome_trace, picture
 
 NAME = "overlap.schedule"
 WORTH = 1e-3
 """Share of the step that must be exposed for the search that says what memory would change."""
-LIMIT = "mindspeed_fx_overlap_limit"
-"""Key in ``gm.meta``: bytes that an earlier pass of this family promised not to exceed."""
-ORDER = "mindspeed_fx_overlap_order"
-"""Key in ``gm.meta``: nodes, and the order of their tasks that an earlier pass of this family found."""
 
 
-@register(NAME, stage="partitioned", level=2, exact=True, after=("bucketed", "decomposed", "stepped"))
+@register(NAME)
 def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     """Orders collectives and compute so that communication runs under compute, within memory."""
     report = PassReport(NAME)
@@ -36,17 +32,17 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
         if is_blocking(node) and FUSED not in node.meta:
             report.skipped.append(skip(str(node.target), node, "it starts and ends in one operator; only functional collectives can be overlapped"))
     if not any(is_start(n) for n in gm.graph.nodes):
-        return report.because("no functional collectives")
+        return report.note_reason("no functional collectives")
     hardware, why = device(context.options)
     if hardware is None:
         starts = [n for n in gm.graph.nodes if is_start(n)]
         report.skipped += [skip(str(n.target), n, f"no cost model: {why}") for n in starts]
         return report
-    work = priced(gm, lambda: cost_of(gm, hardware, context.options.codegen == "inductor"), saved_activation if context.side == "backward" else None)
-    gm.meta.pop(TASKS, None)
+    work = priced(gm, context, lambda: cost_of(gm, hardware, context.options.codegen == "inductor"), saved_activation if context.side == "backward" else None)
+    context.overlap.tasks = (None, None)
     before = simulate(work.tasks)
-    limit = gm.meta.get(LIMIT, before.peak + context.options.overlap_memory)
-    after = _known(gm, work, limit) or schedule(work.tasks, allowance=max(limit - before.peak, 0), work=None if len(work.tasks) <= LARGE else 2 * len(work.tasks))
+    limit = context.overlap.limit if context.overlap.limit is not None else before.peak + context.options.overlap_memory
+    after = _known(context, gm, work, limit) or schedule(work.tasks, allowance=max(limit - before.peak, 0), work=None if len(work.tasks) <= LARGE else 2 * len(work.tasks))
     if after.order != before.order:
         work.apply(after.order)
     _tell(report, work, before, after)
@@ -55,9 +51,9 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _known(gm: fx.GraphModule, work: GraphTasks, limit: int) -> Timeline | None:
+def _known(context: Context, gm: fx.GraphModule, work: GraphTasks, limit: int) -> Timeline | None:
     """The schedule of a large graph that an earlier pass of this family worked out, if the graph is still the same."""
-    nodes, order = gm.meta.pop(ORDER, ((), ()))
+    (nodes, order), context.overlap.order = context.overlap.order, ((), ())
     if len(gm.graph.nodes) <= LARGE or nodes != work.nodes:
         return None
     found = simulate(work.tasks, order)

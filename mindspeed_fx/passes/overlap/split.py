@@ -12,29 +12,30 @@ import functools
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph.collectives import is_start
+from mindspeed_fx.graph.match import value
+from mindspeed_fx.graph.recompile import recompile, no_gc
+from mindspeed_fx.graph.rewrite import insert
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site
-from mindspeed_fx.passes.deferred import recompile, uncollected
-from mindspeed_fx.passes.fusion.match import insert, value
-from mindspeed_fx.passes.overlap.collectives import is_start
-from mindspeed_fx.passes.overlap.cuts import Draft, Put, dense
-from mindspeed_fx.passes.overlap.graph import LARGE
-from mindspeed_fx.passes.overlap.region import sized
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Put, dense
+from mindspeed_fx.passes.overlap.chunking.region import sized
+from mindspeed_fx.passes.overlap.model.task_graph import LARGE
 
 NAME = "overlap.split"
 aten = torch.ops.aten
 
 
-@register(NAME, stage="partitioned", level=2, exact=True, provides=("split",))
+@register(NAME)
 def overlap_split(gm: fx.GraphModule, context: Context) -> PassReport:
     """Gradients of a linear layer's input and weight as two products, so that one can run under the other's collective."""
     report = PassReport(NAME)
     if not any(is_start(n) for n in gm.graph.nodes):
-        return report.because("no functional collectives")
+        return report.note_reason("no functional collectives")
     large = len(gm.graph.nodes) > LARGE
     draft = Draft(gm, {}) if large else None
     products: dict[fx.Node, fx.Node] = {}  # a result of the one call -> the product that makes it
     gone: list[fx.Node] = []
-    with uncollected(large):
+    with no_gc(large):
         for node in calls(gm, torch.ops.mindspeed.linear_backward.default):
             grad, x, weight, needed = node.args
             if not needed[0] or not (needed[1] or needed[2]):

@@ -13,30 +13,30 @@ from typing import Callable, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat_functional
+from mindspeed_fx.compat import auto_functionalized
+from mindspeed_fx.graph.collectives import is_start, is_wait
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.deferred import recompile
-from mindspeed_fx.passes.overlap.collectives import is_start, is_wait
-from mindspeed_fx.passes.overlap.cuts import is_view
-from mindspeed_fx.passes.overlap.graph import aliases
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import is_view
+from mindspeed_fx.passes.overlap.model.task_graph import aliases
 
 NAME = "overlap.step"
 STEP = torch.ops.mindspeed.adamw_step.default
 WRITTEN = ("weights", "exp_avgs", "exp_avg_sqs", "steps")
 
 
-@register(NAME, stage="partitioned", level=0, exact=True, provides=("stepped",))
+@register(NAME)
 def overlap_step(gm: fx.GraphModule, context: Context) -> PassReport:
     """Steps of the optimizer in the backward graph write in place."""
     report = PassReport(NAME)
-    calls = [n for n in gm.graph.nodes if compat_functional.mutable_operator(n) is STEP]
+    calls = [n for n in gm.graph.nodes if auto_functionalized.mutable_operator(n) is STEP]
     if not calls:
-        return report.because("no optimizer steps in this graph (option optimizer)")
+        return report.note_reason("no optimizer steps in this graph (option optimizer)")
     if context.options.codegen == "inductor":
-        return report.because("Inductor lets steps write in place by itself")
+        return report.note_reason("Inductor lets steps write in place by itself")
 
     def arguments(node: fx.Node, bases: list[fx.Node]) -> tuple:
-        at = {name: [bases[i] for i in found] for name, found in compat_functional.written(node, WRITTEN).items()}
+        at = {name: [bases[i] for i in found] for name, found in auto_functionalized.written(node, WRITTEN).items()}
         return (*(at[name] for name in WRITTEN), node.kwargs["grads"], node.kwargs["numbers"])
 
     write_in_place(gm, calls, arguments, report)
@@ -59,7 +59,7 @@ def write_in_place(gm: fx.GraphModule, calls: Sequence[fx.Node], arguments: Call
         for m in {m for a in node.all_input_nodes for m in memories.get(a, ())}:
             readers[m] = node
     for node in calls:
-        writes, bases = compat_functional.mutable_operator(node), compat_functional.bases_of(node)
+        writes, bases = auto_functionalized.mutable_operator(node), auto_functionalized.bases_of(node)
         ends = _ends(node, bases or [])
         if bases is None or ends is None:
             report.skipped.append(skip(str(writes), node, "what it writes is a part of an input, or is read afterwards; it goes through copies"))

@@ -17,20 +17,20 @@ import operator
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat_distributed
-from mindspeed_fx.cost.hardware import Hardware
+from mindspeed_fx.compat import distributed
+from mindspeed_fx.cost.device import Hardware
+from mindspeed_fx.graph.collectives import group_of, kind
+from mindspeed_fx.graph.match import argument, value
 from mindspeed_fx.passes.base import Context, PassReport, register
-from mindspeed_fx.passes.fusion.match import argument, value
-from mindspeed_fx.passes.overlap.collectives import group_of, kind
 from mindspeed_fx.passes.overlap.mc2 import Call, Library, Pair, fuse, one_operator
-from mindspeed_fx.passes.overlap.price import FUSED, ranks_of
+from mindspeed_fx.passes.overlap.model.costs import FUSED, ranks_of
 
 NAME = "overlap.symmetric_memory"
 OPERATORS = {"all_gather_into_tensor": "symm_mem::fused_all_gather_matmul", "reduce_scatter_tensor": "symm_mem::fused_matmul_reduce_scatter"}
 SUMS = ("sum", "avg")
 
 
-@register(NAME, stage="partitioned", level=2, provides=("mc2",), after=("split",))
+@register(NAME)
 def overlap_symmetric_memory(gm: fx.GraphModule, context: Context) -> PassReport:
     """A product and its collective in one operator of torch, where symmetric memory is enabled and the model says it pays."""
     library = Library("torch", "cuda", "torch has these operators on cuda", OPERATORS, refused, functools.partial(fuse, called=_of_torch))
@@ -41,7 +41,7 @@ def refused(pair: Pair, hardware: Hardware) -> str | None:
     """Why torch's operator does not take the pair, or None."""
     start, product = pair.start, pair.product
     a, b, ranks = value(start if kind(start) == "all_gather_into_tensor" else product.args[0]), value(product.args[1]), ranks_of(start)
-    if not compat_distributed.has_symmetric_memory(pair.group):
+    if not distributed.has_symmetric_memory(pair.group):
         return f'symmetric memory is not enabled for group "{pair.group}": torch.distributed._symmetric_memory.enable_symm_mem_for_group("{pair.group}")'
     if len({r // hardware.node for r in ranks}) > 1:
         return "the ranks are in several machines; symmetric memory is open within one"

@@ -15,18 +15,18 @@ import math
 
 import torch.fx as fx
 
-
 from mindspeed_fx.cost.hardware import detect, hardware
-from mindspeed_fx.options import OptionError
-from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site, skip
-from mindspeed_fx.passes.recompute import seen
-from mindspeed_fx.passes.recompute.layers import FEW, Layers
-from mindspeed_fx.passes.recompute.moves import offloads, places
-from mindspeed_fx.passes.recompute.policy import Fixed, fixed
-from mindspeed_fx.passes.recompute.schedule import Plan
-from mindspeed_fx.passes.recompute.search import Search
-from mindspeed_fx.passes.recompute.step import Step
-from mindspeed_fx.passes.recompute.tape import Tape, record, saved_names
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
+from mindspeed_fx.passes.recompute.problem import activation_table
+from mindspeed_fx.passes.recompute.problem.dataflow import Tape, record, saved_names
+from mindspeed_fx.passes.recompute.problem.joint_graph import Step
+from mindspeed_fx.passes.recompute.problem.policies import Fixed, fixed
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan
+from mindspeed_fx.passes.recompute.solve.budget_search import Search
+from mindspeed_fx.passes.recompute.solve.folded_search import FEW, Layers
+from mindspeed_fx.passes.recompute.solve.offload_moves import offloads, places
 from mindspeed_fx.report.memory import pareto
 
 NAME = "recompute.budget"
@@ -41,7 +41,7 @@ ROUNDS_WORK = 400_000
 MIB = 2**20
 
 
-@register(NAME, stage="cut", level=0, exact=True)
+@register(NAME)
 def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     """A memory budget: saves what fits, and makes the rest again in the backward."""
     report, asked = PassReport(NAME), context.options.memory_budget
@@ -76,7 +76,7 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     report.saved = saved_names(gm.graph, context.nodes, {step.nodes[i] for i in plan.saved})
     report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]] + [site("offloaded", step.nodes[v]) for v, _, _ in plan.ways]
     report.notes = [_peaks(plan, search, least, step), _times(plan, search, step, limit, proved), *([moves.told(plan)] if moves else []), *report.notes]
-    seen.show(report, step, {"saving everything": search.richest, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=True)
+    activation_table.show(report, step, {"saving everything": search.richest, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=True)
     report.pareto = [(step.seconds + seconds, bytes_ + step.inputs) for seconds, bytes_ in search.points()]
     report.files["pareto.txt"] = pareto(report.pareto)
     return report

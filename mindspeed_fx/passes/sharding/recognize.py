@@ -14,11 +14,12 @@ from typing import Iterator, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx import compat, compat_distributed
-from mindspeed_fx.passes.base import Context, PassReport, module_path, register
-from mindspeed_fx.passes.overlap.collectives import group_of, is_blocking, is_start, kind
-from mindspeed_fx.passes.overlap.price import device
-from mindspeed_fx.passes.sharding import compared
+from mindspeed_fx.compat import distributed, fake
+from mindspeed_fx.graph.collectives import group_of, is_blocking, is_start, kind
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.passes.base import Context, PassReport, register
+from mindspeed_fx.passes.overlap.model.costs import device
+from mindspeed_fx.sharding.audit import alternatives
 
 NAME = "sharding.recognize"
 LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks|block)\.\d+)(?:\.|$)")
@@ -48,7 +49,7 @@ def kind_of(node: fx.Node) -> tuple[str, str] | None:
     """The word for a collective and the name of its group; None for other nodes, and over one rank."""
     if str(node.target) == "mindspeed.expert_exchange.default":
         return "all_to_all", node.args[4]
-    if not (is_start(node) or (is_blocking(node) and kind(node) in SHORT)) or len(compat_distributed.ranks_of(group_of(node))) < 2:
+    if not (is_start(node) or (is_blocking(node) and kind(node) in SHORT)) or len(distributed.ranks_of(group_of(node))) < 2:
         return None
     word = kind(node).removesuffix("_").removesuffix("_coalesced")
     return SHORT.get(word, word), group_of(node)
@@ -58,7 +59,7 @@ def sent(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]:
     """The collectives of ``gm``, in order, over more than one rank, each with its node."""
     for n in gm.graph.nodes:
         if (found := kind_of(n)) is not None:
-            size = sum(compat.hint(v.numel()) * v.dtype.itemsize for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor))
+            size = sum(fake.hint(v.numel()) * v.dtype.itemsize for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor))
             yield n, Collective(*found, size, module_path(n))
 
 
@@ -93,13 +94,13 @@ def amounts_to(counts: Counter) -> str:
     return name
 
 
-@register(NAME, stage="partitioned", level=0, exact=True)
+@register(NAME)
 def recognize(gm: fx.GraphModule, context: Context) -> PassReport:
     """Names the plan that a graph's collectives amount to."""
     report = PassReport(NAME)
     found = collectives_of(gm)
     if not found:
-        return report.because("no collectives over several ranks")
+        return report.note_reason("no collectives over several ranks")
     report.notes += described(found, context.side)
     if context.side == "forward":
         report.notes += _compared(gm, found, context)
@@ -111,13 +112,13 @@ def _compared(gm: fx.GraphModule, collectives: Sequence[Collective], context: Co
     hardware, why = device(context.options)
     lines = []
     for group, (_, counts) in per_layer(collectives).items():
-        name, ranks = amounts_to(counts), len(compat_distributed.ranks_of(group))
+        name, ranks = amounts_to(counts), len(distributed.ranks_of(group))
         if name.split("+")[0] not in ("tp", "tp_sp"):
             continue
         if hardware is None:
             lines.append(f"no other plan is compared: no cost model: {why}")
-        elif (layer := compared.layer_of(gm, {c.layer for c in collectives if c.layer and c.group == group}, ranks, name.startswith("tp_sp"), hardware)) is not None:
-            lines += compared.told(name, compared.rivals(layer, ranks, hardware), ranks, hardware)
+        elif (layer := alternatives.layer_of(gm, {c.layer for c in collectives if c.layer and c.group == group}, ranks, name.startswith("tp_sp"), hardware)) is not None:
+            lines += alternatives.told(name, alternatives.rivals(layer, ranks, hardware), ranks, hardware)
     return lines
 
 
@@ -125,7 +126,7 @@ def described(collectives: Sequence[Collective], side: str) -> list[str]:
     """What :func:`recognize` says of a graph's collectives."""
     lines = []
     for group, (layers, counts) in per_layer(collectives).items():
-        ranks = len(compat_distributed.ranks_of(group))
+        ranks = len(distributed.ranks_of(group))
         name = amounts_to(counts)
         each = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
         amount = sum(c.bytes for c in collectives if c.group == group and c.layer) / max(layers, 1) / 2**20

@@ -17,9 +17,10 @@ import re
 
 import torch.fx as fx
 
-from mindspeed_fx import compat_partition
-from mindspeed_fx.passes.base import Context, PassReport, module_path, register, site
-from mindspeed_fx.passes.overlap.collectives import is_start, is_wait
+from mindspeed_fx.compat import partitioner
+from mindspeed_fx.graph.collectives import is_start, is_wait
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.passes.sharding.recognize import kind_of
 from mindspeed_fx.passes.sharding.verify import forward_of
 
@@ -28,12 +29,12 @@ REPEATABLE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 LAYOUT = ("cat", "split", "split_with_sizes", "slice", "clone", "permute", "transpose", "view", "reshape", "getitem")
 
 
-@register(NAME, stage="joint", level=0, exact=True)
+@register(NAME)
 def regather(gm: fx.GraphModule, context: Context) -> PassReport:
     """Marks collectives of the forward that a plan wants made again: zero3's, and those of recomputed layers."""
     report, found = PassReport(NAME), gm.meta.get("sharding")
     if found is None or found.program is None:
-        return report.because("the model is not parallelized (mindspeed_fx.parallelize)")
+        return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
     plan, mesh = found.plan, found.sharding.mesh
     whole = {mesh.get_group(d).group_name for d, stage in plan.gather.items() if stage == "zero3"}
     forward = forward_of(gm)
@@ -45,8 +46,8 @@ def regather(gm: fx.GraphModule, context: Context) -> PassReport:
             if n not in of_parameters and _repeatable(n):
                 marked |= _in_layer(n, forward, plan.recompute)
     for n in marked:
-        if not compat_partition.must_recompute(n):
-            compat_partition.mark_recompute(n)
+        if not partitioner.must_recompute(n):
+            partitioner.mark_recompute(n)
     report.rewrites = [site(kind_of(n)[0], n) for n in nodes if n in marked and kind_of(n) is not None]
     return report
 

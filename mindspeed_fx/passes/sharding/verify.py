@@ -20,12 +20,12 @@ from typing import Any, Iterator, Sequence
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, skip
-from mindspeed_fx.passes.sharding.backwards import grown
-from mindspeed_fx.passes.sharding.drawn import picture
-from mindspeed_fx.passes.sharding.origin import Layout, followed
 from mindspeed_fx.passes.sharding.recognize import LAYER, Collective, kind_of, sent
-from mindspeed_fx.passes.sharding.sends import NUMBER, Send
 from mindspeed_fx.report.records import Skip
+from mindspeed_fx.sharding.audit.gather_layout import Layout, followed
+from mindspeed_fx.sharding.audit.replicated_backward import grown
+from mindspeed_fx.sharding.expected import NUMBER, Send
+from mindspeed_fx.sharding.plan_svg import picture
 
 NAME = "sharding.verify"
 GATHER, SCATTER = "all_gather", "reduce_scatter"
@@ -42,12 +42,12 @@ class Made:
     backward: bool
 
 
-@register(NAME, stage="joint", level=0, exact=True)
+@register(NAME)
 def verify(gm: fx.GraphModule, context: Context) -> PassReport:
     """Looks for redundant collectives, and for computations that a plan did not ask to be whole."""
-    report, found = PassReport(NAME), gm.meta.get("sharding")
+    report, found = PassReport(NAME), context.sharding
     if found is None or found.program is None:
-        return report.because("the model is not parallelized (mindspeed_fx.parallelize)")
+        return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
     mesh, traffic = found.sharding.mesh, found.program.traffic
     made = collectives(gm, mesh)
     places = {mesh.mesh_dim_names[i]: mesh.get_local_rank(i) for i in range(mesh.ndim)}

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mindspeed_fx.kernels.npu import emulate
+from mindspeed_fx.kernels.npu.emulation import registry
 
-emulate.define()
+registry.define()
 npu = torch.ops.npu
 HALF = pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 1e-3), (torch.bfloat16, 4e-3)], ids=["float16", "bfloat16"])
 
@@ -132,8 +132,8 @@ def test_reduced_product_sum_and_norm(ranks):
     x, w, residual, weight = torch.randn(24, 16), torch.randn(16, 8), torch.randn(24, 8), torch.randn(8)
     with ranks(2), torch.no_grad():
         parts = (LocalTensor(dict(enumerate(t.contiguous() for t in given))) for given in (x.chunk(2, 1), w.chunk(2)))
-        y = emulate.EMULATIONS["npu_mm_all_reduce_base"].run(*parts, "0")
-        summed = [emulate.EMULATIONS["npu_add_rms_norm"].run(part, residual, weight, 1e-5) for part in y._local_tensors.values()]
+        y = registry.EMULATIONS["npu_mm_all_reduce_base"].run(*parts, "0")
+        summed = [registry.EMULATIONS["npu_add_rms_norm"].run(part, residual, weight, 1e-5) for part in y._local_tensors.values()]
     wide = x @ w + residual
     for have, _, total in summed:
         close(total, wide, 1e-4)
@@ -164,7 +164,7 @@ def test_fused_products_count_as_products():
 UPSTREAM = {
     "adaptive_recomputing": ["recompute/test_recompute_upstream.py::test_within_the_budget_and_never_worse_than_upstream"],
     "adaptive_memory_solver": ["recompute/test_recompute_offload.py", "recompute/test_recompute_budget.py"],  # ours plans values, not its nine policies per layer
-    "ringattn kv cache by layer": "the backward of a ring asks for the keys again (passes/sharding/ring.py); no layer keeps those of other ranks",
+    "ringattn kv cache by layer": "the backward of a ring asks for the keys again (sharding/spmd/ring.py); no layer keeps those of other ranks",
     "npu_rms_norm": ["::test_thirty_norms"],
     "npu_swiglu": ["::test_swiglu"],
     "npu_rotary_position_embedding": ["::test_rotary"],

@@ -2,16 +2,14 @@
 graphs, run through emulated operators, train as the models do."""
 
 import itertools
-import pathlib
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import models
-import npu_graphs
+from tests import models
+from tests.kernels.npu import npu_graphs
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 
@@ -193,11 +191,7 @@ class HuggingFace(nn.Module):
     def __init__(self, name):
         super().__init__()
         pytest.importorskip("transformers")
-        sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "zoo"))
-        try:
-            import architectures
-        finally:
-            sys.path.pop(0)
+        from tests.zoo import architectures
         model, inputs = architectures.build(name, "sdpa" if name != "gpt_oss" else "eager")
         self.model, self.ids, self.name = model.float(), inputs["input_ids"], name
         self.model.loss_type = "ForCausalLM"  # unset for GPT-2, about which it would warn, once and outside any graph

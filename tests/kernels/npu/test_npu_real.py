@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mindspeed_fx.cross import stub, toolchain
+from mindspeed_fx.ascend import stub, toolchain
 
 HERE = pathlib.Path(__file__).parent
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(toolchain.missing("torch_npu") is not None, reason=str(toolchain.missing("torch_npu")))]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.skipif(toolchain.missing("torch_npu")
 def found():
     env = {**os.environ, **stub.environment()}
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(HERE.parents[2])])
-    run = subprocess.run([sys.executable, str(HERE / "torch_npu_worker.py"), str(HERE.parents[1]), str(HERE)], env=env, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, str(HERE / "torch_npu_worker.py")], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -157,15 +157,15 @@ def test_without_an_operator_that_it_needs(monkeypatch):
     from mindspeed_fx.kernels import npu
 
     assert "this torch_npu has no npu_from_the_future" == npu.missing(("npu_rms_norm", "npu_from_the_future"))
-    monkeypatch.setattr(npu.emulate, "present", lambda: False)
+    monkeypatch.setattr(npu.registry, "present", lambda: False)
     monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: name)
     assert npu.missing(("npu_rms_norm",)) == "torch_npu is installed but not imported"
 
 
 def test_what_is_not_emulated_says_why_and_what_to_do():
-    from mindspeed_fx.kernels.npu import emulate
+    from mindspeed_fx.kernels.npu.emulation import registry
 
-    emulate.define()
+    registry.define()
     npu, q, mask = torch.ops.npu, torch.randn(1, 2, 4, 8), torch.ones(2048, 2048, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="sparse_mode 5 .*give it as atten_mask with sparse_mode 1"):
         npu.npu_fusion_attention_v3(q, q, q, 2, "BNSD", atten_mask=mask, sparse_mode=5)

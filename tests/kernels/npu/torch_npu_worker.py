@@ -1,21 +1,17 @@
 """Runs where torch_npu is imported, over stub libraries and on fake tensors of device npu:0; prints what it found as JSON."""
 
 import json
-import sys
 
 import torch
 import torch_npu  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-sys.path[:0] = sys.argv[1:]  # tests, tests/kernels/npu
-
-import npu_cases  # noqa: E402
-import npu_graphs  # noqa: E402
-
-import mindspeed_fx  # noqa: E402, F401
-from mindspeed_fx.kernels.base import find  # noqa: E402
-from mindspeed_fx.kernels.npu import emulate, schemas  # noqa: E402
+import mindspeed_fx  # noqa: F401
+from mindspeed_fx.kernels.base import find
+from mindspeed_fx.kernels.npu import schemas
+from mindspeed_fx.kernels.npu.emulation import registry
+from tests.kernels.npu import npu_cases, npu_graphs
 
 
 def schema_differences():
@@ -75,7 +71,7 @@ def fused_differences():
         with FakeTensorMode():
             tensors = [torch.empty(s, dtype=torch.bfloat16, device="npu:0") for s in shapes]
             have = describe(getattr(torch.ops.npu, name)(*tensors, *args, **kwargs))
-        want = describe(emulate.EMULATIONS[name].fake(*(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes), *args, **kwargs))
+        want = describe(registry.EMULATIONS[name].fake(*(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes), *args, **kwargs))
         if have != [w for w in want if w[1] != [0]]:  # what is not asked for: nothing there, empty here
             found.append(f"{name}: npu {have}, cpu {want}")
     return found
@@ -83,7 +79,7 @@ def fused_differences():
 
 def model_calls(dtype):
     """npu calls of a Llama's forward and backward, on fake npu tensors and on CPU tensors, and parameters without gradients."""
-    import models
+    from tests import models
 
     calls = {}
     torch.manual_seed(0)
@@ -103,7 +99,7 @@ def model_calls(dtype):
 
 
 def main():
-    emulate.register()
+    registry.register()
     differences, count = case_differences()
     print(json.dumps({"schemas": schema_differences(), "cases": differences + fused_differences(), "count": count, "model": {str(d): model_calls(d) for d in (torch.float32, torch.bfloat16)}}))
 

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import double, function_agrees
+
+from tests.models import double, function_agrees
 
 ONE, CLIPPED, WEIGHTED, SWIGLU = "fusion.activation", "fusion.clipped_swiglu", "fusion.weighted_swiglu", "fusion.swiglu"
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import double, explain, function_agrees
+
+from tests.models import double, explain, function_agrees
 
 NAME, SEQ, HEADS = "fusion.attention", 9, 4
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.double)
@@ -39,7 +40,7 @@ def forward_and_back(q, k, v):
 
 def pairs(f, *inputs):
     """Largest mask that an attention of the lowered forward graph is given."""
-    import mindspeed_fx.kernels.attention_cpu as kernels
+    from mindspeed_fx.kernels.cpu import attention as kernels
 
     found, plain = [], kernels._additive
     kernels._additive = lambda mask, q: found.append(0 if mask is None else mask.numel()) or plain(mask, q)

@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from models import explain, function_agrees
 from torch import nn
 
-from mindspeed_fx.passes.fusion import attention_emit
-from mindspeed_fx.passes.fusion.scores import Miss
+from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss
+from mindspeed_fx.passes.fusion.emit import attention as attention_emit
+from tests.models import explain, function_agrees
 
 NAME = "fusion.attention"
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import double, function_agrees
+
+from tests.models import double, function_agrees
 
 NAME = "fusion.attention"
 INF = float("-inf")

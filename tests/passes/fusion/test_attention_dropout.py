@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import explain
+
+from tests.models import explain
 
 NAME = "fusion.attention"
 

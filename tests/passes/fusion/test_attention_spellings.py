@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import explain, function_agrees
+
+from tests.models import explain, function_agrees
 
 NAME, LATER = "fusion.attention", torch.ones(6, 6, dtype=torch.bool).triu(1)
 MASK = torch.rand(2, 1, 1, 6, generator=torch.Generator().manual_seed(1)) < 0.8
@@ -100,8 +101,8 @@ OTHERS = {
 
 def test_other_functions_say_why_they_are_no_softmax():
     report = explain(lambda x: tuple(f(exponentials(x)).cos() for f in OTHERS.values()), torch.randn(2, 6, 6, requires_grad=True))
-    assert report.counts["fusion.softmax"] == 0
-    for reason, skipped in zip(OTHERS, report.skipped("fusion.softmax"), strict=True):
+    assert report.counts["canonicalize.softmax"] == 0
+    for reason, skipped in zip(OTHERS, report.skipped("canonicalize.softmax"), strict=True):
         assert reason in skipped.reason
 
 

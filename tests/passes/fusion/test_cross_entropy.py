@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import explain, function_agrees
+
+from tests.models import explain, function_agrees
 
 NAME = "fusion.cross_entropy"
 TARGET = torch.tensor([0, 3, -100, 6, 2])

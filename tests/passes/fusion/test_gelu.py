@@ -2,9 +2,10 @@ import math
 
 import pytest
 import torch
-from models import double, function_agrees
 
-NAME = "fusion.gelu"
+from tests.models import double, function_agrees
+
+NAME = "canonicalize.gelu"
 ROOT = math.sqrt(2 / math.pi)
 
 

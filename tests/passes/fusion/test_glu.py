@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import double, function_agrees
+
+from tests.models import double, function_agrees
 
 NAME = "fusion.glu"
 

@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import double, explain, function_agrees
+
+from tests.models import double, explain, function_agrees
 
 NAME = "fusion.grouped_matmul"
 

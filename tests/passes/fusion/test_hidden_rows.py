@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import explain, function_agrees
+
+from tests.models import explain, function_agrees
 
 NAME, SEQ = "fusion.attention", 6
 LATER = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import LLAMA_COUNTS, Llama, assert_same_training, explain, function_agrees, fusion_counts, tokens
 from torch import nn
 
-from mindspeed_fx import compat_cpp
+from mindspeed_fx.compat import cpp
 from mindspeed_fx.kernels import linear_cross_entropy as operators
 from mindspeed_fx.passes.fusion import linear_cross_entropy as fusion
+from tests.models import LLAMA_COUNTS, Llama, assert_same_training, explain, function_agrees, fusion_counts, tokens
 
 NAME = "fusion.linear_cross_entropy"
 TARGET = torch.tensor([[1, 2, -100, 0, 3, 4], [3, 3, 1, 0, -100, 6]])
@@ -150,7 +150,7 @@ def test_small_logits_stay_unless_the_pass_is_named(monkeypatch):
 
 def test_the_kernel_in_cpp_pays_earlier(monkeypatch):
     monkeypatch.setattr(fusion, "SMALLEST", 2**20)
-    assert function_agrees(flat, *inputs(torch.float)[:2], tolerance=1e-5).counts[NAME] == (compat_cpp.problem() is None)
+    assert function_agrees(flat, *inputs(torch.float)[:2], tolerance=1e-5).counts[NAME] == (cpp.problem() is None)
     monkeypatch.setattr(fusion, "in_cpp", lambda *_: "no compiler")
     assert function_agrees(flat, *inputs(torch.float)[:2], tolerance=1e-5).counts[NAME] == 0
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import mindspeed_fx
-
 from mindspeed_fx.kernels import linear_cross_entropy_backward as kernel
 from mindspeed_fx.passes.fusion import linear_cross_entropy_backward as file
 

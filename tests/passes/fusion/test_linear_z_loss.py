@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import function_agrees
 
 from mindspeed_fx.passes.fusion import linear_cross_entropy as fusion
+from tests.models import function_agrees
 
 NAME = "fusion.linear_cross_entropy"
 TARGET = torch.tensor([1, 2, -100, 0, 3, 4, 3, 3, 1, 0, -100, 6])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import function_agrees
-from test_losses_written_out import fairseq
 
 from mindspeed_fx.passes.fusion import linear_cross_entropy
+from tests.models import function_agrees
+from tests.passes.fusion.test_losses_written_out import fairseq
 
 NAME = "fusion.linear_cross_entropy"
 TARGET = torch.tensor([0, 3, 1, 6, 2, -100])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import function_agrees
+
+from tests.models import function_agrees
 
 NAME = "fusion.cross_entropy"
 ROWS = torch.tensor([0, 3, 1, 6, 2])

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Llama, assert_same_training, double, explain, function_agrees, tokens
 
 from mindspeed_fx.passes.fusion import merged_linear
+from tests.models import Llama, assert_same_training, double, explain, function_agrees, tokens
 
 NAME = "fusion.merged_linear"
 ON = {"target": "cuda", "hardware": "h100", "enable": [NAME]}

@@ -1,16 +1,13 @@
 import copy
-import importlib
-import pathlib
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import double, explain, function_agrees
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "zoo"))
-architectures = importlib.import_module("architectures")
+from tests.models import double, explain, function_agrees
+from tests.zoo import architectures
+
 NAME = "fusion.moe_permute"
 
 

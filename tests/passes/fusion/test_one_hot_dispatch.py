@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from models import double, explain, function_agrees
+
+from tests.models import double, explain, function_agrees
 
 NAME = "fusion.one_hot_dispatch"
 TOKENS, EXPERTS, CAPACITY, HIDDEN = 12, 3, 6, 5

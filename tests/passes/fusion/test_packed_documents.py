@@ -1,16 +1,13 @@
 """Documents packed into one row: attention with a block-diagonal mask, however the model makes it."""
 
-import pathlib
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import function_agrees
 from torch import nn
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "kernels" / "npu"))
-import npu_graphs  # noqa: E402
+from tests.kernels.npu import npu_graphs
+from tests.models import function_agrees
 
 NAME, EOD, SEQ = "fusion.attention", 0, 12
 IDS = torch.tensor([[5, 3, EOD, 7, 7, 1, EOD, 2, 4, 4, 4, 1], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, EOD]])
@@ -93,12 +90,8 @@ def test_on_npu():
 @pytest.mark.slow
 def test_hugging_face_by_positions_that_start_anew():
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "zoo"))
-    try:
-        import architectures
-    finally:
-        sys.path.pop(0)
     from mindspeed_fx import explain
+    from tests.zoo import architectures
 
     model, inputs = architectures.build("llama", "sdpa")
     ids = inputs["input_ids"][:1]

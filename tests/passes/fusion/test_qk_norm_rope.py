@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import double, explain, function_agrees
 
 from mindspeed_fx.cost.hardware import hardware, names
 from mindspeed_fx.cost.operators import spec
 from mindspeed_fx.kernels import REGISTRY, triton
+from tests.models import double, explain, function_agrees
 
 NAME = "fusion.qk_norm_rope"
 ops = torch.ops.mindspeed

@@ -3,8 +3,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import double, function_agrees
 from torch import nn
+
+from tests.models import double, function_agrees
 
 NAME = "fusion.rms_norm"
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from models import double, function_agrees
+
+from tests.models import double, function_agrees
 
 NAME = "fusion.rope"
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from models import double, explain, function_agrees
 from torch import nn
+
+from tests.models import double, explain, function_agrees
 
 NAME, DIM = "fusion.rope", 8
 SIGNS = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.double)

@@ -1,15 +1,12 @@
 """The softmax of attention whose weights are needed: one kernel on npu, as it is elsewhere."""
 
-import pathlib
-import sys
 
 import pytest
 import torch
-from models import explain, function_agrees
 from torch import nn
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "kernels" / "npu"))
-import npu_graphs  # noqa: E402
+from tests.kernels.npu import npu_graphs
+from tests.models import explain, function_agrees
 
 NAME = "fusion.scaled_masked_softmax"
 MASK = torch.ones(32, 32, dtype=torch.bool).triu(1)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from variants import Case, Table, Variant, Weight, check, variants
 
 from mindspeed_fx.passes.fusion import linear_cross_entropy, merged_linear
+from tests.passes.fusion.variants import Case, Table, Variant, Weight, check, variants
 
 HALVES = (torch.float64, torch.float32, torch.bfloat16)
 WIDE = (torch.float64, torch.float32)
@@ -377,8 +377,8 @@ CASES = {
     "geglu": Case("fusion.glu", geglu("none"), ((3, 8), (3, 8))),
     "geglu, tanh": Case("fusion.glu", geglu("tanh"), ((3, 8), (3, 8))),
     "reglu": Case("fusion.glu", reglu, ((3, 8), Weight((4, 8)), Weight((4, 8)))),
-    "gelu, tanh": Case("fusion.gelu", gelu_tanh, ((3, 8),)),
-    "gelu, erf": Case("fusion.gelu", gelu_erf, ((3, 8),)),
+    "gelu, tanh": Case("canonicalize.gelu", gelu_tanh, ((3, 8),)),
+    "gelu, erf": Case("canonicalize.gelu", gelu_erf, ((3, 8),)),
     "quick_gelu": Case("fusion.activation", quick_gelu, ((3, 8),)),
     "squared_relu": Case("fusion.activation", squared_relu, ((3, 8),)),
     "rope, halves": Case("fusion.rope", half, (HEADS, *TABLES)),
@@ -427,7 +427,7 @@ SPELLINGS = {
     "swiglu, tanh": Case("fusion.swiglu", swiglu_tanh, ((3, 8), (3, 8))),
     "weighted_swiglu, up": Case("fusion.weighted_swiglu", weighted_up, ((3, 8), (3, 8), (3, 1))),
     "weighted_swiglu, gate": Case("fusion.weighted_swiglu", weighted_gate, ((3, 8), (3, 8), (3, 1))),
-    "gelu, erfc": Case("fusion.gelu", gelu_erfc, ((3, 8),)),
+    "gelu, erfc": Case("canonicalize.gelu", gelu_erfc, ((3, 8),)),
     "quick_gelu, divided": Case("fusion.activation", quick_gelu_divided, ((3, 8),)),
     "squared_relu, product": Case("fusion.activation", relu_times_x, ((3, 8),)),
 }

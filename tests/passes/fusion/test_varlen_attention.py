@@ -1,18 +1,15 @@
 """Packed documents become an attention that computes no score between two of them."""
 
-import pathlib
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from models import function_agrees
 from torch import nn
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "kernels" / "npu"))
-import npu_graphs  # noqa: E402
+from tests.kernels.npu import npu_graphs
+from tests.models import function_agrees
 
 ops = torch.ops.mindspeed
 NAME, SEQ = "fusion.attention", 12

@@ -16,8 +16,8 @@ from typing import Any, Callable
 import torch
 from hypothesis import strategies as st
 
+from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import recorder
-from mindspeed_fx.report.explain import Report
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("plain", "strided", "padded", "turned", "sliced", "every other", "expanded")

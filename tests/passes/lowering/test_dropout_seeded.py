@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import explain
 
 from mindspeed_fx.kernels.dropout_add_seeded import LEVELS, drawn
+from tests.models import explain
 
-NAME = "lowering.dropout_seeded"
+NAME = "fusion.dropout_add_seeded"
 
 
 def seeds(count):

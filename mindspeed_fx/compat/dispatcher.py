@@ -1,0 +1,33 @@
+"""What the dispatcher has: kernels of operators, oneDNN, and operators that torch defines on import."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def onednn_beats_blas() -> bool:
+    """True where oneDNN is present and torch's BLAS is MKL on a processor that is not Intel's."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if not torch.backends.mkl.is_available():
+        return False
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "GenuineIntel" not in file.read(4096)
+    except OSError:
+        return False
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether ``operator``, as in "aten::mm", has a kernel of its own for a dispatch key, as in "Meta"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def varlen_attention_of_torch() -> Any:
+    """The operator behind ``torch.nn.attention.varlen.varlen_attn``; None where this torch has none or it was not imported."""
+    operator = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
+    return getattr(operator, "default", None)

@@ -1,0 +1,87 @@
+"""The part of :mod:`mindspeed_fx.compat` about torch.distributed and what Inductor does with collectives."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import torch.fx as fx
+
+
+def default_store() -> Any:
+    """The store of the default process group; None when there is no group, one rank, or a fake group."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def ranks_of(group: str) -> list[int]:
+    """Global ranks of a process group by name."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return dist.get_process_group_ranks(_resolve_process_group(group))
+
+
+def has_symmetric_memory(group: str) -> bool:
+    """Whether ``enable_symm_mem_for_group`` was called for a group; registers torch's operators of it."""
+    try:
+        from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+    except ImportError:
+        return False
+    return bool(is_symm_mem_enabled_for_group(group))
+
+
+def world_is_parallel() -> bool:
+    """True when this process is one of several."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def insert_order(graph: fx.Graph, after: Mapping[fx.Node, list[fx.Node]]) -> bool:
+    """Make each key wait for its list of nodes in the code that Inductor generates; False where this torch cannot.
+
+    The nodes are wrapped in Inductor's ``control_deps`` operator, as its own overlap scheduler does.
+    """
+    try:
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+        from torch.utils._ordered_set import OrderedSet
+    except ImportError:
+        return False
+    preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
+    return True
+
+
+
+
+def rank() -> int:
+    """This process's rank in the default group; 0 without one."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Ranks of the default group; 1 without one."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+
+def group_ranks(name: str) -> list[int] | None:
+    """The global ranks of a process group by the name that functional collectives carry; None where there is none."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        return dist.get_process_group_ranks(_resolve_process_group(name))
+    except (RuntimeError, ValueError, KeyError):
+        return None

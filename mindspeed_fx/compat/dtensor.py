@@ -1,0 +1,384 @@
+"""Private and moving APIs of ``torch.distributed.tensor``, one name each: part of :mod:`mindspeed_fx.compat`.
+
+Importing this module imports DTensor (about half a second); only sharding does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even, first_plain_argument, is_even
+
+
+def placement(way: Any) -> Placement:
+    """A placement of :mod:`mindspeed_fx.kernels.sharding` as DTensor's."""
+    return {REPLICATED: Replicate(), PARTIAL: Partial()}[way] if isinstance(way, str) else Shard(int(way))
+
+
+def shard(dim: int, pieces: int = 1) -> Placement:
+    """A part of dimension ``dim``, or of each of so many ``pieces`` of it."""
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+
+
+def is_strided(way: Placement) -> bool:
+    """True for a part that is several pieces of its dimension: what a divided dimension becomes where it is flattened behind another."""
+    return isinstance(way, _StridedShard)
+
+
+def is_divided(way: Placement, dim: int | None = None) -> bool:
+    """True for a part, of dimension ``dim`` if given, in one piece or several; ``Placement.is_shard`` knows only those in one."""
+    return (way.is_shard() or is_strided(way)) and dim in (None, way.dim)
+
+
+def along_dimension(way: Placement, dim: int) -> Placement:
+    """The divided placement ``way`` with another dimension, in as many pieces."""
+    return _StridedShard(dim, split_factor=way.split_factor) if is_strided(way) else Shard(dim)
+
+
+def count_strided_shards_for_real() -> None:
+    """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index tensor that it reads back, which
+    fails while tracing: the tensor is fake there. From here on it is computed outside of any trace; nothing else changes."""
+    own = _StridedShard.local_shard_size_and_offset
+    if getattr(own, "_real", False):
+        return
+
+    @functools.wraps(own)
+    def real(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(isinstance(a, int) for a in args[:3]) and local_tensor_mode() is None:
+            with tracing.outside_tracing():
+                return own(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    real._real = True  # type: ignore[attr-defined]
+    _StridedShard.local_shard_size_and_offset = real
+
+
+def price_strided_shards_plainly() -> None:
+    """What it costs to bring a strided shard to where a way of an operator wants it DTensor (2.13) asks the cheapest path through all placements of the mesh,
+    for every way of every operator: 0.3 s each on three mesh dimensions, minutes for a layer, and gathering one is free on that path. From here on it is
+    what a shard of one piece costs, one mesh dimension after the other; costs without strided shards stay."""
+    from torch.distributed.tensor import _collective_utils as costs
+    from torch.distributed.tensor._ops import utils
+
+    own = getattr(utils, "redistribute_cost", None)
+    if own is None or getattr(own, "_plain", False) or not all(hasattr(costs, n) for n in ("_compute_placement_transition_cost", "MeshTopoInfo", "spec_to_bytes")):
+        return
+
+    def plain(current: Any, target: Any) -> float:
+        if current.mesh != target.mesh or current.is_replicated() or not any(map(is_strided, (*current.placements, *target.placements))):
+            return own(current, target)
+        topology, cost = costs.MeshTopoInfo.build_from_mesh(current.mesh), 0.0
+        sent = costs.spec_to_bytes(current) / math.prod(n for n, p in zip(current.mesh.shape, current.placements) if is_divided(p)) / 2**30
+        for dim, (p, q) in enumerate(zip(current.placements, target.placements)):
+            if p == q:
+                continue
+            p, q = (Shard(x.dim) if is_strided(x) else x for x in (p, q))
+            for a, b in ((p, Replicate()), (Replicate(), q)) if p == q else ((p, q),):
+                more, sent = costs._compute_placement_transition_cost(a, b, topology, dim, sent)
+                cost += more
+        return cost
+
+    plain._plain = True  # type: ignore[attr-defined]
+    utils.redistribute_cost = plain
+
+
+def redistribute_strided_shards_in_order() -> None:
+    """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers one
+    of the two with the size of the whole: rows come in another order, and memory behind them is read. From here on parts are
+    undone from the innermost mesh dimension outwards and made again inwards, each with the size that it is a part of
+    (:func:`_steps_in_order`); redistributions without strided shards stay."""
+    from torch.distributed.tensor import _redistribute
+
+    def replace(name: str) -> None:
+        own = getattr(_redistribute, name)
+        if getattr(own, "_in_order", False):
+            return
+
+        def plan(source: Any, target: Any, *args: Any) -> list[Any]:
+            if any(map(is_strided, (*source.placements, *target.placements))):
+                steps = _steps_in_order(source.shape, source.mesh, source.placements, target.placements)
+                if steps is not None:
+                    return [_redistribute._TransformInfo(*step) for step in steps]
+            return own(source, target, *args)
+
+        plan._in_order = True  # type: ignore[attr-defined]
+        plan.cache_clear = getattr(own, "cache_clear", None)  # type: ignore[attr-defined]
+        setattr(_redistribute, name, plan)
+
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        replace(name)
+
+
+def _steps_in_order(
+    shape: Sequence[int], mesh: Any, source: Sequence[Placement], target: Sequence[Placement]
+) -> list[tuple] | None:
+    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where parts are of different sizes."""
+    changed = {i for i, (p, q) in enumerate(zip(source, target)) if p != q}
+    for i in range(mesh.ndim):  # what an inner mesh dimension divides is undone before an outer one changes, and made again
+        inside = {p.dim for j in changed if j < i for p in (source[j], target[j]) if is_divided(p)}
+        if any(is_divided(p) and p.dim in inside for p in (source[i], target[i])):
+            changed.add(i)
+    now, steps = list(source), []
+
+    def step(i: int, to: Placement) -> None:
+        others = [(mesh.size(j), p) for j, p in enumerate(now) if j != i]
+        whole = tuple(n // math.prod(size for size, p in others if is_divided(p, d)) for d, n in enumerate(shape))
+        steps.append((i, (now[i], to), whole))
+        now[i] = to
+
+    for placements in (source, target):
+        for d, n in enumerate(shape):
+            if n % math.prod(mesh.size(i) for i, p in enumerate(placements) if is_divided(p, d)):
+                return None
+    for i in sorted(changed, reverse=True):
+        if is_divided(now[i]):
+            step(i, Replicate())
+    for i in sorted(changed):
+        if now[i] != target[i]:
+            step(i, target[i])
+    return steps
+
+
+@contextlib.contextmanager
+def plain_tensors_as_replicated() -> Iterator[None]:
+    """Within, a plain tensor beside DTensors is a replicated one, for every operator, forward and backward. Autograd's own formulas make such tensors
+    (zeros for a part of a split that has no gradient), of the whole size. As ``implicit_replication`` of torch, which cannot be nested."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+
+
+def local_tensor_mode() -> Any:
+    """The mode in which this process is every rank; None outside of it."""
+    from torch.distributed._local_tensor import local_tensor_mode
+
+    return local_tensor_mode()
+
+
+def register_strategies(overload: torch._ops.OpOverload, rule: Callable[[Sequence[Any], dict], list[tuple[list, list]]]) -> None:
+    """Register a sharding rule with DTensor.
+
+    ``torch.distributed.tensor.experimental.register_sharding`` does this too, but caches a rule by tensors and integers
+    alone, so that a call with other flags would get the first call's answer, and cannot ask for even parts.
+
+    Args:
+        rule: called with the operator's arguments, tensors as DTensor specs; returns (results, tensor arguments) rows.
+    """
+    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+    def spec(value: Any) -> Any:
+        return value.strategies[0].output_spec if isinstance(value, OpStrategy) else value
+
+    def strategy(schema: OpSchema) -> OpStrategy:
+        rows = rule([spec(a) for a in schema.args_schema], {k: spec(v) for k, v in schema.kwargs_schema.items()})
+        even = {(i, int(p)): p for _, inputs in rows for i, p in enumerate(inputs) if isinstance(p, Even)}
+
+        def allowed(inputs: list, _outputs: Any) -> bool:
+            return all(_even(x, even.get((i, p.dim))) for i, x in enumerate(inputs) for p in x.placements if isinstance(p, Shard))
+
+        return expand_to_full_mesh_op_strategy(
+            schema.get_mesh_from_args(),
+            schema,
+            _spelled(rows, schema),
+            input_index=len(overload._schema.returns),
+            is_valid_strategy_cb=allowed,
+        )
+
+    info = RuntimeSchemaInfo(first_plain_argument(overload), needs_pytree=True)
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(overload, strategy, info)
+
+
+def _spelled(rows: list[tuple[list, list]], schema: Any) -> list[list[Placement]]:
+    """Ways as DTensor placements, those by strided shards first: a batch and its divided sequence, flattened, leave each rank
+    some of the rows, and a way by rows does not ask which. DTensor thinks that gathering strided shards is free (2.13), and
+    takes the first of what is free."""
+    strided = []
+    for results, inputs in rows:
+        for given, p in zip(schema.args_strategy + schema.kwargs_strategy, inputs):
+            for own in given.strategies[0].output_spec.placements:
+                if is_strided(own) and p == own.dim and not any(isinstance(q, Even) for q in results + inputs):
+                    strided.append([placement(q) if isinstance(q, str) else _StridedShard(int(q), split_factor=own.split_factor) for q in results + inputs])
+    return strided + [[placement(p) for p in results + inputs] for results, inputs in rows]
+
+
+def _even(spec: Any, placement: Even | None) -> bool:
+    if placement is None:
+        return True
+    parts = 1
+    for size, p in zip(spec.mesh.shape, spec.placements):
+        parts *= size if isinstance(p, Shard) and p.dim == int(placement) else 1
+    return is_even(spec.shape, placement, parts)
+
+
+def local_numel(x: DTensor) -> int:
+    """Elements of this rank's part; asked of ``to_local()``, a trace would have a node for it."""
+    local = x._local_tensor
+    return int(next(iter(local._local_tensors.values())).numel() if hasattr(local, "_local_tensors") else local.numel())
+
+
+def has_dtensor(types: Any) -> bool:
+    """Whether a dispatch is of DTensors, and so not yet of local ones."""
+    return any(t is DTensor for t in types)
+
+
+def annotated(word: str) -> Any:
+    """Context in which nodes that are traced bear ``word`` in ``meta["custom"]["mindspeed_fx"]``; nothing where torch cannot."""
+    annotate = getattr(torch.fx.traceback, "annotate", None)
+    return annotate({"mindspeed_fx": word}) if annotate is not None else contextlib.nullcontext()
+
+
+def as_graph(module: torch.nn.Module, like: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph that calls ``module``, with the number of inputs and the form of the results of ``like``."""
+    graph = torch.fx.Graph()
+    inputs = sum(n.op == "placeholder" for n in like.graph.nodes)
+    result = graph.call_module("program", tuple(graph.placeholder(f"input_{i}") for i in range(inputs)))
+    outputs = next(n for n in like.graph.nodes if n.op == "output").args[0]
+    # Inductor wants to see that a tuple is returned.
+    graph.output(tuple(graph.call_function(operator.getitem, (result, i)) for i in range(len(outputs))) if isinstance(outputs, (tuple, list)) else result)
+    return torch.fx.GraphModule({"program": module}, graph)
+
+
+def checkpointed(planned: Callable[[Any], Any], args: tuple, kwargs: dict) -> Any:
+    """A checkpointed region whose body runs as ``planned(body).run(...)``."""
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    body, *given = args
+
+    class Body(torch.nn.Module):
+        def forward(self, *values: Any) -> Any:
+            return planned(body).run(*values)
+
+    wrapped = as_graph(Body(), body)
+    wrapped.meta.update(body.meta)
+    return tag_activation_checkpoint(wrapped, *given, **kwargs)
+
+
+@contextlib.contextmanager
+def all_ranks(sizes: dict[str, int]) -> Iterator[Any]:
+    """A mesh of which this process is every rank: tensors made within hold one part per rank (LocalTensorMode).
+
+    Raises:
+        RuntimeError: a process group exists already.
+    """
+    import math
+
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("all ranks in one process need a process group of their own, and one exists already")
+    ranks = math.prod(sizes.values())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with LocalTensorMode(ranks):
+            yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    finally:
+        dist.destroy_process_group()
+
+
+def on_every_rank(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as the tensor that every rank holds, each in memory of its own: what one writes in place no other sees."""
+    from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+    return LocalTensor({rank: x if x.requires_grad else x.clone() for rank in local_tensor_mode().ranks})
+
+
+def by_coordinate(mesh: Any, dim: int, value: Callable[[int], int]) -> Any:
+    """``value(place along mesh dimension dim)``: an integer, or under LocalTensorMode one that has a value for every rank."""
+    from torch.distributed._local_tensor import LocalIntNode, local_tensor_mode
+
+    if local_tensor_mode() is None:
+        return value(mesh.get_local_rank(dim))
+    values = {rank: value(place) for rank, place in _places(mesh, dim).items()}
+    return torch.SymInt(LocalIntNode(values)) if len(set(values.values())) > 1 else next(iter(values.values()))
+
+
+def entry_by_coordinate(mesh: Any, dim: int, table: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """``table[place along mesh dimension dim]`` as a tensor. The whole table is part of a traced graph, so that those of all ranks
+    differ in one number."""
+    from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+    if local_tensor_mode() is None:
+        return torch.tensor(table, device=device).narrow(0, mesh.get_local_rank(dim), 1).squeeze(0)
+    return LocalTensor({rank: torch.tensor(table[place], device=device) for rank, place in _places(mesh, dim).items()})
+
+
+@functools.lru_cache(maxsize=32)
+def _places(mesh: Any, dim: int) -> dict[int, int]:
+    """Rank -> place along a mesh dimension; kept, since under LocalTensorMode each read of a mesh takes 40 ms."""
+    return {int(rank): place for place, plane in enumerate(mesh.mesh.movedim(dim, 0)) for rank in plane.flatten().tolist()}
+
+
+def all_to_all(x: torch.Tensor, receives: list[int], sends: list[int], mesh: Any, dim: int) -> torch.Tensor:
+    """Rows of ``x`` to the ranks along mesh dimension ``dim``; to be :func:`waited` for."""
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receives, sends, mesh.get_group(dim).group_name)
+
+
+def all_to_all_by_counts(x: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor, size: int, mesh: Any, dim: int) -> torch.Tensor:
+    """Rows of ``x`` to the ranks along mesh dimension ``dim``, as many as ``sends`` and ``receives`` [ranks] say when the program runs; [size, ...],
+    zeros behind what came. Under LocalTensorMode the splits are known, and every rank's result is filled up by itself."""
+    group = mesh.get_group(dim).group_name
+    if local_tensor_mode() is None:
+        return torch.ops.mindspeed.expert_exchange(x.contiguous(), sends, receives, size, group)
+    from torch.distributed._local_tensor import LocalTensor
+
+    given, taken = ([torch.SymInt(node) for node in _entries(t)] for t in (sends, receives))
+    rows = LocalTensor({rank: t[: int(sends._local_tensors[rank].sum())] for rank, t in x._local_tensors.items()})
+    came = waited(torch.ops._c10d_functional.all_to_all_single(rows, taken, given, group))._local_tensors
+    return LocalTensor({rank: torch.cat([t, t.new_zeros(size - t.shape[0], *t.shape[1:])]) for rank, t in came.items()})
+
+
+def _entries(x: torch.Tensor) -> list[Any]:
+    """The integers of a one-dimensional LocalTensor, each with a value for every rank."""
+    from torch.distributed._local_tensor import LocalIntNode
+
+    values = {rank: t.tolist() for rank, t in x._local_tensors.items()}
+    return [LocalIntNode({rank: v[i] for rank, v in values.items()}) for i in range(x.shape[0])]
+
+
+def all_reduce(x: torch.Tensor, mesh: Any, dims: Sequence[int], operation: str = "sum") -> torch.Tensor:
+    """The sum (or "min", "max") of ``x`` over the ranks along mesh dimensions ``dims``."""
+    for dim in dims:
+        x = waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, mesh.get_group(dim).group_name))
+    return x
+
+
+def on_each_rank(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """``function(*tensors)``; under LocalTensorMode for every rank that this process is."""
+    from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+    mode = local_tensor_mode()
+    if mode is None:
+        return function(*tensors)
+    with tracing.outside_tracing():
+
+        def own(rank: int) -> list[torch.Tensor]:
+            return [t._local_tensors[rank] if isinstance(t, LocalTensor) else t for t in tensors]
+
+        return LocalTensor({rank: function(*own(rank)) for rank in mode.ranks})
+
+
+def reconciled(x: torch.Tensor) -> torch.Tensor:
+    """``x``; under LocalTensorMode the tensor that all ranks hold alike."""
+    return x.reconcile() if hasattr(x, "reconcile") else x
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, when it is there."""
+    return torch.ops._c10d_functional.wait_tensor(x)

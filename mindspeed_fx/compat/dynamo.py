@@ -1,0 +1,67 @@
+"""Dynamo: graph breaks, recompilation, side effects under checkpointing, and ``torch.compile`` from its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Callable, Iterator
+
+import torch
+
+
+def rebuilt_torch_compile(model: Callable, *, backend: Any = "inductor", options: dict | None = None, mode: str | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:
+    """What ``torch.compile`` does, from its parts: for a process in which the function itself was lost."""
+    import torch._dynamo
+
+    if backend == "inductor":
+        wrapped: Any = torch._TorchCompileInductorWrapper(mode or (None if options else "default"), options, dynamic)
+    else:
+        wrapped = torch._TorchCompileWrapper(backend, mode or "default", options, dynamic)
+    return torch._dynamo.optimize(backend=wrapped, nopython=fullgraph, dynamic=dynamic)(model)
+
+
+@contextlib.contextmanager
+def collecting_graph_breaks() -> Iterator[list[str]]:
+    """Texts of the graph breaks that Dynamo meets within, one for each, with the line of the model."""
+    import torch._dynamo.utils as utils
+
+    found: list[str] = []
+    before = dict(utils.counters["graph_break"])
+    try:
+        yield found
+    finally:
+        for reason, count in utils.counters["graph_break"].items():
+            found.extend([" ".join(reason.split())] * (count - before.get(reason, 0)))
+
+
+def fresh_callable(model: Callable) -> Callable:
+    """Something Dynamo has not compiled yet: its caches hang on code objects, which a second compile would hit."""
+    if isinstance(model, torch.nn.Module):
+        return model
+
+    @functools.wraps(model)
+    def fresh(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return fresh
+
+
+def recompiling() -> Any:
+    """Context in which Dynamo compiles however many variants of one code object it has already."""
+    import torch._dynamo.config as config
+
+    limits = {"recompile_limit", "accumulated_recompile_limit", "cache_size_limit", "accumulated_cache_size_limit"}
+    return config.patch({name: 2**20 for name in limits if name in config.get_config_copy()})
+
+
+def allow_side_effects_under_checkpoint() -> Callable[[], None]:
+    """Let Dynamo capture a checkpointed function with side effects, which a recomputation skips; returns what takes that
+    back. Nothing happens where Dynamo has no such setting."""
+    import torch._dynamo.config as config
+
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    if not hasattr(config, name):
+        return lambda: None
+    before = getattr(config, name)
+    setattr(config, name, True)
+    return lambda: setattr(config, name, before)

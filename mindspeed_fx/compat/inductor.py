@@ -1,0 +1,168 @@
+"""Part of :mod:`mindspeed_fx.compat`: Inductor and AOTAutograd, their settings and hooks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.fx as fx
+
+
+def inductor_config() -> dict[str, Any]:
+    """Every settable entry of ``torch._inductor.config``, "a.b" for nested ones, with its value."""
+    import torch._inductor.config as config
+
+    return config.get_config_copy()
+
+
+def inductor_decompositions() -> dict:
+    """The decompositions Inductor traces with."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def _custom_pass_classes() -> tuple[type, type]:
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+    return CustomGraphPass, CustomPartitionerFn
+
+
+CustomPass, CustomPartitioner = _custom_pass_classes()
+
+
+class ChainedPass(CustomPass):
+    """Passes in one of Inductor's hooks, one after the other; known to caches when each of them is."""
+
+    def __init__(self, passes: Sequence[Callable]):
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self) -> Any:
+        known = [each.uuid() if isinstance(each, CustomPass) else None for each in self.passes]
+        return None if None in known else repr(known)
+
+    def __reduce__(self) -> tuple:
+        return (str, (str(self.uuid()),))
+
+
+def _after_installed(hook: str, ours: Any, config: dict) -> Any:
+    """Our pass behind the one that the user, or torch_npu, has put into the same single slot."""
+    import torch._inductor.config as inductor_config
+
+    first = config.get(hook, getattr(inductor_config, hook))
+    first = list(first) if isinstance(first, (list, tuple)) else [] if first is None else [first]
+    return ChainedPass([*first, ours]) if first else ours
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], *, inner: Callable, pre_grad: Any, partitioner: Any, config: dict, caches: bool, post_grad: Any = None, decompositions: dict | None = None
+) -> Callable:
+    """``compile_fx`` with one composite object per hook; passes that are in a hook already run first.
+
+    Args:
+        inner: called as ``inner(gm, example_inputs, compile, **kwargs)`` for every forward, backward and inference graph.
+        pre_grad: CustomPass on the Dynamo graph; with torch 2.13 it runs only when the AOTAutograd cache misses. None: none.
+        config: further ``torch._inductor.config`` entries.
+        caches: False compiles anew and stores nothing.
+        post_grad: CustomPass that runs last on each graph before Inductor lowers it; None: none.
+        decompositions: besides Inductor's own.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    @functools.wraps(compile_fx_inner)
+    def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return inner(graph, example_inputs, compile_fx_inner, **kwargs)
+
+    patches = {**config, "custom_partitioner_fn": partitioner}
+    for hook, ours in (("pre_grad_custom_pass", pre_grad), ("post_grad_custom_post_pass", post_grad)):
+        if ours is not None:
+            patches[hook] = _after_installed(hook, ours, config)
+    functorch = {"autograd_cache_allow_custom_autograd_functions": True}
+    if not caches:
+        patches.update(fx_graph_cache=False, fx_graph_remote_cache=False)
+        functorch.update(enable_autograd_cache=False, enable_remote_autograd_cache=False)
+    known = functorch_config.get_config_copy()
+    with functorch_config.patch(**{k: v for k, v in functorch.items() if k in known}):
+        table = {**inductor_decompositions(), **decompositions} if decompositions else None
+        return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches, decompositions=table)
+
+
+def compile_without_codegen(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    inner: Callable,
+    partition: Callable,
+    decompositions: dict | None = None,
+    keep_writes: bool = False,
+) -> Callable:
+    """AOTAutograd around a graph that then runs operator by operator.
+
+    Args:
+        inner: called as ``inner(gm, example_inputs, side)``; returns what runs: a graph module, or a function of the inputs.
+        partition: ``partition_fn`` of AOTAutograd.
+        decompositions: operators that AOTAutograd splits.
+        keep_writes: inputs are written by the graphs, not after them. AOTAutograd needs it for an input that the backward
+            writes after the forward did: with writes after the graphs, both come after the forward.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(side: str) -> Callable:
+        def compile_side(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+            made = inner(graph, example_inputs, side)
+            return _boxed(made) if isinstance(made, fx.GraphModule) else make_boxed_func(made)
+
+        return compile_side
+
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+        decompositions=decompositions,
+        keep_inference_input_mutations=keep_writes,
+    )
+    return backend(gm, inputs)
+
+
+def _boxed(gm: fx.GraphModule) -> Callable:
+    """``gm`` as a function of one list, which it empties: what is saved for the backward dies with its last reader, not with the call."""
+    from functorch.compile import make_boxed_func
+
+    codegen = getattr(fx.graph, "_BoxedCodeGen", None)
+    if codegen is None:
+        return make_boxed_func(gm.forward)
+    gm.graph.set_codegen(codegen())
+    gm.recompile()
+
+    def run(args: list) -> Any:
+        return gm.forward(args)
+
+    run._boxed_call = True
+    return run
+
+
+
+
+def view_may_leave(node: fx.Node) -> bool:
+    """False when what ``node`` computes cannot be a view: it leaves the graph beside its own ``detach()``.
+
+    AOTAutograd makes such outputs anew from the tensor they view, and forgets the views that lie before a ``detach`` ("incorrect out shape
+    after application of ViewMeta sequence", torch 2.11 to 2.13).
+    """
+    output = next(iter(reversed(node.graph.nodes)))
+    return output not in node.users or not any(u.target is torch.ops.aten.detach.default and output in u.users for u in node.users)
+
+
+def cache_directory() -> str:
+    """Where Inductor keeps compiled code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()

@@ -1,0 +1,33 @@
+"""Symbolic sizes: as expressions, their values while tracing, and what is known of them for every size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+
+
+def statically_known_true(condition: object) -> bool:
+    """``condition``, a bool or a symbolic one, where it holds for every size without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    return known(condition)
+
+
+
+
+def size_expression(size: Any) -> Any:
+    """A dimension as int or sympy expression."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else expression
+
+
+def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, int]:
+    """The values that the symbols of ``size`` had while tracing; those known only at run time, and those of ragged
+    dimensions, which have no number, are missing."""
+    env = size.node.shape_env
+    known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    return {s: int(known[s]) for s in size.node.expr.free_symbols if isinstance(known.get(s), (int, sympy.Integer))}

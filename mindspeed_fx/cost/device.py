@@ -1,0 +1,139 @@
+"""A device as the cost model sees it: rates, sizes and links, each with its unit, source and confidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Mapping
+
+CONFIDENCES = ("high", "medium", "low")
+
+
+class Constant(float):
+    """A number that knows where it comes from; in arithmetic a plain float.
+
+    Attributes:
+        unit: "FLOP/s", "B/s", "B", "s", "Hz" or "" for counts and fractions.
+        source: document or repository, or "derived: ..." / "assumed: ...".
+        confidence: "high" (vendor, or several sources agree), "medium" (one good source), "low" (quoted or assumed).
+    """
+
+    unit: str
+    source: str
+    confidence: str
+
+    def __new__(cls, value: float, unit: str, source: str, confidence: str) -> "Constant":
+        if confidence not in CONFIDENCES:
+            raise ValueError(f"confidence is {confidence!r}; valid: {', '.join(CONFIDENCES)}")
+        self = super().__new__(cls, value)
+        self.unit, self.source, self.confidence = unit, source, confidence
+        return self
+
+    def __getnewargs__(self) -> tuple:
+        return float(self), self.unit, self.source, self.confidence
+
+    def __repr__(self) -> str:
+        return f"{float(self):g} {self.unit} ({self.confidence}: {self.source})"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One level of the network: what connects ``ranks`` ranks that the level below does not."""
+
+    name: str
+    topology: str
+    """"mesh": every pair of ranks has one link of its own, so that a rank uses as many links as it has peers in the group.
+    "switch": each rank has one port, whole for any peer."""
+    bandwidth: Constant
+    """B/s in one direction: of one link in a mesh, of a rank's port at a switch."""
+    efficiency: Constant
+    """Share of ``bandwidth`` that collectives reach."""
+    latency: Constant
+    """Seconds of one message."""
+    ranks: int | None = None
+    """How many ranks it reaches, those of the tiers below included; None: all."""
+
+    @property
+    def rate(self) -> float:
+        """B/s reached, in one direction."""
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True, eq=False)
+class Hardware:
+    """One rank's device: a card, a GPU, one die of a package of two, or a processor."""
+
+    name: str
+    title: str
+    target: str
+    """"npu", "cuda" or "cpu"."""
+    matrix: Mapping[str, Constant]
+    """dtype name ("bfloat16") -> peak FLOP/s of the cube or tensor cores; on a cpu of its vector units."""
+    vector: Mapping[str, Constant]
+    """dtype name -> peak FLOP/s of the vector units."""
+    memory_bandwidth: Constant
+    """B/s of device memory."""
+    memory: Constant
+    """Bytes of device memory."""
+    matrix_efficiency: Constant
+    vector_efficiency: Constant
+    memory_efficiency: Constant
+    launch: Constant
+    """Seconds that each kernel costs whatever its size."""
+    host_bandwidth: Constant
+    """B/s between device memory and host memory, one direction."""
+    tiers: tuple[Tier, ...]
+    """The network, from the inside out."""
+    node: int
+    """Ranks in one machine."""
+    cache: Constant | None = None
+    """Bytes of the last-level cache."""
+    cache_bandwidth: Constant | None = None
+    """B/s at which kernels read what an earlier kernel left in the cache; None: graphs are modelled without a cache."""
+    matrix_cores: int = 0
+    vector_cores: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    def matrix_rate(self, dtype: Any) -> float:
+        """FLOP/s that matrix products of this type reach. Types that the table lacks: see :meth:`substitute`."""
+        return self.matrix[self.substitute("matrix", dtype)] * self.matrix_efficiency
+
+    def vector_rate(self, dtype: Any) -> float:
+        """FLOP/s that pointwise work in this type reaches."""
+        return self.vector[self.substitute("vector", dtype)] * self.vector_efficiency
+
+    @property
+    def memory_rate(self) -> float:
+        """B/s that kernels limited by memory reach."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+    @property
+    def cache_rate(self) -> float:
+        """B/s that kernels reach from the cache: the efficiency is that of memory, for lack of a source."""
+        return (self.cache_bandwidth or self.memory_bandwidth) * self.memory_efficiency
+
+    def substitute(self, unit: str, dtype: Any) -> str:
+        """The row of table ``unit`` ("matrix", "vector") that stands for ``dtype``: itself, else float32, which is the
+        slowest row of every device but too fast for float64 where that has none (:mod:`graph` then says so)."""
+        table, name = getattr(self, unit), str(dtype).removeprefix("torch.")
+        return name if name in table else "float32"
+
+    def constants(self) -> dict[str, Constant]:
+        """Every constant by path, such as "matrix.bfloat16" or "tiers.hccs.bandwidth"."""
+        found: dict[str, Constant] = {}
+
+        def visit(path: str, value: Any) -> None:
+            if isinstance(value, Constant):
+                found[path] = value
+            elif isinstance(value, Mapping):
+                for k, v in value.items():
+                    visit(f"{path}.{k}", v)
+            elif isinstance(value, Tier):
+                for f in fields(value):
+                    visit(f"{path}.{value.name}.{f.name}", getattr(value, f.name))
+            elif isinstance(value, tuple):
+                for v in value:
+                    visit(path, v)
+
+        for f in fields(self):
+            visit(f.name, getattr(self, f.name))
+        return found

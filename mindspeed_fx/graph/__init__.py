@@ -1,0 +1,1 @@
+"""Questions about an fx graph, and edits of one, answered once."""

@@ -1,0 +1,355 @@
+"""Reading a captured graph by meaning.
+
+A matcher asks these helpers what a node *is* (a scaled value, a slice, a cast, the square of something) and never which
+spelling was used. Every helper returns None where the answer is no.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import fake, symbols, tracing
+from mindspeed_fx.graph.annotate import written_nodes
+
+aten = torch.ops.aten
+
+END = 9223372036854775807  # how ATen spells "to the end" of a slice
+
+
+ADD = (aten.add.Tensor, aten.add.Scalar)
+
+
+MUL = (aten.mul.Tensor, aten.mul.Scalar)
+
+
+DIV = (aten.div.Tensor, aten.div.Scalar)
+
+
+TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+
+
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int)
+
+
+class Pieces(NamedTuple):
+    """A part of ``source`` along one dimension; ``step`` 2 for every other element."""
+
+    source: fx.Node
+    dim: int
+    start: int
+    stop: int
+    step: int
+
+
+def is_call(n: Any, *targets: Any) -> bool:
+    return isinstance(n, fx.Node) and n.op == "call_function" and n.target in targets
+
+
+def value(n: fx.Node) -> Any:
+    return n.meta["val"]
+
+
+def rank(n: fx.Node) -> int:
+    """How many dimensions ``n`` can be asked for: torch takes 0 and -1 for a tensor without any, too."""
+    return max(value(n).dim(), 1)
+
+
+def is_float(n: Any) -> bool:
+    return isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor) and value(n).is_floating_point()
+
+
+def argument(n: fx.Node, name: str, default: Any = None) -> Any:
+    """The argument of an ATen call by its schema name."""
+    for i, a in enumerate(n.target._schema.arguments):
+        if a.name == name:
+            if name in n.kwargs:
+                return n.kwargs[name]
+            return n.args[i] if i < len(n.args) else (a.default_value if a.has_default_value() else default)
+    return default
+
+
+def uncast(n: Any) -> Any:
+    """``n`` without casts between floating types."""
+    while is_call(n, aten.to.dtype) and is_float(n) and is_float(n.args[0]):
+        n = n.args[0]
+    return n
+
+
+def operands(n: Any, *targets: Any) -> list[tuple[Any, Any]]:
+    """Both orders of a commutative call's operands; [] when ``n`` is something else. ``add`` with alpha is none."""
+    if not is_call(n, *targets) or len(n.args) != 2 or n.kwargs.get("alpha", 1) != 1:
+        return []
+    return [(n.args[0], n.args[1]), (n.args[1], n.args[0])]
+
+
+def number(n: Any) -> float | int | None:
+    """A Python number, or a constant scalar tensor made in the graph (``full([], c)``, ``scalar_tensor(c)``, ``torch.tensor(c)``)."""
+    if isinstance(n, (int, float)) and not isinstance(n, bool):
+        return n
+    if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.SymFloat):
+        return float(value(n))  # with dynamic=True an eps is an input; a guard ties the graph to its value
+    if is_call(n, aten.scalar_tensor.default) and isinstance(n.args[0], (int, float)):
+        return n.args[0]
+    if is_call(n, aten.full.default) and list(n.args[0]) == [] and isinstance(n.args[1], (int, float)):
+        return n.args[1]
+    if is_call(n, aten.zeros.default) and list(n.args[0]) == []:
+        return 0
+    if is_call(n, aten.reciprocal.default) and number(n.args[0]):
+        return 1 / number(n.args[0])
+    held = literal(n)
+    if held is not None and held.dim() == 0 and held.dtype != torch.bool and not held.is_complex():
+        with tracing.outside_tracing():
+            return held.item()
+    return None
+
+
+def is_zeros(n: Any) -> bool:
+    """Whether every element of ``n`` is certainly zero: made so, and not written to since."""
+    while is_call(n, aten.expand.default, aten.to.dtype) and not n.meta.get("mutated"):
+        n = n.args[0]
+    if isinstance(n, fx.Node) and n.meta.get("mutated"):
+        return False
+    if is_call(n, aten.full.default, aten.full_like.default, aten.new_full.default):
+        return argument(n, "fill_value") == 0
+    return number(n) == 0 or is_call(n, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+def reciprocal(n: Any) -> fx.Node | None:
+    """x when ``n`` is 1 / x in one operator."""
+    return n.args[0] if is_call(n, aten.reciprocal.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -1) else None
+
+
+def literal(n: Any) -> torch.Tensor | None:
+    """What ``torch.tensor(...)`` in the model's code is, when it has one element; a buffer, which may change between calls, is none."""
+    held = written_down(n)
+    return held if held is not None and held.numel() == 1 else None
+
+
+def written_down(n: Any) -> torch.Tensor | None:
+    """The tensor, of any size, that ``n`` is in the model's code."""
+    while is_call(n, aten.detach.default, operator.getitem) and not n.meta["mutated"]:
+        source = n.args[0]
+        if n.target is operator.getitem:
+            source = source.args[0][n.args[1]] if is_call(source, aten.broadcast_tensors.default) else None
+            if source is None or value(source).shape != value(n).shape:
+                return None
+        n = source
+    if not is_call(n, aten.lift_fresh_copy.default) or n.meta["mutated"] or n.args[0].op != "get_attr":
+        return None
+    held = getattr(n.graph.owning_module, str(n.args[0].target), None)
+    copied_only = all(is_call(u, aten.lift_fresh_copy.default) for u in n.args[0].users)
+    return held if copied_only and isinstance(held, torch.Tensor) and not tracing.is_fake(held) else None
+
+
+def plus_number(n: Any) -> tuple[fx.Node, float] | None:
+    """(x, c) when ``n`` is x + c."""
+    for x, c in operands(n, *ADD):
+        if number(c) is not None and isinstance(x, fx.Node):
+            return x, number(c)
+    return None
+
+
+def unscale(n: Any) -> tuple[Any, float]:
+    """(x, factor) when ``n`` is x times numbers, however often; factor 1.0 when it is not scaled."""
+    return unscalings(n)[-1]
+
+
+def unscalings(n: Any) -> list[tuple[Any, float]]:
+    """Every (x, factor) that ``n`` can be read as: itself times 1.0, and without one number after the other."""
+    ways = [(n, 1.0)]
+    while True:
+        n, factor = ways[-1]
+        found = next(((x, number(c)) for x, c in operands(n, *MUL) if number(c) is not None and isinstance(x, fx.Node)), None)
+        if found is not None:
+            ways.append((found[0], factor * found[1]))
+        elif is_call(n, *DIV) and number(n.args[1]) and not n.kwargs:
+            ways.append((n.args[0], factor / number(n.args[1])))
+        else:
+            return ways
+
+
+def squared(n: Any) -> fx.Node | None:
+    """x when ``n`` is x squared (capture spells all of them ``pow(x, 2)``)."""
+    return n.args[0] if is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == 2 else None
+
+
+def inverse_root(n: Any) -> fx.Node | None:
+    """x when ``n`` is 1 / sqrt(x) in one call."""
+    return n.args[0] if is_call(n, aten.rsqrt.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -0.5) else None
+
+
+def root(n: Any) -> fx.Node | None:
+    """x when ``n`` is sqrt(x)."""
+    if is_call(n, aten.sqrt.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == 0.5):
+        return n.args[0]
+    return None
+
+
+def uncolumn(n: Any) -> Any:
+    """``n`` without a last dimension of one that was added to it."""
+    if is_call(n, *VIEWS):
+        shape, before = list(value(n).shape), list(value(n.args[0]).shape)
+        return n.args[0] if len(shape) == len(before) + 1 and all(symbols.statically_known_true(a == b) for a, b in zip(shape, [*before, 1])) else n
+    return n.args[0] if is_call(n, aten.unsqueeze.default) and n.args[1] % value(n).dim() == value(n).dim() - 1 else n
+
+
+def is_column(n: Any, x: fx.Node) -> bool:
+    """Whether ``n`` has one element for each row of ``x``."""
+    shape = value(n).shape
+    return len(shape) == value(x).dim() and symbols.statically_known_true(shape[-1] == 1)
+
+
+def part(n: Any) -> Pieces | None:
+    """Which part of which tensor ``n`` is: slice, split, chunk, narrow, select of an unflattened pair."""
+    if is_call(n, operator.getitem) and is_call(n.args[0], aten.split_with_sizes.default):
+        split, index = n.args
+        sizes, dim = split.args[1], split.args[2] if len(split.args) > 2 else 0
+        if not all(isinstance(s, int) for s in sizes[: index + 1]):
+            return None  # sizes that the graph computes
+        start = sum(sizes[:index])
+        return Pieces(split.args[0], dim, start, start + sizes[index], 1)
+    if is_call(n, aten.slice.Tensor):
+        source, size = n.args[0], None
+        dim = argument(n, "dim", 0) % value(source).dim()
+        size = value(source).shape[dim]
+        start, stop = argument(n, "start") or 0, argument(n, "end")
+        stop = size if stop is None or stop == END else stop
+        if not all(isinstance(v, int) for v in (start, stop, size)):
+            return None
+        start, stop = (start + size if start < 0 else start), (stop + size if stop < 0 else min(stop, size))
+        return Pieces(source, dim, start, stop, argument(n, "step", 1))
+    if is_call(n, aten.narrow.default) and all(isinstance(v, int) for v in n.args[1:]):
+        return Pieces(n.args[0], n.args[1] % value(n.args[0]).dim(), n.args[2], n.args[2] + n.args[3], 1)
+    return None
+
+
+def indexed_rows(n: Any) -> tuple[fx.Node, fx.Node] | None:
+    """(x, index) when ``n`` is x[index], whole rows, with an index of one dimension."""
+    if is_call(n, aten.index.Tensor) and len(n.args[1]) == 1:
+        x, index = n.args[0], n.args[1][0]
+    elif is_call(n, aten.index_select.default) and n.args[1] == 0:
+        x, index = n.args[0], n.args[2]
+    elif is_call(n, aten.gather.default) and value(n).dim() == 2 and n.args[1] % 2 == 0 and value(n).shape[1] == value(n.args[0]).shape[1]:
+        x, index = n.args[0], row_number(n.args[2])
+    else:
+        return None
+    integers = index is not None and value(index).dim() == 1 and value(index).dtype in (torch.int32, torch.int64)
+    return (x, index) if integers else None
+
+
+def row_number(n: Any) -> fx.Node | None:
+    """index [rows] when ``n`` [rows, width] has it in every column."""
+    column = n.args[0] if is_call(n, aten.expand.default, aten.repeat.default) else n
+    if not is_call(column, aten.unsqueeze.default, *VIEWS) or value(column).dim() != 2 or value(column).shape[1] != 1 or value(column.args[0]).dim() != 1:
+        return None
+    return column.args[0] if symbols.statically_known_true(value(column).shape[0] == value(n).shape[0]) else None
+
+
+def same(a: Any, b: Any, depth: int = 8) -> bool:
+    """True when two nodes certainly hold the same value: one node, or equal pure calls on the same values."""
+    if a is b:
+        return True
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y, depth) for x, y in zip(a, b))
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+        return type(a) is type(b) and a == b
+    x, y = literal(a), literal(b)
+    if x is not None and y is not None:
+        with tracing.outside_tracing():
+            return (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device) and x.item() == y.item()
+    if depth == 0 or a.op != "call_function" or a.target != b.target or a.kwargs != b.kwargs or a.meta["mutated"] or b.meta["mutated"]:
+        return False
+    pure = a.target is operator.getitem or (isinstance(a.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in a.target.tags)
+    return pure and same(a.args, b.args, depth - 1)
+
+
+# --------------------------------------------------------------------------- rewriting
+
+
+def unsafe(region: list[fx.Node], inputs: list[Any]) -> str | None:
+    """Why the nodes of ``region``, which read ``inputs``, must not become one node; None when they may."""
+    if len({n.meta["grad_enabled"] for n in region}) > 1:
+        return "part of the pattern runs with gradients off (torch.no_grad) and part with them on"
+    inputs = [i for i in inputs if isinstance(i, fx.Node)]
+    for n in [*region, *inputs]:
+        if n.meta.get("mutated") and not (n in inputs and n not in region and _written_before(n, region)):
+            return f"{n.name} is changed in place"
+    return None
+
+
+def _written_before(n: fx.Node, region: list[fx.Node]) -> bool:
+    """True when every change to the memory of ``n`` comes before the first node of ``region`` that reads it: it is read when done."""
+    storage, members, reached = fake.storage_of(value(n)), set(region), False
+    for node in n.graph.nodes:
+        reached = reached or (node in members and any(isinstance(value(a), torch.Tensor) and fake.storage_of(value(a)) == storage for a in node.all_input_nodes))
+        if reached and any(isinstance(value(w), torch.Tensor) and fake.storage_of(value(w)) == storage for w in written_nodes(node)):
+            return False
+    return True
+
+
+def untransposed(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:
+    """(x, flag) when the matrix ``n`` is x, transposed if ``flag``; also past calls of ``through``, which keep their input's shape."""
+    flag = False
+    while is_call(n, *TRANSPOSES, *through):
+        if is_call(n, aten.permute.default):
+            flag ^= [d % 2 for d in n.args[1]] == [1, 0]
+        elif is_call(n, aten.transpose.int):
+            flag ^= n.args[1] % 2 != n.args[2] % 2
+        else:
+            flag ^= n.target == aten.t.default
+        n = n.args[0]
+    return n, flag
+
+
+def turned(n: Any) -> bool:
+    """Whether ``n`` has the last two dimensions of its input exchanged, and the others as they are."""
+    if is_call(n, aten.mT.default) or (is_call(n, aten.t.default) and value(n).dim() == 2):
+        return True
+    rank = value(n).dim() if is_call(n, aten.transpose.int, aten.permute.default) else 0
+    if is_call(n, aten.transpose.int):
+        return rank > 1 and {d % rank for d in n.args[1:3]} == {rank - 1, rank - 2}
+    return rank > 1 and [d % rank for d in n.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
+
+
+def copied(n: Any) -> Any:
+    """x when ``n`` is x stored in another order, as :func:`substitute` writes it; else ``n``."""
+    if is_call(n, aten.contiguous.default):
+        return n.args[0]
+    if is_call(n, aten.permute.default) and is_call(middle := n.args[0], aten.contiguous.default) and is_call(there := middle.args[0], aten.permute.default):
+        return there.args[0] if [there.args[1][d] for d in n.args[1]] == list(range(len(n.args[1]))) else n
+    return n
+
+
+def past_copy(n: fx.Node) -> fx.Node:
+    """The node that stores ``n`` in another order, where nobody else reads ``n``; else ``n``."""
+    last = n
+    while len(last.users) == 1 and is_call(user := next(iter(last.users)), aten.permute.default, aten.contiguous.default):
+        last = user
+        if copied(last) is n:
+            return last
+    return n
+
+
+def layout_is_free(node: fx.Node, becomes: torch.Tensor, depth: int = 8) -> bool:
+    """True when ``node`` may be stored as the fake tensor ``becomes`` is: every use copies or only reads elements, and what it makes of
+    them is stored as before, or free again."""
+    for user in node.users:
+        if is_call(user, aten.contiguous.default, aten.linear.default):
+            continue
+        if depth == 0 or not is_call(user, *ADD, *MUL, aten.clone.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.to.dtype):
+            return False
+        args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: becomes if n is node else n.meta["val"])
+        with fake.fake_like(value(user)), torch.no_grad():
+            made = user.target(*args, **kwargs)
+        if fake.layout(made) != fake.layout(value(user)) and not layout_is_free(user, made, depth - 1):
+            return False
+    return True
+
+
+def hint(size: Any) -> int:
+    """``size``, or the value that a symbolic one was traced with."""
+    return size if isinstance(size, int) else fake.hint(size)

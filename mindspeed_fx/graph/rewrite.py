@@ -1,0 +1,87 @@
+"""Edits of a captured graph: insert a call with its fake value, replace a value by another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import fake, inductor
+from mindspeed_fx.graph.annotate import annotate
+from mindspeed_fx.graph.edit import drop_dead, release
+from mindspeed_fx.graph.match import hint, layout_is_free, value
+
+aten = torch.ops.aten
+
+def insert(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
+    """A new call before ``before`` with the same origin, fake value computed."""
+    kwargs = kwargs or {}
+    args = torch.utils._pytree.tree_map_only(torch.SymInt, lambda size: _size_node(gm, before, size), args)
+    with gm.graph.inserting_before(before):
+        new = gm.graph.call_function(target, args, kwargs)
+    origin = ("nn_module_stack", "stack_trace", "source_fn_stack", "grad_enabled", "custom")
+    new.meta = {k: before.meta[k] for k in origin if k in before.meta}
+    with fake.fake_like(before.meta.get("val")), torch.no_grad():
+        new.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
+    new.meta["mutated"] = False
+    new.meta["needs_grad"] = new.meta.get("grad_enabled", True) and any(a.meta.get("needs_grad") for a in new.all_input_nodes)
+    return new
+
+
+def _size_node(gm: fx.GraphModule, before: fx.Node, size: torch.SymInt) -> fx.Node | int:
+    """A node that holds a symbolic size: a graph cannot hold the symbol itself."""
+    if size.node.expr.is_number:
+        return int(size)
+    for n in gm.graph.nodes:
+        if n is before:
+            break
+        val = n.meta.get("val")
+        if isinstance(val, torch.SymInt) and val.node.expr == size.node.expr:
+            return n
+        for dim, length in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
+            if isinstance(length, torch.SymInt) and length.node.expr == size.node.expr:
+                with gm.graph.inserting_before(before):
+                    made = gm.graph.call_function(aten.sym_size.int, (n, dim))
+                made.meta = {"val": length, "mutated": False, "needs_grad": False, "grad_enabled": before.meta.get("grad_enabled", True)}
+                return made
+    raise RuntimeError(f"no value before {before.name} has the size {size}")
+
+
+def replace(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
+    """:func:`substitute`, and what nobody reads any longer is gone at once, so that no later look finds the pattern again."""
+    reason = substitute(gm, old, new)
+    if reason is None:
+        release(old)
+    return reason
+
+
+def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
+    """Let ``new`` stand for ``old``, with a cast or a copy where type or layout differ; the reason when it cannot."""
+    a, b = value(old), value(new)
+    if a.shape != b.shape:
+        return f"the operator returns shape {tuple(b.shape)} where the model has {tuple(a.shape)}"
+    if a.dtype != b.dtype:
+        new = insert(gm, old, aten.to.dtype, (new, a.dtype))
+    if fake.layout(value(new)) != fake.layout(a) and not layout_is_free(old, value(new)):
+        # The layout that the model had: dimensions by falling stride, densely packed.
+        order = sorted(range(a.dim()), key=lambda d: (-hint(a.stride(d)), d))
+        back = sorted(range(a.dim()), key=order.__getitem__)
+        if order != list(range(a.dim())) and not inductor.view_may_leave(old):
+            return "it and its detach() are both returned in an order of dimensions that torch cannot give back"
+        new = insert(gm, old, aten.permute.default, (new, order)) if order != list(range(a.dim())) else new
+        new = insert(gm, old, aten.contiguous.default, (new,))
+        new = insert(gm, old, aten.permute.default, (new, back)) if order != list(range(a.dim())) else new
+    if value(new).stride() != a.stride():
+        for user in old.users:
+            user.meta["fresh"] = True
+    old.replace_all_uses_with(new)
+    return None
+
+
+def finish(gm: fx.GraphModule) -> None:
+    """After rewriting: drop what nobody uses, bring fake values up to date, refresh the annotations."""
+    drop_dead(gm)
+    fake.refresh_values(gm)
+    annotate(gm)
+    gm.recompile()

@@ -1,0 +1,118 @@
+"""What lowering leaves behind: calls that nobody reads or that are made twice, permutations, casts and copies that undo each
+other.
+
+A graph that runs call by call pays for each of them. Values stay bitwise equal.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat.fake import layout
+
+aten = torch.ops.aten
+
+
+def tidy(gm: fx.GraphModule, added: list[fx.Node]) -> None:
+    """Clean up after ``added``, the calls that lowering put into ``gm``."""
+    _drop_unread(gm, added)
+    _share_equal(gm, added)
+    near, results = set(added), set(gm.graph.output_node().all_input_nodes)
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and (node in near or any(n in near for n in node.all_input_nodes)) and not node._erased:
+            source = _undone(node) or _restored(node)
+            # A result must stay a tensor of its own: neither an input of the graph nor another result.
+            taken = source is not None and node in results and (source.op == "placeholder" or source in results)
+            if source is not None and not taken and layout(source.meta["val"]) == layout(node.meta["val"]):
+                node.replace_all_uses_with(source)
+    for node in list(gm.graph.nodes):
+        if node.target is aten.clone.default and node not in results:
+            _share_copy(gm, node, near)
+    _drop_unread(gm, [n for n in gm.graph.nodes if n in near or n.target in _VIEWS or n.target in (aten._to_copy.default, aten.clone.default)])
+
+
+def _pure(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _drop_unread(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    for node in reversed(nodes):
+        if not node._erased and not node.users and (_pure(node) or node.target is operator.getitem):
+            gm.graph.erase_node(node)
+
+
+def _share_equal(gm: fx.GraphModule, added: list[fx.Node]) -> None:
+    """What is made twice from the same, such as the mask of causal attention in every layer, is made once."""
+    made: dict[tuple, fx.Node] = {}
+    for node in added:
+        if node._erased or not _pure(node) or any(u.op == "output" for u in node.users):
+            continue
+        other = made.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        if other is not node:
+            node.replace_all_uses_with(other)
+            gm.graph.erase_node(node)
+
+
+# --------------------------------------------------------------------------- what undoes what
+
+
+def _transposed(node: fx.Node) -> list[int]:
+    order = list(range(node.meta["val"].dim()))
+    a, b = node.args[1], node.args[2]
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+_VIEWS = {
+    aten.transpose.int: _transposed,
+    aten.permute.default: lambda node: [i % len(node.args[1]) for i in node.args[1]],
+    aten.t.default: lambda node: list(range(node.meta["val"].dim()))[::-1],
+}
+"""Views that reorder dimensions -> their order."""
+
+
+def _undone(node: fx.Node) -> fx.Node | None:
+    """The value that a chain of reorderings ends up as again."""
+    if node.target not in _VIEWS:
+        return None
+    order, source = _VIEWS[node.target](node), node.args[0]
+    while source.target in _VIEWS:
+        inner = _VIEWS[source.target](source)
+        order, source = [inner[i] for i in order], source.args[0]
+        if order == sorted(order):
+            return source
+    return None
+
+
+def _share_copy(gm: fx.GraphModule, node: fx.Node, near: set[fx.Node]) -> None:
+    """A contiguous copy of what, copied and reordered, lies in memory as the copy would is that value itself."""
+    order, source = list(range(node.meta["val"].dim())), node.args[0]
+    while source.target in _VIEWS or (source.target is aten.clone.default and source.args[0] not in gm.graph.output_node().all_input_nodes):
+        if source.target in _VIEWS:
+            inner = _VIEWS[source.target](source)
+            order = [inner[i] for i in order]
+        source = source.args[0]
+    produced = source in near or (source.target is operator.getitem and source.args[0] in near)
+    if not produced or layout(source.meta["val"].permute(order)) != layout(node.meta["val"]):
+        return
+    if order != sorted(order):
+        with gm.graph.inserting_before(node):
+            source = gm.graph.call_function(aten.permute.default, (source, order))
+        source.meta = dict(node.meta)
+    node.replace_all_uses_with(source)
+
+
+def _restored(node: fx.Node) -> fx.Node | None:
+    """The value that was widened and comes back to its type."""
+    if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+        return None
+    wide = node.args[0]
+    if wide.target is not aten._to_copy.default or set(wide.kwargs) != {"dtype"}:
+        return None
+    source = wide.args[0]
+    dtype, between = source.meta["val"].dtype, wide.kwargs["dtype"]
+    lossless = between in (torch.float32, torch.float64) and dtype in (torch.float16, torch.bfloat16, torch.float32) and torch.promote_types(dtype, between) == between
+    return source if node.kwargs["dtype"] == dtype and lossless else None

@@ -1,0 +1,141 @@
+"""Flash attention in float32 on CPU, from C++ of our own: causal or not, grouped-query, sliding window, soft-cap, sinks.
+
+ATen's flash kernel multiplies tiles with the BLAS, which unpacks its arguments for each tile, goes through 512 keys at a
+time whatever the diagonal leaves of them, and has neither windows nor soft-caps. Here tiles of 64 by 64 are multiplied
+by oneDNN's small matrix product, tiles that no query sees are skipped, and no score leaves the first-level cache.
+Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; measured by benchmarks/attention_cpu.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.compat import cpp
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
+from mindspeed_fx.cost import operators as cost
+from mindspeed_fx.kernels import attention
+from mindspeed_fx.kernels.base import operator
+
+TILE = 64
+"""Queries and keys of a tile: ``T`` of cpu/flash_attention.cpp."""
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in "batch heads kv_heads queries keys dim v_dim causal window threads gradient_heads".split()),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the kernel cannot run on these, real or fake; None when it can. Begins to build it when it can."""
+    if not q.dtype == k.dtype == v.dtype == torch.float32:
+        return f"q, k and v have types {q.dtype}, {k.dtype}, {v.dtype}, not float32"
+    if reason := cpp.problem():
+        return reason
+    cpp.start()
+    return None
+
+
+def _fake(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
+    return attention.fake(q, k, v, None, causal, scale)
+
+
+@operator("attention_flash(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window=0, float softcap=0.0, Tensor? sinks=None) -> (Tensor, Tensor)", _fake, opaque=True)
+def attention_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention without a mask; arguments and results as those of ``mindspeed::attention``, whose reference runs where the kernel cannot.
+
+    Args:
+        q: [batch, heads, q_seq, dim], float32.
+        k: [batch, kv_heads, kv_seq, dim]; kv_heads divides heads.
+        v: [batch, kv_heads, kv_seq, v_dim].
+        causal: query i sees keys 0..i.
+        scale: factor on q k^T.
+        window: with ``causal``, query i sees the last ``window`` keys up to its own; 0 for all.
+        softcap: bound on the scores; 0 for none.
+        sinks: [heads], one more score per head without a value, or None.
+
+    Returns:
+        out [batch, heads, q_seq, v_dim] stored as [batch, q_seq, heads, v_dim]; lse [batch, heads, q_seq].
+    """
+    if supports(q, k, v) or (kernel := cpp.function("attention_forward")) is None:
+        return attention.attention.reference(q, k, v, None, causal, scale, window, softcap, sinks)
+    q, k, v = (_rows(x) for x in (q, k, v))
+    out, lse = _fake(q, k, v, causal, scale)
+    sinks = None if sinks is None else sinks.to(q.dtype).contiguous()
+    packed = q.new_empty(v.shape[0] * v.shape[1] * v.shape[3] * -(-v.shape[2] // TILE) * TILE)
+    _call(kernel, _problem(q, k, v, causal, scale, window, softcap), q, k, v, out, lse, sinks, packed)
+    return out, lse
+
+
+def _fake_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
+    return attention.fake_backward(grad, q, k, v, out, lse, None, causal, scale)
+
+
+@operator(
+    "attention_flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
+    opaque=True,
+)
+def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
+    """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads, dim]."""
+    if supports(q, k, v) or grad.dtype != q.dtype or (kernel := cpp.function("attention_backward")) is None:
+        return attention.attention_backward.reference(grad, q, k, v, out, lse, None, causal, scale, window, softcap)
+    grad, q, k, v, out = (_rows(x) for x in (grad, q, k, v, out))
+    dq, dk, dv = _fake_backward(grad, q, k, v, out, lse, causal, scale)
+    problem = _problem(q, k, v, causal, scale, window, softcap)
+    if problem.batch * problem.kv_heads >= problem.threads or problem.heads == problem.kv_heads:
+        _call(kernel, problem, grad, q, k, v, out, lse, dq, dk, dv)
+        return dq, dk, dv
+    # A thread takes whole heads: where those that share keys are too few, each query head gets gradients of its own first.
+    problem.gradient_heads = problem.heads
+    each = [x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in (k, v)]
+    _call(kernel, problem, grad, q, k, v, out, lse, dq, *each)
+    for one, total in zip(each, (dk, dv)):
+        total.copy_(one.unflatten(1, (total.shape[1], -1)).sum(2))
+    return dq, dk, dv
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, softcap: float) -> _Problem:
+    batch, heads, queries, dim = q.shape
+    return _Problem(batch, heads, k.shape[1], queries, k.shape[2], dim, v.shape[3], causal, window if causal else 0, torch.get_num_threads(), k.shape[1], scale, softcap)
+
+
+def _call(kernel: Any, problem: _Problem, *tensors: Tensor | None) -> None:
+    strides = (ctypes.c_int64 * (3 * len(tensors)))()
+    for i, x in enumerate(tensors):
+        if x is not None and x.dim() > 1:  # the sinks and the work buffer have no rows
+            strides[3 * i : 3 * i + 3] = x.stride()[:3]
+    data = (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
+    kernel(ctypes.byref(problem), data, strides)
+
+
+@attention_flash.shard
+def _ways(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
+    return [([out, lse], [dq, dk, dv, s]) for out, lse, dq, dk, dv, _, s, _ in attention.ways(q, k, None, causal)]
+
+
+@attention_flash_backward.shard
+def _ways_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
+    found = [(grads, [o, dq, dk, dv, o, l]) for o, l, dq, dk, dv, *_, grads in attention.ways(q, k, None, causal)]
+    # Some of the keys are enough, as in attention: the log-sum-exp and the result, of which the kernel makes rowsum(dO * O), are of all.
+    return found if causal else [*found, ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED])]
+
+
+@attention_flash.costs
+def _cost(out, q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
+    return cost.attention(out, q, k, v, causal, sinks, window=window)
+
+
+@attention_flash_backward.costs
+def _backward_cost(out, grad, q, k, v, result, lse, causal, scale, window=0, softcap=0.0):
+    return cost.attention(out, q, k, v, causal, grad, result, lse, window=window, backward=True)

@@ -1,0 +1,42 @@
+"""Joint graph -> forward and backward.
+
+An operator that will be inlined anyway is inlined before the cut, so that whoever decides sees the pointwise work and the
+reductions it is made of and can save or recompute each; an operator with a kernel of its own stays whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import torch.fx as fx
+
+from mindspeed_fx.compat import inductor, partitioner
+
+
+class Partitioner(inductor.CustomPartitioner):
+    """The partitioner that Inductor and AOTAutograd call.
+
+    Args:
+        prepare: called with the joint graph before it is cut.
+        decide: called with the joint graph and torch's classification of its nodes; returns the nodes to save, or None
+            to leave that to torch's min-cut.
+        finish: called with the forward and the backward.
+        memory_budget: fraction in (0, 1] of the activations' bytes to keep where torch decides; None: what pays.
+        identity: what compile caches know this partitioner by.
+    """
+
+    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: partitioner.Choose, finish: Callable[[fx.GraphModule, fx.GraphModule], None], memory_budget: float | int | str | None, identity: str):
+        self.prepare, self.decide, self.finish, self.memory_budget, self.identity = prepare, decide, finish, memory_budget, identity
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.prepare(gm)
+        forward, backward = partitioner.partition(gm, joint_inputs, self.decide, self.memory_budget if isinstance(self.memory_budget, float) else None, **kwargs)
+        self.finish(forward, backward)
+        return forward, backward
+
+    def uuid(self) -> str:
+        return self.identity
+
+    def __reduce__(self) -> tuple:
+        # Inductor's cache key pickles its configuration: only the identity may count.
+        return (str, (self.identity,))

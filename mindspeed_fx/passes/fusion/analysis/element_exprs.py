@@ -1,0 +1,359 @@
+"""What the elements along the last dimensions of a value are made of.
+
+A value that is cut, joined, rolled, flipped, negated, multiplied and added element by element is read as one short sum
+of products per element of its last dimensions (a *lane*): ``x[..., 3] * cos[..., 3] - x[..., 7] * sin[..., 3]``. Two
+spellings of one meaning give the same sums, so that a matcher compares what is computed. What cannot be read is a tensor
+of its own. :meth:`Lanes.build` is the way back: a node for any list of lanes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Sequence
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import symbols
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
+
+WIDEST = 2048
+"""Lanes of one value at most; a head has up to 1024."""
+TERMS, FACTORS = 2, 4
+"""Of a sum and of a product that is read."""
+
+Factor = tuple[int, int]
+"""(tensor, lane of its last dimensions)"""
+Sum = tuple[tuple[float, tuple[Factor, ...]], ...]
+"""(weight, factors) of each term."""
+
+
+class TooWide(Exception):
+    """A value has more than :data:`WIDEST` lanes, or a number of them that is not known."""
+
+
+class Lanes:
+    """Reads one value at a time; ``split`` also looks through a view that cuts the last dimension of a tensor in two."""
+
+    def __init__(self, root: fx.Node, split: bool = False):
+        self.root, self.split = root, split
+        self.tensors: list[tuple[fx.Node, int]] = []
+        """Each tensor that is not read further, and how many of its last dimensions its lanes run over."""
+        self.sums: list[Sum] = []
+        self._number: dict[Sum, int] = {}
+        self.read: dict[fx.Node, torch.Tensor] = {}
+        """Node -> number of the sum of each lane."""
+        self._whole: set[fx.Node] = set()
+        """Nodes whose lanes are those of a tensor, one by one."""
+        self.of(root)
+
+    # ------------------------------------------------------------------ reading
+
+    def lanes(self, n: fx.Node | None = None) -> list[Sum]:
+        """The sums of ``n``'s lanes, of the root's without ``n``, in order."""
+        return [self.sums[i] for i in self.of(n or self.root).flatten().tolist()]
+
+    def of(self, n: fx.Node) -> torch.Tensor:
+        if n not in self.read:
+            handler = _HANDLERS.get(n.target) if n.op == "call_function" else None
+            known = None
+            if handler and match.is_float(n) and not n.meta["mutated"] and n.meta["grad_enabled"] == self.root.meta["grad_enabled"]:
+                try:
+                    known = handler(self, n)
+                except TooWide:
+                    known = None  # heads of one wide projection: what they are views of is not read, they are
+            if known is None or known.numel() > WIDEST:
+                self._whole.add(n)
+                known = self.leaf(n, 1)
+            self.read[n] = known
+        return self.read[n]
+
+    def is_leaf(self, n: fx.Node) -> bool:
+        self.of(n)
+        return n in self._whole
+
+    def leaf(self, n: fx.Node, dims: int) -> torch.Tensor:
+        """``n`` as a tensor that is not read further, with lanes over its last ``dims`` dimensions."""
+        dims = min(dims, match.value(n).dim())
+        shape = match.value(n).shape[match.value(n).dim() - dims :]
+        if not all(isinstance(s, int) for s in shape) or math.prod(shape) > WIDEST:
+            raise TooWide
+        index = next((i for i, (t, d) in enumerate(self.tensors) if d == dims and match.same(t, n)), None)
+        if index is None:
+            index = len(self.tensors)
+            self.tensors.append((n, dims))
+        count = math.prod(shape)
+        return torch.tensor([self.number(((1.0, ((index, lane),)),)) for lane in range(count)], dtype=torch.long).reshape(shape)
+
+    def number(self, total: Sum) -> int:
+        if total not in self._number:
+            self._number[total] = len(self.sums)
+            self.sums.append(total)
+        return self._number[total]
+
+    def each(self, f, *codes: torch.Tensor) -> torch.Tensor | None:
+        """``f`` of the sums, lane by lane; None where it gives None."""
+        codes = torch.broadcast_tensors(*codes)
+        known: dict[tuple[int, ...], int | None] = {}
+        made = []
+        for key in zip(*(c.flatten().tolist() for c in codes)):
+            if key not in known:
+                total = f(*(self.sums[i] for i in key))
+                known[key] = None if total is None else self.number(total)
+            if known[key] is None:
+                return None
+            made.append(known[key])
+        return torch.tensor(made, dtype=torch.long).reshape(codes[0].shape)
+
+    def both(self, a: fx.Node, b: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The lanes of two operands over as many dimensions. One that runs over a dimension of one more than the other (angles, laid
+        beside the heads) is a tensor of its own: the other, whose elements may be moved, is read."""
+        ca, cb = self.of(a), self.of(b)
+        few, dims = sorted((ca.dim(), cb.dim()))
+        wide, moved, narrow = (ca, a, b) if ca.dim() == dims else (cb, b, a)
+        # Where there is one head whose elements are moved, angles can run over that dimension too.
+        alone = not self._plain(moved) and self._plain(narrow) and list(match.value(narrow).shape[-dims:-few]) == [1] * (dims - few)
+        dims = few if few and all(size == 1 for size in wide.shape[: dims - few]) and not alone else dims
+        ca, cb = (c if c.dim() == dims else self.leaf(n, dims) for c, n in ((ca, a), (cb, b)))
+        try:
+            shape = torch.broadcast_shapes(ca.shape, cb.shape)
+        except RuntimeError:
+            return None
+        return (ca, cb) if math.prod(shape) <= WIDEST else None
+
+    def _plain(self, n: fx.Node) -> bool:
+        """Whether the lanes of ``n`` are those of one tensor, none of them moved."""
+        lanes = self.lanes(n)
+        first = lanes[0][0][1][0][0] if lanes and lanes[0] and lanes[0][0][1] else None
+        return all(len(total) == 1 and total[0][1] == ((first, i),) for i, total in enumerate(lanes))
+
+    # ------------------------------------------------------------------ writing
+
+    def build(self, gm: fx.GraphModule, before: fx.Node, wanted: Sequence[Sum]) -> fx.Node | None:
+        """A node whose last dimension is ``wanted``: one that is there, else made of a few pieces before ``before``."""
+        wanted = list(wanted)
+        negated = [tuple((-w, factors) for w, factors in total) for total in wanted]
+        for n, codes in reversed(self.read.items()):
+            if codes.dim() == 1 and codes.shape[0] == len(wanted) and n is not before:
+                there = self.lanes(n)
+                if there == wanted:
+                    return n
+                if there == negated:
+                    return rewrite.insert(gm, before, aten.neg.default, (n,))
+        if any(len(total) != 1 for total in wanted):
+            return None
+        pieces = _runs([total[0] for total in wanted])
+        if len(pieces) <= 4:
+            made = [self._piece(gm, before, *piece) for piece in pieces]
+            return made[0] if len(made) == 1 else rewrite.insert(gm, before, aten.cat.default, (made, -1))
+        if len(wanted) % 2 == 0 and all(len(_runs([t[0] for t in wanted[i::2]])) <= 2 for i in (0, 1)):
+            halves = [self.build(gm, before, wanted[i::2]) for i in (0, 1)]
+            return rewrite.insert(gm, before, aten.flatten.using_ints, (rewrite.insert(gm, before, aten.stack.default, (halves, -1)), -2, -1))
+        return None
+
+    def _piece(self, gm: fx.GraphModule, before: fx.Node, weight: float, factors: tuple[tuple[int, int, int], ...], count: int) -> fx.Node:
+        """weight times the product of strided runs (tensor, first lane, step) of ``count`` lanes."""
+        made = None
+        for index, start, step in factors:
+            n, dims = self.tensors[index]
+            if dims > 1:
+                n = rewrite.insert(gm, before, aten.flatten.using_ints, (n, -dims, -1))
+            n = rewrite.insert(gm, before, aten.unsqueeze.default, (n, -1)) if dims == 0 else n
+            width = match.value(n).shape[-1]
+            if step == 0:
+                n = n if width == 1 else rewrite.insert(gm, before, aten.slice.Tensor, (n, -1, start, start + 1))
+            elif (start, step, width) != (0, 1, count):
+                n = rewrite.insert(gm, before, aten.slice.Tensor, (n, -1, start, start + step * (count - 1) + 1, step))
+            made = n if made is None else rewrite.insert(gm, before, aten.mul.Tensor, (made, n))
+        if match.value(made).shape[-1] != count:
+            made = rewrite.insert(gm, before, aten.expand.default, (made, [*match.value(made).shape[:-1], count]))
+        if weight == 1:
+            return made
+        return rewrite.insert(gm, before, aten.neg.default, (made,)) if weight == -1 else rewrite.insert(gm, before, aten.mul.Tensor, (made, weight))
+
+
+def _runs(lanes: list[tuple[float, tuple[Factor, ...]]]) -> list[tuple[float, tuple[tuple[int, int, int], ...], int]]:
+    """``lanes`` as runs (weight, ((tensor, first lane, step), ...), count) of equal weight and steady steps, as few as greed finds."""
+    runs: list = []
+    start = 0
+    while start < len(lanes):
+        weight, factors = lanes[start]
+        stop, steps = start + 1, None
+        while stop < len(lanes):
+            w, f = lanes[stop]
+            if w != weight or [t for t, _ in f] != [t for t, _ in factors]:
+                break
+            moved = tuple(b - a for (_, a), (_, b) in zip(lanes[stop - 1][1], f))
+            if any(step < 0 for step in moved) or (steps is not None and moved != steps):
+                break
+            steps, stop = moved, stop + 1
+        runs.append((weight, tuple((t, lane, step) for (t, lane), step in zip(factors, steps or [0] * len(factors))), stop - start))
+        start = stop
+    return runs
+
+
+# --------------------------------------------------------------------------- what is read
+
+
+def _same_lanes(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    if not match.is_float(n.args[0]):
+        return None
+    if lanes.is_leaf(n.args[0]):
+        lanes._whole.add(n)
+    return lanes.of(n.args[0])
+
+
+def _inner(lanes: Lanes, n: fx.Node, dim: int, source: fx.Node) -> tuple[torch.Tensor, int] | None:
+    """(lanes of ``source``, ``dim`` among them) when ``dim`` is one of the dimensions that its lanes run over."""
+    codes, ndim = lanes.of(source), match.value(source).dim()
+    position = dim % ndim - (ndim - codes.dim())
+    return (codes, position) if position >= 0 else None
+
+
+def _view(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    source = n.args[0]
+    old, new, codes = list(match.value(source).shape), list(match.value(n).shape), lanes.of(source)
+    if lanes.is_leaf(source):
+        if not lanes.split:
+            return None
+    lead = len(old) - codes.dim()
+    if len(new) <= lead or not all(_equal(a, b) for a, b in zip(old[:lead], new[:lead])) or not all(isinstance(s, int) for s in new[lead:]):
+        return None
+    return codes.reshape(new[lead:]) if codes.numel() == math.prod(new[lead:]) else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return symbols.statically_known_true(a == b)
+
+
+def _part(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    if match.is_call(n, operator.getitem) and match.is_call(n.args[0], aten.unbind.int):
+        return _selected(lanes, n, n.args[0].args[0], match.argument(n.args[0], "dim", 0), n.args[1])
+    piece = match.part(n)
+    inner = piece and _inner(lanes, n, piece.dim, piece.source)
+    if not inner:
+        return None
+    codes, dim = inner
+    return codes.index_select(dim, torch.arange(piece.start, max(piece.start, min(piece.stop, codes.shape[dim])), piece.step))
+
+
+def _select(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    return _selected(lanes, n, *n.args) if isinstance(n.args[2], int) else None
+
+
+def _selected(lanes: Lanes, n: fx.Node, source: fx.Node, dim: int, index: int) -> torch.Tensor | None:
+    inner = _inner(lanes, n, dim, source)
+    # A leaf's only dimension must stay: a value without lanes of its own says nothing.
+    return inner[0].select(inner[1], index) if inner and inner[0].dim() > 1 else None
+
+
+def _joined(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    parts, ndim = n.args[0], match.value(n.args[0][0]).dim()
+    if not all(match.is_float(p) and match.value(p).dim() == ndim for p in parts):
+        return None
+    codes = [lanes.of(p) for p in parts]
+    dims = codes[0].dim()
+    if any(c.dim() != dims for c in codes):
+        return None
+    stacked = n.target is aten.stack.default
+    dim = match.argument(n, "dim", 0) % (ndim + stacked) - (ndim - dims)
+    if dim < 0:
+        return None
+    return torch.stack(codes, dim) if stacked else torch.cat(codes, dim)
+
+
+def _unsqueezed(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    source = n.args[0]
+    codes, ndim = lanes.of(source), match.value(source).dim()
+    dim = n.args[1] % (ndim + 1) - (ndim - codes.dim())
+    return codes.unsqueeze(dim) if dim >= 0 and not (lanes.is_leaf(source) and dim == 0) else None
+
+
+def _flipped(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    inner = [_inner(lanes, n, d, n.args[0]) for d in n.args[1]]
+    return inner[0][0].flip([d for _, d in inner]) if inner and all(inner) else None
+
+
+def _rolled(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    shifts, dims = n.args[1], match.argument(n, "dims", [])
+    inner = [_inner(lanes, n, d, n.args[0]) for d in dims]
+    return inner[0][0].roll(list(shifts), [d for _, d in inner]) if inner and all(inner) and all(isinstance(s, int) for s in shifts) else None
+
+
+def _exchanged(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    inner = [_inner(lanes, n, d, n.args[0]) for d in n.args[1:]]
+    return inner[0][0].transpose(inner[0][1], inner[1][1]) if all(inner) else None
+
+
+def _negated(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    return lanes.each(lambda a: tuple((-w, f) for w, f in a), lanes.of(n.args[0]))
+
+
+def _scaled(lanes: Lanes, a: fx.Node, factor: float) -> torch.Tensor | None:
+    return lanes.each(lambda s: tuple((w * factor, f) for w, f in s), lanes.of(a))
+
+
+def _product(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    a, b = n.args[:2]
+    if n.target in match.DIV:
+        return _scaled(lanes, a, 1 / b) if isinstance(b, (int, float)) and b and not n.kwargs else None
+    for x, c in ((a, b), (b, a)):
+        if isinstance(c, (int, float)) and match.is_float(x):
+            return _scaled(lanes, x, c)
+    return _times(lanes, a, b)
+
+
+def _times(lanes: Lanes, a: Any, b: Any) -> torch.Tensor | None:
+    codes = lanes.both(a, b) if match.is_float(a) and match.is_float(b) else None
+
+    def multiply(p: Sum, q: Sum) -> Sum | None:
+        made = tuple((v * w, tuple(sorted((*f, *g)))) for v, f in p for w, g in q)
+        return made if len(made) <= TERMS and all(len(f) <= FACTORS for _, f in made) else None
+
+    return lanes.each(multiply, *codes) if codes else None
+
+
+def _add(lanes: Lanes, a: torch.Tensor | None, b: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    if a is None or b is None or a.shape != b.shape:
+        return None
+
+    def add(p: Sum, q: Sum) -> Sum | None:
+        made = tuple(sorted((*p, *((w * factor, f) for w, f in q)), key=lambda term: term[1]))
+        return made if len(made) <= TERMS else None
+
+    return lanes.each(add, a, b)
+
+
+def _sum(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    a, b = n.args[:2]
+    alpha = match.argument(n, "alpha", 1)
+    if not (match.is_float(a) and match.is_float(b) and isinstance(alpha, (int, float))):
+        return None
+    if n.target is aten.rsub.Tensor:
+        a, b = b, a
+    codes = lanes.both(a, b)
+    return _add(lanes, *codes, alpha if n.target is aten.add.Tensor else -alpha) if codes else None
+
+
+def _added_product(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+    factor = match.argument(n, "value", 1)
+    return _add(lanes, lanes.of(n.args[0]), _times(lanes, *n.args[1:3]), factor) if isinstance(factor, (int, float)) else None
+
+
+_HANDLERS = {
+    **dict.fromkeys((aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.alias.default), _same_lanes),
+    **dict.fromkeys((*match.VIEWS, aten.squeeze.dim), _view),
+    **dict.fromkeys((operator.getitem, aten.slice.Tensor, aten.narrow.default), _part),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), _joined),
+    **dict.fromkeys((*match.MUL, *match.DIV), _product),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor), _sum),
+    aten.select.int: _select,
+    aten.unsqueeze.default: _unsqueezed,
+    aten.flip.default: _flipped,
+    aten.roll.default: _rolled,
+    aten.transpose.int: _exchanged,
+    aten.neg.default: _negated,
+    aten.addcmul.default: _added_product,
+}

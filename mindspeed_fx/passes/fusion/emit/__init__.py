@@ -1,0 +1,1 @@
+"""Emitters: what matched is written into the graph."""

@@ -1,0 +1,267 @@
+"""The operator that takes the place of an attention, target by target, and the arguments that it is given."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat.symbols import statically_known_true
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
+from mindspeed_fx.kernels.attention_seeded import attention_seeded
+from mindspeed_fx.kernels.varlen_attention import varlen_attention
+from mindspeed_fx.passes.base import Context
+from mindspeed_fx.passes.fusion.analysis import alibi, mask
+from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss, Scores
+from mindspeed_fx.passes.fusion.emit import alibi as alibi_emit
+from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences
+
+DROPOUT_ROWS = 256
+"""Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in float32, 1.4 in
+bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward and backward on one core)."""
+
+TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
+"""Of attention with a bias that is trained, unfused in generated code: forward and backward in float32, 2 x 8 heads of 64, one core."""
+
+MASKED_ROWS, NARROW_ROWS = 256, 768
+"""Attention of fewer rows is left to generated code: with a mask or documents (float32: 128 rows 1.1 to 1.3 of its time, 256 rows 0.8 to 1.0), and in 16 bits
+(128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows 0.5 to 0.7), forward and backward on two cores (benchmarks/attention_short.py)."""
+
+Emit = Callable[..., list[fx.Node]]
+
+
+def emitter(name: str, context: Context, notes: list[str]) -> Emit:
+    """What puts the target's operator in the place of an attention: f(graph, root, scores, q, k, v) -> region, or :class:`Miss`. ``notes``
+    gets what there is to say of an attention that is fused all the same: why packed documents are masked, which rows differ."""
+    generated = context.left_to_inductor(name)
+    npu = context.options.target == "npu"
+    packing = functools.partial(_packed, npu=npu)
+    dropping = _emit_seeded if npu else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
+    if context.options.target == "cuda":
+        return functools.partial(_emit_sdpa, notes=notes)
+    return functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, generated=generated)
+
+
+def _emit(
+    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | str], notes: list[str], generated: bool
+) -> list[fx.Node]:
+    """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed documents what ``packing`` makes;
+    few rows, and additive masks that need a gradient, are left to ``generated`` code."""
+    if scores.sinks is None:  # with a sink a row of scores cannot be moved as a whole
+        scores.masks = alibi.apart(scores.masks)
+    masks = scores.blocking
+    bands = [mask.kept(m, kind) for kind, m, _ in masks]
+    if generated and scores.drop is None:
+        _long_enough(match.value(q), bool(masks) and not any(mask.is_causal(b) or mask.is_window(b) for b in (_together(scores, bands), *bands)))
+    if any(b is not None and b.documents is not None for b in bands):
+        made = packing(gm, root, scores, q, k, v, bands)
+        if isinstance(made, fx.Node):
+            return _put(gm, root, scores, made)
+        if (note := f"packed documents are masked, scores between them computed: {made}") not in notes:
+            notes.append(note)
+        bands = [b if b is None or b.documents is None else None for b in bands]
+    both = _together(scores, bands)
+    whole = mask.is_causal(both) or mask.is_window(both)
+    windows = [1 - b.low for b in ([both] if whole else bands) if mask.is_window(b)]
+    causal = whole or scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
+    rest = [given for given, band in zip(masks, bands) if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))]
+    if scores.sinks is None:
+        rest = [(kind, alibi_emit.by_keys(gm, root, m, causal) or m if kind == "add" else m, where) for kind, m, where in rest]
+    if generated and any(kind == "add" and m.meta["needs_grad"] for kind, m, _ in rest):
+        raise Miss(f'the additive mask needs a gradient, and generated code is faster: it takes {TRAINED}; put "fusion.attention" in enable to fuse all the same')
+    q, k, given, left = _operands(gm, root, scores, q, k, v, rest, notes)
+    window = min(windows, default=0)
+    keys = match.value(k).shape[2]
+    if isinstance(keys, int) and window >= keys:
+        window = 0  # reaches every key
+    if scores.drop is not None:
+        return dropping(gm, root, scores, (q, k, v), given, left, causal, int(window))
+    arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
+    while len(arguments) > 6 and not arguments[-1]:
+        arguments = arguments[:-1]
+    both = rewrite.insert(gm, root, torch.ops.mindspeed.attention.default, arguments)
+    out = rewrite.insert(gm, root, match.operator.getitem, (both, 0))
+    return _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, v))
+
+
+def _together(scores: Scores, bands: list[mask.Band | None]) -> mask.Band | None:
+    """What the masks allow together: half a plane from one and half from another are a window."""
+    return mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
+
+
+def _long_enough(q: torch.Tensor, masked: bool) -> None:
+    """Raises :class:`Miss` where generated code is as fast, or faster."""
+    rows, narrow = match.hint(q.shape[2]), q.dtype.itemsize < 4
+    least = NARROW_ROWS if narrow else MASKED_ROWS if masked else 1
+    if rows < least:
+        what = f"{rows} rows in {q.dtype}".replace("torch.", "") if narrow else f"{rows} rows with a mask"
+        raise Miss(f'{what}: generated code is as fast below {least}; put "fusion.attention" in enable to fuse all the same')
+
+
+def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, npu: bool) -> fx.Node | str:
+    """``mindspeed::varlen_attention`` for masks that keep documents apart; why the mask has to be computed."""
+    both = _together(scores, bands) if None not in bands else None
+    numbers = both.documents if both is not None else None
+    if numbers is None:
+        return "another mask stands beside theirs"
+    for what, there in (("a soft-cap", scores.softcap), ("sinks", scores.sinks is not None), ("dropout", scores.drop is not None)):
+        if there:
+            return f"the kernel takes no {what}".replace("no a ", "no ")
+    batch, _, rows, _ = match.value(q).shape
+    causal = both.high == 0
+    if not (causal or (both.low, both.high) == (-math.inf, math.inf)):
+        return f"a token sees others up to {both.high} places after it, which is neither causal nor all of its document"
+    if not _belongs(numbers, [m for _, m, _ in scores.blocking], batch):
+        return f"their numbers {tuple(match.value(numbers).shape)} are not one row, or one for each of the batch ({batch})"
+    if not statically_known_true(rows == match.value(k).shape[2]) or not statically_known_true(rows == match.value(numbers).shape[-1]):
+        return f"{rows} queries, {match.value(k).shape[2]} keys and {match.value(numbers).shape[-1]} numbers are not known to be as many"
+    ends = packed_sequences.ends(gm, root, numbers) if npu and statically_known_true(batch == 1) else None
+    if npu and ends is None:
+        return "on npu the kernel takes one row of tokens whose lengths or cumulative lengths the graph knows"
+    q, k, *_ = _operands(gm, root, scores, q, k, v, [], [])
+    if match.value(numbers).dim() == 1:
+        numbers = rewrite.insert(gm, root, aten.unsqueeze.default, (numbers, 0))
+    window = 0 if both.low == -math.inf else int(1 - both.low)
+    arguments = (q, k, v, numbers, ends, causal, scores.scale, window)
+    if npu and (chosen := varlen_attention.choose("npu", fx.map_arg(arguments, match.value), {}))[0] is None:
+        return "; ".join(chosen[1])
+    made = rewrite.insert(gm, root, varlen_attention.overload, arguments)
+    return rewrite.insert(gm, root, match.operator.getitem, (made, 0))
+
+
+def _belongs(numbers: fx.Node, masks: list[fx.Node], batch: Any) -> bool:
+    """Whether the rows of ``numbers`` are those of the batch, in masks that are broadcast to [batch, heads, seq, seq]."""
+    shape = match.value(numbers).shape
+    if len(shape) == 1 or statically_known_true(shape[0] == 1):
+        return True
+    whole = [match.value(m).shape for m in masks if match.value(m).dim() > 2 and not statically_known_true(match.value(m).numel() == match.value(m).shape[-1] * match.value(m).shape[-2])]
+    return statically_known_true(shape[0] == batch) and all(len(s) == 4 and statically_known_true(s[0] == batch) and statically_known_true(s[1] == 1) for s in whole)
+
+
+def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, left: fx.Node | None, causal: bool, window: int) -> list[fx.Node]:
+    """``mindspeed::attention_seeded`` in the place of ``root``: the kernel draws, numbers of its own. Nothing is dropped in rows that are hidden whole."""
+    what = f"dropout of {scores.p} on the attention weights"
+    if scores.softcap or scores.sinks is not None:
+        raise Miss(f"{what}, with {'a soft-cap' if scores.softcap else 'sinks'}: no kernel on npu has both")
+    if given is not None and given.meta["needs_grad"]:
+        raise Miss(f"{what}, with an additive mask that needs a gradient: no operator has both")
+    if not 0 < scores.p < 1:
+        raise Miss(f"{what}: everything is dropped")
+    arguments = (*qkv, given, causal, scores.scale, window, scores.p)
+    kernel, reasons = attention_seeded.choose("npu", fx.map_arg(arguments, match.value), {})
+    if kernel is None:
+        raise Miss(f"{what}: {'; '.join(reasons)}")
+    made = rewrite.insert(gm, root, attention_seeded.overload, arguments)
+    out = rewrite.insert(gm, root, match.operator.getitem, (made, 0))
+    return _without_drop(gm, root, scores, _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, qkv[2])))
+
+
+def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: list[fx.Node]) -> list[fx.Node]:
+    """Erases the model's dropout, which drawing makes look alive."""
+    if scores.drop is not root:
+        scores.drop.replace_all_uses_with(scores.drop.args[0])
+    gm.graph.erase_node(scores.drop)
+    return region
+
+
+def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, left: fx.Node | None, causal: bool, window: int, name: str, least: int) -> list[fx.Node]:
+    """``mindspeed::attention_dropout`` in the place of ``root``, its mask drawn where the model drops."""
+    (q, k, _), drop, p = (match.value(x) for x in qkv), scores.drop, scores.p
+    what = f"dropout of {p} on the attention weights"
+    rows, keys = q.shape[2], k.shape[2]
+    if given is not None or not causal or scores.sinks is not None:
+        raise Miss(f"{what}: the kernel takes causal masks, windows and soft-caps only")
+    if not all(isinstance(n, int) for n in (*q.shape, rows, keys)) or rows != keys:
+        raise Miss(f"{what}: the kernel takes equal and fixed sequence lengths of queries and keys only")
+    if rows < least:
+        raise Miss(f'{what}: generated code is as fast below {least} rows, and here are {rows}; put "{name}" in enable to fuse all the same')
+    if not 0 < p < 1:
+        raise Miss(f"{what}: everything is dropped")
+    shape = [*q.shape[:2], rows, keys]
+    weights = shape if drop is root else list(match.value(drop).shape)
+    if drop is not root and (not match.value(drop.args[0]).is_contiguous() or match.value(drop).numel() != math.prod(shape)):
+        raise Miss(f"{what}: the weights are not stored row by row, so that other numbers would be drawn")
+    empty = rewrite.insert(gm, drop, aten.empty.memory_format, (weights,), {"dtype": torch.bool, "device": q.device})
+    keep = rewrite.insert(gm, drop, aten.bernoulli.p, (empty, 1 - p))
+    keep = keep if weights == shape else rewrite.insert(gm, root, aten.reshape.default, (keep, shape))
+    both = rewrite.insert(gm, root, torch.ops.mindspeed.attention_dropout.default, (*qkv, keep, scores.scale, window, scores.softcap, p))
+    return _without_drop(gm, root, scores, _put(gm, root, scores, rewrite.insert(gm, root, match.operator.getitem, (both, 0))))
+
+
+def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, notes: list[str]) -> list[fx.Node]:
+    """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask."""
+    if scores.drop is not None:
+        raise Miss(f"dropout of {scores.p} on the attention weights: scaled_dot_product_attention would draw other numbers")
+    if scores.softcap or scores.sinks is not None:
+        raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
+    masks = scores.blocking
+    causal = bool(masks) and all(mask.is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
+    q, k, given, left = _operands(gm, root, scores, q, k, v, [] if causal else masks, notes)
+    if given is not None and match.value(given).dtype != torch.bool:
+        given = _widened(gm, root, given, match.value(q).dtype)
+    grouped = match.value(q).shape[1] != match.value(k).shape[1]
+    options = {"scale": scores.scale, **({"enable_gqa": True} if grouped else {})}
+    out = rewrite.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, given, 0.0, causal), options)
+    return _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, v))
+
+
+def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list, notes: list[str]) -> tuple[fx.Node, fx.Node, fx.Node | None, fx.Node | None]:
+    """q, k, the mask, True or zero where attention is allowed, as an operator takes them, and :func:`hidden_rows.some_left`; Miss where it is not safe."""
+    dtype = match.value(root).dtype
+    # Matching looks through casts of q and k; one that widened them to the type of v is made again.
+    q, k = (_widened(gm, root, x, dtype) for x in (q, k))
+    if not all(match.value(x).dtype == dtype for x in (q, k, v)):
+        raise Miss(f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}")
+    reason = match.unsafe([root, *scores.region], [q, k, v, *(given for _, given, _ in masks), scores.sinks])
+    if reason:
+        raise Miss(reason)
+    lead = list(match.value(q).shape[:2])
+    left = fully_masked_rows.some_left(gm, root, scores, lambda given, where: _four_dimensional(gm, root, given, where, lead), notes) if masks else None
+    allowed, added = None, None  # a mask is True where attention is allowed, and what is added to the scores
+    for kind, given, where in masks:
+        given = rewrite.insert(gm, root, aten.logical_not.default, (given,)) if kind == "drop" else given
+        given = _four_dimensional(gm, root, given, where, lead)
+        if kind == "add":
+            added = given if added is None else rewrite.insert(gm, root, aten.add.Tensor, (added, given))
+        else:
+            allowed = given if allowed is None else rewrite.insert(gm, root, aten.logical_and.default, (allowed, given))
+    if allowed is not None and left is not None:  # no kernel sees a row without keys
+        allowed = rewrite.insert(gm, root, aten.logical_or.default, (allowed, rewrite.insert(gm, root, aten.logical_not.default, (left,))))
+    if allowed is None or added is None:
+        return q, k, added if allowed is None else allowed, left
+    return q, k, rewrite.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf)), left
+
+
+def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> list[fx.Node]:
+    if list(match.value(out).shape) != list(match.value(root).shape):
+        out = rewrite.insert(gm, root, aten.reshape.default, (out, list(match.value(root).shape)))
+    reason = rewrite.substitute(gm, root, out)
+    if reason:
+        raise Miss(reason)
+    return [*scores.region, root]
+
+
+def _four_dimensional(gm: fx.GraphModule, before: fx.Node, given: fx.Node, where: fx.Node, lead: list[Any]) -> fx.Node:
+    """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one, or more than two."""
+    if match.value(where).dim() > 4:
+        outer, own = list(match.value(where).shape[:-2]), list(match.value(given).shape)
+        own = [1] * (len(outer) + 2 - len(own)) + own
+        if any(n != 1 for n in own[1:-2]):  # heads that are not all alike
+            wanted = [own[0], *outer[1:], *own[-2:]]
+            given = rewrite.insert(gm, before, aten.expand.default, (given, wanted))
+            own = [own[0], lead[1], *own[-2:]]
+        return rewrite.insert(gm, before, aten.reshape.default, (given, [own[0], math.prod(own[1:-2]), *own[-2:]]))
+    if match.value(where).dim() == 3 and match.value(given).dim() == 3 and match.value(given).shape[0] != 1:
+        return rewrite.insert(gm, before, aten.reshape.default, (given, [*lead, *match.value(given).shape[1:]]))
+    while match.value(given).dim() < 4:
+        given = rewrite.insert(gm, before, aten.unsqueeze.default, (given, 0))
+    return given
+
+
+def _widened(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    narrow = match.value(x).dtype
+    return rewrite.insert(gm, before, aten.to.dtype, (x, dtype)) if narrow != dtype and torch.promote_types(narrow, dtype) == dtype else x

@@ -1,0 +1,286 @@
+"""Which operators work chunk by chunk, and how a cut of a result follows from a cut of an input, and back.
+
+``mindspeed::`` operators say so themselves: a chunk is a shard in time, so their sharding rules hold. ATen operators and
+collectives are listed here; what is not listed is computed whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Iterator
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
+from mindspeed_fx.graph.collectives import is_wait
+from mindspeed_fx.graph.match import argument
+from mindspeed_fx.kernels.base import find
+from mindspeed_fx.kernels.sharding import ways
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut, Sum, through_view
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default, c10d.all_reduce.default)
+REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, torch.ops.mindspeed.linear.default, torch.ops.mindspeed.gemm.default)
+_MOVES = (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default)
+
+
+def inputs(node: fx.Node, out: Any) -> dict[fx.Node, Any] | None:
+    """How each input is cut when the result is cut as ``out`` says: input -> Cut or None (the whole of it); None: it can't be."""
+    try:
+        wanted = list(_inputs(node, out))
+    except (_Whole, IndexError):
+        return None
+    found: dict[fx.Node, Any] = {}
+    for source, cut in wanted:
+        if found.setdefault(source, cut) != cut:
+            return None
+    return found
+
+
+def completed(node: fx.Node, out: Any) -> Any:
+    """``out``, of which some results may be left open, with what they are."""
+    if not isinstance(out, tuple):
+        return out
+    if _own(node) is None:
+        return (next(o for o in out if o is not None),) * len(out)
+    source, cut = next((s, c) for s, c in inputs(node, out).items() if c is not None)
+    return next((o for o in _rule_results(node, source, cut) if agree(o, out)), out)
+
+
+def agree(a: Any, b: Any) -> bool:
+    """Whether two cuts of one result are the same, where both are known."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return all(x is None or y is None or x == y for x, y in zip(a, b))
+    return a == b
+
+
+def results(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
+    """Cuts of the result of ``node`` for which its input ``source`` is cut as ``cut``; most likely first."""
+    for out in _candidates(node, source, cut):
+        found = inputs(node, out)
+        if found is not None and (agree(found.get(source), cut) if isinstance(cut, tuple) else found.get(source) == cut):
+            yield out
+
+
+class _Whole(Exception):
+    """The operator needs the whole."""
+
+
+def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
+    if node.op != "call_function":
+        raise _Whole
+    f, args = node.target, node.args
+    if f is operator.getitem:
+        many = args[0].meta.get("val")
+        yield args[0], tuple(out if k == args[1] % len(many) else None for k in range(len(many)))
+        return
+    shape = _shape(node)
+    if is_wait(node) or f in COPIES:
+        yield args[0], out
+    elif f in _MOVES:
+        yield args[0], _moved(node, out, backwards=True)
+    elif _own(node) is not None:
+        yield from _by_rule(node, out)
+    elif f is aten.split.Tensor or f is aten.split_with_sizes.default:
+        yield args[0], _joined(node, out)
+    elif isinstance(out, Sum):
+        yield from _summands(node, out)
+    elif not isinstance(out, Cut):
+        raise _Whole
+    elif f in VIEWS:
+        yield args[0], _or_whole(through_view(out, shape, _shape(args[0])))
+    elif f in (aten.permute.default, aten.transpose.int, aten.t.default):
+        yield args[0], Cut(_order(node)[out.dim], out.blocks)
+    elif f is aten.unsqueeze.default:
+        yield args[0], Cut(out.dim - (out.dim > args[1] % len(shape)), _or_whole(out.blocks if out.dim != args[1] % len(shape) else None))
+    elif f is aten.squeeze.dim:
+        gone = len(_shape(args[0])) > len(shape)  # a dimension longer than one stays
+        yield args[0], Cut(out.dim + (gone and out.dim >= args[1] % len(_shape(args[0]))), out.blocks)
+    elif f is aten.slice.Tensor:
+        yield args[0], _or_whole(out if (argument(node, "dim") % len(shape)) != out.dim else None)
+    elif f is aten.cat.default:
+        yield from _pieces(node, out)
+    elif f in (aten.mm.default, torch.ops.mindspeed.gemm.default):
+        yield from ((args[0], _or_whole(out if out.dim == 0 else None)), (args[1], None))
+    elif f is aten.addmm.default:
+        yield from ((args[0], out if len(_shape(args[0])) == 2 and _shape(args[0])[0] != 1 else None), (args[1], _or_whole(out if out.dim == 0 else None)), (args[2], None))
+    elif f is aten.bmm.default:
+        yield from ((args[0], _or_whole(out if out.dim < 2 else None)), (args[1], out if out.dim == 0 else None))
+    elif f in REDUCTIONS:
+        yield args[0], _unreduced(node, out)
+    elif f is aten.embedding.default:
+        yield from ((args[0], None), (args[1], _or_whole(out if out.dim < len(_shape(args[1])) else None)))
+    elif f is aten._softmax.default:
+        yield args[0], _or_whole(out if args[1] % len(shape) != out.dim else None)
+    elif _pointwise(f):
+        for source in node.all_input_nodes:
+            if isinstance(source.meta.get("val"), torch.Tensor):
+                own = out.dim - (len(shape) - len(_shape(source)))
+                yield source, Cut(own, out.blocks) if own >= 0 and _shape(source)[own] != 1 else None
+    else:
+        raise _Whole
+
+
+def _candidates(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
+    if node.op != "call_function":
+        return
+    f, here = node.target, source.meta.get("val")
+    if f is operator.getitem:
+        if isinstance(cut, tuple):
+            yield cut[node.args[1] % len(cut)]
+    elif _own(node) is not None:
+        yield from _rule_results(node, source, cut)
+    elif not isinstance(cut, Cut) or not isinstance(here, torch.Tensor):
+        return
+    elif f in _MOVES:
+        moved = _moved(node, cut, backwards=False)
+        if moved is not None:
+            yield moved
+    elif f in VIEWS:
+        there = through_view(cut, here.shape, _shape(node))
+        if there is not None:
+            yield there
+    elif f in (aten.split.Tensor, aten.split_with_sizes.default):
+        n = len(node.meta["val"])
+        along = argument(node, "dim") % here.dim() == cut.dim
+        if not along or cut.blocks % n == 0:
+            yield (Cut(cut.dim, cut.blocks // n if along else cut.blocks),) * n
+    else:
+        if f in (aten.mm.default, aten.sum.dim_IntList):
+            yield Sum(cut.blocks)
+        value = node.meta.get("val")
+        for dim in sorted(range(value.dim()), key=lambda d: abs(d - (value.dim() - here.dim()) - cut.dim)) if isinstance(value, torch.Tensor) else ():
+            yield Cut(dim, cut.blocks)
+            if f is aten.cat.default:
+                yield Cut(dim, cut.blocks * len(node.args[0]))
+
+
+def _moved(node: fx.Node, cut: Any, backwards: bool) -> Cut | None:
+    """Through a collective: along dimension 0 the ranks' parts are blocks, of the result of all_gather, of the input of reduce_scatter."""
+    if not isinstance(cut, Cut):
+        raise _Whole
+    if cut.dim > 0:
+        return cut
+    if node.target is c10d.all_to_all_single.default:
+        ranks = len(argument(node, "input_split_sizes"))
+        return _or_whole(cut if _even(node) and cut.blocks % ranks == 0 else None, quiet=not backwards)
+    ranks = argument(node, "group_size")
+    if (node.target is c10d.all_gather_into_tensor.default) != backwards:
+        return Cut(0, cut.blocks * ranks)
+    return _or_whole(Cut(0, cut.blocks // ranks) if cut.blocks % ranks == 0 else None, quiet=not backwards)
+
+
+def _even(node: fx.Node) -> bool:
+    sizes = [*argument(node, "input_split_sizes"), *argument(node, "output_split_sizes")]
+    return all(isinstance(s, int) for s in sizes) and len(set(sizes)) == 1
+
+
+def _joined(node: fx.Node, out: Any) -> Cut:
+    """The cut of what was split into pieces that are cut so."""
+    named = {o for o in out if o is not None}
+    if len(named) != 1:
+        raise _Whole
+    (piece,), n = named, len(out)
+    if argument(node, "dim") % len(_shape(node.args[0])) != piece.dim:
+        return piece
+    return _or_whole(Cut(piece.dim, piece.blocks * n) if len({v.shape[piece.dim] for v in node.meta["val"]}) == 1 else None)
+
+
+def _pieces(node: fx.Node, out: Cut) -> Iterator[tuple[fx.Node, Cut]]:
+    parts = node.args[0]
+    if argument(node, "dim") % len(_shape(node)) != out.dim:
+        yield from ((p, out) for p in parts)
+    else:
+        even = len({_shape(p)[out.dim] for p in parts}) == 1 and out.blocks % len(parts) == 0
+        yield from ((p, _or_whole(Cut(out.dim, out.blocks // len(parts)) if even else None)) for p in parts)
+
+
+def _summands(node: fx.Node, out: Sum) -> Iterator[tuple[fx.Node, Any]]:
+    """A product whose summands are cut, a sum over what is cut."""
+    if node.target is aten.mm.default:
+        yield from ((node.args[0], Cut(1, out.blocks)), (node.args[1], Cut(0, out.blocks)))
+    elif node.target is aten.sum.dim_IntList and len(argument(node, "dim") or ()) == 1:
+        yield node.args[0], Cut(argument(node, "dim")[0] % len(_shape(node.args[0])), out.blocks)
+    else:
+        raise _Whole
+
+
+def _order(node: fx.Node) -> list[int]:
+    dims = len(_shape(node))
+    order = list(range(dims))
+    if node.target is aten.permute.default:
+        return [d % dims for d in node.args[1]]
+    a, b = (0, 1) if node.target is aten.t.default else (node.args[1], node.args[2])
+    if dims > 1:
+        order[a % dims], order[b % dims] = order[b % dims], order[a % dims]
+    return order
+
+
+def _unreduced(node: fx.Node, out: Cut) -> Cut:
+    dims = len(_shape(node.args[0]))
+    gone = {d % dims for d in (argument(node, "dim") or range(dims))}
+    kept = list(range(dims)) if argument(node, "keepdim") else [d for d in range(dims) if d not in gone]
+    return Cut(kept[out.dim], _or_whole(out.blocks if kept[out.dim] not in gone else None))
+
+
+def _pointwise(f: Any) -> bool:
+    return isinstance(f, torch._ops.OpOverload) and torch.Tag.pointwise in f.tags and torch.Tag.nondeterministic_seeded not in f.tags and not f._schema.is_mutable
+
+
+# --------------------------------------------------------------------------- mindspeed:: operators
+
+
+def _own(node: fx.Node) -> Any:
+    made = find(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    return made if made is not None and made.sharding is not None and torch.Tag.nondeterministic_seeded not in node.target.tags else None
+
+
+def _rows(node: fx.Node) -> Iterator[tuple[list, list[tuple[fx.Node, Any]]]]:
+    """The operator's ways, that of computing it whole left out: placements of the results, and of each tensor argument's node."""
+    schema = node.target._schema.arguments
+    given = [node.args[k] if k < len(node.args) else node.kwargs.get(a.name, a.default_value) for k, a in enumerate(schema)]
+    fakes = [g.meta["val"] if isinstance(g, fx.Node) else g for g in given]
+    tensors = [g for g, a in zip(given, schema) if "Tensor" in str(a.type) and isinstance(g, fx.Node)]
+    if any("Tensor[]" in str(a.type) or "List[Tensor" in str(a.type) for a in schema):
+        return
+    for outs, ins in ways(_own(node), fakes)[1:]:
+        if PARTIAL not in ins:
+            yield outs, list(zip(tensors, ins, strict=True))
+
+
+def _by_rule(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
+    wanted = out if isinstance(out, tuple) else (out,)
+    blocks = {o.blocks for o in wanted if isinstance(o, Cut)}
+    if len(blocks) != 1:
+        raise _Whole
+    blocks = blocks.pop()
+    for outs, ins in _rows(node):
+        if all(w is None or (isinstance(w, Sum) and o == PARTIAL) or (isinstance(w, Cut) and not isinstance(o, (str, Even)) and o == w.dim) for w, o in zip(wanted, outs)):
+            yield from ((source, None if p == REPLICATED else Cut(int(p), blocks)) for source, p in ins)
+            return
+    raise _Whole
+
+
+def _rule_results(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
+    if not isinstance(cut, Cut):
+        return
+    for outs, ins in _rows(node):
+        if any(s is source and not isinstance(p, (str, Even)) and p == cut.dim for s, p in ins):
+            made = tuple(Sum(cut.blocks) if o == PARTIAL else None if o == REPLICATED else Cut(int(o), cut.blocks) for o in outs)
+            if any(isinstance(m, Cut) for m in made):
+                yield made if isinstance(node.meta["val"], (list, tuple)) else made[0]
+
+
+def _shape(node: fx.Node) -> tuple:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _or_whole(found: Any, quiet: bool = False) -> Any:
+    if found is None and not quiet:
+        raise _Whole
+    return found

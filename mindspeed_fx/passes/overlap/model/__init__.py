@@ -1,0 +1,1 @@
+"""The step as tasks on resources: from the graph to numbers, simulated, with bounds."""

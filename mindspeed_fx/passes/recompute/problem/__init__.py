@@ -1,0 +1,1 @@
+"""From a joint graph to numbers: what to minimise, subject to what."""

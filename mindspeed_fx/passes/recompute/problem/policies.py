@@ -1,0 +1,200 @@
+"""Named policies and per-module wishes: which values are made again, whatever a planner would say.
+
+A policy names values that are not kept; all others are, if the backward reads them. Draws of random numbers, collectives and
+whatever a ``torch.utils.checkpoint`` policy keeps are never made again, and regions under ``torch.utils.checkpoint`` always are.
+
+| policy | made again |
+|---|---|
+| none | nothing |
+| full | inside every numbered layer, all but what other layers read: Megatron's full, method uniform, one layer |
+| block:N | the same in the first N layers: Megatron's method block |
+| selective | the core of attention: from the product of queries and keys to its output (Korthikanti et al. 2022, arXiv 2205.05198) |
+| activation_function | what activation functions make, and the pointwise work on it (MindSpeed's recompute-activation-function) |
+| norm | what normalizations make, sums of residuals aside (MindSpeed's recompute-norm) |
+| norm+activation_function | both; any of the last three rows may be joined |
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterable
+
+import torch.fx as fx
+
+from mindspeed_fx.compat import partitioner
+from mindspeed_fx.errors import OptionError, nearest
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.passes.base import PassReport, skip
+from mindspeed_fx.passes.recompute.problem.dataflow import Operation, Tape, Value
+
+ACTIVATIONS = frozenset("silu gelu relu leaky_relu sigmoid tanh elu celu selu mish hardswish hardsigmoid softplus log_sigmoid glu erf relu6 activation swiglu clipped_swiglu weighted_swiglu".split())
+NORMS = frozenset("rms_norm add_rms_norm layer_norm layer_norm_aten add_layer_norm native_layer_norm native_group_norm _fused_rms_norm".split())
+
+
+@dataclass
+class Fixed:
+    """Decisions that no planner may change."""
+
+    again: set[Value] = field(default_factory=set)
+    """Not to be kept."""
+    keep: set[Value] = field(default_factory=set)
+    """Not to be made again."""
+    away: set[Value] = field(default_factory=set)
+    """Of those, the ones to be moved to host memory."""
+    why: dict[Value, str] = field(default_factory=dict)
+    """Value -> the policy or glob that decided."""
+
+
+def fixed(tape: Tape, asked: Any, strict: bool, report: PassReport) -> Fixed:
+    """What option ``recompute`` says about the values of a graph; what matched, and what did not and why, goes to ``report``.
+
+    Args:
+        asked: the option, as :class:`mindspeed_fx.options.Options` has it.
+        strict: a glob or policy that finds nothing is an error.
+
+    Raises:
+        OptionError: nothing was found, under ``strict``.
+    """
+    found, wishes = Fixed(), dict(asked) if not isinstance(asked, str) else {"policy": asked}
+    policy = wishes.pop("policy", "auto")
+    if policy not in ("auto", "none"):
+        values = [v for v in _policy(tape, policy) if not v.returned]
+        _note(report, f'policy "{policy}"', values, "recompute", tape, strict, _missing(policy))
+        for v in values:
+            found.again.add(v)
+            found.why[v] = f"policy {policy}"
+    paths = {v: module_path(v.made_by.node) for v in tape.values}
+    for glob, wish in wishes.items():
+        matches = matcher(glob)
+        values = [v for v, path in paths.items() if matches(path) and not v.returned]
+        _note(report, f'"{glob}"', values, wish, tape, strict, f"matches no module with values of its own{nearest(glob, _generic(paths.values()))}")
+        for v in values:
+            (found.again if wish == "recompute" else found.keep).add(v)
+            (found.keep if wish == "recompute" else found.again).discard(v)
+            (found.away.add if wish == "offload" else found.away.discard)(v)
+            found.why[v] = f"{glob}: {wish}"
+    refused = Counter()
+    for v in list(found.again):
+        if reason := _refusal(v):
+            found.again.discard(v)
+            refused[(reason, found.why.pop(v))] += 1
+    for (reason, who), count in refused.items():
+        report.skipped.append(skip("", tape.values[0].node, f"{who}: {count} values are kept: {reason}"))
+    return found
+
+
+def matcher(glob: str) -> Callable[[str], bool]:
+    """Says whether a module path is, or lies within, a module that ``glob`` names; * is any part of a path between dots, ** any
+    number of them. The glob may start at any module: "mlp.act" is found in "model.layers.0.mlp.act"."""
+    words = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+    pattern = re.compile(r"(?:^|\.)" + "".join(words.get(part, re.escape(part)) for part in re.findall(r"\*\*|\*|\?|[^*?]+", glob)) + r"(?:\.|$)")
+    return lambda path: pattern.search(path) is not None
+
+
+def _note(report: PassReport, who: str, values: list[Value], wish: str, tape: Tape, strict: bool, missing: str) -> None:
+    if values:
+        report.notes.append(f"{who}: {wish} {len(values)} values of {sum(v.bytes for v in values) / 2**20:.2f} MiB in {len({module_path(v.node) for v in values})} modules")
+        return
+    if strict:
+        raise OptionError(f'option "recompute": {who} {missing}')
+    first = next((o.node for o in tape.operations), None)
+    if first is not None:
+        report.skipped.append(skip("", first, f"{who} {missing}"))
+
+
+def _missing(policy: str) -> str:
+    return {"full": "finds no numbered layers", "selective": "finds no product of two activations", "norm": "finds no normalization", "activation_function": "finds no activation function"}.get(policy, "finds no numbered layers" if "+" not in policy else "finds none of these")
+
+
+def _generic(paths: Iterable[str]) -> list[str]:
+    """Module paths with numbers as *."""
+    return sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", p) for p in paths if p})
+
+
+def _refusal(v: Value) -> str:
+    node = v.made_by.node
+    if partitioner.must_recompute(node):
+        return ""
+    if partitioner.must_save(node):
+        return "a checkpoint policy, a side effect or a collective keeps them"
+    if partitioner.is_random(node):
+        return "random numbers are not drawn again"
+    return "" if partitioner.is_pure(node) else "they are not the same when made again"
+
+
+def _policy(tape: Tape, policy: str) -> list[Value]:
+    if policy == "full":
+        return _layers(tape, None)
+    if policy.startswith("block:"):
+        return _layers(tape, int(policy.partition(":")[2]))
+    if "+" in policy:
+        named = {v for word in policy.split("+") for v in _policy(tape, word)}
+        return [v for v in tape.values if v in named]
+    return {"selective": _attention, "activation_function": _activations, "norm": _norms}[policy](tape)
+
+
+def _layers(tape: Tape, first: int | None) -> list[Value]:
+    """Values inside numbered layers that no operation outside their layer reads."""
+    layer: dict[Operation, tuple[str, int] | None] = {}
+    for o in tape.operations:
+        match = re.match(r"(.*?)(?:^|\.)(\d+)(?:\.|$)", module_path(o.node))
+        layer[o] = (match[1], int(match[2])) if match else None
+    found = []
+    for v in tape.values:
+        own = layer[v.made_by]
+        if own is None or first is not None and own[1] >= first:
+            continue
+        if all(layer[o] == own for view in v.views for o in tape.readers.get(view, ())):
+            found.append(v)
+    return found
+
+
+def _attention(tape: Tape) -> list[Value]:
+    """What products of two activations make, and what lies on a way from one to another without a product with a weight."""
+    product = {o: _name(o.node).startswith("attention") or "attention" in _name(o.node) or partitioner.flops(o.node) > 0 for o in tape.operations}
+    core = {o for o in tape.operations if product[o] and ("attention" in _name(o.node) or len(o.inputs) > 1 and not any(_weight(a) for a in o.node.all_input_nodes))}
+    after: set[Value] = set()
+    for o in tape.operations:
+        if o in core or not product[o] and any(v in after for v in o.inputs):
+            after.update(o.outputs)
+    before: set[Value] = set()
+    for o in reversed(tape.operations):
+        if o in core or not product[o] and any(v in before for v in o.outputs):
+            before.update(o.inputs)
+    return [v for v in tape.values if v.made_by in core or v in after and v in before]
+
+
+def _weight(node: fx.Node) -> bool:
+    """Views and casts of what the graph is given."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and (partitioner.is_view(node) or _name(node) in ("_to_copy", "convert_element_type", "clone", "permute", "t")):
+        node = node.all_input_nodes[0]
+    return partitioner.is_input(node)
+
+
+def _activations(tape: Tape) -> list[Value]:
+    found: set[Value] = set()
+    for o in tape.operations:
+        own = _name(o.node) in ACTIVATIONS
+        more = o.fusible and any(v in found for v in o.inputs) and (_name(o.node) == "mul" or all(v in found for v in o.inputs))
+        if own or more:
+            found.update(o.outputs)
+    return [v for v in tape.values if v in found]
+
+
+def _norms(tape: Tape) -> list[Value]:
+    found = []
+    for v in tape.values:
+        node, name = v.made_by.node, _name(v.made_by.node)
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        kind = stack[-1][1] if stack else ""
+        kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+        if name in NORMS or "norm" in kind.rpartition(".")[2].lower():
+            if not (name in ("add_rms_norm", "add_layer_norm") and v.node.args[1:2] == (1,)):  # the sum goes on as the residual stream
+                found.append(v)
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]

@@ -1,0 +1,1 @@
+"""How the problem is solved: minimum cuts, search, bounds, integer programs."""

@@ -1,0 +1,317 @@
+"""The least time of small steps by integer programming (HiGHS through scipy): a lower bound, and where it can the plan that meets it.
+
+Binary s_v says that value v is saved, r_v that it is made again. Times, and who needs whom, are those of the minimum cut; the memory at moment t is at least
+c_t + sum of w_tv s_v, as in :mod:`bound`, which must fit at every moment at once. That knows nothing of what a chain that is made again holds beside what is saved. So where the
+program's answer does not fit the simulated step, rows for that moment are added and it is solved again. With begin_v the first moment at which the backward's own nodes read v:
+
+- a_tv says that v has been made again by moment t. What is read by then has been saved or made; what is made needs what it reads: s_v + a_tv >= 1 for begin_v <= t, and
+  s_v + a_tv >= a_tu for all u that read v. Made values that are read later are alive: c_t + sum of w_tv s_v + sum over begin_v > t of size_v a_tv <= limit.
+- While i is made again right before moment t, it and all it reads are alive, and all that has been made by then and is read at t or later. That row holds where a_ti = 1 and a_(t-1)i = 0.
+
+Every row holds for every plan, so each program's bound is one of the time of every plan that fits, and an answer that fits is the optimum. Of no use for a large step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Iterable
+
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
+from mindspeed_fx.passes.recompute.solve.lower_bound import Moments, moments
+
+SCALE = 1e6
+"""Microseconds, and parts of the limit: numbers near one for the solver."""
+
+SAFE = 1e-6
+"""What the solver's tolerances may take from a bound, of the bound."""
+
+ROUNDS = 24
+"""Programs solved for one limit."""
+
+AT_ONCE = 4
+"""Moments whose rows are added between two of them."""
+
+CLOSE = 1e-4
+"""A plan that is known already is called the optimum when nothing is faster by more than this share."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What the programs say of one limit."""
+
+    seconds: float | None
+    """No plan that fits takes less; None: none fits."""
+    plan: Plan | None = None
+    """The fastest plan that was found beside the one known."""
+    rounds: int = 0
+    """Programs solved."""
+
+
+def exact_seconds(schedule: Schedule, limit: int, nodes: int = 1000, clock: float | None = None, known: Plan | None = None) -> float | None:
+    """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there are none. See :func:`optimum`."""
+    return optimum(schedule, limit, nodes, clock, known).seconds
+
+
+def optimum(schedule: Schedule, limit: int, nodes: int = 1000, clock: float | None = None, known: Plan | None = None, rounds: int = ROUNDS) -> Optimum:
+    """The least time of all plans of at most ``limit`` bytes, as far as it can be proved, and a plan that takes it.
+
+    Args:
+        nodes: of each program's search tree.
+        clock: seconds that all programs may take together; None: as many as the nodes need. With it two runs may find different bounds.
+        known: a plan that fits, so that only faster ones are looked for.
+
+    Raises:
+        ImportError: without scipy.
+    """
+    rows = moments(schedule)
+    if max(rows.certain, default=0) > limit:
+        return Optimum(None)
+    if not schedule.values:
+        return Optimum(0.0)
+    program = _Program(schedule, rows, limit)
+    until, best, found = None if clock is None else time.monotonic() + clock, 0.0, None
+    for n in range(1, rounds + 1):
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        saved, proved = program.solve(nodes, left, None if known is None else known.seconds * (1 - CLOSE))
+        if proved is None:  # nothing is faster than what is known
+            return Optimum(None if known is None else max(best, known.seconds * (1 - CLOSE)), found, n)
+        best = max(best, proved)
+        if saved is None:
+            break
+        plan = _read(schedule, saved)
+        if plan and plan.bytes <= limit:
+            found = plan if found is None or plan.seconds < found.seconds else found
+            if known is None or plan.seconds < known.seconds:
+                known = plan
+            if plan.seconds <= best * (1 + CLOSE):
+                break
+        elif plan is None or not program.refine(plan):
+            break
+    return Optimum(best, found, n)
+
+
+def _read(schedule: Schedule, saved: Iterable[int]) -> Plan | None:
+    """The plan that saves of ``saved`` what the backward reads."""
+    plan, before = schedule.evaluate(saved), None
+    while plan and plan.saved != before:
+        run, _, cut = schedule.trace(plan)
+        read = {schedule.root[a] for i in run[cut:] for a in schedule.sources[i]} | {schedule.root[i] for i in schedule.returned}
+        before = plan.saved
+        plan = schedule.evaluate(plan.saved & read)
+    return plan
+
+
+@dataclass
+class _Program:
+    """Rows are sums of factor * column that are at least ``least``; columns 0 ... are s, then r, then what rows need."""
+
+    schedule: Schedule
+    rows: Moments
+    limit: int
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    made: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Moment -> value -> column of a."""
+    later: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Moment -> value -> column of what is alive for something that is made again later."""
+    ahead: set[int] = field(default_factory=set)
+    """Nodes of the forward whose moment has its row."""
+    again: set[tuple[int, int]] = field(default_factory=set)
+    """(node, moment) of the rows that hold while something is made."""
+
+    def __post_init__(self) -> None:
+        s, count = self.schedule, len(self.schedule.values)
+        self.save = {v: n for n, v in enumerate(s.values)}
+        self.make = {v: count + n for n, v in enumerate(s.values)}
+        self.kept, self.ends = {s.root[i] for i in s.returned}, {s.root[i] for i in s.gradients}
+        self.extra = s.extra
+        self.columns, self.cut = 2 * count, len(self.rows.certain) - len(s.backward)
+        self.reads = {v: [a for a in s.reads(v) if a in self.save] for v in s.values}
+        self.readers: dict[int, list[int]] = {v: [] for v in s.values}
+        for u, reads in self.reads.items():
+            for v in reads:
+                self.readers[v].append(u)
+        needed = {s.root[i] for i in s.needed}
+        for v in s.values:
+            if v in needed:
+                self.at_least([(self.save[v], 1), (self.make[v], 1)], 1)
+            for a in self.reads[v]:
+                self.at_least([(self.save[a], 1), (self.make[a], 1), (self.make[v], -1)], 0)
+        for t, certain in enumerate(self.rows.certain):
+            self.fits([(self.save[v], w) for v, w in self.rows.at(t).items() if v in self.save and v not in self.kept], certain)
+
+    def at_least(self, parts: list[tuple[int, float]], low: float) -> None:
+        self.entries.extend((len(self.least), column, factor) for column, factor in parts)
+        self.least.append(low)
+
+    def fits(self, parts: list[tuple[int, float]], constant: float, room: float = 0.0) -> None:
+        """``constant`` and the bytes in ``parts`` are at most the limit and ``room``."""
+        if parts:
+            self.at_least([(c, -w / self.limit) for c, w in parts], (constant - self.limit - room) / self.limit - 1e-9)
+
+    def solve(self, nodes: int, clock: float | None, below: float | None) -> tuple[list[int] | None, float | None]:
+        """(what the answer saves or None, the proved least seconds or None when there is no answer below ``below``)."""
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+
+        s, count = self.schedule, len(self.schedule.values)
+        upper, cost, whole = np.ones(self.columns), np.zeros(self.columns), np.zeros(self.columns)
+        for v in s.values:
+            if not s.savable[v] or s.forced[v]:
+                upper[self.save[v]] = 0
+            if self.extra[v] == math.inf:
+                upper[self.make[v]] = 0
+            cost[self.save[v]], cost[self.make[v]] = s.keep[v] * SCALE, 0.0 if self.extra[v] == math.inf else self.extra[v] * SCALE
+        whole[: 2 * count] = 1
+        entries, least = list(self.entries), list(self.least)
+        if below is not None:
+            entries += [(len(least), int(c), -cost[c]) for c in np.flatnonzero(cost)]
+            least.append(-below * SCALE)
+        i, j, x = zip(*entries) if entries else ((0,), (0,), (0.0,))
+        matrix = coo_array((x, (i, j)), shape=(max(1, len(least)), self.columns)).tocsr()
+        options = {"node_limit": nodes, **({"time_limit": clock} if clock else {})}
+        found = milp(cost, integrality=whole, bounds=Bounds(0, upper), constraints=LinearConstraint(matrix, np.array(least or [0.0])), options=options)
+        if found.status == 2:
+            return None, None
+        proved = found.mip_dual_bound if found.mip_dual_bound is not None and math.isfinite(found.mip_dual_bound) else 0.0
+        saved = None if found.x is None else [v for v in s.values if found.x[self.save[v]] > 0.5 or v in self.kept]
+        return saved, max(0.0, proved) * (1 - SAFE) / SCALE
+
+    def refine(self, plan: Plan) -> bool:
+        """Rows for the moments at which a plan does not fit; False when all of them are there already."""
+        s = self.schedule
+        run, alive, cut = s.trace(plan)
+        moment, t = [0] * len(run), -1
+        place = {i: k for k, i in enumerate(s.backward, self.cut)}
+        for p in range(len(run) - 1, cut - 1, -1):
+            t = place.get(run[p], t)
+            moment[p] = t
+        over = sorted((p for p in range(len(run)) if alive[p] > self.limit and (p < cut or moment[p] >= 0)), key=lambda p: (-alive[p], p))
+        added: set[int] = set()
+        for p in over:
+            t = moment[p] if p >= cut else -1 - run[p]
+            if t in added or len(added) >= AT_ONCE:
+                continue
+            if p < cut:
+                if run[p] not in self.ahead:
+                    self.before(run[p])
+                    added.add(t)
+            elif t not in self.made:
+                self.by(t)
+                added.add(t)
+            elif run[p] not in place and (run[p], t) not in self.again:
+                self.during(run[p], t)
+                added.add(t)
+        return bool(added)
+
+    def by(self, t: int) -> dict[int, int]:
+        """Columns of what has been made again by moment t; with their rows where they are new."""
+        if t in self.made:
+            return self.made[t]
+        s, rows = self.schedule, self.rows
+        read = [v for v in s.values if rows.begin[v] <= t]
+        todo, closed = list(read), set(read)
+        while todo:
+            for a in self.reads[todo.pop()]:
+                if a not in closed:
+                    closed.add(a)
+                    todo.append(a)
+        columns = self.made[t] = {v: self.columns + n for n, v in enumerate(sorted(closed))}
+        self.columns += len(columns)
+        for v in read:
+            self.at_least([(self.save[v], 1), (columns[v], 1)], 1)
+        for v, column in columns.items():
+            self.at_least([(self.make[v], 1), (column, -1)], 0)
+            for a in self.reads[v]:
+                self.at_least([(self.save[a], 1), (columns[a], 1), (column, -1)], 0)
+        length = len(rows.certain)
+        parts = [(self.save[v], w) for v, w in rows.at(t).items() if v in self.save and v not in self.kept]
+        parts += [(column, s.size[v]) for v, column in columns.items() if t < rows.begin[v] < length and v not in self.kept and s.size[v]]
+        self.later[t] = self.kept_on(t)
+        self.fits([*parts, *((column, s.size[v]) for v, column in self.later[t].items())], rows.certain[t])
+        return columns
+
+    def kept_on(self, t: int) -> dict[int, int]:
+        """Columns of what is alive at moment t, when nothing but what is made again after it reads it any more."""
+        s, rows, length, made = self.schedule, self.rows, len(self.rows.certain), self.made[t]
+        found: dict[int, int] = {}
+        for v in made:
+            over = rows.end[v] < t and v not in self.ends if rows.begin[v] < length else True
+            if not over or v in self.kept or not s.size[v] or any(first <= t <= last for _, first, last in ([rows.lives[v]] if v in rows.lives else [])):
+                continue
+            for u in self.readers[v]:
+                column = found.setdefault(v, self.columns + len(found))
+                self.at_least([(column, 1), (self.save[v], -1), (made[v], -1), (self.make[u], -1), *([(made[u], 1)] if u in made else [])], -1)
+        self.columns += len(found)
+        return found
+
+    @cached_property
+    def early(self) -> dict[int, int]:
+        """Columns of what the forward runs only for what is saved, with their rows."""
+        s, runs = self.schedule, self.schedule.computing(self.schedule.returned)
+        found = {v: self.columns + n for n, v in enumerate(v for v in s.values if not runs[v])}
+        self.columns += len(found)
+        for v, column in found.items():
+            self.at_least([(column, 1), (self.save[v], -1)], 0)
+            for a in self.reads[v]:
+                if a in found:
+                    self.at_least([(found[a], 1), (column, -1)], 0)
+        return found
+
+    def before(self, i: int) -> None:
+        """While the forward runs ``i``: what is saved of all before it, and what later runs for it read."""
+        self.ahead.add(i)
+        s, rows, early, runs = self.schedule, self.rows, self.early, self.schedule.computing(self.schedule.returned)
+        place = {n: k for k, n in enumerate(n for n in s.forward if runs[n])}
+        k = place.get(i, sum(n < i for n in place))
+        alive = lambda first, last: first <= k <= last if i in place else first < k <= last  # noqa: E731
+        certain = {v for v in s.values if v in place and alive(place[v], max([place[v], *(place[u] for u in s.forward if runs[u] and v in s.reads(u))]))}
+        constant = rows.certain[k] if i in place else sum(w for w, first, last in rows.fixed if alive(first, last)) + s.workspace[i]
+        parts, added = [(early[i], s.size[v]) for v in s._filled[i] if i in early and s.size[v] and v not in self.kept], 0
+        for v in s.values:
+            if v >= i or v in certain or v in self.kept or not s.size[v] or v in s._filled[i]:
+                continue
+            column = self.columns + added
+            added += 1
+            self.at_least([(column, 1), (self.save[v], -1)], 0)
+            for u in self.readers[v]:
+                if u >= i and u in early:
+                    self.at_least([(column, 1), (early[u], -1)], 0)
+            parts.append((column, s.size[v]))
+        self.columns += added
+        parts += [(self.save[v], s.full[v] - s.size[v]) for v in certain if v not in self.kept and s.full[v] > s.size[v]]
+        self.fits(parts, constant)
+
+    def during(self, i: int, t: int) -> None:
+        """While ``i`` is made again right before moment t."""
+        self.again.add((i, t))
+        s, rows, length = self.schedule, self.rows, len(self.rows.certain)
+        now, before = self.by(t), self.by(t - 1) if t > self.cut else {}
+        if i not in now:
+            return
+        there = lambda v: rows.begin[v] < t and (t <= rows.end[v] or v in self.ends) or v in self.kept  # noqa: E731  certain anyhow
+        fills = {v for v in s._filled[i] if v not in self.kept}
+        held = {a for a in s.reads(i) if not s.given[a] and not there(a)}
+        constant = sum(w for w, first, last in rows.fixed if first < t <= last) + s.workspace[i] + sum(s.size[v] for v in fills | held)
+        parts = []
+        for v in s.values:
+            if v in self.kept or v in held:
+                continue
+            w = sum(w for w, first, last in ([rows.lives[v]] if v in rows.lives else []) + rows.parts.get(v, []) if first <= t - 1 and (last >= t or last == t - 1 and rows.begin[v] == t))
+            if w:
+                parts.append((self.save[v], w))
+            if t <= rows.begin[v] < length and v not in fills and s.size[v] and (column := (now if v < i else before).get(v)) is not None:
+                parts.append((column, s.size[v]))
+            elif v < i and v not in fills and (column := self.later[t].get(v)) is not None:
+                parts.append((column, s.size[v]))
+        room = max(0, constant + sum(w for _, w in parts) - self.limit)
+        parts.append((now[i], room))
+        if i in before:
+            parts.append((before[i], -room))
+        self.fits(parts, constant, room)

@@ -1,0 +1,174 @@
+"""How passes are chosen, ordered, run, timed, dumped and checked.
+
+The order is that of :mod:`manager`'s list, and is settled before anything runs. Around every pass the pipeline does what a pass need not know: time it, lint, check that every node still has its fake
+value and that the graph's outputs kept shape, dtype and strides, keep the text for dumps, run the numeric check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import time
+from typing import Any, Callable
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import bisector, fake, fx_graph, tracing
+from mindspeed_fx.errors import OptionError, nearest
+from mindspeed_fx.graph.annotate import bodies
+from mindspeed_fx.graph.recompile import defer_recompile
+from mindspeed_fx.options import Options
+from mindspeed_fx.passes.base import Context, Pass, registered
+from mindspeed_fx.passes.check import check_pass
+from mindspeed_fx.passes.manager import PassError, in_order
+from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun, Skip
+
+
+class Pipeline:
+    """The passes that are in force for one set of options, in order.
+
+    Raises:
+        OptionError: ``enable`` or ``disable`` names no pass.
+        PassError: a pass goes before or after one that does not exist, or passes wait for each other in a circle.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.named = {p.name for p in registered() if _matches(p.name, options.enable, "enable")}
+        disabled = {p.name for p in registered() if _matches(p.name, options.disable, "disable")}
+        if options.strict and (contradicted := sorted(disabled & set(options.enable))):
+            raise OptionError(f'strict: option "enable" names "{contradicted[0]}", which option "disable" turns off ({", ".join(options.disable)})')
+        self.passes = [p for p in in_order(registered()) if (p.level <= options.level or p.name in self.named) and p.name not in disabled]
+
+    def run(self, stage: str, side: str, gm: fx.GraphModule, record: GraphRecord, readable: Callable[[fx.GraphModule], str] | None, sharding: Any = None) -> None:
+        """Run the passes of ``stage`` on ``gm`` in place and add their runs to ``record``.
+
+        Args:
+            side: which graph this is: "captured", "joint", "forward", "backward" or "inference".
+            readable: makes the text that dumps keep; None when no text is wanted.
+            sharding: what the plan of a parallelized model says of this graph.
+        """
+        context = Context(self.options, side, sharding=sharding)
+        with defer_recompile(gm) if self.options.check != "each" else contextlib.nullcontext():  # a check runs the graph after every pass
+            for p in self.passes:
+                if p.stage == stage and not bisector.bisector_disables(p.name):
+                    record.runs.append(self._run_one(p, side, gm, context, readable))
+
+    def _run_one(self, p: Pass, side: str, gm: fx.GraphModule, context: Context, readable: Any) -> PassRun:
+        before_text = readable(gm) if readable else None
+        before = fx_graph.copy_graph(gm) if self.options.check == "each" else None
+        outputs, count = _output_layouts(gm), _size(gm)
+        start = time.perf_counter()
+        report = PassReport(p.name)
+        for graph in _with_bodies(gm) if p.stage == "captured" else [gm]:
+            part = _report_of(p, graph, context if graph is gm else dataclasses.replace(context, sharding=None))
+            report.rewrites += part.rewrites
+            report.skipped += part.skipped
+            report.notes += part.notes
+            report.files.update(part.files)
+        seconds = time.perf_counter() - start
+        _validate(p, gm, outputs)
+        after = _size(gm)
+        run = PassRun(report, side, seconds, count, after, before_text, readable(gm) if readable and (report.rewrites or after != count) else before_text)
+        if before is not None:
+            run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
+        return run
+
+    def decide(self, record: GraphRecord, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
+        """What the forward of a joint graph saves, by the passes of stage "partition"; the last that decides wins. None: torch's choice."""
+        saved, before = None, _shape(graph)
+        for p in self.passes:
+            if p.stage == "partition" and not bisector.bisector_disables(p.name):
+                start = time.perf_counter()
+                report = _report_of(p, graph.owning_module, Context(self.options, "joint", nodes=nodes))
+                if _shape(graph) != before:
+                    raise PassError(f'pass "{p.name}" of stage "partition" changed the graph; it may only decide what is saved')
+                unknown = set(report.saved or ()) - {n.name for n in graph.nodes}
+                if unknown:
+                    raise PassError(f'pass "{p.name}" saves what the joint graph does not have: {", ".join(sorted(unknown)[:5])}')
+                seconds = time.perf_counter() - start
+                saved = saved if report.saved is None else set(report.saved)
+                record.seconds["passes"] = record.seconds.get("passes", 0.0) + seconds
+                record.runs.append(PassRun(report, "joint", seconds, len(graph.nodes), len(graph.nodes)))
+        return saved if saved is None else [n for n in graph.nodes if n.name in saved]
+
+    def refuse(self, stage: str, reason: str, record: GraphRecord) -> None:
+        """Note for every pass of ``stage`` that the graph is not for it."""
+        for p in self.passes:
+            if p.stage == stage:
+                record.runs.append(PassRun(PassReport(p.name, skipped=[Skip("", reason)]), stage, 0.0, 0, 0))
+
+    def require_named(self, record: GraphRecord, side: str) -> None:
+        """In strict mode, fail when a pass that the user named rewrote nothing; the error carries the reasons.
+
+        Called when ``side`` has been through its passes: after a forward, passes on its own graphs still have the backward to
+        come. Globs are wishes, not names: only passes spelled out in ``enable`` are held to this, graph by graph.
+        """
+        counts = record.counts
+        later = {p.name for p in self.passes if p.stage == "partitioned"} if side == "forward" else set()
+        for name in self.options.enable if self.options.strict else ():
+            if name in counts and not counts[name] and name not in later:
+                runs = [run.report for run in record.runs if run.report.name == name]
+                reasons = {s.reason for report in runs for s in report.skipped} or {note for report in runs for note in report.notes}
+                why = "; ".join(sorted(reasons)) or "no subgraph looked like it"
+                raise PassError(f'strict: pass "{name}" was enabled by name and rewrote nothing in graph {record.index}: {why}')
+
+
+def _report_of(p: Pass, gm: fx.GraphModule, context: Context) -> PassReport:
+    report = p.run(gm, context)
+    if not isinstance(report, PassReport):
+        raise PassError(f'pass "{p.name}" returned {type(report).__name__}, not a PassReport')
+    return report
+
+
+def _shape(graph: fx.Graph) -> list[Any]:
+    """What every node calls and reads; of a graph that nobody touched, the very same objects."""
+    return [(n.name, n.target, n.args, n.kwargs) for n in graph.nodes]
+
+
+def _matches(name: str, wanted: tuple[str, ...], option: str) -> bool:
+    names = [p.name for p in registered()]
+    for pattern in wanted:
+        if not fnmatch.filter(names, pattern):
+            raise OptionError(f'option "{option}" names no pass: "{pattern}"{nearest(pattern, names)}; valid: {", ".join(names)}')
+    return any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
+
+
+def _with_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """``gm`` and the bodies of its checkpointed and wrapped regions. The forward of an opaque autograd.Function is left
+    alone: its own backward reads what that forward saved."""
+    found = [gm]
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and tracing.is_autograd_function(node.target):
+            return found + [b for b in _wrapped(gm)]
+    return found + [inner for body in bodies(gm) for inner in _with_bodies(body)]
+
+
+def _wrapped(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    own = {id(getattr(gm, str(n.args[0].target))) for n in gm.graph.nodes if n.op == "call_function" and tracing.is_autograd_function(n.target)}
+    return [inner for body in bodies(gm) if id(body) not in own for inner in _with_bodies(body)]
+
+
+def _size(gm: fx.GraphModule) -> int:
+    return sum(len(g.graph.nodes) for g in _with_bodies(gm))
+
+
+def _output_layouts(gm: fx.GraphModule) -> list[Any]:
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    values = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in torch.utils._pytree.tree_leaves(output.args)]
+    return [(tuple(v.shape), v.dtype, fake.layout(v)) if isinstance(v, torch.Tensor) else type(v) for v in values]
+
+
+def _validate(p: Pass, gm: fx.GraphModule, outputs: list[Any]) -> None:
+    gm.graph.lint()
+    for node in (n for g in _with_bodies(gm) for n in g.graph.nodes):
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns and "val" not in node.meta:
+            raise PassError(f'pass "{p.name}" left node {node.name} ({node.target}) without a fake value')
+    after = _output_layouts(gm)
+    for i, (old, new) in enumerate(zip(outputs, after)):
+        if str(old) != str(new):
+            raise PassError(f'pass "{p.name}" changed output {i} of the graph from {old} to {new} (shape, dtype, strides)')
+    if len(outputs) != len(after):
+        raise PassError(f'pass "{p.name}" changed the number of outputs from {len(outputs)} to {len(after)}')

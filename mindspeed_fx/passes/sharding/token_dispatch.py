@@ -1,0 +1,135 @@
+"""The mixtures of a captured graph whose tokens can travel: -> the calls of :mod:`dispatch`, for plans that say ``experts: {dispatch: all_to_all}``.
+
+A mixture is rows sorted by expert (``mindspeed::moe_permute``), products and whatever works row by row, and the way back
+(``mindspeed::moe_unpermute``). Its numbers of rows per expert must be counts of the same choices that sort it: then every rank may sort and count its
+own. Equal on one device; nothing is moved here.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Iterator
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.passes.base import Context, PassReport, register, site
+from mindspeed_fx.sharding.constraint import operands, place
+from mindspeed_fx.sharding.plan import ShardingError
+
+NAME = "sharding.token_dispatch"
+aten, ops = torch.ops.aten, torch.ops.mindspeed
+SAME = frozenset((
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten._to_copy.default,
+    aten.squeeze.dim, aten.unsqueeze.default, aten.detach.default, place,
+))  # fmt: skip
+"""Operators that keep a list of choices, but for its shape and type."""
+SORTS = frozenset((aten.sort.default, aten.sort.stable))
+
+
+@register(NAME)
+def travel(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Marks the mixtures of experts whose tokens a plan sends to their experts."""
+    report = PassReport(NAME)
+    sharding = context.sharding
+    if sharding is None:
+        return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
+    if not sharding.plan.travels:
+        return report.note_reason(f'plan "{sharding.plan.name}" does not send tokens to experts (experts: {{dispatch: all_to_all}})')
+    for graph in _graphs(gm):
+        for node in [n for n in graph.graph.nodes if n.target is ops.moe_permute.default]:
+            _rewrite(node, report)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+    if not report.rewrites:
+        raise ShardingError(f'plan "{sharding.plan.name}" sends tokens to experts, and no mixture was found in this graph: rows sorted by expert (fusion.moe_permute) or weights gathered by expert (fusion.gathered_experts), both of level 1; plan "ep" gathers tokens instead')
+    return report
+
+
+def _graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    yield gm
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and tracing.is_higher_order(node.target):
+            for body, _ in operands(gm, node):
+                yield from _graphs(body)
+
+
+def _rewrite(node: fx.Node, report: PassReport) -> None:
+    from mindspeed_fx.sharding.spmd import token_dispatch
+    from mindspeed_fx.sharding.spmd.experts import BY_DIMENSION, ROWWISE
+
+    chosen = choices(node.args[1])
+    rows, order = ([u for u in node.users if u.args[1] == i] for i in (0, 1))
+    region, pending, products, ends = set(), list(rows), [], []
+    while pending:
+        n = pending.pop()
+        if n in region:
+            continue
+        region.add(n)
+        for user in n.users:
+            if user.target is ops.moe_unpermute.default and user.args[0] is n and user.args[1] in order:
+                ends.append(user)
+            elif user.target is ops.grouped_matmul.default and user.args[0] is n:
+                products.append(user)
+                pending.append(user)
+            elif user.target in ROWWISE or user.target in BY_DIMENSION:
+                pending.append(user)
+            else:
+                raise _refused(user, f"{user.target} reads rows that are sorted by expert, and does not work row by row")
+    for reader in (u for o in order for u in o.users):
+        if reader not in ends:
+            raise _refused(reader, f"{reader.target} reads the order of the rows that are sorted by expert")
+    for product in products:
+        counted = counts(product.args[2])
+        if counted is None or counted[0] is not chosen or counted[1] != product.args[1].meta["val"].shape[0]:
+            raise _refused(product, "where the rows of each expert end is not counted from the choices that sort them")
+    for product in products:
+        with node.graph.inserting_before(product):
+            made = node.graph.call_function(token_dispatch.ends, (node.args[1], counts(product.args[2])[1], product.args[2].meta["val"].dtype))
+        made.meta = {**{k: v for k, v in product.meta.items() if k in ("stack_trace", "nn_module_stack", "grad_enabled")}, "val": product.args[2].meta["val"], "mutated": False}
+        product.args = (*product.args[:2], made)
+    node.target = token_dispatch.permuted
+    for end in ends:
+        end.target, end.args, end.kwargs = token_dispatch.unpermuted, (*end.args, *(None, 1)[len(end.args) - 2 :]) if len(end.args) < 4 else end.args, {}
+    report.rewrites.append(site("tokens travel to experts", node, [node, *products, *ends]))
+
+
+def _refused(node: fx.Node, why: str) -> ShardingError:
+    return ShardingError(f'module "{module_path(node)}": tokens cannot travel to their experts: {why}; plan "ep" gathers tokens instead')
+
+
+def choices(n: Any) -> Any:
+    """The list of choices that ``n`` is, whatever its shape, type and order."""
+    while isinstance(n, fx.Node):
+        if n.target in SAME:
+            n = n.args[0]
+        elif n.target is operator.getitem and n.args[1] == 0 and n.args[0].target in SORTS:
+            n = n.args[0].args[0]
+        else:
+            break
+    return n
+
+
+def counts(n: Any) -> tuple[Any, int] | None:
+    """(choices, experts) when ``n`` is where the rows of each expert end: sums of counts, or counts of what is not larger."""
+    n = _plain(n)
+    if not isinstance(n, fx.Node):
+        return None
+    if n.target is aten.cumsum.default and n.args[1] in (0, -1):
+        given = _plain(n.args[0])
+        if given.target is aten.histc.default:
+            x, bins, low, high = (*given.args, *(100, 0, 0)[len(given.args) - 1 :])[:4]
+            return (choices(x), bins) if low == 0 and high == bins - 1 else None
+    if n.target is aten.sum.dim_IntList and list(n.args[1]) == [0]:
+        compared = _plain(n.args[0])
+        if compared.target is aten.le.Tensor and compared.args[1].target is aten.arange.default and len(compared.args[1].args) == 1:
+            return choices(compared.args[0]), compared.args[1].args[0]
+    return None
+
+
+def _plain(n: Any) -> Any:
+    while isinstance(n, fx.Node) and n.target in (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default):
+        n = n.args[0]
+    return n

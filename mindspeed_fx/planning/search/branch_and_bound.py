@@ -1,0 +1,342 @@
+"""The search over layouts: every way to factor the world, each with its best choice for every operator.
+
+Exact for the model: a layout is left out only when its lower bound (compute, inner collectives and optimizer alone, then the
+linear relaxation) is above the best few found, or when no choice in it fits in memory. More recomputation, or more
+microbatches without a pipeline, is not tried where the same layout without it fits: it only costs time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_fx.cost.device import Hardware
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.options import parse_bytes
+from mindspeed_fx.planning.search.costs import Prices
+from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO, Layout, meshes, microbatches
+from mindspeed_fx.planning.search.problem import Problem
+from mindspeed_fx.planning.search.solve import Allowed, Program, Solution, Unsayable
+from mindspeed_fx.sharding.plan import ShardingError
+
+Table = dict[int, list[float]]
+"""Run -> what its operators take at least, each in one layer."""
+
+
+@dataclass
+class Outcome:
+    """What a search found."""
+
+    solutions: list[Solution]
+    """The best of each mesh, fastest first."""
+    bound: float
+    """Seconds that no plan of the space is below."""
+    layouts: int
+    """How many there are."""
+    solved: int
+    """How many programs were solved."""
+    too_large: int
+    """Layouts that do not fit in memory."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the search itself, by part."""
+
+    @property
+    def gap(self) -> float:
+        """How much faster than the plan found a plan of the space can be at most, as a fraction."""
+        return max(0.0, self.solutions[0].seconds / self.bound - 1)
+
+
+def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed: dict[str, int] | None = None, keep: int = 5, optimizer: str = "adam", pipeline: bool = True, zero: tuple[str, ...] = ZERO, recompute: tuple[str, ...] = RECOMPUTE, allowed: Allowed | None = None, ways: tuple[str, ...] = ()) -> Outcome:
+    """The fastest ``keep`` meshes with the best plan of each.
+
+    Args:
+        memory: bytes that one rank may hold.
+        fixed: sizes of mesh dimensions that are given.
+        allowed: strategies that may be used; None: all.
+        ways: names of the ways on cp that may be used; (): all.
+
+    Raises:
+        ShardingError: nothing fits, with what the least demanding layout needs.
+    """
+    prices = Prices(problem, hw, optimizer, ways)
+    axes, batch = problem.axes, problem.batch
+    rows = axes.size[batch] if batch is not None else 1
+    length = axes.size[problem.sequence] if problem.sequence is not None else 1
+    experts = min((axes.size[e] for e in problem.experts.values()), default=0)
+    layers = sum(map(len, problem.runs))
+    if not experts and (fixed or {}).get("ep", 1) > 1:
+        raise ShardingError('mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products; experts that are a list of modules are not divided. Name the dimension "dp", or stack their weights')
+    factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline, hw.node))
+    if not factored:
+        raise ShardingError(f"{devices} devices cannot share a batch of {rows} and a sequence of {length}{f' with {fixed}' if fixed else ''}; give a larger batch")
+    state = _State(prices, memory, keep, allowed)
+    offered = [(Layout(*mesh, m, z, recompute[0]), zero[2:] if z == "zero2" else ()) for mesh in factored for m in microbatches(mesh[0], rows // (mesh[1] * mesh[3])) for z in (zero[:2] if mesh[1] * mesh[2] * mesh[3] > 1 else ("never",))]
+    for layout, more in sorted(offered, key=lambda o: _cut(o[0])):  # a bound is one for finer cuts too
+        state.offer(layout, recompute, more)
+    state.run()
+    state.close()
+    if not state.best:
+        raise ShardingError(f"no plan for {devices} {hw.name} fits in {memory / 2**30:.1f} GiB; {state.nearest()}")
+    found = sorted(state.best.values(), key=lambda s: s.seconds)[:keep]
+    return Outcome(found, min(*state.bounds, found[0].seconds), len(factored), state.solved, state.too_large, state.times)
+
+
+def _cut(layout: Layout) -> int:
+    """Into how many parts replicas and microbatches cut the batch, beside ep."""
+    return layout.dp * layout.microbatches
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A layout in line."""
+
+    bound: float
+    """Seconds that it takes at least."""
+    number: int
+    layout: Layout = field(compare=False)
+    recompute: tuple[str, ...] = field(compare=False)
+    zero: tuple[str, ...] = field(compare=False)
+    """What may be tried where it does not fit: more recomputation, ZeRO stages."""
+    updates: float = field(compare=False)
+    """Seconds of the optimizer at least."""
+    asked: int = field(default=0, compare=False)
+    """How many of :attr:`_State.bounds_of` are in the bound."""
+    program: Program | None = field(default=None, compare=False)
+
+
+class _State:
+    """Layouts waiting by lower bound, and the best of each mesh."""
+
+    def __init__(self, prices: Prices, memory: float, keep: int, allowed: Allowed | None):
+        self.prices, self.memory, self.keep, self.allowed = prices, memory, keep, allowed
+        self.heap: list[_Waiting] = []
+        self.work: dict[tuple, dict[int, Table]] = {}
+        """tp, ep, cp -> :func:`_cut` -> seconds."""
+        self.store: dict[tuple, Table] = {}
+        self.cores: dict[tuple, dict[int, float]] = {}
+        self.best: dict[tuple, Solution] = {}
+        self.open: list[tuple[float, int, Program, int]] = []
+        """Programs whose relaxation had fractions, and where their bound is."""
+        self.bounds: list[float] = []
+        self.refused: list[tuple[float, int, Layout]] = []
+        """Layouts that do not fit, with bytes that they need at least."""
+        self.solved = self.too_large = 0
+        self.done: set[tuple] = set()
+        self.times = {"prices": 0.0, "programs": 0.0}
+        self.number = itertools.count()
+        self.weights: dict[int, dict[int, float]] = {}
+        self.bounds_of = (lambda x: self.least_work(x), lambda x: self.least_work(x, self.core(x, known=True)), lambda x: self.least_work(x, self.core(x)))
+        """Bounds in the order in which they are asked, each of more work than the one before; the first, in :meth:`offer`, is made of known ones."""
+
+    def offer(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
+        """Put a layout in line by the compute and the states that its parts of the work have at least."""
+        start = time.perf_counter()
+        updates, state = self.least_stored(layout)
+        if state > self.memory:
+            self._refuse(layout, state)
+            if zero:  # recomputing changes nothing about states
+                self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
+        else:
+            heapq.heappush(self.heap, _Waiting(updates + self.least_work(layout, known=True), next(self.number), layout, recompute, zero, updates))
+        self.times["prices"] += time.perf_counter() - start
+
+    def better(self, waiting: _Waiting) -> bool:
+        """Put a layout in line by the next bound; False where it has had all."""
+        if waiting.asked == len(self.bounds_of):
+            return False
+        start = time.perf_counter()
+        bound = waiting.updates + self.bounds_of[waiting.asked](waiting.layout)
+        heapq.heappush(self.heap, dataclasses.replace(waiting, bound=max(waiting.bound, bound), number=next(self.number), asked=waiting.asked + 1))
+        self.times["prices"] += time.perf_counter() - start
+        return True
+
+    def least_work(self, layout: Layout, core: float = 0.0, known: bool = False) -> float:
+        """Seconds that compute and inner collectives take at least, from a table that many layouts share.
+
+        Args:
+            core: seconds of one microbatch in all layers at least, with the collectives between operators.
+            known: a table of coarser microbatches will do, see :func:`_coarser`.
+        """
+        cut, tables = _cut(layout), self.work.setdefault((layout.tp, layout.ep, layout.cp), {})
+        table, parts = _coarser(tables, cut) if known else (tables.get(cut), 1)
+        if table is None:
+            table, parts = tables.setdefault(cut, self._worked(layout)), 1
+        turns, full, weights = layout.microbatches + layout.pp - 1, layout.recompute == "full", self._weights(layout.pp)
+        layers = sum(map(len, self.prices.problem.runs))
+        flat = max(sum(weights[r] * w[0] for r, w in table.items()) / parts, (-(-layers // layout.pp) / layers if layers else 1.0) * core)
+        return turns * (flat + full * sum(weights[r] * w[1] for r, w in table.items() if r >= 0) / parts)
+
+    def _worked(self, layout: Layout) -> Table:
+        p, choices = self.prices, self.prices.choices(layout, self.allowed)
+        table = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
+        for n in p.problem.nodes:
+            mine = [p.activations(n, s, layout) for s in choices[n]]
+            table[n.run][0] += min((x.forward + x.backward + x.moved for x in mine), default=float("inf"))
+            table[n.run][1] += min((x.forward for x in mine), default=0.0)
+        return table
+
+    def least_stored(self, layout: Layout) -> tuple[float, float]:
+        """Seconds of the optimizer and bytes of states at least."""
+        p, key = self.prices, (layout.tp, layout.ep, layout.dp * layout.cp, layout.ranks_per_node("data", self.prices.hw.node), layout.ranks_per_node("expert", self.prices.hw.node), layout.zero)
+        if key not in self.store:
+            table = self.store[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
+            choices = p.choices(layout, self.allowed)
+            for n in (n for n in p.problem.nodes if p.stores[n.name]):
+                mine = [p.stored(n, s, layout) for s in choices[n]]
+                table[n.run][0] += min((x.update for x in mine), default=0.0)
+                table[n.run][1] += min((x.state for x in mine), default=0.0)
+        weights = self._weights(layout.pp)
+        rows = [(weights[r], w) for r, w in self.store[key].items()]
+        return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
+
+    def _weights(self, pp: int) -> dict[int, float]:
+        """How often the fullest of ``pp`` stages has the operators of each run."""
+        if pp not in self.weights:
+            runs = self.prices.problem.runs
+            layers = sum(map(len, runs))
+            self.weights[pp] = {-1: 1.0, **{r: len(run) * (-(-layers // pp) / layers) for r, run in enumerate(runs)}}
+        return self.weights[pp]
+
+    def core(self, layout: Layout, known: bool = False) -> float:
+        """See :meth:`Program.core`; ``known``: from coarser microbatches, 0 if there are none."""
+        if layout.tp == 1:
+            return 0.0
+        cut, cores = _cut(layout), self.cores.setdefault((layout.tp, layout.ep, layout.cp), {})
+        if known:
+            core, parts = _coarser(cores, cut)
+            return (core or 0.0) / parts
+        if cut not in cores:
+            program = Program(self.prices, layout, self.memory, self.allowed)
+            cores[cut] = program.core() if program.possible else float("inf")
+        return cores[cut]
+
+    def more(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
+        """What needs less memory and more time than ``layout``."""
+        if len(recompute) > 1:
+            self.offer(dataclasses.replace(layout, recompute=recompute[1]), recompute[1:], ())
+        if zero:
+            self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
+
+    def limit(self, mesh: tuple) -> float:
+        """Bounds from here on can change nothing: the mesh has a better plan, or there are enough better meshes."""
+        times = sorted(s.seconds for s in self.best.values())
+        return min(times[self.keep - 1] if len(times) >= self.keep else float("inf"), getattr(self.best.get(mesh), "seconds", float("inf")))
+
+    def run(self) -> None:
+        while self.heap:
+            waiting = heapq.heappop(self.heap)
+            layout, program, recompute, zero = waiting.layout, waiting.program, waiting.recompute, waiting.zero
+            if waiting.bound >= self.limit(layout.mesh) or (layout.pp == 1 and (layout.mesh, layout.zero, layout.recompute) in self.done):
+                continue
+            if self.better(waiting):
+                continue
+            if program is None:
+                start = time.perf_counter()
+                program = Program(self.prices, layout, self.memory, self.allowed)
+                if program.possible:
+                    program.priced()
+                    seconds, memory = program.lower(self.core(layout))
+                    if memory > self.memory:
+                        self._refuse(layout, memory)
+                        self.more(layout, recompute, zero)
+                    elif seconds < self.limit(layout.mesh):
+                        heapq.heappush(self.heap, dataclasses.replace(waiting, bound=max(waiting.bound, seconds), number=next(self.number), program=program))
+                self.times["prices"] += time.perf_counter() - start
+                continue
+            start = time.perf_counter()
+            made = program.solve()
+            self.times["programs"] += time.perf_counter() - start
+            self.solved += 1
+            slack = False
+            if made is None:
+                self._refuse(layout, self.memory)
+            else:
+                bound, chosen = made
+                slack = program.slack
+                try:
+                    self._enter(program.evaluate(chosen, bound))
+                except Unsayable:
+                    if not program.fractional:
+                        raise
+                self.bounds.append(bound)
+                if program.fractional:
+                    self.open.append((bound, next(self.number), program, len(self.bounds) - 1))
+            if slack:
+                self.done.add((layout.mesh, layout.zero, layout.recompute))
+            else:
+                self.more(layout, recompute, zero)
+
+    def _refuse(self, layout: Layout, least: float) -> None:
+        self.too_large += 1
+        self.refused.append((least, next(self.number), layout))
+
+    def nearest(self, tried: int = 12) -> str:
+        """What the least demanding layout needs, and what for: of the layouts that do not fit, those with the lowest bounds are tried."""
+        best: Solution | None = None
+        for _, _, layout in heapq.nsmallest(tried, self.refused):
+            program = Program(self.prices, layout, self.memory, self.allowed)
+            if program.possible:
+                program.priced()
+                made = program.frugal()
+                best = made if made is not None and (best is None or made.memory < best.memory) else best
+        if best is None:
+            return "no layout of these devices has a way to compute every operator; use other sizes of the mesh"
+        shown = {k: f"{v / 2**30:.1f}" for k, v in best.bytes.items()}
+        node = best.widest
+        sizes = ", ".join(str(tuple(u.shape)) for u in node.uses[:2])
+        module = f' of module "{node.module}"' if node.module else ""
+        where = f"{node.op}{module} ({sizes} in the whole model)"
+        advice = {"states": "use more devices", "kept": "use more devices or shorter sequences", "operator": "shorter sequences would help, more devices if their dimensions divide it", "gathered": "use larger tp or ep"}
+        return (
+            f"the least demanding that was tried ({best.layout}) needs {best.memory / 2**30:.1f} GiB: {shown['states']} of parameters, gradients and optimizer states, "
+            f"{shown['kept']} of activations kept, {shown['gathered']} of gathered parameters, {shown['operator']} while {where} runs backward; "
+            f"{advice[max(best.bytes, key=best.bytes.get)]}"
+        )
+
+    def _enter(self, solution: Solution) -> None:
+        mine = self.best.get(solution.layout.mesh)
+        if solution.memory <= self.memory * (1 + 1e-9) and (mine is None or solution.seconds < mine.seconds):
+            self.best[solution.layout.mesh] = solution
+
+    def close(self, seconds: float = 3.0) -> None:
+        """Solve in integers what rounding left open, most promising first, for this long; the bound stands in any case."""
+        start = time.perf_counter()
+        for bound, _, program, place in sorted(self.open, key=lambda o: o[:2]):
+            left = seconds - (time.perf_counter() - start)
+            if left <= 0:
+                break
+            if bound >= self.limit(program.layout.mesh) * (1 - 1e-4):
+                continue
+            if (made := program.solve(integral=True, seconds=left)) is not None:
+                self.bounds[place] = max(bound, made[0])
+                self._enter(program.evaluate(made[1], self.bounds[place]))
+            elif program.infeasible:
+                self.bounds[place] = float("inf")
+        self.times["integers"] = time.perf_counter() - start
+
+
+def memory_of(given: Any, hw: Hardware) -> float:
+    """Bytes from "60GiB" or a number; None: nine tenths of the device's memory.
+
+    Raises:
+        OptionError: no number of bytes, or less than a MiB.
+    """
+    if given is None:
+        return 0.9 * float(hw.memory)
+    if not (size := parse_bytes("memory", given, least=2**20)):
+        raise OptionError(f'option "memory" is {given!r}; valid: bytes of one device, as in "60GiB"')
+    return float(size)
+
+
+def _coarser(known: dict[int, Any], cut: int) -> tuple[Any, int]:
+    """The finest of ``known`` of which ``cut`` is a multiple, and the multiple; (None, 1) where there is none.
+
+    An n-th of a microbatch takes at least an n-th of its time: launches and weights are the same, local sizes no smaller than an
+    n-th, and no operator has more ways.
+    """
+    found = max((c for c in known if cut % c == 0), default=0)
+    return (known[found], cut // found) if found else (None, 1)

@@ -1,0 +1,91 @@
+"""From a model to its captured, fused graph, without running it: parameters may be on the meta device, of any size."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.options import Options
+from mindspeed_fx.planning.search.layer_dedup import Repetition, repetition
+from mindspeed_fx.planning.search.problem import NotRepeated, Problem, problem
+from mindspeed_fx.report.source import source_line
+from mindspeed_fx.sharding.plan import ShardingError
+
+UNFUSED = ("fusion.add_rms_norm", "fusion.add_layer_norm")
+"""They join the end of a layer with the beginning of the next, and the search wants layers whole."""
+
+FUSED = ("fusion.moe_permute",)
+"""Whatever it costs on cpu: the search knows how tokens go to experts by this operator."""
+
+
+class _Seen(Exception):
+    """Ends the run of the traced model before it starts."""
+
+
+def trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Problem:
+    """The search's view of ``model``: two of each kind of layer are traced, or all where that is no proof.
+
+    Args:
+        model: on any device, meta included; is not changed and not run.
+        args, kwargs: of the model, of the whole batch; may be on the meta device.
+
+    Raises:
+        ShardingError: sizes that are data, with module and line.
+    """
+    short = repetition(model)
+    if short.runs:
+        try:
+            return problem(*_captured(short.model, args, kwargs, contextlib.nullcontext()), short.model, short)
+        except NotRepeated as e:
+            why = str(e)
+        except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException) as e:
+            why = f"the model does not run with fewer layers ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
+        whole = Repetition(model, notes=[*short.notes, f"every layer was traced and is planned by itself: {why}"])
+        return problem(*_captured(model, args, kwargs), model, whole)
+    return problem(*_captured(model, args, kwargs), model, short)
+
+
+def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], named: Any = None) -> tuple[fx.GraphModule, list[str | None]]:
+    """The graph of ``model`` and the names of its inputs; a break is told within ``named``."""
+    from mindspeed_fx.backend import Compilation
+
+    made: list[fx.GraphModule] = []
+    wrong: list[str] = []
+    names: list[list[str | None]] = []
+    parameters = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    buffers = {id(b) for b in model.buffers()}
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        if reason := Compilation(Options.parse({"disable": list(UNFUSED), "enable": list(FUSED)}).resolve("cpu")).capture(gm):
+            wrong.append(f"{reason}, so that no plan can be searched for it")
+        for n in gm.graph.nodes:
+            if n.op == "placeholder" and "example_value" in n.meta:
+                n.meta.setdefault("val", n.meta["example_value"])
+            if any(isinstance(size, torch.SymInt) for t in pytree.tree_leaves(n.meta.get("val")) if isinstance(t, torch.Tensor) for size in t.shape):
+                wrong.append(f'module "{module_path(n)}", {source_line(n)}: the sizes of {n.target} are data, and a search needs fixed ones; a mixture as a loop over its experts can be planned as grouped products of stacked weights [experts, ., .]')
+        made.append(gm)
+
+        def run(*given: Any) -> Any:
+            names.append([parameters.get(id(x), "" if id(x) in buffers else None) for x in given])
+            raise _Seen
+
+        return run
+
+    torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
+    try:
+        with torch.enable_grad(), named or tracing.in_one_graph(ShardingError, "plan"):
+            torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    except _Seen:
+        pass
+    finally:
+        torch._dynamo.reset()
+    if wrong:
+        raise ShardingError(wrong[0])
+    return made[0], names[0]

@@ -1,0 +1,294 @@
+"""What ``plan(...)`` returns: a plan, with the search's numbers and its reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+from mindspeed_fx.errors import nearest
+from mindspeed_fx.planning.search import constraints
+from mindspeed_fx.planning.search.branch_and_bound import Outcome, search
+from mindspeed_fx.planning.search.costs import SUMMED, Label, P, Prices, R
+from mindspeed_fx.planning.search.layouts import divisors
+from mindspeed_fx.planning.search.lp_structure import there_and_back
+from mindspeed_fx.planning.search.problem import Problem
+from mindspeed_fx.planning.search.solve import Program, Solution
+from mindspeed_fx.planning.search.to_plan import emit
+from mindspeed_fx.sharding.plan import Plan, ShardingError, parse_placement
+
+GiB = 2**30
+
+
+@dataclass
+class Searched:
+    """What a search was asked and what it found; shared by the plans that come of it."""
+
+    problem: Problem
+    prices: Prices
+    devices: int
+    memory: float
+    outcome: Outcome
+    settings: dict[str, Any]
+
+
+class SearchedPlan(Plan):
+    """A :class:`Plan` that the search found: ``parallelize`` takes it (with pp ``pipeline_stage``), unless :attr:`unsupported` says why not."""
+
+    searched: Searched
+    solution: Solution
+    unsupported: list[str]
+    """What of the plan no program can do yet; a plan with any is refused."""
+
+    @classmethod
+    def of(cls, searched: Searched, solution: Solution) -> "SearchedPlan":
+        parts, unsupported = emit(searched.problem, solution)
+        made = cls(name=str(solution.layout), **parts)
+        for name, value in (("searched", searched), ("solution", solution), ("unsupported", unsupported)):
+            object.__setattr__(made, name, value)
+        return made
+
+    def __reduce__(self) -> tuple:
+        return Plan, tuple(getattr(self, f.name) for f in dataclasses.fields(Plan))
+
+    # ---------------------------------------------------------------- numbers
+
+    @property
+    def layout(self) -> Any:
+        """Sizes of the mesh dimensions, microbatches, ZeRO stage, recompute."""
+        return self.solution.layout
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh dimension of the plan -> ranks, outermost first: for ``init_device_mesh`` and ``simulate``."""
+        return {d: getattr(self.layout, d) for d in self.mesh}
+
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds of a training step."""
+        return self.solution.seconds
+
+    @property
+    def memory(self) -> float:
+        """Modelled bytes on the fullest rank."""
+        return self.solution.memory
+
+    @property
+    def exposed(self) -> float:
+        """Modelled seconds of a step in which a rank waits for collectives."""
+        return self.solution.parts["collectives"] + self.solution.parts["exposed"]
+
+    @property
+    def gap(self) -> float:
+        """No plan of the search's space is faster by more than this fraction."""
+        return max(0.0, self.seconds / self.searched.outcome.bound - 1)
+
+    @property
+    def alternatives(self) -> list["SearchedPlan"]:
+        """The best plan of each of the best meshes, this one's first."""
+        return [self if s is self.solution else SearchedPlan.of(self.searched, s) for s in self.searched.outcome.solutions]
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Time and memory by kind of layer: layer, count, compute, collectives (seconds of one), state, kept (bytes of one)."""
+        problem, s, found = self.searched.problem, self.solution, []
+        for run in [-1, *range(len(problem.runs))]:
+            nodes = [n for n in problem.nodes if n.run == run]
+            mine = [(m, sec, kept) for m, _, _, sec, kept in s.moves if m.value.producer.run == run]
+            turns = s.layout.microbatches
+            found.append({
+                "layer": "around the layers" if run < 0 else f"{problem.runs[run][0]} ... {problem.runs[run][-1].rpartition('.')[2]}", "count": problem.layers(run),
+                "compute": turns * sum(s.prices[n].forward + s.prices[n].backward for n in nodes), "collectives": turns * (sum(s.prices[n].moved for n in nodes) + sum(sec for _, sec, _ in mine)),
+                "state": sum(s.prices[n].state for n in nodes), "kept": sum(kept for m, _, kept in mine if m.times),
+            })  # fmt: skip
+        return found
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """What moves on tp, each: value, module, from, to, seconds there and back in one layer and microbatch."""
+        rows = []
+        for move, p, t, seconds, _ in self.solution.moves:
+            if seconds or (p == R) != (t in (R, SUMMED)):
+                there, back = self.collective_words(move, p, t)
+                rows.append({"value": move.value.producer.op, "module": move.value.producer.module, "to": sorted({e.node.module for e in move.readers if self.solution.strategies[e.node].ins[e.argument] == t}), "from": self.say(p), "as": self.say(t), "forward": there, "backward": back, "seconds": seconds})
+        return rows
+
+    @staticmethod
+    def collective_words(move: Any, p: Label, t: Label) -> tuple[str, str]:
+        """The collectives of a value made at ``p`` and wanted at ``t``, forward and backward; "" for none."""
+        return there_and_back(move, p, t)
+
+    def say(self, label: Label) -> str:
+        return {R: "R", SUMMED: "R", P: "sum"}.get(label, "") if not isinstance(label, int) else f"by {self.searched.problem.label(label)}"
+
+    # ---------------------------------------------------------------- reasons
+
+    def explain(self, name: str, placements: Sequence[Any] | str | None = None) -> str:
+        """Why parameter ``name`` (or the weight of module ``name``) is placed as it is on tp, and what another placement would cost.
+
+        Args:
+            name: in the whole model.
+            placements: of the rival: ``[Shard(0)]``, ``[Replicate()]`` or a word ("S(0)", "R"); None: all there are.
+
+        Raises:
+            ShardingError: no such parameter; a dimension it does not have.
+        """
+        parameter = self._parameter(name)
+        if placements is None:
+            return "\n".join(self.explain(name, w) for w in ("R", *(f"S({d})" for d in range(len(parameter.shape)))))
+        word = _word(placements)
+        d = parse_placement(word, "explain")
+        if d is not None and not -len(parameter.shape) <= d < len(parameter.shape):
+            raise ShardingError(f'explain: "{name}" of shape {tuple(parameter.shape)} has no dimension {d}')
+        node, i = parameter.users[0]
+        own = self.solution.strategies[node].ins[i]
+        head = f"{name} {tuple(parameter.shape)} as {word} on tp"
+        if self.layout.tp == 1:
+            return f"{head}: {self._without_tp(parameter, word)}"
+        if constraints.agrees(own, word, node.uses[i].value.dims):
+            return f"{head}: chosen ({_ms(self.seconds)}, {self.memory / GiB:.1f} GiB)"
+        allowed = constraints.placing(self.searched.problem, parameter.name, word)
+        program = Program(self.searched.prices, self.layout, self.searched.memory, allowed)
+        if not program.possible:
+            size = parameter.shape[d] if d is not None else 0
+            return f"{head}: not possible: no way to compute {node.op} so on {self.layout.tp} ranks" + (f" ({size} elements, heads or groups of them, do not divide)" if d is not None else "")
+        program.priced()
+        made = program.solve(integral=True, seconds=5.0)
+        if made is None:
+            return f"{head}: does not fit in {self.searched.memory / GiB:.1f} GiB"
+        return f"{head}: loses {self._against(program.evaluate(made[1], made[0]))}"
+
+    def _without_tp(self, parameter: Any, word: str) -> str:
+        """Against the best plan that has tp inside a machine, beside dp alone."""
+        allowed, best, why = constraints.placing(self.searched.problem, parameter.name, word), None, ""
+        settings = {k: v for k, v in self.searched.settings.items() if k != "fixed"}
+        for tp in (n for n in divisors(self.searched.devices) if 2 <= n <= self.searched.prices.hw.node):
+            fixed = {**dict.fromkeys(("pp", "cp", "ep"), 1), "tp": tp, "dp": self.searched.devices // tp}
+            try:
+                made = search(self.searched.problem, self.searched.prices.hw, self.searched.devices, self.searched.memory, keep=1, allowed=allowed, fixed=fixed, **settings).solutions[0]
+            except ShardingError as e:
+                why = why or str(e)
+                continue
+            best = made if best is None or made.seconds < best.seconds else best
+        if best is None:
+            return f"this plan has no tp, and none with it is possible: {why or 'the devices do not divide'}"
+        return f"this plan has no tp; the best one that has ({best.layout}) loses {self._against(best)}"
+
+    def _against(self, rival: Solution) -> str:
+        """The difference in words: this plan against one that is slower."""
+        parts = [(rival.parts[k] - self.solution.parts[k], k) for k in rival.parts]
+        why = ", ".join(f"{k} {x * 1e3:+.1f} ms" for x, k in sorted(parts, key=lambda p: -abs(p[0])) if abs(x) > 5e-5)
+        return f"{_ms(rival.seconds - self.seconds)} of {_ms(self.seconds)}: {why or 'nothing differs'}; memory {(rival.memory - self.memory) / GiB:+.1f} GiB"
+
+    def _parameter(self, name: str) -> Any:
+        known = {}
+        for p in self.searched.problem.parameters:
+            node = p.users[0][0]
+            head = self.searched.problem.runs[node.run] if node.run >= 0 else [""]
+            for layer in head:
+                full = layer + p.name[len(head[0]) :] if node.run >= 0 and p.name.startswith(f"{head[0]}.") else p.name
+                known[full] = p
+        if name in known:
+            return known[name]
+        inside = [n for n in known if n.rpartition(".")[0] == name]
+        weight = [n for n in inside if n.endswith(".weight")] or inside
+        if not weight:
+            raise ShardingError(f'explain: no parameter or module with parameters is named "{name}"{nearest(name, [*known, *{n.rpartition(".")[0] for n in known}])}')
+        return known[weight[0]]
+
+    def price(self, other: Plan, sizes: dict[str, int] | None = None) -> Solution:
+        """``other`` under the same model, on the same mesh or one of ``sizes``; what it leaves open (recompute, microbatches,
+        ZeRO stage where it says nothing, attention on cp) is chosen best.
+
+        Raises:
+            ShardingError: it does not fit the devices or the memory.
+        """
+        if isinstance(other, SearchedPlan):
+            return other.solution
+        fixed = {d: (sizes or self.sizes).get(d, 1) for d in ("pp", "dp", "cp", "ep", "tp")}
+        zero = tuple(sorted({"zero2" if z == "zero1" else z for z in other.gather.values() if z != "never"})) or ("never",)
+        found = search(self.searched.problem, self.searched.prices.hw, self.searched.devices, self.searched.memory, keep=1, fixed=fixed, zero=zero, allowed=constraints.following(other, self.searched.problem), **{k: v for k, v in self.searched.settings.items() if k != "fixed"})
+        return found.solutions[0]
+
+    def diff(self, other: Plan) -> str:
+        """As :meth:`Plan.diff`, below what the change costs under the same model."""
+        try:
+            rival = self.price(other)
+            cost = f"{self.name} -> {other.name}: {_ms(self.seconds)} -> {_ms(rival.seconds)}, {self.memory / GiB:.1f} -> {rival.memory / GiB:.1f} GiB; it loses {self._against(rival)}"
+        except ShardingError as e:
+            cost = f"{self.name} -> {other.name}: {e}"
+        return f"{cost}\n{super().diff(other)}"
+
+    # ---------------------------------------------------------------- words out
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        o = self.searched.outcome
+        return {
+            "devices": self.searched.devices, "hardware": self.searched.prices.hw.name, "memory_limit": self.searched.memory, "modelled": True, "gap": self.gap, "layouts": o.layouts, "programs_solved": o.solved,
+            "plans": [p.row() for p in self.alternatives], "layers": self.layers(), "collectives": self.collectives(), "notes": self.searched.problem.notes, "unsupported": self.unsupported, "plan": self.as_dict(),
+        }  # fmt: skip
+
+    def row(self) -> dict[str, Any]:
+        """One line of the table: sizes, time, memory, exposed communication."""
+        L = self.layout
+        data = L.dp * L.ep
+        sp = any(isinstance(t, int) and t == self.searched.problem.sequence for _, _, t, _, _ in self.solution.moves) and L.tp > 1
+        hows = sorted({p.how for p in self.solution.prices.values() if p.how})
+        return {
+            "tp": L.tp, "sp": sp, "cp": L.cp, "attention": hows[0] if hows else "", "dp": data, "ep": L.ep, "pp": L.pp, "microbatches": L.microbatches, "zero": L.zero, "recompute": L.recompute,
+            "seconds": self.seconds, "bytes": self.memory, "exposed_seconds": self.exposed, "parts": self.solution.parts, "executable": not self.unsupported, "runs": self._runs(),
+        }  # fmt: skip
+
+    def _runs(self) -> str:
+        """Who runs the plan."""
+        if self.unsupported:
+            return "no"
+        if self.layout.pp > 1:
+            return f"as stages, schedule of {self.microbatches}"
+        return "yes" if self.microbatches == 1 else f"by accumulate, {self.microbatches} parts"
+
+    def __str__(self) -> str:
+        o, p = self.searched.outcome, self.searched.problem
+        head = f"modelled for {self.searched.devices} x {self.searched.prices.hw.name}, at most {self.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by more than {100 * self.gap:.2f} %"
+        lines = [head, f"{'tp':>4} {'sp':>3} {'cp':>3} {'dp':>4} {'ep':>3} {'pp':>3} {'micro':>5} {'zero':>6} {'recompute':>24} {'step ms':>9} {'GiB':>6} {'exposed ms':>10}  runs"]
+        for row in (a.row() for a in self.alternatives):
+            cp = f"{row['cp']}" + (row["attention"][:1] if row["cp"] > 1 else "")
+            lines.append(f"{row['tp']:>4} {'yes' if row['sp'] else 'no':>3} {cp:>3} {row['dp']:>4} {row['ep']:>3} {row['pp']:>3} {row['microbatches']:>5} {row['zero']:>6} {row['recompute']:>24} {row['seconds'] * 1e3:>9.1f} {row['bytes'] / GiB:>6.1f} {row['exposed_seconds'] * 1e3:>10.1f}  {row['runs']}")
+        lines += ["", f"{'layer':<28} {'count':>5} {'compute ms':>10} {'collectives ms':>14} {'state GiB':>9} {'kept GiB':>8}"]
+        lines += [f"{r['layer']:<28} {r['count']:>5} {r['compute'] * 1e3:>10.3f} {r['collectives'] * 1e3:>14.3f} {r['state'] / GiB:>9.3f} {r['kept'] / GiB:>8.3f}" for r in self.layers()]
+        for c in self.collectives():
+            lines.append(f"  {c['module']} {c['value']}: {c['from']} -> {c['as']}, forward {c['forward'] or 'nothing'}, backward {c['backward'] or 'nothing'}, {c['seconds'] * 1e3:.3f} ms")
+        if not self.unsupported and self.microbatches > 1:
+            lines.append(f"to run it: {self._loop()}")
+        lines += [f"note: {n}" for n in p.notes] + [f"not executable yet: {u}" for u in self.unsupported]
+        return "\n".join(lines)
+
+    def _loop(self) -> str:
+        """What the caller's loop does about microbatches."""
+        if self.layout.pp > 1:
+            return f"stage = mindspeed_fx.pipeline_stage(...), and a schedule of torch.distributed.pipelining with {self.microbatches} microbatches"
+        return f"loss = mindspeed_fx.accumulate(step, *args, microbatches={self.microbatches}) in your loop instead of step(*args) and loss.backward()"
+
+    def to_json(self) -> str:
+        return json.dumps(self.summary(), indent=1)
+
+    def save_picture(self, path: str) -> None:
+        """Write one HTML page: modules colored by placement, collectives on the edges."""
+        from mindspeed_fx.planning.search.search_svg import picture
+
+        with open(path, "w") as file:
+            file.write(picture(self))
+
+
+def _word(placements: Any) -> str:
+    if isinstance(placements, str):
+        return placements
+    given = list(placements)
+    if len(given) != 1:
+        raise ShardingError(f"explain: {len(given)} placements; one is expected, that on tp: the other dimensions have no choice of their own")
+    p = given[0]
+    return p if isinstance(p, str) else "R" if p.is_replicate() else f"S({p.dim})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

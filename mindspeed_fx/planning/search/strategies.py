@@ -1,0 +1,186 @@
+"""How an operator may be computed in parts, as rows of (dimensions of results, dimensions of tensor arguments).
+
+``mindspeed::`` operators have their rules in their own files; here are those of ATen's, and the rows that the program of a
+plan adds to both (``sharding/spmd/operators.py``, ``sharding/spmd/vocabulary.py``). A number is the dimension that is divided, ``REPLICATED``
+the whole, ``PARTIAL`` a sum; the whole on every rank is always a way and is not listed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
+from mindspeed_fx.kernels.base import REGISTRY
+from mindspeed_fx.kernels.sharding import along
+from mindspeed_fx.kernels.sharding import ways as declared
+
+R, P = REPLICATED, PARTIAL
+Row = tuple[list[Any], list[Any]]
+
+POINTWISE_COPIES = frozenset("to _to_copy clone contiguous copy where masked_fill dropout fill type_as convert_element_type native_dropout".split())
+ALONG_DIM = {"softmax": 1, "_softmax": 1, "log_softmax": 1, "cumsum": 1, "sort": 1, "argsort": 1, "topk": 2, "_safe_softmax": 1}
+"""Operators that work along one dimension, and where among the arguments that is; every other dimension may be divided."""
+PARTS = {"split": 2, "split_with_sizes": 2, "chunk": 2, "gather": 1, "scatter": 1, "scatter_add": 1, "slice": 1, "narrow": 1, "slice_scatter": 2, "select_scatter": 2, "index_select": 1, "flip": 1, "roll": 2}
+"""Operators that take or put pieces along one dimension, or several, and where among the arguments that is: every other dimension that all have in
+common may be divided."""
+LIKE = frozenset(("zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"))
+SUMS = frozenset(("sum", "mean", "amax", "amin", "prod", "count_nonzero", "all", "any", "argmax", "argmin", "logsumexp"))
+LINEAR_SUMS = frozenset(("sum", "count_nonzero"))
+COUNTS = frozenset(("bincount", "histc", "one_hot_sum"))
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments of ``node`` that are tensors, in order; lists are looked into."""
+    return [a for a in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+
+
+def name_of(node: fx.Node) -> str:
+    """"linear", "attention" ...: the operator without namespace and overload."""
+    return str(getattr(node.target, "overloadpacket", getattr(node.target, "__name__", node.target))).rpartition(".")[2].removesuffix("_")
+
+
+def rows(node: fx.Node) -> list[Row] | None:
+    """The ways of ``node``; None for an operator without a rule, which is computed whole."""
+    name, known = name_of(node), REGISTRY.get(node.target)
+    values = [a.meta["val"] for a in tensor_arguments(node)]
+    out = node.meta["val"]
+    if name in _OWN:
+        return _OWN[name](node, values, out)
+    if known is not None:
+        return _declared(known, node) + _added(name, node, values)
+    if name in PARTS:
+        return _pieces(node, name, out, values)
+    if name in LIKE and isinstance(out, torch.Tensor):
+        return [([d], [d]) for d in range(out.ndim) if out.shape[d] == values[0].shape[d]] if out.ndim == values[0].ndim else None
+    if not isinstance(out, torch.Tensor):
+        return _along(node, out[0], values) if name in ALONG_DIM and isinstance(out, (tuple, list)) else None
+    if name in ALONG_DIM:
+        return _along(node, out, values)
+    if name in SUMS:
+        return _reduction(node, name, values[0], out)
+    if name in COUNTS:
+        return [([P], [d, *[R] * (len(values) - 1)]) for d in range(values[0].ndim)]
+    if name in POINTWISE_COPIES or any("pointwise" in str(t) for t in getattr(node.target, "tags", ())):
+        return [([d], [along(v, d, out.ndim) for v in values]) for d in range(out.ndim)]
+    return None
+
+
+def _declared(known: Any, node: fx.Node) -> list[Row]:
+    args = fx.map_arg(node.args, lambda a: a.meta.get("val"))
+    schema = known.overload._schema.arguments
+    full = [*args, *(node.kwargs.get(a.name, a.default_value) for a in schema[len(args) :])]
+    return [r for r in declared(known, full) if any(p not in (R,) for p in (*r[0], *r[1]))]
+
+
+def _added(name: str, node: fx.Node, values: Sequence[torch.Tensor]) -> list[Row]:
+    """Rows that the local program can compute beyond the operator's own rule."""
+    if name == "attention":  # queries divided, keys and values whole; causal becomes a mask of the rank's rows
+        return [([2, 2], [2, R, R, *(along(v, 2, 4) if i == 3 else R for i, v in enumerate(values[3:], 3))])]
+    if name == "cross_entropy":
+        return [([R, R], [1, R])]
+    return []
+
+
+def _linear(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    last, more = values[0].ndim - 1, len(values) - 2
+    return [([d], [d, R, *[R] * more]) for d in range(last)] + [([last], [R, 0, *[0] * more]), ([P], [last, 1, *[R] * more])]
+
+
+def _matmul(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    x, y = values[-2:] if name_of(node) in ("addmm", "baddbmm") else values[:2]
+    extra = [R] if len(values) > 2 else []
+    if x.ndim < 2 or y.ndim < 2:
+        return []
+    batch = [([d], [*extra, along(x, d, out.ndim), along(y, d, out.ndim)]) for d in range(out.ndim - 2)]
+    rows, columns = ([out.ndim - 2], [*extra, x.ndim - 2, R]), ([out.ndim - 1], [*extra, R, y.ndim - 1])
+    return batch + [rows, columns, ([P], [*extra, x.ndim - 1, y.ndim - 2])]
+
+
+def _embedding(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    return [([d], [R, d]) for d in range(out.ndim - 1)] + [([P], [0, R]), ([out.ndim - 1], [1, R])]
+
+
+def _loss(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    """By token: a sum; by class: the ranks exchange numbers of each token inside (``vocabulary.py``)."""
+    bias = len(values) - 3
+    return [([P], [0, R, *[R] * bias, 0]), ([R], [R, 0, *[0] * bias, R])]
+
+
+def _along(node: fx.Node, out: torch.Tensor, values: Sequence[torch.Tensor]) -> list[Row]:
+    position, name = ALONG_DIM[name_of(node)], name_of(node)
+    given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", -1)
+    dim = (given if isinstance(given, int) else -1) % out.ndim
+    results = len(node.target._schema.returns)
+    return [([d] * results, [d]) for d in range(out.ndim) if d != dim] if name else []
+
+
+def _pieces(node: fx.Node, name: str, out: Any, values: Sequence[torch.Tensor]) -> list[Row]:
+    """Along the dimensions that an operator leaves as they are, and that results and arguments have in common."""
+    results = list(out) if isinstance(out, (tuple, list)) else [out]
+    given = node.args[PARTS[name]] if len(node.args) > PARTS[name] else node.kwargs.get("dims" if name in ("flip", "roll") else "dim", 0)
+    touched = {d % values[0].ndim for d in ([given] if isinstance(given, int) else given)}
+    found: list[Row] = []
+    for d in range(values[0].ndim):
+        tensors = [*results, *(v for v in values if name != "index_select" or v is values[0])]
+        if d in touched or any(t.ndim <= d or t.shape[d] != values[0].shape[d] for t in tensors if name != "select_scatter" or t.ndim == values[0].ndim):
+            continue
+        ins = [_beside(name, i, v, d, touched, values[0].ndim) for i, v in enumerate(values)]
+        found.append(([d] * len(results), ins))
+    return found
+
+
+def _beside(name: str, i: int, value: torch.Tensor, d: int, touched: set[int], ndim: int) -> Any:
+    """The dimension of argument ``i`` that goes with dimension ``d`` of the first."""
+    if name == "index_select" and i == 1:
+        return R
+    if value.ndim == ndim:
+        return d
+    return d - (min(touched) < d)  # select_scatter's source has no such dimension
+
+
+def _reduction(node: fx.Node, name: str, x: torch.Tensor, out: torch.Tensor) -> list[Row]:
+    dims = next((a for a in (node.args[1] if len(node.args) > 1 else None, node.kwargs.get("dim")) if isinstance(a, (int, list, tuple)) and not isinstance(a, bool)), None)
+    gone = {d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)} if dims not in (None, [], ()) else set(range(x.ndim))
+    keep = out.ndim == x.ndim
+    left = [d for d in range(x.ndim) if d not in gone]
+    found: list[Row] = [([d if keep else left.index(d)], [d]) for d in left]
+    # A mean of parts of equal size is the mean of their means: a sum with a factor, which costs the same.
+    return found + ([([P], [d]) for d in gone] if name in LINEAR_SUMS or name == "mean" else [])
+
+
+def _cat(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    """Along every dimension but the one that is joined."""
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    return [([d], [d] * len(values)) for d in range(out.ndim) if d != given % out.ndim]
+
+
+def _permute(node: fx.Node, values: Sequence[torch.Tensor], out: Any) -> list[Row]:
+    """Each rank sorts its own tokens by expert, as expert-parallel programs do; or all tokens, and has the rows of its own experts."""
+    return [([0, 0], [0, 0]), ([0, 0], [R, R])]
+
+
+def _unpermute(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    """Own tokens; or all tokens as sums over the ranks, each with what its experts made."""
+    probs = len(values) - 2
+    return [([0], [0, 0, *[0] * probs]), ([P], [0, 0, *[R] * probs])]
+
+
+def _grouped(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    """By token with every expert's weight; by expert with the tokens that chose it; inside the experts, by column and by summand, for which no program is made
+    (``Prices.inside``)."""
+    return [([0], [0, R, R]), ([0], [0, 0, R]), ([1], [R, 2, R]), ([P], [1, 1, R])]
+
+
+def by_expert(op: str, outs: Sequence[Any], ins: Sequence[Any]) -> bool:
+    """Whether this way of an operator of a mixture has rows by expert and not by token."""
+    return {"moe_permute": ins[0] == R, "moe_unpermute": outs[0] == P, "grouped_matmul": ins[1] == 0}.get(op, False) if len(ins) > 1 else False
+
+
+_OWN = {
+    "linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _matmul, "embedding": _embedding, "cat": _cat, "linear_cross_entropy": _loss,
+    "moe_permute": _permute, "moe_unpermute": _unpermute, "grouped_matmul": _grouped,
+}  # fmt: skip

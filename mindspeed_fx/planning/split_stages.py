@@ -1,0 +1,223 @@
+"""The graph of a training step, cut between layers: one graph for each stage of a pipeline.
+
+A node inside a layer belongs to the layer's stage; what is computed from layers' results to the last stage that it reads
+from; what comes before the layers (an embedding) to the first stage that needs it. What comes of the model's arguments alone
+(positions, angles, masks) is not sent but computed again by every stage that reads it. What a stage makes and a later one
+reads goes from neighbour to neighbour. Source of the terms: torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Iterator
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from mindspeed_fx.compat import fake, fx_graph, tracing
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.report.source import source_line
+from mindspeed_fx.sharding.constraint import operands
+from mindspeed_fx.sharding.plan import ShardingError
+
+RECEIVED = "received_"
+"""How the arguments of a stage begin that the stage before sends."""
+
+STATE = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+"""Calls that change how the following ones run: in every stage."""
+
+RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential", "poisson")
+
+
+@dataclass
+class Part:
+    """The graph of one stage: ``gm(*values of given, *received)`` -> what the next stage receives, or the model's results."""
+
+    gm: fx.GraphModule
+    given: list[fx.Node]
+    """Placeholders of the whole graph."""
+    received: list[fx.Node]
+    sent: list[fx.Node]
+    """Nodes of the whole graph, as ``received``."""
+
+
+def layers_of(model: nn.Module, stages: int) -> tuple[str, int]:
+    """Name of the list of the model's layers, and how many there are: of lists whose modules are of one class the one with the most parameters.
+
+    Raises:
+        ShardingError: no such list; fewer layers than stages.
+    """
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and len({type(layer) for layer in m}) == 1]
+    if not lists:
+        raise ShardingError(f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList or Sequential of modules of one class) to make stages of")
+    name, found = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    if stages > len(found):
+        raise ShardingError(f'pp={stages}: "{name}" has {len(found)} layers; valid: 2 to {len(found)} stages')
+    return name, len(found)
+
+
+def cut(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> list[Part]:
+    """The graphs of all stages; layer i of n is in stage i * stages // n, so that none has more than ceil(n / stages).
+
+    Args:
+        gm: Dynamo's graph of the whole step, parameters as placeholders; stays as it is.
+        layers: see :func:`layers_of`.
+
+    Raises:
+        ShardingError: layers that run in another order, parameters of two stages, values that cannot be sent; with module and line.
+    """
+    homes = _Homes(gm, layers, stages)
+    return [_part(gm, homes, s) for s in range(stages)]
+
+
+class _Homes:
+    """Which stage computes each node; ``again`` are those that every stage that reads them computes for itself."""
+
+    def __init__(self, gm: fx.GraphModule, layers: tuple[str, int], stages: int):
+        self.gm, (self.path, self.count), self.stages = gm, layers, stages
+        self.nodes = [n for n in gm.graph.nodes if n.op != "output"]
+        self.output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+        self.state = [n for n in self.nodes if n.op == "call_function" and getattr(n.target, "__name__", "") in STATE]
+        self.stage: dict[fx.Node, int] = {}
+        self.again: set[fx.Node] = set()
+        self.readers: dict[fx.Node, set[int]] = {}
+        """Stages that read a node, also through nodes that are computed again."""
+        self._after_layers()
+        self._before_layers()
+        self._find_readers()
+        self._check_parameters()
+        self._check_writes()
+        self._check_sent()
+
+    def _after_layers(self) -> None:
+        seen = set()
+        for n in self.nodes:
+            if n.op in ("placeholder", "get_attr") or n in self.state:
+                continue
+            read = max((self.stage[a] for a in n.all_input_nodes if a in self.stage), default=None)
+            layer = self._layer(n)
+            if layer is not None:
+                seen.add(layer)
+                mine = layer * self.stages // self.count
+                if read is not None and read > mine:
+                    raise ShardingError(f"{_where(n)}: layer {layer} of {self.path} reads what a later layer makes; stages need layers that run in the order of their list")
+                self.stage[n] = mine
+            elif read is not None:
+                self.stage[n] = read
+        if missing := sorted(set(range(self.count)) - seen):
+            raise ShardingError(f"layers {', '.join(map(str, missing))} of {self.path} do not run in this step; stages need all of them")
+
+    def _before_layers(self) -> None:
+        mine = {n for n in self.nodes if self._is_parameter(n)}
+        for n in self.nodes:
+            if n not in self.stage and n not in self.state and (n in mine or any(a in mine for a in n.all_input_nodes) or _is_random(n)):
+                mine.add(n)
+        for n in reversed(self.nodes):
+            if n in self.stage or n in self.state:
+                continue
+            readers = [self.stages - 1 if u is self.output else self.stage[u] for u in n.users if u is self.output or u in self.stage]
+            if n not in mine or n.op in ("placeholder", "get_attr") or not readers:
+                self.again.add(n)
+            else:
+                self.stage[n] = min(readers)
+
+    def _layer(self, n: fx.Node) -> int | None:
+        for path in self._paths(n):
+            if path.startswith(f"{self.path}.") or not self.path:
+                number = path[len(self.path) :].lstrip(".").partition(".")[0]
+                if number.isdigit():
+                    return int(number)
+        return None
+
+    def _paths(self, n: fx.Node) -> Iterator[str]:
+        """Of the node's module and, for a checkpointed region, of the modules inside."""
+        yield module_path(n)
+        if n.op == "call_function" and tracing.is_higher_order(n.target):
+            for body, _ in operands(self.gm, n):
+                for inner in body.graph.nodes:
+                    yield from self._paths(inner) if inner.op == "call_function" else ()
+
+    def _is_parameter(self, n: fx.Node) -> bool:
+        return n.op == "placeholder" and isinstance(fx_graph.example_value_of(n), nn.Parameter)
+
+    def _find_readers(self) -> None:
+        for n in reversed(self.nodes):
+            found: set[int] = set()
+            for u in n.users:
+                found |= {self.stages - 1} if u is self.output else {self.stage[u]} if u in self.stage else self.readers.get(u, set())
+            self.readers[n] = found
+
+    def _check_parameters(self) -> None:
+        for n in self.nodes:
+            if self._is_parameter(n) and len(found := self.readers[n]) > 1:
+                raise ShardingError(f'parameter {n.name} is read by stages {" and ".join(map(str, sorted(found)))}: tied weights would need their gradients summed over stages; untie them, or use pp=1')
+
+    def _check_writes(self) -> None:
+        """What is written in place, through whichever view, must be of one stage: others would not see it."""
+        writers = [n for n in self.nodes if _writes(n) and isinstance(fx_graph.example_value_of(n.all_input_nodes[0]), torch.Tensor)]
+        for writer in writers:
+            storage = fake.storage_of(fx_graph.example_value_of(writer.all_input_nodes[0]))
+            same = [n for n in self.nodes if isinstance(value := fx_graph.example_value_of(n), torch.Tensor) and fake.storage_of(value) == storage]
+            if len(found := set().union(*(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same)))) > 1:
+                raise ShardingError(f"{_where(writer)}: {writer.name} writes in place to what stages {' and '.join(map(str, sorted(found)))} read; stages share no memory")
+            if writer not in self.stage:
+                raise ShardingError(f"{_where(writer)}: {writer.name} writes in place to what comes before the layers; stages cannot tell who reads it")
+
+    def _check_sent(self) -> None:
+        for n, s in self.stage.items():
+            value = fx_graph.example_value_of(n)
+            if max(self.readers[n], default=s) > s and not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+                raise ShardingError(f"{_where(n)}: stage {s} makes {n.name}, which a later stage reads; stages send floating-point tensors alone")
+
+    def crossing(self, boundary: int) -> list[fx.Node]:
+        """What goes from stage ``boundary`` to the next."""
+        return [n for n in self.nodes if n in self.stage and self.stage[n] <= boundary < max(self.readers[n], default=-1)]
+
+
+def _part(gm: fx.GraphModule, homes: _Homes, s: int) -> Part:
+    last = s == homes.stages - 1
+    received, sent = homes.crossing(s - 1) if s else [], [] if last else homes.crossing(s)
+    wanted = [n for n in homes.nodes if homes.stage.get(n) == s]
+    needed, todo = {*wanted, *homes.state}, [*wanted, *(homes.output.all_input_nodes if last else ())]
+    while todo:  # what every stage computes for itself, where it is read
+        n = todo.pop()
+        if n in homes.again:
+            needed.add(n)
+        todo += [a for a in n.all_input_nodes if a in homes.again and a not in needed]
+    graph, copy = fx.Graph(), {}
+    given = [n for n in homes.nodes if n.op == "placeholder" and n in needed]
+    for n in given:
+        copy[n] = graph.node_copy(n)
+    for i, n in enumerate(received):
+        copy[n] = graph.placeholder(f"{RECEIVED}{i}")
+        copy[n].meta["example_value"] = receivable(fx_graph.example_value_of(n))
+    for n in homes.nodes:
+        if n in needed and n not in copy:
+            copy[n] = graph.node_copy(n, copy.__getitem__)
+    graph.output(fx.map_arg(homes.output.args[0], copy.__getitem__) if last else tuple(copy[n] for n in sent))
+    graph.lint()
+    return Part(fx.GraphModule(gm, graph), given, received, sent)
+
+
+def receivable(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor as the next stage gets it: contiguous, and a leaf."""
+    return torch.empty_like(value.detach(), memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+
+
+def _is_random(n: fx.Node) -> bool:
+    name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+    return n.op in ("call_function", "call_method") and any(word in name for word in RANDOM)
+
+
+def _writes(n: fx.Node) -> bool:
+    name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+    if getattr(n.target, "__module__", "") == "_operator":  # and_ and or_ write nothing
+        return name == "setitem" or (name[:1] == "i" and hasattr(operator, f"__{name}__") and name not in ("index", "invert", "inv"))
+    return n.op in ("call_function", "call_method") and name.endswith("_") and not name.endswith("__") and not name.startswith("_") and name != "requires_grad_"
+
+
+def _where(n: fx.Node) -> str:
+    module, line = module_path(n), source_line(n)
+    return f'module "{module}"' + (f", {line}" if line else "")

@@ -1,0 +1,1 @@
+"""What a local program sends and computes, read off its graph."""

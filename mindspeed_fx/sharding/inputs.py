@@ -1,0 +1,189 @@
+"""What callers pass to a parallelized model: the whole batch on every rank, or each rank its own part.
+
+``inputs="whole"``: every rank passes the same values, and takes its part. ``inputs="local"``: an argument is the part
+that the plan gives this rank; a hook in front of ``forward`` shows it whole (:func:`whole_input`), and the backend cuts
+that call out of the graph, as it does for parameters (``local.py``). Either way the first step with new sizes compares
+the ranks (:class:`InputCheck`):
+
+    plan zero2+tp, mesh dp 2 x tp 2, ids [4, 16] divided along 0 over dp       rank    0      1      2      3
+    whole: all bytes alike over dp and tp                                              0..3   0..3   0..3   0..3
+    local: all bytes alike over tp, as many rows over dp                               0..1   0..1   2..3   2..3
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from mindspeed_fx.compat import dtensor, tracing
+from mindspeed_fx.sharding.plan import ShardingError, placement_of
+from mindspeed_fx.sharding.registry import WHOLE
+from mindspeed_fx.sharding.spmd.redistribute import placements_of
+
+COMPARED = 64
+"""Arguments that are compared one by one; those behind are compared together."""
+
+
+def argument_placements(sharding: Any, name: str, x: torch.Tensor) -> tuple[Placement, ...]:
+    """Where the plan has an argument of the model, by its name."""
+    where = f'plan "{sharding.plan.name}", input "{name}" of shape {tuple(x.shape)}'
+    return placements_of(placement_of(sharding.plan.inputs, name, "input"), sharding.mesh, x.ndim, where)
+
+
+@torch._dynamo.allow_in_graph
+def whole_input(x: torch.Tensor, key: str) -> torch.Tensor:
+    """An argument of which every rank passes its part, whole; the backend knows the call by its key.
+
+    Args:
+        x: [..., n / ranks, ...], contiguous parts in the order of the mesh.
+        key: "number of the sharding:name".
+    """
+    from mindspeed_fx.sharding.registry import SHARDINGS
+
+    number, _, name = key.partition(":")
+    sharding = SHARDINGS[int(number)]
+    placements = argument_placements(sharding, name, x)
+    return DTensor.from_local(x.contiguous(), sharding.mesh, placements, run_check=False).full_tensor()
+
+
+def show_inputs_whole(model: nn.Module, number: int) -> None:
+    """Make ``model`` take each rank's part of its tensor arguments, also of those in lists, tuples and dictionaries."""
+    names, rest = argument_names(model.forward)
+
+    def show(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = [*names[: len(args)], *(f"{rest}_{i}" for i in range(len(args) - len(names)))]
+        by_name = {name: _each(x, name.lower(), number) for name, x in kwargs.items()}
+        return tuple(_each(x, name, number) for x, name in zip(args, given)), by_name
+
+    model.register_forward_pre_hook(show, with_kwargs=True)
+
+
+def argument_names(function: Callable) -> tuple[list[str], str]:
+    """Names of positional arguments, and of those that ``*args`` takes."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name.lower() for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names, next((p.name.lower() for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+
+
+def _each(x: Any, name: str, number: int) -> Any:
+    if isinstance(x, torch.Tensor):
+        return whole_input(x, f"{number}:{name}")
+    if type(x) in (list, tuple):
+        return type(x)([_each(v, f"{name}_{i}", number) for i, v in enumerate(x)])
+    if type(x) is dict:
+        return {k: _each(v, f"{name}_{k}".lower(), number) for k, v in x.items()}
+    return x
+
+
+@dataclass
+class Argument:
+    """A tensor that callers pass."""
+
+    position: int
+    """Among the inputs of the graph."""
+    name: str
+    placements: Sequence[Placement]
+    """Of what is passed: whole everywhere, or the parts that the plan names."""
+
+
+class InputCheck:
+    """``check(inputs of the graph)`` compares the arguments of all ranks, once per set of names, shapes and dtypes.
+
+    Every rank comes here in the same step: with sizes that are new to its model. No collective runs in other steps.
+    """
+
+    def __init__(self, sharding: Any, arguments: list[Argument], examples: Sequence[Any]):
+        self.sharding, self.arguments = sharding, arguments
+        self.layouts = [(a.name, tuple(examples[a.position].shape), str(examples[a.position].dtype)) for a in arguments]
+        self.done = not sharding.check_inputs or not arguments or sharding.mesh.size() == 1
+
+    def __call__(self, inputs: Sequence[Any]) -> None:
+        """
+        Raises:
+            ShardingError: on all ranks, with the argument's name.
+        """
+        if self.done or tuple(self.layouts) in self.sharding.checked:
+            return
+        tensors = [inputs[a.position] for a in self.arguments]
+        if any(x.is_meta or tracing.is_fake(x) for x in tensors):
+            return
+        layouts, values = self._unlike(tensors)
+        if layouts is not None:
+            raise ShardingError(self._sizes_differ(layouts))
+        if values is not None:
+            raise ShardingError(self._values_differ(values))
+        self.done = True
+        self.sharding.checked.add(tuple(self.layouts))
+
+    def _unlike(self, tensors: list[torch.Tensor]) -> tuple[int | None, int | None]:
+        """The first argument with other sizes on some rank; the first with other values where ranks pass the same."""
+        mesh: DeviceMesh = self.sharding.mesh
+        count = COMPARED + 1
+        layout_digests = _folded([_digest(repr(layout).encode()) for layout in self.layouts])
+        differ = None
+        for dim in range(mesh.ndim):
+            alike = [not a.placements[dim].is_shard() for a in self.arguments]
+
+            def digests(*parts: torch.Tensor) -> torch.Tensor:
+                values = _folded([_digest(_bytes(x)) if same else 0 for x, same in zip(parts, alike)])
+                both = torch.tensor([layout_digests, values], dtype=torch.int64)
+                return torch.stack([both, -both]).to(mesh.device_type)
+
+            own = dtensor.on_each_rank(digests, *tensors)
+            least = dtensor.all_reduce(own, mesh, [dim], "min")
+            unlike = (least[0] != -least[1]).to(torch.int64)
+            differ = unlike if differ is None else differ | unlike
+        everywhere = dtensor.all_reduce(differ, mesh, range(mesh.ndim), "max")
+        flags = dtensor.reconciled(everywhere).tolist()
+        first = [next((i for i in range(count) if row[i]), None) for row in flags]
+        return first[0], first[1]
+
+    def _named(self, index: int) -> str:
+        if index >= min(COMPARED, len(self.arguments)):
+            return f"one of the arguments from the {COMPARED}th on"
+        return f'argument "{self.arguments[index].name}"'
+
+    def _own(self, index: int) -> str:
+        return f" (here {self.layouts[index][1]}, {self.layouts[index][2]})" if index < len(self.layouts) else ""
+
+    def _sizes_differ(self, index: int) -> str:
+        who = f"{self._named(index)}{self._own(index)} has another shape or dtype on another rank"
+        if self.sharding.inputs == WHOLE:
+            return f"{who}; {self._whole_expected()}"
+        plan = f'plan "{self.sharding.plan.name}"'
+        expected = 'with inputs="local" all ranks pass parts of one size: pad them, or leave the rest out'
+        return f"{who}: parts are uneven; under {plan} {expected}"
+
+    def _values_differ(self, index: int) -> str:
+        who = f"{self._named(index)}{self._own(index)} has other values on another rank"
+        if self.sharding.inputs == WHOLE:
+            return f"{who}; {self._whole_expected()}"
+        plan = f'plan "{self.sharding.plan.name}"'
+        share = "ranks that share a part (those of tensor parallelism) pass the same"
+        return f"{who}, where {plan} does not divide it: {share}"
+
+    def _whole_expected(self) -> str:
+        same = f'under plan "{self.sharding.plan.name}" every rank passes the same whole tensor'
+        return f'{same}; to pass each rank\'s own part: parallelize(..., inputs="local")'
+
+
+def _folded(digests: list[int]) -> list[int]:
+    """``COMPARED`` numbers, and one for all that are behind."""
+    rest = _digest(repr(digests[COMPARED:]).encode())
+    return digests[:COMPARED] + [0] * (COMPARED - len(digests)) + [rest]
+
+
+def _digest(data: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+def _bytes(x: torch.Tensor) -> Any:
+    whole = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return whole.view(torch.uint8).numpy()

@@ -1,0 +1,182 @@
+"""``parallelize(model, mesh, plan)``: parameters become DTensors that the model's own code still sees whole.
+
+A module with parameters gets a class of its own in which each parameter is a property: reading it gives the whole tensor
+(:func:`gathered`), so that the model, and Dynamo, see ordinary tensors; ``_parameters`` holds the DTensor, so that names,
+``state_dict``, ``torch.distributed.checkpoint``, optimizers and gradient clipping are those of a model of DTensors. The
+backend cuts :func:`gathered` out of the graph again (``local.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mindspeed_fx import arguments
+from mindspeed_fx.errors import nearest
+from mindspeed_fx.sharding import initialize, optimizers
+from mindspeed_fx.sharding.inputs import show_inputs_whole
+from mindspeed_fx.sharding.plan import Plan, ShardingError, placement_of, unmatched
+from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.registry import INPUTS, LOCAL, SHARDINGS, WHOLE, Sharding
+from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
+
+_numbers = itertools.count()
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | str,
+    *,
+    inputs: str = WHOLE,
+    check_inputs: bool = True,
+    init: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Divide ``model`` over ``mesh`` by ``plan``, in place; ``torch.compile(model, backend="mindspeed")`` does the rest.
+
+    Every rank calls the compiled model with the same whole inputs (or its part of them) and gets the same whole results;
+    gradients arrive on the parameters as DTensors. Without compilation the model runs too, whole on every rank.
+
+    Args:
+        model: whole parameters (rank 0's are used) or parameters on the meta device, which are initialized module by
+            module: no rank ever holds more than one module whole, and the values do not depend on the mesh.
+        mesh: with named dimensions, those of the plan.
+        plan: a plan, or the name of one (see :func:`mindspeed_fx.sharding.presets.named`).
+        inputs: "whole": every rank passes the same tensors, and takes its part of those that the plan divides. "local":
+            every rank passes that part alone, e.g. [batch / dp, sequence / cp], parts of one size; the batch is that of
+            all ranks, and so is its loss.
+        check_inputs: compare the arguments of all ranks in the first step with new shapes (two small all-reduces per
+            mesh dimension); False: nothing is compared, and a rank that passes something else gets something else.
+        init: for parameters on the meta device: called with each module that owns some, on real memory; default: the
+            module's ``reset_parameters``.
+        seed: of the initialization.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ShardingError: the plan does not fit the model or the mesh; the message names the pattern, parameter or size.
+    """
+    arguments.check_module("parallelize", model)
+    arguments.check_device_mesh("parallelize", mesh)
+    arguments.check_callable("parallelize", "init", init, optional=True)
+    arguments.check_whole("parallelize", "seed", seed, least=0)
+    if inputs not in INPUTS:
+        raise ShardingError(f'inputs is {inputs!r}{nearest(str(inputs), INPUTS)}; valid: {", ".join(INPUTS)}')
+    plan = plan_for("parallelize", plan, model)
+    check_mesh(plan, mesh.mesh_dim_names or ())
+    if hasattr(model, "_sharding"):
+        raise ShardingError(f'the model is divided already, by plan "{model._sharding.plan.name}"')
+    unmatched_patterns(model, plan)
+    placements = {name: parameter_placements(plan, mesh, name, p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def divide(name: str, p: nn.Parameter, everywhere: bool) -> nn.Parameter:
+        whole = distribute_tensor(p.detach(), mesh, placements[name], src_data_rank=None if everywhere else 0)
+        return nn.Parameter(whole, requires_grad=p.requires_grad)
+
+    initialize.materialize(model, mesh, init, seed, lambda name, p: divide(name, p, True))
+    sharding = Sharding(plan, mesh, [n for n, _ in model.named_modules()], inputs, check_inputs)
+    show_whole(model, sharding, lambda name, p: p if isinstance(p, DTensor) else divide(name, p, False))
+    optimizers.mark(model.parameters(), plan.name)
+    return model
+
+
+def plan_for(function: str, plan: Any, model: nn.Module) -> Plan:
+    """``plan`` itself, or the plan of that name for ``model``.
+
+    Raises:
+        ShardingError: it is neither.
+    """
+    if isinstance(plan, str):
+        return named(plan, model)
+    if not isinstance(plan, Plan):
+        raise ShardingError(f"{function}: plan is {arguments.shown(plan)} of type {type(plan).__name__}; a Plan or the name of one is expected")
+    return plan
+
+
+def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tensor) -> tuple:
+    """DTensor placements at rest of one parameter.
+
+    Raises:
+        ShardingError: a dimension it does not have or that does not divide evenly.
+    """
+    where = f'plan "{plan.name}", parameter "{name}" of shape {tuple(p.shape)}'
+    found = placements_of(placement_of(plan.parameters, name, "parameter"), mesh, p.ndim, where)
+    even(p.shape, found, mesh, where)
+    return found
+
+
+def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.Parameter], nn.Parameter]) -> nn.Module:
+    """Make every parameter of ``model`` a property that shows ``replace(name, parameter)`` whole; tied ones stay tied."""
+    number = next(_numbers)
+    SHARDINGS[number] = sharding
+    if sharding.inputs == LOCAL:
+        show_inputs_whole(model, number)
+    model.__dict__["_sharding"] = sharding  # keeps it alive as long as the model
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # keeps the old ones alive, so that none takes another's identity
+    for path, module in list(model.named_modules()):
+        own = {n: p for n, p in module._parameters.items() if p is not None}
+        if not own:
+            continue
+        for name, p in own.items():
+            if p not in replaced:
+                replaced[p] = replace(f"{path}.{name}".lstrip("."), p)
+            module._parameters[name] = replaced[p]
+        module.__dict__["_sharded"] = {n: f"{number}:{path}.{n}" for n in own}
+        module.__class__ = _showing(type(module), tuple(own))
+    return model
+
+
+@functools.cache
+def _showing(cls: type, names: tuple[str, ...]) -> type:
+    """``cls`` with properties for these parameters."""
+
+    def show(name: str) -> property:
+        def get(self: nn.Module) -> torch.Tensor:
+            return gathered(self._parameters[name], self._sharded[name])
+
+        def put(self: nn.Module, value: Any) -> None:
+            self._parameters[name] = value
+
+        return property(get, put)
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **{n: show(n) for n in names}})
+
+
+@torch._dynamo.allow_in_graph
+def gathered(parameter: torch.Tensor, key: str) -> torch.Tensor:
+    """A parameter, whole. ``key`` is "number of the sharding:name"; the backend knows the call by it."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def check_mesh(plan: Plan, have: tuple[str, ...]) -> None:
+    """Refuse a mesh without a dimension of the plan.
+
+    Raises:
+        ShardingError: with the nearest name; a searched plan that no program is made for yet; stages of a pipeline.
+    """
+    if unsupported := getattr(plan, "unsupported", None):
+        raise ShardingError(f'plan "{plan.name}" cannot be executed: {"; ".join(unsupported)}')
+    if "pp" in plan.mesh:
+        raise ShardingError(f'plan "{plan.name}" has stages of a pipeline (pp); mindspeed_fx.pipeline_stage(model, mesh, plan, args) makes them')
+    for dim in plan.mesh:
+        if dim not in have:
+            raise ShardingError(f'plan "{plan.name}" needs mesh dimension "{dim}"{nearest(dim, have)}; the mesh has {", ".join(have) or "no names: give init_device_mesh mesh_dim_names"}')
+
+
+def unmatched_patterns(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan whose patterns name nothing in the model.
+
+    Raises:
+        ShardingError: with the nearest name.
+    """
+    unmatched(plan.parameters, [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name)
+    unmatched(plan.experts.get("parameters", ()), [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name)
+    unmatched(plan.modules, [n for n, _ in model.named_modules()], "module", plan.name)

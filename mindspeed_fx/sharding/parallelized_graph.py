@@ -1,0 +1,251 @@
+"""From Dynamo's graph of a parallelized model to the local program and back: what the backend calls.
+
+    cut        the calls that show parameters whole leave the graph: the placeholder itself stands for the whole
+    (capture and captured passes, ``place`` among them, run on what is then a single-device graph)
+    localize   that graph on DTensors becomes a graph of local tensors for AOTAutograd; DTensor arguments become local
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import fx_graph
+from mindspeed_fx.compat import tracing as tracing_compat
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.sharding.constraint import operands
+from mindspeed_fx.sharding.plan import ShardingError, placement_of
+
+
+
+@dataclass(eq=False)
+class ParallelizedGraph:
+    """A sharding and the graph it was found in."""
+
+    sharding: Any
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Placeholder -> name of the parameter."""
+    parts: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    """Placeholder -> name of the model's argument of which a rank passes its part, and the whole of it (fake)."""
+    prefix: str = ""
+    """Path of the parallelized model in the compiled one, with a dot."""
+    program: Any = None
+    """The local program, once there is one: its ``traffic`` is what its edges need."""
+
+    @property
+    def plan(self) -> Any:
+        return self.sharding.plan
+
+    @property
+    def modules(self) -> list[str]:
+        return self.sharding.modules
+
+
+def cut(gm: fx.GraphModule) -> ParallelizedGraph | None:
+    """Take the whole-showing calls out of ``gm``, in place; None if it has none, and the model is not parallelized.
+
+    Raises:
+        ShardingError: parameters of two models, or one that is changed before its use.
+    """
+    numbers: set[int] = set()
+    names: dict[str, str] = {}
+    parts: dict[str, tuple[str, torch.Tensor]] = {}
+    prefixes: set[str] = set()
+    for shown, source, key, path in _cut(gm):
+        number, _, name = key.partition(":")
+        name, owner = name.lstrip("."), name.lstrip(".").rpartition(".")[0]
+        numbers.add(int(number))
+        if shown == WHOLE_INPUT:
+            parts.setdefault(source.name, (name, source.meta["example_value"]))
+            continue
+        if source.op != "placeholder":
+            raise ShardingError(f'parameter "{name}" was changed before its use; plans know parameters as they are')
+        names.setdefault(source.name, name)
+        if path.endswith(owner):
+            prefixes.add(path[: len(path) - len(owner)])
+    if not numbers:
+        return None
+    if len(numbers) > 1:
+        raise ShardingError("two models that were parallelized apart are compiled as one; call parallelize on a module that holds both")
+    from mindspeed_fx.sharding.registry import SHARDINGS
+
+    found = ParallelizedGraph(SHARDINGS[numbers.pop()], names, parts, min(prefixes, key=len, default=""))
+    return found
+
+
+BETWEEN_GRAPHS = ("received_", "stack")
+"""Names of inputs that no caller passes: activations of a pipeline, and what is handed on behind a graph break."""
+SHOWN, WHOLE_INPUT = ("gathered", "whole_input"), "whole_input"
+"""What shows parameters whole, and arguments of which a rank passes its part."""
+
+
+def _shown(n: fx.Node) -> str | None:
+    """The name of the call by which ``n`` shows its first argument whole; None for other nodes."""
+    name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
+    return name if name in SHOWN and n.target.__module__.rpartition(".")[0] == __package__ else None
+
+
+def check_part(source: fx.Node, name: str) -> None:
+    """Refuse an argument that is not the caller's tensor as it is, or that is read beside the model.
+
+    Raises:
+        ShardingError: with the argument's name.
+    """
+    way_out = 'compile the model alone, or pass the whole to every rank (inputs="whole")'
+    if source.op != "placeholder":
+        what = f"is computed in front of the model ({source.name})"
+        raise ShardingError(f'argument "{name}" {what}; inputs="local" takes tensors as they come from outside; {way_out}')
+    if other := next((u for u in source.users if not _shown(u) and not tracing_compat.is_higher_order(u.target)), None):
+        what = f"is read outside of the model too ({other.name})"
+        raise ShardingError(f'argument "{name}" {what}, where it is this rank\'s part; with inputs="local" {way_out}')
+
+
+def _cut(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Node, str, str]]:
+    """What is called, input of ``gm``, key and module path, for every call that shows one whole, in it and in the graphs
+    of its checkpointed regions; afterwards the inputs look whole.
+
+    Raises:
+        ShardingError: see :func:`check_part`.
+    """
+    calls = [n for n in gm.graph.nodes if _shown(n)]
+    for n in calls:
+        if _shown(n) == WHOLE_INPUT:
+            check_part(n.args[0], n.args[1].partition(":")[2])
+    for n in calls:
+        _becomes(n.args[0], fx_graph.example_value_of(n))
+        yield _shown(n), n.args[0], n.args[1], module_path(n)
+        n.replace_all_uses_with(n.args[0])
+        gm.graph.erase_node(n)
+    for n in [n for n in gm.graph.nodes if n.op == "call_function" and tracing_compat.is_higher_order(n.target)]:
+        for body, given in operands(gm, n):
+            for shown, source, key, path in _cut(body):
+                if isinstance(outer := given.get(source), fx.Node):
+                    if shown == WHOLE_INPUT:
+                        check_part(outer, key.partition(":")[2])
+                    _becomes(outer, source.meta["example_value"])
+                    yield shown, outer, key, path
+    gm.recompile()
+
+
+def _becomes(node: fx.Node, whole: torch.Tensor) -> None:
+    node.meta["example_value"] = whole.detach().requires_grad_(node.meta["example_value"].requires_grad)
+
+
+def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: ParallelizedGraph | None) -> tuple[fx.GraphModule, list[Any], Callable[[Callable], Callable]]:
+    """The local program as a graph, its example inputs, and what makes a compiled program take the original arguments;
+    everything as it is without a sharding.
+
+    Raises:
+        ShardingError: symbolic sizes, or an input that cannot be divided as the plan says.
+    """
+    if found is None:
+        return gm, list(inputs), lambda compiled: compiled
+    from torch.distributed.tensor import DTensor
+
+    from mindspeed_fx.compat import dtensor
+    from mindspeed_fx.sharding.inputs import InputCheck
+    from mindspeed_fx.sharding.spmd.program import Program
+
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [_value(n, x, found) for n, x in zip(placeholders, inputs, strict=True)]
+    check = InputCheck(found.sharding, arguments_of(placeholders, inputs, values, found), inputs)
+    program = found.program = Program(gm, found.plan, found.sharding.mesh, values)
+    local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
+
+    def wrap(compiled: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            check(args)
+            return compiled(*(a.to_local() if isinstance(a, DTensor) else a for a in args))
+
+        return run
+
+    return dtensor.as_graph(program, gm), local, wrap
+
+
+@contextlib.contextmanager
+def tracing(found: ParallelizedGraph | None) -> Iterator[None]:
+    """AOTAutograd traces a local program within, forward and backward; nothing without a sharding.
+
+    Raises:
+        ShardingError: an operator that cannot be computed in parts, with module and line.
+    """
+    if found is None:
+        yield
+        return
+    from mindspeed_fx.compat import dtensor
+    from mindspeed_fx.sharding.spmd.program import differentiated
+
+    with dtensor.plain_tensors_as_replicated(), differentiated(lambda: found.program):
+        yield
+
+
+def _value(node: fx.Node, x: Any, found: ParallelizedGraph) -> Any:
+    """How the program takes one input."""
+    if isinstance(x, torch.SymInt):
+        raise ShardingError(f"input {node.name} is a symbolic size; a plan needs fixed sizes: torch.compile(..., dynamic=False)")
+    if not isinstance(x, torch.Tensor):
+        return None
+    if any(isinstance(s, torch.SymInt) for s in x.shape):
+        raise ShardingError(f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., dynamic=False)")
+    if node.name in found.inputs:
+        return parameter_value(x, found.inputs[node.name])
+    if tracing_compat.wraps_tensors(x):
+        what = f'input "{argument_name(node)}" is a {type(x).__name__}'
+        raise ShardingError(f'{what}; pass the whole tensor, or, with parallelize(..., inputs="local"), its to_local()')
+    return part_value(x, *found.parts[node.name], found) if node.name in found.parts else input_value(node, x, found)
+
+
+def parameter_value(x: Any, name: str = "") -> Any:
+    """A parameter: its own placements."""
+    from mindspeed_fx.sharding.spmd.program import Value
+
+    return Value(tuple(x.placements), x.shape, x.stride(), True, name)
+
+
+def part_value(x: torch.Tensor, name: str, whole: torch.Tensor, found: ParallelizedGraph) -> Any:
+    """An argument of which each rank passes its part: placed as the plan says."""
+    from mindspeed_fx.sharding.inputs import argument_placements
+    from mindspeed_fx.sharding.spmd.program import Value
+
+    return Value(argument_placements(found.sharding, name, x), whole.shape, whole.stride(), False, name, part=True)
+
+
+def arguments_of(placeholders: list[fx.Node], inputs: Sequence[Any], values: list[Any], found: ParallelizedGraph) -> list[Any]:
+    """The tensors among the inputs of a graph that callers of the model pass."""
+    from torch.distributed.tensor import Replicate
+
+    from mindspeed_fx.sharding.inputs import Argument
+
+    whole, arguments = (Replicate(),) * found.sharding.mesh.ndim, []
+    for i, (n, x, value) in enumerate(zip(placeholders, inputs, values, strict=True)):
+        if value is None or value.parameter or (not value.part and argument_name(n) is None):
+            continue
+        arguments.append(Argument(i, value.name or argument_name(n), value.placements if value.part else whole))
+    return [a for a in arguments if not a.name.startswith(BETWEEN_GRAPHS)]
+
+
+def input_value(node: fx.Node, x: torch.Tensor, found: ParallelizedGraph) -> Any:
+    """An argument of the model, or a buffer: whole, and divided as the plan says."""
+    from mindspeed_fx.sharding.spmd.program import Value
+    from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
+
+    name = argument_name(node)
+    placed = {} if name is None else placement_of(found.plan.inputs, name, "input")
+    where = f'plan "{found.plan.name}", input "{name}" of shape {tuple(x.shape)}'
+    placements = placements_of(placed, found.sharding.mesh, x.ndim, where)
+    even(x.shape, placements, found.sharding.mesh, where)
+    return Value(placements, x.shape, x.stride(), False)
+
+
+def argument_name(node: fx.Node) -> str | None:
+    """Name of the model's argument that a placeholder is, ``args_0`` for a positional one; None for a buffer, and for a tensor that the model reads from
+    its attributes or from globals, which no plan speaks of."""
+    if re.search(r"_(buffers|parameters)_|_modules_|^(l_self|g)_", node.name.lower()):
+        return None
+    return re.sub(r"^l_(kwargs_)?|_$", "", node.name.lower()).strip("_")
+

@@ -1,0 +1,36 @@
+"""What is known of each parallelized model: its plan, mesh and modules, by the number that its calls carry."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from mindspeed_fx.sharding.plan import Plan
+
+
+WHOLE, LOCAL = INPUTS = ("whole", "local")
+
+
+@dataclass(eq=False)
+class Sharding:
+    """What ``parallelize`` decided for one model."""
+
+    plan: Plan
+    mesh: DeviceMesh | None
+    modules: list[str]
+    """Names of the model's modules."""
+    inputs: str = WHOLE
+    """What callers pass: "whole" tensors, or the "local" part of what the plan divides."""
+    check_inputs: bool = True
+    """Whether the ranks' arguments are compared."""
+    checked: set[tuple] = field(default_factory=set)
+    """Names, shapes and dtypes of arguments that were compared."""
+
+
+SHARDINGS: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
+
+
+
+

@@ -1,0 +1,1 @@
+"""The captured graph run on DTensors, which is the local program of one rank, and the operators that need collectives inside."""

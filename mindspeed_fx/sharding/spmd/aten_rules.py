@@ -1,0 +1,189 @@
+"""How every ATen operator runs on divided values.
+
+DTensor runs those that it is known to compute rightly, forward and backward (:data:`TRUSTED`); others that work element by
+element, or along some of their dimensions, run on each rank's parts (:func:`strategies`); everything else, also what is not
+known here, runs on whole values. A sum over ranks that is not yet made goes only into what is linear in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.compat import dtensor
+from mindspeed_fx.compat.placements import REPLICATED
+from mindspeed_fx.kernels.sharding import along
+from mindspeed_fx.sharding.spmd.parts import Strategy, run_in_parts
+
+LINEAR = frozenset("add sub neg mul div to _to_copy sum clone contiguous alias detach view reshape _unsafe_view flatten unflatten transpose permute t mT movedim unsqueeze squeeze expand expand_as".split())
+"""Operators whose arguments may be sums over ranks that are not yet made: linear in each of them."""
+
+TRUSTED = frozenset([
+    *LINEAR, *"view_as reshape_as swapaxes swapdims numpy_T matrix_H adjoint ravel".split(),
+    *"slice select narrow split split_with_sizes chunk tensor_split unbind cat concat stack hstack vstack tile repeat broadcast_tensors broadcast_to unsafe_chunk".split(),
+    *"mm bmm matmul addmm baddbmm einsum linear dot mv embedding mean where masked_fill type_as float double half bfloat16 long int bool".split(),
+    *"eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isnan isinf sign floor ceil round".split(),
+    *"abs exp log log2 log1p expm1 sqrt rsqrt pow square reciprocal sin cos tanh sigmoid relu silu gelu rsub clamp clamp_min clamp_max maximum minimum".split(),
+    *"zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split(),
+])  # fmt: skip
+"""Names of operators that DTensor computes rightly on divided values, forward and backward (tests/sharding/loss_cases.py)."""
+
+ALONG = {
+    **dict.fromkeys("sort argsort topk kthvalue mode softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin flip roll glu diff index_select unfold".split(), True),
+    **dict.fromkeys("median nanmedian max min amax amin aminmax argmax argmin logsumexp std var std_mean var_mean norm linalg_vector_norm prod nansum nanmean any all count_nonzero quantile nanquantile".split(), False),
+}  # fmt: skip
+"""Operators that work along the dimensions named by an argument, and whether these stay."""
+
+SPATIAL = {f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool", "conv", "conv_transpose")}
+"""Operators of [batch, channels, ...], and how many dimensions follow."""
+
+
+def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``target(*args, **kwargs)`` on DTensors, right for every placement of them."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("mindspeed", "_c10d_functional"):
+        return target(*args, **kwargs)
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
+    name = name_of(target)
+    if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
+        return target(*args, **kwargs)
+    if name in TRUSTED:
+        args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
+        return target(*args, **kwargs)
+    found = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
+    return run_in_parts(target, args, kwargs, found)
+
+
+def is_sized_by_data(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an argument has a size that is known only when the program runs (``x[mask]``). Such values are whole, and DTensor
+    cannot place what is made of them: their operators run on whole values, whichever they are."""
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
+    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
+
+
+def name_of(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.split("::")[1]
+
+
+def is_pointwise(target: torch._ops.OpOverload) -> bool:
+    """Whether every element of the results is made of the same element of each argument."""
+    return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _summed_for(name: str, tensors: list[DTensor]) -> Callable[[DTensor], DTensor]:
+    """What makes the sums of ``tensors`` that the operator ``name`` cannot take as they are."""
+    mesh = tensors[0].device_mesh
+    bilinear = name in ("mul", "div")
+
+    def takes(i: int) -> bool:
+        placements = [x.placements[i] for x in tensors]
+        partial = [p for p in placements if p.is_partial()]
+        if any(p.reduce_op != "sum" for p in partial) or name not in LINEAR:
+            return False
+        if bilinear:
+            return len(partial) <= 1 and not (name == "div" and placements[-1].is_partial() and len(placements) > 1)
+        return len(partial) in (0, len(placements))
+
+    summed = [not takes(i) for i in range(mesh.ndim)]
+
+    def make(x: DTensor) -> DTensor:
+        wanted = [Replicate() if s and p.is_partial() else p for s, p in zip(summed, x.placements)]
+        return x if wanted == list(x.placements) else x.redistribute(placements=wanted)
+
+    return make
+
+
+# ------------------------------------------------------------------ rules
+
+
+def strategies(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], tensors: list[DTensor]) -> list[Strategy]:
+    """How ``target`` may be divided; empty: not at all."""
+    name, given = name_of(target), bound(target, args, kwargs)
+    x, rest = tensors[0], tensors[1:]
+    if name in ALONG:
+        over = dimensions(given, x.ndim)
+        kept = ALONG[name] or bool(given.get("keepdim"))
+        return [] if over is None else by_other_dimensions(x.ndim, over, kept, len(rest))
+    if name in ("gather", "scatter", "scatter_add", "scatter_reduce"):
+        own = [d for d in range(x.ndim) if d != given["dim"] % x.ndim and all(t.ndim == x.ndim and t.shape[d] == x.shape[d] for t in rest)]
+        return [(d, [d] * len(tensors)) for d in own]
+    if name in ("slice_scatter", "select_scatter"):
+        at = given["dim"] % x.ndim
+        gone = name == "select_scatter"
+        return [(d, [d, d - (gone and d > at)]) for d in range(x.ndim) if d != at]
+    if name in SPATIAL or name == "convolution" or name.startswith("upsample_"):
+        spatial = SPATIAL.get(name, x.ndim - 2)
+        return [(0, [0] + [REPLICATED] * len(rest))] if x.ndim == spatial + 2 else []
+    rule = RULES.get(name)
+    return rule(given, x, rest) if rule is not None else []
+
+
+def pointwise_strategies(tensors: list[DTensor]) -> list[Strategy]:
+    """By every dimension of what the arguments become when they are broadcast."""
+    ndim = max(t.ndim for t in tensors)
+    return [(d, [along(t, d, ndim) for t in tensors]) for d in range(ndim)]
+
+
+def by_other_dimensions(ndim: int, over: list[int], kept: bool, others: int) -> list[Strategy]:
+    """By every dimension of [ndim] but those ``over`` which an operator works; the ``others`` arguments are whole."""
+    own = [d for d in range(ndim) if d not in over]
+    return [(d if kept else d - sum(o < d for o in over), [d] + [REPLICATED] * others) for d in own]
+
+
+def _leading(last: int) -> Callable[[dict, DTensor, list[DTensor]], list[Strategy]]:
+    """By every dimension of the first argument but the ``last`` ones."""
+    return lambda given, x, rest: [(d, [d] + [REPLICATED] * len(rest)) for d in range(x.ndim - last)]
+
+
+def _normalized(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return _leading(len(given["normalized_shape"]))(given, x, rest)
+
+
+def _padded(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    pad = list(given["pad"])
+    over = [x.ndim - 1 - i // 2 for i, n in enumerate(pad) if n]
+    return by_other_dimensions(x.ndim, over, True, len(rest))
+
+
+def _one_hot(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return _leading(0)(given, x, rest) if given["num_classes"] > 0 else []
+
+
+def _index_add(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return [(d, [d, REPLICATED, d]) for d in range(x.ndim) if d != given["dim"] % x.ndim]
+
+
+def _by_batch(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return [(0, [0] + [REPLICATED] * len(rest))]
+
+
+RULES: dict[str, Callable[[dict, DTensor, list[DTensor]], list[Strategy]]] = {
+    "layer_norm": _normalized, "native_layer_norm": _normalized, "rms_norm": _normalized,
+    "group_norm": _by_batch,
+    "tril": _leading(2), "triu": _leading(2),
+    "pad": _padded, "constant_pad_nd": _padded,
+    "one_hot": _one_hot, "bucketize": _leading(0),
+    "index_add": _index_add,
+}  # fmt: skip
+
+
+def bound(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name in the schema's order, defaults among them."""
+    schema = target._schema.arguments
+    positional = {a.name: v for a, v in zip(schema, args)} | kwargs
+    return {a.name: positional.get(a.name, a.default_value) for a in schema if a.name in positional or a.has_default_value()}
+
+
+def dimensions(given: dict[str, Any], ndim: int) -> list[int] | None:
+    """The dimensions along which an operator works; None: all."""
+    dim = next((given[n] for n in ("dim", "dims", "dimension") if n in given), None)
+    if dim is None or dim == [] or not ndim:
+        return None
+    return sorted(d % ndim for d in ([dim] if isinstance(dim, int) else dim))
+
+
+def is_divided_along(x: DTensor, dims: list[int] | None) -> bool:
+    """Whether ranks share one of the dimensions (None: any) of ``x``."""
+    return any(dtensor.is_divided(p) and (dims is None or p.dim in dims) for p in x.placements)

@@ -1,0 +1,242 @@
+"""The captured graph run on DTensors: what AOTAutograd traces here is the local program of one rank.
+
+Parameters enter as the shards that stand for the whole, inputs as this rank's part, and every operator runs on DTensors,
+which insert the collectives, forward and backward; ``place`` calls redistribute where the plan says. The results are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.compat import dtensor, tracing
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.kernels.sharding import register_sharding_rules
+from mindspeed_fx.report.source import source_line
+from mindspeed_fx.sharding.plan import Plan, ShardingError, matching
+from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, token_dispatch, vocabulary
+from mindspeed_fx.sharding.spmd import experts as experts_spmd
+from mindspeed_fx.sharding.spmd.expected_collectives import Traffic
+from mindspeed_fx.sharding.spmd.parts import run_whole
+from mindspeed_fx.sharding.spmd.redistribute import flatten, redistribute, reshape, unflatten
+from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Value:
+    """How one input of the program becomes a DTensor."""
+
+    placements: tuple[Placement, ...]
+    """Of the local tensor that is given; for inputs of the model, given whole, what it is divided to."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    parameter: bool
+    name: str = ""
+    """Of the parameter, or of an input of which each rank gives its part."""
+    part: bool = False
+    """Whether an input of the model is given as the part that ``placements`` say."""
+
+
+class Program(torch.nn.Module):
+    """``forward(*local tensors)`` -> whole results; traced by AOTAutograd, or run as it is."""
+
+    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None]):
+        super().__init__()
+        register_sharding_rules()
+        dtensor.count_strided_shards_for_real()
+        dtensor.price_strided_shards_plainly()
+        dtensor.redistribute_strided_shards_in_order()
+        object.__setattr__(self, "graph", graph)
+        self.plan, self.mesh, self.values = plan, mesh, values
+        object.__setattr__(self, "known", known_masks(graph))
+        object.__setattr__(self, "traffic", Traffic(mesh))
+        self.stages = {mesh.mesh_dim_names.index(name): stage for name, stage in plan.gather.items()}
+        self.data = [dim for dim, stage in self.stages.items() if stage != "never"]
+
+    def forward(self, *local: Any) -> Any:
+        traffic = Traffic(self.mesh)
+        object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
+        given = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
+        with fx.traceback.preserve_node_meta(), traffic.listening():
+            results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic).run(*given)
+        placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
+        traffic.read(self.graph, {n: (v.name, self._at_rest(x, v), self.stages) for n, x, v in zip(placeholders, local, self.values) if v is not None and v.parameter})
+        results = pytree.tree_map_only(DTensor, self._leave, results)
+        return tuple(results) if isinstance(results, (tuple, list)) else results
+
+    def _enter(self, x: Any, value: Value | None) -> Any:
+        if value is None:
+            return x
+        if value.part:
+            return self._at_rest(x.contiguous(), value)
+        if not value.parameter:
+            whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+            return whole.redistribute(placements=value.placements)
+        made = self._at_rest(x, value)
+        experts = bool(matching(self.plan.experts.get("parameters", ()), value.name))
+        for dim in sorted(self.data, reverse=True):  # of several that divide one dimension the inner ones first
+            stage, name = self.stages[dim], self.mesh.mesh_dim_names[dim]
+            if made.placements[dim].is_shard() and not (experts and made.placements[dim].is_shard(0)):
+                with dtensor.annotated(stage):
+                    made = redistribute(made, {name: "R"})
+                if stage == "zero1":
+                    made = redistribute(made, {name: "R"})
+        return made
+
+    def _at_rest(self, x: torch.Tensor, value: Value) -> DTensor:
+        return DTensor.from_local(x, self.mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride)
+
+    def _leave(self, x: DTensor) -> torch.Tensor:
+        return x.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
+
+
+class _Planned(fx.Interpreter):
+    """Runs a captured graph on DTensors; names the user's module and line where an operator cannot be divided."""
+
+    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, known: dict[fx.Node, torch.Tensor], data: list[int], traffic: Traffic):
+        super().__init__(graph, garbage_collect_values=False)
+        self.extra_traceback, self.plan, self.mesh, self.known, self.data, self.traffic = False, plan, mesh, known, data, traffic
+        self.inner = {mesh.mesh_dim_names.index(name): ranks for name, ranks in plan.rings.items()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = self.traffic.node = n
+        try:
+            value = self.traffic.values[n] = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
+            check_dtype(n, value)
+            for x in pytree.tree_leaves(value):
+                if isinstance(x, DTensor) and x.grad_fn is not None:
+                    x.grad_fn.register_prehook(functools.partial(self._differentiates, n))
+            return value
+        except ShardingError as e:
+            if "module " in str(e):
+                raise
+            raise ShardingError(f"{self._at(n)}: {e}") from None
+        except Exception as e:
+            given = ", ".join(f"{a.name} {_shown(self.env.get(a))}" for a in n.all_input_nodes)
+            raise ShardingError(f"{self._at(n)}: {n.target} cannot be computed in parts from {given} ({_line(e)}); {REMEDY}") from e
+
+    def _at(self, n: fx.Node) -> str:
+        return f'plan "{self.plan.name}", {_where(n)}'
+
+    def _differentiates(self, n: fx.Node, _gradients: Any) -> None:
+        """The backward of ``n`` begins."""
+        self.traffic.backward = f"{self._at(n)}: the gradient of {n.target}"
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor made inside the graph, such as positions or a mask, is whole on every rank."""
+        return x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+    def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._whole(value) if isinstance(value, torch.Tensor) else value
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if tracing.is_checkpoint(target):
+            return dtensor.checkpointed(lambda body: _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic), args, kwargs)
+        if target is token_dispatch.unpermuted:
+            return token_dispatch.unpermuted(*args)
+        if target is torch.ops.mindspeed.grouped_matmul.default and token_dispatch.travels(args[0]):
+            return token_dispatch.grouped_matmul(*args[:2], self.plan.experts.get("capacity"))
+        if target is torch.ops.mindspeed.grouped_matmul.default:
+            return experts_spmd.grouped_matmul(*args, **kwargs, data=self.data)
+        if self.node in self.known:
+            kwargs = {**kwargs, "known": self.known[self.node]}
+        if self.inner and target in ATTENTION:
+            kwargs = {**kwargs, "inner": self.inner}
+        return experts_spmd.with_own_rows(self._called, target, args, kwargs)
+
+    def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if isinstance(target, torch._ops.OpOverload) and aten_rules.is_sized_by_data(args, kwargs):
+            return run_whole(target, args, kwargs)
+        handler = HANDLERS.get(target)
+        if handler is None:
+            return aten_rules.run(target, args, kwargs)
+        with tracing.casts_resolved(target, self.node.meta.get("val"), args, kwargs) as (args, kwargs):
+            return handler(*args, **kwargs)
+
+    def output(self, target: str, args: tuple, kwargs: dict) -> Any:
+        return pytree.tree_map(experts_spmd.whole, super().output(target, args, kwargs))
+
+
+HANDLERS: dict[Any, Callable] = {
+    **losses.HANDLERS,
+    aten.linear.default: operators.linear,
+    aten.view.default: reshape,
+    aten.reshape.default: reshape,
+    aten.flatten.using_ints: flatten,
+    aten.unflatten.int: unflatten,
+    torch.ops.mindspeed.rms_norm.default: operators.rms_norm,
+    torch.ops.mindspeed.add_rms_norm.default: operators.add_rms_norm,
+    aten.matmul.default: operators.matmul,
+    aten.dropout.default: operators.dropout,
+    aten.mean.default: operators.mean,
+    aten.mean.dim: operators.mean,
+    aten.topk.default: operators.locally(aten.topk.default),
+    aten.embedding.default: vocabulary.embedding,
+    torch.ops.mindspeed.cross_entropy.default: vocabulary.cross_entropy,
+    torch.ops.mindspeed.linear_cross_entropy.default: vocabulary.linear_cross_entropy,
+    torch.ops.mindspeed.attention.default: operators.attention,
+    torch.ops.mindspeed.varlen_attention.default: operators.varlen_attention,
+    aten.scaled_dot_product_attention.default: operators.scaled_dot_product_attention,
+}
+"""Operators that DTensor alone would compute wrongly divided, or only after gathering their inputs."""
+
+
+REMEDY = 'keep what the module reads whole ({input: {dimension: R}} in the plan\'s "modules"), or take another plan'
+
+
+@contextlib.contextmanager
+def differentiated(program: Callable[[], Program | None]) -> Iterator[None]:
+    """The backward of a program is traced or run within.
+
+    Raises:
+        ShardingError: an operator whose gradient cannot be computed in parts, with module and line.
+    """
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as e:
+        found = program()
+        if found is None or not found.traffic.backward:
+            raise
+        raise ShardingError(f"{found.traffic.backward} cannot be computed in parts ({_line(e)}); {REMEDY}") from e
+
+
+def check_dtype(node: fx.Node, value: Any) -> None:
+    """Under autocast, refuse a result whose dtype is not the one that a single device computes: a cast was lost.
+
+    Raises:
+        ShardingError: with both dtypes.
+    """
+    expected = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return
+    if value.dtype != expected.dtype and tracing.is_autocast_active(value.device.type):
+        dtypes = f"{value.dtype} in parts, and {expected.dtype} on one device"
+        raise ShardingError(f"{_where(node)}: {node.target} gives {dtypes}")
+
+
+def _where(node: fx.Node) -> str:
+    module, line = module_path(node), source_line(node)
+    return f'module "{module}"' + (f", {line}" if line else "")
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _shown(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.placements}" if isinstance(value, DTensor) else type(value).__name__
+

@@ -1,0 +1,241 @@
+"""From the placements that a plan names to DTensor's, and from one placement of a value to another."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Mapping, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from mindspeed_fx.compat import dtensor
+from mindspeed_fx.sharding.plan import ShardingError, parse_placement
+
+
+def placements_of(placed: Mapping[str, str], mesh: DeviceMesh, ndim: int, where: str) -> tuple[Placement, ...]:
+    """DTensor placements on every dimension of ``mesh``; what ``placed`` does not name is whole.
+
+    Raises:
+        ShardingError: a dimension that the mesh or a tensor of ``ndim`` dimensions does not have.
+    """
+    found: list[Placement] = [Replicate()] * mesh.ndim
+    for name, word in placed.items():
+        dim = parse_placement(word, where)
+        if dim is not None:
+            if not -ndim <= dim < ndim:
+                raise ShardingError(f"{where}: placement {word} of a tensor of {ndim} dimensions")
+            found[mesh.mesh_dim_names.index(name)] = Shard(dim % ndim)
+    return tuple(found)
+
+
+def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
+    """``x`` at ``placed``; mesh dimensions that it does not name stay. The gradient comes back as ``x`` is."""
+    wanted = list(x.placements)
+    where = f"value of shape {tuple(x.shape)}"
+    for name, word in placed.items():
+        i = x.device_mesh.mesh_dim_names.index(name)
+        wanted[i] = placements_of({name: word}, x.device_mesh, x.ndim, where)[i]
+    even(x.shape, wanted, x.device_mesh, where)
+    return _Redistribute.apply(x, tuple(wanted))
+
+
+def placed_at(x: DTensor, placements: Any) -> DTensor:
+    """``x`` at ``placements``, one for every mesh dimension; as it is where it is there. The gradient comes back as ``x`` is."""
+    return x if list(x.placements) == list(placements) else _Redistribute.apply(x, tuple(placements))
+
+
+class _Redistribute(torch.autograd.Function):
+    """DTensor's ``redistribute`` whose local results are stored in the order of dimensions that the whole has: what
+    collectives return is contiguous, and a view that is right for the whole would fail on it. Parts of one dimension become parts
+    of another by :func:`exchanged`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+        ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        ctx.set_materialize_grads(False)  # zeros would be made as a plain tensor
+        return _stored_alike(_redistributed(x, placements))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
+        return None if grad is None else _stored_alike(_redistributed(grad, ctx.placements)), None
+
+
+def _redistributed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    changed = [i for i, (p, q) in enumerate(zip(x.placements, placements)) if p != q]
+    if len(changed) == 1 and _exchangeable(x, placements, changed[0]):
+        return exchanged(x, changed[0], placements)
+    return x.redistribute(placements=placements)
+
+
+def _exchangeable(x: DTensor, placements: tuple[Placement, ...], i: int) -> bool:
+    """Parts of one dimension to parts of another, each of one piece: no inner mesh dimension divides either of them."""
+    old, new, mesh = x.placements[i], placements[i], x.device_mesh
+    if type(old) is not Shard or type(new) is not Shard or any(map(dtensor.is_strided, placements)):
+        return False
+    if any(j > i and p.is_shard() and p.dim in (old.dim, new.dim) for j, p in enumerate(placements)):
+        return False
+    parts = {d: mesh.size(i) for d in (old.dim, new.dim)}
+    for j, p in enumerate(placements):
+        if j != i and isinstance(p, Shard) and p.dim in parts:
+            parts[p.dim] *= mesh.size(j)
+    return all(x.shape[d] % n == 0 for d, n in parts.items())
+
+
+def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
+    """One all-to-all over mesh dimension ``i``. DTensor (2.13) has an operator of its own for it, which ends where it starts and so hides behind
+    nothing, and on CPU gathers everything to keep a part: n times the bytes."""
+    old, new, mesh = x.placements[i].dim, placements[i].dim, x.device_mesh
+    n = mesh.size(i)
+    given = x.to_local().unflatten(new, (n, -1)).movedim(new, 0)
+    taken = dtensor.waited(dtensor.all_to_all(given, [1] * n, [1] * n, mesh, i))
+    local = taken.movedim(0, old).flatten(old, old + 1)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
+    """``aten.view`` and ``aten.reshape``. What is divided by strided shards, before or after, is viewed by
+    :func:`placements_as`: DTensor (2.13) cannot part a dimension that several mesh dimensions divide, or takes other pieces
+    for a rank's.
+
+    Raises:
+        ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot share.
+    """
+    whole = torch.empty(x.shape, device="meta").reshape(shape).shape
+    placements = placements_as(x, whole)
+    strided = [i for i, p in enumerate(x.placements) if dtensor.is_strided(p)]
+    if strided and placements is None:
+        gathered = [Replicate() if i >= strided[0] else p for i, p in enumerate(x.placements)]
+        return reshape(x.redistribute(placements=gathered), shape)
+    if strided or any(map(dtensor.is_strided, placements or ())):
+        return _Reshape.apply(x, whole, placements)
+    try:
+        return x.reshape(shape)
+    except RuntimeError as e:
+        if "unevenly" not in str(e):
+            raise
+        mesh = x.device_mesh
+        cut = ", ".join(f"dimension {p.dim} over {mesh.size(i)} ranks" + (f' of "{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else "") for i, p in enumerate(x.placements) if dtensor.is_divided(p))
+        raise ShardingError(f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; choose another number of ranks, or keep it whole (R)") from e
+
+
+def placements_as(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | None:
+    """Placements of ``x`` viewed as ``shape`` when each rank keeps its elements; None where a rank's part is none of the view's.
+
+    A rank has a part of each of so many pieces: as many as there are elements before the divided dimension, times those of
+    a strided shard. Of the dimensions after the view, the one is divided before which there are as many elements, or a
+    divisor: then its parts are strided again. Tokens [batch * sequence] whose sequence is divided are so many pieces as a
+    rank has sequences.
+    """
+    placements = list(x.placements)
+    for old, new in _groups(x.shape, shape):
+        before, after = [x.shape[d] for d in old], [shape[d] for d in new]
+        for i, p in enumerate(x.placements):
+            if not dtensor.is_divided(p) or p.dim not in old:
+                continue
+            n, at = x.device_mesh.size(i), p.dim - old.start
+            pieces = math.prod(before[:at]) * (p.split_factor if dtensor.is_strided(p) else 1)
+            found = _divided(after, pieces, n)
+            if found is None or before[at] % n:
+                return None
+            before[at] //= n
+            after[found[0]] //= n
+            placements[i] = dtensor.shard(new[found[0]], found[1])
+    return tuple(placements)
+
+
+def _divided(sizes: Sequence[int], pieces: int, n: int) -> tuple[int, int] | None:
+    """(dimension, pieces of it): of which n ranks have parts when each has a part of every one of ``pieces``."""
+    for at, size in enumerate(sizes):
+        outer = math.prod(sizes[:at])
+        if pieces % outer == 0 and size % (pieces // outer * n) == 0:
+            return at, pieces // outer
+    return None
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of dimensions, before and after a view, that hold the same elements; as short as they can be."""
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, a, b = (i, j), 1, 1
+        if i < len(before):
+            a, i = before[i], i + 1
+        if j < len(after):
+            b, j = after[j], j + 1
+        while a != b:
+            if a < b:
+                a, i = a * before[i], i + 1
+            else:
+                b, j = b * after[j], j + 1
+        groups.append((range(start[0], i), range(start[1], j)))
+    return groups
+
+
+def flatten(x: DTensor, start_dim: int = 0, end_dim: int = -1) -> DTensor:
+    """``aten.flatten``; see :func:`reshape`."""
+    if not x.ndim:
+        return reshape(x, [1])
+    start, end = start_dim % x.ndim, end_dim % x.ndim
+    return x if start == end else reshape(x, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+
+
+def unflatten(x: DTensor, dim: int, sizes: list[int]) -> DTensor:
+    """``aten.unflatten``; see :func:`reshape`."""
+    dim %= x.ndim
+    known = math.prod(n for n in sizes if n != -1)
+    parts = [x.shape[dim] // known if n == -1 else n for n in sizes]
+    return reshape(x, [*x.shape[:dim], *parts, *x.shape[dim + 1 :]])
+
+
+class _Reshape(torch.autograd.Function):
+    """A view of each rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.x, ctx.placements = (_without_sums(x.placements), x.shape, x.stride()), _without_sums(placements)
+        return _viewed(x, placements, shape, torch.empty(shape, device="meta").stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        return _viewed(grad.redistribute(placements=ctx.placements), *ctx.x), None, None
+
+
+def _viewed(x: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    sizes = list(shape)
+    for i, p in enumerate(placements):
+        if dtensor.is_divided(p):
+            sizes[p.dim] //= x.device_mesh.size(i)
+    return DTensor.from_local(x.to_local().reshape(sizes), x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _without_sums(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def _stored_alike(x: DTensor) -> DTensor:
+    local = x.to_local()
+    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    if 0 in x.stride() or local.permute(order).is_contiguous():
+        return x
+    back = sorted(range(x.ndim), key=order.__getitem__)
+    return DTensor.from_local(local.permute(order).contiguous().permute(back), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def even(shape: torch.Size, placements: Any, mesh: DeviceMesh, where: str) -> None:
+    """Refuse parts of different sizes.
+
+    Raises:
+        ShardingError: with the size, the mesh dimensions and the number of ranks.
+    """
+    over: dict[int, list[int]] = {}
+    for i, p in enumerate(placements):
+        if isinstance(p, Shard):
+            over.setdefault(p.dim, []).append(i)
+    for dim, mine in over.items():
+        n = math.prod(mesh.size(i) for i in mine)
+        if shape[dim] % n:
+            names = ", ".join(f'"{mesh.mesh_dim_names[i]}"' for i in mine) if mesh.mesh_dim_names else str(mine)
+            raise ShardingError(f"{where}: dimension {dim} has {shape[dim]} elements, which {n} ranks of {names} cannot share evenly; pad it, choose another number of ranks, or keep it whole (R)")

@@ -1,0 +1,179 @@
+"""overlap.decompose: chunks give every rank the rows and values that it had; which regions, how many chunks, and why not."""
+
+import collections
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_fx.compat import fx_graph
+from mindspeed_fx.graph.collectives import is_start, kind
+from mindspeed_fx.options import Options
+from mindspeed_fx.passes.base import Context
+from mindspeed_fx.passes.overlap.chunking import windows
+from mindspeed_fx.passes.overlap.chunking.chunk import chunked
+from mindspeed_fx.passes.overlap.chunking.chunk_search import disjoint
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut, shares, through_view
+from mindspeed_fx.passes.overlap.chunking.region import KINDS
+from mindspeed_fx.passes.overlap.decompose import overlap_decompose
+from mindspeed_fx.passes.overlap.split import overlap_split
+from tests.passes.overlap import parallel_layers as layers
+
+PROGRAMS = {"sequence": layers.training(layers.mlp), "all_reduce": layers.training(layers.mlp_whole), "batch_first": layers.batch_first, "packed": layers.packed, "all_to_all": layers.exchange, "experts": layers.training(layers.experts)}
+
+
+def context(**options):
+    return Context(Options(**{"target": "npu", "codegen": "eager", "hardware": "ascend910b2", **options}), "inference")
+
+
+def collectives(gm):
+    return collections.Counter(kind(n) for n in gm.graph.nodes if is_start(n))
+
+
+def in_chunks(gm, reach, parts):
+    """``gm`` with every region that can be in ``parts`` chunks; how many regions."""
+    gm = fx_graph.copy_graph(gm)
+    overlap_split(gm, context())
+    found = list(disjoint([n for n in gm.graph.nodes if is_start(n) and kind(n) in KINDS], reach))
+    cut = [r for r in found if parts in r.most_parts((parts,))]
+    for region in cut:
+        chunked(gm, region, parts)
+    gm.graph.lint()
+    gm.recompile()
+    return gm, len(cut)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_rank_has_the_rows_it_had(program, ranks):
+    mode = ranks(4)
+    gm = layers.graph(PROGRAMS[program])
+    expected = layers.on_every_rank(gm, mode)
+    assert len({t.sum().item() for t in expected[0]}) == 4  # ranks differ, or rows could be swapped unseen
+    whole = collectives(gm)
+    for reach, parts in (("pair", 2), ("pipeline", 2 if program == "experts" else (1, 2, 1))):  # a rank has two experts
+        cut, regions = in_chunks(gm, reach, parts)
+        parts = len(shares(parts))
+        assert regions
+        for a, b in zip([t for o in layers.on_every_rank(cut, mode) for t in o], [t for o in expected for t in o], strict=True):
+            assert a.shape == b.shape and a.stride() == b.stride()
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        made = collectives(cut)
+        assert all(made[k] <= parts * n and (made[k] - n) % (parts - 1) == 0 for k, n in whole.items()), (made, whole)  # chunks of each, and nothing gathered twice
+        assert sum(made.values()) > sum(whole.values())
+
+
+def test_sixteen_bits_stay_within_twice_the_error_of_the_whole(ranks):
+    mode = ranks(4)
+    exact = layers.on_every_rank(layers.graph(PROGRAMS["sequence"]), mode)
+    gm = layers.graph(PROGRAMS["sequence"], dtype=torch.bfloat16)
+    whole = layers.on_every_rank(gm, mode, dtype=torch.bfloat16)
+    cut = layers.on_every_rank(in_chunks(gm, "pipeline", 4)[0], mode, dtype=torch.bfloat16)
+    for e, w, c in zip(exact, whole, cut):
+        error = lambda got: max((a.double() - b).abs().max().item() for a, b in zip(got, e))
+        assert 0 < error(c) <= 2 * error(w)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4), st.data())
+def test_a_cut_seen_through_a_view(before, data):
+    """The chunk of the view is the view of the chunk."""
+    total, after = torch.Size(before).numel(), []
+    while total > 1 and len(after) < 3:
+        after.append(data.draw(st.sampled_from([d for d in range(1, total + 1) if total % d == 0])))
+        total //= after[-1]
+    after.append(total)
+    dim, blocks, parts = data.draw(st.integers(0, len(before) - 1)), data.draw(st.sampled_from([1, 2, 3, 4])), data.draw(st.sampled_from([2, 4, (1, 2, 1), (3, 1)]))
+    cut = Cut(dim, blocks)
+    assume(before[dim] % blocks == 0 and cut.fits(before, parts))
+    seen = through_view(cut, before, after)
+    assume(seen is not None and seen.fits(after, parts))
+    x = torch.arange(torch.Size(before).numel()).view(before)
+    each = shares(parts)
+    chunk = lambda t, c, i: t.unflatten(c.dim, (c.blocks, sum(each), -1)).narrow(c.dim + 1, sum(each[:i]), each[i]).flatten(c.dim, c.dim + 2)
+    for i in range(len(each)):
+        assert torch.equal(chunk(x.view(after), seen, i).flatten(), chunk(x, cut, i).flatten())
+
+
+LARGE = [(1024, 1, 4096), (4096,), (1792, 4096), (4096, 1792)]
+"""This rank's part of a Llama-8B layer over 8 ranks."""
+
+
+@pytest.fixture
+def eight(ranks):
+    return ranks(8)
+
+
+def test_the_model_cuts_what_pays(eight):
+    gm = layers.graph(PROGRAMS["sequence"], LARGE, torch.bfloat16)
+    overlap_split(gm, context())
+    before = collectives(gm)
+    report = overlap_decompose(gm, context())
+    assert report.rewrites and all("chunks" in s.operator for s in report.rewrites)
+    after = collectives(gm)
+    assert after["all_gather_into_tensor"] > before["all_gather_into_tensor"]
+    first, second = (float(report.notes[0].split(" ms")[k].split(" ")[-1]) for k in (0, 1))
+    assert second < 0.99 * first
+    gm.graph.lint()
+
+
+def repeated(x, norm, up, down):
+    """Five layers, each of which needs the whole sequence at its end."""
+    for _ in range(5):
+        x = torch.cumsum(layers.mlp(x, norm, up, down), 0)
+    return (x,)
+
+
+def test_what_a_window_finds_is_done_to_all_layers(eight, monkeypatch):
+    gm = layers.graph(repeated, LARGE, torch.bfloat16)
+    monkeypatch.setattr(windows, "LARGE", 50)
+    monkeypatch.setattr(windows, "WIDTH", 3 * len(gm.graph.nodes) // 5)
+    cut = fx_graph.copy_graph(gm)
+    report = overlap_decompose(cut, context())
+    before, after = (float(report.notes[0].split(" ms")[k].split(" ")[-1]) for k in (0, 1))
+    assert len(report.rewrites) == 5 and len({s.operator for s in report.rewrites}) == 1 and after < 0.99 * before
+    cut.graph.lint()
+
+    monkeypatch.setattr(windows, "TRIED", 0)  # nothing may be tried, and so nothing is found
+    assert not overlap_decompose(fx_graph.copy_graph(gm), context()).rewrites
+    monkeypatch.setattr(windows, "MOST", 0)
+    report = overlap_decompose(fx_graph.copy_graph(gm), context())
+    assert not report.rewrites and all("was tried on no window" in s.reason for s in report.skipped)
+
+
+def reasons(program, of=None, **options):
+    report = overlap_decompose(layers.graph(program, of), context(**options))
+    assert not report.rewrites
+    return {s.reason for s in report.skipped} | set(report.notes if not report.skipped else ())
+
+
+def test_reasons(eight):
+    assert reasons(lambda x, n, u, d: (x + 1,)) == {"no collective that can be cut"}
+    assert reasons(lambda x, n, u, d: (layers.all_gather(x).sin(),)) == {"no product of matrices reads its rows"}
+    assert reasons(lambda x, n, u, d: (layers.all_reduce(n * 2),)) == {"what it reduces is made by no product of matrices, row by row"}
+    assert reasons(PROGRAMS["batch_first"]) == {"the model finds no shorter step with it in chunks"}
+    odd = [(3, 5, 16), (16,), (24, 16), (16, 24)]
+    assert reasons(lambda x, n, u, d: (layers.all_gather(x) @ u.t(),), odd) == {"its shape (3, 5, 16) has no dimension that 2 chunks divide evenly"}
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    symbolic = make_fx(lambda x, u: (layers.all_gather(x) @ u.t(),), tracing_mode="symbolic")(torch.empty(8, 2, 16), torch.empty(24, 16))
+    assert [s.reason for s in overlap_decompose(symbolic, context()).skipped] == ["its sizes are known at run time only (dynamic shapes)"]
+    assert reasons(PROGRAMS["sequence"], hardware=None).pop().startswith("no cost model: ")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert reasons(PROGRAMS["sequence"], LARGE) == {"torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_split_gradients_are_bitwise_the_same(ranks):
+    mode = ranks(2)
+    gm = layers.graph(PROGRAMS["sequence"])
+    split = fx_graph.copy_graph(gm)
+    report = overlap_split(split, context())
+    assert len(report.rewrites) == 4
+    assert not any(n.target is torch.ops.mindspeed.linear_backward.default for n in split.graph.nodes)
+    for a, b in zip(layers.on_every_rank(split, mode), layers.on_every_rank(gm, mode)):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
+    dist.destroy_process_group()

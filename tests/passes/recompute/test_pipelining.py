@@ -1,0 +1,143 @@
+"""A backward in three graphs: the same bits in any order of the parts, under torch's own zero-bubble schedule too."""
+
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+import mindspeed_fx
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.partition.split import SplitError, split
+
+
+class Layer(nn.Module):
+    """A norm with a call that gives gradients of input and weight at once, two products, a residual."""
+
+    def __init__(self, hidden=16):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.sin(self.up(self.norm(x))))
+
+
+def layers(seed, count=2):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Layer() for _ in range(count)))
+
+
+def plain(model, batches, options):
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="mindspeed", options={"codegen": "eager", **options})
+    for x in batches:
+        run(x).sin().sum().backward()
+    found = [[x.grad for x in batches], [p.grad for p in model.parameters()]]
+    for t in (*batches, *model.parameters()):
+        t.grad = None
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("options", [{"recompute": "none"}, {"recompute": "full"}])
+def test_the_parts_are_the_whole_in_any_order(options):
+    model, batches = layers(0), [torch.randn(6, 16, requires_grad=True) for _ in range(3)]
+    inputs, weights = plain(model, batches, options)
+    assert all(g is not None and g.abs().sum() > 0 for g in (*inputs, *weights))
+    part = mindspeed_fx.split_backward(model, options, ahead=True)
+    for step in range(2):
+        outs = [part(x) for x in batches]
+        ahead = [part.recompute() for _ in range(4)]  # the backward is compiled when it first runs
+        assert ahead == ([True] * 3 + [False] if step and options["recompute"] == "full" else [False] * 4)
+        late = []
+        for out in outs:
+            out.sin().sum().backward()
+            late.append(part.dw_builder())
+        assert all(torch.equal(x.grad, g) for x, g in zip(batches, inputs, strict=True))
+        assert all(p.grad is None for p in model.parameters())
+        for run in late:
+            run()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), weights, strict=True))
+        for t in (*batches, *model.parameters()):
+            t.grad = None
+    with pytest.raises(RuntimeError, match="no backward has left gradients"):
+        part.dw_builder()
+    assert part.dropped == 0
+    (graphs,) = part.graphs
+    parts = graphs.parts
+    assert bool(parts.recompute.makes) == (options["recompute"] == "full")
+    assert not any("tangents" in n for n in parts.recompute.reads) and any("tangents" in n for n in parts.inputs.reads)
+    products = {name: sum("mm" in str(n.target) for n in getattr(parts, name).gm.graph.nodes) for name in ("inputs", "weights")}
+    assert products == {"inputs": 4, "weights": 4}  # one each way for each of four linears
+
+
+def test_frozen_weights_and_inputs_without_gradient():
+    model, x = layers(1), torch.randn(6, 16)
+    model[0].up.weight.requires_grad_(False)
+    _, weights = plain(model, [x], {})
+    part = mindspeed_fx.split_backward(model)
+    part(x).sin().sum().backward()
+    part.dw_builder()()
+    assert model[0].up.weight.grad is None
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip([p.grad for p in model.parameters()], weights, strict=True))
+    with torch.no_grad():
+        assert torch.equal(part(x), model(x))
+    with pytest.raises(RuntimeError, match="ahead=True"):
+        part.recompute()
+
+
+def test_what_cannot_be_split():
+    with pytest.raises(OptionError, match='"codegen" is \'inductor\'; valid for a backward in parts: "eager"'):
+        mindspeed_fx.split_backward(layers(0), {"codegen": "inductor"})
+
+    def backward(saved, tangents_1):
+        saved.mul_(2)
+        return saved * tangents_1
+
+    with pytest.raises(SplitError, match="writes in place"):
+        gm = torch.fx.symbolic_trace(backward)
+        for n in gm.graph.find_nodes(op="call_method", target="mul_"):
+            n.op, n.target = "call_function", torch.ops.aten.mul_.Tensor
+        split(gm, [])
+
+
+def worker(rank, store):
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    x, target = (torch.randn(8, 16, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    loss = lambda out, wanted: ((out - wanted) ** 2).mean()  # noqa: E731
+    found = {}
+    for kind in ("plain", "zero bubble"):
+        models = [layers(10 + s, 1) for s in (rank, rank + 2)]
+        if kind == "plain":
+            parts = [torch.compile(m, backend="mindspeed", options={"codegen": "eager"}) for m in models]
+        else:
+            parts = [mindspeed_fx.split_backward(m) for m in models]
+        builders = [p.dw_builder if kind != "plain" else None for p in parts]
+        stages = [PipelineStage(p, s, 4, torch.device("cpu"), dw_builder=b) for p, s, b in zip(parts, (rank, rank + 2), builders)]
+        schedule = (ScheduleInterleaved1F1B if kind == "plain" else ScheduleInterleavedZeroBubble)(stages, 4, loss_fn=loss)
+        losses = []
+        for _ in range(2):
+            for m in models:
+                m.zero_grad()
+            if rank == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=target, losses=losses)
+        found[kind] = ([p.grad for m in models for p in m.parameters()], losses)
+        if kind != "plain":
+            late = [str(a) for a in schedule.pipeline_order[rank] if a and "W" in str(a)]
+            assert len(late) == 8, late  # four microbatches, two stages
+    for a, b in zip(found["plain"][0], found["zero bubble"][0], strict=True):
+        assert a.abs().sum() > 0 and torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(found["plain"][1], found["zero bubble"][1], strict=True))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_torchs_zero_bubble_schedule_over_two_processes_is_the_plain_one_to_the_bit(tmp_path):
+    mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2)

@@ -1,0 +1,122 @@
+"""The floors of docs/design.md: what may import what, lazy imports and annotations included."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+import mindspeed_fx
+
+ROOT = Path(mindspeed_fx.__file__).parent
+PAGE = (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(p): p for p in ROOT.rglob("*.py")}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of the package that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mindspeed_fx"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in FILES else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in FILES}
+    return found
+
+
+GRAPH = {name: imports_of(path) - {name} for name, path in FILES.items()}
+
+
+def folder_of(name: str) -> str:
+    """The folder, or the file, directly under the package."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def no_circle(graph: dict[str, set[str]]) -> None:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_no_circle_between_files():
+    no_circle(GRAPH)
+
+
+def test_no_circle_between_folders():
+    folders: dict[str, set[str]] = {}
+    for name, targets in GRAPH.items():
+        if folder_of(name):
+            folders.setdefault(folder_of(name), set()).update({folder_of(t) for t in targets} - {folder_of(name), ""})
+    no_circle(folders)
+
+
+def floors() -> list[set[str]]:
+    """The floors as docs/design.md draws them, from the top down."""
+    table = PAGE.split("<!-- floors -->")[1].split("<!-- /floors -->")[0]
+    return [set(re.findall(r"`([\w/.]+?)(?:/|\.py)?`", line.split("|")[2])) for line in table.splitlines() if line.startswith("| ") and "`" in line]
+
+
+def test_the_floors_of_the_page_hold():
+    """What stands on a floor imports from floors below it, or from its own."""
+    rows = floors()
+    height = {name: len(rows) - i for i, row in enumerate(rows) for name in row}
+    there = {folder_of(name) for name in FILES} - {"", "_version"}
+    assert there == set(height), "docs/design.md draws every folder and file under the package once"
+    wrong = {(a, b) for a, targets in GRAPH.items() for b in targets if folder_of(a) and folder_of(b) in height and height[folder_of(b)] > height[folder_of(a)]}
+    assert not wrong, wrong
+
+
+FORBIDDEN = [
+    ("mindspeed_fx.passes.", ("mindspeed_fx.backend", "mindspeed_fx.planning")),
+    ("mindspeed_fx.sharding.", ("mindspeed_fx.backend", "mindspeed_fx.planning", "mindspeed_fx.passes.sharding")),
+    ("mindspeed_fx.compat.", tuple(f"mindspeed_fx.{f}" for f in {folder_of(n) for n in FILES} - {"", "compat"})),
+    ("mindspeed_fx.graph.", ("mindspeed_fx.passes", "mindspeed_fx.kernels", "mindspeed_fx.capture")),
+]
+
+
+@pytest.mark.parametrize("above, below", FORBIDDEN)
+def test_what_stands_below_knows_nothing_of_what_stands_above(above, below):
+    assert not [(a, b) for a, targets in GRAPH.items() if a.startswith(above) for b in targets if b.startswith(below)]
+
+
+def test_readers_import_no_pass():
+    """passes/fusion/analysis reads graphs; it knows neither passes nor emitters, and of passes/base only the records."""
+    passes = {name for name, path in FILES.items() if "\n@register(" in path.read_text()}
+    readers = {name: targets for name, targets in GRAPH.items() if name.startswith("mindspeed_fx.passes.fusion.analysis.")}
+    assert len(readers) > 10
+    assert not {(a, b) for a, targets in readers.items() for b in targets if b in passes or ".emit" in b}
+
+
+def test_a_pass_stands_alone_in_its_file_under_its_name():
+    """`family.name` is passes/family/name.py."""
+    for path in (ROOT / "passes").rglob("*.py"):
+        text = path.read_text()
+        names = re.findall(r'^NAME(?:, \w+)* = "([\w.]+)"', text, re.MULTILINE)
+        if "\n@register(" in text:
+            assert text.count("\n@register(") == 1 and names == [".".join(path.relative_to(ROOT / "passes").with_suffix("").parts)], path
+
+
+def test_kernels_have_the_names_of_their_operators():
+    """kernels/TARGET/OP.py serves kernels/OP.py; what does not is listed with its reason."""
+    helpers = {
+        "cpu": {"attention_blocked", "attention_flash", "gemm", "weight_gradient"},  # kernels that an operator chooses from
+        "npu": {"schemas"},  # of torch_npu
+        "triton": {"launch", "tiles", "generate", "npu", "moe_unpermute"},  # starting kernels; half of moe_permute
+    }
+    operators = {p.stem for p in (ROOT / "kernels").glob("*.py")}
+    for target, others in helpers.items():
+        files = {p.stem for p in (ROOT / "kernels" / target).glob("*.py")} - {"__init__"}
+        assert files - others <= operators, (target, files - others - operators)
