@@ -62,8 +62,16 @@ def _allocations(profile: Any) -> list[tuple[int, int]]:
     return [(address, size) for _, address, size in sorted(events, key=lambda e: e[0])]
 
 
-def rivals(model: torch.nn.Module, inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor], options: dict[str, Any] | None = None, **compile_options: Any) -> dict[str, Step]:
-    """One training step of ``model`` under eager, Inductor and mindspeed, each compiled and run once; ``options`` are mindspeed's."""
+def rivals(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    options: dict[str, Any] | None = None,
+    **compile_options: Any,
+) -> dict[str, Step]:
+    """One training step of ``model`` under eager, Inductor and mindspeed, each compiled and run once; ``options`` are
+    mindspeed's.
+    """
     steps = {}
     for name in ("eager", "inductor", "mindspeed"):
         torch._dynamo.reset()
@@ -81,7 +89,9 @@ def race(title: str, model: torch.nn.Module, steps: dict[str, Step], rounds: int
     table(times, {name: peak_bytes(step, gradient_bytes(model)) for name, step in steps.items()}, "mindspeed")
 
 
-def training_step(model: torch.nn.Module, compiled: Callable, inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor]) -> Step:
+def training_step(
+    model: torch.nn.Module, compiled: Callable, inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor]
+) -> Step:
     """Forward, loss, backward; gradients freed before the step so that every step allocates them."""
 
     def step() -> torch.Tensor:
@@ -99,19 +109,31 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 
 
 def header(title: str) -> None:
-    print(f"# {title}\n# {datetime.date.today()}  torch {torch.__version__}  python {platform.python_version()}  threads {torch.get_num_threads()}")
+    print(
+        f"# {title}\n# {datetime.date.today()}  torch {torch.__version__}  python {platform.python_version()}  threads "
+        f"{torch.get_num_threads()}"
+    )
 
 
 def table(times: dict[str, list[float]], peaks: dict[str, int], baseline: str) -> None:
     """Medians, spread and ratios of ``baseline`` (ours) to every rival."""
     own, own_peak = statistics.median(times[baseline]), peaks.get(baseline)
-    print(f"{'rival':<12}{'median ms':>11}{'min ms':>9}{'max ms':>9}{'peak MiB':>10}   {baseline}/rival: time, paired time, peak")
+    print(
+        f"{'rival':<12}{'median ms':>11}{'min ms':>9}{'max ms':>9}{'peak MiB':>10}   {baseline}/rival: time, paired "
+        "time, peak"
+    )
     for name, seconds in times.items():
         paired = statistics.median(a / b for a, b in zip(times[baseline], seconds))
         peak = peaks.get(name)
-        ratio = f"{own / statistics.median(seconds):.3f}, {paired:.3f}, {own_peak / peak:.3f}" if peak else f"{own / statistics.median(seconds):.3f}, {paired:.3f}"
+        ratio = (
+            f"{own / statistics.median(seconds):.3f}, {paired:.3f}, {own_peak / peak:.3f}"
+            if peak
+            else f"{own / statistics.median(seconds):.3f}, {paired:.3f}"
+        )
         shown = f"{peak / 2**20:.1f}" if peak else "-"
-        print(f"{name:<12}{statistics.median(seconds) * 1e3:>11.1f}{min(seconds) * 1e3:>9.1f}{max(seconds) * 1e3:>9.1f}{shown:>10}   {ratio}")
+        print(
+            f"{name:<12}{statistics.median(seconds) * 1e3:>11.1f}{min(seconds) * 1e3:>9.1f}{max(seconds) * 1e3:>9.1f}{shown:>10}   {ratio}"
+        )
 
 
 def arguments(**defaults: Any) -> argparse.Namespace:

@@ -3,7 +3,8 @@
     python -m benchmarks.compile_time [--rounds 3]
 
 Cold: a new process with an empty cache directory, first step (forward and backward) of the 4-layer Megatron GPT of
-megatron_gpt.py. Warm: the same again with the cache it left. Rivals alternate. Overhead: a one-line model, called often.
+megatron_gpt.py. Warm: the same again with the cache it left. Rivals alternate. Overhead: a one-line model, called
+    often.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ def child(backend: str) -> None:
     case = megatron_gpt.CASES["512"]
     model = megatron_gpt.build(**case)
     ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
-    inputs = dict(input_ids=ids, position_ids=torch.arange(case["seq"]).expand_as(ids), attention_mask=None, labels=ids.roll(-1, 1))
+    inputs = dict(
+        input_ids=ids,
+        position_ids=torch.arange(case["seq"]).expand_as(ids),
+        attention_mask=None,
+        labels=ids.roll(-1, 1),
+    )
     own = {}
     if backend == "mindspeed":
         from mindspeed_fx import backend as ours
@@ -43,12 +49,18 @@ def child(backend: str) -> None:
     model(**inputs).mean().backward()  # eager once: neither rival pays for loading libraries
     start = time.perf_counter()
     torch.compile(model, backend=backend, fullgraph=True)(**inputs).mean().backward()
-    print(json.dumps({"seconds": time.perf_counter() - start, **{k: own.get(k, 0.0) for k in ("capture", "passes", "lowering")}}))
+    print(
+        json.dumps(
+            {"seconds": time.perf_counter() - start, **{k: own.get(k, 0.0) for k in ("capture", "passes", "lowering")}}
+        )
+    )
 
 
 def measure(backend: str, cache: str) -> dict[str, float]:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    done = subprocess.run([sys.executable, __file__, "--child", backend], capture_output=True, text=True, env=env, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", backend], capture_output=True, text=True, env=env, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -83,12 +95,18 @@ def main(rounds: int) -> None:
             shutil.rmtree(cache)
     medians = {key: statistics.median(r["seconds"] for r in rows) for key, rows in results.items()}
     for start in ("cold", "warm"):
-        print(f"{start}: inductor {medians[start, 'inductor']:.2f} s, mindspeed {medians[start, 'mindspeed']:.2f} s, ratio {medians[start, 'mindspeed'] / medians[start, 'inductor']:.3f}")
+        print(
+            f"{start}: inductor {medians[start, 'inductor']:.2f} s, mindspeed {medians[start, 'mindspeed']:.2f} s, "
+            f"ratio {medians[start, 'mindspeed'] / medians[start, 'inductor']:.3f}"
+        )
     for name in ("capture", "passes", "lowering"):
         share = statistics.median(r[name] / r["seconds"] for r in results["cold", "mindspeed"])
         print(f"cold, share of {name}: {share:.1%}")
     calls = overhead()
-    print(f"one call: inductor {calls['inductor']:.1f} us, mindspeed {calls['mindspeed']:.1f} us, difference {calls['mindspeed'] - calls['inductor']:.1f} us")
+    print(
+        f"one call: inductor {calls['inductor']:.1f} us, mindspeed {calls['mindspeed']:.1f} us, difference "
+        f"{calls['mindspeed'] - calls['inductor']:.1f} us"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hugging Face Llama, one training step on CPU: eager, Inductor and mindspeed, interleaved.
 
-    python -m benchmarks.hf_llama [--rounds 9]
+python -m benchmarks.hf_llama [--rounds 9]
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ CASES = {"512": dict(layers=4, seq=512, batch=2, vocab=8192), "2048": dict(layer
 def run(name: str, attention: str, rounds: int) -> None:
     case = CASES[name]
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=512, intermediate_size=1408, num_hidden_layers=case["layers"], num_attention_heads=8, num_key_value_heads=4,
-                         vocab_size=case["vocab"], max_position_embeddings=case["seq"], attn_implementation=attention)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=case["layers"],
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=case["vocab"],
+        max_position_embeddings=case["seq"],
+        attn_implementation=attention,
+    )
     model = LlamaForCausalLM(config)
     ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
     inputs = dict(input_ids=ids, labels=ids, use_cache=False)

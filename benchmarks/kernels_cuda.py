@@ -1,13 +1,14 @@
-"""The Triton kernels on a GPU against torch.compile and, where installed, Liger (liger-kernel) and QuACK (quack-kernels).
+"""The Triton kernels on a GPU against torch.compile and, where installed, Liger (liger-kernel) and QuACK
+(quack-kernels).
 
-    python -m benchmarks.kernels_cuda --rounds 30
-    TRITON_INTERPRET=1 python -m benchmarks.kernels_cuda --device cpu --elements 65536 --rounds 1    tries the script itself
+    python -m benchmarks.kernels_cuda --rounds 30 TRITON_INTERPRET=1 python -m benchmarks.kernels_cuda --device cpu
+    --elements 65536 --rounds 1    tries the script itself
 
 Every rival computes the same function of the same 16-bit inputs, forward and backward; ours goes through
-backend="mindspeed" and is refused if another kernel was chosen. Times are medians over interleaved rounds, one call at a
-time between device events, behind a large copy that hides the launch and empties the L2 cache. GB/s count what must move:
-every input read once and every output written once; % is of the copy's own bandwidth, measured first. Liger's loss
-computes its gradient in the forward, so compare losses by the sum of both.
+backend="mindspeed" and is refused if another kernel was chosen. Times are medians over interleaved rounds, one call at
+a time between device events, behind a large copy that hides the launch and empties the L2 cache. GB/s count what must
+move: every input read once and every output written once; % is of the copy's own bandwidth, measured first. Liger's
+loss computes its gradient in the forward, so compare losses by the sum of both.
 not run yet: no GPU was lent
 """
 
@@ -67,10 +68,16 @@ def rms_norm(width: int, elements: int, new: Callable) -> Problem:
         return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
     x, w = new(elements // width, width), new(width)
-    return Problem(define, [x, w], [], (2 * size(x), 3 * size(x)), present(
-        liger=LIGER_NORM and (lambda x, w: LIGER_NORM.apply(x, w, 1e-5, 0.0, "llama", False)),
-        quack=QUACK_NORM and (lambda x, w: QUACK_NORM(x, w, eps=1e-5)),
-    ))
+    return Problem(
+        define,
+        [x, w],
+        [],
+        (2 * size(x), 3 * size(x)),
+        present(
+            liger=LIGER_NORM and (lambda x, w: LIGER_NORM.apply(x, w, 1e-5, 0.0, "llama", False)),
+            quack=QUACK_NORM and (lambda x, w: QUACK_NORM(x, w, eps=1e-5)),
+        ),
+    )
 
 
 def swiglu(width: int, elements: int, new: Callable) -> Problem:
@@ -87,7 +94,8 @@ def rope(width: int, elements: int, new: Callable) -> Problem:
         return x * cos + torch.cat((-b, a), -1) * sin
 
     def liger(x, cos, sin):
-        # It takes queries and keys, and rotates in place: half of the heads each, cloned as a model's projections would be.
+        # It takes queries and keys, and rotates in place: half of the heads each, cloned as a model's projections would
+        # be.
         q, k = (t.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2) for t in x.chunk(2, 1))
         return torch.cat(LIGER_ROPE.apply(q, k, cos, sin), 1)
 
@@ -97,7 +105,10 @@ def rope(width: int, elements: int, new: Callable) -> Problem:
     x = new(1, tokens, width // HEAD, HEAD).transpose(1, 2)
     rivals = present(
         liger=LIGER_ROPE and liger,
-        quack=QUACK_ROPE and (lambda x, cos, sin: QUACK_ROPE(x.transpose(1, 2), cos[:, : HEAD // 2], sin[:, : HEAD // 2]).transpose(1, 2)),
+        quack=QUACK_ROPE
+        and (
+            lambda x, cos, sin: QUACK_ROPE(x.transpose(1, 2), cos[:, : HEAD // 2], sin[:, : HEAD // 2]).transpose(1, 2)
+        ),
     )
     moved = 2 * size(x) + 2 * size(cos)
     return Problem(define, [x], [cos, sin], (moved, moved), rivals)
@@ -107,10 +118,17 @@ def cross_entropy(width: int, elements: int, new: Callable) -> Problem:
     logits = new(elements // width, width)
     target = torch.randint(width, (logits.shape[0],)).to(logits.device)
     rivals = present(
-        liger=LIGER_LOSS and (lambda logits, target: LIGER_LOSS.apply(logits.clone(), target, None, -100, 0.0, 0.0, "mean")[0]),
+        liger=LIGER_LOSS
+        and (lambda logits, target: LIGER_LOSS.apply(logits.clone(), target, None, -100, 0.0, 0.0, "mean")[0]),
         quack=QUACK_LOSS and (lambda logits, target: QUACK_LOSS(logits, target)),
     )
-    return Problem(lambda logits, target: F.cross_entropy(logits.float(), target), [logits], [target], (size(logits), 2 * size(logits)), rivals)
+    return Problem(
+        lambda logits, target: F.cross_entropy(logits.float(), target),
+        [logits],
+        [target],
+        (size(logits), 2 * size(logits)),
+        rivals,
+    )
 
 
 def size(x: torch.Tensor) -> int:
@@ -209,13 +227,21 @@ def main() -> None:
     torch.manual_seed(0)
     meter = Meter(args.device, args.elements)
     copy = meter.copy_bandwidth()
-    common.header(f"kernels on {torch.cuda.get_device_name() if args.device == 'cuda' else 'the interpreter: no times'}, copy {copy / 1e9:.0f} GB/s")
+    common.header(
+        f"kernels on {torch.cuda.get_device_name() if args.device == 'cuda' else 'the interpreter: no times'}, copy "
+        f"{copy / 1e9:.0f} GB/s"
+    )
     ratios: dict[tuple[str, str], list[float]] = {}
     for make in (rms_norm, swiglu, rope, cross_entropy):
-        print(f"\n{make.__name__:<14}{'width':>7}  {'rival':<13}{'fwd GB/s':>9}{'%':>5}{'bwd GB/s':>10}{'%':>5}{'both ms':>9}{'ours/rival':>11}")
+        print(
+            f"\n{make.__name__:<14}{'width':>7}  "
+            f"{'rival':<13}{'fwd GB/s':>9}{'%':>5}{'bwd GB/s':>10}{'%':>5}{'both ms':>9}{'ours/rival':>11}"
+        )
         for width in WIDTHS:
             torch._dynamo.reset()
-            problem = make(width, args.elements, lambda *shape: torch.randn(*shape, device=args.device).to(torch.bfloat16))
+            problem = make(
+                width, args.elements, lambda *shape: torch.randn(*shape, device=args.device).to(torch.bfloat16)
+            )
             times = measure(f"{make.__name__} {width}", problem, meter, args.device, args.rounds)
             for rival, (fwd, bwd) in times.items():
                 ratio = sum(times[OURS]) / (fwd + bwd)

@@ -1,6 +1,8 @@
-"""The last linear and the loss, one training step on CPU: eager, Inductor and mindspeed unfused, mindspeed in chunks, interleaved.
+"""The last linear and the loss, one training step on CPU: eager, Inductor and mindspeed unfused, mindspeed in chunks,
+interleaved.
 
-The gate of ``fusion.linear_cross_entropy`` is set by what this prints: chunks are forced here, however small the logits.
+The gate of ``fusion.linear_cross_entropy`` is set by what this prints: chunks are forced here, however small the
+logits.
 
     python -m benchmarks.linear_cross_entropy [--rounds 7] [--vocab 128256] [--hidden 512] [--tokens 1024,2048]
     OMP_NUM_THREADS=1 python -m benchmarks.linear_cross_entropy --clock processor    # on a machine that others use too
@@ -40,9 +42,16 @@ def main() -> None:
         inputs = {"labels": torch.randint(0, args.vocab, (1, tokens))}
         steps = common.rivals(model, inputs, lambda loss: loss, options={"enable": ["fusion.linear_cross_entropy"]})
         torch._dynamo.reset()
-        unfused = torch.compile(model, backend="mindspeed", options={"disable": ["fusion.linear_cross_entropy", "fusion.linear_cross_entropy_backward"]})
+        unfused = torch.compile(
+            model,
+            backend="mindspeed",
+            options={"disable": ["fusion.linear_cross_entropy", "fusion.linear_cross_entropy_backward"]},
+        )
         steps["unfused"] = common.training_step(model, unfused, inputs, lambda loss: loss)
-        common.header(f"linear and cross-entropy: vocab {args.vocab}, hidden {args.hidden}, {tokens} tokens, float32, {args.clock} time")
+        common.header(
+            f"linear and cross-entropy: vocab {args.vocab}, hidden {args.hidden}, {tokens} tokens, float32, "
+            f"{args.clock} time"
+        )
         with mock.patch.object(common, "time", SimpleNamespace(perf_counter=clock)):
             times = common.interleaved(steps, args.rounds)
         peaks = {name: common.peak_bytes(step, common.gradient_bytes(model)) for name, step in steps.items()}

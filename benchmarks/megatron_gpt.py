@@ -32,13 +32,32 @@ CASES = {"512": dict(layers=4, seq=512, batch=2, vocab=8192), "2048": dict(layer
 
 def build(layers: int, seq: int, vocab: int, **_: int) -> GPTModel:
     config = TransformerConfig(
-        num_layers=layers, hidden_size=512, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=1408, use_cpu_initialization=True,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0,
-        attention_dropout=0.0, bias_activation_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False, attention_softmax_in_fp32=True,
-    )  # fmt: skip
-    return GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=vocab, max_sequence_length=seq,
-                    position_embedding_type="rope", share_embeddings_and_output_weights=False)  # fmt: skip
+        num_layers=layers,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=1408,
+        use_cpu_initialization=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        attention_softmax_in_fp32=True,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=vocab,
+        max_sequence_length=seq,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
 
 
 def run(name: str, rounds: int) -> None:
@@ -46,7 +65,12 @@ def run(name: str, rounds: int) -> None:
     torch.manual_seed(0)
     model = build(**case)
     ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
-    inputs = dict(input_ids=ids, position_ids=torch.arange(case["seq"]).expand_as(ids), attention_mask=None, labels=ids.roll(-1, 1))
+    inputs = dict(
+        input_ids=ids,
+        position_ids=torch.arange(case["seq"]).expand_as(ids),
+        attention_mask=None,
+        labels=ids.roll(-1, 1),
+    )
     steps = common.rivals(model, inputs, lambda loss: loss.mean(), fullgraph=True)
     common.race(f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, float32", model, steps, rounds)
 

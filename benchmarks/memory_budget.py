@@ -1,10 +1,12 @@
-"""Fractions of memory_budget against torch's activation_memory_budget: measured peak and step time. The case of pytorch #197838, small.
+"""Fractions of memory_budget against torch's activation_memory_budget: measured peak and step time. The case of pytorch
+#197838, small.
 
-    python -m benchmarks.memory_budget [--layers 8] [--hidden 128] [--batch 4] [--seq 256] [--rounds 5, 0 for peaks alone] [--fractions 0.05,0.1,...,1]
+    python -m benchmarks.memory_budget [--layers 8] [--hidden 128] [--batch 4] [--seq 256] [--rounds 5, 0 for peaks
+    alone] [--fractions 0.05,0.1,...,1]
 
-A Llama-style model on CPU without generated code: torch is aot_eager_decomp_partition at that budget, ours is codegen "eager"
-with memory_budget. Both run the operators of ATen one by one, but ours with fused operators, so peaks compare as ratios of
-each one's own peak at 1.0, and in MB. Peaks are allocation events, gradients of parameters left out.
+A Llama-style model on CPU without generated code: torch is aot_eager_decomp_partition at that budget, ours is codegen
+"eager" with memory_budget. Both run the operators of ATen one by one, but ours with fused operators, so peaks compare
+as ratios of each one's own peak at 1.0, and in MB. Peaks are allocation events, gradients of parameters left out.
 """
 
 from __future__ import annotations
@@ -20,21 +22,44 @@ from benchmarks.whole_models import Loss
 
 
 def main() -> None:
-    given = common.arguments(layers=8, hidden=128, batch=4, seq=256, vocab=512, rounds=5, fractions="0.05,0.1,0.15,0.2,0.25,0.35,0.5,0.75,0.9,1")
+    given = common.arguments(
+        layers=8,
+        hidden=128,
+        batch=4,
+        seq=256,
+        vocab=512,
+        rounds=5,
+        fractions="0.05,0.1,0.15,0.2,0.25,0.35,0.5,0.75,0.9,1",
+    )
     torch.manual_seed(0)
-    sizes = dict(hidden_size=given.hidden, intermediate_size=given.hidden * 11 // 4, num_hidden_layers=given.layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=given.vocab)
+    sizes = dict(
+        hidden_size=given.hidden,
+        intermediate_size=given.hidden * 11 // 4,
+        num_hidden_layers=given.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=given.vocab,
+    )
     model = Loss(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), attn_implementation="sdpa"))
     ids = torch.randint(0, given.vocab, (given.batch, given.seq))
     named = dict(input_ids=ids, labels=ids, use_cache=False)
-    common.header(f"{given.layers} layers, hidden {given.hidden}, batch {given.batch}, sequence {given.seq}; peaks in MB without the gradients of parameters, times in ms (median of {given.rounds}, interleaved)")
-    print(f"{'budget':>6} {'torch MB':>9} {'ours MB':>9} {'ours/torch':>10} {'torch ms':>9} {'ours ms':>9} {'ours/torch':>10}")
+    common.header(
+        f"{given.layers} layers, hidden {given.hidden}, batch {given.batch}, sequence {given.seq}; peaks in MB without "
+        f"the gradients of parameters, times in ms (median of {given.rounds}, interleaved)"
+    )
+    print(
+        f"{'budget':>6} {'torch MB':>9} {'ours MB':>9} {'ours/torch':>10} {'torch ms':>9} {'ours ms':>9} "
+        f"{'ours/torch':>10}"
+    )
     peaks: dict[str, list[int]] = {"torch": [], "ours": []}
     for fraction in map(float, given.fractions.split(",")):
         steps = {}
         torch._dynamo.reset()
         for name in peaks:  # no reset in between: the first would be compiled again, at another budget
             options = {"options": {"codegen": "eager", "memory_budget": fraction}} if name == "ours" else {}
-            compiled = torch.compile(Loss(model.model), backend="mindspeed" if name == "ours" else "aot_eager_decomp_partition", **options)
+            compiled = torch.compile(
+                Loss(model.model), backend="mindspeed" if name == "ours" else "aot_eager_decomp_partition", **options
+            )
             steps[name] = common.training_step(model, compiled, named, lambda loss: loss)
             with functorch_config.patch(activation_memory_budget=fraction if name == "torch" else 1.0):
                 steps[name]()

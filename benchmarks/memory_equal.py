@@ -1,12 +1,16 @@
-"""Step time at equal measured peak: memory_budget beside torch's activation_memory_budget, a checkpoint per layer, and recomputed attention.
+"""Step time at equal measured peak: memory_budget beside torch's activation_memory_budget, a checkpoint per layer, and
+recomputed attention.
 
-    python -m benchmarks.memory_equal [--models llama,gpt2,mixtral] [--attention sdpa] [--layers 4] [--seq 512] [--batch 4] [--rounds 5]
-        [--ours 0.05,0.2,0.4,0.6,0.8,1] [--torch 0.05,0.2,0.4,0.6,0.8,1] [--passes all, or recompute: ours without fused operators]
+    python -m benchmarks.memory_equal [--models llama,gpt2,mixtral] [--attention sdpa] [--layers 4] [--seq 512] [--batch
+    4] [--rounds 5]
+        [--ours 0.05,0.2,0.4,0.6,0.8,1] [--torch 0.05,0.2,0.4,0.6,0.8,1] [--passes all, or recompute: ours without fused
+        operators]
 
-Hugging Face models of hidden 512, vocabulary 8192, float32, all under Inductor. "layer" is torch.utils.checkpoint around every layer, "selective"
-around the core of attention (Megatron's selective mode); torch's budget plans the rest of neither. Each planner is swept. A line of the second table is a
-peak that a rival reaches: the fastest of all rivals' programs within it, and the fastest of ours within it. Peaks are allocation events, gradients of
-parameters left out; what Inductor cannot run with a rival's setting is named.
+Hugging Face models of hidden 512, vocabulary 8192, float32, all under Inductor. "layer" is torch.utils.checkpoint
+around every layer, "selective" around the core of attention (Megatron's selective mode); torch's budget plans the rest
+of neither. Each planner is swept. A line of the second table is a
+peak that a rival reaches: the fastest of all rivals' programs within it, and the fastest of ours within it. Peaks are
+allocation events, gradients of parameters left out; what Inductor cannot run with a rival's setting is named.
 """
 
 from __future__ import annotations
@@ -38,16 +42,29 @@ PASSES = {"all": {}, "recompute": {"passes": ["recompute.*"]}}
 def build(name: str, attention: str, layers: int) -> torch.nn.Module:
     kind, sizes = HUGGING_FACE[name]
     depth = "n_layer" if kind == "gpt2" else "num_hidden_layers"
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, depth: layers}, pad_token_id=0), attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**sizes, depth: layers}, pad_token_id=0), attn_implementation=attention
+    )
     model.loss_type = "ForCausalLM"
     return model
 
 
 def recomputed_attention(model: torch.nn.Module, attention: str) -> torch.nn.Module:
     """``model``, its core of attention under a checkpoint: Megatron's selective recompute."""
-    core = importlib.import_module(type(model).__module__).eager_attention_forward if attention == "eager" else ALL_ATTENTION_FUNCTIONS[attention]
+    core = (
+        importlib.import_module(type(model).__module__).eager_attention_forward
+        if attention == "eager"
+        else ALL_ATTENTION_FUNCTIONS[attention]
+    )
 
-    def selective(owner: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, **named: Any) -> Any:
+    def selective(
+        owner: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        **named: Any,
+    ) -> Any:
         return checkpoint(lambda *given: core(owner, *given, **named), q, k, v, mask, use_reentrant=False)
 
     ALL_ATTENTION_FUNCTIONS.register("selective", selective)
@@ -85,7 +102,9 @@ def programs(name: str, given: Any) -> tuple[dict[str, common.Step], int]:
     steps["layer"] = step(layered.train(), backend=inductor(1.0))
     steps["selective"] = step(recomputed_attention(copy.deepcopy(model), given.attention), backend=inductor(1.0))
     for f in given.ours.split(","):
-        steps[f"ours {f}"] = step(model, backend="mindspeed", options={"memory_budget": float(f), **PASSES[given.passes]})
+        steps[f"ours {f}"] = step(
+            model, backend="mindspeed", options={"memory_budget": float(f), **PASSES[given.passes]}
+        )
     return steps, common.gradient_bytes(model)
 
 
@@ -104,7 +123,10 @@ def compare(name: str, given: Any) -> list[float]:
     first = next(iter(losses.values()))
     assert all(math.isclose(loss, first, rel_tol=1e-4) for loss in losses.values()), losses
     times = {who: statistics.median(t) for who, t in common.interleaved(steps, given.rounds, 1).items()}
-    common.header(f"{name}, attention {given.attention}, {given.layers} layers, {given.batch} x {given.seq} tokens, passes of ours: {given.passes}; medians of {given.rounds} interleaved")
+    common.header(
+        f"{name}, attention {given.attention}, {given.layers} layers, {given.batch} x {given.seq} tokens, passes of "
+        f"ours: {given.passes}; medians of {given.rounds} interleaved"
+    )
     print(f"{'program':<12}{'peak MiB':>10}{'ms':>9}")
     for who in steps:
         print(f"{who:<12}{peaks[who] / 2**20:>10.1f}{times[who] * 1e3:>9.1f}")
@@ -112,21 +134,41 @@ def compare(name: str, given: Any) -> list[float]:
     ratios, before = [], math.inf
     rivals = [who for who in steps if not who.startswith("ours")]
     for level in sorted(peaks[who] for who in rivals):
-        best, own = (min((w for w in group if peaks[w] <= level), key=times.__getitem__, default=None) for group in (rivals, [w for w in steps if w not in rivals]))
+        best, own = (
+            min((w for w in group if peaks[w] <= level), key=times.__getitem__, default=None)
+            for group in (rivals, [w for w in steps if w not in rivals])
+        )
         if times[best] >= before:
             continue  # no rival is faster for having more memory
         before = times[best]
         ratio = times[own] / before if own else math.inf
         ratios.append(ratio)
-        print(f"{level / 2**20:>10.1f}  {best:<12}{before * 1e3:>9.1f}  {own or '-':<12}{times[own] * 1e3 if own else math.inf:>9.1f}{ratio:>8.3f}", flush=True)
+        print(
+            f"{level / 2**20:>10.1f}  {best:<12}{before * 1e3:>9.1f}  "
+            f"{own or '-':<12}{times[own] * 1e3 if own else math.inf:>9.1f}{ratio:>8.3f}",
+            flush=True,
+        )
     return ratios
 
 
 def main() -> None:
-    given = common.arguments(models="llama,gpt2,mixtral", attention="sdpa", layers=4, seq=512, batch=4, rounds=5, ours="0.05,0.2,0.4,0.6,0.8,1", torch="0.05,0.2,0.4,0.6,0.8,1", passes="all")
+    given = common.arguments(
+        models="llama,gpt2,mixtral",
+        attention="sdpa",
+        layers=4,
+        seq=512,
+        batch=4,
+        rounds=5,
+        ours="0.05,0.2,0.4,0.6,0.8,1",
+        torch="0.05,0.2,0.4,0.6,0.8,1",
+        passes="all",
+    )
     dynamo_config.recompile_limit = 64  # every program is one more for the same code
     ratios = [r for name in given.models.split(",") for r in compare(name, given)]
-    print(f"{len(ratios)} peaks: geometric mean {math.exp(statistics.mean(map(math.log, ratios))):.3f}, worst {max(ratios):.3f} of the best rival's time")
+    print(
+        f"{len(ratios)} peaks: geometric mean {math.exp(statistics.mean(map(math.log, ratios))):.3f}, worst "
+        f"{max(ratios):.3f} of the best rival's time"
+    )
 
 
 if __name__ == "__main__":

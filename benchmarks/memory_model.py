@@ -1,10 +1,12 @@
 """The modelled peak of a training step against the measured one, over a zoo of models.
 
-    python -m benchmarks.memory_model [--models gpt2,llama,... or all] [--budgets 1.0,0.5,min] [--tokens 1024] [--device cpu]
+    python -m benchmarks.memory_model [--models gpt2,llama,... or all] [--budgets 1.0,0.5,min] [--tokens 1024] [--device
+    cpu]
 
-Each model takes one step per budget with codegen "eager". Modelled: the peak that the plan's report states, less parameters and inputs. Measured: allocation
-events of torch.profiler on cpu, the caching allocator's count on cuda, less what was allocated before the step. Gradients of parameters
-are in both. "all" is every causal language model of transformers that builds with the zoo's small configuration; what does not run in one graph is named.
+Each model takes one step per budget with codegen "eager". Modelled: the peak that the plan's report states, less
+parameters and inputs. Measured: allocation events of torch.profiler on cpu, the caching allocator's count on cuda, less
+what was allocated before the step. Gradients of parameters are in both. "all" is every causal language model of
+transformers that builds with the zoo's small configuration; what does not run in one graph is named.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ def modelled(model: torch.nn.Module, inputs: dict[str, Any], options: dict[str, 
     report = mindspeed_fx.explain(model, **inputs, options=options)
     runs = [r.report for g in report.graphs for r in g.runs if r.report.name == "recompute.budget"]
     if len(report.graphs) != 1 or len(runs) != 1 or not runs[0].curves:
-        raise ValueError("; ".join([f"{len(report.graphs)} graphs", *(str(b).splitlines()[0] for b in report.break_reasons), *(n for r in runs for n in r.notes)]))
+        raise ValueError(
+            "; ".join(
+                [
+                    f"{len(report.graphs)} graphs",
+                    *(str(b).splitlines()[0] for b in report.break_reasons),
+                    *(n for r in runs for n in r.notes),
+                ]
+            )
+        )
     last = list(runs[0].curves.values())[-1]
     return last.peak - last.given
 
@@ -61,7 +71,9 @@ def main() -> None:
     given = common.arguments(models=ZOO, budgets="1.0,0.5,min", tokens=1024, device="cpu")
     from tests.zoo import architectures
 
-    common.header(f"peak of a step of {given.tokens} tokens beyond parameters and inputs, modelled and measured, {given.device}")
+    common.header(
+        f"peak of a step of {given.tokens} tokens beyond parameters and inputs, modelled and measured, {given.device}"
+    )
     budgets = given.budgets.split(",")
     print(f"{'model':<18}" + "".join(f"{b:>12} MiB  model/measured" for b in budgets))
     errors: list[float] = []
@@ -69,7 +81,9 @@ def main() -> None:
         try:
             model, inputs = architectures.build(name)
             ids = torch.randint(3, 100, (given.tokens // 64, 64)).to(given.device)
-            model.loss_type = "ForCausalLM"  # some classes name none; transformers warns, at which Dynamo breaks the graph
+            model.loss_type = (
+                "ForCausalLM"  # some classes name none; transformers warns, at which Dynamo breaks the graph
+            )
             model, inputs = model.float().to(given.device), {**inputs, "input_ids": ids, "labels": ids}
             found = []
             for budget in budgets:

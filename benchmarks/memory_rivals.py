@@ -1,13 +1,17 @@
-"""Every planner under one simulator: ours, torch's knapsacks (dp, greedy, ilp) and Megatron's modes, over a zoo of models and random steps.
+"""Every planner under one simulator: ours, torch's knapsacks (dp, greedy, ilp) and Megatron's modes, over a zoo of
+models and random steps.
 
-    python -m benchmarks.memory_rivals [--random 36] [--budgets 10] [--models gpt2,llama,...] [--hardware cpu] [--clock 10] [--enough 1]
+    python -m benchmarks.memory_rivals [--random 36] [--budgets 10] [--models gpt2,llama,...] [--hardware cpu] [--clock
+    10] [--enough 1]
 
-Each graph has that many limits, even steps from the least peak we find to the peak of saving everything. A rival has no notion of a peak: it
-gets its best plan among those that fit, over ten fractions or all of its layers, which is more than a user has. The gap is modelled time of
-the step over a time that no plan within the limit can beat: the optimum of all choices for up to 16 values, else the lower bound, the larger of the
-planner's own and that of integer programs (HiGHS), which may take ``--clock`` seconds for one limit, and are left out where the planner's own leaves at most ``--enough`` %
-of a gap. "certified" is what they make of our plan (option "certify"). Zoo: joint graphs as AOTAutograd makes them, without our operators, so that
-torch's formulas for FLOP see every product. Random steps have no layers for Megatron's modes.
+Each graph has that many limits, even steps from the least peak we find to the peak of saving everything. A rival has no
+notion of a peak: it gets its best plan among those that fit, over ten fractions or all of its layers, which is more
+than a user has. The gap is modelled time of the step over a time that no plan within the limit can beat: the optimum of
+all choices for up to 16 values, else the lower bound, the larger of the planner's own and that of integer programs
+(HiGHS), which may take ``--clock`` seconds for one limit, and are left out where the planner's own leaves at most
+``--enough`` % of a gap. "certified" is what they make of our plan (option "certify"). Zoo: joint graphs as AOTAutograd
+makes them, without our operators, so that torch's formulas for FLOP see every product. Random steps have no layers for
+Megatron's modes.
 """
 
 from __future__ import annotations
@@ -68,8 +72,18 @@ def of_model(name: str, model: Callable, inputs: dict[str, Any], device: str, la
         evaluate = lambda nodes: step.schedule.evaluate({step.number[n] for n in nodes})  # noqa: E731
         rivals = {f"torch {s}": [evaluate(partitioner.knapsack(graph, info, f, s)) for f in FRACTIONS] for s in SOLVERS}
         modes = ["selective", "full", *(f"block:{n}" for n in range(1, layers))]
-        rivals["megatron"] = [evaluate([v.node for v in kept(tape, fixed(tape, mode, False, PassReport("")))]) for mode in modes]
-        found.append(Case(name, step.schedule, step.seconds, {k: [p for p in plans if p] for k, plans in rivals.items()}, step.unplanned))
+        rivals["megatron"] = [
+            evaluate([v.node for v in kept(tape, fixed(tape, mode, False, PassReport("")))]) for mode in modes
+        ]
+        found.append(
+            Case(
+                name,
+                step.schedule,
+                step.seconds,
+                {k: [p for p in plans if p] for k, plans in rivals.items()},
+                step.unplanned,
+            )
+        )
 
     def backend(gm: Any, example_inputs: Any) -> Any:
         cut = lambda joint, args, **settings: partitioner.partition(joint, args, choose, **settings)  # noqa: E731
@@ -92,8 +106,14 @@ def of_random(seed: int, most: int) -> Case:
     for solver in SOLVERS:
         solve = getattr(knapsacks, f"{solver}_knapsack")
         for f in FRACTIONS:
-            _, saved, _ = (0, [], []) if not items else solve([schedule.full[v] / total for v in items], [schedule.seconds[v] for v in items], f)
-            rivals.setdefault(f"torch {solver}", []).append(schedule.evaluate({*kept_anyhow, *(items[i] for i in saved)}))
+            _, saved, _ = (
+                (0, [], [])
+                if not items
+                else solve([schedule.full[v] / total for v in items], [schedule.seconds[v] for v in items], f)
+            )
+            rivals.setdefault(f"torch {solver}", []).append(
+                schedule.evaluate({*kept_anyhow, *(items[i] for i in saved)})
+            )
     return Case(f"random {seed}", schedule, seconds, rivals)
 
 
@@ -121,7 +141,9 @@ def compare(case: Case, budgets: int, clock: float = 10.0, enough: float = 0.0) 
         for who, plans in (("ours", [own]), ("certified", [better]), *case.rivals.items()):
             best = min((p.seconds for p in plans if p.bytes <= limit), default=math.inf)
             if best < bound * (1 - 1e-9):
-                raise AssertionError(f"{case.name}: {who} takes {best} s at {limit} bytes, and no plan should take less than {bound}")
+                raise AssertionError(
+                    f"{case.name}: {who} takes {best} s at {limit} bytes, and no plan should take less than {bound}"
+                )
             gaps[who].append((case.seconds + best) / (case.seconds + bound) - 1)
     return gaps
 
@@ -130,19 +152,30 @@ def main() -> None:
     given = common.arguments(random=36, budgets=10, models=ZOO, hardware="cpu", most=24, clock=10.0, enough=1.0)
     from tests.zoo import architectures
 
-    common.header(f"gaps in % to a time that no plan within the limit can beat; modelled, {given.hardware}, {given.budgets} limits per graph")
+    common.header(
+        f"gaps in % to a time that no plan within the limit can beat; modelled, {given.hardware}, {given.budgets} "
+        "limits per graph"
+    )
     print(f"{'graph':<14} {'nodes':>6} | mean (worst) gap, and limits that none of its plans meets")
     every: dict[str, list[float]] = {}
     cases: list[Callable[[], Case]] = []
     for name in filter(None, given.models.split(",")):
         model, inputs = architectures.build(name)
         ids = torch.randint(3, 100, (16, 64))
-        cases.append(lambda n=name, m=model.float(), i={**inputs, "input_ids": ids, "labels": ids}: of_model(n, m, i, given.hardware, 2))
+        cases.append(
+            lambda n=name, m=model.float(), i={**inputs, "input_ids": ids, "labels": ids}: of_model(
+                n, m, i, given.hardware, 2
+            )
+        )
     cases += [lambda s=s: of_random(s, 6 + s % (given.most - 5)) for s in range(given.random)]
     for make in cases:
         case = make()
         gaps = compare(case, given.budgets, given.clock, given.enough / 100)
-        print(f"{case.name:<14} {len(case.schedule.sources):>6} | " + "; ".join(f"{who} {line(g)}" for who, g in gaps.items()), flush=True)
+        print(
+            f"{case.name:<14} {len(case.schedule.sources):>6} | "
+            + "; ".join(f"{who} {line(g)}" for who, g in gaps.items()),
+            flush=True,
+        )
         for who, g in gaps.items():
             every.setdefault(who, []).extend(g)
     print(f"all {len(cases)} graphs")
@@ -153,7 +186,9 @@ def main() -> None:
 def line(gaps: list[float]) -> str:
     finite = [100 * g for g in gaps if g < math.inf]
     missed = len(gaps) - len(finite)
-    return (f"{statistics.mean(finite):.2f} ({max(finite):.2f})" if finite else "-") + (f", {missed} of {len(gaps)} not met" if missed else "")
+    return (f"{statistics.mean(finite):.2f} ({max(finite):.2f})" if finite else "-") + (
+        f", {missed} of {len(gaps)} not met" if missed else ""
+    )
 
 
 if __name__ == "__main__":

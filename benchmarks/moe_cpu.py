@@ -1,9 +1,10 @@
-"""One layer of experts as Hugging Face's Mixtral has it, one training step on CPU: eager, Inductor, mindspeed, interleaved.
+"""One layer of experts as Hugging Face's Mixtral has it, one training step on CPU: eager, Inductor, mindspeed,
+interleaved.
 
     python -m benchmarks.moe_cpu [--rounds 11] [--hidden 512] [--ffn 1024] [--experts 8] [--topk 2] [--tokens 1024]
 
-"grouped_mm" and "batched_mm" are Hugging Face's settings of experts_implementation. Eight batches take turns, so that the
-numbers of tokens per expert change from step to step as they do in training.
+"grouped_mm" and "batched_mm" are Hugging Face's settings of experts_implementation. Eight batches take turns, so that
+the numbers of tokens per expert change from step to step as they do in training.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ class Layer(nn.Module):
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
         super().__init__()
-        config = MixtralConfig(hidden_size=args.hidden, intermediate_size=args.ffn, num_local_experts=args.experts, num_experts_per_tok=args.topk)
+        config = MixtralConfig(
+            hidden_size=args.hidden,
+            intermediate_size=args.ffn,
+            num_local_experts=args.experts,
+            num_experts_per_tok=args.topk,
+        )
         config._experts_implementation = implementation
         self.block = MixtralSparseMoeBlock(config)
         for p in self.block.parameters():
@@ -38,7 +44,17 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    args = common.arguments(rounds=11, hidden=512, ffn=1024, experts=8, topk=2, tokens=1024, implementations="grouped_mm", dtypes="float32", without="")
+    args = common.arguments(
+        rounds=11,
+        hidden=512,
+        ffn=1024,
+        experts=8,
+        topk=2,
+        tokens=1024,
+        implementations="grouped_mm",
+        dtypes="float32",
+        without="",
+    )
     for implementation, dtype in itertools.product(args.implementations.split(","), args.dtypes.split(",")):
         torch.manual_seed(0)
         model = Layer(args, implementation, getattr(torch, dtype), batches=8)
@@ -52,7 +68,10 @@ def main() -> None:
             which[name] = itertools.count()
             steps[name] = step(model, compiled, which[name])
             steps[name]()
-        common.header(f"experts ({implementation}): hidden {args.hidden}, ffn {args.ffn}, {args.experts} experts, top-{args.topk}, {args.tokens} tokens, {dtype}")
+        common.header(
+            f"experts ({implementation}): hidden {args.hidden}, ffn {args.ffn}, {args.experts} experts, "
+            f"top-{args.topk}, {args.tokens} tokens, {dtype}"
+        )
         times = common.interleaved(steps, args.rounds)
         peaks = {name: common.peak_bytes(run, common.gradient_bytes(model.block)) for name, run in steps.items()}
         common.table(times, peaks, "mindspeed")

@@ -1,4 +1,5 @@
-"""Every fused operator on CPU against what Inductor makes of the unfused form: forward and backward, over a grid of shapes.
+"""Every fused operator on CPU against what Inductor makes of the unfused form: forward and backward, over a grid of
+shapes.
 
     python -m benchmarks.operators_cpu [--rounds 11] [--only attention]
 
@@ -64,8 +65,18 @@ def cases():
         yield "rope", (batch, heads, seq, dim), rope, [(batch, heads, seq, dim), (1, 1, seq, dim), (1, 1, seq, dim)]
     for b, h, kv, s, d in ((2, 8, 4, 256, 64), (2, 8, 4, 512, 64), (1, 8, 8, 1024, 128), (1, 8, 2, 2048, 64)):
         yield "attention", (b, h, kv, s, d), attention, [(b, h, s, d), (b, kv, s, d), (b, kv, s, d)]
-        yield "attention, window 128", (b, h, kv, s, d), lambda q, k, v: attention(q, k, v, window=128), [(b, h, s, d), (b, kv, s, d), (b, kv, s, d)]
-        yield "attention, soft-cap", (b, h, kv, s, d), lambda q, k, v: attention(q, k, v, cap=30.0), [(b, h, s, d), (b, kv, s, d), (b, kv, s, d)]
+        yield (
+            "attention, window 128",
+            (b, h, kv, s, d),
+            lambda q, k, v: attention(q, k, v, window=128),
+            [(b, h, s, d), (b, kv, s, d), (b, kv, s, d)],
+        )
+        yield (
+            "attention, soft-cap",
+            (b, h, kv, s, d),
+            lambda q, k, v: attention(q, k, v, cap=30.0),
+            [(b, h, s, d), (b, kv, s, d), (b, kv, s, d)],
+        )
     for tokens, vocab in ((1024, 8192), (1024, 32768), (512, 128256)):
         yield "cross_entropy", (tokens, vocab), cross_entropy, [(tokens, vocab), tokens]
 
@@ -89,7 +100,12 @@ def main() -> None:
     for name, shape, f, shapes in cases():
         if args.only not in name:
             continue
-        inputs = [torch.randn(s).requires_grad_(name != "rope" or i == 0) if isinstance(s, tuple) else torch.randint(shapes[0][1], (s,)) for i, s in enumerate(shapes)]
+        inputs = [
+            torch.randn(s).requires_grad_(name != "rope" or i == 0)
+            if isinstance(s, tuple)
+            else torch.randint(shapes[0][1], (s,))
+            for i, s in enumerate(shapes)
+        ]
         steps = {b: step_of(f, b, inputs) for b in ("inductor", "mindspeed")}
         once = statistics.median(common.interleaved(steps, 5)["inductor"])
         times = common.interleaved(steps, max(args.rounds, min(200, round(0.2 / once))))  # short calls are noisy

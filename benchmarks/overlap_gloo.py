@@ -2,9 +2,11 @@
 
     python -m benchmarks.overlap_gloo --delay 0.03
 
-The link is a process group whose collectives end only ``delay`` seconds after they started (one at a time, as on a link),
+The link is a process group whose collectives end only ``delay`` seconds after they started (one at a time, as on a
+link),
 while the processor is free: an injected delay, not a network. Of a layer's five products four need no communication, as
-weight gradients do; the delays add up to four fifths of the compute, so 1.8 is the most that overlap can gain. Both rivals run the same graph with codegen "eager"; one has overlap.schedule on.
+weight gradients do; the delays add up to four fifths of the compute, so 1.8 is the most that overlap can gain. Both
+rivals run the same graph with codegen "eager"; one has overlap.schedule on.
 """
 
 from __future__ import annotations
@@ -82,9 +84,16 @@ def worker(rank: int, store: str, delay: float, size: int, layers: int, rounds: 
     rivals = {}
     for name, extra in (("no overlap", {"disable": ["overlap.*"]}), ("overlap", {})):
         torch._dynamo.reset()
-        rivals[name] = torch.compile(step, backend="mindspeed", options={"codegen": "eager", "hardware": "ascend910b2", "overlap_memory": "1GiB", **extra}, fullgraph=True)
+        rivals[name] = torch.compile(
+            step,
+            backend="mindspeed",
+            options={"codegen": "eager", "hardware": "ascend910b2", "overlap_memory": "1GiB", **extra},
+            fullgraph=True,
+        )
         rivals[name](x, weights)
-    same = all(torch.equal(a, b) for a, b in zip(rivals["overlap"](x, weights), rivals["no overlap"](x, weights), strict=True))
+    same = all(
+        torch.equal(a, b) for a, b in zip(rivals["overlap"](x, weights), rivals["no overlap"](x, weights), strict=True)
+    )
     alone = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -103,19 +112,30 @@ def worker(rank: int, store: str, delay: float, size: int, layers: int, rounds: 
             times[name].append(time.perf_counter() - begin)
     if rank == 0:
         middle = {name: statistics.median(t) for name, t in times.items()}
-        print(f"# {datetime.date.today()} torch {torch.__version__}, two gloo processes, one thread each, {layers} layers of {size}, machine shared with other work")
-        print(f"without any delay {compute * 1e3:.1f} ms; injected delay {link.delay * 1e3:.1f} ms for each of {layers} collectives ({link.delay * layers * 1e3:.1f} ms)")
+        print(
+            f"# {datetime.date.today()} torch {torch.__version__}, two gloo processes, one thread each, {layers} "
+            f"layers of {size}, machine shared with other work"
+        )
+        print(
+            f"without any delay {compute * 1e3:.1f} ms; injected delay {link.delay * 1e3:.1f} ms for each of {layers} "
+            f"collectives ({link.delay * layers * 1e3:.1f} ms)"
+        )
         for name, t in times.items():
             print(f"{name:<12} median {middle[name] * 1e3:8.1f} ms  min {min(t) * 1e3:8.1f}  max {max(t) * 1e3:8.1f}")
         paired = statistics.median(a / b for a, b in zip(times["no overlap"], times["overlap"]))
-        print(f"speed-up {middle['no overlap'] / middle['overlap']:.2f} (paired {paired:.2f}); same values bitwise: {same}")
+        print(
+            f"speed-up {middle['no overlap'] / middle['overlap']:.2f} (paired {paired:.2f}); same values bitwise: "
+            f"{same}"
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds per collective; 0: four fifths of a layer's compute")
+    parser.add_argument(
+        "--delay", type=float, default=0.0, help="seconds per collective; 0: four fifths of a layer's compute"
+    )
     parser.add_argument("--size", type=int, default=768)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=7)

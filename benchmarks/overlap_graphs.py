@@ -1,13 +1,14 @@
-"""Whole passes on whole graphs: Llama layers under tensor and sequence parallelism, traced without memory or devices, scheduled
-as they came and in chunks, under the simulator.
+"""Whole passes on whole graphs: Llama layers under tensor and sequence parallelism, traced without memory or devices,
+scheduled as they came and in chunks, under the simulator.
 
     python -m benchmarks.overlap_graphs --layers 2 --devices ascend910b2 ascend910c h100
 
 The program is Megatron's (sequence first, an all_gather before and a reduce_scatter after each pair of products, the
 gathered input kept for the backward) on meta tensors and a process group that moves nothing. Everything is modelled.
 In brackets: the step over the bound of the whole graph (compute, each link, critical path), which chunks may go under,
-for they shorten the critical path; then over the bound of the graph that was scheduled, with the work that chunks add. "of what could be hidden": see docs/overlap.md, in seconds; "of collectives": of the
-collectives of the scheduled graph that have at least their own time of independent compute, those of which at most 1 % is exposed.
+for they shorten the critical path; then over the bound of the graph that was scheduled, with the work that chunks add.
+"of what could be hidden": see docs/overlap.md, in seconds; "of collectives": of the collectives of the scheduled graph
+that have at least their own time of independent compute, those of which at most 1 % is exposed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,15 @@ class Layer(nn.Module):
         self.dim = hidden // heads
         self.heads, self.kv_heads = heads // ranks, kv_heads // ranks
         weight = lambda *shape: nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16, device="meta"))
-        self.qkv, self.out = weight((self.heads + 2 * self.kv_heads) * self.dim, hidden), weight(hidden, self.heads * self.dim)
-        self.gate, self.up, self.down = weight(ffn // ranks, hidden), weight(ffn // ranks, hidden), weight(hidden, ffn // ranks)
+        self.qkv, self.out = (
+            weight((self.heads + 2 * self.kv_heads) * self.dim, hidden),
+            weight(hidden, self.heads * self.dim),
+        )
+        self.gate, self.up, self.down = (
+            weight(ffn // ranks, hidden),
+            weight(ffn // ranks, hidden),
+            weight(hidden, ffn // ranks),
+        )
         self.norm1, self.norm2 = weight(hidden), weight(hidden)
 
     def forward(self, x, group):
@@ -49,7 +57,9 @@ class Layer(nn.Module):
         from mindspeed_fx.megatron.collectives import reduce_scatter_to_sequence_parallel_region as scatter
 
         y = gather(F.rms_norm(x, x.shape[-1:], self.norm1, 1e-5), True, group)
-        q, k, v = F.linear(y, self.qkv).split([self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim], -1)
+        q, k, v = F.linear(y, self.qkv).split(
+            [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim], -1
+        )
         q, k, v = (t.view(*t.shape[:2], -1, self.dim).permute(1, 2, 0, 3) for t in (q, k, v))
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
         x = x + scatter(F.linear(a, self.out), group)
@@ -99,41 +109,93 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--memory", nargs="*", default=["0", "8GiB"], help="allowances over the peak of the graph as it came")
+    parser.add_argument(
+        "--memory", nargs="*", default=["0", "8GiB"], help="allowances over the peak of the graph as it came"
+    )
     parser.add_argument("--variants", nargs="*", default=["whole", "chunks", "fused"])
-    parser.add_argument("--prove", type=float, default=0.0, help="seconds for CP-SAT to raise the bound of each stretch between two attentions (overlap_optimum.proven_bound)")
+    parser.add_argument(
+        "--prove",
+        type=float,
+        default=0.0,
+        help="seconds for CP-SAT to raise the bound of each stretch between two attentions "
+        "(overlap_optimum.proven_bound)",
+    )
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     from benchmarks.overlap_optimum import proven_bound
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.ranks)
-    print(f"# {datetime.date.today()} torch {torch.__version__}  modelled, not measured on a device; {given.layers} layers, batch {given.batch}, {given.seq} tokens, {given.ranks} ranks")
+    print(
+        f"# {datetime.date.today()} torch {torch.__version__}  modelled, not measured on a device; {given.layers} "
+        f"layers, batch {given.batch}, {given.seq} tokens, {given.ranks} ranks"
+    )
     for device in given.devices:
         for model in given.models:
             for memory in given.memory:
                 whole = None
-                for name, options in (("whole", {"disable": ["overlap.decompose", "overlap.mc2"]}), ("chunks", {"disable": ["overlap.mc2"]}), ("fused", {})):
+                for name, options in (
+                    ("whole", {"disable": ["overlap.decompose", "overlap.mc2"]}),
+                    ("chunks", {"disable": ["overlap.mc2"]}),
+                    ("fused", {}),
+                ):
                     if name not in given.variants or name == "fused" and not device.startswith("ascend910"):
                         continue
                     begin = time.perf_counter()
-                    made, text = scheduled(model, given.layers, device, given.seq, given.batch, given.ranks, overlap_memory="0B" if memory == "0" else memory, **options)
+                    made, text = scheduled(
+                        model,
+                        given.layers,
+                        device,
+                        given.seq,
+                        given.batch,
+                        given.ranks,
+                        overlap_memory="0B" if memory == "0" else memory,
+                        **options,
+                    )
                     took = time.perf_counter() - begin
                     label = f"{device:<12} {model:<10} +{memory:<5} {name:<7} "
                     if name == "fused":
-                        fused = re.findall(r"(forward|backward): modelled step \S+ ms whole, \S+ ms at best in chunks, (\S+) ms with (\d+) fused", text)
-                        print(label + "".join(f"{side} {float(ms):8.3f} ms ({float(ms) / whole[side] / 1e3:.3f})   " for side, ms, _ in fused), flush=True)
+                        fused = re.findall(
+                            r"(forward|backward): modelled step \S+ ms whole, \S+ ms at best in chunks, (\S+) ms with "
+                            r"(\d+) fused",
+                            text,
+                        )
+                        print(
+                            label
+                            + "".join(
+                                f"{side} {float(ms):8.3f} ms ({float(ms) / whole[side] / 1e3:.3f})   "
+                                for side, ms, _ in fused
+                            ),
+                            flush=True,
+                        )
                         continue
                     whole = whole or {side: t.graph.bound() for side, t in made.items()}
-                    step, old, own = (sum(f(side, t) for side, t in made.items()) for f in (lambda side, t: t.seconds, lambda side, t: whole[side], lambda side, t: t.graph.bound()))
+                    step, old, own = (
+                        sum(f(side, t) for side, t in made.items())
+                        for f in (
+                            lambda side, t: t.seconds,
+                            lambda side, t: whole[side],
+                            lambda side, t: t.graph.bound(),
+                        )
+                    )
                     highest = lambda g: proven_bound(g, given.prove) if given.prove else g.highest_bound  # noqa: E731
-                    serial, least = (sum(f(t.graph) for t in made.values()) for f in (lambda g: sum(g.busy().values()), highest))
+                    serial, least = (
+                        sum(f(t.graph) for t in made.values()) for f in (lambda g: sum(g.busy().values()), highest)
+                    )
                     could = sum(len(hideable(t.graph)) for t in made.values())
                     did = sum(hidden(t, i) for t in made.values() for i in hideable(t.graph))
                     print(
                         label
-                        + "".join(f"{side} {t.seconds * 1e3:8.3f} ms ({t.seconds / whole[side]:.3f}, {t.seconds / t.graph.bound():.3f})   " for side, t in made.items())
-                        + f"both {step / old:.3f} of the whole's bound, {step / own:.3f} of its own; {step / least:.3f} of {'what is proven' if given.prove else 'its highest'}; {(serial - step) / (serial - least):.1%} of what could be hidden is; of collectives {did}/{could}{f' {100 * did / could:.0f}%' if could else ''}; {took:.0f} s", flush=True
-                    )  # fmt: skip
+                        + "".join(
+                            f"{side} {t.seconds * 1e3:8.3f} ms ({t.seconds / whole[side]:.3f}, "
+                            f"{t.seconds / t.graph.bound():.3f})   "
+                            for side, t in made.items()
+                        )
+                        + f"both {step / old:.3f} of the whole's bound, {step / own:.3f} of its own; "
+                        f"{step / least:.3f} of {'what is proven' if given.prove else 'its highest'}; "
+                        f"{(serial - step) / (serial - least):.1%} of what could be hidden is; of collectives "
+                        f"{did}/{could}{f' {100 * did / could:.0f}%' if could else ''}; {took:.0f} s",
+                        flush=True,
+                    )
                     if given.verbose:
                         print(text)
 

@@ -1,8 +1,9 @@
 """The order that Inductor's own overlap scheduling (torch 2.13) gives a task graph, for comparison under our simulator.
 
-The task graph becomes an fx graph of matrix products and functional collectives on a fake process group, whose times are
-handed to Inductor as its custom runtime estimation. Bucketing is off, so that both order the same collectives; memory may
-grow by 0.001 GB, the least it takes. Its roofline, which asks a GPU for its bandwidth, is replaced by the same times.
+The task graph becomes an fx graph of matrix products and functional collectives on a fake process group, whose times
+are handed to Inductor as its custom runtime estimation. Bucketing is off, so that both order the same collectives;
+memory may grow by 0.001 GB, the least it takes. Its roofline, which asks a GPU for its bandwidth, is replaced by the
+same times.
 """
 
 from __future__ import annotations
@@ -45,11 +46,17 @@ def inductor_order(graph: TaskGraph) -> list[int]:
         if task.resource == COMPUTE:
             node = g.call_function(torch.ops.aten.mm.default, (source, first))
         elif task.kind == "all_gather":
-            node = g.call_function(torch.ops._c10d_functional.all_gather_into_tensor.default, (source, 8, names[task.group]))
+            node = g.call_function(
+                torch.ops._c10d_functional.all_gather_into_tensor.default, (source, 8, names[task.group])
+            )
         elif task.kind == "reduce_scatter":
-            node = g.call_function(torch.ops._c10d_functional.reduce_scatter_tensor.default, (source, "sum", 8, names[task.group]))
+            node = g.call_function(
+                torch.ops._c10d_functional.reduce_scatter_tensor.default, (source, "sum", 8, names[task.group])
+            )
         elif task.kind == "all_to_all":
-            node = g.call_function(torch.ops._c10d_functional.all_to_all_single.default, (source, [1], [1], names[task.group]))
+            node = g.call_function(
+                torch.ops._c10d_functional.all_to_all_single.default, (source, [1], [1], names[task.group])
+            )
         else:
             node = g.call_function(torch.ops._c10d_functional.all_reduce.default, (source, "sum", names[task.group]))
         with mode:
@@ -62,9 +69,16 @@ def inductor_order(graph: TaskGraph) -> list[int]:
     overlap_scheduling.estimate_roofline_runtime_ms = lambda node: milliseconds.get(node, 0.0)
     try:
         overlap_scheduling.schedule_overlap_bucketing(
-            gm, collective_bucketing=False, insert_overlap_deps=False, custom_runtime_estimation=lambda node, size=None: milliseconds.get(node, 0.0),
-            collective_estimator="analytical", compute_estimator="analytical", max_memory_increase_gb=0.001, max_memory_increase_ratio=None, pre_bucketing_fsdp_collectives=False,
-        )  # fmt: skip
+            gm,
+            collective_bucketing=False,
+            insert_overlap_deps=False,
+            custom_runtime_estimation=lambda node, size=None: milliseconds.get(node, 0.0),
+            collective_estimator="analytical",
+            compute_estimator="analytical",
+            max_memory_increase_gb=0.001,
+            max_memory_increase_ratio=None,
+            pre_bucketing_fsdp_collectives=False,
+        )
     finally:
         overlap_scheduling.estimate_roofline_runtime_ms = kept
     place = {n: k for k, n in enumerate(gm.graph.nodes)}

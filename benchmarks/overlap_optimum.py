@@ -3,10 +3,10 @@
     python -m benchmarks.overlap_optimum --graphs 200
     python -m benchmarks.overlap_optimum --graphs 200 --memory
 
-Each graph has compute tasks, transfers on one or two links, and waits. The optimum is over all schedules with one compute
-stream and transfers one at a time per link; without ``--memory`` memory does not count. With it the limit is the peak of the
-order as given, as it is by default. A graph whose optimum is not proven within the
-time limit is left out and counted.
+Each graph has compute tasks, transfers on one or two links, and waits. The optimum is over all schedules with one
+compute stream and transfers one at a time per link; without ``--memory`` memory does not count. With it the limit is
+the peak of the order as given, as it is by default. A graph whose optimum is not proven within the time limit is left
+out and counted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def optimum(graph: TaskGraph, seconds: float) -> float | None:
         length = int(task.seconds * scale)
         begin = model.new_int_var(0, horizon, task.name)
         start.append(begin)
-        machines.setdefault(task.resource, []).append(model.new_fixed_size_interval_var(begin, length, task.name + "_run"))
+        machines.setdefault(task.resource, []).append(
+            model.new_fixed_size_interval_var(begin, length, task.name + "_run")
+        )
         for need in task.needs:
             model.add(begin >= start[need] + int(graph.tasks[need].seconds * scale))
         model.add(end >= begin + length)
@@ -91,10 +93,12 @@ def _solved(model: Any, machines: dict[str, list], end: Any, seconds: float) -> 
 
 
 def proven_bound(graph: TaskGraph, seconds: float) -> float:
-    """A bound of the step from what CP-SAT proves of each stretch between points that no transfer passes, or the highest other bound.
+    """A bound of the step from what CP-SAT proves of each stretch between points that no transfer passes, or the
+    highest other bound.
 
-    What needs one point and is needed by the next runs between them, so the stretches' bounds add up, as in bounds.segments; here they are
-    CP-SAT's, for start times of their own, times rounded down, without memory. Each kind of stretch is solved once, for at most ``seconds``.
+    What needs one point and is needed by the next runs between them, so the stretches' bounds add up, as in
+    bounds.segments; here they are CP-SAT's, for start times of their own, times rounded down, without memory. Each kind
+    of stretch is solved once, for at most ``seconds``.
     """
     from ortools.sat.python import cp_model
 
@@ -113,7 +117,10 @@ def proven_bound(graph: TaskGraph, seconds: float) -> float:
             if last == len(graph) or last in graph.users[i] or any(u in inside for u in graph.users[i]):
                 inside[i] = 0
         inside = {i: k for k, i in enumerate(sorted(inside))}
-        key = tuple((tasks[i].seconds, tasks[i].resource, tuple(inside[n] for n in tasks[i].needs if n in inside)) for i in inside)
+        key = tuple(
+            (tasks[i].seconds, tasks[i].resource, tuple(inside[n] for n in tasks[i].needs if n in inside))
+            for i in inside
+        )
         if key not in known:
             model, start, machines = cp_model.CpModel(), {}, {}
             horizon = int(sum(tasks[i].seconds for i in inside) * scale) + 1
@@ -122,7 +129,9 @@ def proven_bound(graph: TaskGraph, seconds: float) -> float:
                 length = int(tasks[i].seconds * scale)
                 start[i] = model.new_int_var(0, horizon, tasks[i].name)
                 if length:
-                    machines.setdefault(tasks[i].resource, []).append(model.new_fixed_size_interval_var(start[i], length, f"run_{i}"))
+                    machines.setdefault(tasks[i].resource, []).append(
+                        model.new_fixed_size_interval_var(start[i], length, f"run_{i}")
+                    )
                 for n in tasks[i].needs:
                     if n in inside:
                         model.add(start[i] >= start[n] + int(tasks[n].seconds * scale))
@@ -133,11 +142,15 @@ def proven_bound(graph: TaskGraph, seconds: float) -> float:
     return max(total, graph.highest_bound)
 
 
-def optimum_within(graph: TaskGraph, limit: int, seconds: float | None = None, known: float | None = None, nodes: int | None = None) -> float | None:
-    """Proven shortest step of all orders whose peak is at most ``limit`` bytes, under the simulator's rules (HiGHS), or None.
+def optimum_within(
+    graph: TaskGraph, limit: int, seconds: float | None = None, known: float | None = None, nodes: int | None = None
+) -> float | None:
+    """Proven shortest step of all orders whose peak is at most ``limit`` bytes, under the simulator's rules (HiGHS), or
+    None.
 
     Args:
-        seconds, nodes: what the solver may take, by the clock and of its search tree; the latter does not depend on how busy the machine is.
+        seconds, nodes: what the solver may take, by the clock and of its search tree; the latter does not depend on how
+            busy the machine is.
         known: a step that some such order has: longer ones are not looked at.
 
     x[i, k] is 1 when task i is issued k-th; clock[k] is when the compute stream is done with the first k + 1 tasks.
@@ -149,7 +162,17 @@ def optimum_within(graph: TaskGraph, limit: int, seconds: float | None = None, k
     moves = graph.transfers
     pairs = [(a, b) for a in moves for b in moves if a < b and tasks[a].resource == tasks[b].resource]
     kept_while = [(b, k) for b in range(len(graph.buffers)) for k in range(n)]
-    index = {name: at for at, name in enumerate([("x", i, k) for i in range(n) for k in range(n)] + [("first", *p) for p in pairs] + [("live", *p) for p in kept_while] + [("clock", k) for k in range(n)] + [("start", i) for i in moves] + ["step"])}
+    index = {
+        name: at
+        for at, name in enumerate(
+            [("x", i, k) for i in range(n) for k in range(n)]
+            + [("first", *p) for p in pairs]
+            + [("live", *p) for p in kept_while]
+            + [("clock", k) for k in range(n)]
+            + [("start", i) for i in moves]
+            + ["step"]
+        )
+    }
     big = sum(t.seconds for t in tasks) if known is None else known
     rows: list[tuple[dict, float]] = []  # sum of coefficient * variable >= right-hand side
 
@@ -174,14 +197,24 @@ def optimum_within(graph: TaskGraph, limit: int, seconds: float | None = None, k
                 at_least(issued(need, k) + minus(issued(i, k + 1)), 0)
     for k in range(n):
         before = [(-1.0, ("clock", k - 1))] if k else []
-        at_least([(1.0, ("clock", k)), *before, *((-tasks[i].seconds, ("x", i, k)) for i in range(n) if tasks[i].resource == COMPUTE)], 0)
+        at_least(
+            [
+                (1.0, ("clock", k)),
+                *before,
+                *((-tasks[i].seconds, ("x", i, k)) for i in range(n) if tasks[i].resource == COMPUTE),
+            ],
+            0,
+        )
         for i in range(n):
             if tasks[i].resource != COMPUTE:
                 at_least([(1.0, ("start", i)), *before, (-big, ("x", i, k))], -big)
                 continue
             for need in tasks[i].needs:
                 if tasks[need].resource != COMPUTE:
-                    at_least([(1.0, ("clock", k)), (-1.0, ("start", need)), (-big, ("x", i, k))], tasks[need].seconds + tasks[i].seconds - big)
+                    at_least(
+                        [(1.0, ("clock", k)), (-1.0, ("start", need)), (-big, ("x", i, k))],
+                        tasks[need].seconds + tasks[i].seconds - big,
+                    )
     for i in moves:
         at_least([(1.0, "step"), (-1.0, ("start", i))], tasks[i].seconds)
         for need in tasks[i].needs:
@@ -205,10 +238,26 @@ def optimum_within(graph: TaskGraph, limit: int, seconds: float | None = None, k
         at_least([(-float(b.bytes), ("live", m, k)) for m, b in enumerate(graph.buffers)], -float(limit))
     upper = [1.0 if isinstance(name, tuple) and name[0] in ("x", "first", "live") else big for name in index]
     whole = [1 if isinstance(name, tuple) and name[0] in ("x", "first") else 0 for name in index]
-    matrix = coo_matrix(([f for r, _ in rows for f in r.values()], ([i for i, (r, _) in enumerate(rows) for _ in r], [c for r, _ in rows for c in r])), shape=(len(rows), len(index)))
+    matrix = coo_matrix(
+        (
+            [f for r, _ in rows for f in r.values()],
+            ([i for i, (r, _) in enumerate(rows) for _ in r], [c for r, _ in rows for c in r]),
+        ),
+        shape=(len(rows), len(index)),
+    )
     goal = [0.0] * len(index)
     goal[index["step"]] = 1.0
-    found = milp(goal, constraints=LinearConstraint(matrix.tocsr(), [low for _, low in rows]), integrality=whole, bounds=Bounds([0.0] * len(index), upper), options={"mip_rel_gap": 0.0, **({} if seconds is None else {"time_limit": seconds}), **({} if nodes is None else {"node_limit": nodes})})
+    found = milp(
+        goal,
+        constraints=LinearConstraint(matrix.tocsr(), [low for _, low in rows]),
+        integrality=whole,
+        bounds=Bounds([0.0] * len(index), upper),
+        options={
+            "mip_rel_gap": 0.0,
+            **({} if seconds is None else {"time_limit": seconds}),
+            **({} if nodes is None else {"node_limit": nodes}),
+        },
+    )
     return float(found.fun) if found.status == 0 else None
 
 
@@ -218,7 +267,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--work", type=int, default=120_000)
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for one proof")
-    parser.add_argument("--memory", action="store_true", help="with the peak of the order as given as limit, proven by HiGHS, on smaller graphs")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="with the peak of the order as given as limit, proven by HiGHS, on smaller graphs",
+    )
     given = parser.parse_args()
     ratios, unproven, ours_time, proof_time, worst, plain = [], 0, 0.0, 0.0, (0.0, -1), []
     for seed in range(given.first, given.first + given.graphs):
@@ -237,8 +290,14 @@ def main() -> None:
         worst = max(worst, (ours / best, seed))
     within = " within memory" if given.memory else ""
     sizes = "6 to 12" if given.memory else "12 to 41"
-    print(f"{len(ratios)} graphs of {sizes} tasks with a proven optimum{within}, {unproven} without a proof in {given.limit:.0f} s")
-    print(f"ours / optimum: mean {statistics.mean(ratios):.4f}, worst {worst[0]:.4f} (graph {worst[1]}), exactly optimal {sum(r < 1 + 1e-9 for r in ratios)}")
+    print(
+        f"{len(ratios)} graphs of {sizes} tasks with a proven optimum{within}, {unproven} without a proof in "
+        f"{given.limit:.0f} s"
+    )
+    print(
+        f"ours / optimum: mean {statistics.mean(ratios):.4f}, worst {worst[0]:.4f} (graph {worst[1]}), exactly optimal "
+        f"{sum(r < 1 + 1e-9 for r in ratios)}"
+    )
     print(f"first list schedule alone: mean {statistics.mean(plain):.4f}, worst {max(plain):.4f}")
     print(f"time: ours {ours_time:.1f} s, proofs {proof_time:.1f} s")
 

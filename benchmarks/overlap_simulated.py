@@ -1,11 +1,13 @@
-"""Simulated training steps: no overlap, Inductor's own overlap scheduling, and ours, under one simulator and cost model.
+"""Simulated training steps: no overlap, Inductor's own overlap scheduling, and ours, under one simulator and cost
+model.
 
     python -m benchmarks.overlap_simulated
 
 Modelled, on traces of overlap_traces.py; nothing here has run on a device. "/bound" divides by max(compute, each link,
 critical path); "/heads" by the higher bound that also knows how early each task can start and what must come after it
-(TaskGraph.highest_bound): no order is shorter than either. A collective is hideable when the graph has at least its own time of independent compute, hidden when at most 1 %
-of its time is exposed. Peak memory is of activations, gathered parameters and gradients, not of parameters.
+(TaskGraph.highest_bound): no order is shorter than either. A collective is hideable when the graph has at least its own
+time of independent compute, hidden when at most 1 % of its time is exposed. Peak memory is of activations, gathered
+parameters and gradients, not of parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", nargs="*", default=DEVICES)
     parser.add_argument("--only", default="", help="part of a case's name")
-    parser.add_argument("--inductor", type=int, default=0, help="also Inductor's overlap scheduling, on graphs of up to this many tasks (slow)")
+    parser.add_argument(
+        "--inductor",
+        type=int,
+        default=0,
+        help="also Inductor's overlap scheduling, on graphs of up to this many tasks (slow)",
+    )
     given = parser.parse_args()
     print(f"# {datetime.date.today()}  modelled, not measured on a device")
     for device in given.devices:
@@ -60,8 +67,13 @@ def main() -> None:
             busy = graph.busy()
             candidates = hideable(graph)
             links = ", ".join(f"{k} {v * 1e3:.1f}" for k, v in busy.items())
-            print(f"\n{device}: {name}: {len(graph)} tasks, {len(graph.transfers)} collectives, {len(candidates)} hideable; busy ms: {links}; bound {graph.bound() * 1e3:.2f} ms")
-            print(f"  {'':<14}{'step ms':>10}{'/bound':>9}{'/heads':>9}{'exposed ms':>11}{'hidden':>18}{'peak GiB':>9}{'took s':>8}")
+            print(
+                f"\n{device}: {name}: {len(graph)} tasks, {len(graph.transfers)} collectives, {len(candidates)} "
+                f"hideable; busy ms: {links}; bound {graph.bound() * 1e3:.2f} ms"
+            )
+            print(
+                f"  {'':<14}{'step ms':>10}{'/bound':>9}{'/heads':>9}{'exposed ms':>11}{'hidden':>18}{'peak GiB':>9}{'took s':>8}"
+            )
             print(row("no overlap", simulate(graph), candidates))
             if len(graph) <= given.inductor:
                 from benchmarks.overlap_inductor import inductor_order

@@ -2,11 +2,12 @@
 
     python -m benchmarks.overlap_time --nodes 36000
 
-The graph is the backward of Megatron-style layers under tensor and sequence parallelism (sequence first, an all_gather before and a
-reduce_scatter after each pair of products, weight gradients), one layer traced and copied: no model has so many layers, but
-graphs get as many nodes from smaller operators. "After" counts the nodes that the passes leave. Seconds are of this process's
-processor time, one thread. As under torch.compile the graph's code is written when it is first called, whatever the passes did
-to it (torch's lazy graph modules); Inductor never asks for it. It is timed beside the passes.
+The graph is the backward of Megatron-style layers under tensor and sequence parallelism (sequence first, an all_gather
+before and a reduce_scatter after each pair of products, weight gradients), one layer traced and copied: no model has so
+many layers, but graphs get as many nodes from smaller operators. "After" counts the nodes that the passes leave.
+Seconds are of this process's processor time, one thread. As under torch.compile the graph's code is written when it is
+first called, whatever the passes did to it (torch's lazy graph modules); Inductor never asks for it. It is timed beside
+the passes.
 """
 
 from __future__ import annotations
@@ -43,25 +44,48 @@ def layer(grad, x, gathered, act, mid, w_up, w_down, norm, ranks: int, group: st
 
 
 def forward_layer(x, w_qkv, w_out, w_up, w_down, norm, ranks: int, group: str):
-    """Forward of attention and a gated feed-forward layer under tensor and sequence parallelism; chunks pay here, and end at attention."""
+    """Forward of attention and a gated feed-forward layer under tensor and sequence parallelism; chunks pay here, and
+    end at attention.
+    """
     ops, c10d = torch.ops.aten, torch.ops._c10d_functional
     gather = lambda t: c10d.wait_tensor(c10d.all_gather_into_tensor(t, ranks, group))  # noqa: E731
     scatter = lambda t: c10d.wait_tensor(c10d.reduce_scatter_tensor(t, "sum", ranks, group))  # noqa: E731
-    q, k, v = (t.view(1, t.shape[0], -1, 128).transpose(1, 2) for t in torch.ops.mindspeed.linear(gather(x * norm), w_qkv).chunk(3, -1))
+    q, k, v = (
+        t.view(1, t.shape[0], -1, 128).transpose(1, 2)
+        for t in torch.ops.mindspeed.linear(gather(x * norm), w_qkv).chunk(3, -1)
+    )
     a = ops.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(q.shape[2], -1)
     x = x + scatter(torch.ops.mindspeed.linear(a, w_out))
     gate, up = torch.ops.mindspeed.linear(gather(x * norm), w_up).chunk(2, -1)
     return (x + scatter(torch.ops.mindspeed.linear(ops.silu(gate) * up, w_down)),)
 
 
-def graph(nodes: int, ranks: int = 8, tokens: int = 8192, hidden: int = 4096, ffn: int = 14336, forward: bool = False) -> fx.GraphModule:
+def graph(
+    nodes: int, ranks: int = 8, tokens: int = 8192, hidden: int = 4096, ffn: int = 14336, forward: bool = False
+) -> fx.GraphModule:
     """At least ``nodes`` nodes; placeholders "tangents", and "primals" for parameters, others are saved activations."""
     make = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
     f = ffn // ranks
     with FakeTensorMode():
         rows = tokens // ranks
-        backward = [make(rows, hidden), make(rows, hidden), make(tokens, hidden), make(tokens, f), make(tokens, 2 * f), make(2 * f, hidden), make(hidden, f), make(hidden)]
-        ahead = [make(rows, hidden), make(3 * hidden // ranks, hidden), make(hidden, hidden // ranks), make(2 * f, hidden), make(hidden, f), make(hidden)]
+        backward = [
+            make(rows, hidden),
+            make(rows, hidden),
+            make(tokens, hidden),
+            make(tokens, f),
+            make(tokens, 2 * f),
+            make(2 * f, hidden),
+            make(hidden, f),
+            make(hidden),
+        ]
+        ahead = [
+            make(rows, hidden),
+            make(3 * hidden // ranks, hidden),
+            make(hidden, hidden // ranks),
+            make(2 * f, hidden),
+            make(hidden, f),
+            make(hidden),
+        ]
         one, given, parameters = (forward_layer, ahead, 1) if forward else (layer, backward, 5)
         traced = make_fx(lambda *a: one(*a, ranks, dist.group.WORLD.group_name))(*given)
     traced.graph.eliminate_dead_code()
@@ -128,7 +152,10 @@ def main() -> None:
                     report = known[name].run(gm, Context(options, "forward" if given.forward else "backward"))
                 took = time.process_time() - begin
                 total += took
-                told.append(f"{name.removeprefix('overlap.')} {took:.2f} s ({len(report.rewrites)} sites, {len(gm.graph.nodes)} nodes)")
+                told.append(
+                    f"{name.removeprefix('overlap.')} {took:.2f} s ({len(report.rewrites)} sites, "
+                    f"{len(gm.graph.nodes)} nodes)"
+                )
                 for note in report.notes:
                     told.append(f"    {note}")
             begin = time.process_time()
@@ -136,7 +163,9 @@ def main() -> None:
         total += time.process_time() - begin
         begin = time.process_time()
         gm.real_recompile()
-        told.append(f"not in the sum: torch.fx writes the graph's code at its first call, {time.process_time() - begin:.2f} s")
+        told.append(
+            f"not in the sum: torch.fx writes the graph's code at its first call, {time.process_time() - begin:.2f} s"
+        )
         print(f"{before} nodes, {len(gm.graph.nodes)} after: {total:.2f} s\n  " + "\n  ".join(told))
 
 

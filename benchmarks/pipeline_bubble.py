@@ -1,10 +1,13 @@
-"""The bubble that a backward in parts removes: one stage of a Llama split and timed by the cost model, pipeline schedules played with these times.
+"""The bubble that a backward in parts removes: one stage of a Llama split and timed by the cost model, pipeline
+schedules played with these times.
 
-    python -m benchmarks.pipeline_bubble [--hidden 512] [--layers 2] [--batch 4] [--seq 256] [--hardware cpu] [--ranks 4] [--microbatches 8]
+    python -m benchmarks.pipeline_bubble [--hidden 512] [--layers 2] [--batch 4] [--seq 256] [--hardware cpu] [--ranks
+    4] [--microbatches 8]
 
-Bubble: share of ranks x time in which nothing runs. "1F1B" runs every backward in one piece; "ahead" makes again, before a gradient arrives, what the
-backward needs (MindSpeed's ripipe); "zero bubble" also puts gradients of weights off (ZB-H1; MindSpeed's nano-pipe). Messages cost nothing. Everything is modelled;
-that the parts give the same bits is tests/passes/recompute/test_pipelining.py.
+Bubble: share of ranks x time in which nothing runs. "1F1B" runs every backward in one piece; "ahead" makes again,
+before a gradient arrives, what the backward needs (MindSpeed's ripipe); "zero bubble" also puts gradients of weights
+off (ZB-H1; MindSpeed's nano-pipe). Messages cost nothing. Everything is modelled; that the parts give the same bits is
+tests/passes/recompute/test_pipelining.py.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from mindspeed_fx.cost.pipeline import Parts, one_f_one_b, play, recompute_ahead
 class Stage(nn.Module):
     def __init__(self, hidden: int, layers: int):
         super().__init__()
-        config = LlamaConfig(hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_attention_heads=8, num_key_value_heads=8)
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_attention_heads=8, num_key_value_heads=8
+        )
         config._attn_implementation = "sdpa"
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(layers))
         self.rotary = LlamaRotaryEmbedding(config)
@@ -40,7 +45,10 @@ class Stage(nn.Module):
 
 def main() -> None:
     given = common.arguments(hidden=512, layers=2, batch=4, seq=256, hardware="cpu", ranks=4, microbatches=8)
-    common.header(f"a stage of {given.layers} layers of hidden {given.hidden}, {given.batch} x {given.seq} tokens, modelled for {given.hardware}; {given.ranks} ranks, {given.microbatches} microbatches")
+    common.header(
+        f"a stage of {given.layers} layers of hidden {given.hidden}, {given.batch} x {given.seq} tokens, modelled for "
+        f"{given.hardware}; {given.ranks} ranks, {given.microbatches} microbatches"
+    )
     print(f"{'recompute':<10} {'F ms':>7} {'R ms':>7} {'I ms':>7} {'W ms':>7} | schedule: step ms, bubble")
     device = hardware(given.hardware)
     for policy in ("none", "full"):
@@ -48,12 +56,28 @@ def main() -> None:
         part = mindspeed_fx.split_backward(Stage(given.hidden, given.layers), {"recompute": policy})
         part(torch.randn(given.batch, given.seq, given.hidden, requires_grad=True)).sum().backward()
         (graphs,) = part.graphs
-        seconds = [estimate(gm, device).seconds for gm in (graphs.forward, graphs.parts.recompute.gm, graphs.parts.inputs.gm, graphs.parts.weights.gm)]
+        seconds = [
+            estimate(gm, device).seconds
+            for gm in (graphs.forward, graphs.parts.recompute.gm, graphs.parts.inputs.gm, graphs.parts.weights.gm)
+        ]
         parts = Parts(*seconds)
         shape = (given.ranks, given.microbatches)
-        orders = {"1F1B": one_f_one_b(*shape), "ahead": recompute_ahead(*shape), "zero bubble": zero_bubble(*shape, recompute=bool(graphs.parts.recompute.makes))}
-        played = {name: play(order, parts) for name, order in orders.items() if graphs.parts.recompute.makes or name != "ahead"}
-        print(f"{policy:<10} " + " ".join(f"{s * 1e3:>7.2f}" for s in seconds) + " | " + "; ".join(f"{name}: {p.seconds * 1e3:.1f}, {p.bubble * 100:.1f} %" for name, p in played.items()))
+        orders = {
+            "1F1B": one_f_one_b(*shape),
+            "ahead": recompute_ahead(*shape),
+            "zero bubble": zero_bubble(*shape, recompute=bool(graphs.parts.recompute.makes)),
+        }
+        played = {
+            name: play(order, parts)
+            for name, order in orders.items()
+            if graphs.parts.recompute.makes or name != "ahead"
+        }
+        print(
+            f"{policy:<10} "
+            + " ".join(f"{s * 1e3:>7.2f}" for s in seconds)
+            + " | "
+            + "; ".join(f"{name}: {p.seconds * 1e3:.1f}, {p.bubble * 100:.1f} %" for name, p in played.items())
+        )
 
 
 if __name__ == "__main__":

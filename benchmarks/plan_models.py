@@ -26,7 +26,10 @@ def rotated(x, cos, sin):
 
 
 def angles(length: int, width: int, like, base: float):
-    found = torch.outer(torch.arange(length, device=like.device).float(), 1.0 / base ** (torch.arange(0, width, 2, device=like.device).float() / width))
+    found = torch.outer(
+        torch.arange(length, device=like.device).float(),
+        1.0 / base ** (torch.arange(0, width, 2, device=like.device).float() / width),
+    )
     return [torch.cat((f(found), f(found)), -1).to(like.dtype) for f in (torch.cos, torch.sin)]
 
 
@@ -41,19 +44,36 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin):
         b, s, _ = x.shape
-        q, k, v = (p(x).view(b, s, n, self.width).transpose(1, 2) for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads)))
-        out = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True)
+        q, k, v = (
+            p(x).view(b, s, n, self.width).transpose(1, 2)
+            for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
+        )
+        out = F.scaled_dot_product_attention(
+            rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
         return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))
 
 
 class LatentAttention(nn.Module):
-    """DeepSeek's multi-head latent attention: queries, keys and values from low-rank projections, a rotary part apart."""
+    """DeepSeek's multi-head latent attention: queries, keys and values from low-rank projections, a rotary part
+    apart.
+    """
 
-    def __init__(self, hidden: int, heads: int, q_rank: int = 1536, kv_rank: int = 512, plain: int = 128, rotary: int = 64):
+    def __init__(
+        self, hidden: int, heads: int, q_rank: int = 1536, kv_rank: int = 512, plain: int = 128, rotary: int = 64
+    ):
         super().__init__()
         self.heads, self.plain, self.rotary, self.kv_rank = heads, plain, rotary, kv_rank
-        self.q_a, self.q_norm, self.q_b = nn.Linear(hidden, q_rank, bias=False), RMSNorm(q_rank), nn.Linear(q_rank, heads * (plain + rotary), bias=False)
-        self.kv_a, self.k_rope, self.kv_norm = nn.Linear(hidden, kv_rank, bias=False), nn.Linear(hidden, rotary, bias=False), RMSNorm(kv_rank)
+        self.q_a, self.q_norm, self.q_b = (
+            nn.Linear(hidden, q_rank, bias=False),
+            RMSNorm(q_rank),
+            nn.Linear(q_rank, heads * (plain + rotary), bias=False),
+        )
+        self.kv_a, self.k_rope, self.kv_norm = (
+            nn.Linear(hidden, kv_rank, bias=False),
+            nn.Linear(hidden, rotary, bias=False),
+            RMSNorm(kv_rank),
+        )
         self.k_b, self.v_b = (nn.Linear(kv_rank, heads * plain, bias=False) for _ in range(2))
         self.o_proj = nn.Linear(heads * plain, hidden, bias=False)
 
@@ -84,7 +104,12 @@ class Experts(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, experts: int, chosen: int):
         super().__init__()
-        self.router, self.shared, self.chosen, self.experts = nn.Linear(hidden, experts, bias=False), MLP(hidden, ffn), chosen, experts
+        self.router, self.shared, self.chosen, self.experts = (
+            nn.Linear(hidden, experts, bias=False),
+            MLP(hidden, ffn),
+            chosen,
+            experts,
+        )
         self.gate, self.up = (nn.Parameter(torch.empty(experts, hidden, ffn)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(experts, ffn, hidden))
 
@@ -129,17 +154,28 @@ class Decoder(nn.Module):
 
 
 def _step(model: nn.Module, batch: int, length: int) -> tuple:
-    return model.bfloat16(), (torch.zeros(batch, length, dtype=torch.long), torch.zeros(batch, length, dtype=torch.long))
+    return model.bfloat16(), (
+        torch.zeros(batch, length, dtype=torch.long),
+        torch.zeros(batch, length, dtype=torch.long),
+    )
 
 
 def llama_8b(layers: int = 32, batch: int = 64, length: int = 8192) -> tuple:
     with torch.device("meta"):
-        return _step(Decoder(128256, 4096, 128, [Layer(4096, Attention(4096, 32, 8), MLP(4096, 14336)) for _ in range(layers)]), batch, length)
+        return _step(
+            Decoder(128256, 4096, 128, [Layer(4096, Attention(4096, 32, 8), MLP(4096, 14336)) for _ in range(layers)]),
+            batch,
+            length,
+        )
 
 
 def llama_70b(layers: int = 80, batch: int = 128, length: int = 8192) -> tuple:
     with torch.device("meta"):
-        return _step(Decoder(128256, 8192, 128, [Layer(8192, Attention(8192, 64, 8), MLP(8192, 28672)) for _ in range(layers)]), batch, length)
+        return _step(
+            Decoder(128256, 8192, 128, [Layer(8192, Attention(8192, 64, 8), MLP(8192, 28672)) for _ in range(layers)]),
+            batch,
+            length,
+        )
 
 
 def deepseek_v3(dense: int = 3, sparse: int = 58, batch: int = 512, length: int = 4096) -> tuple:
@@ -152,4 +188,13 @@ def deepseek_v3(dense: int = 3, sparse: int = 58, batch: int = 512, length: int 
 def experts(layers: int = 24, batch: int = 64, length: int = 4096) -> tuple:
     """A mixture of experts of middle size: 64 experts of which 8 are chosen, grouped-query attention."""
     with torch.device("meta"):
-        return _step(Decoder(128256, 4096, 128, [Layer(4096, Attention(4096, 32, 8), Experts(4096, 1536, 64, 8)) for _ in range(layers)]), batch, length)
+        return _step(
+            Decoder(
+                128256,
+                4096,
+                128,
+                [Layer(4096, Attention(4096, 32, 8), Experts(4096, 1536, 64, 8)) for _ in range(layers)],
+            ),
+            batch,
+            length,
+        )

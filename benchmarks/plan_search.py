@@ -2,8 +2,9 @@
 
     python -m benchmarks.plan_search [--cells | --speed] [--whole]
 
-Times of the search are wall and processor seconds on this machine, tracing included, imports not. Everything about the plans is modelled. An
-expert's plan is what its named plan says about tp, with its own mesh, at the best degree it has and with the best recompute, microbatches and ZeRO
+Times of the search are wall and processor seconds on this machine, tracing included, imports not. Everything about the
+plans is modelled. An expert's plan is what its named plan says about tp, with its own mesh, at the best degree it has
+and with the best recompute, microbatches and ZeRO
 stage for it: Megatron is TP+SP inside a machine with dp (and pp, if it needs it), FSDP is zero3 over all devices,
 Ulysses is cp by heads with zero3, EP+TP is Megatron with experts divided. "-" means that it fits in no way.
 """
@@ -63,19 +64,35 @@ def experts(problem: Problem, model: Any, device: Any, devices: int, memory: flo
 
     flat = {"pp": 1, "cp": 1, "ep": 1, "tp": 1}
     made = {
-        "Megatron TP+SP": best([{"cp": 1, "ep": 1, "tp": t, "pp": p} for t in near[1:] for p in (1, 2, 4, 8) if devices % (t * p) == 0], allowed=tp_sp, zero=("never", "zero2")),
+        "Megatron TP+SP": best(
+            [{"cp": 1, "ep": 1, "tp": t, "pp": p} for t in near[1:] for p in (1, 2, 4, 8) if devices % (t * p) == 0],
+            allowed=tp_sp,
+            zero=("never", "zero2"),
+        ),
         "FSDP": best([{**flat, "dp": devices}], zero=("never", "zero2", "zero3")),
         "Ulysses": best([{**flat, "cp": c, "dp": devices // c} for c in divisors(devices)[1:]], ways=("ulysses",)),
     }
     if problem.experts:
-        made["EP+TP"] = best([{"cp": 1, "pp": 1, "ep": e, "tp": t, "dp": devices // t // e} for t in near[:4] for e in divisors(devices // t) if e > 1], allowed=tp_sp)
+        made["EP+TP"] = best(
+            [
+                {"cp": 1, "pp": 1, "ep": e, "tp": t, "dp": devices // t // e}
+                for t in near[:4]
+                for e in divisors(devices // t)
+                if e > 1
+            ],
+            allowed=tp_sp,
+        )
     return made
 
 
 def cells() -> None:
     print("\nmodelled ms of a step: found by search over all meshes, and the experts' best under the same model")
     names = ("Megatron TP+SP", "FSDP", "Ulysses", "EP+TP")
-    print(f"{'model':<42} {'devices':>18} {'found':>9} {'gap %':>6} {'s':>5}  " + " ".join(f"{n:>14}" for n in names) + "  plan")
+    print(
+        f"{'model':<42} {'devices':>18} {'found':>9} {'gap %':>6} {'s':>5}  "
+        + " ".join(f"{n:>14}" for n in names)
+        + "  plan"
+    )
     count = worse = 0
     for name, sizes, devices, kinds in CELLS:
         model, args = getattr(plan_models, name)(**sizes)
@@ -90,24 +107,66 @@ def cells() -> None:
             worse += any(r is not None and r < found.seconds * (1 - 1e-9) for r in rivals.values())
             label = f"{name} " + " ".join(f"{k}={v}" for k, v in sizes.items())
             cols = " ".join(f"{rivals[n] * 1e3:>14.1f}" if rivals.get(n) is not None else f"{'-':>14}" for n in names)
-            print(f"{label:<42} {devices:>4} x {kind:<11} {found.seconds * 1e3:>9.1f} {100 * made.gap:>6.2f} {wall:>5.1f}  {cols}  {found.layout}", flush=True)
+            print(
+                f"{label:<42} {devices:>4} x {kind:<11} {found.seconds * 1e3:>9.1f} {100 * made.gap:>6.2f} "
+                f"{wall:>5.1f}  {cols}  {found.layout}",
+                flush=True,
+            )
     print(f"{count} cells; an expert's plan is faster in {worse}")
 
 
 def speed(whole: bool) -> None:
     print(f"\n{'search':<64} {'wall s':>7} {'cpu s':>6} {'meshes':>6} {'gap %':>6}  plan")
     cases = [
-        ("Llama 8B, 32 layers, 64 x 910B2, given 2-D mesh dp=8 tp=8", lambda: plan_models.llama_8b(), {"mesh": {"dp": 8, "tp": 8}, "hardware": "ascend910b2"}),
-        ("Llama 8B, 32 layers, 64 x 910B2, all 5-D meshes", lambda: plan_models.llama_8b(), {"devices": 64, "hardware": "ascend910b2"}),
-        ("Llama 8B's layer, 8 of it, 64 x 910B2, all 5-D meshes", lambda: plan_models.llama_8b(layers=8), {"devices": 64, "hardware": "ascend910b2"}),
-        ("Llama 8B's layer, 80 of it, 64 x 910B2, all 5-D meshes", lambda: plan_models.llama_8b(layers=80), {"devices": 64, "hardware": "ascend910b2"}),
-        ("the same 8, given mesh dp=8 tp=8", lambda: plan_models.llama_8b(layers=8), {"mesh": {"dp": 8, "tp": 8}, "hardware": "ascend910b2"}),
-        ("the same 80, given mesh dp=8 tp=8", lambda: plan_models.llama_8b(layers=80), {"mesh": {"dp": 8, "tp": 8}, "hardware": "ascend910b2"}),
-        ("DeepSeek-V3, 61 layers, 512 x 910C, given 2-D mesh ep=64 tp=8", lambda: plan_models.deepseek_v3(), {"mesh": {"ep": 64, "tp": 8}, "hardware": "ascend910c"}),
-        ("DeepSeek-V3, 61 layers, 512 x 910C, given mesh pp=8 dp=2 ep=8 tp=4", lambda: plan_models.deepseek_v3(), {"mesh": {"pp": 8, "dp": 2, "ep": 8, "tp": 4}, "hardware": "ascend910c"}),
+        (
+            "Llama 8B, 32 layers, 64 x 910B2, given 2-D mesh dp=8 tp=8",
+            lambda: plan_models.llama_8b(),
+            {"mesh": {"dp": 8, "tp": 8}, "hardware": "ascend910b2"},
+        ),
+        (
+            "Llama 8B, 32 layers, 64 x 910B2, all 5-D meshes",
+            lambda: plan_models.llama_8b(),
+            {"devices": 64, "hardware": "ascend910b2"},
+        ),
+        (
+            "Llama 8B's layer, 8 of it, 64 x 910B2, all 5-D meshes",
+            lambda: plan_models.llama_8b(layers=8),
+            {"devices": 64, "hardware": "ascend910b2"},
+        ),
+        (
+            "Llama 8B's layer, 80 of it, 64 x 910B2, all 5-D meshes",
+            lambda: plan_models.llama_8b(layers=80),
+            {"devices": 64, "hardware": "ascend910b2"},
+        ),
+        (
+            "the same 8, given mesh dp=8 tp=8",
+            lambda: plan_models.llama_8b(layers=8),
+            {"mesh": {"dp": 8, "tp": 8}, "hardware": "ascend910b2"},
+        ),
+        (
+            "the same 80, given mesh dp=8 tp=8",
+            lambda: plan_models.llama_8b(layers=80),
+            {"mesh": {"dp": 8, "tp": 8}, "hardware": "ascend910b2"},
+        ),
+        (
+            "DeepSeek-V3, 61 layers, 512 x 910C, given 2-D mesh ep=64 tp=8",
+            lambda: plan_models.deepseek_v3(),
+            {"mesh": {"ep": 64, "tp": 8}, "hardware": "ascend910c"},
+        ),
+        (
+            "DeepSeek-V3, 61 layers, 512 x 910C, given mesh pp=8 dp=2 ep=8 tp=4",
+            lambda: plan_models.deepseek_v3(),
+            {"mesh": {"pp": 8, "dp": 2, "ep": 8, "tp": 4}, "hardware": "ascend910c"},
+        ),
     ]
     if whole:
-        cases.append(("DeepSeek-V3, 61 layers, 512 x 910C, all 5-D meshes", lambda: plan_models.deepseek_v3(), {"devices": 512, "hardware": "ascend910c"}))
+        cases.append(
+            (
+                "DeepSeek-V3, 61 layers, 512 x 910C, all 5-D meshes",
+                lambda: plan_models.deepseek_v3(),
+                {"devices": 512, "hardware": "ascend910c"},
+            )
+        )
     for label, make, settings in cases:
         model, args = make()
         try:
@@ -115,7 +174,11 @@ def speed(whole: bool) -> None:
         except ShardingError as e:
             print(f"{label:<64} {e}")
             continue
-        print(f"{label:<64} {wall:>7.2f} {busy:>6.2f} {found.searched.outcome.layouts:>6} {100 * found.gap:>6.2f}  {found.seconds * 1e3:.0f} ms, {found.memory / 2**30:.1f} GiB: {found.layout}", flush=True)
+        print(
+            f"{label:<64} {wall:>7.2f} {busy:>6.2f} {found.searched.outcome.layouts:>6} {100 * found.gap:>6.2f}  "
+            f"{found.seconds * 1e3:.0f} ms, {found.memory / 2**30:.1f} GiB: {found.layout}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
@@ -124,7 +187,11 @@ if __name__ == "__main__":
     parser.add_argument("--speed", action="store_true", help="only measure searches")
     parser.add_argument("--whole", action="store_true", help="also search all meshes for DeepSeek-V3")
     given = parser.parse_args()
-    print(f"{datetime.date.today()}, torch {torch.__version__}, scipy {scipy.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} thread")
+    print(
+        f"{datetime.date.today()}, torch {torch.__version__}, scipy {scipy.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"{torch.get_num_threads()} thread"
+    )
     plan(*plan_models.llama_8b(layers=4), mesh={"tp": 2}, hardware="ascend910b2")  # imports
     if not given.cells:
         speed(given.whole)

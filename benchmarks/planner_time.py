@@ -2,9 +2,10 @@
 
     python -m benchmarks.planner_time [--layers 4,16,32] [--rounds 5] [--steps 250,3600]
 
-A Hugging Face Llama (hidden 128, codegen "eager", as in benchmarks/memory_budget.py) with so many layers, planned at half the way between the least peak and
-that of saving everything; medians of CPU time. Pricing the operations of the graph is not planning and is not in it. Then steps of random layers, all
-alike (tests/passes/recompute/random_steps.py), for numbers of nodes that take too long to trace.
+A Hugging Face Llama (hidden 128, codegen "eager", as in benchmarks/memory_budget.py) with so many layers, planned at
+half the way between the least peak and that of saving everything; medians of CPU time. Pricing the operations of the
+graph is not planning and is not in it. Then steps of random layers, all alike (tests/passes/recompute/random_steps.py),
+for numbers of nodes that take too long to trace.
 """
 
 from __future__ import annotations
@@ -34,13 +35,22 @@ def of_llama(layers: int) -> tuple[Schedule, list[float]]:
         found.append((schedule, unplanned))
         raise Found
 
-    sizes = dict(hidden_size=128, intermediate_size=352, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=512)
+    sizes = dict(
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+    )
     model = Loss(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), attn_implementation="sdpa"))
     ids = torch.randint(0, 512, (4, 256))
     torch._dynamo.reset()
     own, budget.Layers = budget.Layers, grab
     try:
-        torch.compile(model, backend="mindspeed", options={"codegen": "eager", "memory_budget": 0.5})(input_ids=ids, labels=ids, use_cache=False)
+        torch.compile(model, backend="mindspeed", options={"codegen": "eager", "memory_budget": 0.5})(
+            input_ids=ids, labels=ids, use_cache=False
+        )
     except Exception:
         if not found:
             raise
@@ -59,10 +69,18 @@ def timed(schedule: Schedule, unplanned: list[float] | None, rounds: int) -> tup
         plan = search.best(limit)
         bound = search.bound(limit, max(10, min(40, budget.ROUNDS_WORK // len(search.small.sources))))
         times.append(time.process_time() - start)
-    folded = f"{search.found.count} layers folded to {[len(s.schedule.layers) for s in search.inner]} groups" if search.found else "not folded"
+    folded = (
+        f"{search.found.count} layers folded to {[len(s.schedule.layers) for s in search.inner]} groups"
+        if search.found
+        else "not folded"
+    )
     takes = sum(schedule.takes)
     tried = sum(s.schedule.evaluations for s in search.inner)
-    return statistics.median(times), f"{folded}; {tried} plans tried, {search.small.evaluations} as the whole step; gap at most {((takes + plan.seconds) / (takes + (bound or 0.0)) - 1) * 100:.1f} %"
+    return (
+        statistics.median(times),
+        f"{folded}; {tried} plans tried, {search.small.evaluations} as the whole step; gap at most "
+        f"{((takes + plan.seconds) / (takes + (bound or 0.0)) - 1) * 100:.1f} %",
+    )
 
 
 def main() -> None:
@@ -73,13 +91,19 @@ def main() -> None:
         schedule, unplanned = of_llama(int(layers))
         seconds, what = timed(schedule, unplanned, given.rounds)
         first = first or seconds
-        print(f"llama, {layers:>4} layers {len(schedule.sources):>6} nodes {seconds:7.3f} s  {seconds / first:5.2f}  {what}", flush=True)
+        print(
+            f"llama, {layers:>4} layers {len(schedule.sources):>6} nodes {seconds:7.3f} s  {seconds / first:5.2f}  "
+            f"{what}",
+            flush=True,
+        )
     from tests.passes.recompute.random_steps import layered
 
     for layers in filter(None, given.steps.split(",")):
         schedule, _ = layered(1, int(layers), 6)
         seconds, what = timed(schedule, None, min(3, given.rounds))
-        print(f"random, {layers:>4} layers {len(schedule.sources):>6} nodes {seconds:7.3f} s         {what}", flush=True)
+        print(
+            f"random, {layers:>4} layers {len(schedule.sources):>6} nodes {seconds:7.3f} s         {what}", flush=True
+        )
 
 
 if __name__ == "__main__":

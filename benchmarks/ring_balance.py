@@ -2,10 +2,11 @@
 
     python -m benchmarks.ring_balance
 
-Computed, not measured. "pairs" counts pairs of blocks that are not empty, which are computed whole; "scores" counts the scores that the mask
-leaves, the measure of a kernel that skips inside of blocks. zig-zag gives rank r of n the chunks r and 2n-1-r of 2n; "zig-zag pairs" counts its
-pairs in blocks as large as ours, if it left out empty ones. "moved" is the share of blocks of keys, of all that a ring would pass on, that
-travel. Documents have lengths from an exponential distribution and are causal; the worst of several draws is shown.
+Computed, not measured. "pairs" counts pairs of blocks that are not empty, which are computed whole; "scores" counts the
+scores that the mask leaves, the measure of a kernel that skips inside of blocks. zig-zag gives rank r of n the chunks r
+and 2n-1-r of 2n; "zig-zag pairs" counts its pairs in blocks as large as ours, if it left out empty ones. "moved" is the
+share of blocks of keys, of all that a ring would pass on, that travel. Documents have lengths from an exponential
+distribution and are causal; the worst of several draws is shown.
 """
 
 from __future__ import annotations
@@ -44,15 +45,36 @@ def figures(first: list[int], end: list[int], ranks: int) -> tuple[float, ...]:
     length = len(first)
     rows = length // (ranks * block_schedule.PER_RANK[-1])
     starts, ends = ([f(x[i : i + rows]) for i in range(0, length, rows)] for f, x in ((min, first), (max, end)))
-    fine = tuple(tuple(starts[i] < (j + 1) * rows and j * rows < ends[i] for j in range(len(starts))) for i in range(len(starts)))
+    fine = tuple(
+        tuple(starts[i] < (j + 1) * rows and j * rows < ends[i] for j in range(len(starts))) for i in range(len(starts))
+    )
     made = block_schedule.best(fine, ranks, rows)
     need = block_schedule.coarse(fine, block_schedule.PER_RANK[-1] // made.per_rank)
     size, half = length // (ranks * made.per_rank), length // (2 * ranks)
     scores = [sum(e - f for f, e in zip(first[i : i + size], end[i : i + size])) for i in range(0, length, size)]
-    zigzag = [[*range(r * half, (r + 1) * half), *range(length - (r + 1) * half, length - r * half)] for r in range(ranks)]
-    pairs = [sum(sum(need[i]) * len([x for x in own[::size] if x // size == i]) for i in {x // size for x in own[::size]}) for own in zigzag] if made.per_rank > 1 else [1]
+    zigzag = [
+        [*range(r * half, (r + 1) * half), *range(length - (r + 1) * half, length - r * half)] for r in range(ranks)
+    ]
+    pairs = (
+        [
+            sum(
+                sum(need[i]) * len([x for x in own[::size] if x // size == i]) for i in {x // size for x in own[::size]}
+            )
+            for own in zigzag
+        ]
+        if made.per_rank > 1
+        else [1]
+    )
     travels = sum(s.received for s in made.stages) * ranks / ((ranks - 1) * ranks * made.per_rank)
-    return made.imbalance, imbalance([sum(scores[i] for i in own) for own in made.queries]), imbalance(pairs), imbalance([sum(end[i] - first[i] for i in own) for own in zigzag]), made.per_rank, travels, made.pairs * ranks / sum(made.work)
+    return (
+        made.imbalance,
+        imbalance([sum(scores[i] for i in own) for own in made.queries]),
+        imbalance(pairs),
+        imbalance([sum(end[i] - first[i] for i in own) for own in zigzag]),
+        made.per_rank,
+        travels,
+        made.pairs * ranks / sum(made.work),
+    )
 
 
 def main() -> None:
@@ -61,13 +83,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--draws", type=int, default=8)
     given = parser.parse_args()
-    print(f"{'length':>7s} {'ranks':>5s}  {'mask':26s} {'pairs':>6s} {'scores':>7s} {'zig-zag pairs':>14s} {'zig-zag scores':>15s} {'blocks/rank':>12s} {'moved':>6s} {'fillers':>8s}")
+    print(
+        f"{'length':>7s} {'ranks':>5s}  {'mask':26s} {'pairs':>6s} {'scores':>7s} {'zig-zag pairs':>14s} "
+        f"{'zig-zag scores':>15s} {'blocks/rank':>12s} {'moved':>6s} {'fillers':>8s}"
+    )
     for length in given.length:
         for ranks in given.ranks:
             for name, drawn in masks(length, given.draws):
                 found = [figures(first, end, ranks) for first, end in drawn]
                 pairs, scores, zigzag, zigzag_scores, _, moved, fillers = (max(x) for x in zip(*found))
-                print(f"{length:7d} {ranks:5d}  {name:26s} {pairs:6.3f} {scores:7.3f} {zigzag:14.3f} {zigzag_scores:15.3f} {found[0][4]:12.0f} {moved:6.2f} {fillers - 1:8.1%}")
+                print(
+                    f"{length:7d} {ranks:5d}  {name:26s} {pairs:6.3f} {scores:7.3f} {zigzag:14.3f} "
+                    f"{zigzag_scores:15.3f} {found[0][4]:12.0f} {moved:6.2f} {fillers - 1:8.1%}"
+                )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Two gloo processes: a model written for one device under plan "tp_sp", beside Megatron-core's own tensor and sequence parallelism.
+"""Two gloo processes: a model written for one device under plan "tp_sp", beside Megatron-core's own tensor and sequence
+parallelism.
 
     python -m benchmarks.tp_sp_gloo [--optimizer]
 
-The same model twice, with the same weights: Megatron's GPT of examples/pretrain_gpt.py (8 layers of 384, 6 heads, 2 groups of keys, float32, vocabulary of
-256, 4 sequences of 256) built for two tensor-parallel ranks, and a plain Llama of these sizes, parallelized. A step is forward, backward and whatever
-sums gradients over the ranks (with --optimizer also clipping and AdamW). One thread per process; medians over interleaved rounds, each begun together.
+The same model twice, with the same weights: Megatron's GPT of examples/pretrain_gpt.py (8 layers of 384, 6 heads, 2
+groups of keys, float32, vocabulary of 256, 4 sequences of 256) built for two tensor-parallel ranks, and a plain Llama
+of these sizes, parallelized. A step is forward, backward and whatever sums gradients over the ranks (with --optimizer
+also clipping and AdamW). One thread per process; medians over interleaved rounds, each begun together.
 """
 
 from __future__ import annotations
@@ -35,22 +37,41 @@ def parts(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     def mine(x: torch.Tensor, dim: int) -> torch.Tensor:
         return x.chunk(2, dim)[rank]
 
-    made = {"embedding.word_embeddings.weight": mine(whole["embed.weight"], 0), "decoder.final_layernorm.weight": whole["norm.weight"], "output_layer.weight": mine(whole["head.weight"], 0)}
+    made = {
+        "embedding.word_embeddings.weight": mine(whole["embed.weight"], 0),
+        "decoder.final_layernorm.weight": whole["norm.weight"],
+        "output_layer.weight": mine(whole["head.weight"], 0),
+    }
     for i in range(LAYERS):
         here, there = f"layers.{i}.", f"decoder.layers.{i}."
         q, k, v = (whole[f"{here}self_attention.{n}_proj.weight"].view(KV, -1, HIDDEN) for n in "qkv")
         made[f"{there}self_attention.linear_qkv.weight"] = mine(torch.cat([q, k, v], 1), 0).flatten(0, 1)
         made[f"{there}self_attention.linear_proj.weight"] = mine(whole[f"{here}self_attention.o_proj.weight"], 1)
-        made[f"{there}mlp.linear_fc1.weight"] = torch.cat([mine(whole[f"{here}mlp.{n}_proj.weight"], 0) for n in ("gate", "up")])
+        made[f"{there}mlp.linear_fc1.weight"] = torch.cat(
+            [mine(whole[f"{here}mlp.{n}_proj.weight"], 0) for n in ("gate", "up")]
+        )
         made[f"{there}mlp.linear_fc2.weight"] = mine(whole[f"{here}mlp.down_proj.weight"], 1)
-        made[f"{there}input_layernorm.weight"], made[f"{there}pre_mlp_layernorm.weight"] = whole[f"{here}input_norm.weight"], whole[f"{here}post_norm.weight"]
+        made[f"{there}input_layernorm.weight"], made[f"{there}pre_mlp_layernorm.weight"] = (
+            whole[f"{here}input_norm.weight"],
+            whole[f"{here}post_norm.weight"],
+        )
     return made
 
 
 def megatron(whole: dict[str, torch.Tensor], rank: int) -> Any:
     from tests.megatron.gpt_models import tiny_gpt
 
-    model = tiny_gpt(layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV, ffn=FFN, vocab=VOCAB, seq=SEQ, tp=2, sequence_parallel=True)
+    model = tiny_gpt(
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        kv_heads=KV,
+        ffn=FFN,
+        vocab=VOCAB,
+        seq=SEQ,
+        tp=2,
+        sequence_parallel=True,
+    )
     given = parts(whole, rank)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -81,7 +102,16 @@ def worker(rank: int, store: str, rounds: int, optimizer: bool, rivals_wanted: l
 
     start(2, rank, 2, store)
     torch.manual_seed(0)
-    plain = plan_models.Decoder(VOCAB, HIDDEN, HIDDEN // HEADS, [plan_models.Layer(HIDDEN, plan_models.Attention(HIDDEN, HEADS, KV), plan_models.MLP(HIDDEN, FFN)) for _ in range(LAYERS)], base=10000.0)
+    plain = plan_models.Decoder(
+        VOCAB,
+        HIDDEN,
+        HIDDEN // HEADS,
+        [
+            plan_models.Layer(HIDDEN, plan_models.Attention(HIDDEN, HEADS, KV), plan_models.MLP(HIDDEN, FFN))
+            for _ in range(LAYERS)
+        ],
+        base=10000.0,
+    )
     whole = {n: p.detach().clone() for n, p in plain.named_parameters()}
     ids = torch.randint(0, VOCAB, (BATCH, SEQ))
     labels = ids.roll(-1, 1)
@@ -111,7 +141,9 @@ def worker(rank: int, store: str, rounds: int, optimizer: bool, rivals_wanted: l
             run = model if name == "megatron eager" else torch.compile(model, backend=name.split()[1], fullgraph=True)
             add(name, model, lambda run=run: run(**given).mean(), lambda model=model: sequence_gradients(model))
         else:
-            model = mindspeed_fx.parallelize(copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "tp_sp")
+            model = mindspeed_fx.parallelize(
+                copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "tp_sp"
+            )
             run = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=False)
             add(name, model, lambda run=run: run(ids, labels), lambda: None)
         first = steps[name]()
@@ -130,7 +162,12 @@ def worker(rank: int, store: str, rounds: int, optimizer: bool, rivals_wanted: l
         print(f"{'rival':<22}{'median ms':>11}{'min ms':>9}{'max ms':>9}   plan tp_sp over it: median, paired")
         own = times["plan tp_sp"]
         for name, t in times.items():
-            print(f"{name:<22}{statistics.median(t) * 1e3:>11.1f}{min(t) * 1e3:>9.1f}{max(t) * 1e3:>9.1f}   {statistics.median(own) / statistics.median(t):.3f}, {statistics.median(a / b for a, b in zip(own, t)):.3f}", flush=True)
+            print(
+                f"{name:<22}{statistics.median(t) * 1e3:>11.1f}{min(t) * 1e3:>9.1f}{max(t) * 1e3:>9.1f}   "
+                f"{statistics.median(own) / statistics.median(t):.3f}, "
+                f"{statistics.median(a / b for a, b in zip(own, t)):.3f}",
+                flush=True,
+            )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -139,9 +176,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--optimizer", action="store_true", help="clipping and AdamW are part of the step")
-    parser.add_argument("--rivals", nargs="+", default=["megatron eager", "megatron inductor", "megatron mindspeed", "plan tp_sp"])
+    parser.add_argument(
+        "--rivals", nargs="+", default=["megatron eager", "megatron inductor", "megatron mindspeed", "plan tp_sp"]
+    )
     given = parser.parse_args()
-    print(f"# {datetime.date.today()} torch {torch.__version__}, two gloo processes, one thread each, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}{', with clipping and AdamW' if given.optimizer else ''}")
+    print(
+        f"# {datetime.date.today()} torch {torch.__version__}, two gloo processes, one thread each, {os.cpu_count()} "
+        f"cores, load {os.getloadavg()[0]:.1f}{', with clipping and AdamW' if given.optimizer else ''}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (f"{folder}/store", given.rounds, given.optimizer, given.rivals), nprocs=2)
 

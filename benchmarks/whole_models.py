@@ -1,10 +1,11 @@
 """Training steps of whole models on CPU: eager, Inductor and mindspeed, interleaved.
 
-    python -m benchmarks.whole_models [--rounds 7] [--models llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe] [--attention eager,sdpa] [--seqs 512,2048]
+    python -m benchmarks.whole_models [--rounds 7] [--models llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe]
+    [--attention eager,sdpa] [--seqs 512,2048]
 
-Two layers, hidden 512, vocabulary 8192, float32; two sequences of 512 tokens or one of 2048. What is compiled returns the loss alone, as a
-training loop needs it. Hugging Face's models compute attention by hand ("eager") or call SDPA; Megatron-core's compute it by
-hand. The last lines are geometric means over the models.
+Two layers, hidden 512, vocabulary 8192, float32; two sequences of 512 tokens or one of 2048. What is compiled returns
+the loss alone, as a training loop needs it. Hugging Face's models compute attention by hand ("eager") or call SDPA;
+Megatron-core's compute it by hand. The last lines are geometric means over the models.
 """
 
 from __future__ import annotations
@@ -28,17 +29,41 @@ logging.disable(logging.WARNING)
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 2, 512, 1408, 8, 4, 8192
 EXPERTS, EXPERT_FFN = 4, 704
-LLAMA = dict(hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, vocab_size=VOCAB)
+LLAMA = dict(
+    hidden_size=HIDDEN,
+    intermediate_size=FFN,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    vocab_size=VOCAB,
+)
 HUGGING_FACE = {
     "llama": ("llama", LLAMA),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": HIDDEN // HEADS}),
     "gemma2": ("gemma2", {**LLAMA, "head_dim": HIDDEN // HEADS, "sliding_window": 128}),
-    "gpt2": ("gpt2", dict(n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=2048, vocab_size=VOCAB, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
+    "gpt2": (
+        "gpt2",
+        dict(
+            n_embd=HIDDEN,
+            n_layer=LAYERS,
+            n_head=HEADS,
+            n_positions=2048,
+            vocab_size=VOCAB,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        ),
+    ),
     "mixtral": ("mixtral", {**LLAMA, "num_local_experts": EXPERTS, "intermediate_size": EXPERT_FFN}),
 }
 MEGATRON = {
     "megatron_gpt": {},
-    "megatron_moe": dict(num_moe_experts=EXPERTS, moe_router_topk=2, moe_ffn_hidden_size=EXPERT_FFN, moe_router_load_balancing_type="none"),
+    "megatron_moe": dict(
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=EXPERT_FFN,
+        moe_router_load_balancing_type="none",
+    ),
 }
 
 
@@ -56,7 +81,9 @@ class Loss(torch.nn.Module):
 
 def hugging_face(name: str, attention: str, ids: torch.Tensor) -> tuple[torch.nn.Module, dict[str, Any]]:
     kind, sizes = HUGGING_FACE[name]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, pad_token_id=0), attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **sizes, pad_token_id=0), attn_implementation=attention
+    )
     model.loss_type = "ForCausalLM"  # GPT-2's class names none; transformers warns, at which Dynamo breaks the graph
     return model, dict(input_ids=ids, labels=ids, use_cache=False)
 
@@ -70,14 +97,40 @@ def megatron(name: str, ids: torch.Tensor) -> tuple[torch.nn.Module, dict[str, A
 
     _one_rank()
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=KV_HEADS, ffn_hidden_size=FFN, use_cpu_initialization=True,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_activation_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        attention_softmax_in_fp32=True, **MEGATRON[name],
-    )  # fmt: skip
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=KV_HEADS,
+        ffn_hidden_size=FFN,
+        use_cpu_initialization=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        attention_softmax_in_fp32=True,
+        **MEGATRON[name],
+    )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=config.num_moe_experts)
-    model = GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=ids.shape[1], position_embedding_type="rope", share_embeddings_and_output_weights=False)
-    return model, dict(input_ids=ids, position_ids=torch.arange(ids.shape[1]).expand_as(ids), attention_mask=None, labels=ids.roll(-1, 1))
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=ids.shape[1],
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return model, dict(
+        input_ids=ids,
+        position_ids=torch.arange(ids.shape[1]).expand_as(ids),
+        attention_mask=None,
+        labels=ids.roll(-1, 1),
+    )
 
 
 def _one_rank() -> None:
@@ -99,17 +152,25 @@ def compare(name: str, attention: str, seq: int, rounds: int) -> tuple[float, fl
     times = common.interleaved(steps, rounds)
     peaks = {b: common.peak_bytes(step, common.gradient_bytes(model)) for b, step in steps.items()}
     common.table(times, peaks, "mindspeed")
-    return statistics.median(times["mindspeed"]) / statistics.median(times["inductor"]), peaks["mindspeed"] / peaks["inductor"]
+    return statistics.median(times["mindspeed"]) / statistics.median(times["inductor"]), peaks["mindspeed"] / peaks[
+        "inductor"
+    ]
 
 
 def summary(what: str, ratios: list[tuple[float, float]]) -> None:
     time, peak = zip(*ratios)
     mean = math.exp(statistics.mean(map(math.log, time)))
-    print(f"{what}: geometric mean of time {mean:.3f}, worst {max(time):.3f}, largest peak {max(peak):.3f} of Inductor's\n", flush=True)
+    print(
+        f"{what}: geometric mean of time {mean:.3f}, worst {max(time):.3f}, largest peak {max(peak):.3f} of "
+        "Inductor's\n",
+        flush=True,
+    )
 
 
 def main() -> None:
-    args = common.arguments(rounds=7, models="llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe", attention="eager,sdpa", seqs="512,2048")
+    args = common.arguments(
+        rounds=7, models="llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe", attention="eager,sdpa", seqs="512,2048"
+    )
     for attention in args.attention.split(","):
         names = [n for n in args.models.split(",") if attention == "eager" or n not in MEGATRON]
         found = []

@@ -24,7 +24,13 @@ def add_arguments(group: Any) -> None:
             how = {"metavar": field.name.upper()}
         else:
             how = {"type": _value, "metavar": "JSON" if kind.startswith("Mapping") else field.name.upper()}
-        group.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, default=None, help=f"default {default!r}; see docs/options.md", **how)
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            dest=field.name,
+            default=None,
+            help=f"default {default!r}; see docs/options.md",
+            **how,
+        )
 
 
 def given(args: argparse.Namespace, backend: str) -> dict[str, Any]:
@@ -35,7 +41,9 @@ def given(args: argparse.Namespace, backend: str) -> dict[str, Any]:
     """
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(Options) if getattr(args, f.name) is not None}
     if options and backend != "mindspeed":
-        raise SystemExit(f"--{next(iter(options)).replace('_', '-')} is an option of --backend mindspeed, not of --backend {backend}")
+        raise SystemExit(
+            f"--{next(iter(options)).replace('_', '-')} is an option of --backend mindspeed, not of --backend {backend}"
+        )
     if backend == "mindspeed":
         try:
             Options.parse(options)

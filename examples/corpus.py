@@ -40,7 +40,11 @@ class Corpus:
         paths = [pathlib.Path(f) for f in files] if files else standard_library()
         if absent := [str(p) for p in paths if not p.is_file()]:
             raise FileNotFoundError(f"there is no file {', '.join(absent)}")
-        self.name = ", ".join(files) if files else f"source text of the Python {sysconfig.get_python_version()} standard library"
+        self.name = (
+            ", ".join(files)
+            if files
+            else f"source text of the Python {sysconfig.get_python_version()} standard library"
+        )
         stamp = "\n".join(f"{p}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in paths)
         folder = pathlib.Path(cache, hashlib.sha256(stamp.encode()).hexdigest()[:16])
         done = folder / "done"
@@ -48,7 +52,9 @@ class Corpus:
             _tokenize(paths, folder)
         self.fingerprint = done.read_text()[:16]
         """The same for the same text, wherever its files lie."""
-        self.train, self.validation = (np.memmap(folder / f"{part}.bin", dtype=np.uint8, mode="r") for part in ("train", "validation"))
+        self.train, self.validation = (
+            np.memmap(folder / f"{part}.bin", dtype=np.uint8, mode="r") for part in ("train", "validation")
+        )
 
     def unigram_entropy(self) -> float:
         """Entropy of single bytes in nats: the loss of a model that knows nothing but frequencies."""
@@ -60,10 +66,15 @@ class Corpus:
         """ValueError where a part is too short for windows of ``sequence`` tokens."""
         for part, tokens in (("train", self.train), ("validation", self.validation)):
             if len(tokens) <= sequence + 1:
-                raise ValueError(f"{part} has {len(tokens)} tokens, fewer than a sequence of {sequence}; give more --data or a shorter --seq")
+                raise ValueError(
+                    f"{part} has {len(tokens)} tokens, fewer than a sequence of {sequence}; give more --data or a "
+                    "shorter --seq"
+                )
 
     def batch(self, part: str, size: int, sequence: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``size`` windows of ``sequence`` tokens and their successors, each int64 [size, sequence]; the same for the same seed."""
+        """``size`` windows of ``sequence`` tokens and their successors, each int64 [size, sequence]; the same for the
+        same seed.
+        """
         tokens = self.train if part == "train" else self.validation
         starts = np.random.default_rng(seed).integers(0, len(tokens) - sequence - 1, size)
         windows = torch.from_numpy(np.stack([tokens[s : s + sequence + 1] for s in starts]).astype(np.int64))
@@ -77,7 +88,11 @@ def _tokenize(paths: list[pathlib.Path], folder: pathlib.Path) -> None:
     text = b"\n".join(p.read_bytes() for p in paths)
     blocks = [text[i : i + BLOCK] for i in range(0, len(text), BLOCK)]
     held_out = blocks[VALIDATION_EVERY - 1 :: VALIDATION_EVERY] or [text[math.floor(len(text) * 0.95) :]]
-    kept = [b for i, b in enumerate(blocks) if (i + 1) % VALIDATION_EVERY] if len(blocks) >= VALIDATION_EVERY else [text[: math.floor(len(text) * 0.95)]]
+    kept = (
+        [b for i, b in enumerate(blocks) if (i + 1) % VALIDATION_EVERY]
+        if len(blocks) >= VALIDATION_EVERY
+        else [text[: math.floor(len(text) * 0.95)]]
+    )
     for part, chunks in (("train", kept), ("validation", held_out)):
         data = np.frombuffer(b"".join(chunks), dtype=np.uint8)
         if not len(data):

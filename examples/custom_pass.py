@@ -1,6 +1,6 @@
 """A pass of your own: ``log(x + 1)`` becomes ``log1p(x)``, before autograd sees it; and see it in the report.
 
-    python examples/custom_pass.py
+python examples/custom_pass.py
 """
 
 import torch

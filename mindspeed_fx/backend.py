@@ -1,6 +1,7 @@
 """What happens, in order, when ``torch.compile(model, backend="mindspeed")`` calls us.
 
-    Dynamo graph -> capture -> captured passes -> AOTAutograd -> joint passes -> cut -> partitioned passes -> lowering -> codegen
+    Dynamo graph -> capture -> captured passes -> AOTAutograd -> joint passes -> cut -> partitioned passes -> lowering
+    -> codegen
 
 With codegen "inductor" the steps sit in Inductor's hooks (one composite object per hook, known to its caches by
 :func:`identity`); with "eager" the same steps run around AOTAutograd alone.
@@ -39,7 +40,9 @@ from mindspeed_fx.sharding import parallelized_graph as sharding
 from mindspeed_fx.training import data_parallel, optimizer_in_backward
 
 
-def mindspeed(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None) -> Callable:
+def mindspeed(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable:
     """The ``torch.compile`` backend.
 
     Args:
@@ -53,7 +56,9 @@ def mindspeed(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dic
         PassError, CheckError: a pass broke its contract, or rewrote nothing under ``strict``.
     """
     if mode not in (None, "default"):
-        raise OptionError(f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead')
+        raise OptionError(
+            f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead'
+        )
     return Compilation(Options.parse(options).resolve(device_of(example_inputs))).compile(gm, example_inputs)
 
 
@@ -75,11 +80,20 @@ class Compilation:
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
         why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
-        why += ["explain is collecting"] * recorder.collecting_active() + ["a bisection is running"] * bisector.bisecting() + ["gradients are averaged over ranks"] * bool(options.data_parallel)
+        why += (
+            ["explain is collecting"] * recorder.collecting_active()
+            + ["a bisection is running"] * bisector.bisecting()
+            + ["gradients are averaged over ranks"] * bool(options.data_parallel)
+        )
         why += ["parameters step in the backward"] * bool(options.optimizer)
         self.caches = not why
         hardware = options.hardware or f"none: {detect(options.target)[1]}"
-        effective = {**options.as_dict(), "hardware": hardware, "passes": [p.name for p in self.pipeline.passes], "caches": "on" if self.caches else f"off: {', '.join(why)}"}
+        effective = {
+            **options.as_dict(),
+            "hardware": hardware,
+            "passes": [p.name for p in self.pipeline.passes],
+            "caches": "on" if self.caches else f"off: {', '.join(why)}",
+        }
         self.record = recorder.begin(options.as_dict(), effective, distributed.rank())
         self.readable = readable if recorder.wants_text(options.as_dict()) else None
 
@@ -99,10 +113,16 @@ class Compilation:
             self.sharding = plan
             self._take_recompute(plan.plan)
             if self.options.data_parallel:
-                raise OptionError(f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its plan reduces gradients')
+                raise OptionError(
+                    f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its '
+                    "plan reduces gradients"
+                )
             self.record.effective["caches"] = "off: the model is parallelized"
             if self.options.optimizer:
-                raise OptionError('option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which torch.optim.AdamW steps')
+                raise OptionError(
+                    'option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which '
+                    "torch.optim.AdamW steps"
+                )
         if self.options.optimizer:
             self.steps = optimizer_in_backward.Steps(gm, inputs)
             gm, inputs = self.steps.gm, self.steps.inputs
@@ -120,7 +140,9 @@ class Compilation:
         with sharding.tracing(plan):
             return self._compile_captured(gm, inputs, plan, captured_by_hook, name, table)
 
-    def _compile_captured(self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Any, captured_by_hook: Any, name: str, table: Any) -> Callable:
+    def _compile_captured(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Any, captured_by_hook: Any, name: str, table: Any
+    ) -> Callable:
         """From the captured graph on; of a parallelized model the local program is traced here."""
         inductor = self.options.codegen == "inductor"
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
@@ -132,10 +154,22 @@ class Compilation:
         if self.options.target == "npu":
             npu.load_inductor()
         pinned, config = overlap.inductor_settings(self.pipeline.passes, dict(self.options.inductor), name)
-        if plan:  # a rank's part of a table may be one number throughout where another rank's is not, and then only one of them would be folded
+        # a rank's part of a table may be one number throughout where another rank's is not, and then only one of them
+        # would be folded
+        if plan:
             config["joint_graph_constant_folding"] = False
         hooks = {"pre_grad": captured_by_hook, "partitioner": self.partitioner(name), "post_grad": pinned}
-        return wrap(inductor_compat.compile_with_inductor(gm, inputs, inner=self.run_inductor, config=config, caches=self.caches and not plan, decompositions=table, **hooks))
+        return wrap(
+            inductor_compat.compile_with_inductor(
+                gm,
+                inputs,
+                inner=self.run_inductor,
+                config=config,
+                caches=self.caches and not plan,
+                decompositions=table,
+                **hooks,
+            )
+        )
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""
@@ -157,7 +191,6 @@ class Compilation:
             self.pipeline.refuse("captured", reason, self.record)
             self.average(gm)
             return reason
-        captured.meta[sharding.KEY] = gm.meta.get(sharding.KEY)
         self._snapshot("captured", captured, text=False)
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable, self.sharding)
@@ -167,7 +200,7 @@ class Compilation:
 
     def _read(self, gm: fx.GraphModule) -> tuple[fx.GraphModule | None, str]:
         """The canonical graph, or the reason why there is none; AOTAutograd then gets Dynamo's graph as it is."""
-        planned = gm.meta.get(sharding.KEY) is not None
+        planned = self.sharding is not None
         if reason := isolate(gm) or (None if planned else explain_unread(gm)):
             return None, reason
         try:
@@ -192,7 +225,14 @@ class Compilation:
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)
         if self.options.codegen == "inductor":
             with self._timed("lowering"):
-                self.record.lowered += lower(joint, self.options.target, "joint", inline_references=True, kernels=False, decompositions=inductor_compat.inductor_decompositions())
+                self.record.lowered += lower(
+                    joint,
+                    self.options.target,
+                    "joint",
+                    inline_references=True,
+                    kernels=False,
+                    decompositions=inductor_compat.inductor_decompositions(),
+                )
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "partition" decide."""
@@ -208,7 +248,10 @@ class Compilation:
         """Copies to host memory and back of what the passes of stage "partition" move there."""
         for run in self.record.runs:
             if run.report.moves:
-                run.report.skipped += [Skip("", f"{name} is not moved: {why}") for name, why in move(forward, backward, run.report.moves).items()]
+                run.report.skipped += [
+                    Skip("", f"{name} is not moved: {why}")
+                    for name, why in move(forward, backward, run.report.moves).items()
+                ]
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""
@@ -220,7 +263,9 @@ class Compilation:
         with self._timed("lowering"):
             table = inductor_compat.inductor_decompositions() if inductor else None
             with acl_graph(self.options.codegen == "npugraph_ex"):
-                self.record.lowered += lower(gm, self.options.target, side, inline_references=inductor, decompositions=table)
+                self.record.lowered += lower(
+                    gm, self.options.target, side, inline_references=inductor, decompositions=table
+                )
         self.pipeline.require_named(self.record, side)
         self._snapshot(side, gm)
         recorder.finish(self.record)
@@ -230,7 +275,9 @@ class Compilation:
         return npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
-        self.finish_side(gm, "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward")
+        self.finish_side(
+            gm, "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        )
         return compile(gm, inputs, **kwargs)
 
     # ---------------------------------------------------------------- bookkeeping
@@ -266,7 +313,11 @@ class _Captured(inductor_compat.CustomPass):
 
 def identity(options: Options) -> str:
     """What compile caches know this backend by: package sources, options, and the sources of every pass."""
-    parts = [_package_hash(), json.dumps(options.as_dict(), sort_keys=True, default=str), *(p.name + p.source_hash() for p in registered())]
+    parts = [
+        _package_hash(),
+        json.dumps(options.as_dict(), sort_keys=True, default=str),
+        *(p.name + p.source_hash() for p in registered()),
+    ]
     return "mindspeed_fx-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

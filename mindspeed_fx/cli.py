@@ -12,42 +12,96 @@ from typing import Any
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 fine, 1 the answer is bad news, 2 wrong usage)."""
-    parser = argparse.ArgumentParser(prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model.")
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    explain = commands.add_parser("explain", help="run a script, or a function that returns a model and its inputs, and report every rewrite", usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--memory-curve] [--json] [-- script arguments]")
-    explain.add_argument("script", help='SCRIPT.py, whose torch.compile(..., backend="mindspeed") calls are reported, or SCRIPT.py:FUNCTION, which returns (model, args) or (model, args, kwargs)')
-    explain.add_argument("--options", default="{}", help="backend options as JSON; what a SCRIPT.py gives in its own code wins")
+    explain = commands.add_parser(
+        "explain",
+        help="run a script, or a function that returns a model and its inputs, and report every rewrite",
+        usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--memory-curve] [--json] [-- "
+        "script arguments]",
+    )
+    explain.add_argument(
+        "script",
+        help='SCRIPT.py, whose torch.compile(..., backend="mindspeed") calls are reported, or SCRIPT.py:FUNCTION, '
+        "which returns (model, args) or (model, args, kwargs)",
+    )
+    explain.add_argument(
+        "--options", default="{}", help="backend options as JSON; what a SCRIPT.py gives in its own code wins"
+    )
     explain.add_argument("--save", metavar="DIR", help="write before/after files, index and HTML report")
-    explain.add_argument("--memory-curve", action="store_true", help='print time against peak memory of every graph: the plans that no other beats in both (plans for a "memory_budget"; "min" unless the options name one)')
+    explain.add_argument(
+        "--memory-curve",
+        action="store_true",
+        help="print time against peak memory of every graph: the plans that no other beats in both (plans for a "
+        '"memory_budget"; "min" unless the options name one)',
+    )
     explain.add_argument("--json", action="store_true", help="print everything but the code as JSON")
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
     doctor.add_argument("--json", action="store_true")
     commands.add_parser("passes", help="the registered passes")
-    cross = commands.add_parser("cross", help="compile for an Ascend NPU on a machine that has none, and report what it would run")
-    cross.add_argument("source", metavar="SCRIPT.py:FUNCTION", help="the function returns (model, args) or (model, args, kwargs); it is called under the meta device, so weights take no memory")
-    cross.add_argument("--soc", default="Ascend910B2", help="Ascend910B1 to B4, Ascend910_9391, _9382, _9381, _9372, _9362 (default: %(default)s)")
+    cross = commands.add_parser(
+        "cross", help="compile for an Ascend NPU on a machine that has none, and report what it would run"
+    )
+    cross.add_argument(
+        "source",
+        metavar="SCRIPT.py:FUNCTION",
+        help="the function returns (model, args) or (model, args, kwargs); it is called under the meta device, so "
+        "weights take no memory",
+    )
+    cross.add_argument(
+        "--soc",
+        default="Ascend910B2",
+        help="Ascend910B1 to B4, Ascend910_9391, _9382, _9381, _9372, _9362 (default: %(default)s)",
+    )
     cross.add_argument("--options", default="{}", help="backend options as JSON")
     cross.add_argument("--no-baseline", action="store_true", help="do not also trace without passes to compare with")
     cross.add_argument("--no-kernels", action="store_true", help="do not compile the Triton kernels for the SoC")
-    cross.add_argument("--dir", help="of the tool chain (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
+    cross.add_argument(
+        "--dir", help="of the tool chain (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)"
+    )
     cross.add_argument("--json", metavar="FILE", help="also write everything as JSON")
     cross.add_argument("--html", metavar="FILE", help="also write one HTML page")
-    plan = commands.add_parser("plan", help="search the fastest way to divide a model over devices, by the cost model alone: no device and no process group is needed")
-    plan.add_argument("source", metavar="SCRIPT.py:FUNCTION", help="the function returns (model, args) or (model, args, kwargs) with the whole batch of a step; it is called under the meta device, so weights take no memory")
+    plan = commands.add_parser(
+        "plan",
+        help="search the fastest way to divide a model over devices, by the cost model alone: no device and no process "
+        "group is needed",
+    )
+    plan.add_argument(
+        "source",
+        metavar="SCRIPT.py:FUNCTION",
+        help="the function returns (model, args) or (model, args, kwargs) with the whole batch of a step; it is called "
+        "under the meta device, so weights take no memory",
+    )
     plan.add_argument("--devices", type=int, help="how many; or --mesh")
     plan.add_argument("--mesh", help="sizes that are given, e.g. dp=8,tp=8")
     plan.add_argument("--hardware", default="ascend910b2", help="a device of the cost model (default: %(default)s)")
     plan.add_argument("--memory", help="of one device, e.g. 60GiB (default: nine tenths of what it has)")
-    plan.add_argument("--optimizer", default="adam", help="adam, momentum or sgd: what it stores (default: %(default)s)")
+    plan.add_argument(
+        "--optimizer", default="adam", help="adam, momentum or sgd: what it stores (default: %(default)s)"
+    )
     plan.add_argument("--keep", type=int, default=5, help="how many meshes to print (default: %(default)s)")
     plan.add_argument("--no-pipeline", action="store_true", help="leave out pipeline stages, which pipeline_stage runs")
-    plan.add_argument("--explain", metavar="PARAMETER", action="append", default=[], help="say why this parameter, or module, is placed as it is")
+    plan.add_argument(
+        "--explain",
+        metavar="PARAMETER",
+        action="append",
+        default=[],
+        help="say why this parameter, or module, is placed as it is",
+    )
     plan.add_argument("--save", metavar="FILE", help="write the best plan as YAML, or JSON by its name")
     plan.add_argument("--html", metavar="FILE", help="write a picture of the best plan")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
-    toolchain = commands.add_parser("toolchain", help="the Ascend tool chain that cross-compiling needs: install it into a directory of its own, or see what is there")
+    toolchain = commands.add_parser(
+        "toolchain",
+        help="the Ascend tool chain that cross-compiling needs: install it into a directory of its own, or see what is "
+        "there",
+    )
     toolchain.add_argument("action", choices=("install", "status"))
-    toolchain.add_argument("components", nargs="*", metavar="COMPONENT", help="torch_npu, triton_ascend, torch_mlir; none means all")
+    toolchain.add_argument(
+        "components", nargs="*", metavar="COMPONENT", help="torch_npu, triton_ascend, torch_mlir; none means all"
+    )
     toolchain.add_argument("--dir", help="where (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
     toolchain.add_argument("--json", action="store_true")
     argv = sys.argv[1:] if argv is None else argv
@@ -55,7 +109,14 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(own)
     given.args = script_arguments
     try:
-        return {"cross": _cross, "explain": _explain, "doctor": _doctor, "passes": _passes, "plan": _plan, "toolchain": _toolchain}[given.command](given)
+        return {
+            "cross": _cross,
+            "explain": _explain,
+            "doctor": _doctor,
+            "passes": _passes,
+            "plan": _plan,
+            "toolchain": _toolchain,
+        }[given.command](given)
     except (ValueError, ImportError, OSError) as e:
         print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
         return 2
@@ -71,12 +132,19 @@ def _explain(given: argparse.Namespace) -> int:
     options = json_object("--options", given.options)
     if given.memory_curve:
         if not function:
-            raise ValueError("--memory-curve needs SCRIPT.py:FUNCTION; a script names its own memory_budget, and its report has the curve")
+            raise ValueError(
+                "--memory-curve needs SCRIPT.py:FUNCTION; a script names its own memory_budget, and its report has the "
+                "curve"
+            )
         options.setdefault("memory_budget", "min")
     report = _explain_function(path, function, options) if function else _explain_script(path, given.args, options)
     print(report.to_json() if given.json else report)
     for n, points in enumerate(report.pareto if given.memory_curve and not given.json else ()):
-        print(f"graph {n}: time against peak, modelled\n{pareto(points)}" if points else f"graph {n}: no plan; there is no backward to plan for")
+        print(
+            f"graph {n}: time against peak, modelled\n{pareto(points)}"
+            if points
+            else f"graph {n}: no plan; there is no backward to plan for"
+        )
     if given.save:
         print(f"report: {report.save(given.save) / 'index.html'}", file=sys.stderr)
     if not report.graphs:
@@ -119,9 +187,24 @@ def _plan(given: argparse.Namespace) -> int:
             raise ValueError(f"--mesh {given.mesh!r}: sizes as in dp=8,tp=8 are expected") from None
     with torch.device("meta"):
         model, args, kwargs = _made(path, function)
-    plan = mindspeed_fx.plan(model, args, kwargs, devices=given.devices, mesh=mesh, hardware=given.hardware, memory=given.memory, keep=given.keep, optimizer=given.optimizer, pipeline=not given.no_pipeline)
+    plan = mindspeed_fx.plan(
+        model,
+        args,
+        kwargs,
+        devices=given.devices,
+        mesh=mesh,
+        hardware=given.hardware,
+        memory=given.memory,
+        keep=given.keep,
+        optimizer=given.optimizer,
+        pipeline=not given.no_pipeline,
+    )
     why = {name: plan.explain(name) for name in given.explain}
-    print(json.dumps({**plan.summary(), "explained": why}, indent=1) if given.json else "\n".join([str(plan), *why.values()]))
+    print(
+        json.dumps({**plan.summary(), "explained": why}, indent=1)
+        if given.json
+        else "\n".join([str(plan), *why.values()])
+    )
     if given.save:
         plan.save(given.save)
         print(f"plan: {given.save}", file=sys.stderr)
@@ -162,7 +245,10 @@ def _passes(given: argparse.Namespace) -> int:
 
     for p in in_order(passes.registered()):
         level = f"level {p.level}" if p.level < 3 else "on request"
-        print(f"{p.name:<38} {p.stage:<11} {level:<10} {'exact' if p.exact else 'close':<5}  {ROWS[p.name].why if p.name in ROWS else p.description}")
+        print(
+            f"{p.name:<38} {p.stage:<11} {level:<10} {'exact' if p.exact else 'close':<5}  "
+            f"{ROWS[p.name].why if p.name in ROWS else p.description}"
+        )
     return 0
 
 
@@ -174,7 +260,14 @@ def _cross(given: argparse.Namespace) -> int:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{name} {path}: there is no directory {os.path.dirname(path)}")
     try:
-        report = cross_compile(given.source, soc=given.soc, options=json_object("--options", given.options), baseline=not given.no_baseline, kernels=not given.no_kernels, toolchain=given.dir)
+        report = cross_compile(
+            given.source,
+            soc=given.soc,
+            options=json_object("--options", given.options),
+            baseline=not given.no_baseline,
+            kernels=not given.no_kernels,
+            toolchain=given.dir,
+        )
     except CrossError as e:
         print(f"{e.frames}mindspeed-fx cross: {e}", file=sys.stderr)
         return 2
@@ -195,7 +288,10 @@ def _toolchain(given: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=1))
     else:
         for r in rows:
-            print(f"{r['name']:<14} {'installed' if r['installed'] else 'missing':<10} {' '.join(r['packages']):<60} {r['serves']}")
+            print(
+                f"{r['name']:<14} {'installed' if r['installed'] else 'missing':<10} {' '.join(r['packages']):<60} "
+                f"{r['serves']}"
+            )
     return 0 if all(r["installed"] for r in rows) else 1
 
 

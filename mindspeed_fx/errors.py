@@ -11,6 +11,6 @@ class OptionError(ValueError):
 
 
 def nearest(name: str, valid: Any) -> str:
-    """" (did you mean ...?)" when a valid name is close to ``name``, else ""."""
+    """ " (did you mean ...?)" when a valid name is close to ``name``, else ""."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f' (did you mean "{close[0]}"?)' if close else ""

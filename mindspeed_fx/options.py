@@ -36,7 +36,9 @@ class Options:
     """What the user asked for; ``target`` and ``codegen`` may still be "auto" (see :meth:`resolve`)."""
 
     level: int = 2
-    """0: capture, lowering, and what plans and options ask for. 1: also fusion. 2: also overlap and what else pays by itself."""
+    """0: capture, lowering, and what plans and options ask for. 1: also fusion. 2: also overlap and what else pays by
+    itself.
+    """
 
     enable: tuple[str, ...] = ()
     """Pass names or globs (``"fusion.*"``) to turn on whatever the level."""
@@ -48,45 +50,57 @@ class Options:
     """Device whose kernels operators are lowered to; "auto": the device of the inputs."""
 
     hardware: str | None = None
-    """Device of the cost model, for example "ascend910b2" or "h100" (see docs/cost.md); None: the one at hand, by its name."""
+    """Device of the cost model, for example "ascend910b2" or "h100" (see docs/cost.md); None: the one at hand, by its
+    name.
+    """
 
     memory_budget: float | int | str | None = None
-    """Bytes ("24GiB", or a number from 1024 on) that one graph may hold at once in a training step, parameters and gradients included, optimizer
-    states not; what does not fit is recomputed. "min": as few as can be. A fraction in (0, 1]: of the way from the least modelled peak to
-    that of the plan without a budget. None: keep what pays."""
+    """Bytes ("24GiB", or a number from 1024 on) that one graph may hold at once in a training step, parameters and
+    gradients included, optimizer states not; what does not fit is recomputed. "min": as few as can be. A fraction in
+    (0, 1]: of the way from the least modelled peak to that of the plan without a budget. None: keep what pays."""
 
     recompute: str | Mapping[str, str] | None = None
-    """Who decides what the backward makes again: "none", "selective", "full", "block:N", "activation_function", "norm", several of the single
-    operators' joined ("norm+activation_function") or "auto" (the planner; the default, but for a model whose plan names one). Or a mapping of module globs to "recompute", "save" or, with ``offload``, "offload", as in {"layers.*.mlp.act": "recompute"},
-    where the key "policy" may name who decides the rest; of several globs that match the last one counts. See docs/memory.md."""
+    """Who decides what the backward makes again: "none", "selective", "full", "block:N", "activation_function", "norm",
+    several of the single operators' joined ("norm+activation_function") or "auto" (the planner; the default, but for a
+    model whose plan names one). Or a mapping of module globs to "recompute", "save" or, with ``offload``, "offload", as
+    in {"layers.*.mlp.act": "recompute"}, where the key "policy" may name who decides the rest; of several globs that
+    match the last one counts. See docs/memory.md."""
 
     offload: bool = False
-    """With a ``memory_budget``: saved activations may also wait in host memory, copied beside the compute, where the link hides that and
-    making them again would take longer."""
+    """With a ``memory_budget``: saved activations may also wait in host memory, copied beside the compute, where the
+    link hides that and making them again would take longer."""
 
     certify: bool = False
-    """With a ``memory_budget``: integer programs (HiGHS; needs scipy) improve the plan of a small graph and prove how near the optimum it is,
-    which takes seconds to a minute. Larger graphs keep their plan, and the report says so."""
+    """With a ``memory_budget``: integer programs (HiGHS; needs scipy) improve the plan of a small graph and prove how
+    near the optimum it is, which takes seconds to a minute. Larger graphs keep their plan, and the report says so."""
 
     host_memory: int | str | None = None
-    """With ``offload``: bytes ("64GiB", or a number) of host memory that one graph may use at once; None: any number."""
+    """With ``offload``: bytes ("64GiB", or a number) of host memory that one graph may use at once; None: any
+    number.
+    """
 
     host_bandwidth: int | str | None = None
-    """With ``offload``: bytes per second ("50GB", or a number) between device and host, each way; None: the hardware's."""
+    """With ``offload``: bytes per second ("50GB", or a number) between device and host, each way; None: the
+    hardware's.
+    """
 
     overlap_memory: int | str = 0
     """Bytes ("512MiB", or a number) by which overlapped communication may raise the modelled peak memory of a graph."""
 
     data_parallel: str | None = None
-    """Process group ("world", or a group's name) over whose ranks the backward graph averages the gradients of parameters as they become
-    ready, as DistributedDataParallel does; each rank passes its own part of the batch. None: they stay as they are."""
+    """Process group ("world", or a group's name) over whose ranks the backward graph averages the gradients of
+    parameters as they become ready, as DistributedDataParallel does; each rank passes its own part of the batch. None:
+    they stay as they are."""
 
     optimizer: str | None = None
-    """"backward": parameters that :func:`mindspeed_fx.step_in_backward` was told of take their step of AdamW inside the backward graph, as their
-    gradients become ready; no gradients are left. None: gradients are left to the optimizer."""
+    """"backward": parameters that :func:`mindspeed_fx.step_in_backward` was told of take their step of AdamW inside the
+    backward graph, as their gradients become ready; no gradients are left. None: gradients are left to the optimizer.
+    """
 
     codegen: str = "auto"
-    """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is, "npugraph_ex" (npu) hands it to torch_npu's ACL graphs; "auto": inductor on cpu and cuda, eager on npu."""
+    """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is, "npugraph_ex" (npu)
+    hands it to torch_npu's ACL graphs; "auto": inductor on cpu and cuda, eager on npu.
+    """
 
     dump: str | None = None
     """Directory for per-pass before/after files, an index and an HTML report. Turns compile caches off."""
@@ -95,8 +109,8 @@ class Options:
     """"each" runs every pass's graph before and after on real values and compares. Turns compile caches off."""
 
     strict: bool = False
-    """A pass named in ``enable`` that rewrote nothing in a graph is an error that carries its reasons. Each graph of a model with
-    graph breaks is judged by itself."""
+    """A pass named in ``enable`` that rewrote nothing in a graph is an error that carries its reasons. Each graph of a
+    model with graph breaks is judged by itself."""
 
     npugraph_ex: Mapping[str, Any] = field(default_factory=dict)
     """Options of torch_npu's npugraph_ex for codegen "npugraph_ex", for example {"clone_input": False}."""
@@ -130,10 +144,14 @@ class Options:
         if not isinstance(self.certify, bool):
             raise OptionError(f'option "certify" takes True or False, not {self.certify!r}')
         if self.certify and self.memory_budget is None:
-            raise OptionError('option "certify" is True, but there is no plan to certify: "memory_budget" is None; give one')
+            raise OptionError(
+                'option "certify" is True, but there is no plan to certify: "memory_budget" is None; give one'
+            )
         object.__setattr__(self, "overlap_memory", parse_bytes("overlap_memory", self.overlap_memory))
         if self.data_parallel is not None and not (isinstance(self.data_parallel, str) and self.data_parallel):
-            raise OptionError(f'option "data_parallel" is {self.data_parallel!r}; valid: "world", or the name of a process group')
+            raise OptionError(
+                f'option "data_parallel" is {self.data_parallel!r}; valid: "world", or the name of a process group'
+            )
         if self.optimizer is not None:
             _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _check_inductor(self.inductor)
@@ -150,15 +168,17 @@ class Options:
             OptionError: unknown key (with the nearest valid one), bad value, or malformed JSON.
         """
         if given is not None and not isinstance(given, Mapping):
-            raise OptionError(f'options is {given!r}; a mapping from names of options is expected, as in {{"level": 1}}')
+            raise OptionError(
+                f'options is {given!r}; a mapping from names of options is expected, as in {{"level": 1}}'
+            )
         environ = os.environ if environ is None else environ
         merged = _from_environment(environ)
         merged.update(_known(dict(given or {}), "options"))
         return cls(**merged)
 
     def resolve(self, device: str) -> "Options":
-        """The same options with "auto" replaced by what it means for inputs on ``device`` ("cpu", "cuda", "npu"), and the
-        hardware at hand; that stays None where the device has no table."""
+        """The same options with "auto" replaced by what it means for inputs on ``device`` ("cpu", "cuda", "npu"), and
+        the hardware at hand; that stays None where the device has no table."""
         from mindspeed_fx.cost.hardware import detect
 
         target = self.target if self.target != "auto" else device
@@ -167,7 +187,10 @@ class Options:
         if codegen == "npugraph_ex" and target != "npu":
             raise OptionError(f'option "codegen" is "npugraph_ex", which runs on npu; the target is "{target}"')
         if codegen == "npugraph_ex" and self.offload:
-            raise OptionError('option "offload" is True, which needs streams of its own, and codegen "npugraph_ex" records one; valid with "offload": codegen "eager", "inductor"')
+            raise OptionError(
+                'option "offload" is True, which needs streams of its own, and codegen "npugraph_ex" records one; '
+                'valid with "offload": codegen "eager", "inductor"'
+            )
         return dataclasses.replace(self, target=target, codegen=codegen, hardware=self.hardware or detect(target)[0])
 
     def with_plan(self, recompute: str | None) -> "Options":
@@ -176,8 +199,18 @@ class Options:
         return self if given or recompute is None else dataclasses.replace(self, recompute=recompute)
 
     def deciding(self) -> str:
-        """The options that decide what a graph becomes, as JSON: equal on ranks that compile alike, whatever they dump or check."""
-        return json.dumps({k: v for k, v in self.as_dict().items() if k not in ("dump", "check", "strict", "inductor", "npugraph_ex")}, sort_keys=True, default=str)
+        """The options that decide what a graph becomes, as JSON: equal on ranks that compile alike, whatever they dump
+        or check.
+        """
+        return json.dumps(
+            {
+                k: v
+                for k, v in self.as_dict().items()
+                if k not in ("dump", "check", "strict", "inductor", "npugraph_ex")
+            },
+            sort_keys=True,
+            default=str,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -256,11 +289,16 @@ def _check_offload(options: Options) -> None:
     if not isinstance(options.offload, bool):
         raise OptionError(f'option "offload" takes True or False, not {options.offload!r}')
     if options.offload and options.memory_budget is None:
-        raise OptionError('option "offload" is True, but what is moved to host memory is planned for a "memory_budget", which is None; give one')
+        raise OptionError(
+            'option "offload" is True, but what is moved to host memory is planned for a "memory_budget", which is '
+            "None; give one"
+        )
     for name in ("host_memory", "host_bandwidth"):
         value = getattr(options, name)
         if value is not None and not options.offload:
-            raise OptionError(f'option "{name}" is {value!r}, but "offload" is False, so that nothing goes to host memory')
+            raise OptionError(
+                f'option "{name}" is {value!r}, but "offload" is False, so that nothing goes to host memory'
+            )
         if value is not None:
             object.__setattr__(options, name, parse_bytes(name, value))
     if options.host_bandwidth == 0:
@@ -299,11 +337,20 @@ def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
             if not (wish is None and value is None or is_policy(wish)):
                 raise OptionError(f'option "recompute" has the policy {wish!r}{nearest(str(wish), POLICIES)}; {valid}')
             if wish not in (None, "auto") and budget is not None:
-                raise OptionError(f'option "recompute" has the policy "{wish}", which fixes what is saved, and option "memory_budget" is {budget!r}, which plans it; give one of them, or the policy "auto"')
+                raise OptionError(
+                    f'option "recompute" has the policy "{wish}", which fixes what is saved, and option '
+                    f'"memory_budget" is {budget!r}, which plans it; give one of them, or the policy "auto"'
+                )
         elif wish not in WISHES:
-            raise OptionError(f'option "recompute" maps "{glob}" to {wish!r}{nearest(str(wish), WISHES)}; valid: "recompute", "save", "offload"')
+            raise OptionError(
+                f'option "recompute" maps "{glob}" to {wish!r}{nearest(str(wish), WISHES)}; valid: "recompute", '
+                '"save", "offload"'
+            )
         elif wish == "offload" and offload is not True:
-            raise OptionError(f'option "recompute" maps "{glob}" to "offload", but option "offload" is {offload!r}, so that nothing goes to host memory; valid with it: "offload": True and a "memory_budget" (1.0 makes nothing else fit)')
+            raise OptionError(
+                f'option "recompute" maps "{glob}" to "offload", but option "offload" is {offload!r}, so that nothing '
+                'goes to host memory; valid with it: "offload": True and a "memory_budget" (1.0 makes nothing else fit)'
+            )
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -328,10 +375,15 @@ def parse_bytes(name: str, value: Any, least: int = LEAST_SIZE) -> int:
         size = int(value)
     if size is None:
         units = ", ".join(("B", "KiB", "MiB", "GiB", "KB", "MB", "GB"))
-        raise OptionError(f'option "{name}" is {value!r}; valid: bytes as a number from 0, or with a unit as in "512MiB" ({units})')
+        raise OptionError(
+            f'option "{name}" is {value!r}; valid: bytes as a number from 0, or with a unit as in "512MiB" ({units})'
+        )
     if 0 < size < least:
         number = re.sub(r"[^\d.]", "", str(value))
-        raise OptionError(f'option "{name}" is {value!r}, which is {size} bytes and too few to be meant; valid: a size with a unit, as in "{number}GiB"')
+        raise OptionError(
+            f'option "{name}" is {value!r}, which is {size} bytes and too few to be meant; valid: a size with a unit, '
+            f'as in "{number}GiB"'
+        )
     return size
 
 
@@ -346,4 +398,7 @@ def _check_inductor(value: Any) -> None:
             if key not in valid:
                 raise OptionError(f'option "inductor" has an unknown entry "{key}"{nearest(str(key), valid)}')
             if isinstance(valid[key], bool) != isinstance(value[key], bool) and isinstance(valid[key], (bool, int)):
-                raise OptionError(f'option "inductor" has {key} = {value[key]!r}; it takes {"True or False" if isinstance(valid[key], bool) else "a number"}')
+                raise OptionError(
+                    f'option "inductor" has {key} = {value[key]!r}; it takes '
+                    f"{'True or False' if isinstance(valid[key], bool) else 'a number'}"
+                )

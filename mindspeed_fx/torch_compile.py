@@ -8,7 +8,9 @@ from typing import Any, Callable
 import torch
 
 
-def compile(model: Callable, *, options: dict[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:
+def compile(
+    model: Callable, *, options: dict[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None
+) -> Callable:
     """``torch.compile(model, backend="mindspeed", ...)``, also where another library has replaced ``torch.compile``.
 
     Args:
@@ -20,7 +22,12 @@ def compile(model: Callable, *, options: dict[str, Any] | None = None, fullgraph
 
 
 def compile_with_backend(
-    model: Callable, *, backend: Any = "mindspeed", options: dict | None = None, fullgraph: bool = False, dynamic: bool | None = None
+    model: Callable,
+    *,
+    backend: Any = "mindspeed",
+    options: dict | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
 ) -> Callable:
     """Torch's own ``torch.compile`` with our backend, whatever ``torch.compile`` is now."""
     return _torch_compile(model, backend=backend, options=options, fullgraph=fullgraph, dynamic=dynamic)
@@ -44,9 +51,11 @@ def _is_torchs_own(function: Any) -> bool:
 def _replacement_error() -> str:
     found = f"{getattr(torch.compile, '__module__', '?')}.{getattr(torch.compile, '__qualname__', torch.compile)}"
     return (
-        f'torch.compile has been replaced by {found}, so torch.compile(model, backend="mindspeed") would silently do nothing '
+        f'torch.compile has been replaced by {found}, so torch.compile(model, backend="mindspeed") would silently do '
+        "nothing "
         "(mindspeed.megatron_adaptor installs such a pass-through). Ways out: import mindspeed_fx before it and use "
-        "mindspeed_fx.compile(model) or mindspeed_fx.restore_torch_compile(); or set MINDSPEED_FX_RESTORE_COMPILE=1, and "
+        "mindspeed_fx.compile(model) or mindspeed_fx.restore_torch_compile(); or set MINDSPEED_FX_RESTORE_COMPILE=1, "
+        "and "
         "importing mindspeed_fx puts torch's own back."
     )
 

@@ -6,9 +6,18 @@ import pytest
 import torch
 
 ROOT = str(Path(__file__).parents[1])
-os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])  # processes that tests start
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+)  # processes that tests start
 
-LONG = ("tests/test_cache.py", "tests/test_example.py", "tests/ascend/test_npu_kernels.py", "tests/ascend/test_sites.py", "tests/megatron/test_two_ranks.py", "tests/passes/overlap/test_overlap_two_ranks.py")
+LONG = (
+    "tests/test_cache.py",
+    "tests/test_example.py",
+    "tests/ascend/test_npu_kernels.py",
+    "tests/ascend/test_sites.py",
+    "tests/megatron/test_two_ranks.py",
+    "tests/passes/overlap/test_overlap_two_ranks.py",
+)
 """Files of long tests: begun first, so that no process has one left when the others are done."""
 
 

@@ -1,4 +1,6 @@
-"""Models for tests: a Llama written out in the spelling a plain PyTorch user would choose, and what compares two models."""
+"""Models for tests: a Llama written out in the spelling a plain PyTorch user would choose, and what compares two
+models.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,17 @@ class Block(nn.Module):
     def forward(self, x, cos, sin):
         b, s, _ = x.shape
         h = self.norm1(x)
-        q, k, v = (layer(h).view(b, s, n, self.dim).transpose(1, 2) for layer, n in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads)))
+        q, k, v = (
+            layer(h).view(b, s, n, self.dim).transpose(1, 2)
+            for layer, n in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) / self.dim**0.5
         mask = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
-        weights = F.softmax(scores.masked_fill(mask, float("-inf")), dim=-1, dtype=torch.float32 if x.dtype != torch.float64 else None).to(x.dtype)
+        weights = F.softmax(
+            scores.masked_fill(mask, float("-inf")), dim=-1, dtype=torch.float32 if x.dtype != torch.float64 else None
+        ).to(x.dtype)
         x = x + self.o((weights @ v).transpose(1, 2).reshape(b, s, -1))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -64,15 +71,29 @@ class Llama(nn.Module):
 
     def forward(self, ids, labels):
         x = self.embed(ids)
-        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device).float(), 1.0 / 100.0 ** (torch.arange(0, 8, 2, device=ids.device) / 8))
+        angles = torch.outer(
+            torch.arange(ids.shape[1], device=ids.device).float(),
+            1.0 / 100.0 ** (torch.arange(0, 8, 2, device=ids.device) / 8),
+        )
         cos, sin = (torch.cat((f(angles), f(angles)), -1).to(x.dtype) for f in (torch.cos, torch.sin))
         for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False) if self.checkpointed else block(x, cos, sin)
+            x = (
+                torch.utils.checkpoint.checkpoint(block, x, cos, sin, use_reentrant=False)
+                if self.checkpointed
+                else block(x, cos, sin)
+            )
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
 
 
-LLAMA_COUNTS = {"fusion.add_rms_norm": 4, "fusion.attention": 2, "fusion.cross_entropy": 1, "fusion.rms_norm": 5, "fusion.rope": 4, "fusion.swiglu": 2}
+LLAMA_COUNTS = {
+    "fusion.add_rms_norm": 4,
+    "fusion.attention": 2,
+    "fusion.cross_entropy": 1,
+    "fusion.rms_norm": 5,
+    "fusion.rope": 4,
+    "fusion.swiglu": 2,
+}
 
 
 def double(*shape, grad=True):
@@ -118,6 +139,7 @@ def assert_same_training(model, *args, tolerance: float, **options):
 
 def function_agrees(f, *inputs, tolerance=1e-9, **options):
     """Outputs and gradients of a function of tensors, compiled and eager; returns the report of that compilation."""
+
     def run(g):
         given = [i.detach().clone().requires_grad_(i.requires_grad) for i in inputs]
         out = g(*given)

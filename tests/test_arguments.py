@@ -46,9 +46,18 @@ BAD_MODELS = [
     (Model, "the class Model"),
     (3, "3"),
 ]
-BAD_CALLS = [({"args": torch.zeros(2)}, ("args is a tensor of shape (2,)", "(ids, labels)")), ({"args": "x"}, ("args is 'x'",)), ({"args": None}, ("args is None",)), ({"args": 3}, ("args is 3",)), ({"args": {"x": 1}}, ("args is {'x': 1}",)),
-    ({"args": ()}, ("missing a required argument: 'x'", "(x, scale=1.0)")), ({"args": (*ARGS, 1.0, 2.0)}, ("too many positional arguments",)), ({"kwargs": {"scal": 1}}, ("unexpected keyword argument 'scal'",)),
-    ({"kwargs": [1]}, ("kwargs is [1]",)), ({"kwargs": {1: 2}}, ("kwargs is {1: 2}",))]  # fmt: skip
+BAD_CALLS = [
+    ({"args": torch.zeros(2)}, ("args is a tensor of shape (2,)", "(ids, labels)")),
+    ({"args": "x"}, ("args is 'x'",)),
+    ({"args": None}, ("args is None",)),
+    ({"args": 3}, ("args is 3",)),
+    ({"args": {"x": 1}}, ("args is {'x': 1}",)),
+    ({"args": ()}, ("missing a required argument: 'x'", "(x, scale=1.0)")),
+    ({"args": (*ARGS, 1.0, 2.0)}, ("too many positional arguments",)),
+    ({"kwargs": {"scal": 1}}, ("unexpected keyword argument 'scal'",)),
+    ({"kwargs": [1]}, ("kwargs is [1]",)),
+    ({"kwargs": {1: 2}}, ("kwargs is {1: 2}",)),
+]
 
 
 @pytest.mark.parametrize("given,words", [
@@ -150,7 +159,8 @@ def test_explain():
 
 
 @pytest.mark.parametrize("given,words", [
-    ({"model": None}, ("model is None",)), ({"model": 3}, ("model is 3",)), ({"model": Model}, ("model is the class Model",)), ({"args": torch.zeros(2)}, ("args is a tensor",)), ({"args": None}, ("args is None",)), ({"kwargs": 3}, ("kwargs is 3",)),
+    ({"model": None}, ("model is None",)), ({"model": 3}, ("model is 3",)), ({"model": Model}, ("model is the class "
+                                                                                                "Model",)), ({"args": torch.zeros(2)}, ("args is a tensor",)), ({"args": None}, ("args is None",)), ({"kwargs": 3}, ("kwargs is 3",)),
     ({"soc": "Ascend910B9"}, ("soc is 'Ascend910B9'", "did you mean")), ({"soc": None}, ("soc is None", "Ascend910B2")), ({"options": 3}, ("options is 3",)), ({"baseline": 1}, ("baseline is 1",)), ({"kernels": None}, ("kernels is None",)),
     ({"toolchain": 3}, ("toolchain is 3",)), ({"toolchain": ""}, ("toolchain is ''",)), ({"timeout": 0}, ("timeout is 0",)), ({"timeout": True}, ("timeout is True",)), ({"timeout": "1"}, ("timeout is '1'",)),
 ])  # fmt: skip

@@ -94,7 +94,11 @@ def test_autocast(inside):
             return m(*a)
 
     def run(m):
-        loss = torch.compile(step, backend="mindspeed", options={"codegen": "eager"})(m, *args) if inside else step(torch.compile(m, backend="mindspeed", options={"codegen": "eager"}), *args)
+        loss = (
+            torch.compile(step, backend="mindspeed", options={"codegen": "eager"})(m, *args)
+            if inside
+            else step(torch.compile(m, backend="mindspeed", options={"codegen": "eager"}), *args)
+        )
         loss.backward()
         return loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters()}
 
@@ -123,10 +127,19 @@ def test_dynamic_batch_and_sequence_is_one_graph():
             expected, grads = gradients(copy.deepcopy(model), *args)
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
             for name, p in model.named_parameters():
-                torch.testing.assert_close(p.grad, grads[name], rtol=1e-3, atol=1e-6, msg=lambda m: f"{name} {shape}: {m}")
+                torch.testing.assert_close(
+                    p.grad, grads[name], rtol=1e-3, atol=1e-6, msg=lambda m: f"{name} {shape}: {m}"
+                )
     assert len(graphs) == 1
     found = {n: c for n, c in graphs[0].counts.items() if n.startswith("fusion.") and c}
-    assert found == {"fusion.add_rms_norm": 2, "fusion.attention": 1, "fusion.cross_entropy": 1, "fusion.rms_norm": 3, "fusion.rope": 2, "fusion.swiglu": 1}
+    assert found == {
+        "fusion.add_rms_norm": 2,
+        "fusion.attention": 1,
+        "fusion.cross_entropy": 1,
+        "fusion.rms_norm": 3,
+        "fusion.rope": 2,
+        "fusion.swiglu": 1,
+    }
 
 
 def test_several_graphs():
@@ -180,17 +193,25 @@ def test_strict_names_the_reason():
     from mindspeed_fx.passes import PassError
 
     model = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8))
-    with pytest.raises(Exception, match='"fusion.swiglu" was enabled by name and rewrote nothing.*no subgraph looked like it') as e:
-        torch.compile(model, backend="mindspeed", options={"codegen": "eager", "strict": True, "enable": ["fusion.swiglu"]})(torch.randn(2, 8))
+    with pytest.raises(
+        Exception, match='"fusion.swiglu" was enabled by name and rewrote nothing.*no subgraph looked like it'
+    ) as e:
+        torch.compile(
+            model, backend="mindspeed", options={"codegen": "eager", "strict": True, "enable": ["fusion.swiglu"]}
+        )(torch.randn(2, 8))
     assert PassError.__name__ in str(e.value) or isinstance(e.value.__cause__, PassError)
     torch._dynamo.reset()
-    torch.compile(model, backend="mindspeed", options={"codegen": "eager", "strict": True, "enable": ["fusion.*"]})(torch.randn(2, 8))
+    torch.compile(model, backend="mindspeed", options={"codegen": "eager", "strict": True, "enable": ["fusion.*"]})(
+        torch.randn(2, 8)
+    )
 
 
 def run_python(code, **env):
     import os
 
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env={**os.environ, **env})
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env={**os.environ, **env}
+    )
 
 
 def test_the_string_works_without_an_import():
@@ -226,7 +247,9 @@ def test_a_replaced_torch_compile_is_a_loud_error_with_a_way_out():
         assert words in done.stderr
 
 
-@pytest.mark.parametrize("way", ["environment", *(pytest.param(way, marks=pytest.mark.slow) for way in ("imported_first", "restored"))])
+@pytest.mark.parametrize(
+    "way", ["environment", *(pytest.param(way, marks=pytest.mark.slow) for way in ("imported_first", "restored"))]
+)
 def test_the_ways_out_compile(way):
     check = """
     from mindspeed_fx.report import recorder
@@ -235,10 +258,15 @@ def test_the_ways_out_compile(way):
     assert len(graphs) == 1 and graphs[0].counts["fusion.rms_norm"] == 1
     """
     code = {
-        "environment": REPLACE + "    import mindspeed_fx\n    compile = lambda m, options: torch.compile(m, backend='mindspeed', options=options)\n" + check,
+        "environment": REPLACE
+        + "    import mindspeed_fx\n    compile = lambda m, options: torch.compile(m, backend='mindspeed', "
+        "options=options)\n" + check,
         "imported_first": "    import mindspeed_fx\n" + REPLACE + "    compile = mindspeed_fx.compile\n" + check,
-        "restored": "    import mindspeed_fx\n" + REPLACE + "    mindspeed_fx.restore_torch_compile()\n    compile = lambda m, options: torch.compile(model=m, backend='mindspeed', options=options)\n" + check,
-    }[way]  # fmt: skip
+        "restored": "    import mindspeed_fx\n"
+        + REPLACE
+        + "    mindspeed_fx.restore_torch_compile()\n    compile = lambda m, options: torch.compile(model=m, "
+        "backend='mindspeed', options=options)\n" + check,
+    }[way]
     done = run_python(code, MINDSPEED_FX_RESTORE_COMPILE="1" if way == "environment" else "0")
     assert done.returncode == 0, done.stderr
 

@@ -88,4 +88,7 @@ def test_check_turns_caches_off_and_says_so():
     from mindspeed_fx.backend import Compilation
     from mindspeed_fx.options import Options
 
-    assert Compilation(Options(codegen="eager", check="each").resolve("cpu")).record.effective["caches"] == "off: check was asked for"
+    assert (
+        Compilation(Options(codegen="eager", check="each").resolve("cpu")).record.effective["caches"]
+        == "off: check was asked for"
+    )

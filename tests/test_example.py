@@ -25,12 +25,18 @@ def text(tmp_path_factory):
 
 
 def command(out, text, *extra, ranks=1):
-    launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    launcher = (
+        [sys.executable]
+        if ranks == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    )
     return [*launcher, str(EXAMPLES / "pretrain_gpt.py"), *SMALL, "--data", text, "--out", str(out), *extra]
 
 
 def run(*args, **kwargs):
-    done = subprocess.run(command(*args, **kwargs), capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command(*args, **kwargs), capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -47,15 +53,29 @@ def whole(tmp_path_factory, text):
 
 def test_reports_what_a_user_looks_for(whole):
     out, printed = whole
-    for words in ("unigram entropy", "tokens/s", "MFU", "validation loss", "first step (with compilation)", "parameters, backend mindspeed"):
+    for words in (
+        "unigram entropy",
+        "tokens/s",
+        "MFU",
+        "validation loss",
+        "first step (with compilation)",
+        "parameters, backend mindspeed",
+    ):
         assert words in printed
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     log = losses(out)
-    assert [r["step"] for r in log] == list(range(1, 13)) and log[-1]["validation"] < log[5]["validation"] < math.log(256)
+    assert [r["step"] for r in log] == list(range(1, 13)) and log[-1]["validation"] < log[5]["validation"] < math.log(
+        256
+    )
 
 
 def test_killed_and_resumed_is_bitwise_uninterrupted(whole, tmp_path, text):
-    victim = subprocess.Popen(command(tmp_path / "run", text), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    victim = subprocess.Popen(
+        command(tmp_path / "run", text),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     checkpoint = tmp_path / "run" / "checkpoint.tp0of1.pt"
     deadline = time.time() + 120
     while not checkpoint.exists() and time.time() < deadline:
@@ -72,7 +92,17 @@ def test_killed_and_resumed_is_bitwise_uninterrupted(whole, tmp_path, text):
 
 def test_a_checkpoint_of_another_run_is_refused_by_name(whole, tmp_path, text):
     (tmp_path / "other.txt").write_text("some other text. " * 9000)
-    extra = ("--resume", "--hidden", "64", "--weight-decay", "0.2", "--clip", "2", "--data", str(tmp_path / "other.txt"))
+    extra = (
+        "--resume",
+        "--hidden",
+        "64",
+        "--weight-decay",
+        "0.2",
+        "--clip",
+        "2",
+        "--data",
+        str(tmp_path / "other.txt"),
+    )
     done = subprocess.run(command(whole[0], text, *extra), capture_output=True, text=True)
     assert done.returncode == 1 and "was written with" in done.stderr and "Traceback" not in done.stderr
     for words in ("--hidden 32, not 64", "--weight-decay 0.1, not 0.2", "--clip 1.0, not 2.0", "--data text "):

@@ -33,25 +33,54 @@ def parsed(backend_options, *arguments, backend="mindspeed"):
 
 
 GIVEN = {
-    "level": (["1"], 1), "enable": (["fusion.*", "overlap.bucket"], ["fusion.*", "overlap.bucket"]), "disable": (["fusion.rope"], ["fusion.rope"]),
-    "target": (["npu"], "npu"), "hardware": (["ascend910b2"], "ascend910b2"), "memory_budget": (["24GiB"], "24GiB"), "recompute": (["selective"], "selective"),
-    "offload": ([], True), "host_memory": (["64GiB"], "64GiB"), "host_bandwidth": (["50GB"], "50GB"), "certify": ([], True),
-    "overlap_memory": (["512MiB"], "512MiB"), "data_parallel": (["world"], "world"), "optimizer": (["backward"], "backward"), "codegen": (["npugraph_ex"], "npugraph_ex"), "dump": (["3"], "3"), "check": (["each"], "each"),
-    "strict": ([], True), "npugraph_ex": (['{"clone_input": false}'], {"clone_input": False}), "inductor": (['{"max_autotune": true}'], {"max_autotune": True}),
-}  # fmt: skip
+    "level": (["1"], 1),
+    "enable": (["fusion.*", "overlap.bucket"], ["fusion.*", "overlap.bucket"]),
+    "disable": (["fusion.rope"], ["fusion.rope"]),
+    "target": (["npu"], "npu"),
+    "hardware": (["ascend910b2"], "ascend910b2"),
+    "memory_budget": (["24GiB"], "24GiB"),
+    "recompute": (["selective"], "selective"),
+    "offload": ([], True),
+    "host_memory": (["64GiB"], "64GiB"),
+    "host_bandwidth": (["50GB"], "50GB"),
+    "certify": ([], True),
+    "overlap_memory": (["512MiB"], "512MiB"),
+    "data_parallel": (["world"], "world"),
+    "optimizer": (["backward"], "backward"),
+    "codegen": (["npugraph_ex"], "npugraph_ex"),
+    "dump": (["3"], "3"),
+    "check": (["each"], "each"),
+    "strict": ([], True),
+    "npugraph_ex": (['{"clone_input": false}'], {"clone_input": False}),
+    "inductor": (['{"max_autotune": true}'], {"max_autotune": True}),
+}
 
 
 def test_every_option_is_an_argument(modules):
     assert not {f.name for f in dataclasses.fields(Options)} - set(GIVEN), "an option without a value to try it with"
     for name, (words, value) in GIVEN.items():
-        more = {"npugraph_ex": ["--codegen", "npugraph_ex"], **dict.fromkeys(("offload", "host_memory", "host_bandwidth"), ["--memory-budget", "min", "--offload"]), "certify": ["--memory-budget", "min"]}.get(name, [])
+        more = {
+            "npugraph_ex": ["--codegen", "npugraph_ex"],
+            **dict.fromkeys(("offload", "host_memory", "host_bandwidth"), ["--memory-budget", "min", "--offload"]),
+            "certify": ["--memory-budget", "min"],
+        }.get(name, [])
         got = parsed(modules[0], f"--{name.replace('_', '-')}", *words, *more)
         assert got[name] == value and set(got) <= {name, *(w[2:].replace("-", "_") for w in more)}
         Options(**got)
 
 
-@pytest.mark.parametrize("words, value", [(("--memory-budget", "min"), "min"), (("--memory-budget", "0.5"), 0.5), (("--memory-budget", "25769803776"), 24 * 2**30),
-                                          (("--recompute", '{"layers.*": "save"}'), {"layers.*": "save"}), (("--no-strict",), False), (("--overlap-memory", "1048576"), 2**20), (("--enable",), [])])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, value",
+    [
+        (("--memory-budget", "min"), "min"),
+        (("--memory-budget", "0.5"), 0.5),
+        (("--memory-budget", "25769803776"), 24 * 2**30),
+        (("--recompute", '{"layers.*": "save"}'), {"layers.*": "save"}),
+        (("--no-strict",), False),
+        (("--overlap-memory", "1048576"), 2**20),
+        (("--enable",), []),
+    ],
+)
 def test_values_of_every_kind(modules, words, value):
     (got,) = parsed(modules[0], *words).values()
     assert got == value and type(got) is type(value)
@@ -69,7 +98,9 @@ def test_a_bad_value_is_one_line_that_names_the_option(modules, words, error):
 
 def test_other_backends_take_no_options(modules):
     assert parsed(modules[0], backend="eager") == {}
-    with pytest.raises(SystemExit, match="--memory-budget is an option of --backend mindspeed, not of --backend inductor"):
+    with pytest.raises(
+        SystemExit, match="--memory-budget is an option of --backend mindspeed, not of --backend inductor"
+    ):
         parsed(modules[0], "--memory-budget", "min", backend="inductor")
 
 

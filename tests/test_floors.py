@@ -66,7 +66,11 @@ def test_no_circle_between_folders():
 def floors() -> list[set[str]]:
     """The floors as docs/design.md draws them, from the top down."""
     table = PAGE.split("<!-- floors -->")[1].split("<!-- /floors -->")[0]
-    return [set(re.findall(r"`([\w/.]+?)(?:/|\.py)?`", line.split("|")[2])) for line in table.splitlines() if line.startswith("| ") and "`" in line]
+    return [
+        set(re.findall(r"`([\w/.]+?)(?:/|\.py)?`", line.split("|")[2]))
+        for line in table.splitlines()
+        if line.startswith("| ") and "`" in line
+    ]
 
 
 def test_the_floors_of_the_page_hold():
@@ -75,7 +79,12 @@ def test_the_floors_of_the_page_hold():
     height = {name: len(rows) - i for i, row in enumerate(rows) for name in row}
     there = {folder_of(name) for name in FILES} - {"", "_version"}
     assert there == set(height), "docs/design.md draws every folder and file under the package once"
-    wrong = {(a, b) for a, targets in GRAPH.items() for b in targets if folder_of(a) and folder_of(b) in height and height[folder_of(b)] > height[folder_of(a)]}
+    wrong = {
+        (a, b)
+        for a, targets in GRAPH.items()
+        for b in targets
+        if folder_of(a) and folder_of(b) in height and height[folder_of(b)] > height[folder_of(a)]
+    }
     assert not wrong, wrong
 
 
@@ -93,9 +102,13 @@ def test_what_stands_below_knows_nothing_of_what_stands_above(above, below):
 
 
 def test_readers_import_no_pass():
-    """passes/fusion/analysis reads graphs; it knows neither passes nor emitters, and of passes/base only the records."""
+    """passes/fusion/analysis reads graphs; it knows neither passes nor emitters, and of passes/base only the
+    records.
+    """
     passes = {name for name, path in FILES.items() if "\n@register(" in path.read_text()}
-    readers = {name: targets for name, targets in GRAPH.items() if name.startswith("mindspeed_fx.passes.fusion.analysis.")}
+    readers = {
+        name: targets for name, targets in GRAPH.items() if name.startswith("mindspeed_fx.passes.fusion.analysis.")
+    }
     assert len(readers) > 10
     assert not {(a, b) for a, targets in readers.items() for b in targets if b in passes or ".emit" in b}
 
@@ -106,13 +119,20 @@ def test_a_pass_stands_alone_in_its_file_under_its_name():
         text = path.read_text()
         names = re.findall(r'^NAME(?:, \w+)* = "([\w.]+)"', text, re.MULTILINE)
         if "\n@register(" in text:
-            assert text.count("\n@register(") == 1 and names == [".".join(path.relative_to(ROOT / "passes").with_suffix("").parts)], path
+            assert text.count("\n@register(") == 1 and names == [
+                ".".join(path.relative_to(ROOT / "passes").with_suffix("").parts)
+            ], path
 
 
 def test_kernels_have_the_names_of_their_operators():
     """kernels/TARGET/OP.py serves kernels/OP.py; what does not is listed with its reason."""
     helpers = {
-        "cpu": {"attention_blocked", "attention_flash", "gemm", "weight_gradient"},  # kernels that an operator chooses from
+        "cpu": {
+            "attention_blocked",
+            "attention_flash",
+            "gemm",
+            "weight_gradient",
+        },  # kernels that an operator chooses from
         "npu": {"schemas"},  # of torch_npu
         "triton": {"launch", "tiles", "generate", "npu", "moe_unpermute"},  # starting kernels; half of moe_permute
     }

@@ -13,7 +13,17 @@ from mindspeed_fx.modules import import_all
 from mindspeed_fx.passes import registered
 
 ROOT = Path(mindspeed_fx.__file__).parent
-INTERNALS = ("torch._C", "torch._functorch", "torch._inductor", "torch._guards", "torch._subclasses", "torch._higher_order_ops", "torch._logging", "torch._dynamo.config", "torch._dispatch")
+INTERNALS = (
+    "torch._C",
+    "torch._functorch",
+    "torch._inductor",
+    "torch._guards",
+    "torch._subclasses",
+    "torch._higher_order_ops",
+    "torch._logging",
+    "torch._dynamo.config",
+    "torch._dispatch",
+)
 
 
 @pytest.mark.parametrize("folder", ["kernels", "kernels/cpu", "kernels/npu", "passes/fusion", "passes/canonicalize"])
@@ -32,15 +42,25 @@ def test_every_operator_and_pass_is_there():
 
 def test_every_pass_is_registered_by_the_package_alone():
     """In a process of its own: here a test may have imported the file of a pass that nobody else does."""
-    files = {f"mindspeed_fx.{'.'.join(p.relative_to(ROOT).with_suffix('').parts)}" for p in (ROOT / "passes").rglob("*.py") if "\n@register(" in p.read_text()}
+    files = {
+        f"mindspeed_fx.{'.'.join(p.relative_to(ROOT).with_suffix('').parts)}"
+        for p in (ROOT / "passes").rglob("*.py")
+        if "\n@register(" in p.read_text()
+    }
     code = f"import sys, mindspeed_fx.passes; print([f for f in {sorted(files)!r} if f not in sys.modules])"
-    assert len(files) > 40 and subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        len(files) > 40
+        and subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "[]"
+    )
 
 
 def test_modules_come_in_the_order_of_their_names(tmp_path, monkeypatch):
     package = tmp_path / "registering"
     (package / "inner").mkdir(parents=True)
-    (package / "__init__.py").write_text("seen = []\nfrom mindspeed_fx.modules import import_all\nimport_all(__name__, without='late_')\n")
+    (package / "__init__.py").write_text(
+        "seen = []\nfrom mindspeed_fx.modules import import_all\nimport_all(__name__, without='late_')\n"
+    )
     (package / "inner" / "__init__.py").write_text("raise AssertionError\n")
     for name in ("b", "a", "c", "late_d"):
         (package / f"{name}.py").write_text(f"from registering import seen\nseen.append({name!r})\n")
@@ -63,6 +83,18 @@ def test_internals_of_torch_are_used_by_compat_alone():
             continue
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if "torch._" in text else ():
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
-            found += [f"{path.relative_to(ROOT)}:{node.lineno} {n}" for n in names if any(n == i or n.startswith(i + ".") for i in INTERNALS)]
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [ast.unparse(node)]
+                if isinstance(node, ast.Attribute)
+                else []
+            )
+            found += [
+                f"{path.relative_to(ROOT)}:{node.lineno} {n}"
+                for n in names
+                if any(n == i or n.startswith(i + ".") for i in INTERNALS)
+            ]
     assert not found, found

@@ -1,4 +1,6 @@
-"""What is promised about installing: every Python that pyproject.toml names can resolve the pins, and every extra is explained."""
+"""What is promised about installing: every Python that pyproject.toml names can resolve the pins, and every extra is
+explained.
+"""
 
 import re
 from pathlib import Path
@@ -36,7 +38,19 @@ def test_a_marker_hides_no_package_from_a_newer_python():
 def test_pins_without_a_marker_install_on_the_oldest_python():
     """The pinned releases of these need Python 3.11: each comes in a pair."""
     old, new = pinned("3.10"), pinned("3.11")
-    assert {n for n in new if old[n] != new[n]} >= {"numpy", "scipy", "networkx", "matplotlib", "pandas", "pillow", "transformers", "hypothesis", "filelock", "contourpy", "regex"}
+    assert {n for n in new if old[n] != new[n]} >= {
+        "numpy",
+        "scipy",
+        "networkx",
+        "matplotlib",
+        "pandas",
+        "pillow",
+        "transformers",
+        "hypothesis",
+        "filelock",
+        "contourpy",
+        "regex",
+    }
 
 
 def test_torch_stands_on_a_line_of_its_own():
@@ -53,13 +67,21 @@ def test_readme_names_every_extra():
 def test_the_licence_is_the_one_that_is_declared():
     assert 'license = "Apache-2.0"' in PROJECT
     text = (ROOT / "LICENSE").read_text()
-    assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text and len(text.splitlines()) > 195
+    assert (
+        "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text and len(text.splitlines()) > 195
+    )
 
 
 def test_printed_results_name_no_path_of_a_machine():
-    found = [(f.name, hit[0]) for f in sorted((ROOT / "benchmarks" / "results").glob("*.txt")) if (hit := re.search(r"(file://|(?<![\w.])/(root|home|opt|tmp|work)/)\S*", f.read_text()))]
+    found = [
+        (f.name, hit[0])
+        for f in sorted((ROOT / "benchmarks" / "results").glob("*.txt"))
+        if (hit := re.search(r"(file://|(?<![\w.])/(root|home|opt|tmp|work)/)\S*", f.read_text()))
+    ]
     assert not found, found
 
 
 def test_readme_shows_how_several_processes_are_started():
-    assert re.search(r"^\.venv/bin/torchrun .*examples/pretrain_gpt\.py .*--tp 2", (ROOT / "README.md").read_text(), re.M)
+    assert re.search(
+        r"^\.venv/bin/torchrun .*examples/pretrain_gpt\.py .*--tp 2", (ROOT / "README.md").read_text(), re.M
+    )

@@ -1,7 +1,8 @@
 """``bishengir-compile`` up to, not including, the closed ``hivmc``: does a kernel fit the chip, and what did it become?
 
-Source of the flags: triton-ascend 3.2.0, ``linalg_to_bin_enable_npu_compile_A2_A3``. Without hivmc the exit status is always
-1; what says that everything before it worked is the module it leaves behind. The compiler retries with double buffering
+Source of the flags: triton-ascend 3.2.0, ``linalg_to_bin_enable_npu_compile_A2_A3``. Without hivmc the exit status is
+always 1; what says that everything before it worked is the module it leaves behind. The compiler retries with double
+buffering
 off and says so in a note alone: that is an outcome of its own here. Standard library only.
 """
 
@@ -17,8 +18,14 @@ from typing import Any, Iterator
 OK, SLOWER, OVERFLOW, ERROR = "ok", "single-buffered", "overflow", "error"
 SPACES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
 
-_FLAGS = ("--enable-auto-multi-buffer=True", "--enable-auto-bind-sub-block=True", "--enable-hfusion-compile=true", "--enable-hivm-compile=true",
-          "--enable-triton-kernel-compile=true", "--bishengir-print-ir-after=hivm-graph-sync-solver")  # fmt: skip
+_FLAGS = (
+    "--enable-auto-multi-buffer=True",
+    "--enable-auto-bind-sub-block=True",
+    "--enable-hfusion-compile=true",
+    "--enable-hivm-compile=true",
+    "--enable-triton-kernel-compile=true",
+    "--bishengir-print-ir-after=hivm-graph-sync-solver",
+)
 _BITS = {"i1": 1, "i8": 8, "i16": 16, "f16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64, "f64": 64}
 _MEMREF = re.compile(r"memref<((?:[\d?]+x)*)(\w+)")
 _SYNC = ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait")
@@ -50,16 +57,27 @@ def compile_linalg(program: str, text: str, soc: str, timeout: float = 120) -> d
         outcome: "ok", "single-buffered" (the compiler gave up double buffering to make it fit), "overflow", "error".
         message: of the overflow or error, "" otherwise.
         on_chip: memory space -> highest byte used, e.g. {"UB": 98532}.
-        work: loop depth -> vector ``repeats`` of 256 bytes, ``sync`` operations, ``moves`` between memories, of one trip.
+        work: loop depth -> vector ``repeats`` of 256 bytes, ``sync`` operations, ``moves`` between memories, of one
+            trip.
         dynamic: transfers whose size is known at run time only (masked tails).
         scalar_loops: loops that work element by element.
     """
     with tempfile.TemporaryDirectory(prefix="mindspeed_fx-") as folder:
         source, temporaries = pathlib.Path(folder, "kernel.ttadapter.mlir"), pathlib.Path(folder, "temporaries")
         source.write_text(text)
-        command = [program, str(source), f"--target={soc}", *_FLAGS, f"--save-temps={temporaries}", "-o", str(pathlib.Path(folder, "kernel"))]
+        command = [
+            program,
+            str(source),
+            f"--target={soc}",
+            *_FLAGS,
+            f"--save-temps={temporaries}",
+            "-o",
+            str(pathlib.Path(folder, "kernel")),
+        ]
         try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=timeout)
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=timeout
+            )
             log = done.stdout + done.stderr
         except subprocess.TimeoutExpired:
             log = f"error: not done within {timeout} s"
@@ -74,7 +92,9 @@ def compile_linalg(program: str, text: str, soc: str, timeout: float = 120) -> d
 
 def _failure(messages: list[str]) -> dict[str, str]:
     for line in reversed(messages):
-        if found := re.search(r"\b(ub|cbuf|cc) overflow(?:, requires (\d+) bits while (\d+) bits)?", line, re.IGNORECASE):
+        if found := re.search(
+            r"\b(ub|cbuf|cc) overflow(?:, requires (\d+) bits while (\d+) bits)?", line, re.IGNORECASE
+        ):
             sizes = f": needs {int(found[2]) // 8:,} bytes of {int(found[3]) // 8:,}" if found[2] else ""
             return {"outcome": OVERFLOW, "message": f"{SPACES[found[1].lower()]} overflow{sizes}"}
     errors = [line for line in messages if "error" in line.lower() and "hivmc" not in line]
@@ -89,7 +109,9 @@ def _separate(log: str) -> tuple[list[str], str]:
     for line in log.splitlines():
         if line.startswith("// -----// IR Dump"):
             current = []
-        elif current is not None and re.match(r"\[(NOTE|ERROR|WARNING)\]|loc\(|\S+: (error|warning|note):|error:", line):
+        elif current is not None and re.match(
+            r"\[(NOTE|ERROR|WARNING)\]|loc\(|\S+: (error|warning|note):|error:", line
+        ):
             current = None
         if current is None:
             messages.append(line)
@@ -119,7 +141,9 @@ def on_chip(module: str) -> dict[str, int]:
 
 
 def tally(synced: str) -> dict[str, Any]:
-    """``work``, ``dynamic`` and ``scalar_loops`` of the IR after synchronization, where operators still have their names."""
+    """``work``, ``dynamic`` and ``scalar_loops`` of the IR after synchronization, where operators still have their
+    names.
+    """
     work: dict[int, dict[str, int]] = {}
     dynamic = scalar_loops = 0
     for operator, line, loops in _statements(synced):
@@ -141,11 +165,17 @@ def tally(synced: str) -> dict[str, Any]:
                 dynamic += "?" in "".join(found[1] for found in _MEMREF.finditer(line))
             elif elements:
                 here["repeats"] += max(1, -(-elements * bits // 2048))
-    return {"work": {str(depth): counts for depth, counts in sorted(work.items()) if any(counts.values())}, "dynamic": dynamic, "scalar_loops": scalar_loops}
+    return {
+        "work": {str(depth): counts for depth, counts in sorted(work.items()) if any(counts.values())},
+        "dynamic": dynamic,
+        "scalar_loops": scalar_loops,
+    }
 
 
 def _statements(text: str) -> Iterator[tuple[str, str, list[dict[str, int]]]]:
-    """(operator, line, enclosing loops) of what matters; "scalar" for element accesses, "loop ends" at its closing brace."""
+    """(operator, line, enclosing loops) of what matters; "scalar" for element accesses, "loop ends" at its closing
+    brace.
+    """
     blocks: list[dict[str, int] | None] = []
     for line in text.splitlines():
         code = line.strip()
@@ -164,7 +194,9 @@ def _statements(text: str) -> Iterator[tuple[str, str, list[dict[str, int]]]]:
 
 
 def _shape(text: str) -> tuple[int | None, int]:
-    """(elements, bits of one) of the first memref in ``text``; None elements when a size is dynamic, 0 without a memref."""
+    """(elements, bits of one) of the first memref in ``text``; None elements when a size is dynamic, 0 without a
+    memref.
+    """
     found = _MEMREF.search(text)
     if not found:
         return 0, 0

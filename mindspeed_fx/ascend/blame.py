@@ -1,4 +1,6 @@
-"""An error of the user's model in few lines: what was said, and where in the user's own files. Standard library only."""
+"""An error of the user's model in few lines: what was said, and where in the user's own files. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def told(e: BaseException) -> dict[str, str]:
     """What a report of ``e`` needs.
 
     Returns:
-        type: of the exception. message: in one line. where: "FILE:LINE in FUNCTION" of the last of the user's lines, "" where
+        type: of the exception. message: in one line. where: "FILE:LINE in FUNCTION" of the last of the user's lines, ""
+            where
         none took part. frames: the user's lines, as a traceback shows them. traceback: all of it.
     """
     text = str(e).split("\n\nSet TORCHDYNAMO_VERBOSE")[0].strip()
@@ -38,7 +41,13 @@ def told(e: BaseException) -> dict[str, str]:
         where, shown = (f"{own[-1][0]}:{own[-1][1]} in {own[-1][2]}" if own else ""), inside.strip("\n") + "\n"
     else:
         where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    return {"type": kind, "message": message[:LONGEST], "where": where, "frames": shown, "traceback": "".join(traceback.format_exception(e))}
+    return {
+        "type": kind,
+        "message": message[:LONGEST],
+        "where": where,
+        "frames": shown,
+        "traceback": "".join(traceback.format_exception(e)),
+    }
 
 
 def _users(file: str) -> bool:
@@ -46,7 +55,12 @@ def _users(file: str) -> bool:
     if file.startswith("<"):
         return False
     path = pathlib.Path(file).absolute()
-    foreign = (PACKAGE, pathlib.Path(sys.prefix), pathlib.Path(sys.base_prefix, "lib"), pathlib.Path(traceback.__file__).parent)
+    foreign = (
+        PACKAGE,
+        pathlib.Path(sys.prefix),
+        pathlib.Path(sys.base_prefix, "lib"),
+        pathlib.Path(traceback.__file__).parent,
+    )
     return not any(path.is_relative_to(p) for p in foreign) and "site-packages" not in path.parts
 
 

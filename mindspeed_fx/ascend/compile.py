@@ -33,8 +33,8 @@ _HINTS = {
 
 
 class CrossError(RuntimeError):
-    """Compiling failed in the other process. The message has its error and the line of the model where it arose; ``frames`` are the
-    model's own lines, ``details`` the whole traceback and output."""
+    """Compiling failed in the other process. The message has its error and the line of the model where it arose;
+    ``frames`` are the model's own lines, ``details`` the whole traceback and output."""
 
     def __init__(self, message: str, details: str = "", frames: str = ""):
         super().__init__(message)
@@ -42,17 +42,27 @@ class CrossError(RuntimeError):
 
 
 def cross_compile(
-    model: Callable | str, args: tuple = (), kwargs: dict[str, Any] | None = None, *, soc: str = "Ascend910B2", options: dict[str, Any] | None = None,
-    baseline: bool = True, kernels: bool = True, toolchain: str | os.PathLike | None = None, timeout: float | None = None,
-) -> CrossReport:  # fmt: skip
-    """Compile ``model`` for an Ascend SoC: trace a forward and, if an output needs a gradient, a backward on fake NPU tensors.
+    model: Callable | str,
+    args: tuple = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    soc: str = "Ascend910B2",
+    options: dict[str, Any] | None = None,
+    baseline: bool = True,
+    kernels: bool = True,
+    toolchain: str | os.PathLike | None = None,
+    timeout: float | None = None,
+) -> CrossReport:
+    """Compile ``model`` for an Ascend SoC: trace a forward and, if an output needs a gradient, a backward on fake NPU
+    tensors.
 
     Args:
         model: module or function, which is pickled without any tensor's values; or "SCRIPT.py:FUNCTION", whose function
             returns (model, args) or (model, args, kwargs) and is called in the other process, under the meta device.
         args, kwargs: inputs; tensors of any device, of which only shape, strides and type matter.
         soc: one of :data:`mindspeed_fx.ascend.stub.SOCS`.
-        options: as for ``torch.compile(model, backend="mindspeed", options=...)``; the target is npu, the codegen eager.
+        options: as for ``torch.compile(model, backend="mindspeed", options=...)``; the target is npu, the codegen
+            eager.
         baseline: also trace without any pass, to compare with.
         kernels: also compile the Triton kernels of the operators that were found, with the tiles that suit the SoC.
         toolchain: directory of the tool chain; see :mod:`mindspeed_fx.ascend.toolchain`.
@@ -73,13 +83,22 @@ def cross_compile(
     arguments.check_bool("cross_compile", "kernels", kernels)
     arguments.check_path("cross_compile", "toolchain", toolchain)
     arguments.check_seconds("cross_compile", "timeout", timeout)
-    given = {**Options.parse(options).as_dict(), **{k: v for k, v in (options or {}).items() if k in ("target", "codegen")}}
+    given = {
+        **Options.parse(options).as_dict(),
+        **{k: v for k, v in (options or {}).items() if k in ("target", "codegen")},
+    }
     for name, only in (("target", "npu"), ("codegen", "eager")):
         if given[name] not in ("auto", only):
             raise OptionError(f'option "{name}" is {given[name]!r}; cross-compiling knows only "{only}"')
         given[name] = only
     given["hardware"] = given["hardware"] or soc
-    source = model if isinstance(model, str) else f"{type(model).__module__}.{type(model).__qualname__}" if not hasattr(model, "__qualname__") else f"{model.__module__}.{model.__qualname__}"
+    source = (
+        model
+        if isinstance(model, str)
+        else f"{type(model).__module__}.{type(model).__qualname__}"
+        if not hasattr(model, "__qualname__")
+        else f"{model.__module__}.{model.__qualname__}"
+    )
     script = ship.split(model) if isinstance(model, str) else None
     if not script:
         ship.check_inputs("cross_compile", model, args, kwargs or {})
@@ -87,17 +106,31 @@ def cross_compile(
         raise ship.ShipError(f"{model} makes its own inputs; args and kwargs cannot be given")
     data = b"" if script else ship.pack(model, tuple(args), dict(kwargs or {}))
     request = {
-        "script": script, "model": data, "main": _main_module() if b"__main__" in data else None, "options": given, "baseline": baseline,
-        "hardware": given["hardware"], "path": sys.path, "argv": sys.argv[:1],
-    }  # fmt: skip
+        "script": script,
+        "model": data,
+        "main": _main_module() if b"__main__" in data else None,
+        "options": given,
+        "baseline": baseline,
+        "hardware": given["hardware"],
+        "path": sys.path,
+        "argv": sys.argv[:1],
+    }
     start = time.perf_counter()
     answer: dict[str, Any] = _ask(request, stub.environment(soc, 1, toolchain), timeout)
-    compiled = _kernels(answer.pop("triton_calls"), soc, toolchain) if kernels else {"compiler": "", "calls": [], "problem": "not asked for"}
-    return CrossReport({"soc": soc, "model": source, **answer, "kernels": compiled, "wall_seconds": time.perf_counter() - start})
+    compiled = (
+        _kernels(answer.pop("triton_calls"), soc, toolchain)
+        if kernels
+        else {"compiler": "", "calls": [], "problem": "not asked for"}
+    )
+    return CrossReport(
+        {"soc": soc, "model": source, **answer, "kernels": compiled, "wall_seconds": time.perf_counter() - start}
+    )
 
 
 def _kernels(calls: list[dict[str, Any]], soc: str, directory: str | os.PathLike | None) -> dict[str, Any]:
-    """What became of the Triton kernels; the reason when triton-ascend is not installed, for graphs are worth having without."""
+    """What became of the Triton kernels; the reason when triton-ascend is not installed, for graphs are worth having
+    without.
+    """
     try:
         made = compile_kernels(calls, soc, directory)
         rows = [{**row, "in_graph": call["in_graph"]} for row, call in zip(made["calls"], calls, strict=True)]
@@ -110,7 +143,10 @@ def _main_module() -> dict[str, Any]:
     data = multiprocessing.spawn.get_preparation_data("cross")
     main = {k: v for k, v in data.items() if k.startswith("init_main_from")}
     if not main:
-        raise ship.ShipError('the model\'s classes are defined in an interactive session, which another process cannot import; put them into a file, or give "SCRIPT.py:FUNCTION"')
+        raise ship.ShipError(
+            "the model's classes are defined in an interactive session, which another process cannot import; put them "
+            'into a file, or give "SCRIPT.py:FUNCTION"'
+        )
     return main
 
 
@@ -122,12 +158,18 @@ def _ask(request: dict[str, Any], environment: dict[str, str], timeout: float | 
         asked.write_bytes(pickle.dumps(request))
         command = [sys.executable, "-m", "mindspeed_fx.ascend.worker", str(asked), str(answered)]
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout
+            )
         except subprocess.TimeoutExpired:
             raise CrossError(f"not done within {timeout} s") from None
         output = (done.stdout + done.stderr)[-8000:]
         if not answered.is_file():
-            why = f"was ended by signal {-done.returncode} (out of memory?)" if done.returncode < 0 else f"ended with status {done.returncode}"
+            why = (
+                f"was ended by signal {-done.returncode} (out of memory?)"
+                if done.returncode < 0
+                else f"ended with status {done.returncode}"
+            )
             raise CrossError(f"the process that has torch_npu {why} before it answered", output)
         answer = json.loads(answered.read_text())
     if error := answer.get("error"):
@@ -135,5 +177,9 @@ def _ask(request: dict[str, Any], environment: dict[str, str], timeout: float | 
             if error["type"] == kind.__name__:
                 raise kind(error["message"])
         where = f" ({error['where']})" * bool(error["where"])
-        raise CrossError(f"{error['type']}: {error['message']}{_HINTS.get(error['type'], '')}{where}", error["traceback"] + "\n" + output, error["frames"] or error["traceback"])
+        raise CrossError(
+            f"{error['type']}: {error['message']}{_HINTS.get(error['type'], '')}{where}",
+            error["traceback"] + "\n" + output,
+            error["frames"] or error["traceback"],
+        )
     return answer

@@ -1,4 +1,6 @@
-"""What was traced, as plain values for a report: operators, kernels, near misses, memory and modelled cost of each graph."""
+"""What was traced, as plain values for a report: operators, kernels, near misses, memory and modelled cost of each
+graph.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from mindspeed_fx.report.code import readable
 def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]:
     """The values that :class:`mindspeed_fx.ascend.report.CrossReport` shows.
 
-    Of each operator of a side: calls, flops, bytes read and written, bytes ``made`` for its results, modelled seconds and what bounds it.
+    Of each operator of a side: calls, flops, bytes read and written, bytes ``made`` for its results, modelled seconds
+        and what bounds it.
 
     Args:
         hardware: device of the cost model, such as "Ascend910B2".
@@ -25,17 +28,43 @@ def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]
     """
     graphs = []
     for index, record in enumerate(traced.records):
-        sides = [{"side": side, **_side(gm, hardware), **({"code": readable(gm, side)} if code else {})} for g, side, gm in traced.sides if g == index]
+        sides = [
+            {"side": side, **_side(gm, hardware), **({"code": readable(gm, side)} if code else {})}
+            for g, side, gm in traced.sides
+            if g == index
+        ]
         by_side = {side: gm for g, side, gm in traced.sides if g == index}
-        saved = live_memory.saved(by_side["forward"], by_side["backward"]) if {"forward", "backward"} <= by_side.keys() else 0
-        graphs.append({
-            "counts": record.counts,
-            "skipped": [{"pass": r.report.name, "reason": s.reason, "module": s.module, "source": s.source} for r in record.runs for s in r.report.skipped],
-            "lowered": [{"operator": o, "side": s, "kernel": k, "reason": w, "calls": n} for (o, s, k, w), n in Counter((r["operator"], r["side"], r["kernel"], r["reason"]) for r in record.lowered).items()],
-            "sides": sides,
-            "saved": saved,
-        })  # fmt: skip
-    return {"graphs": graphs, "breaks": traced.breaks, "parameters": traced.parameters, "parameter_bytes": traced.parameter_bytes, "without_gradient": traced.without_gradient, "triton_calls": traced.triton_calls}
+        saved = (
+            live_memory.saved(by_side["forward"], by_side["backward"])
+            if {"forward", "backward"} <= by_side.keys()
+            else 0
+        )
+        graphs.append(
+            {
+                "counts": record.counts,
+                "skipped": [
+                    {"pass": r.report.name, "reason": s.reason, "module": s.module, "source": s.source}
+                    for r in record.runs
+                    for s in r.report.skipped
+                ],
+                "lowered": [
+                    {"operator": o, "side": s, "kernel": k, "reason": w, "calls": n}
+                    for (o, s, k, w), n in Counter(
+                        (r["operator"], r["side"], r["kernel"], r["reason"]) for r in record.lowered
+                    ).items()
+                ],
+                "sides": sides,
+                "saved": saved,
+            }
+        )
+    return {
+        "graphs": graphs,
+        "breaks": traced.breaks,
+        "parameters": traced.parameters,
+        "parameter_bytes": traced.parameter_bytes,
+        "without_gradient": traced.without_gradient,
+        "triton_calls": traced.triton_calls,
+    }
 
 
 def _side(gm: fx.GraphModule, hardware: str) -> dict[str, Any]:
@@ -45,7 +74,14 @@ def _side(gm: fx.GraphModule, hardware: str) -> dict[str, Any]:
     for node in gm.graph.nodes:  # views move nothing and cost nothing, but are there
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             name = str(node.target.overloadpacket)
-            row = rows.setdefault(name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bound": "", "made": 0})
+            row = rows.setdefault(
+                name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bound": "", "made": 0}
+            )
             row["calls"] += not row["seconds"]
             row["made"] += allocated[node]
-    return {"nodes": len(gm.graph.nodes), "operators": list(rows.values()), "cost": made.summary(), "memory": live_memory.peak(gm)}
+    return {
+        "nodes": len(gm.graph.nodes),
+        "operators": list(rows.values()),
+        "cost": made.summary(),
+        "memory": live_memory.peak(gm),
+    }

@@ -26,7 +26,11 @@ def wanted(path: str | os.PathLike) -> tuple[set[str], set[str]]:
         for _, kind, _, _, offset, size, link, *_ in sections:
             if kind == _DYNAMIC:
                 strings = sections[link][4]
-                libraries |= {_string(data, strings + value) for tag, value in _entries("<qQ", data, offset, size) if tag == _NEEDED}
+                libraries |= {
+                    _string(data, strings + value)
+                    for tag, value in _entries("<qQ", data, offset, size)
+                    if tag == _NEEDED
+                }
             elif kind == _DYNSYM:
                 strings = sections[link][4]
                 rows = _entries("<IBBHQQ", data, offset, size)  # name, info, other, section (0: undefined), value, size

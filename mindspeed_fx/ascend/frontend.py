@@ -14,7 +14,17 @@ from triton.backends.ascend import compiler as ascend
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1"}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
 
 
 class FrontendError(Exception):
@@ -22,9 +32,14 @@ class FrontendError(Exception):
 
 
 def signature(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(types of the runtime arguments, constants) by name, as a launch specializes them: integers equal to one are constants."""
+    """(types of the runtime arguments, constants) by name, as a launch specializes them: integers equal to one are
+    constants.
+    """
     runtime = dict(zip(kernel.arg_names, args))
-    constants = {**constants, **{n: 1 for n, v in runtime.items() if isinstance(v, int) and not isinstance(v, bool) and v == 1}}
+    constants = {
+        **constants,
+        **{n: 1 for n, v in runtime.items() if isinstance(v, int) and not isinstance(v, bool) and v == 1},
+    }
     return {n: _type(v) for n, v in runtime.items() if n not in constants}, constants
 
 

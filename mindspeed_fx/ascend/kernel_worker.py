@@ -37,14 +37,22 @@ class Compiler:
 
     def call(self, operator: str, arguments: list[Any]) -> dict[str, Any]:
         """The kernels of one call of ``mindspeed::<operator>``: for each launch the best tile, or why there is none."""
-        run = triton.load(triton.PARTS[operator]) if operator in triton.PARTS else REGISTRY[getattr(torch.ops.mindspeed, f"{operator}_triton").default].reference
+        run = (
+            triton.load(triton.PARTS[operator])
+            if operator in triton.PARTS
+            else REGISTRY[getattr(torch.ops.mindspeed, f"{operator}_triton").default].reference
+        )
         problems = []
         module, variants = tiles.VARIANTS.get(operator.removesuffix("_backward"), ("", ({},)))
         for settings in variants:
             try:
                 found = [self.launch(*made) for made in launches(run, arguments, module, settings)]
             except (NotImplementedError, AssertionError) as e:
-                return {"operator": operator, "kernels": [], "problem": str(e) or "the launcher does not take these arguments"}
+                return {
+                    "operator": operator,
+                    "kernels": [],
+                    "problem": str(e) or "the launcher does not take these arguments",
+                }
             if all("problem" not in f for f in found):
                 return {"operator": operator, "kernels": found, "problem": ""}
             problems += [f"{f['kernel']}: {f['problem']}" for f in found if "problem" in f]
@@ -62,7 +70,9 @@ class Compiler:
         """The best tile of one launch; "problem" instead when none compiles."""
         wanted = tiles.candidates(constants)
         rows = self.compile(kernel, args, [{**constants, **tile} for tile in wanted])
-        tried = [{**row, "tile": tile, "cycles": tiles.cycles(row, {**constants, **tile})} for row, tile in zip(rows, wanted)]
+        tried = [
+            {**row, "tile": tile, "cycles": tiles.cycles(row, {**constants, **tile})} for row, tile in zip(rows, wanted)
+        ]
         best = tiles.best(tried)
         if best is None:
             return {"kernel": kernel.__name__, "problem": f"no tile of {len(tried)} compiles: {tried[-1]['message']}"}
@@ -72,7 +82,12 @@ class Compiler:
     def compile(self, kernel: Any, args: tuple, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """One row for each choice of constants; bishengir-compile runs for several at once."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return [f.result() for f in [self._start(pool, kernel, *frontend.signature(kernel, args, constants)) for constants in choices]]
+            return [
+                f.result()
+                for f in [
+                    self._start(pool, kernel, *frontend.signature(kernel, args, constants)) for constants in choices
+                ]
+            ]
 
     def _start(self, pool: ThreadPoolExecutor, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Future:
         parts = (self.identity, kernel.__name__, kernel.cache_key, sorted(types.items()), sorted(constants.items()))
@@ -82,7 +97,15 @@ class Compiler:
         try:
             text, cores = frontend.lower(kernel, types, constants, self.soc)
         except frontend.FrontendError as e:
-            row = {"outcome": bishengir.ERROR, "message": str(e), "on_chip": {}, "work": {}, "dynamic": 0, "scalar_loops": 0, "cores": ""}
+            row = {
+                "outcome": bishengir.ERROR,
+                "message": str(e),
+                "on_chip": {},
+                "work": {},
+                "dynamic": 0,
+                "scalar_loops": 0,
+                "cores": "",
+            }
             return pool.submit(lambda: row)
         return pool.submit(self._finish, stored, text, cores)
 
@@ -94,8 +117,12 @@ class Compiler:
         return row
 
 
-def launches(run: Any, arguments: list[Any], module: str = "", settings: dict[str, int] | None = None) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """(kernel, arguments, constants) of each launch that a call makes, with thresholds of a launcher's file set; nothing is started."""
+def launches(
+    run: Any, arguments: list[Any], module: str = "", settings: dict[str, int] | None = None
+) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """(kernel, arguments, constants) of each launch that a call makes, with thresholds of a launcher's file set;
+    nothing is started.
+    """
     found: list = []
     where = vars(importlib.import_module(f"mindspeed_fx.kernels.triton.{module}")) if settings else {}
     before = {name: where[name] for name in settings or ()}
@@ -118,7 +145,10 @@ def tensor(value: Any) -> Any:
 def main(folder: str, request: str, result: str) -> None:
     asked = json.loads(pathlib.Path(request).read_text())
     made = Compiler(folder, asked["soc"])
-    rows = [made.region(c) if "source" in c else made.call(c["operator"], [tensor(a) for a in c["arguments"]]) for c in asked["calls"]]
+    rows = [
+        made.region(c) if "source" in c else made.call(c["operator"], [tensor(a) for a in c["arguments"]])
+        for c in asked["calls"]
+    ]
     pathlib.Path(result).write_text(json.dumps({"compiler": bishengir.version(made.program), "calls": rows}))
 
 

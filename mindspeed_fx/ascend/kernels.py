@@ -1,4 +1,6 @@
-"""Triton kernels of the operators compiled for an Ascend SoC, in a process that has triton-ascend: compiled, never run."""
+"""Triton kernels of the operators compiled for an Ascend SoC, in a process that has triton-ascend: compiled, never
+run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,19 @@ from mindspeed_fx.errors import nearest
 from mindspeed_fx.kernels.triton import PARTS, generate
 from mindspeed_fx.partition.regions import Region, names
 
-SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1", "Ascend910_9391", "Ascend910_9382", "Ascend910_9381", "Ascend910_9372", "Ascend910_9362")
+SOCS = (
+    "Ascend910B1",
+    "Ascend910B2",
+    "Ascend910B2C",
+    "Ascend910B3",
+    "Ascend910B4",
+    "Ascend910B4-1",
+    "Ascend910_9391",
+    "Ascend910_9382",
+    "Ascend910_9381",
+    "Ascend910_9372",
+    "Ascend910_9362",
+)
 """What bishengir-compile takes of the A2 and A3 generations."""
 
 
@@ -43,16 +57,25 @@ def region_call(region: Region) -> dict[str, Any]:
         NotImplementedError: an operator of it has no translation.
     """
     described = {k: [_described(n.meta["val"]) for n in getattr(region, k)] for k in ("inputs", "outputs")}
-    return {"operator": "region", "what": names(region), "source": generate.source(region), "shape": list(region.shape), **described}
+    return {
+        "operator": "region",
+        "what": names(region),
+        "source": generate.source(region),
+        "shape": list(region.shape),
+        **described,
+    }
 
 
-def compile_kernels(calls: Iterable[dict[str, Any]], soc: str = "Ascend910B2", directory: str | os.PathLike | None = None) -> dict[str, Any]:
+def compile_kernels(
+    calls: Iterable[dict[str, Any]], soc: str = "Ascend910B2", directory: str | os.PathLike | None = None
+) -> dict[str, Any]:
     """Compile the kernels that ``calls`` (of :func:`call`) would launch, choosing tiles by compiling them.
 
     Returns:
-        compiler: its version. calls: one row for each call: operator, problem ("" when all compiled) and kernels: kernel,
-        tile, outcome ("ok" or "single-buffered"), on_chip bytes by memory, dynamic transfers, scalar_loops, work of a trip by
-        loop depth, modelled cycles a row, and the other tiles that were tried. Kept beside the tool chain for the next time.
+        compiler: its version. calls: one row for each call: operator, problem ("" when all compiled) and kernels:
+        kernel, tile, outcome ("ok" or "single-buffered"), on_chip bytes by memory, dynamic transfers, scalar_loops,
+        work of a trip by loop depth, modelled cycles a row, and the other tiles that were tried. Kept beside the tool
+        chain for the next time.
 
     Raises:
         ToolchainError: triton-ascend is not installed in the tool chain, or the process failed.
@@ -62,12 +85,24 @@ def compile_kernels(calls: Iterable[dict[str, Any]], soc: str = "Ascend910B2", d
         raise ValueError(f'no SoC "{soc}"{nearest(soc, SOCS)}; valid: {", ".join(SOCS)}')
     home = toolchain.path("triton_ascend", directory)
     # Only what is asked for: an upstream triton of the user's environment comes after triton-ascend on the path.
-    path = os.pathsep.join([str(home), str(pathlib.Path(mindspeed_fx.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    path = os.pathsep.join(
+        [str(home), str(pathlib.Path(mindspeed_fx.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    environment = {
+        **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        "PYTHONPATH": path,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     with tempfile.TemporaryDirectory(prefix="mindspeed_fx-") as folder:
         asked, answered = pathlib.Path(folder, "request"), pathlib.Path(folder, "result")
         asked.write_text(json.dumps({"soc": soc, "calls": list(calls)}))
-        done = subprocess.run([sys.executable, "-m", "mindspeed_fx.ascend.kernel_worker", str(home), str(asked), str(answered)], env=environment, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            [sys.executable, "-m", "mindspeed_fx.ascend.kernel_worker", str(home), str(asked), str(answered)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
         if not answered.is_file():
             raise toolchain.ToolchainError(f"the process that has triton-ascend failed: {done.stderr.strip()[-2000:]}")
         return json.loads(answered.read_text())
@@ -76,5 +111,8 @@ def compile_kernels(calls: Iterable[dict[str, Any]], soc: str = "Ascend910B2", d
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         sizes = {"shape": value.shape, "stride": value.stride()}
-        return {**{k: [fake.hint(s) for s in v] for k, v in sizes.items()}, "dtype": str(value.dtype).removeprefix("torch.")}
+        return {
+            **{k: [fake.hint(s) for s in v] for k, v in sizes.items()},
+            "dtype": str(value.dtype).removeprefix("torch."),
+        }
     return fake.hint(value) if isinstance(value, torch.SymInt) else value

@@ -37,8 +37,8 @@ class Traced:
     without_gradient: list[str] = field(default_factory=list)
     """Trainable parameters that the backward gave no gradient: unused ones, or ones whose gradient was lost."""
     triton_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Each different call of an operator that has a Triton kernel, as :func:`mindspeed_fx.ascend.kernels.call` describes it, with
-    ``in_graph``: the npu graph calls that kernel, and no operator of torch_npu in its place."""
+    """Each different call of an operator that has a Triton kernel, as :func:`mindspeed_fx.ascend.kernels.call`
+    describes it, with ``in_graph``: the npu graph calls that kernel, and no operator of torch_npu in its place."""
 
 
 SMALLEST = 3
@@ -108,10 +108,17 @@ def trace(model: Any, args: tuple, kwargs: dict, options: Options, device: str =
         loss = loss_of(outputs)
         if loss is not None:
             loss.backward()
-    traced = Traced(list(records), [(records.index(r), side, gm) for r, side, gm in sides if r in records], list(breaks), triton_calls=list(calls.values()))
+    traced = Traced(
+        list(records),
+        [(records.index(r), side, gm) for r, side, gm in sides if r in records],
+        list(breaks),
+        triton_calls=list(calls.values()),
+    )
     if isinstance(model, torch.nn.Module):
         named = dict(model.named_parameters())
         traced.parameters = sum(p.numel() for p in named.values())
         traced.parameter_bytes = sum(p.numel() * p.element_size() for p in named.values())
-        traced.without_gradient = [n for n, p in named.items() if loss is not None and p.requires_grad and p.grad is None]
+        traced.without_gradient = [
+            n for n, p in named.items() if loss is not None and p.requires_grad and p.grad is None
+        ]
     return traced

@@ -1,4 +1,6 @@
-"""What cross-compiling found: plain values, as text, JSON or one HTML page. Traced and modelled; nothing ran on an NPU."""
+"""What cross-compiling found: plain values, as text, JSON or one HTML page. Traced and modelled; nothing ran on an
+NPU.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,15 @@ class CrossReport:
         return _added([{o["operator"]: o["calls"] for o in s["operators"]} for g in self.graphs for s in g["sides"]])
 
     def costly(self, most: int = 10) -> list[dict[str, Any]]:
-        """The operators that take most of the modelled time, over all graphs and both directions: operator, calls, flops, bytes, made, seconds."""
+        """The operators that take most of the modelled time, over all graphs and both directions: operator, calls,
+        flops, bytes, made, seconds.
+        """
         rows: dict[str, dict[str, Any]] = {}
         for o in (o for g in self.graphs for s in g["sides"] for o in s["operators"]):
-            row = rows.setdefault(o["operator"], {"operator": o["operator"], **dict.fromkeys(("calls", "flops", "bytes", "made", "seconds"), 0)})
+            row = rows.setdefault(
+                o["operator"],
+                {"operator": o["operator"], **dict.fromkeys(("calls", "flops", "bytes", "made", "seconds"), 0)},
+            )
             for key in ("calls", "flops", "bytes", "made", "seconds"):
                 row[key] += o[key]
         return sorted((r for r in rows.values() if r["seconds"]), key=lambda r: -r["seconds"])[:most]
@@ -60,17 +67,27 @@ class CrossReport:
     @property
     def unlowered(self) -> list[dict[str, Any]]:
         """Fused operators that the NPU would run as their reference, operator by operator, with the ``reason``."""
-        return [{**row, "reason": row["reason"] or "it has no npu kernel yet"} for g in self.graphs for row in g["lowered"] if _by_reference(row)]
+        return [
+            {**row, "reason": row["reason"] or "it has no npu kernel yet"}
+            for g in self.graphs
+            for row in g["lowered"]
+            if _by_reference(row)
+        ]
 
     @property
     def kernels(self) -> list[dict[str, Any]]:
-        """Triton kernels compiled for the SoC: operator, in_graph (the graph calls it, and not torch_npu's kernel in its place),
-        kernel, tile, outcome, on_chip, dynamic, scalar_loops ...; or operator, in_graph and ``problem``. Those of the graph first. ``generated``: made of
-        a region of pointwise operators and row reductions that no fused operator took; the graph runs those one by one."""
+        """Triton kernels compiled for the SoC: operator, in_graph (the graph calls it, and not torch_npu's kernel in
+        its place), kernel, tile, outcome, on_chip, dynamic, scalar_loops ...; or operator, in_graph and ``problem``.
+        Those of the graph first. ``generated``: made of a region of pointwise operators and row reductions that no
+        fused operator took; the graph runs those one by one."""
         rows = []
         for made in sorted(self.values["kernels"]["calls"], key=lambda m: not m["in_graph"]):
             generated = made["operator"].startswith("region of ")
-            head = {"operator": made["operator"] if generated else f"mindspeed.{made['operator']}", "generated": generated, "in_graph": made["in_graph"]}
+            head = {
+                "operator": made["operator"] if generated else f"mindspeed.{made['operator']}",
+                "generated": generated,
+                "in_graph": made["in_graph"],
+            }
             rows += [{**head, **k, "problem": ""} for k in made["kernels"]] or [{**head, "problem": made["problem"]}]
         return rows
 
@@ -86,11 +103,13 @@ class CrossReport:
 
     @property
     def code(self) -> dict[str, str]:
-        """"graph0.forward" ... -> readable code of that graph."""
+        """ "graph0.forward" ... -> readable code of that graph."""
         return {f"graph{i}.{s['side']}": s["code"] for i, g in enumerate(self.graphs) for s in g["sides"]}
 
     def total(self, what: str, unfused: bool = False) -> float | None:
-        """Sum over all graphs: modelled "seconds", "bytes" moved, "flops", "kernels", "nodes", or "saved" bytes; None without that baseline."""
+        """Sum over all graphs: modelled "seconds", "bytes" moved, "flops", "kernels", "nodes", or "saved" bytes; None
+        without that baseline.
+        """
         values = self.values.get("unfused") if unfused else self.values
         if values is None:
             return None
@@ -103,14 +122,23 @@ class CrossReport:
     def peak(self, unfused: bool = False) -> int | None:
         """The most bytes alive in any one graph, its inputs (parameters, saved activations) included."""
         values = self.values.get("unfused") if unfused else self.values
-        return None if values is None else max((s["memory"]["peak"] for g in values["graphs"] for s in g["sides"]), default=0)
+        return (
+            None
+            if values is None
+            else max((s["memory"]["peak"] for g in values["graphs"] for s in g["sides"]), default=0)
+        )
 
     def comparison(self) -> list[tuple[str, str, str]]:
         """(what, with the passes, without any pass) as text; empty without a baseline."""
         if not self.values.get("unfused"):
             return []
-        rows = [("modelled time of the step", self.total("seconds"), self.total("seconds", True), milliseconds), ("kernels started", self.total("kernels"), self.total("kernels", True), str), ("bytes moved", self.total("bytes"), self.total("bytes", True), size),
-                ("activations saved", self.total("saved"), self.total("saved", True), size), ("peak of live memory", self.peak(), self.peak(True), size)]  # fmt: skip
+        rows = [
+            ("modelled time of the step", self.total("seconds"), self.total("seconds", True), milliseconds),
+            ("kernels started", self.total("kernels"), self.total("kernels", True), str),
+            ("bytes moved", self.total("bytes"), self.total("bytes", True), size),
+            ("activations saved", self.total("saved"), self.total("saved", True), size),
+            ("peak of live memory", self.peak(), self.peak(True), size),
+        ]
         return [(what, show(a), show(b)) for what, a, b, show in rows]
 
     def to_json(self) -> str:
@@ -126,40 +154,73 @@ class CrossReport:
 
     def __str__(self) -> str:
         v = self.values
-        lines = [f"{v['model']} for {self.soc}: {len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}, {len(v['breaks'])} breaks, {v['parameters'] / 1e6:,.1f} M parameters ({size(v['parameter_bytes'])})",
-                 f"traced with torch {v['versions']['torch']} and torch_npu {v['versions']['torch_npu']} in {v['wall_seconds']:.1f} s, {size(v['peak_memory'])} at most; nothing ran on an NPU"]  # fmt: skip
+        lines = [
+            f"{v['model']} for {self.soc}: {len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}, {len(v['breaks'])} "
+            f"breaks, {v['parameters'] / 1e6:,.1f} M parameters ({size(v['parameter_bytes'])})",
+            f"traced with torch {v['versions']['torch']} and torch_npu {v['versions']['torch_npu']} in "
+            f"{v['wall_seconds']:.1f} s, {size(v['peak_memory'])} at most; nothing ran on an NPU",
+        ]
         lines += [f"  break: {reason}" for reason in v["breaks"]]
         lines += ["rewrites"] + [f"  {name:<32} {count:>6}" for name, count in self.counts.items() if count]
-        lines += ["kernels"] + [f"  {r['operator']:<40} {r['side']:<9} {r['calls']:>5}  {r['kernel']}" for r in self.lowered]
+        lines += ["kernels"] + [
+            f"  {r['operator']:<40} {r['side']:<9} {r['calls']:>5}  {r['kernel']}" for r in self.lowered
+        ]
         if self.unlowered:
-            lines += ["not lowered: the NPU would run the reference"] + [f"  {r['operator']:<40} {r['side']:<9} {r['calls']:>5}  {r['reason']}" for r in self.unlowered]
+            lines += ["not lowered: the NPU would run the reference"] + [
+                f"  {r['operator']:<40} {r['side']:<9} {r['calls']:>5}  {r['reason']}" for r in self.unlowered
+            ]
         if self.kernels:
-            kinds = ((True, False, "Triton kernels that the graphs call"), (False, False, "Triton kernels of operators that torch_npu has one for"), (False, True, "Triton kernels generated from what no operator took, not in the graphs"))
+            kinds = (
+                (True, False, "Triton kernels that the graphs call"),
+                (False, False, "Triton kernels of operators that torch_npu has one for"),
+                (False, True, "Triton kernels generated from what no operator took, not in the graphs"),
+            )
             for called, generated, what in kinds:
-                rows = [f"  {r['operator']:<40} {r['problem'] or kernel_text(r)}" for r in self.kernels if (r["in_graph"], r["generated"]) == (called, generated)]
-                lines += [f"{what}, compiled for {self.soc}, bishengir-compile {v['kernels']['compiler'].split()[0]}", *rows] if rows else []
+                rows = [
+                    f"  {r['operator']:<40} {r['problem'] or kernel_text(r)}"
+                    for r in self.kernels
+                    if (r["in_graph"], r["generated"]) == (called, generated)
+                ]
+                lines += (
+                    [f"{what}, compiled for {self.soc}, bishengir-compile {v['kernels']['compiler'].split()[0]}", *rows]
+                    if rows
+                    else []
+                )
         elif v["kernels"]["problem"]:
             lines += [f"Triton kernels were not compiled: {v['kernels']['problem']}"]
         if costly := self.costly():
-            lines += [f"modelled on {self.hardware}{'calls':>{46 - len(self.hardware)}}{'GFLOP':>14}{'moved':>12}{'results':>12}{'time':>14}"]
-            lines += [f"  {r['operator']:<50}{r['calls']:>6}{r['flops'] / 1e9:>14,.1f}{size(r['bytes']):>12}{size(r['made']):>12}{milliseconds(r['seconds']):>14}" for r in costly]
+            lines += [
+                "modelled on "
+                f"{self.hardware}{'calls':>{46 - len(self.hardware)}}{'GFLOP':>14}{'moved':>12}{'results':>12}{'time':>14}"
+            ]
+            lines += [
+                f"  {r['operator']:<50}{r['calls']:>6}{r['flops'] / 1e9:>14,.1f}{size(r['bytes']):>12}{size(r['made']):>12}{milliseconds(r['seconds']):>14}"
+                for r in costly
+            ]
         if self.skipped:
-            lines += ["near misses"] + [f"  {n:>5} x {name}: {reason}" for (name, reason), n in _grouped(self.skipped).items()]
+            lines += ["near misses"] + [
+                f"  {n:>5} x {name}: {reason}" for (name, reason), n in _grouped(self.skipped).items()
+            ]
         if self.without_gradient:
-            lines += [f"WITHOUT A GRADIENT: {len(self.without_gradient)} trainable parameters (unused, or lost): {', '.join(self.without_gradient[:8])}"]
+            lines += [
+                f"WITHOUT A GRADIENT: {len(self.without_gradient)} trainable parameters (unused, or lost): "
+                f"{', '.join(self.without_gradient[:8])}"
+            ]
         if rows := self.comparison():
             lines += [f"{'':<34}{'fused':>14}{'unfused':>14}"] + [f"  {what:<32}{a:>14}{b:>14}" for what, a, b in rows]
-            lines += [f"  modelled time is {self.total('seconds') / self.total('seconds', True):.2f} of the unfused graphs'"]
+            lines += [
+                f"  modelled time is {self.total('seconds') / self.total('seconds', True):.2f} of the unfused graphs'"
+            ]
         else:
-            lines += [f"modelled time of the step on {self.hardware}: {milliseconds(self.total('seconds'))}, {size(self.total('bytes'))} moved"]
-        lines += [f"cost model: {note}" for note in dict.fromkeys(n for g in self.graphs for s in g["sides"] for n in s["cost"]["notes"])]
+            lines += [
+                f"modelled time of the step on {self.hardware}: {milliseconds(self.total('seconds'))}, "
+                f"{size(self.total('bytes'))} moved"
+            ]
+        lines += [
+            f"cost model: {note}"
+            for note in dict.fromkeys(n for g in self.graphs for s in g["sides"] for n in s["cost"]["notes"])
+        ]
         return "\n".join(lines)
-
-
-
-
-
-
 
 
 def _by_reference(row: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """A model on its way to the process that has torch_npu: its structure without its values.
 
-From Python a model is pickled with every tensor replaced by its description (shape, strides, type), so that no weight is
-copied whatever the model's size; from a script, ``FUNCTION`` runs over there on the meta device. Either way
+From Python a model is pickled with every tensor replaced by its description (shape, strides, type), so that no weight
+is copied whatever the model's size; from a script, ``FUNCTION`` runs over there on the meta device. Either way
 :func:`to_fake` then makes fake ``npu:0`` tensors of what the model holds.
 """
 
@@ -31,13 +31,22 @@ class _Pickler(pickle.Pickler):
             _refuse_subclass(value)
             parameter = isinstance(value, torch.nn.Parameter)
             attributes = {k: v for k, v in vars(value).items() if not callable(v)}
-            return _rebuild, (tuple(value.shape), value.stride(), value.dtype, value.requires_grad, parameter, attributes)
+            return _rebuild, (
+                tuple(value.shape),
+                value.stride(),
+                value.dtype,
+                value.requires_grad,
+                parameter,
+                attributes,
+            )
         if isinstance(value, torch.storage.UntypedStorage):
             raise ShipError("the model holds a raw storage, which has values only")
         return NotImplemented
 
 
-def _rebuild(shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: bool, parameter: bool, attributes: dict) -> torch.Tensor:
+def _rebuild(
+    shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: bool, parameter: bool, attributes: dict
+) -> torch.Tensor:
     value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     value = torch.nn.Parameter(value, requires_grad) if parameter else value.requires_grad_(requires_grad)
     vars(value).update(attributes)
@@ -46,7 +55,9 @@ def _rebuild(shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: boo
 
 def _refuse_subclass(value: torch.Tensor) -> None:
     if tracing.wraps_tensors(value):
-        raise ShipError(f"the model holds a {type(value).__name__}; only plain tensors and parameters can be cross-compiled")
+        raise ShipError(
+            f"the model holds a {type(value).__name__}; only plain tensors and parameters can be cross-compiled"
+        )
 
 
 def pack(model: Any, args: tuple, kwargs: dict) -> bytes:
@@ -62,8 +73,10 @@ def pack(model: Any, args: tuple, kwargs: dict) -> bytes:
         raise
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as e:
         raise ShipError(
-            f"{type(model).__name__} cannot be sent to the process that has torch_npu: {e}. Define its classes and functions at the top level of a module; "
-            'or give "SCRIPT.py:FUNCTION", whose function returns (model, args) or (model, args, kwargs) and is called in that process'
+            f"{type(model).__name__} cannot be sent to the process that has torch_npu: {e}. Define its classes and "
+            "functions at the top level of a module; "
+            'or give "SCRIPT.py:FUNCTION", whose function returns (model, args) or (model, args, kwargs) and is called '
+            "in that process"
         ) from e
     return buffer.getvalue()
 
@@ -82,11 +95,20 @@ def build(script: str, function: str) -> tuple[Any, tuple, dict]:
     with torch.device("meta"):
         namespace = runpy.run_path(script)
         if not callable(namespace.get(function)):
-            defined = [n for n, v in namespace.items() if isinstance(v, types.FunctionType) and v.__module__ == namespace["__name__"]]
-            raise ShipError(f'{script} has no function "{function}"{nearest(function, defined)}; it has: {", ".join(defined) or "none"}')
+            defined = [
+                n
+                for n, v in namespace.items()
+                if isinstance(v, types.FunctionType) and v.__module__ == namespace["__name__"]
+            ]
+            raise ShipError(
+                f'{script} has no function "{function}"{nearest(function, defined)}; it has: '
+                f"{', '.join(defined) or 'none'}"
+            )
         made = namespace[function]()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ShipError(f"{function} returned a {type(made).__name__}; it must return (model, args) or (model, args, kwargs)")
+        raise ShipError(
+            f"{function} returned a {type(made).__name__}; it must return (model, args) or (model, args, kwargs)"
+        )
     model, args, kwargs = (*made, {})[:3]
     check_inputs(function, model, args, kwargs)
     return model, tuple(args), dict(kwargs)
@@ -97,13 +119,15 @@ def check_inputs(where: str, model: Any, args: Any, kwargs: Any) -> None:
     if not callable(model):
         raise ShipError(f"{where}: the model is a {type(model).__name__}; a module or function is wanted")
     if not isinstance(args, (tuple, list)):
-        raise ShipError(f"{where}: args is a {type(args).__name__}; a tuple of the model's inputs is wanted, such as (tensor,)")
+        raise ShipError(
+            f"{where}: args is a {type(args).__name__}; a tuple of the model's inputs is wanted, such as (tensor,)"
+        )
     if not isinstance(kwargs, dict):
         raise ShipError(f"{where}: kwargs is a {type(kwargs).__name__}; a dict of the model's inputs by name is wanted")
 
 
 def split(source: str) -> tuple[str, str]:
-    """"SCRIPT.py:FUNCTION" -> absolute path and function name; ShipError where it is something else."""
+    """ "SCRIPT.py:FUNCTION" -> absolute path and function name; ShipError where it is something else."""
     script, _, function = source.rpartition(":")
     if not script.endswith(".py") or not function:
         raise ShipError(f"{source!r} is not SCRIPT.py:FUNCTION, such as model.py:make")
@@ -128,7 +152,11 @@ def to_fake(mode: Any, device: str, model: Any, args: tuple, kwargs: dict) -> tu
         if id(value) not in made:
             keep.append(value)
             new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-            new = torch.nn.Parameter(new, value.requires_grad) if isinstance(value, torch.nn.Parameter) else new.requires_grad_(value.requires_grad)
+            new = (
+                torch.nn.Parameter(new, value.requires_grad)
+                if isinstance(value, torch.nn.Parameter)
+                else new.requires_grad_(value.requires_grad)
+            )
             vars(new).update(vars(value))
             made[id(value)] = new
         return made[id(value)]
@@ -139,6 +167,8 @@ def to_fake(mode: Any, device: str, model: Any, args: tuple, kwargs: dict) -> tu
                 for name, value in held.items():
                     held[name] = fake(value)
             for name, value in list(vars(module).items()):
-                if name not in ("_parameters", "_buffers", "_modules") and any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value)):
+                if name not in ("_parameters", "_buffers", "_modules") and any(
+                    isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value)
+                ):
                     vars(module)[name] = pytree.tree_map(fake, value)
         return model, pytree.tree_map(fake, args), pytree.tree_map(fake, kwargs)

@@ -46,7 +46,9 @@ def real_cann() -> str | None:
     return "libascendcl.so can be loaded"
 
 
-def environment(soc: str = "Ascend910B2", devices: int = 1, directory: str | os.PathLike | None = None) -> dict[str, str]:
+def environment(
+    soc: str = "Ascend910B2", devices: int = 1, directory: str | os.PathLike | None = None
+) -> dict[str, str]:
     """What to change in the environment of a process in which ``import torch_npu`` shall work: PYTHONPATH (torch_npu
     first), LD_LIBRARY_PATH (the stubs first), TORCH_DEVICE_BACKEND_AUTOLOAD, and a word that says what the process is.
 
@@ -67,13 +69,22 @@ def environment(soc: str = "Ascend910B2", devices: int = 1, directory: str | os.
     stubs = build(home / "torch_npu", soc, devices)
     python = [str(home), *filter(None, [os.environ.get("PYTHONPATH")])]
     libraries = [str(stubs), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    return {"PYTHONPATH": os.pathsep.join(python), "LD_LIBRARY_PATH": os.pathsep.join(libraries), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", STUBBED: soc}
+    return {
+        "PYTHONPATH": os.pathsep.join(python),
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        STUBBED: soc,
+    }
 
 
 def build(package: pathlib.Path, soc: str, devices: int) -> pathlib.Path:
-    """The folder of stubs for the torch_npu in ``package``, beside it; built once for each source text and torch_npu."""
+    """The folder of stubs for the torch_npu in ``package``, beside it; built once for each source text and
+    torch_npu.
+    """
     binary = (package / "lib" / "libtorch_npu.so").stat()
-    sources = [pathlib.Path(module.__file__).read_bytes() for module in (elf, stub_source)] + [pathlib.Path(__file__).read_bytes()]
+    sources = [pathlib.Path(module.__file__).read_bytes() for module in (elf, stub_source)] + [
+        pathlib.Path(__file__).read_bytes()
+    ]
     key = hashlib.sha256(repr((binary.st_size, binary.st_mtime_ns, soc, devices, sources)).encode()).hexdigest()[:12]
     folder = package.parent / "stubs" / f"{soc}-{key}"
     if not folder.is_dir():
@@ -93,21 +104,35 @@ def build(package: pathlib.Path, soc: str, devices: int) -> pathlib.Path:
 def _compile(package: pathlib.Path, out: pathlib.Path, soc: str, devices: int) -> None:
     libraries, symbols = {"libascendcl.so"}, set()
     # libop_plugin_atb needs a library of CANN's that torch_npu itself does not.
-    for path in [*package.glob("_C*.so"), *(p for p in (package / "lib").glob("*.so") if p.name != "libop_plugin_atb.so")]:
+    for path in [
+        *package.glob("_C*.so"),
+        *(p for p in (package / "lib").glob("*.so") if p.name != "libop_plugin_atb.so"),
+    ]:
         needed, undefined = elf.wanted(path)
         libraries |= {n for n in needed if _LIBRARIES.match(n)}
         symbols |= {s for s in undefined if _SYMBOLS.match(s)}
     (out / "stub.c").write_text(stub_source.text(soc, devices, symbols))
     (out / "empty.c").write_text("int mindspeed_fx_stub;\n")
     _link(out, "libascendcl.so", "stub.c", [])
-    # A lookup in any of CANN's libraries searches what that library needs: so every other one needs the one with the code.
+    # A lookup in any of CANN's libraries searches what that library needs: so every other one needs the one with the
+    # code.
     for name in sorted(libraries - {"libascendcl.so"}):
         _link(out, name, "empty.c", ["-Wl,--no-as-needed", f"-L{out}", "-lascendcl"])
 
 
 def _link(out: pathlib.Path, name: str, source: str, extra: list[str]) -> None:
     compiler = os.environ.get("CC", "cc")
-    command = [compiler, "-w", "-shared", "-fPIC", str(out / source), "-o", str(out / name), f"-Wl,-soname,{name}", *extra]
+    command = [
+        compiler,
+        "-w",
+        "-shared",
+        "-fPIC",
+        str(out / source),
+        "-o",
+        str(out / name),
+        f"-Wl,-soname,{name}",
+        *extra,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

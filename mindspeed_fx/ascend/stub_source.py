@@ -5,10 +5,21 @@ from __future__ import annotations
 
 from typing import Iterable
 
-CORES = {"Ascend910B1": (24, 48), "Ascend910B2": (24, 48), "Ascend910B3": (20, 40), "Ascend910B4": (20, 40), "Ascend910_9391": (24, 48), "Ascend910_9382": (24, 48), "Ascend910_9381": (24, 48), "Ascend910_9372": (20, 40), "Ascend910_9362": (20, 40)}
+CORES = {
+    "Ascend910B1": (24, 48),
+    "Ascend910B2": (24, 48),
+    "Ascend910B3": (20, 40),
+    "Ascend910B4": (20, 40),
+    "Ascend910_9391": (24, 48),
+    "Ascend910_9382": (24, 48),
+    "Ascend910_9381": (24, 48),
+    "Ascend910_9372": (20, 40),
+    "Ascend910_9362": (20, 40),
+}
 """SoC -> (cube cores, vector cores), as bishengir-compile's device specification has them."""
 
-# torch_npu looks these up with dlsym, so no ELF table lists them. It says "Failed to find function X" where one is missing.
+# torch_npu looks these up with dlsym, so no ELF table lists them. It says "Failed to find function X" where one is
+# missing.
 LOOKED_UP = """
 aclGetCompileopt aclGetCompileoptSize aclGetRecentErrMsg aclQueryEventRecordedStatus aclSetCompileopt aclsysGetCANNVersion
 aclrtCreateEventWithFlag aclrtCtxSetSysParamOpt aclrtDestroyStreamForce aclrtGetDeviceInfo aclrtGetDeviceSatMode aclrtGetLastError

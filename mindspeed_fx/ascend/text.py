@@ -9,7 +9,9 @@ def kernel_text(row: dict[str, Any]) -> str:
     """One compiled kernel in a line: tile, outcome, on-chip memory and what slows it down."""
     tile = " ".join(f"{k}={v}" for k, v in row["tile"].items())
     chip = ", ".join(f"{space} {size(used)}" for space, used in row["on_chip"].items())
-    slow = [f"{row['dynamic']} transfers of dynamic size"] * bool(row["dynamic"]) + [f"{row['scalar_loops']} SCALAR LOOPS"] * bool(row["scalar_loops"])
+    slow = [f"{row['dynamic']} transfers of dynamic size"] * bool(row["dynamic"]) + [
+        f"{row['scalar_loops']} SCALAR LOOPS"
+    ] * bool(row["scalar_loops"])
     return f"{row['kernel']:<24} {tile:<22} {row['outcome']:<16} {chip}" + "".join(f"; {s}" for s in slow)
 
 

@@ -1,9 +1,10 @@
-"""The Ascend tool chain in a directory of its own: torch_npu, triton-ascend and its compiler, an MLIR to run the IR on a CPU.
+"""The Ascend tool chain in a directory of its own: torch_npu, triton-ascend and its compiler, an MLIR to run the IR on
+a CPU.
 
 None of it may enter the user's environment: torch_npu beside a plain torch breaks ``import torch``, triton-ascend
-overwrites ``triton``. Each component gets a folder ``<name>-<version>-<python>-<machine>`` that only processes started by
-:mod:`mindspeed_fx.ascend` have on their path. Versions are pinned; a folder is complete or absent, so that installing again
-does nothing, and an upgrade of torch or of this package installs beside what is there.
+overwrites ``triton``. Each component gets a folder ``<name>-<version>-<python>-<machine>`` that only processes started
+by :mod:`mindspeed_fx.ascend` have on their path. Versions are pinned; a folder is complete or absent, so that
+installing again does nothing, and an upgrade of torch or of this package installs beside what is there.
 """
 
 from __future__ import annotations
@@ -60,8 +61,14 @@ def components() -> tuple[Component, ...]:
     if version not in TORCH_NPU:
         raise ToolchainError(f"no torch_npu is known for torch {version}; known: {', '.join(TORCH_NPU)}")
     return (
-        Component("torch_npu", (f"torch_npu=={TORCH_NPU[version]}",), "schemas, shapes and gradients of the npu operators"),
-        Component("triton_ascend", ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11==3.1.0"), "Triton kernels compiled for a SoC"),
+        Component(
+            "torch_npu", (f"torch_npu=={TORCH_NPU[version]}",), "schemas, shapes and gradients of the npu operators"
+        ),
+        Component(
+            "triton_ascend",
+            ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11==3.1.0"),
+            "Triton kernels compiled for a SoC",
+        ),
         Component("torch_mlir", ("torch-mlir==20261001",), "the kernels' IR run on a CPU"),
     )
 
@@ -84,7 +91,9 @@ def path(name: str, directory: str | os.PathLike | None = None) -> pathlib.Path:
     folder = root(directory) / component.folder
     if not (folder / _MARK).is_file():
         where = f" --dir {directory}" if directory else ""
-        raise ToolchainError(f"{component.packages[0]} is not installed in {folder.parent}; run: mindspeed-fx toolchain install{where}")
+        raise ToolchainError(
+            f"{component.packages[0]} is not installed in {folder.parent}; run: mindspeed-fx toolchain install{where}"
+        )
     return folder
 
 
@@ -99,18 +108,28 @@ def missing(*names: str) -> str | None:
 
 
 def status(directory: str | os.PathLike | None = None, names: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """One row per component: name, packages, serves, folder, and whether it is ``installed``, with ``bytes`` and ``seconds`` of its installation."""
+    """One row per component: name, packages, serves, folder, and whether it is ``installed``, with ``bytes`` and
+    ``seconds`` of its installation.
+    """
     rows = []
     for component in _named(names):
         folder = root(directory) / component.folder
-        row = {"name": component.name, "packages": list(component.packages), "serves": component.serves, "folder": str(folder), "installed": False}
+        row = {
+            "name": component.name,
+            "packages": list(component.packages),
+            "serves": component.serves,
+            "folder": str(folder),
+            "installed": False,
+        }
         if (folder / _MARK).is_file():
             row.update(json.loads((folder / _MARK).read_text()), installed=True)
         rows.append(row)
     return rows
 
 
-def install(directory: str | os.PathLike | None = None, names: Iterable[str] = (), log: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def install(
+    directory: str | os.PathLike | None = None, names: Iterable[str] = (), log: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
     """Install what is missing; returns :func:`status`.
 
     Args:
@@ -152,8 +171,24 @@ def _install(component: Component, where: pathlib.Path) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         # PYTHONPATH and a --user or --target of the user's pip settings must not decide where this goes.
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PIP_USER", "PIP_TARGET", "PIP_REQUIRE_VIRTUALENV")}
-        command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--target", str(scratch)]
+        environment = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("PYTHONPATH", "PIP_USER", "PIP_TARGET", "PIP_REQUIRE_VIRTUALENV")
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--target",
+            str(scratch),
+        ]
         done = subprocess.run([*command, *component.packages], env=environment, capture_output=True, text=True)
         if done.returncode:
             raise ToolchainError(_explained(component, done.stderr))
@@ -181,10 +216,30 @@ def _publish(scratch: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _explained(component: Component, stderr: str) -> str:
-    lines = [line for line in stderr.strip().splitlines() if line.startswith("ERROR")] or stderr.strip().splitlines()[-1:] or ["pip said nothing"]
+    lines = (
+        [line for line in stderr.strip().splitlines() if line.startswith("ERROR")]
+        or stderr.strip().splitlines()[-1:]
+        or ["pip said nothing"]
+    )
     wanted = " ".join(component.packages)
-    if any(word in stderr for word in ("Could not fetch", "ConnectionError", "NewConnectionError", "Temporary failure", "Max retries", "timed out")):
-        return f"the package index cannot be reached, so {wanted} cannot be downloaded; with the wheels at hand set PIP_NO_INDEX=1 and PIP_FIND_LINKS=DIR. pip: {lines[-1]}"
+    if any(
+        word in stderr
+        for word in (
+            "Could not fetch",
+            "ConnectionError",
+            "NewConnectionError",
+            "Temporary failure",
+            "Max retries",
+            "timed out",
+        )
+    ):
+        return (
+            f"the package index cannot be reached, so {wanted} cannot be downloaded; with the wheels at hand set "
+            f"PIP_NO_INDEX=1 and PIP_FIND_LINKS=DIR. pip: {lines[-1]}"
+        )
     if "No matching distribution" in stderr:
-        return f"no wheel of {wanted} for Python {platform.python_version()} on {platform.machine()} {platform.system()}. pip: {lines[-1]}"
+        return (
+            f"no wheel of {wanted} for Python {platform.python_version()} on {platform.machine()} "
+            f"{platform.system()}. pip: {lines[-1]}"
+        )
     return f"pip could not install {wanted}: {lines[-1]}"

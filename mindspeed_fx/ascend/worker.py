@@ -49,13 +49,21 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     result = describe(traced, request["hardware"])
     if request["baseline"]:
         start = time.perf_counter()
-        plain = Options.parse({**request["options"], "level": 0, "enable": [], "strict": False, "dump": None}, environ={})
+        plain = Options.parse(
+            {**request["options"], "level": 0, "enable": [], "strict": False, "dump": None}, environ={}
+        )
         torch._dynamo.reset()
         result["unfused"] = describe(trace(model, args, kwargs, plain), request["hardware"], code=False)
         del result["unfused"]["triton_calls"]
         seconds["unfused"] = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {**result, "options": options.as_dict(), "seconds": seconds, "peak_memory": peak, "versions": {"torch": torch.__version__, "torch_npu": torch_npu.__version__}}
+    return {
+        **result,
+        "options": options.as_dict(),
+        "seconds": seconds,
+        "peak_memory": peak,
+        "versions": {"torch": torch.__version__, "torch_npu": torch_npu.__version__},
+    }
 
 
 def _model(request: dict[str, Any]) -> tuple[Any, tuple, dict]:
@@ -63,7 +71,9 @@ def _model(request: dict[str, Any]) -> tuple[Any, tuple, dict]:
 
     if request["script"]:
         return ship.build(*request["script"])
-    if request["main"]:  # classes of the user's script: it is imported as multiprocessing does, under another name than __main__
+    if request[
+        "main"
+    ]:  # classes of the user's script: it is imported as multiprocessing does, under another name than __main__
         multiprocessing.spawn.prepare(request["main"])
     return ship.unpack(request["model"])
 

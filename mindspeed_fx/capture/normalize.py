@@ -21,6 +21,7 @@ from mindspeed_fx.graph.edit import drop_dead
 
 aten = torch.ops.aten
 
+
 def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     """Canonical spelling for ``gm`` and the bodies of its higher-order operators, in place."""
     for body in bodies(gm):
@@ -28,7 +29,11 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     annotate(gm)
     _functionalize(gm)
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target in _SPELLINGS and isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
+        if (
+            node.op == "call_function"
+            and node.target in _SPELLINGS
+            and isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
+        ):
             _SPELLINGS[node.target](node)
     drop_dead(gm)
     gm.recompile()
@@ -62,7 +67,9 @@ def _functionalize(gm: fx.GraphModule) -> None:
             new = gm.graph.call_function(target, args, kwargs)
         new.meta = dict(node.meta)
         order[new] = order[node]
-        buffer.replace_all_uses_with(new, delete_user_cb=lambda u: u is not new and u is not node and order[u] > order[node])
+        buffer.replace_all_uses_with(
+            new, delete_user_cb=lambda u: u is not new and u is not node and order[u] > order[node]
+        )
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
         storage = fake.storage_of(buffer.meta["val"])
@@ -90,7 +97,11 @@ def _functional_form(node: fx.Node) -> tuple[Callable, tuple, dict] | None:
     with fake.fake_like(value):
         computed = functional(*_values(args), **_values(kwargs))
     before = buffer.meta["val"]
-    if not isinstance(computed, torch.Tensor) or (computed.dtype, computed.shape, computed.stride()) != (before.dtype, before.shape, before.stride()):
+    if not isinstance(computed, torch.Tensor) or (computed.dtype, computed.shape, computed.stride()) != (
+        before.dtype,
+        before.shape,
+        before.stride(),
+    ):
         return None
     return functional, args, kwargs
 
@@ -119,7 +130,10 @@ def _cast(node: fx.Node) -> None:
     source, value = node.args[0], node.meta["val"]
     if value is source.meta["val"] or (value.dtype == source.meta["val"].dtype and _same_storage(node, source)):
         _bypass(node, source)
-    elif value.device == source.meta["val"].device and node.kwargs.get("memory_format") in (None, torch.preserve_format):
+    elif value.device == source.meta["val"].device and node.kwargs.get("memory_format") in (
+        None,
+        torch.preserve_format,
+    ):
         copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
         if value.dtype != source.meta["val"].dtype and not copies:
             _replace(node, aten.to.dtype, (source, value.dtype))
@@ -128,7 +142,13 @@ def _cast(node: fx.Node) -> None:
 def _bypass_if_alias(node: fx.Node) -> None:
     source = node.args[0]
     a, b = node.meta["val"], source.meta["val"]
-    if _same_storage(node, source) and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and a.storage_offset() == b.storage_offset():
+    if (
+        _same_storage(node, source)
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.storage_offset() == b.storage_offset()
+    ):
         _bypass(node, source)
 
 
@@ -141,7 +161,12 @@ def _dropout(node: fx.Node) -> None:
 
 def _square(node: fx.Node) -> None:
     same = len(node.args) == 1 or node.args[0] is node.args[1]
-    if same and not node.kwargs and _differentiable(node.meta["val"]) and node.meta["val"].dtype == node.args[0].meta["val"].dtype:
+    if (
+        same
+        and not node.kwargs
+        and _differentiable(node.meta["val"])
+        and node.meta["val"].dtype == node.args[0].meta["val"].dtype
+    ):
         _replace(node, aten.pow.Tensor_Scalar, (node.args[0], 2))
 
 
@@ -155,9 +180,38 @@ def _split(node: fx.Node) -> None:
 
 
 _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
-    **{op: _cast for op in (aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.to.device, aten._to_copy.default, aten.type_as.default)},
-    **{op: _bypass_if_alias for op in (aten.contiguous.default, aten.alias.default, aten.expand.default, aten.reshape.default, aten.view.default)},
-    **{op: _split for op in (aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.tensor_split.sections, aten.tensor_split.indices)},
+    **{
+        op: _cast
+        for op in (
+            aten.to.dtype,
+            aten.to.dtype_layout,
+            aten.to.other,
+            aten.to.device,
+            aten._to_copy.default,
+            aten.type_as.default,
+        )
+    },
+    **{
+        op: _bypass_if_alias
+        for op in (
+            aten.contiguous.default,
+            aten.alias.default,
+            aten.expand.default,
+            aten.reshape.default,
+            aten.view.default,
+        )
+    },
+    **{
+        op: _split
+        for op in (
+            aten.chunk.default,
+            aten.split.Tensor,
+            aten.split.sizes,
+            aten.split_with_sizes.default,
+            aten.tensor_split.sections,
+            aten.tensor_split.indices,
+        )
+    },
     aten.dropout.default: _dropout,
     aten.mul.Tensor: _square,
     aten.square.default: _square,

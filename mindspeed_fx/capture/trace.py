@@ -56,12 +56,18 @@ def example_value(node: fx.Node) -> Any:
     for key in ("example_value", "val"):
         if key in node.meta:
             return node.meta[key]
-    raise CaptureError(f"graph input {node.name} carries no example value; the mindspeed backend must be called by torch.compile")
+    raise CaptureError(
+        f"graph input {node.name} carries no example value; the mindspeed backend must be called by torch.compile"
+    )
 
 
 def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:
     """The captured form of the bodies of one higher-order operator whose inputs are known, by their names in ``gm``."""
-    bodies = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr" and isinstance(_attribute(gm, a.target), fx.GraphModule)]
+    bodies = [
+        a
+        for a in node.args
+        if isinstance(a, fx.Node) and a.op == "get_attr" and isinstance(_attribute(gm, a.target), fx.GraphModule)
+    ]
     operands = [a for a in node.args if a not in bodies]
     captured: dict[str, fx.GraphModule] = {}
     if any(isinstance(a, (tuple, list, dict)) for a in operands):
@@ -116,7 +122,10 @@ uses, forbid hooks, or choose among attention kernels."""
 
 
 def _may_be_dropped(target: Any) -> bool:
-    if getattr(target, "__module__", None) in ("builtins", "_operator"):  # an attribute that is None is read, not changed
+    if getattr(target, "__module__", None) in (
+        "builtins",
+        "_operator",
+    ):  # an attribute that is None is read, not changed
         return True
     return str(getattr(target, "__name__", "")).startswith(_DROPPED)
 

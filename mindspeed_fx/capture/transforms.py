@@ -1,10 +1,11 @@
 """Calls of ``torch.func.vmap`` in a Dynamo graph: each becomes one call of a graph of its own.
 
-Dynamo inlines a function transform as calls that enter and leave its level, with wrapped tensors between them (``associative_scan`` is
-spelled with vmap, so that a state space model has dozens). Tracing those again would record the wrappers. From the entry to the
-exit the nodes are therefore moved, as they are, into the body of a ``wrap``, which capture records as one node and passes do not
-read; what stands around it is captured like any graph. Values and gradients are those of the graph as it was: AOTAutograd runs the
-body where the nodes stood. Other transforms (grad, jvp) stay where they are, and so does the graph around them.
+Dynamo inlines a function transform as calls that enter and leave its level, with wrapped tensors between them
+(``associative_scan`` is spelled with vmap, so that a state space model has dozens). Tracing those again would record
+the wrappers. From the entry to the exit the nodes are therefore moved, as they are, into the body of a ``wrap``, which
+capture records as one node and passes do not read; what stands around it is captured like any graph. Values and
+gradients are those of the graph as it was: AOTAutograd runs the body where the nodes stood. Other transforms (grad,
+jvp) stay where they are, and so does the graph around them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ NAME = "transform_"
 
 
 def isolate(gm: fx.GraphModule) -> str | None:
-    """Move every vmap of a Dynamo graph, and of the bodies of its higher-order operators, into a body of its own, in place; the reason
-    where one cannot be moved (the graph then stays as Dynamo made it)."""
+    """Move every vmap of a Dynamo graph, and of the bodies of its higher-order operators, into a body of its own, in
+    place; the reason where one cannot be moved (the graph then stays as Dynamo made it)."""
     for node in gm.graph.nodes:
-        if node.op == "get_attr" and not node.target.startswith(NAME) and isinstance(body := getattr(gm, node.target, None), fx.GraphModule) and (reason := isolate(body)):
+        if (
+            node.op == "get_attr"
+            and not node.target.startswith(NAME)
+            and isinstance(body := getattr(gm, node.target, None), fx.GraphModule)
+            and (reason := isolate(body))
+        ):
             return reason
     regions = _regions(gm)
-    reason = next((r for r in regions if isinstance(r, str)), None) or next((why for r in regions if (why := _stays(r))), None)
+    reason = next((r for r in regions if isinstance(r, str)), None) or next(
+        (why for r in regions if (why := _stays(r))), None
+    )
     if reason is None:
         for region in regions:
             _move(gm, region)
@@ -47,7 +55,10 @@ def _regions(gm: fx.GraphModule) -> list[list[fx.Node] | str]:
             regions, region = [*regions, region], []
     used = [n for n in region if _is_transform(n) and n.users]
     if depth or used:
-        return [f"the graph applies a function transform of torch.func ({region[0].name}) that is not left again, and is not captured"]
+        return [
+            f"the graph applies a function transform of torch.func ({region[0].name}) that is not left again, and is "
+            "not captured"
+        ]
     return regions  # what is left over neither enters a transform nor gives a value: preparations of vmap
 
 
@@ -71,7 +82,11 @@ def _stays(region: list[fx.Node]) -> str | None:
 
 def _writes(n: fx.Node) -> bool:
     name = n.target if n.op == "call_method" else getattr(n.target, "__name__", "") if n.op == "call_function" else ""
-    inplace = name.endswith("_") and not name.endswith("__") or n.target in (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
+    inplace = (
+        name.endswith("_")
+        and not name.endswith("__")
+        or n.target in (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
+    )
     return not _is_transform(n) and (inplace or "out" in n.kwargs)
 
 

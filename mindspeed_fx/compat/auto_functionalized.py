@@ -1,4 +1,6 @@
-"""The part of :mod:`mindspeed_fx.compat` about ``auto_functionalized``: calls that write their arguments, in functional graphs."""
+"""The part of :mod:`mindspeed_fx.compat` about ``auto_functionalized``: calls that write their arguments, in functional
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,21 @@ def mutable_operator(node: fx.Node) -> Any:
 
 
 def bases_of(node: fx.Node) -> list[fx.Node] | None:
-    """The tensors that an ``auto_functionalized_v2`` node writes, whole; its results 1, 2 ... are what they become. None when it writes to views of them."""
+    """The tensors that an ``auto_functionalized_v2`` node writes, whole; its results 1, 2 ... are what they become.
+    None when it writes to views of them.
+    """
     bases = node.kwargs.get("_all_bases")
-    views = [k for k in node.kwargs if k.startswith("_") and k.endswith(("_size", "_stride", "_storage_offset", "_slice_dim", "_slice_start", "_slice_end"))]
+    views = [
+        k
+        for k in node.kwargs
+        if k.startswith("_")
+        and k.endswith(("_size", "_stride", "_storage_offset", "_slice_dim", "_slice_start", "_slice_end"))
+    ]
     return None if bases is None or views else list(bases)
 
 
 def written(node: fx.Node, names: Sequence[str]) -> dict[str, list[int]]:
     """Positions among the bases, for every argument that is a list of tensors to write."""
-    return {name: [node.kwargs[f"_{name}_{k}_base_index"] for k in range(node.kwargs[f"_{name}_length"])] for name in names}
+    return {
+        name: [node.kwargs[f"_{name}_{k}_base_index"] for k in range(node.kwargs[f"_{name}_length"])] for name in names
+    }

@@ -15,10 +15,18 @@ from typing import Any
 import torch
 
 log = logging.getLogger("mindspeed_fx")
-SOURCES = pathlib.Path(__file__).parent / "kernels" / "cpu"
-_FLAGS = ("-O2", "-ftree-loop-vectorize", "-fvect-cost-model=dynamic", "-fno-math-errno", "-fno-signed-zeros", "-fno-trapping-math", "-ffp-contract=fast")
-"""After Inductor's own, which they override: it writes vectors by hand, forbids the compiler to, and builds with -O3, which takes three
-times as long here and runs no faster."""
+SOURCES = pathlib.Path(__file__).parents[1] / "kernels" / "cpu"
+_FLAGS = (
+    "-O2",
+    "-ftree-loop-vectorize",
+    "-fvect-cost-model=dynamic",
+    "-fno-math-errno",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
+"""After Inductor's own, which they override: it writes vectors by hand, forbids the compiler to, and builds with -O3,
+which takes three times as long here and runs no faster."""
 _WIDE = ("-mprefer-vector-width=512",)
 
 
@@ -50,7 +58,9 @@ def start() -> None:
 
 @functools.cache
 def function(name: str) -> Any:
-    """An ``extern "C"`` function of the kernels, as ctypes has it; waits for the build. None where it failed, after a warning with the compiler's message."""
+    """An ``extern "C"`` function of the kernels, as ctypes has it; waits for the build. None where it failed, after a
+    warning with the compiler's message.
+    """
     library = _built()
     return None if library is None else getattr(library, name)
 
@@ -68,15 +78,18 @@ def _built() -> Any:
 def _library() -> concurrent.futures.Future:
     from torch._inductor.codecache import CppCodeCache
 
-    # Inductor finds out what the processor has by trying, and keeps it in objects that two threads spoil: the flags of its own kernels
-    # would then depend on chance, and caches miss. Ours need no answer but -march=native; torch before 2.13 asks all the same.
+    # Inductor finds out what the processor has by trying, and keeps it in objects that two threads spoil: the flags of
+    # its own kernels would then depend on chance, and caches miss. Ours need no answer but -march=native; torch before
+    # 2.13 asks all the same.
     plain = {"needs_vec_isa": False} if "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters else {}
     if not plain:
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
         pick_vec_isa()
     flags = _FLAGS + (_WIDE if capability() == "AVX512" else ())
-    source = "\n".join(path.read_text() for path in sorted(SOURCES.glob("*.cpp")))  # one text, since it is the key of the cache
+    source = "\n".join(
+        path.read_text() for path in sorted(SOURCES.glob("*.cpp"))
+    )  # one text, since it is the key of the cache
     pool = concurrent.futures.ThreadPoolExecutor(1, "mindspeed_fx_cpp")
     try:
         return pool.submit(CppCodeCache.load, source, device_type="cpu", extra_flags=flags, **plain)

@@ -28,6 +28,8 @@ def has_kernel(operator: str, key: str) -> bool:
 
 
 def varlen_attention_of_torch() -> Any:
-    """The operator behind ``torch.nn.attention.varlen.varlen_attn``; None where this torch has none or it was not imported."""
+    """The operator behind ``torch.nn.attention.varlen.varlen_attn``; None where this torch has none or it was not
+    imported.
+    """
     operator = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
     return getattr(operator, "default", None)

@@ -11,7 +11,11 @@ def default_store() -> Any:
     """The store of the default process group; None when there is no group, one rank, or a fake group."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if (
+        not (dist.is_available() and dist.is_initialized())
+        or dist.get_world_size() == 1
+        or dist.get_backend() == "fake"
+    ):
         return None
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -56,8 +60,6 @@ def insert_order(graph: fx.Graph, after: Mapping[fx.Node, list[fx.Node]]) -> boo
     return True
 
 
-
-
 def rank() -> int:
     """This process's rank in the default group; 0 without one."""
     import torch.distributed as dist
@@ -70,7 +72,6 @@ def world_size() -> int:
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
 
 
 def group_ranks(name: str) -> list[int] | None:

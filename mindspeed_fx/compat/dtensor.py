@@ -30,12 +30,16 @@ def shard(dim: int, pieces: int = 1) -> Placement:
 
 
 def is_strided(way: Placement) -> bool:
-    """True for a part that is several pieces of its dimension: what a divided dimension becomes where it is flattened behind another."""
+    """True for a part that is several pieces of its dimension: what a divided dimension becomes where it is flattened
+    behind another.
+    """
     return isinstance(way, _StridedShard)
 
 
 def is_divided(way: Placement, dim: int | None = None) -> bool:
-    """True for a part, of dimension ``dim`` if given, in one piece or several; ``Placement.is_shard`` knows only those in one."""
+    """True for a part, of dimension ``dim`` if given, in one piece or several; ``Placement.is_shard`` knows only those
+    in one.
+    """
     return (way.is_shard() or is_strided(way)) and dim in (None, way.dim)
 
 
@@ -45,8 +49,9 @@ def along_dimension(way: Placement, dim: int) -> Placement:
 
 
 def count_strided_shards_for_real() -> None:
-    """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index tensor that it reads back, which
-    fails while tracing: the tensor is fake there. From here on it is computed outside of any trace; nothing else changes."""
+    """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index
+    tensor that it reads back, which fails while tracing: the tensor is fake there. From here on it is computed outside
+    of any trace; nothing else changes."""
     own = _StridedShard.local_shard_size_and_offset
     if getattr(own, "_real", False):
         return
@@ -63,21 +68,34 @@ def count_strided_shards_for_real() -> None:
 
 
 def price_strided_shards_plainly() -> None:
-    """What it costs to bring a strided shard to where a way of an operator wants it DTensor (2.13) asks the cheapest path through all placements of the mesh,
-    for every way of every operator: 0.3 s each on three mesh dimensions, minutes for a layer, and gathering one is free on that path. From here on it is
-    what a shard of one piece costs, one mesh dimension after the other; costs without strided shards stay."""
+    """What it costs to bring a strided shard to where a way of an operator wants it DTensor (2.13) asks the cheapest
+    path through all placements of the mesh, for every way of every operator: 0.3 s each on three mesh dimensions,
+    minutes for a layer, and gathering one is free on that path. From here on it is what a shard of one piece costs, one
+    mesh dimension after the other; costs without strided shards stay."""
     from torch.distributed.tensor import _collective_utils as costs
     from torch.distributed.tensor._ops import utils
 
     own = getattr(utils, "redistribute_cost", None)
-    if own is None or getattr(own, "_plain", False) or not all(hasattr(costs, n) for n in ("_compute_placement_transition_cost", "MeshTopoInfo", "spec_to_bytes")):
+    if (
+        own is None
+        or getattr(own, "_plain", False)
+        or not all(hasattr(costs, n) for n in ("_compute_placement_transition_cost", "MeshTopoInfo", "spec_to_bytes"))
+    ):
         return
 
     def plain(current: Any, target: Any) -> float:
-        if current.mesh != target.mesh or current.is_replicated() or not any(map(is_strided, (*current.placements, *target.placements))):
+        if (
+            current.mesh != target.mesh
+            or current.is_replicated()
+            or not any(map(is_strided, (*current.placements, *target.placements)))
+        ):
             return own(current, target)
         topology, cost = costs.MeshTopoInfo.build_from_mesh(current.mesh), 0.0
-        sent = costs.spec_to_bytes(current) / math.prod(n for n, p in zip(current.mesh.shape, current.placements) if is_divided(p)) / 2**30
+        sent = (
+            costs.spec_to_bytes(current)
+            / math.prod(n for n, p in zip(current.mesh.shape, current.placements) if is_divided(p))
+            / 2**30
+        )
         for dim, (p, q) in enumerate(zip(current.placements, target.placements)):
             if p == q:
                 continue
@@ -92,10 +110,10 @@ def price_strided_shards_plainly() -> None:
 
 
 def redistribute_strided_shards_in_order() -> None:
-    """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers one
-    of the two with the size of the whole: rows come in another order, and memory behind them is read. From here on parts are
-    undone from the innermost mesh dimension outwards and made again inwards, each with the size that it is a part of
-    (:func:`_steps_in_order`); redistributions without strided shards stay."""
+    """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers
+    one of the two with the size of the whole: rows come in another order, and memory behind them is read. From here on
+    parts are undone from the innermost mesh dimension outwards and made again inwards, each with the size that it is a
+    part of (:func:`_steps_in_order`); redistributions without strided shards stay."""
     from torch.distributed.tensor import _redistribute
 
     def replace(name: str) -> None:
@@ -121,9 +139,13 @@ def redistribute_strided_shards_in_order() -> None:
 def _steps_in_order(
     shape: Sequence[int], mesh: Any, source: Sequence[Placement], target: Sequence[Placement]
 ) -> list[tuple] | None:
-    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where parts are of different sizes."""
+    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where parts are of different
+    sizes.
+    """
     changed = {i for i, (p, q) in enumerate(zip(source, target)) if p != q}
-    for i in range(mesh.ndim):  # what an inner mesh dimension divides is undone before an outer one changes, and made again
+    for i in range(
+        mesh.ndim
+    ):  # what an inner mesh dimension divides is undone before an outer one changes, and made again
         inside = {p.dim for j in changed if j < i for p in (source[j], target[j]) if is_divided(p)}
         if any(is_divided(p) and p.dim in inside for p in (source[i], target[i])):
             changed.add(i)
@@ -150,8 +172,9 @@ def _steps_in_order(
 
 @contextlib.contextmanager
 def plain_tensors_as_replicated() -> Iterator[None]:
-    """Within, a plain tensor beside DTensors is a replicated one, for every operator, forward and backward. Autograd's own formulas make such tensors
-    (zeros for a part of a split that has no gradient), of the whole size. As ``implicit_replication`` of torch, which cannot be nested."""
+    """Within, a plain tensor beside DTensors is a replicated one, for every operator, forward and backward. Autograd's
+    own formulas make such tensors (zeros for a part of a split that has no gradient), of the whole size. As
+    ``implicit_replication`` of torch, which cannot be nested."""
     dispatcher = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = True
@@ -168,7 +191,9 @@ def local_tensor_mode() -> Any:
     return local_tensor_mode()
 
 
-def register_strategies(overload: torch._ops.OpOverload, rule: Callable[[Sequence[Any], dict], list[tuple[list, list]]]) -> None:
+def register_strategies(
+    overload: torch._ops.OpOverload, rule: Callable[[Sequence[Any], dict], list[tuple[list, list]]]
+) -> None:
     """Register a sharding rule with DTensor.
 
     ``torch.distributed.tensor.experimental.register_sharding`` does this too, but caches a rule by tensors and integers
@@ -188,7 +213,12 @@ def register_strategies(overload: torch._ops.OpOverload, rule: Callable[[Sequenc
         even = {(i, int(p)): p for _, inputs in rows for i, p in enumerate(inputs) if isinstance(p, Even)}
 
         def allowed(inputs: list, _outputs: Any) -> bool:
-            return all(_even(x, even.get((i, p.dim))) for i, x in enumerate(inputs) for p in x.placements if isinstance(p, Shard))
+            return all(
+                _even(x, even.get((i, p.dim)))
+                for i, x in enumerate(inputs)
+                for p in x.placements
+                if isinstance(p, Shard)
+            )
 
         return expand_to_full_mesh_op_strategy(
             schema.get_mesh_from_args(),
@@ -203,15 +233,20 @@ def register_strategies(overload: torch._ops.OpOverload, rule: Callable[[Sequenc
 
 
 def _spelled(rows: list[tuple[list, list]], schema: Any) -> list[list[Placement]]:
-    """Ways as DTensor placements, those by strided shards first: a batch and its divided sequence, flattened, leave each rank
-    some of the rows, and a way by rows does not ask which. DTensor thinks that gathering strided shards is free (2.13), and
-    takes the first of what is free."""
+    """Ways as DTensor placements, those by strided shards first: a batch and its divided sequence, flattened, leave
+    each rank some of the rows, and a way by rows does not ask which. DTensor thinks that gathering strided shards is
+    free (2.13), and takes the first of what is free."""
     strided = []
     for results, inputs in rows:
         for given, p in zip(schema.args_strategy + schema.kwargs_strategy, inputs):
             for own in given.strategies[0].output_spec.placements:
                 if is_strided(own) and p == own.dim and not any(isinstance(q, Even) for q in results + inputs):
-                    strided.append([placement(q) if isinstance(q, str) else _StridedShard(int(q), split_factor=own.split_factor) for q in results + inputs])
+                    strided.append(
+                        [
+                            placement(q) if isinstance(q, str) else _StridedShard(int(q), split_factor=own.split_factor)
+                            for q in results + inputs
+                        ]
+                    )
     return strided + [[placement(p) for p in results + inputs] for results, inputs in rows]
 
 
@@ -236,7 +271,9 @@ def has_dtensor(types: Any) -> bool:
 
 
 def annotated(word: str) -> Any:
-    """Context in which nodes that are traced bear ``word`` in ``meta["custom"]["mindspeed_fx"]``; nothing where torch cannot."""
+    """Context in which nodes that are traced bear ``word`` in ``meta["custom"]["mindspeed_fx"]``; nothing where torch
+    cannot.
+    """
     annotate = getattr(torch.fx.traceback, "annotate", None)
     return annotate({"mindspeed_fx": word}) if annotate is not None else contextlib.nullcontext()
 
@@ -248,7 +285,11 @@ def as_graph(module: torch.nn.Module, like: torch.fx.GraphModule) -> torch.fx.Gr
     result = graph.call_module("program", tuple(graph.placeholder(f"input_{i}") for i in range(inputs)))
     outputs = next(n for n in like.graph.nodes if n.op == "output").args[0]
     # Inductor wants to see that a tuple is returned.
-    graph.output(tuple(graph.call_function(operator.getitem, (result, i)) for i in range(len(outputs))) if isinstance(outputs, (tuple, list)) else result)
+    graph.output(
+        tuple(graph.call_function(operator.getitem, (result, i)) for i in range(len(outputs)))
+        if isinstance(outputs, (tuple, list))
+        else result
+    )
     return torch.fx.GraphModule({"program": module}, graph)
 
 
@@ -300,7 +341,9 @@ def on_every_rank(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_coordinate(mesh: Any, dim: int, value: Callable[[int], int]) -> Any:
-    """``value(place along mesh dimension dim)``: an integer, or under LocalTensorMode one that has a value for every rank."""
+    """``value(place along mesh dimension dim)``: an integer, or under LocalTensorMode one that has a value for every
+    rank.
+    """
     from torch.distributed._local_tensor import LocalIntNode, local_tensor_mode
 
     if local_tensor_mode() is None:
@@ -310,8 +353,8 @@ def by_coordinate(mesh: Any, dim: int, value: Callable[[int], int]) -> Any:
 
 
 def entry_by_coordinate(mesh: Any, dim: int, table: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """``table[place along mesh dimension dim]`` as a tensor. The whole table is part of a traced graph, so that those of all ranks
-    differ in one number."""
+    """``table[place along mesh dimension dim]`` as a tensor. The whole table is part of a traced graph, so that those
+    of all ranks differ in one number."""
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
     if local_tensor_mode() is None:
@@ -322,7 +365,9 @@ def entry_by_coordinate(mesh: Any, dim: int, table: Sequence[Any], device: torch
 @functools.lru_cache(maxsize=32)
 def _places(mesh: Any, dim: int) -> dict[int, int]:
     """Rank -> place along a mesh dimension; kept, since under LocalTensorMode each read of a mesh takes 40 ms."""
-    return {int(rank): place for place, plane in enumerate(mesh.mesh.movedim(dim, 0)) for rank in plane.flatten().tolist()}
+    return {
+        int(rank): place for place, plane in enumerate(mesh.mesh.movedim(dim, 0)) for rank in plane.flatten().tolist()
+    }
 
 
 def all_to_all(x: torch.Tensor, receives: list[int], sends: list[int], mesh: Any, dim: int) -> torch.Tensor:
@@ -330,9 +375,12 @@ def all_to_all(x: torch.Tensor, receives: list[int], sends: list[int], mesh: Any
     return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receives, sends, mesh.get_group(dim).group_name)
 
 
-def all_to_all_by_counts(x: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor, size: int, mesh: Any, dim: int) -> torch.Tensor:
-    """Rows of ``x`` to the ranks along mesh dimension ``dim``, as many as ``sends`` and ``receives`` [ranks] say when the program runs; [size, ...],
-    zeros behind what came. Under LocalTensorMode the splits are known, and every rank's result is filled up by itself."""
+def all_to_all_by_counts(
+    x: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor, size: int, mesh: Any, dim: int
+) -> torch.Tensor:
+    """Rows of ``x`` to the ranks along mesh dimension ``dim``, as many as ``sends`` and ``receives`` [ranks] say when
+    the program runs; [size, ...], zeros behind what came. Under LocalTensorMode the splits are known, and every rank's
+    result is filled up by itself."""
     group = mesh.get_group(dim).group_name
     if local_tensor_mode() is None:
         return torch.ops.mindspeed.expert_exchange(x.contiguous(), sends, receives, size, group)

@@ -9,7 +9,15 @@ from typing import Any, Callable, Iterator
 import torch
 
 
-def rebuilt_torch_compile(model: Callable, *, backend: Any = "inductor", options: dict | None = None, mode: str | None = None, fullgraph: bool = False, dynamic: bool | None = None) -> Callable:
+def rebuilt_torch_compile(
+    model: Callable,
+    *,
+    backend: Any = "inductor",
+    options: dict | None = None,
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+) -> Callable:
     """What ``torch.compile`` does, from its parts: for a process in which the function itself was lost."""
     import torch._dynamo
 
@@ -55,8 +63,8 @@ def recompiling() -> Any:
 
 
 def allow_side_effects_under_checkpoint() -> Callable[[], None]:
-    """Let Dynamo capture a checkpointed function with side effects, which a recomputation skips; returns what takes that
-    back. Nothing happens where Dynamo has no such setting."""
+    """Let Dynamo capture a checkpointed function with side effects, which a recomputation skips; returns what takes
+    that back. Nothing happens where Dynamo has no such setting."""
     import torch._dynamo.config as config
 
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"

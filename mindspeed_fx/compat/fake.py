@@ -26,7 +26,9 @@ def fake_like(value: Any) -> Any:
 
 
 def layout(tensor: torch.Tensor) -> tuple:
-    """Strides that mean something: those of dimensions longer than one, as text, so that symbols compare without guards."""
+    """Strides that mean something: those of dimensions longer than one, as text, so that symbols compare without
+    guards.
+    """
     return tuple(0 if isinstance(n, int) and n <= 1 else str(s) for n, s in zip(tensor.shape, tensor.stride()))
 
 

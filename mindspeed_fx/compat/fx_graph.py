@@ -18,7 +18,9 @@ def example_value_of(node: fx.Node) -> Any:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """An independent copy of the graph and of its nested graphs; tensors are shared. Its code is written when it is called."""
+    """An independent copy of the graph and of its nested graphs; tensors are shared. Its code is written when it is
+    called.
+    """
     memo: dict = {}
     root = torch.nn.Module()
     for node in gm.graph.nodes:
@@ -38,8 +40,8 @@ def lazy_graph(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def recompile_when_called(gm: fx.GraphModule) -> None:
-    """The code of ``gm`` is out of date: it is written when it is next called or read, as of what Dynamo hands over. (AOTAutograd's backward graphs are not so by
-    themselves; every graph module has a class of its own.)"""
+    """The code of ``gm`` is out of date: it is written when it is next called or read, as of what Dynamo hands over.
+    (AOTAutograd's backward graphs are not so by themselves; every graph module has a class of its own.)"""
     if type(gm).__bases__ == (fx.GraphModule,) and type(gm) is not fx.GraphModule:
         type(gm).__bases__ = (_LazyGraphModule,)
     gm.recompile()
@@ -56,7 +58,8 @@ def unused_attribute(gm: fx.GraphModule, stem: str) -> str:
 def replace_graph(gm: fx.GraphModule, by: fx.GraphModule) -> None:
     """Make ``gm`` compute what ``by`` computes, in place: AOTAutograd holds on to the module it was given.
 
-    A parameter or buffer of ``gm`` keeps its name: AOTAutograd makes inputs of those, and asks Dynamo where each comes from.
+    A parameter or buffer of ``gm`` keeps its name: AOTAutograd makes inputs of those, and asks Dynamo where each comes
+    from.
     """
     names = {id(tensor): name for name, tensor in (*gm.named_buffers(), *gm.named_parameters())}
     for node in by.graph.nodes:

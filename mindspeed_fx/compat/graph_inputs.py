@@ -11,8 +11,8 @@ from mindspeed_fx.compat import tracing
 
 
 def with_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of Dynamo's graph with inputs for ``added`` behind its own, named after ``stem``, and what to trace them with: sizes that do
-    not change. (Dynamo goes on using its own graph after the backend is done.)"""
+    """A copy of Dynamo's graph with inputs for ``added`` behind its own, named after ``stem``, and what to trace them
+    with: sizes that do not change. (Dynamo goes on using its own graph after the backend is done.)"""
     graph, memo, last = fx.Graph(), {}, None
     for node in gm.graph.nodes:
         if node.op == "placeholder":

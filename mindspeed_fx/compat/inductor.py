@@ -60,13 +60,24 @@ def _after_installed(hook: str, ours: Any, config: dict) -> Any:
 
 
 def compile_with_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], *, inner: Callable, pre_grad: Any, partitioner: Any, config: dict, caches: bool, post_grad: Any = None, decompositions: dict | None = None
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    inner: Callable,
+    pre_grad: Any,
+    partitioner: Any,
+    config: dict,
+    caches: bool,
+    post_grad: Any = None,
+    decompositions: dict | None = None,
 ) -> Callable:
     """``compile_fx`` with one composite object per hook; passes that are in a hook already run first.
 
     Args:
-        inner: called as ``inner(gm, example_inputs, compile, **kwargs)`` for every forward, backward and inference graph.
-        pre_grad: CustomPass on the Dynamo graph; with torch 2.13 it runs only when the AOTAutograd cache misses. None: none.
+        inner: called as ``inner(gm, example_inputs, compile, **kwargs)`` for every forward, backward and inference
+            graph.
+        pre_grad: CustomPass on the Dynamo graph; with torch 2.13 it runs only when the AOTAutograd cache misses. None:
+            none.
         config: further ``torch._inductor.config`` entries.
         caches: False compiles anew and stores nothing.
         post_grad: CustomPass that runs last on each graph before Inductor lowers it; None: none.
@@ -105,11 +116,12 @@ def compile_without_codegen(
     """AOTAutograd around a graph that then runs operator by operator.
 
     Args:
-        inner: called as ``inner(gm, example_inputs, side)``; returns what runs: a graph module, or a function of the inputs.
+        inner: called as ``inner(gm, example_inputs, side)``; returns what runs: a graph module, or a function of the
+            inputs.
         partition: ``partition_fn`` of AOTAutograd.
         decompositions: operators that AOTAutograd splits.
-        keep_writes: inputs are written by the graphs, not after them. AOTAutograd needs it for an input that the backward
-            writes after the forward did: with writes after the graphs, both come after the forward.
+        keep_writes: inputs are written by the graphs, not after them. AOTAutograd needs it for an input that the
+            backward writes after the forward did: with writes after the graphs, both come after the forward.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -133,7 +145,9 @@ def compile_without_codegen(
 
 
 def _boxed(gm: fx.GraphModule) -> Callable:
-    """``gm`` as a function of one list, which it empties: what is saved for the backward dies with its last reader, not with the call."""
+    """``gm`` as a function of one list, which it empties: what is saved for the backward dies with its last reader, not
+    with the call.
+    """
     from functorch.compile import make_boxed_func
 
     codegen = getattr(fx.graph, "_BoxedCodeGen", None)
@@ -149,16 +163,16 @@ def _boxed(gm: fx.GraphModule) -> Callable:
     return run
 
 
-
-
 def view_may_leave(node: fx.Node) -> bool:
     """False when what ``node`` computes cannot be a view: it leaves the graph beside its own ``detach()``.
 
-    AOTAutograd makes such outputs anew from the tensor they view, and forgets the views that lie before a ``detach`` ("incorrect out shape
-    after application of ViewMeta sequence", torch 2.11 to 2.13).
+    AOTAutograd makes such outputs anew from the tensor they view, and forgets the views that lie before a ``detach``
+    ("incorrect out shape after application of ViewMeta sequence", torch 2.11 to 2.13).
     """
     output = next(iter(reversed(node.graph.nodes)))
-    return output not in node.users or not any(u.target is torch.ops.aten.detach.default and output in u.users for u in node.users)
+    return output not in node.users or not any(
+        u.target is torch.ops.aten.detach.default and output in u.users for u in node.users
+    )
 
 
 def cache_directory() -> str:

@@ -28,7 +28,11 @@ class _Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
         for value in pytree.tree_leaves(out):
-            if isinstance(value, torch.Tensor) and (key := fake.storage_of(value)) not in self.given and key not in self.alive:
+            if (
+                isinstance(value, torch.Tensor)
+                and (key := fake.storage_of(value)) not in self.given
+                and key not in self.alive
+            ):
                 storage = value.untyped_storage()
                 self.alive[key] = (StorageWeakRef(storage), fake.hint(storage.nbytes()))
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
@@ -45,5 +49,9 @@ def workspace(run: Callable, values: Sequence[Any]) -> int:
     with mode if mode is not None else contextlib.nullcontext(), torch.no_grad():
         with (meter := _Meter([v for v in values if isinstance(v, torch.Tensor)])):
             out = run(*values)
-        made = {fake.storage_of(t): fake.hint(t.untyped_storage().nbytes()) for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)}
+        made = {
+            fake.storage_of(t): fake.hint(t.untyped_storage().nbytes())
+            for t in pytree.tree_leaves(out)
+            if isinstance(t, torch.Tensor)
+        }
     return max(0, meter.peak - sum(size for key, size in made.items() if key not in meter.given))

@@ -1,4 +1,6 @@
-"""Part of compat: what torch_npu moves or keeps private, behind one name each. torch_npu is imported here and nowhere else."""
+"""Part of compat: what torch_npu moves or keeps private, behind one name each. torch_npu is imported here and nowhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from torch._functorch._aot_autograd import runtime_wrappers
 aten = torch.ops.aten
 
 RETURN_ARGUMENTS = {"npu::_npu_moe_token_unpermute"}
-"""Operators of torch_npu that return an argument as one of their results, for their backward, which their schema does not say."""
+"""Operators of torch_npu that return an argument as one of their results, for their backward, which their schema does
+not say.
+"""
 
 
 def problem() -> str | None:
@@ -27,8 +31,9 @@ def problem() -> str | None:
 def accept_aliases() -> None:
     """Lets torch_npu's own operators return their arguments.
 
-    AOTAutograd checks the results of every custom operator at a graph's first call. Its word to the user is a warning, or, where
-    the environment has CI set, an error; neither is anything that the user could mend. Nothing of ours reads such a result.
+    AOTAutograd checks the results of every custom operator at a graph's first call. Its word to the user is a warning,
+    or, where the environment has CI set, an error; neither is anything that the user could mend. Nothing of ours reads
+    such a result.
     """
     check = getattr(runtime_wrappers, "_check_custom_op_aliasing", None)
     if check is None or hasattr(check, "accepts"):
@@ -44,7 +49,9 @@ def accept_aliases() -> None:
 
 
 def load_inductor() -> None:
-    """torch_npu's Inductor: its loading installs lowerings and passes, which must be there before ours are put beside them."""
+    """torch_npu's Inductor: its loading installs lowerings and passes, which must be there before ours are put beside
+    them.
+    """
     if problem() is None:
         importlib.import_module("torch_npu._inductor")
 
@@ -63,8 +70,8 @@ def npugraph_ex(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str,
 def decompositions() -> dict:
     """What AOTAutograd must split on npu so that its graphs have the operators they have elsewhere.
 
-    torch_npu gives ``aten.matmul`` a derivative of its own, so that a linear layer is one opaque ``matmul`` forward and one
-    ``matmul_backward`` with both gradients backward; nothing could then be done to one of the two.
+    torch_npu gives ``aten.matmul`` a derivative of its own, so that a linear layer is one opaque ``matmul`` forward and
+    one ``matmul_backward`` with both gradients backward; nothing could then be done to one of the two.
     """
     return {aten.matmul.default: matmul, aten.matmul_backward.default: matmul_backward}
 
@@ -103,8 +110,8 @@ def matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: list[bool]) -> tup
 
 
 def hcom(group: str) -> str:
-    """Name of a process group's HCCL communicator, as torch_npu's fused operators take it; the group's own name where it has no
-    NPU backend: graphs are then traced, or emulated on CPU."""
+    """Name of a process group's HCCL communicator, as torch_npu's fused operators take it; the group's own name where
+    it has no NPU backend: graphs are then traced, or emulated on CPU."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _resolve_process_group
 

@@ -1,8 +1,9 @@
-"""Part of :mod:`mindspeed_fx.compat`: what torch's partitioner knows about a joint graph, and the one choice we take over.
+"""Part of :mod:`mindspeed_fx.compat`: what torch's partitioner knows about a joint graph, and the one choice we take
+over.
 
 ``min_cut_rematerialization_partition`` does a dozen things beside choosing what to save (random state, checkpointed
-regions, symbolic sizes, order of the backward, agreement of ranks). :func:`partition` leaves them to it and replaces the
-choice alone, a module-level function with one signature from torch 2.11 to 2.13.
+regions, symbolic sizes, order of the backward, agreement of ranks). :func:`partition` leaves them to it and replaces
+the choice alone, a module-level function with one signature from torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ Choose = Callable[[fx.Graph, Any], "list[fx.Node] | None"]
 """(joint graph, torch's classification of its nodes) -> the nodes to save, or None to leave that to torch's min-cut."""
 
 
-def partition(gm: fx.GraphModule, inputs: Sequence[Any], choose: Choose, memory_budget: float | None = None, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(
+    gm: fx.GraphModule, inputs: Sequence[Any], choose: Choose, memory_budget: float | None = None, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a joint graph.
 
     Args:
         choose: says what the forward saves.
-        memory_budget: where ``choose`` leaves that to torch, the fraction of the activations' bytes to keep; None: what pays.
-        kwargs: what AOTAutograd hands to a partitioner; arguments that this version does not know are refused, not dropped.
+        memory_budget: where ``choose`` leaves that to torch, the fraction of the activations' bytes to keep; None: what
+            pays.
+        kwargs: what AOTAutograd hands to a partitioner; arguments that this version does not know are refused, not
+            dropped.
     """
     import torch._functorch.partitioners as partitioners
 
@@ -93,7 +98,9 @@ def is_view(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     target = node.target
-    return _types().is_random(node) or (isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags)
+    return _types().is_random(node) or (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    )
 
 
 def must_recompute(node: fx.Node) -> bool:
@@ -104,7 +111,9 @@ def must_recompute(node: fx.Node) -> bool:
 
 
 def mark_recompute(node: fx.Node) -> None:
-    """Have the backward make ``node`` again, as in a checkpointed region; without a region's number, which would order it among regions."""
+    """Have the backward make ``node`` again, as in a checkpointed region; without a region's number, which would order
+    it among regions.
+    """
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -137,7 +146,9 @@ def owner(node: fx.Node) -> fx.Node:
 
 
 def read_from_memory(node: fx.Node) -> bool:
-    """True when something that generated code cannot fuse ``node`` into reads it, or a view of it: another call, or the caller."""
+    """True when something that generated code cannot fuse ``node`` into reads it, or a view of it: another call, or the
+    caller.
+    """
     todo = [node]
     while todo:
         for user in todo.pop().users:
@@ -158,7 +169,11 @@ def _returns_alias(target: Any) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in (
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "c10d",
+    )
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -192,4 +207,6 @@ def _concrete(value: Any) -> Any:
     """A tensor of the hinted sizes on the meta device; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty([s if isinstance(s, int) else s.node.hint for s in value.shape], dtype=value.dtype, device="meta")
+    return torch.empty(
+        [s if isinstance(s, int) else s.node.hint for s in value.shape], dtype=value.dtype, device="meta"
+    )

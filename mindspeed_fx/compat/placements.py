@@ -15,7 +15,8 @@ PARTIAL = "partial"
 class Even(int):
     """A divided dimension whose every part has the same size, a multiple of ``of``.
 
-    For results that pair pieces of two inputs: four query heads to a key head stay together only if neither is cut unevenly.
+    For results that pair pieces of two inputs: four query heads to a key head stay together only if neither is cut
+    unevenly.
     """
 
     of: int
@@ -37,4 +38,6 @@ def is_even(shape: Sequence[int], placement: Even, parts: int) -> bool:
 
 def first_plain_argument(overload: torch._ops.OpOverload) -> int:
     """Position of the first argument that is no tensor; the rule may depend on it and on all after it."""
-    return next((i for i, a in enumerate(overload._schema.arguments) if not _is_tensor(a.type)), len(overload._schema.arguments))
+    return next(
+        (i for i, a in enumerate(overload._schema.arguments) if not _is_tensor(a.type)), len(overload._schema.arguments)
+    )

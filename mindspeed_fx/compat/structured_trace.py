@@ -7,7 +7,9 @@ def structured_tracing() -> bool:
     """True when torch writes structured traces (``TORCH_TRACE``), which tlparse reads."""
     from torch._logging._internal import trace_log
 
-    return bool(trace_log.handlers) and any(type(h).__name__ != "LazyTraceHandler" or getattr(h, "root_dir", None) for h in trace_log.handlers)
+    return bool(trace_log.handlers) and any(
+        type(h).__name__ != "LazyTraceHandler" or getattr(h, "root_dir", None) for h in trace_log.handlers
+    )
 
 
 def trace_artifact(name: str, text: str) -> None:

@@ -15,8 +15,6 @@ def statically_known_true(condition: object) -> bool:
     return known(condition)
 
 
-
-
 def size_expression(size: Any) -> Any:
     """A dimension as int or sympy expression."""
     if not isinstance(size, torch.SymInt):

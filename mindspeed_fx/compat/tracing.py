@@ -105,8 +105,8 @@ def make_fx_pre_dispatch(run: Callable, values: Sequence[Any], names: Sequence[s
 def make_fx_decomposed(fn: Callable, values: Sequence[Any], decompositions: dict | None) -> fx.GraphModule:
     """``fn(*values)`` on fake values as a graph of ATen operators, decomposed by ``decompositions``.
 
-    One value may stand in several places (DTensor gives operators of equal layout one fake result): ``make_fx`` tells inputs
-    apart by object, so each gets an object of its own.
+    One value may stand in several places (DTensor gives operators of equal layout one fake result): ``make_fx`` tells
+    inputs apart by object, so each gets an object of its own.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -114,7 +114,9 @@ def make_fx_decomposed(fn: Callable, values: Sequence[Any], decompositions: dict
     mode = fake_mode_of(values)
     with mode if mode is not None else contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
         values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-        return make_fx(fn, decomposition_table=decompositions or {}, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+        return make_fx(fn, decomposition_table=decompositions or {}, tracing_mode="real", _allow_non_fake_inputs=True)(
+            *values
+        )
 
 
 def _proxy_mode() -> Any:
@@ -193,8 +195,9 @@ def is_autocast_active(device: str) -> bool:
 def casts_resolved(target: Any, expected: Any, args: tuple, kwargs: dict) -> Iterator[tuple[tuple, dict]]:
     """Operands of an ATen operator as autocast gives them to its kernel, with autocast off in the body.
 
-    What stands for the operator (a custom one, a sum of several) has no autocast rule of its own. Every policy of autocast
-    (lower precision, float32, widest) computes with operands of one dtype, that of the result, which the fake result tells.
+    What stands for the operator (a custom one, a sum of several) has no autocast rule of its own. Every policy of
+    autocast (lower precision, float32, widest) computes with operands of one dtype, that of the result, which the fake
+    result tells.
 
     Args:
         expected: fake result, recorded under the same autocast; None or no tensor: nothing is cast.
@@ -217,7 +220,9 @@ def casts_resolved(target: Any, expected: Any, args: tuple, kwargs: dict) -> Ite
 
 
 def autograd_number(node: fx.Node) -> int | None:
-    """The call of autograd that a node of a joint graph belongs to, the same for an operator and its gradient; None where AOTAutograd says nothing."""
+    """The call of autograd that a node of a joint graph belongs to, the same for an operator and its gradient; None
+    where AOTAutograd says nothing.
+    """
     return node.meta.get("seq_nr")
 
 
@@ -273,7 +278,12 @@ def has_side_effect(target: Any) -> bool:
     from torch.fx.node import _side_effectful_functions
 
     name = str(target)
-    return target in _side_effectful_functions or name.startswith(("_c10d_functional", "c10d")) or "assert" in name or "sym_constrain" in name
+    return (
+        target in _side_effectful_functions
+        or name.startswith(("_c10d_functional", "c10d"))
+        or "assert" in name
+        or "sym_constrain" in name
+    )
 
 
 def is_function_transform(target: Any) -> bool:
@@ -301,18 +311,31 @@ def wrap_operator() -> Any:
 
 @contextlib.contextmanager
 def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
-    """Capture of a whole model within; where Dynamo breaks its graph, ``error`` says at which line and why. Calls of loggers are left out, and break nothing.
+    """Capture of a whole model within; where Dynamo breaks its graph, ``error`` says at which line and why. Calls of
+    loggers are left out, and break nothing.
 
     Args:
         what: that takes a model of one graph.
     """
     import logging
 
-    calls = {logging.Logger.debug, logging.Logger.info, logging.Logger.warning, *(m for m in [getattr(logging.Logger, "warning_once", None)] if m)}
+    calls = {
+        logging.Logger.debug,
+        logging.Logger.info,
+        logging.Logger.warning,
+        *(m for m in [getattr(logging.Logger, "warning_once", None)] if m),
+    }
     try:
-        with torch._dynamo.config.patch(ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | calls) if hasattr(torch._dynamo.config, "ignore_logging_functions") else contextlib.nullcontext():
+        with (
+            torch._dynamo.config.patch(ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | calls)
+            if hasattr(torch._dynamo.config, "ignore_logging_functions")
+            else contextlib.nullcontext()
+        ):
             yield
     except torch._dynamo.exc.Unsupported as e:
         frames = [f for f in e.real_stack or () if "/torch/" not in f.filename]
         at = f" at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}" if frames else ""
-        raise error(f"{what} takes a model that is one graph, and Dynamo breaks this one{at} ({str(e).strip().splitlines()[0]}); take that call out of forward") from None
+        raise error(
+            f"{what} takes a model that is one graph, and Dynamo breaks this one{at} "
+            f"({str(e).strip().splitlines()[0]}); take that call out of forward"
+        ) from None

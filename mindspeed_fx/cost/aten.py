@@ -25,26 +25,92 @@ from mindspeed_fx.cost.operators import (
 )
 
 SPECIAL_OPERATORS = frozenset(
-    "exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan tanh sigmoid erf erfc gelu silu mish softplus elu selu celu logit log_sigmoid logsigmoid hardswish pow "
-    "gelu_backward silu_backward mish_backward softplus_backward glu glu_backward log_sigmoid_forward log_sigmoid_backward xlogy logaddexp".split()
+    "exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan tanh sigmoid erf erfc gelu silu mish softplus elu selu celu "
+    "logit log_sigmoid logsigmoid hardswish pow "
+    "gelu_backward silu_backward mish_backward softplus_backward glu glu_backward log_sigmoid_forward "
+    "log_sigmoid_backward xlogy logaddexp".split()
 )
 """Pointwise operators with a special function in them."""
 
 ROWS = {
-    "softmax": SOFTMAX, "_softmax": SOFTMAX, "_safe_softmax": SOFTMAX, "log_softmax": SOFTMAX, "_log_softmax": SOFTMAX, "_softmax_backward_data": 4, "_log_softmax_backward_data": SPECIAL + 3,
-    "logsumexp": SOFTMAX, "layer_norm": 8, "native_layer_norm": 8, "native_layer_norm_backward": 14, "rms_norm": 5, "_fused_rms_norm": 5, "_fused_rms_norm_backward": 10,
-    "group_norm": 8, "native_group_norm": 8, "native_group_norm_backward": 14, "cross_entropy_loss": SOFTMAX, "var": 4, "var_mean": 4, "std": 4, "norm": 2, "linalg_vector_norm": 2,
-    "npu_rms_norm": 5, "npu_rms_norm_backward": 10, "npu_add_rms_norm": 6, "npu_swiglu": SPECIAL + 3, "npu_swiglu_backward": SPECIAL + 8, "npu_geglu": SPECIAL + 3, "npu_rotary_mul": 3, "npu_rotary_mul_backward": 3, "npu_scaled_masked_softmax": SOFTMAX,
-    "npu_scaled_masked_softmax_backward": 4, "npu_cross_entropy_loss": SOFTMAX, "npu_cross_entropy_loss_backward": SPECIAL + 3, "npu_add_layer_norm": 9, "npu_geglu_grad": SPECIAL + 10, "npu_fast_gelu": SPECIAL + 3, "npu_fast_gelu_backward": SPECIAL + 8, "npu_ring_attention_update": 3,
-    **dict.fromkeys(("npu_moe_token_permute", "npu_moe_token_permute_with_routing_map", "npu_moe_token_unpermute", "_npu_moe_token_unpermute"), 1), **dict.fromkeys(("npu_moe_token_permute_grad_v2", "npu_moe_token_permute_with_routing_map_grad", "npu_moe_token_unpermute_grad_v2"), 2),
-}  # fmt: skip
+    "softmax": SOFTMAX,
+    "_softmax": SOFTMAX,
+    "_safe_softmax": SOFTMAX,
+    "log_softmax": SOFTMAX,
+    "_log_softmax": SOFTMAX,
+    "_softmax_backward_data": 4,
+    "_log_softmax_backward_data": SPECIAL + 3,
+    "logsumexp": SOFTMAX,
+    "layer_norm": 8,
+    "native_layer_norm": 8,
+    "native_layer_norm_backward": 14,
+    "rms_norm": 5,
+    "_fused_rms_norm": 5,
+    "_fused_rms_norm_backward": 10,
+    "group_norm": 8,
+    "native_group_norm": 8,
+    "native_group_norm_backward": 14,
+    "cross_entropy_loss": SOFTMAX,
+    "var": 4,
+    "var_mean": 4,
+    "std": 4,
+    "norm": 2,
+    "linalg_vector_norm": 2,
+    "npu_rms_norm": 5,
+    "npu_rms_norm_backward": 10,
+    "npu_add_rms_norm": 6,
+    "npu_swiglu": SPECIAL + 3,
+    "npu_swiglu_backward": SPECIAL + 8,
+    "npu_geglu": SPECIAL + 3,
+    "npu_rotary_mul": 3,
+    "npu_rotary_mul_backward": 3,
+    "npu_scaled_masked_softmax": SOFTMAX,
+    "npu_scaled_masked_softmax_backward": 4,
+    "npu_cross_entropy_loss": SOFTMAX,
+    "npu_cross_entropy_loss_backward": SPECIAL + 3,
+    "npu_add_layer_norm": 9,
+    "npu_geglu_grad": SPECIAL + 10,
+    "npu_fast_gelu": SPECIAL + 3,
+    "npu_fast_gelu_backward": SPECIAL + 8,
+    "npu_ring_attention_update": 3,
+    **dict.fromkeys(
+        (
+            "npu_moe_token_permute",
+            "npu_moe_token_permute_with_routing_map",
+            "npu_moe_token_unpermute",
+            "_npu_moe_token_unpermute",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "npu_moe_token_permute_grad_v2",
+            "npu_moe_token_permute_with_routing_map_grad",
+            "npu_moe_token_unpermute_grad_v2",
+        ),
+        2,
+    ),
+}
 """Operators that take several vector FLOP per element of their largest tensor, and how many."""
 
-REDUCTIONS = frozenset("sum mean amax amin max min prod any all argmax argmin std var var_mean norm linalg_vector_norm logsumexp count_nonzero".split())
+REDUCTIONS = frozenset(
+    "sum mean amax amin max min prod any all argmax argmin std var var_mean norm linalg_vector_norm logsumexp "
+    "count_nonzero".split()
+)
 GATHERS = frozenset("index_select gather index embedding take take_along_dim _unsafe_index".split())
-CREATIONS = frozenset("zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor eye linspace rand randn randint rand_like randn_like tril_indices triu_indices".split())
-UNFILLED = frozenset("empty empty_like new_empty empty_strided new_empty_strided empty_permuted sym_size sym_stride sym_numel sym_storage_offset _assert_scalar _assert_async _assert_tensor_metadata lift_fresh lift_fresh_copy device item _local_scalar_dense".split())
-COPIES = frozenset("_to_copy clone contiguous copy where masked_fill cat stack constant_pad_nd pad roll flip repeat tril triu fill repeat_interleave slice_scatter select_scatter expand_copy reshape flatten to type_as convert_element_type".split())
+CREATIONS = frozenset(
+    "zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor eye linspace rand "
+    "randn randint rand_like randn_like tril_indices triu_indices".split()
+)
+UNFILLED = frozenset(
+    "empty empty_like new_empty empty_strided new_empty_strided empty_permuted sym_size sym_stride sym_numel "
+    "sym_storage_offset _assert_scalar _assert_async _assert_tensor_metadata lift_fresh lift_fresh_copy device item "
+    "_local_scalar_dense".split()
+)
+COPIES = frozenset(
+    "_to_copy clone contiguous copy where masked_fill cat stack constant_pad_nd pad roll flip repeat tril triu fill "
+    "repeat_interleave slice_scatter select_scatter expand_copy reshape flatten to type_as convert_element_type".split()
+)
 """Data movement: no arithmetic. Those that may be views are free where their result shares its argument's memory."""
 
 
@@ -71,22 +137,47 @@ def _convolution(out: Any, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost
 
 def _convolution_backward(out: Any, grad: Spec, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost:
     asked = [o for o in out[:2] if isinstance(o, Spec)]
-    return once(asked, grad, x, weight, flops=len(asked) * 2 * grad.numel * (weight.numel // weight.shape[0]), dtype=x.dtype)
+    return once(
+        asked, grad, x, weight, flops=len(asked) * 2 * grad.numel * (weight.numel // weight.shape[0]), dtype=x.dtype
+    )
 
 
 def _first(out: Any) -> Spec:
     return tensors(out)[0]
 
 
-def _sdpa(out: Any, q: Spec, k: Spec, v: Spec, mask: Any = None, dropout: float = 0.0, causal: Any = False, *more: Any, **kw: Any) -> Cost:
+def _sdpa(
+    out: Any,
+    q: Spec,
+    k: Spec,
+    v: Spec,
+    mask: Any = None,
+    dropout: float = 0.0,
+    causal: Any = False,
+    *more: Any,
+    **kw: Any,
+) -> Cost:
     return attention(tensors(out)[:2], q, k, v, bool(kw.get("is_causal", causal)), mask, kw.get("attn_mask"))
 
 
-def _flash(out: Any, q: Spec, k: Spec, v: Spec, dropout: float = 0.0, causal: Any = False, *more: Any, **kw: Any) -> Cost:
+def _flash(
+    out: Any, q: Spec, k: Spec, v: Spec, dropout: float = 0.0, causal: Any = False, *more: Any, **kw: Any
+) -> Cost:
     return attention(tensors(out)[:2], q, k, v, bool(kw.get("is_causal", causal)), kw.get("attn_mask"))
 
 
-def _efficient(out: Any, q: Spec, k: Spec, v: Spec, bias: Any, lse: bool = False, dropout: float = 0.0, causal: Any = False, *more: Any, **kw: Any) -> Cost:
+def _efficient(
+    out: Any,
+    q: Spec,
+    k: Spec,
+    v: Spec,
+    bias: Any,
+    lse: bool = False,
+    dropout: float = 0.0,
+    causal: Any = False,
+    *more: Any,
+    **kw: Any,
+) -> Cost:
     return attention(tensors(out)[:2], q, k, v, bool(kw.get("is_causal", causal)), bias)
 
 
@@ -114,18 +205,40 @@ def _npu_attention(out: Any, q: Spec, k: Spec, v: Spec, heads: int, layout: str,
     """sparse_mode 2 and 3 are causal; mode 0 with a mask computes every score."""
     kv = k.shape[-1] * heads // q.shape[-1] if layout in ("BSH", "SBH") else heads
     causal = kw.get("sparse_mode", 0) in (2, 3)
-    return attention(tensors(out)[:3], _heads(q, heads, layout), _heads(k, kv, layout), _heads(v, kv, layout), causal, *more, *kw.values())
+    return attention(
+        tensors(out)[:3],
+        _heads(q, heads, layout),
+        _heads(k, kv, layout),
+        _heads(v, kv, layout),
+        causal,
+        *more,
+        *kw.values(),
+    )
 
 
-def _npu_attention_grad(out: Any, q: Spec, k: Spec, v: Spec, grad: Spec, heads: int, layout: str, *more: Any, **kw: Any) -> Cost:
+def _npu_attention_grad(
+    out: Any, q: Spec, k: Spec, v: Spec, grad: Spec, heads: int, layout: str, *more: Any, **kw: Any
+) -> Cost:
     kv = k.shape[-1] * heads // q.shape[-1] if layout in ("BSH", "SBH") else heads
-    return attention(tensors(out)[:3], _heads(q, heads, layout), _heads(k, kv, layout), _heads(v, kv, layout), kw.get("sparse_mode", 0) in (2, 3), grad, *more, *kw.values(), backward=True)
+    return attention(
+        tensors(out)[:3],
+        _heads(q, heads, layout),
+        _heads(k, kv, layout),
+        _heads(v, kv, layout),
+        kw.get("sparse_mode", 0) in (2, 3),
+        grad,
+        *more,
+        *kw.values(),
+        backward=True,
+    )
 
 
 def _product_and_collective(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
     """The product: of all ranks' rows where the left operand is gathered. The collective counts 0 here."""
     made = tensors(out)
-    return once(out, a, b, flops=2 * (made[0].numel * a.shape[-1] if len(made) > 1 else a.numel * b.shape[-1]), dtype=a.dtype)
+    return once(
+        out, a, b, flops=2 * (made[0].numel * a.shape[-1] if len(made) > 1 else a.numel * b.shape[-1]), dtype=a.dtype
+    )
 
 
 def _gather_and_products(out: Any, a: Spec, weights: Any, *more: Any, **kw: Any) -> Cost:
@@ -143,26 +256,43 @@ def _experts_and_collective(out: Any, x: Spec, weight: Spec, *more: Any, **kw: A
 def _linear_max_sum(out: Any, x: Spec, weight: Spec, target: Spec, *more: Any, **kw: Any) -> Cost:
     """Logits that are never written, and their largest and the sum of their exponentials."""
     logits = x.shape[0] * weight.shape[0]
-    return once(tensors(out)[:5], x, weight, target, flops=2 * logits * x.shape[1], vector=SOFTMAX * logits, dtype=x.dtype)
+    return once(
+        tensors(out)[:5], x, weight, target, flops=2 * logits * x.shape[1], vector=SOFTMAX * logits, dtype=x.dtype
+    )
 
 
 def _linear_loss_backward(out: Any, grad: Spec, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost:
     """The logits again, and from them both gradients."""
     logits = x.shape[0] * weight.shape[0]
-    return once(out, grad, x, weight, *more, flops=6 * logits * x.shape[1], vector=(SPECIAL + 3) * logits, dtype=x.dtype)
+    return once(
+        out, grad, x, weight, *more, flops=6 * logits * x.shape[1], vector=(SPECIAL + 3) * logits, dtype=x.dtype
+    )
 
 
 def _grouped(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
-    """Every row times one matrix, as if each had a group; the product of two 2-D operands has a group dimension instead."""
+    """Every row times one matrix, as if each had a group; the product of two 2-D operands has a group dimension
+    instead.
+    """
     one = _first(out)
-    return once(one, a, b, *more, flops=2 * a.numel * (b.shape[-1] if len(b.shape) == 3 or len(a.shape) == 3 else one.shape[-1]), dtype=a.dtype)
+    return once(
+        one,
+        a,
+        b,
+        *more,
+        flops=2 * a.numel * (b.shape[-1] if len(b.shape) == 3 or len(a.shape) == 3 else one.shape[-1]),
+        dtype=a.dtype,
+    )
 
 
 def _npu_grouped(out: Any, x: Sequence[Spec], weight: Sequence[Spec], **kw: Any) -> Cost:
-    """Products of lists, each of groups of rows, of groups of the summed dimension, or of a pair: every element of x meets a row of the result."""
+    """Products of lists, each of groups of rows, of groups of the summed dimension, or of a pair: every element of x
+    meets a row of the result.
+    """
     made = tensors(out)
     width = [made[0].shape[-1]] * len(x) if len(made) == 1 else [m.shape[-1] for m in made]
-    return once(out, *x, *weight, kw.get("group_list"), flops=sum(2 * a.numel * n for a, n in zip(x, width)), dtype=x[0].dtype)
+    return once(
+        out, *x, *weight, kw.get("group_list"), flops=sum(2 * a.numel * n for a, n in zip(x, width)), dtype=x[0].dtype
+    )
 
 
 def _npu_grouped_add(out: Any, into: Spec, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost:
@@ -174,7 +304,9 @@ def _scatter(out: Any, *args: Any, **kw: Any) -> Cost:
     """Functional: the target is copied, then the source's elements are added to it."""
     target, rest = tensors(*args)[0], tensors(*args, *kw.values())[1:]
     source = max(rest, key=lambda t: len(t.shape), default=target)
-    return Cost(vector=source.numel, read=target.bytes + size(rest) + source.bytes, write=_first(out).bytes + source.bytes)
+    return Cost(
+        vector=source.numel, read=target.bytes + size(rest) + source.bytes, write=_first(out).bytes + source.bytes
+    )
 
 
 def _embedding_backward(out: Any, grad: Spec, indices: Spec, *more: Any, **kw: Any) -> Cost:
@@ -188,32 +320,95 @@ def _sort(out: Any, x: Spec, *more: Any, **kw: Any) -> Cost:
 
 
 FORMULAS: dict[str, Callable[..., Cost]] = {
-    **dict.fromkeys(("mm", "bmm", "matmul", "linear", "_scaled_mm", "mv", "dot", "_linear_pointwise", "mkl_linear"), _matmul),
+    **dict.fromkeys(
+        ("mm", "bmm", "matmul", "linear", "_scaled_mm", "mv", "dot", "_linear_pointwise", "mkl_linear"), _matmul
+    ),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), _bias_first),
-    "einsum": _einsum, "convolution": _convolution, "_convolution": _convolution, "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution_backward": _convolution_backward,
-    "scaled_dot_product_attention": _sdpa, "_scaled_dot_product_flash_attention": _flash, "_scaled_dot_product_flash_attention_for_cpu": _flash, "_scaled_dot_product_efficient_attention": _efficient, "_scaled_dot_product_cudnn_attention": _efficient,
-    **dict.fromkeys(("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"), _flash_backward),
-    "npu_fusion_attention": _npu_attention, "npu_fusion_attention_v3": _npu_attention, "npu_fusion_attention_grad": _npu_attention_grad, "npu_fusion_attention_grad_v3": _npu_attention_grad,
-    **dict.fromkeys(("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base", "npu_mm_all_reduce_base", "fused_matmul_reduce_scatter"), _product_and_collective),
+    "einsum": _einsum,
+    "convolution": _convolution,
+    "_convolution": _convolution,
+    "conv1d": _convolution,
+    "conv2d": _convolution,
+    "conv3d": _convolution,
+    "convolution_backward": _convolution_backward,
+    "scaled_dot_product_attention": _sdpa,
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_for_cpu": _flash,
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_scaled_dot_product_cudnn_attention": _efficient,
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
+        ),
+        _flash_backward,
+    ),
+    "npu_fusion_attention": _npu_attention,
+    "npu_fusion_attention_v3": _npu_attention,
+    "npu_fusion_attention_grad": _npu_attention_grad,
+    "npu_fusion_attention_grad_v3": _npu_attention_grad,
+    **dict.fromkeys(
+        (
+            "npu_all_gather_base_mm",
+            "npu_mm_reduce_scatter_base",
+            "npu_mm_all_reduce_base",
+            "fused_matmul_reduce_scatter",
+        ),
+        _product_and_collective,
+    ),
     "fused_all_gather_matmul": _gather_and_products,
     **dict.fromkeys(("npu_alltoallv_gmm", "npu_gmm_alltoallv"), _experts_and_collective),
-    "npu_fused_linear_online_max_sum": _linear_max_sum, "npu_fused_linear_cross_entropy_loss_with_max_sum_backward": _linear_loss_backward,
-    "npu_fused_cross_entropy_loss_with_max_sum": lambda out, top, total, picked, **kw: once(out, top, total, picked, vector=(SPECIAL + 2) * top.numel),
+    "npu_fused_linear_online_max_sum": _linear_max_sum,
+    "npu_fused_linear_cross_entropy_loss_with_max_sum_backward": _linear_loss_backward,
+    "npu_fused_cross_entropy_loss_with_max_sum": lambda out, top, total, picked, **kw: once(
+        out, top, total, picked, vector=(SPECIAL + 2) * top.numel
+    ),
     **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
-    "npu_grouped_matmul": _npu_grouped, "npu_grouped_matmul_add": _npu_grouped_add,
-    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "index_add", "index_copy", "masked_scatter"), _scatter),
-    "embedding_dense_backward": _embedding_backward, "sort": _sort, "argsort": _sort, "topk": lambda out, x, *more, **kw: once(out, x, vector=4 * x.numel),
-}  # fmt: skip
+    "npu_grouped_matmul": _npu_grouped,
+    "npu_grouped_matmul_add": _npu_grouped_add,
+    **dict.fromkeys(
+        (
+            "scatter",
+            "scatter_add",
+            "scatter_reduce",
+            "index_put",
+            "_unsafe_index_put",
+            "index_add",
+            "index_copy",
+            "masked_scatter",
+        ),
+        _scatter,
+    ),
+    "embedding_dense_backward": _embedding_backward,
+    "sort": _sort,
+    "argsort": _sort,
+    "topk": lambda out, x, *more, **kw: once(out, x, vector=4 * x.numel),
+}
 
 
 def kind(name: str, overload: Any = None) -> str:
-    """"matrix", "pointwise", "copy", "rows" (a reduction over rows), "reduction", "gather", "creation", "free" or "other"."""
+    """ "matrix", "pointwise", "copy", "rows" (a reduction over rows), "reduction", "gather", "creation", "free" or
+    "other".
+    """
     if name in FORMULAS:
         return "matrix"
-    for label, table in (("free", UNFILLED), ("copy", COPIES), ("gather", GATHERS), ("creation", CREATIONS), ("reduction", REDUCTIONS), ("rows", ROWS)):
+    for label, table in (
+        ("free", UNFILLED),
+        ("copy", COPIES),
+        ("gather", GATHERS),
+        ("creation", CREATIONS),
+        ("reduction", REDUCTIONS),
+        ("rows", ROWS),
+    ):
         if name in table:
             return label
-    return "pointwise" if name in SPECIAL_OPERATORS or any("pointwise" in str(t) for t in getattr(overload, "tags", ())) else "other"
+    return (
+        "pointwise"
+        if name in SPECIAL_OPERATORS or any("pointwise" in str(t) for t in getattr(overload, "tags", ()))
+        else "other"
+    )
 
 
 def vector_flops(name: str, out: Any, *inputs: Any) -> Any:

@@ -1,7 +1,7 @@
 """What the last-level cache still has when a kernel reads: tensors, least recently used first out.
 
-Large caches matter to chains of small kernels: Ascend 910B has 192 MiB, more than most activations of a layer. Results are
-written through, so only reads gain. A tensor is there whole or not at all. Devices without a rate for their cache
+Large caches matter to chains of small kernels: Ascend 910B has 192 MiB, more than most activations of a layer. Results
+are written through, so only reads gain. A tensor is there whole or not at all. Devices without a rate for their cache
 (``Hardware.cache_bandwidth``) have none here.
 """
 

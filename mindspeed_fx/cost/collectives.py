@@ -6,14 +6,15 @@ the message of send_recv.
 
 On one tier of p ranks, with n bytes (Thakur, Rabenseifner, Gropp 2005; b the rate one way, a the latency of a message):
 
-    switch   one port of b per rank: all_gather and reduce_scatter a log2(p) + n (p-1)/p / b, all_to_all a (p-1) + n (p-1)/p / b,
-             broadcast a log2(p) + n / b (a pipeline)
+    switch   one port of b per rank: all_gather and reduce_scatter a log2(p) + n (p-1)/p / b, all_to_all a (p-1) + n
+             (p-1)/p / b, broadcast a log2(p) + n / b (a pipeline)
     mesh     one link of b per pair, all used at once: all_gather, reduce_scatter and all_to_all a + n/p / b,
              broadcast twice that (scatter, gather)
 
-all_reduce is reduce_scatter and all_gather; send_recv a + n / b on either. So two cards of a mesh have one link between them, eight have seven each; at
-a switch two ranks have the whole port. In a group over several tiers the outer ones move shares alone: all_gather gathers
-there first, then inside; all_reduce scatters inside, reduces outside, gathers inside. all_to_all uses the tiers at once.
+all_reduce is reduce_scatter and all_gather; send_recv a + n / b on either. So two cards of a mesh have one link between
+them, eight have seven each; at a switch two ranks have the whole port. In a group over several tiers the outer ones
+move shares alone: all_gather gathers there first, then inside; all_reduce scatters inside, reduces outside, gathers
+inside. all_to_all uses the tiers at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 TOPOLOGIES = ("mesh", "switch")
 
 
-def collective_seconds(kind: str, bytes: Any, ranks: int, hardware: "str | Hardware", ranks_per_node: int | None = None) -> Any:
+def collective_seconds(
+    kind: str, bytes: Any, ranks: int, hardware: "str | Hardware", ranks_per_node: int | None = None
+) -> Any:
     """Modelled seconds of one collective, launch included, with no other traffic on the links.
 
     Args:
@@ -40,8 +43,8 @@ def collective_seconds(kind: str, bytes: Any, ranks: int, hardware: "str | Hardw
         bytes: see the module; a number, or a sympy expression, then the result is one too.
         ranks: size of the group; 1 costs nothing.
         hardware: name or :class:`Hardware`.
-        ranks_per_node: how many of the group's ranks are in one machine; None: as many as fit, neighbours first. 1 for a
-            group that has one rank in each machine, such as data parallel around tensor parallel.
+        ranks_per_node: how many of the group's ranks are in one machine; None: as many as fit, neighbours first. 1 for
+            a group that has one rank in each machine, such as data parallel around tensor parallel.
 
     Raises:
         OptionError: unknown kind or hardware; ``ranks_per_node`` does not divide ``ranks`` or exceeds the machine.
@@ -51,7 +54,9 @@ def collective_seconds(kind: str, bytes: Any, ranks: int, hardware: "str | Hardw
 
 @dataclass(frozen=True)
 class Collective:
-    """Modelled time of a collective in its parts, in seconds; alpha and beta are sympy expressions where ``bytes`` was one."""
+    """Modelled time of a collective in its parts, in seconds; alpha and beta are sympy expressions where ``bytes`` was
+    one.
+    """
 
     launch: float
     alpha: Any
@@ -66,7 +71,9 @@ class Collective:
         return self.launch + self.alpha + self.beta
 
 
-def collective(kind: str, bytes: Any, ranks: int, hardware: "str | Hardware", ranks_per_node: int | None = None) -> Collective:
+def collective(
+    kind: str, bytes: Any, ranks: int, hardware: "str | Hardware", ranks_per_node: int | None = None
+) -> Collective:
     """As :func:`collective_seconds`, taken apart."""
     hw = device(hardware)
     _check_kind(kind)
@@ -118,7 +125,7 @@ def formula(kind: str, topology: str) -> sympy.Expr:
     """Seconds on one tier in the symbols n (bytes), p (ranks), a (latency) and b (bytes per second)."""
     _check_kind(kind)
     if topology not in TOPOLOGIES:
-        raise OptionError(f'topology {topology!r}; valid: {", ".join(TOPOLOGIES)}')
+        raise OptionError(f"topology {topology!r}; valid: {', '.join(TOPOLOGIES)}")
     n, p, a, b = sympy.symbols("n p a b", positive=True)
     return sympy.Add(*on_tier(kind, n, p, topology, a, b))
 
@@ -134,7 +141,10 @@ def placed(ranks: int, hw: Hardware, ranks_per_node: int | None = None) -> list[
         inside, machines = min(ranks, hw.node), -(-ranks // hw.node)
     else:
         if ranks_per_node < 1 or ranks % ranks_per_node or ranks_per_node > hw.node:
-            raise OptionError(f"ranks_per_node is {ranks_per_node!r}; valid for {ranks} ranks on {hw.name}: a divisor of {ranks} up to {hw.node}")
+            raise OptionError(
+                f"ranks_per_node is {ranks_per_node!r}; valid for {ranks} ranks on {hw.name}: a divisor of {ranks} up "
+                f"to {hw.node}"
+            )
         inside, machines = ranks_per_node, ranks // ranks_per_node
     found, reached = [], 1
     for tier in hw.tiers:
@@ -149,7 +159,7 @@ def placed(ranks: int, hw: Hardware, ranks_per_node: int | None = None) -> list[
 
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise OptionError(f'collective {kind!r}; valid: {", ".join(KINDS)}{nearest(str(kind), KINDS)}')
+        raise OptionError(f"collective {kind!r}; valid: {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
 
 
 def _largest(values: list) -> Any:

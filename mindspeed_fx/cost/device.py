@@ -41,8 +41,8 @@ class Tier:
 
     name: str
     topology: str
-    """"mesh": every pair of ranks has one link of its own, so that a rank uses as many links as it has peers in the group.
-    "switch": each rank has one port, whole for any peer."""
+    """"mesh": every pair of ranks has one link of its own, so that a rank uses as many links as it has peers in the
+    group. "switch": each rank has one port, whole for any peer."""
     bandwidth: Constant
     """B/s in one direction: of one link in a mesh, of a rank's port at a switch."""
     efficiency: Constant

@@ -5,9 +5,9 @@
     made.at(s0=8192).seconds                         # other sizes, nothing is traced again
     made.expression("flops", {"b": 2, "s": 512, "h": 1024, "4*h": 4096})   # 24*b*h**2*s + ...
 
-Assumptions, beside those of :mod:`operators`: one kernel at a time, so times add up, collectives included; views are free;
-every result goes to device memory, and every input comes from there, but for what the cache of a device with a rate for it
-still has (:mod:`cache`). With ``fused`` pointwise work runs as Inductor would
+Assumptions, beside those of :mod:`operators`: one kernel at a time, so times add up, collectives included; views are
+free; every result goes to device memory, and every input comes from there, but for what the cache of a device with a
+rate for it still has (:mod:`cache`). With ``fused`` pointwise work runs as Inductor would
 group it: see :mod:`regions`.
 """
 
@@ -32,9 +32,18 @@ from mindspeed_fx.cost.read import Call, Calls, read
 from mindspeed_fx.cost.regions import grouped
 
 COLLECTIVES = {
-    "all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_gather_into_tensor": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter", "all_to_all_single": "all_to_all", "shard_dim_alltoall": "all_to_all", "broadcast": "broadcast", "isend": "send_recv", "irecv": "send_recv",
-}  # fmt: skip
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "isend": "send_recv",
+    "irecv": "send_recv",
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,21 @@ class Estimate:
     def __init__(self, calls: Calls, hw: Hardware, fused: bool, sizes: Mapping[sympy.Symbol, int]):
         self.calls, self.hardware, self.fused, self.sizes = calls, hw, fused, dict(sizes)
         self._notes = list(dict.fromkeys(calls.notes))
-        unknown = sorted({str(s) for c in calls.calls for t in c.writes for n in t.shape if isinstance(n, sympy.Basic) for s in n.free_symbols if s not in self.sizes})
+        unknown = sorted(
+            {
+                str(s)
+                for c in calls.calls
+                for t in c.writes
+                for n in t.shape
+                if isinstance(n, sympy.Basic)
+                for s in n.free_symbols
+                if s not in self.sizes
+            }
+        )
         if unknown:
-            self._notes.append(f"{', '.join(unknown)}: known only at run time, times count 0; at({unknown[0]}=...) gives a value")
+            self._notes.append(
+                f"{', '.join(unknown)}: known only at run time, times count 0; at({unknown[0]}=...) gives a value"
+            )
         self._value = functools.cache(self._evaluate)
 
     @functools.cached_property
@@ -82,7 +103,17 @@ class Estimate:
                 made.append(self._node(members, cost, cached))
             else:
                 like = known[key]
-                made.append(NodeCost(members[0].name, like.operator, members[0].module, like.cost, like.seconds, like.bound, like.members))
+                made.append(
+                    NodeCost(
+                        members[0].name,
+                        like.operator,
+                        members[0].module,
+                        like.cost,
+                        like.seconds,
+                        like.bound,
+                        like.members,
+                    )
+                )
             if key is not None:
                 known.setdefault(key, made[-1])
         return made
@@ -92,14 +123,36 @@ class Estimate:
         if last.kind == "collective":
             return self._collective(last)
         cost = cost if cost is not None else last.cost(self._note)
-        numeric = Cost(*(self.value(getattr(cost, k)) for k in ("flops", "matrix", "vector", "read", "write")), cost.dtype, cost.wide, self.value(cost.launches))
+        numeric = Cost(
+            *(self.value(getattr(cost, k)) for k in ("flops", "matrix", "vector", "read", "write")),
+            cost.dtype,
+            cost.wide,
+            self.value(cost.launches),
+        )
         numeric = dataclasses.replace(numeric, cached=min(cached, numeric.read))
         for unit, dtype, work in (("matrix", cost.dtype, cost.matrix), ("vector", cost.wide, cost.vector)):
             if work != 0 and self.hardware.substitute(unit, dtype) != dtype:
-                self._note(f"{self.hardware.name} has no {unit} rate for {dtype}: that of {self.hardware.substitute(unit, dtype)} is taken")
+                self._note(
+                    f"{self.hardware.name} has no {unit} rate for {dtype}: that of "
+                    f"{self.hardware.substitute(unit, dtype)} is taken"
+                )
         names = tuple(m.name for m in members)
-        label = last.operator if len(members) == 1 else "fused " + ", ".join(f"{m.operator.removeprefix('aten.')}" for m in members[:6]) + (", ..." if len(members) > 6 else "")
-        return NodeCost(last.name, label, last.module, cost, float(numeric.seconds(self.hardware)), numeric.bound(self.hardware), names if len(names) > 1 else ())
+        label = (
+            last.operator
+            if len(members) == 1
+            else "fused "
+            + ", ".join(f"{m.operator.removeprefix('aten.')}" for m in members[:6])
+            + (", ..." if len(members) > 6 else "")
+        )
+        return NodeCost(
+            last.name,
+            label,
+            last.module,
+            cost,
+            float(numeric.seconds(self.hardware)),
+            numeric.bound(self.hardware),
+            names if len(names) > 1 else (),
+        )
 
     def _collective(self, call: Call) -> NodeCost:
         name = call.operator.rpartition(".")[2]
@@ -107,14 +160,23 @@ class Estimate:
         ranks = len(call.ranks) if isinstance(call.ranks, list) else call.ranks
         cost = Cost(read=sum(t.bytes for t in call.reads), write=sum(t.bytes for t in call.writes))
         if kind is None or not ranks:
-            self._note(f"{call.operator}: {'not known' if kind is None else 'its group is not known here'}, times count 0")
+            self._note(
+                f"{call.operator}: {'not known' if kind is None else 'its group is not known here'}, times count 0"
+            )
             return NodeCost(call.name, call.operator, call.module, cost, 0.0, "")
         per_node = None
         if isinstance(call.ranks, list):
             inside = max(Counter(r // self.hardware.node for r in call.ranks).values())
             per_node = inside if ranks % inside == 0 else None
         size = max(self.value(cost.read), self.value(cost.write))
-        return NodeCost(call.name, call.operator, call.module, cost, float(collective(kind, size, ranks, self.hardware, per_node).seconds), "network")
+        return NodeCost(
+            call.name,
+            call.operator,
+            call.module,
+            cost,
+            float(collective(kind, size, ranks, self.hardware, per_node).seconds),
+            "network",
+        )
 
     def _note(self, text: str) -> None:
         if text not in self._notes:
@@ -171,11 +233,23 @@ class Estimate:
         Raises:
             KeyError: the graph has no such symbol.
         """
-        symbols = {str(s): s for c in self.calls.calls for t in (*c.reads, *c.writes) for n in t.shape if isinstance(n, sympy.Basic) for s in n.free_symbols}
+        symbols = {
+            str(s): s
+            for c in self.calls.calls
+            for t in (*c.reads, *c.writes)
+            for n in t.shape
+            if isinstance(n, sympy.Basic)
+            for s in n.free_symbols
+        }
         for name in sizes:
             if name not in symbols:
-                raise KeyError(f'the graph has no size "{name}"; it has: {", ".join(sorted(symbols)) or "none, every size is fixed"}')
-        return Estimate(self.calls, self.hardware, self.fused, {**self.sizes, **{symbols[k]: v for k, v in sizes.items()}})
+                raise KeyError(
+                    f'the graph has no size "{name}"; it has: '
+                    f"{', '.join(sorted(symbols)) or 'none, every size is fixed'}"
+                )
+        return Estimate(
+            self.calls, self.hardware, self.fused, {**self.sizes, **{symbols[k]: v for k, v in sizes.items()}}
+        )
 
     def on(self, hardware: "str | Hardware", fused: bool | None = None) -> "Estimate":
         """The same graph on another device."""
@@ -186,9 +260,9 @@ class Estimate:
 
         Args:
             what: "flops", "bytes" or "vector".
-            names: sympy expression -> its value in this graph: {"b": 2, "s": 512, "h": 1024, "4*h": 4096}. A size that is none
-                of the values is taken for a product of two or three of the plain names, or stays a number. In a dynamic
-                graph the values are those of :attr:`sizes`.
+            names: sympy expression -> its value in this graph: {"b": 2, "s": 512, "h": 1024, "4*h": 4096}. A size that
+                is none of the values is taken for a product of two or three of the plain names, or stays a number. In a
+                dynamic graph the values are those of :attr:`sizes`.
 
         Raises:
             ValueError: two expressions have one value, a name has a value below 2, or ``what`` is not known.
@@ -200,34 +274,66 @@ class Estimate:
         return sympy.expand(getattr(Estimate(calls, self.hardware, self.fused, {}), what))
 
     def by_operator(self) -> list[dict[str, Any]]:
-        """Totals for each operator, slowest first: operator, calls, flops, bytes, seconds, bound (of most of the time)."""
+        """Totals for each operator, slowest first: operator, calls, flops, bytes, seconds, bound (of most of the
+        time).
+        """
         rows: dict[str, dict[str, Any]] = {}
         for n in self.nodes:
             name = "pointwise" if n.members else n.operator
-            row = rows.setdefault(name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bounds": Counter()})
+            row = rows.setdefault(
+                name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bounds": Counter()}
+            )
             row["calls"] += 1
             row["flops"] += self.value(n.cost.flops)
             row["bytes"] += self.value(n.cost.bytes)
             row["seconds"] += n.seconds
             row["bounds"][n.bound] += n.seconds
-        return sorted(({**{k: v for k, v in r.items() if k != "bounds"}, "bound": r["bounds"].most_common(1)[0][0]} for r in rows.values()), key=lambda r: -r["seconds"])
+        return sorted(
+            (
+                {**{k: v for k, v in r.items() if k != "bounds"}, "bound": r["bounds"].most_common(1)[0][0]}
+                for r in rows.values()
+            ),
+            key=lambda r: -r["seconds"],
+        )
 
     def summary(self) -> dict[str, Any]:
         """Plain values for JSON: totals at :attr:`sizes`."""
         return {
-            "hardware": self.hardware.name, "fused": self.fused, "kernels": self.value(self.kernels), "flops": self.value(self.flops), "bytes": self.value(self.bytes),
-            "seconds": self.seconds, "network_seconds": self.network_seconds, "notes": self.notes,
-        }  # fmt: skip
+            "hardware": self.hardware.name,
+            "fused": self.fused,
+            "kernels": self.value(self.kernels),
+            "flops": self.value(self.flops),
+            "bytes": self.value(self.bytes),
+            "seconds": self.seconds,
+            "network_seconds": self.network_seconds,
+            "notes": self.notes,
+        }
 
     def __str__(self) -> str:
-        rows = [f"{r['operator']:<44} {r['calls']:>5} {r['flops'] / 1e9:>12.3f} {r['bytes'] / 1e6:>12.2f} {r['seconds'] * 1e6:>12.1f}  {r['bound']}" for r in self.by_operator()]
+        rows = [
+            f"{r['operator']:<44} {r['calls']:>5} {r['flops'] / 1e9:>12.3f} {r['bytes'] / 1e6:>12.2f} "
+            f"{r['seconds'] * 1e6:>12.1f}  {r['bound']}"
+            for r in self.by_operator()
+        ]
         total = self.summary()
-        head = f"modelled on {self.hardware.name}: {total['flops'] / 1e9:.3f} GFLOP, {total['bytes'] / 1e6:.2f} MB, {total['seconds'] * 1e6:.1f} us, {total['kernels']} kernels"
-        return "\n".join([head, f"{'operator':<44} {'calls':>5} {'GFLOP':>12} {'MB':>12} {'us':>12}  bound", *rows, *(f"note: {n}" for n in self.notes)])
+        head = (
+            f"modelled on {self.hardware.name}: {total['flops'] / 1e9:.3f} GFLOP, {total['bytes'] / 1e6:.2f} MB, "
+            f"{total['seconds'] * 1e6:.1f} us, {total['kernels']} kernels"
+        )
+        return "\n".join(
+            [
+                head,
+                f"{'operator':<44} {'calls':>5} {'GFLOP':>12} {'MB':>12} {'us':>12}  bound",
+                *rows,
+                *(f"note: {n}" for n in self.notes),
+            ]
+        )
 
 
 def _alike(call: Call) -> Any:
-    """Equal for calls that cost the same: the operator, its numbers, layouts of its tensors, and which of these are one."""
+    """Equal for calls that cost the same: the operator, its numbers, layouts of its tensors, and which of these are
+    one.
+    """
     seen: dict[int, int] = {}
 
     def key(value: Any) -> Any:
@@ -237,7 +343,14 @@ def _alike(call: Call) -> Any:
             return tuple(map(key, value))
         return value if isinstance(value, (int, float, str, type(None))) else str(value)
 
-    return call.operator, call.overload, tuple(call.ranks) if isinstance(call.ranks, list) else call.ranks, key(call.out), key(call.args), tuple((k, key(v)) for k, v in call.kwargs.items())
+    return (
+        call.operator,
+        call.overload,
+        tuple(call.ranks) if isinstance(call.ranks, list) else call.ranks,
+        key(call.out),
+        key(call.args),
+        tuple((k, key(v)) for k, v in call.kwargs.items()),
+    )
 
 
 def estimate(gm: fx.GraphModule, hardware: "str | Hardware", fused: bool = False) -> Estimate:

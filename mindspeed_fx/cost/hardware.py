@@ -53,7 +53,10 @@ def hardware(name: "str | Hardware") -> Hardware:
     known = canonical(name) if isinstance(name, str) else None
     if known is None:
         valid = names()
-        raise OptionError(f'option "hardware" is {name!r}; valid: {", ".join(valid)}{nearest(str(name).lower(), (*valid, *_tables()[1]))}')
+        raise OptionError(
+            f'option "hardware" is {name!r}; valid: '
+            f"{', '.join(valid)}{nearest(str(name).lower(), (*valid, *_tables()[1]))}"
+        )
     return _tables()[0][known]
 
 
@@ -87,7 +90,9 @@ def detect(target: str) -> tuple[str | None, str]:
     except RuntimeError as e:
         return None, f"the {target} driver does not say its name ({e}); give it: {example}"
     known = canonical(found)
-    return (known, "") if known else (None, f'no table for "{found}"; name the nearest of {", ".join(names())}: {example}')
+    return (
+        (known, "") if known else (None, f'no table for "{found}"; name the nearest of {", ".join(names())}: {example}')
+    )
 
 
 def measure_cpu(name: str = "cpu-measured", seconds: float = 1.0) -> Hardware:
@@ -98,8 +103,8 @@ def measure_cpu(name: str = "cpu-measured", seconds: float = 1.0) -> Hardware:
         seconds: time to spend, about; more is steadier.
 
     Returns:
-        the documented "cpu" table with matrix, vector and memory rates and the launch cost replaced; efficiencies are 1,
-        since what is measured is what is reached.
+        the documented "cpu" table with matrix, vector and memory rates and the launch cost replaced; efficiencies are
+        1, since what is measured is what is reached.
     """
     from mindspeed_fx.cost.tables.cpu import measured
 

@@ -11,7 +11,10 @@ import sympy
 
 def naming(names: Mapping[str, int]) -> Callable[[Any], Any]:
     """Size -> expression: see :meth:`mindspeed_fx.cost.graph.Estimate.expression`."""
-    given = {sympy.sympify(k, locals={s: sympy.Symbol(s, positive=True) for s in re.findall(r"[A-Za-z_]\w*", k)}): int(v) for k, v in names.items()}
+    given = {
+        sympy.sympify(k, locals={s: sympy.Symbol(s, positive=True) for s in re.findall(r"[A-Za-z_]\w*", k)}): int(v)
+        for k, v in names.items()
+    }
     by_value: dict[int, sympy.Expr] = {}
     for expression, value in given.items():
         if value < 2:

@@ -4,8 +4,8 @@
 
 Sizes are ints or sympy expressions in the symbols of a dynamic graph; so are all results. Conventions:
 
-- ``flops`` is what ``torch.utils.flop_counter`` counts: two for each multiply-add of a product, causal or not. ``matrix`` is
-  what a good kernel does of it: causal attention skips the blocks above the diagonal.
+- ``flops`` is what ``torch.utils.flop_counter`` counts: two for each multiply-add of a product, causal or not.
+  ``matrix`` is what a good kernel does of it: causal attention skips the blocks above the diagonal.
 - A pointwise result costs one vector FLOP per element, :data:`SPECIAL` where it takes an exponential or a root.
 - A kernel reads each input once and writes each output once (:func:`once`), unless the operator's cost says otherwise.
 - 16-bit pointwise work is done in float32, as every reference here does.
@@ -28,8 +28,9 @@ Size = Any
 """int or sympy.Expr (torch.SymInt where torch's FLOP counter asks)."""
 
 SPECIAL = 16
-"""Vector FLOP of one exponential, logarithm, tanh, error function or root. Hopper: 16 special functions against 256 FLOP a
-cycle and processor (CUDA programming guide, throughput of arithmetic instructions). Assumed to hold elsewhere."""
+"""Vector FLOP of one exponential, logarithm, tanh, error function or root. Hopper: 16 special functions against 256
+FLOP a cycle and processor (CUDA programming guide, throughput of arithmetic instructions). Assumed to hold elsewhere.
+"""
 
 SOFTMAX = SPECIAL + 5
 """Vector FLOP per score of a softmax: scale, maximum, difference, exponential, sum, division."""
@@ -55,7 +56,11 @@ class Spec:
     @functools.cached_property
     def bytes(self) -> Size:
         """Of the memory it covers: an expanded tensor has less than its shape says."""
-        return math.prod(n for n, e in zip(self.shape, self.expanded) if not e) * self.itemsize if any(self.expanded) else self.numel * self.itemsize
+        return (
+            math.prod(n for n, e in zip(self.shape, self.expanded) if not e) * self.itemsize
+            if any(self.expanded)
+            else self.numel * self.itemsize
+        )
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,11 @@ class Cost:
     def terms(self, hw: Hardware) -> dict[str, Any]:
         """Seconds of each term: "matrix", "vector", "memory", "launch"."""
         return {
-            "matrix": self.matrix / hw.matrix_rate(self.dtype), "vector": self.vector / hw.vector_rate(self.wide),
-            "memory": (self.bytes - self.cached) / hw.memory_rate + self.cached / hw.cache_rate, "launch": self.launches * float(hw.launch),
-        }  # fmt: skip
+            "matrix": self.matrix / hw.matrix_rate(self.dtype),
+            "vector": self.vector / hw.vector_rate(self.wide),
+            "memory": (self.bytes - self.cached) / hw.memory_rate + self.cached / hw.cache_rate,
+            "launch": self.launches * float(hw.launch),
+        }
 
     def seconds(self, hw: Hardware) -> Any:
         """Modelled time on one device; a sympy expression where sizes are symbols."""
@@ -127,7 +134,9 @@ def size(*values: Any) -> Size:
     return sum(t.bytes for t in tensors(*values))
 
 
-def once(out: Any, *inputs: Any, flops: Size = 0, matrix: Size | None = None, vector: Size = 0, dtype: str = "float32") -> Cost:
+def once(
+    out: Any, *inputs: Any, flops: Size = 0, matrix: Size | None = None, vector: Size = 0, dtype: str = "float32"
+) -> Cost:
     """A kernel that reads each of ``inputs`` once and writes ``out`` once.
 
     Args:
@@ -148,25 +157,35 @@ def product(out: Any, inner: Size, *inputs: Any, vector: Size = 0) -> Cost:
 
 
 def seen(queries: Size, keys: Size, causal: bool, window: Size = 0) -> Size:
-    """Scores of one head that a kernel computes: all, or those a causal mask (aligned at the top left) and a window leave.
+    """Scores of one head that a kernel computes: all, or those a causal mask (aligned at the top left) and a window
+    leave.
 
     Counted to the element; kernels work in blocks and do up to a block's width more per row.
     """
     if not causal:
         return queries * keys
     if window:
-        return queries * window - window * (window - 1) // 2 if _at_least(queries, window) else queries * (queries + 1) // 2
+        return (
+            queries * window - window * (window - 1) // 2
+            if _at_least(queries, window)
+            else queries * (queries + 1) // 2
+        )
     if _at_least(keys, queries):
         return queries * (queries + 1) // 2
     return keys * (keys + 1) // 2 + (queries - keys) * keys
 
 
 def _at_least(a: Size, b: Size) -> bool:
-    return bool(a >= b) if isinstance(a, int) and isinstance(b, int) else True  # a symbol: sequences exceed windows, keys are not fewer than queries
+    return (
+        bool(a >= b) if isinstance(a, int) and isinstance(b, int) else True
+    )  # a symbol: sequences exceed windows, keys are not fewer than queries
 
 
-def attention(out: Any, q: Spec, k: Spec, v: Spec, causal: bool, *others: Any, window: Size = 0, backward: bool = False) -> Cost:
-    """Flash attention: scores never leave the chip; q, k, v and results move once, since blocks of k and v stay in cache.
+def attention(
+    out: Any, q: Spec, k: Spec, v: Spec, causal: bool, *others: Any, window: Size = 0, backward: bool = False
+) -> Cost:
+    """Flash attention: scores never leave the chip; q, k, v and results move once, since blocks of k and v stay in
+    cache.
 
     Args:
         out: every result.
@@ -178,7 +197,17 @@ def attention(out: Any, q: Spec, k: Spec, v: Spec, causal: bool, *others: Any, w
     (b, h, s, d), (t, e) = q.shape, v.shape[-2:]
     scores, kept = b * h * s * t, b * h * seen(s, t, causal, window)
     each = 2 * (3 * d + 2 * e) if backward else 2 * (d + e)
-    return once(out, q, k, v, *others, flops=each * scores, matrix=each * kept, vector=(SOFTMAX + 3 if backward else SOFTMAX) * kept, dtype=q.dtype)
+    return once(
+        out,
+        q,
+        k,
+        v,
+        *others,
+        flops=each * scores,
+        matrix=each * kept,
+        vector=(SOFTMAX + 3 if backward else SOFTMAX) * kept,
+        dtype=q.dtype,
+    )
 
 
 def rows_taken(out: Spec, *indices: Any, vector: Size = 0) -> Cost:
@@ -197,19 +226,30 @@ def elements(*values: Any) -> Size:
 def added(costs: Sequence[Cost]) -> Cost:
     """Several kernels one after the other; types are those of the first that has matrix work."""
     first = next((c for c in costs if c.matrix != 0), costs[0] if costs else FREE)
-    return Cost(*(sum(getattr(c, k) for c in costs) for k in ("flops", "matrix", "vector", "read", "write")), first.dtype, first.wide, sum(c.launches for c in costs))
+    return Cost(
+        *(sum(getattr(c, k) for c in costs) for k in ("flops", "matrix", "vector", "read", "write")),
+        first.dtype,
+        first.wide,
+        sum(c.launches for c in costs),
+    )
 
 
 def spec(tensor: Any, sizes: Callable[[Any], Size] | None = None, key: str = "") -> Spec:
     """The spec of a (fake) tensor.
 
     Args:
-        sizes: what becomes of each dimension; with it strides are looked at too. Without it nothing is asked of the tensor
-            that could add a guard.
+        sizes: what becomes of each dimension; with it strides are looked at too. Without it nothing is asked of the
+            tensor that could add a guard.
         key: see :class:`Spec`.
     """
     name = str(tensor.dtype).removeprefix("torch.")
     if sizes is None:
         return Spec(tuple(tensor.shape), name, tensor.dtype.itemsize)
     strides = tensor.stride() if str(tensor.layout) == "torch.strided" else ()
-    return Spec(tuple(sizes(n) for n in tensor.shape), name, tensor.dtype.itemsize, tuple(isinstance(s, int) and s == 0 for s in strides), key)
+    return Spec(
+        tuple(sizes(n) for n in tensor.shape),
+        name,
+        tensor.dtype.itemsize,
+        tuple(isinstance(s, int) and s == 0 for s in strides),
+        key,
+    )

@@ -4,9 +4,10 @@
     play(one_f_one_b(4, 8), parts).bubble       # the share of the step in which a rank has nothing to do
     play(zero_bubble(4, 8, recompute=True), parts).bubble
 
-An action is (kind, microbatch); kinds: "F" forward, "R" what the backward makes again, "I" gradients of a stage's inputs, "W" of its weights, "B"
-= R, I and W in one piece. One stage per rank, in order; a message takes ``send`` seconds and keeps nobody busy. Sources: 1F1B, Narayanan et al. 2019
-(PipeDream-Flush); zero bubble (ZB-H1), Qi et al. 2023, arXiv 2401.10241; recomputation ahead of the gradient, MindSpeed's ripipe.
+An action is (kind, microbatch); kinds: "F" forward, "R" what the backward makes again, "I" gradients of a stage's
+inputs, "W" of its weights, "B" = R, I and W in one piece. One stage per rank, in order; a message takes ``send``
+seconds and keeps nobody busy. Sources: 1F1B, Narayanan et al. 2019 (PipeDream-Flush); zero bubble (ZB-H1), Qi et al.
+2023, arXiv 2401.10241; recomputation ahead of the gradient, MindSpeed's ripipe.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ class Parts:
     send: float = 0.0
 
     def of(self, kind: str) -> float:
-        return {"F": self.forward, "R": self.recompute, "I": self.inputs, "W": self.weights, "B": self.recompute + self.inputs + self.weights}[kind]
+        return {
+            "F": self.forward,
+            "R": self.recompute,
+            "I": self.inputs,
+            "W": self.weights,
+            "B": self.recompute + self.inputs + self.weights,
+        }[kind]
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,9 @@ class Played:
     bubble: float
     """Share of ranks x seconds in which nothing runs."""
     waiting: int
-    """The most microbatches that any rank has between their forward and their last part at once: what activations cost."""
+    """The most microbatches that any rank has between their forward and their last part at once: what activations
+    cost.
+    """
 
 
 def play(orders: list[list[Action]], parts: Parts) -> Played:
@@ -52,7 +61,9 @@ def play(orders: list[list[Action]], parts: Parts) -> Played:
     while any(at[r] < len(orders[r]) for r in range(ranks)):
         moved = False
         for r in range(ranks):
-            while at[r] < len(orders[r]) and (start := _ready(orders[r][at[r]], r, ranks, over, parts.send)) is not None:
+            while (
+                at[r] < len(orders[r]) and (start := _ready(orders[r][at[r]], r, ranks, over, parts.send)) is not None
+            ):
                 kind, m = orders[r][at[r]]
                 now[r] = over[kind, m, r] = max(now[r], start) + parts.of(kind)
                 at[r] += 1
@@ -72,7 +83,11 @@ def _ready(action: Action, r: int, ranks: int, over: dict[tuple[str, int, int], 
     if kind in ("R", "W"):
         return over.get(("F" if kind == "R" else "I", m, r))
     own = over.get(("F", m, r))
-    after = 0.0 if r == ranks - 1 else _later(next((over[k, m, r + 1] for k in ("I", "B") if (k, m, r + 1) in over), None), send)
+    after = (
+        0.0
+        if r == ranks - 1
+        else _later(next((over[k, m, r + 1] for k in ("I", "B") if (k, m, r + 1) in over), None), send)
+    )
     return None if own is None or after is None else max(own, after)
 
 
@@ -106,7 +121,9 @@ def recompute_ahead(ranks: int, microbatches: int) -> list[list[Action]]:
     """1F1B where what a backward makes again is made before its gradient arrives; inputs and weights in one piece."""
     orders = []
     for order in one_f_one_b(ranks, microbatches):
-        orders.append([part for kind, m in order for part in ([(kind, m)] if kind == "F" else [("R", m), ("I", m), ("W", m)])])
+        orders.append(
+            [part for kind, m in order for part in ([(kind, m)] if kind == "F" else [("R", m), ("I", m), ("W", m)])]
+        )
     return orders
 
 

@@ -1,4 +1,5 @@
-"""A graph as a list of calls that the cost model understands: operators with the sizes and types of what they read and write.
+"""A graph as a list of calls that the cost model understands: operators with the sizes and types of what they read and
+write.
 
 Calls hold no tensors and no nodes, so they outlive the graph and are evaluated again for other sizes without tracing.
 """
@@ -31,7 +32,9 @@ class Call:
     operator: str
     """"aten.mm", "mindspeed.rms_norm" ..."""
     kind: str
-    """As :func:`aten.kind`; "collective", "operator" for ``mindspeed::``, "region" for a nested graph that is not looked into."""
+    """As :func:`aten.kind`; "collective", "operator" for ``mindspeed::``, "region" for a nested graph that is not
+    looked into.
+    """
     out: Any
     args: tuple
     kwargs: dict
@@ -52,14 +55,22 @@ class Call:
         """Cost of a call that is not a collective; ``note`` is told what had to be assumed."""
         try:
             if self.kind == "other" and not self.operator.startswith(("aten.", "prims.")):
-                note(f"{self.operator} is not known: counted as one pass over its tensors, its FLOP as one for each element")
+                note(
+                    f"{self.operator} is not known: counted as one pass over its tensors, its FLOP as one for each "
+                    "element"
+                )
             if self.kind != "operator":
                 return aten.cost(self.operator.rpartition(".")[2], self.out, self.args, self.kwargs)
             known = _find_operator(self.overload)
             if known is not None and known.cost is not None:
                 return known.cost(self.out, *self.args, **self.kwargs)
             note(f"{self.operator} has no cost: counted as one pass over its tensors")
-        except (TypeError, ValueError, IndexError, AttributeError) as e:  # an overload that the formula was not written for
+        except (
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+        ) as e:  # an overload that the formula was not written for
             note(f"{self.operator}: its formula does not take this call ({e}): counted as one pass over its tensors")
         return once(self.out, *self.args, *self.kwargs.values())
 
@@ -98,10 +109,17 @@ class Calls:
                     memo[id(value)] = dataclasses.replace(value, shape=tuple(size(n) for n in value.shape))
                 return memo[id(value)]
             if isinstance(value, (list, tuple)):
-                return type(value)(map(replaced, value)) if type(value) in (list, tuple) else [replaced(v) for v in value]
+                return (
+                    type(value)(map(replaced, value)) if type(value) in (list, tuple) else [replaced(v) for v in value]
+                )
             return size(value) if isinstance(value, sympy.Basic) else value
 
-        made = [dataclasses.replace(c, out=replaced(c.out), args=replaced(c.args), kwargs={k: replaced(v) for k, v in c.kwargs.items()}) for c in self.calls]
+        made = [
+            dataclasses.replace(
+                c, out=replaced(c.out), args=replaced(c.args), kwargs={k: replaced(v) for k, v in c.kwargs.items()}
+            )
+            for c in self.calls
+        ]
         return Calls(made, self.outputs, self.hints, self.notes)
 
 
@@ -109,8 +127,8 @@ def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
     """The calls of ``gm``; views, sizes and placeholders are none.
 
     Args:
-        gm: graph of operators (ATen before or after decomposition, ``mindspeed::``, torch_npu) whose nodes have fake values in
-            ``meta["val"]``.
+        gm: graph of operators (ATen before or after decomposition, ``mindspeed::``, torch_npu) whose nodes have fake
+            values in ``meta["val"]``.
     """
     return _Reader(prefix).read(gm)
 
@@ -125,10 +143,19 @@ class _Reader:
             if node not in live and node.op != "placeholder":
                 continue
             if node.op == "output":
-                self.found.outputs = {s.key for s in tensors(*pytree.tree_leaves(fx.map_arg(node.args, self.values.get)))}
+                self.found.outputs = {
+                    s.key for s in tensors(*pytree.tree_leaves(fx.map_arg(node.args, self.values.get)))
+                }
             elif node.op in ("placeholder", "get_attr"):
                 value = node.meta.get("val", node.meta.get("example_value"))
-                self.values[node] = self._specs(value if value is not None else getattr(gm, str(node.target), None) if node.op == "get_attr" else None, node.name)
+                self.values[node] = self._specs(
+                    value
+                    if value is not None
+                    else getattr(gm, str(node.target), None)
+                    if node.op == "get_attr"
+                    else None,
+                    node.name,
+                )
             elif node.op == "call_function":
                 if isinstance(node.target, torch._ops.HigherOrderOperator):
                     self._nested(gm, node)
@@ -150,11 +177,21 @@ class _Reader:
     def _specs(self, value: Any, key: str) -> Any:
         if isinstance(value, torch.Tensor):
             key = self.prefix + key
-            plain = all(type(n) is int for n in (*value.shape, *value.stride())) if value.layout is torch.strided else False
-            return Spec(*_layout(value.shape, value.stride(), value.dtype), key) if plain else spec(value, self._size, key)
+            plain = (
+                all(type(n) is int for n in (*value.shape, *value.stride())) if value.layout is torch.strided else False
+            )
+            return (
+                Spec(*_layout(value.shape, value.stride(), value.dtype), key) if plain else spec(value, self._size, key)
+            )
         if isinstance(value, (list, tuple)):
             return tuple(self._specs(v, f"{key}[{i}]") for i, v in enumerate(value))
-        return self._size(value) if isinstance(value, torch.SymInt) else None if isinstance(value, (fx.GraphModule, torch.nn.Module)) else value
+        return (
+            self._size(value)
+            if isinstance(value, torch.SymInt)
+            else None
+            if isinstance(value, (fx.GraphModule, torch.nn.Module))
+            else value
+        )
 
     def _arguments(self, node: fx.Node) -> tuple[tuple, dict]:
         args = tuple(self._given(a) for a in node.args)
@@ -174,28 +211,49 @@ class _Reader:
         value, target = node.meta["val"], node.target
         if target is operator.getitem:
             whole = self.values.get(node.args[0])
-            self.values[node] = whole[node.args[1]] if isinstance(whole, tuple) and isinstance(node.args[1], int) else self._specs(value, node.name)
+            self.values[node] = (
+                whole[node.args[1]]
+                if isinstance(whole, tuple) and isinstance(node.args[1], int)
+                else self._specs(value, node.name)
+            )
             return
-        if not isinstance(value, torch.Tensor) and not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value)) and not _changes(target):
+        if (
+            not isinstance(value, torch.Tensor)
+            and not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value))
+            and not _changes(target)
+        ):
             self.values[node] = self._specs(value, node.name)
             return
         space, name, kind = _named(target)
         if self._is_view(node, name):
             base = next((s for s in tensors(*map(self._given, node.args))), None)
             made = self._specs(value, node.name)
-            same = lambda s: Spec(s.shape, s.dtype, s.itemsize, s.expanded, base.key) if isinstance(s, Spec) and base else s
+            same = lambda s: (
+                Spec(s.shape, s.dtype, s.itemsize, s.expanded, base.key) if isinstance(s, Spec) and base else s
+            )
             self.values[node] = same(made) if isinstance(made, Spec) else pytree.tree_map(same, made)
             return
         out = self.values[node] = self._specs(value, node.name)
         args, kwargs = self._arguments(node)
-        call = Call(self.prefix + node.name, f"{space}.{name}" if space else name, kind, out, args, kwargs, target, _module(node))
+        call = Call(
+            self.prefix + node.name,
+            f"{space}.{name}" if space else name,
+            kind,
+            out,
+            args,
+            kwargs,
+            target,
+            _module(node),
+        )
         if kind == "collective":
             if name == "wait_tensor":
                 self.values[node] = call.reads[0] if call.reads else out
                 return
             call.ranks = _ranks(args, kwargs, self.groups)
         elif not isinstance(target, torch._ops.OpOverload):
-            self.found.notes.append(f"{call.name} calls {name}, which is no operator: counted as one pass over its tensors")
+            self.found.notes.append(
+                f"{call.name} calls {name}, which is no operator: counted as one pass over its tensors"
+            )
         self.found.calls.append(call)
 
     def _is_view(self, node: fx.Node, name: str) -> bool:
@@ -203,11 +261,17 @@ class _Reader:
         if always is not None:
             return always
         base, made = node.args[0].meta.get("val"), node.meta["val"]
-        return all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (base, made)) and fake.storage_of(base) == fake.storage_of(made)
+        return all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (base, made)) and fake.storage_of(
+            base
+        ) == fake.storage_of(made)
 
     def _nested(self, gm: fx.GraphModule, node: fx.Node) -> None:
         """A higher-order operator: the first graph it is given counts (a branch of cond stands for both)."""
-        inner = [getattr(gm, str(a.target), None) for a in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node) and a.op == "get_attr"]
+        inner = [
+            getattr(gm, str(a.target), None)
+            for a in pytree.tree_leaves((node.args, node.kwargs))
+            if isinstance(a, fx.Node) and a.op == "get_attr"
+        ]
         inner = [g for g in inner if isinstance(g, fx.GraphModule)]
         self.values[node] = self._specs(node.meta.get("val"), node.name)
         if not inner:
@@ -219,11 +283,15 @@ class _Reader:
         self.found.notes += found.notes
         self.found.outputs |= found.outputs
         if len(inner) > 1:
-            self.found.notes.append(f"{node.name} ({node.target}): only the first of its {len(inner)} graphs is counted")
+            self.found.notes.append(
+                f"{node.name} ({node.target}): only the first of its {len(inner)} graphs is counted"
+            )
 
 
 @functools.lru_cache(4096)
-def _layout(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], str, int, tuple[bool, ...]]:
+def _layout(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[int, ...], str, int, tuple[bool, ...]]:
     """The first arguments of a Spec of fixed sizes; :func:`spec`, once for each layout."""
     return tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize, tuple(s == 0 for s in strides)
 
@@ -233,7 +301,15 @@ def _named(target: Any) -> tuple[str, str, str]:
     """Namespace, name without overload, and kind of what a node calls."""
     space, _, name = str(getattr(target, "overloadpacket", getattr(target, "__name__", target))).rpartition(".")
     name = name.removesuffix("_") if name.removesuffix("_") and not name.startswith("__") else name
-    return space, name, "operator" if space == "mindspeed" else "collective" if space in ("_c10d_functional", "_dtensor") else aten.kind(name, target)
+    return (
+        space,
+        name,
+        "operator"
+        if space == "mindspeed"
+        else "collective"
+        if space in ("_c10d_functional", "_dtensor")
+        else aten.kind(name, target),
+    )
 
 
 @memoize.by_target
@@ -252,19 +328,31 @@ def _views(target: Any, name: str) -> bool | None:
 @memoize.by_target
 def _defaults(target: torch._ops.OpOverload, given: int) -> tuple:
     """Values of the positional arguments after the first ``given``."""
-    return tuple(a.default_value for a in target._schema.arguments[given:] if not a.kwarg_only and a.has_default_value())
+    return tuple(
+        a.default_value for a in target._schema.arguments[given:] if not a.kwarg_only and a.has_default_value()
+    )
 
 
 @memoize.by_target
 def _changes(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable or isinstance(target, torch._ops.HigherOrderOperator)
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target._schema.is_mutable
+        or isinstance(target, torch._ops.HigherOrderOperator)
+    )
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose results somebody uses, or that change something; what a pass has replaced may still stand in the graph."""
+    """Nodes whose results somebody uses, or that change something; what a pass has replaced may still stand in the
+    graph.
+    """
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output" or (node.op == "call_function" and _changes(node.target)) or not live.isdisjoint(node.users):
+        if (
+            node.op == "output"
+            or (node.op == "call_function" and _changes(node.target))
+            or not live.isdisjoint(node.users)
+        ):
             live.add(node)
     return live
 

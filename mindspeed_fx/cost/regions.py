@@ -1,9 +1,9 @@
 """Which calls a code generator would run as one kernel, and what such a kernel moves: an approximation of Inductor.
 
-Pointwise operators, copies, gathers, constants and reductions over rows join their producers when no other kind of operator
-lies on a way between them. A region reads each value from outside once and writes what is used outside or returned; what
-is used inside only never reaches memory. A reduction over other dimensions is a kernel of its own, which computes what it
-sums again from the region's inputs unless that is written anyway. Nothing joins a matrix product.
+Pointwise operators, copies, gathers, constants and reductions over rows join their producers when no other kind of
+operator lies on a way between them. A region reads each value from outside once and writes what is used outside or
+returned; what is used inside only never reaches memory. A reduction over other dimensions is a kernel of its own, which
+computes what it sums again from the region's inputs unless that is written anyway. Nothing joins a matrix product.
 
 Optimistic: rows of any length are read once, and a region may be of any size.
 """
@@ -23,7 +23,10 @@ def grouped(calls: Calls) -> list[tuple[list[Call], Cost | None]]:
     """Kernels in order: the calls of each, and its cost where that is not the cost of its one call."""
     order = calls.calls
     producer = {s.key: i for i, c in enumerate(order) for s in c.writes}
-    sources = [sorted({producer[s.key] for s in c.reads if s.key in producer and producer[s.key] < i}) for i, c in enumerate(order)]
+    sources = [
+        sorted({producer[s.key] for s in c.reads if s.key in producer and producer[s.key] < i})
+        for i, c in enumerate(order)
+    ]
     fusible = [c.kind in FUSIBLE and not _columns(c) for c in order]
     level, parent = [0] * len(order), list(range(len(order)))
 
@@ -45,18 +48,34 @@ def grouped(calls: Calls) -> list[tuple[list[Call], Cost | None]]:
     for i, c in enumerate(order):
         for s in c.reads:
             users.setdefault(s.key, set()).add(i)
-    written = {i: [s for s in order[i].writes if s.key in calls.outputs or any(find(u) != find(i) and not (_columns(order[u]) and fusible[i]) for u in users.get(s.key, ()))] for i in range(len(order)) if fusible[i]}
+    written = {
+        i: [
+            s
+            for s in order[i].writes
+            if s.key in calls.outputs
+            or any(find(u) != find(i) and not (_columns(order[u]) and fusible[i]) for u in users.get(s.key, ()))
+        ]
+        for i in range(len(order))
+        if fusible[i]
+    }
     kernels = []
     for group in sorted(members.values(), key=lambda g: g[-1]):
         if not fusible[group[0]]:
             call = order[group[0]]
-            kernels.append(([call], _column_cost(call, order, producer, fusible, members, find, written) if _columns(call) else None))
+            kernels.append(
+                (
+                    [call],
+                    _column_cost(call, order, producer, fusible, members, find, written) if _columns(call) else None,
+                )
+            )
         else:
             kernels.append(([order[i] for i in group], _region(group, order, producer, find, written)))
     return kernels
 
 
-def _region(group: list[int], order: list[Call], producer: dict[str, int], find: Any, written: dict[int, list[Spec]]) -> Cost:
+def _region(
+    group: list[int], order: list[Call], producer: dict[str, int], find: Any, written: dict[int, list[Spec]]
+) -> Cost:
     write = sum(s.bytes for i in group for s in written[i])
     vector = sum(aten.vector_flops(_name(order[i]), order[i].out, *order[i].reads) for i in group)
     read = _inputs(group, order, producer, find)
@@ -91,13 +110,26 @@ def _columns(call: Call) -> bool:
     return sorted(d % rank for d in dims) != list(range(rank - len(dims), rank))
 
 
-def _column_cost(call: Call, order: list[Call], producer: dict[str, int], fusible: list[bool], members: dict[int, list[int]], find: Any, written: dict[int, list[Spec]]) -> Cost | None:
+def _column_cost(
+    call: Call,
+    order: list[Call],
+    producer: dict[str, int],
+    fusible: list[bool],
+    members: dict[int, list[int]],
+    find: Any,
+    written: dict[int, list[Spec]],
+) -> Cost | None:
     source = producer.get(call.reads[0].key)
     if source is None or not fusible[source] or call.reads[0].key in {s.key for s in written[source]}:
         return None
     group = members[find(source)]
     vector = sum(aten.vector_flops(_name(order[i]), order[i].out, *order[i].reads) for i in group)
-    return Cost(vector=vector + call.reads[0].numel, read=_inputs(group, order, producer, find), write=sum(s.bytes for s in call.writes), wide="float64" if call.reads[0].dtype == "float64" else "float32")
+    return Cost(
+        vector=vector + call.reads[0].numel,
+        read=_inputs(group, order, producer, find),
+        write=sum(s.bytes for s in call.writes),
+        wide="float64" if call.reads[0].dtype == "float64" else "float32",
+    )
 
 
 def _name(call: Call) -> str:

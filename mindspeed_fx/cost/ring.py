@@ -11,8 +11,10 @@ from mindspeed_fx.errors import OptionError
 def ring_seconds(step: float, bytes: float, ranks: int, hardware: "str | Hardware", inner: int = 0) -> float:
     """Modelled seconds of the forward over all keys; ranks are neighbours in their machines.
 
-    Every message is under way while attention is computed. One ring: of all its links the slowest sets the pace, in every step. Inner rings of
-    ``inner`` neighbours: messages inside a window have a step to hide behind, and those between windows a whole round of them; both use links of their own.
+    Every message is under way while attention is computed. One ring: of all its links the slowest sets the pace, in
+    every step. Inner rings of
+    ``inner`` neighbours: messages inside a window have a step to hide behind, and those between windows a whole round
+        of them; both use links of their own.
 
     Args:
         step: seconds of attention with one rank's keys.

@@ -1,4 +1,6 @@
-"""What every node of a captured graph is told: whether autograd records it, whether a gradient flows into it, whether its memory is written."""
+"""What every node of a captured graph is told: whether autograd records it, whether a gradient flows into it, whether
+its memory is written.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from mindspeed_fx.compat import fake, tracing
 
 aten = torch.ops.aten
 
+
 def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Graphs that higher-order operators of ``gm`` run as part of the forward, in captured form (an autograd.Function's own backward is not
-    one, nor is a function transform)."""
+    """Graphs that higher-order operators of ``gm`` run as part of the forward, in captured form (an autograd.Function's
+    own backward is not one, nor is a function transform)."""
     found = []
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_higher_order(node.target):
@@ -37,7 +40,12 @@ def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> N
     """
     grad_enabled = True
     owners: dict[int, list[fx.Node]] = {}
-    mutated = {fake.storage_of(w.meta["val"]) for n in gm.graph.nodes for w in written_nodes(n) if isinstance(w.meta.get("val"), torch.Tensor)}
+    mutated = {
+        fake.storage_of(w.meta["val"])
+        for n in gm.graph.nodes
+        for w in written_nodes(n)
+        if isinstance(w.meta.get("val"), torch.Tensor)
+    }
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_grad_mode_switch(node.target):
             grad_enabled = bool(node.args[0])
@@ -49,7 +57,9 @@ def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> N
         if node.op == "placeholder":
             flows = node.meta.get("requires_grad", True) and _differentiable(value)
         else:
-            cut = node.target is aten.detach.default or (node.target in _FACTORIES and fake.storage_of(value) not in mutated)
+            cut = node.target is aten.detach.default or (
+                node.target in _FACTORIES and fake.storage_of(value) not in mutated
+            )
             flows = grad_enabled and not cut and _differentiable(value)
             flows = flows and any(a.meta.get("needs_grad") for a in node.all_input_nodes)
         node.meta["needs_grad"] = bool(flows)
@@ -58,14 +68,26 @@ def annotate(gm: fx.GraphModule, needs_grad: dict[str, bool] | None = None) -> N
             node.meta["mutated"] = True
 
 
-_FACTORIES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default, aten.randn_like.default,
-              aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)  # fmt: skip
+_FACTORIES = (
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+)
 """What reads the type of a value alone, and takes no gradient."""
 
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory ``node`` changes in place."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if (
+        node.op != "call_function"
+        or not isinstance(node.target, torch._ops.OpOverload)
+        or not node.target._schema.is_mutable
+    ):
         return []
     found = []
     for i, argument in enumerate(node.target._schema.arguments):
@@ -79,8 +101,6 @@ def _differentiable(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_differentiable(v) for v in value)
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 
 
 def _is_transform(n: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from mindspeed_fx.compat import tracing
 
 aten = torch.ops.aten
 
+
 def drop_dead(gm: fx.GraphModule) -> None:
     """Remove nodes without users; switches, mutations, random numbers and higher-order operators stay."""
     for node in reversed(list(gm.graph.nodes)):
@@ -29,5 +30,9 @@ def release(node: fx.Node) -> None:
 
 def _pure(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
-        return not (node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags or tracing.has_side_effect(node.target))
+        return not (
+            node.target._schema.is_mutable
+            or torch.Tag.nondeterministic_seeded in node.target.tags
+            or tracing.has_side_effect(node.target)
+        )
     return node.op == "get_attr" or (node.op == "call_function" and node.target is operator.getitem)

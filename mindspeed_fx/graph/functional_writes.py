@@ -1,8 +1,9 @@
 """Writes into parts of a value become values of their own, before a graph runs on DTensors.
 
-Latent attention fills its keys part by part: ``keys[..., :n].copy_(a)``. A part of a DTensor is a value of its own, so that
-the write would not reach the whole, nor its gradient the part. Here ``keys`` becomes ``slice_scatter(keys, a, ...)`` for all
-who read it afterwards. AOTAutograd does the same to whole graphs, but only to the local program, after the DTensors.
+Latent attention fills its keys part by part: ``keys[..., :n].copy_(a)``. A part of a DTensor is a value of its own, so
+that the write would not reach the whole, nor its gradient the part. Here ``keys`` becomes ``slice_scatter(keys, a,
+...)`` for all who read it afterwards. AOTAutograd does the same to whole graphs, but only to the local program, after
+the DTensors.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ def make_writes_functional(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(value)
             for part in parts:
                 whole = part.args[0]
-                value = _call(gm, node, whole.meta["val"], SCATTERS[part.target], (whole, value, *part.args[1:]), dict(part.kwargs))
+                value = _call(
+                    gm,
+                    node,
+                    whole.meta["val"],
+                    SCATTERS[part.target],
+                    (whole, value, *part.args[1:]),
+                    dict(part.kwargs),
+                )
         order[value] = order[node]
         later = [u for u in base.users if order.get(u, -1) > order[node]]
         for user in later:
@@ -56,8 +64,8 @@ def _parts(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _only_parts(node: fx.Node, base: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether nobody reads the memory of ``base`` after ``node`` but through ``base`` itself: a part taken before it would
-    have to be taken anew."""
+    """Whether nobody reads the memory of ``base`` after ``node`` but through ``base`` itself: a part taken before it
+    would have to be taken anew."""
     views = [u for u in base.users if order.get(u, -1) < order[node] and _is_view(u, base)]
     return all(order[user] <= order[node] for view in views for user in view.users)
 

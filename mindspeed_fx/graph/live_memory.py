@@ -13,7 +13,8 @@ from mindspeed_fx.graph.liveness import curve
 
 
 def peak(gm: fx.GraphModule) -> dict[str, Any]:
-    """``inputs``, ``outputs`` and the ``peak`` of bytes alive while the graph runs, with the ``node`` where it is reached.
+    """``inputs``, ``outputs`` and the ``peak`` of bytes alive while the graph runs, with the ``node`` where it is
+    reached.
 
     Inputs live throughout: parameters do, and what a backward is given is held by its caller. A value dies after its
     last use; workspaces within an operator and the allocator's rounding are not counted.
@@ -36,7 +37,12 @@ def peak(gm: fx.GraphModule) -> dict[str, Any]:
     alive = curve(len(nodes), ((size, first[key], last[key]) for key, size in bytes_.items()))
     best = max(alive, default=0)
     where = nodes[alive.index(best)].name if best else ""
-    return {"inputs": _total(keys, (n for n in nodes if n.op == "placeholder")), "outputs": _total(keys, output.all_input_nodes), "peak": best, "node": where}
+    return {
+        "inputs": _total(keys, (n for n in nodes if n.op == "placeholder")),
+        "outputs": _total(keys, output.all_input_nodes),
+        "peak": best,
+        "node": where,
+    }
 
 
 def made(gm: fx.GraphModule) -> dict[fx.Node, int]:
@@ -58,14 +64,18 @@ def saved(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
     given = {key for n in forward.graph.nodes if n.op == "placeholder" for key, _ in keys[n]}
     names = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
     output = next(n for n in forward.graph.nodes if n.op == "output")
-    return sum({key: size for n in output.all_input_nodes if n.name in names for key, size in keys[n] if key not in given}.values())
+    return sum(
+        {
+            key: size for n in output.all_input_nodes if n.name in names for key, size in keys[n] if key not in given
+        }.values()
+    )
 
 
 def _keys(gm: fx.GraphModule) -> dict[fx.Node, list[tuple[Any, int]]]:
     """(identity, bytes) of the memory behind every node's value.
 
-    What is lowered is traced once for all layers, whose values then share their fake memory; so a call's result is memory of its own
-    unless its schema says that it is its argument's, or an argument has that memory.
+    What is lowered is traced once for all layers, whose values then share their fake memory; so a call's result is
+    memory of its own unless its schema says that it is its argument's, or an argument has that memory.
     """
     keys: dict[fx.Node, list[tuple[Any, int]]] = {}
     behind: dict[fx.Node, dict[int, Any]] = {}

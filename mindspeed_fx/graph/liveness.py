@@ -1,4 +1,6 @@
-"""The one liveness walk: what is alive while each step of a schedule runs. Who lives from where to where is the caller's knowledge."""
+"""The one liveness walk: what is alive while each step of a schedule runs. Who lives from where to where is the
+caller's knowledge.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,13 @@ DIV = (aten.div.Tensor, aten.div.Scalar)
 TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int)
+VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+)
 
 
 class Pieces(NamedTuple):
@@ -87,7 +93,9 @@ def operands(n: Any, *targets: Any) -> list[tuple[Any, Any]]:
 
 
 def number(n: Any) -> float | int | None:
-    """A Python number, or a constant scalar tensor made in the graph (``full([], c)``, ``scalar_tensor(c)``, ``torch.tensor(c)``)."""
+    """A Python number, or a constant scalar tensor made in the graph (``full([], c)``, ``scalar_tensor(c)``,
+    ``torch.tensor(c)``).
+    """
     if isinstance(n, (int, float)) and not isinstance(n, bool):
         return n
     if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.SymFloat):
@@ -120,11 +128,17 @@ def is_zeros(n: Any) -> bool:
 
 def reciprocal(n: Any) -> fx.Node | None:
     """x when ``n`` is 1 / x in one operator."""
-    return n.args[0] if is_call(n, aten.reciprocal.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -1) else None
+    return (
+        n.args[0]
+        if is_call(n, aten.reciprocal.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -1)
+        else None
+    )
 
 
 def literal(n: Any) -> torch.Tensor | None:
-    """What ``torch.tensor(...)`` in the model's code is, when it has one element; a buffer, which may change between calls, is none."""
+    """What ``torch.tensor(...)`` in the model's code is, when it has one element; a buffer, which may change between
+    calls, is none.
+    """
     held = written_down(n)
     return held if held is not None and held.numel() == 1 else None
 
@@ -163,7 +177,9 @@ def unscalings(n: Any) -> list[tuple[Any, float]]:
     ways = [(n, 1.0)]
     while True:
         n, factor = ways[-1]
-        found = next(((x, number(c)) for x, c in operands(n, *MUL) if number(c) is not None and isinstance(x, fx.Node)), None)
+        found = next(
+            ((x, number(c)) for x, c in operands(n, *MUL) if number(c) is not None and isinstance(x, fx.Node)), None
+        )
         if found is not None:
             ways.append((found[0], factor * found[1]))
         elif is_call(n, *DIV) and number(n.args[1]) and not n.kwargs:
@@ -179,7 +195,11 @@ def squared(n: Any) -> fx.Node | None:
 
 def inverse_root(n: Any) -> fx.Node | None:
     """x when ``n`` is 1 / sqrt(x) in one call."""
-    return n.args[0] if is_call(n, aten.rsqrt.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -0.5) else None
+    return (
+        n.args[0]
+        if is_call(n, aten.rsqrt.default) or (is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == -0.5)
+        else None
+    )
 
 
 def root(n: Any) -> fx.Node | None:
@@ -193,7 +213,12 @@ def uncolumn(n: Any) -> Any:
     """``n`` without a last dimension of one that was added to it."""
     if is_call(n, *VIEWS):
         shape, before = list(value(n).shape), list(value(n.args[0]).shape)
-        return n.args[0] if len(shape) == len(before) + 1 and all(symbols.statically_known_true(a == b) for a, b in zip(shape, [*before, 1])) else n
+        return (
+            n.args[0]
+            if len(shape) == len(before) + 1
+            and all(symbols.statically_known_true(a == b) for a, b in zip(shape, [*before, 1]))
+            else n
+        )
     return n.args[0] if is_call(n, aten.unsqueeze.default) and n.args[1] % value(n).dim() == value(n).dim() - 1 else n
 
 
@@ -233,7 +258,12 @@ def indexed_rows(n: Any) -> tuple[fx.Node, fx.Node] | None:
         x, index = n.args[0], n.args[1][0]
     elif is_call(n, aten.index_select.default) and n.args[1] == 0:
         x, index = n.args[0], n.args[2]
-    elif is_call(n, aten.gather.default) and value(n).dim() == 2 and n.args[1] % 2 == 0 and value(n).shape[1] == value(n.args[0]).shape[1]:
+    elif (
+        is_call(n, aten.gather.default)
+        and value(n).dim() == 2
+        and n.args[1] % 2 == 0
+        and value(n).shape[1] == value(n.args[0]).shape[1]
+    ):
         x, index = n.args[0], row_number(n.args[2])
     else:
         return None
@@ -244,7 +274,12 @@ def indexed_rows(n: Any) -> tuple[fx.Node, fx.Node] | None:
 def row_number(n: Any) -> fx.Node | None:
     """index [rows] when ``n`` [rows, width] has it in every column."""
     column = n.args[0] if is_call(n, aten.expand.default, aten.repeat.default) else n
-    if not is_call(column, aten.unsqueeze.default, *VIEWS) or value(column).dim() != 2 or value(column).shape[1] != 1 or value(column.args[0]).dim() != 1:
+    if (
+        not is_call(column, aten.unsqueeze.default, *VIEWS)
+        or value(column).dim() != 2
+        or value(column).shape[1] != 1
+        or value(column.args[0]).dim() != 1
+    ):
         return None
     return column.args[0] if symbols.statically_known_true(value(column).shape[0] == value(n).shape[0]) else None
 
@@ -261,9 +296,18 @@ def same(a: Any, b: Any, depth: int = 8) -> bool:
     if x is not None and y is not None:
         with tracing.outside_tracing():
             return (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device) and x.item() == y.item()
-    if depth == 0 or a.op != "call_function" or a.target != b.target or a.kwargs != b.kwargs or a.meta["mutated"] or b.meta["mutated"]:
+    if (
+        depth == 0
+        or a.op != "call_function"
+        or a.target != b.target
+        or a.kwargs != b.kwargs
+        or a.meta["mutated"]
+        or b.meta["mutated"]
+    ):
         return False
-    pure = a.target is operator.getitem or (isinstance(a.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in a.target.tags)
+    pure = a.target is operator.getitem or (
+        isinstance(a.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in a.target.tags
+    )
     return pure and same(a.args, b.args, depth - 1)
 
 
@@ -282,17 +326,29 @@ def unsafe(region: list[fx.Node], inputs: list[Any]) -> str | None:
 
 
 def _written_before(n: fx.Node, region: list[fx.Node]) -> bool:
-    """True when every change to the memory of ``n`` comes before the first node of ``region`` that reads it: it is read when done."""
+    """True when every change to the memory of ``n`` comes before the first node of ``region`` that reads it: it is read
+    when done.
+    """
     storage, members, reached = fake.storage_of(value(n)), set(region), False
     for node in n.graph.nodes:
-        reached = reached or (node in members and any(isinstance(value(a), torch.Tensor) and fake.storage_of(value(a)) == storage for a in node.all_input_nodes))
-        if reached and any(isinstance(value(w), torch.Tensor) and fake.storage_of(value(w)) == storage for w in written_nodes(node)):
+        reached = reached or (
+            node in members
+            and any(
+                isinstance(value(a), torch.Tensor) and fake.storage_of(value(a)) == storage
+                for a in node.all_input_nodes
+            )
+        )
+        if reached and any(
+            isinstance(value(w), torch.Tensor) and fake.storage_of(value(w)) == storage for w in written_nodes(node)
+        ):
             return False
     return True
 
 
 def untransposed(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:
-    """(x, flag) when the matrix ``n`` is x, transposed if ``flag``; also past calls of ``through``, which keep their input's shape."""
+    """(x, flag) when the matrix ``n`` is x, transposed if ``flag``; also past calls of ``through``, which keep their
+    input's shape.
+    """
     flag = False
     while is_call(n, *TRANSPOSES, *through):
         if is_call(n, aten.permute.default):
@@ -319,7 +375,11 @@ def copied(n: Any) -> Any:
     """x when ``n`` is x stored in another order, as :func:`substitute` writes it; else ``n``."""
     if is_call(n, aten.contiguous.default):
         return n.args[0]
-    if is_call(n, aten.permute.default) and is_call(middle := n.args[0], aten.contiguous.default) and is_call(there := middle.args[0], aten.permute.default):
+    if (
+        is_call(n, aten.permute.default)
+        and is_call(middle := n.args[0], aten.contiguous.default)
+        and is_call(there := middle.args[0], aten.permute.default)
+    ):
         return there.args[0] if [there.args[1][d] for d in n.args[1]] == list(range(len(n.args[1]))) else n
     return n
 
@@ -327,7 +387,9 @@ def copied(n: Any) -> Any:
 def past_copy(n: fx.Node) -> fx.Node:
     """The node that stores ``n`` in another order, where nobody else reads ``n``; else ``n``."""
     last = n
-    while len(last.users) == 1 and is_call(user := next(iter(last.users)), aten.permute.default, aten.contiguous.default):
+    while len(last.users) == 1 and is_call(
+        user := next(iter(last.users)), aten.permute.default, aten.contiguous.default
+    ):
         last = user
         if copied(last) is n:
             return last
@@ -335,12 +397,21 @@ def past_copy(n: fx.Node) -> fx.Node:
 
 
 def layout_is_free(node: fx.Node, becomes: torch.Tensor, depth: int = 8) -> bool:
-    """True when ``node`` may be stored as the fake tensor ``becomes`` is: every use copies or only reads elements, and what it makes of
-    them is stored as before, or free again."""
+    """True when ``node`` may be stored as the fake tensor ``becomes`` is: every use copies or only reads elements, and
+    what it makes of them is stored as before, or free again."""
     for user in node.users:
         if is_call(user, aten.contiguous.default, aten.linear.default):
             continue
-        if depth == 0 or not is_call(user, *ADD, *MUL, aten.clone.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.to.dtype):
+        if depth == 0 or not is_call(
+            user,
+            *ADD,
+            *MUL,
+            aten.clone.default,
+            aten.reshape.default,
+            aten.transpose.int,
+            aten.permute.default,
+            aten.to.dtype,
+        ):
             return False
         args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: becomes if n is node else n.meta["val"])
         with fake.fake_like(value(user)), torch.no_grad():

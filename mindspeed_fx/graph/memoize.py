@@ -6,7 +6,9 @@ from typing import Any, Callable
 
 
 def by_target(function: Callable) -> Callable:
-    """``function`` of what a node calls, and of whatever else, remembered. By identity: torch hashes an operator in Python, which takes as long as most answers."""
+    """``function`` of what a node calls, and of whatever else, remembered. By identity: torch hashes an operator in
+    Python, which takes as long as most answers.
+    """
     known: dict[tuple, tuple[Any, Any]] = {}
 
     def remembered(target: Any, *rest: Any) -> Any:
@@ -14,7 +16,10 @@ def by_target(function: Callable) -> Callable:
         if found is None:
             if len(known) > 4096:
                 known.clear()
-            found = known[id(target), rest] = (target, function(target, *rest))  # the target stays alive, and so its identity its own
+            found = known[id(target), rest] = (
+                target,
+                function(target, *rest),
+            )  # the target stays alive, and so its identity its own
         return found[1]
 
     return remembered

@@ -1,4 +1,6 @@
-"""What a large graph must not pay for after every pass: its code written again, and collections of garbage that look through all of it."""
+"""What a large graph must not pay for after every pass: its code written again, and collections of garbage that look
+through all of it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _STALE = "mindspeed_fx_stale"
 
 @contextlib.contextmanager
 def defer_recompile(gm: fx.GraphModule) -> Iterator[None]:
-    """Meanwhile :func:`recompile` puts off writing the code of ``gm``, which takes longer than most passes; afterwards it is written once, when somebody calls or reads it."""
+    """Meanwhile :func:`recompile` puts off writing the code of ``gm``, which takes longer than most passes; afterwards
+    it is written once, when somebody calls or reads it.
+    """
     gm.meta[_STALE] = False
     try:
         yield

@@ -14,6 +14,7 @@ from mindspeed_fx.graph.match import hint, layout_is_free, value
 
 aten = torch.ops.aten
 
+
 def insert(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
     """A new call before ``before`` with the same origin, fake value computed."""
     kwargs = kwargs or {}
@@ -23,9 +24,13 @@ def insert(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, kwargs
     origin = ("nn_module_stack", "stack_trace", "source_fn_stack", "grad_enabled", "custom")
     new.meta = {k: before.meta[k] for k in origin if k in before.meta}
     with fake.fake_like(before.meta.get("val")), torch.no_grad():
-        new.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
+        new.meta["val"] = target(
+            *fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"])
+        )
     new.meta["mutated"] = False
-    new.meta["needs_grad"] = new.meta.get("grad_enabled", True) and any(a.meta.get("needs_grad") for a in new.all_input_nodes)
+    new.meta["needs_grad"] = new.meta.get("grad_enabled", True) and any(
+        a.meta.get("needs_grad") for a in new.all_input_nodes
+    )
     return new
 
 
@@ -43,13 +48,20 @@ def _size_node(gm: fx.GraphModule, before: fx.Node, size: torch.SymInt) -> fx.No
             if isinstance(length, torch.SymInt) and length.node.expr == size.node.expr:
                 with gm.graph.inserting_before(before):
                     made = gm.graph.call_function(aten.sym_size.int, (n, dim))
-                made.meta = {"val": length, "mutated": False, "needs_grad": False, "grad_enabled": before.meta.get("grad_enabled", True)}
+                made.meta = {
+                    "val": length,
+                    "mutated": False,
+                    "needs_grad": False,
+                    "grad_enabled": before.meta.get("grad_enabled", True),
+                }
                 return made
     raise RuntimeError(f"no value before {before.name} has the size {size}")
 
 
 def replace(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
-    """:func:`substitute`, and what nobody reads any longer is gone at once, so that no later look finds the pattern again."""
+    """:func:`substitute`, and what nobody reads any longer is gone at once, so that no later look finds the pattern
+    again.
+    """
     reason = substitute(gm, old, new)
     if reason is None:
         release(old)

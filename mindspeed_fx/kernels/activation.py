@@ -1,7 +1,8 @@
-"""Activations whose gradient needs their input alone: squared ReLU ``relu(x)^2`` and quick GELU ``x * sigmoid(1.702 x)``.
+"""Activations whose gradient needs their input alone: squared ReLU ``relu(x)^2`` and quick GELU ``x * sigmoid(1.702
+x)``.
 
-Source: So et al. 2021, "Primer" (squared ReLU); Hendrycks and Gimpel 2016, "Gaussian Error Linear Units" (the sigmoid form, as CLIP
-and GPT-2's descendants use it; ``npu_fast_gelu`` of torch_npu). Computed in float32 for 16-bit inputs.
+Source: So et al. 2021, "Primer" (squared ReLU); Hendrycks and Gimpel 2016, "Gaussian Error Linear Units" (the sigmoid
+form, as CLIP and GPT-2's descendants use it; ``npu_fast_gelu`` of torch_npu). Computed in float32 for 16-bit inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def _check(kind: str) -> None:
         raise ValueError(f"mindspeed::activation: kind is {kind!r}; valid: {', '.join(KINDS)}")
 
 
-@operator("activation(Tensor x, str kind) -> Tensor", lambda x, kind: torch.empty(x.shape, dtype=x.dtype, device=x.device))
+@operator(
+    "activation(Tensor x, str kind) -> Tensor", lambda x, kind: torch.empty(x.shape, dtype=x.dtype, device=x.device)
+)
 def activation(x: Tensor, kind: str) -> Tensor:
     """relu(x)^2 or x * sigmoid(1.702 x).
 
@@ -41,7 +44,10 @@ def activation(x: Tensor, kind: str) -> Tensor:
     return y.to(x.dtype).contiguous()
 
 
-@operator("activation_backward(Tensor grad, Tensor x, str kind) -> Tensor", lambda grad, x, kind: torch.empty(x.shape, dtype=x.dtype, device=x.device))
+@operator(
+    "activation_backward(Tensor grad, Tensor x, str kind) -> Tensor",
+    lambda grad, x, kind: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+)
 def activation_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
     """Gradient of :func:`activation`: 2 grad relu(x), or grad s (1 + 1.702 x (1 - s)) with s = sigmoid(1.702 x)."""
     _check(kind)

@@ -1,4 +1,5 @@
-"""``mindspeed::adamw_step``: a step of AdamW on several parameters, as one call of a graph. See :mod:`adamw` for the arithmetic.
+"""``mindspeed::adamw_step``: a step of AdamW on several parameters, as one call of a graph. See :mod:`adamw` for the
+arithmetic.
 
 What changes from step to step, the learning rate foremost, is in tensors, so that a schedule compiles nothing anew.
 """
@@ -18,7 +19,14 @@ NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 
 @torch.library.custom_op("mindspeed::adamw_step", mutates_args={"weights", "exp_avgs", "exp_avg_sqs", "steps"})
-def adamw_step(weights: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], steps: list[Tensor], grads: list[Tensor], numbers: list[Tensor]) -> None:
+def adamw_step(
+    weights: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    grads: list[Tensor],
+    numbers: list[Tensor],
+) -> None:
     """One step of every weight, in place.
 
     Args:
@@ -28,7 +36,9 @@ def adamw_step(weights: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[
         numbers: [5] float64 on cpu: see :data:`NUMBERS`.
     """
     with torch.no_grad():
-        for weight, exp_avg, exp_avg_sq, step, grad, given in zip(weights, exp_avgs, exp_avg_sqs, steps, grads, numbers, strict=True):
+        for weight, exp_avg, exp_avg_sq, step, grad, given in zip(
+            weights, exp_avgs, exp_avg_sqs, steps, grads, numbers, strict=True
+        ):
             lr, beta1, beta2, eps, weight_decay = given.tolist()
             step += 1
             flat = (t.view(-1) for t in (weight, grad.contiguous(), exp_avg, exp_avg_sq))
@@ -36,7 +46,14 @@ def adamw_step(weights: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[
 
 
 @adamw_step.register_fake
-def _(weights: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], steps: list[Tensor], grads: list[Tensor], numbers: list[Tensor]) -> None:
+def _(
+    weights: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    grads: list[Tensor],
+    numbers: list[Tensor],
+) -> None:
     return None
 
 
@@ -44,4 +61,13 @@ def _(weights: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], 
 def _cost(out: Any, weights: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, grads: Any, numbers: Any) -> Cost:
     """Weights and both moments are read and written, gradients read; a kernel for each weight."""
     state = sum(t.bytes for many in (weights, exp_avgs, exp_avg_sqs) for t in many)
-    return Cost(0, 0, 14 * sum(w.numel for w in weights), state + sum(g.bytes for g in grads), state, "float32", "float32", len(weights))
+    return Cost(
+        0,
+        0,
+        14 * sum(w.numel for w in weights),
+        state + sum(g.bytes for g in grads),
+        state,
+        "float32",
+        "float32",
+        len(weights),
+    )

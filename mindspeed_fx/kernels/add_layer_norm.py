@@ -31,8 +31,14 @@ def _fake(x, residual, weight, bias, eps):
     return y, s, mean, rstd
 
 
-@operator("add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)", _fake)
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operator(
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, "
+    "Tensor)",
+    _fake,
+)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """LayerNorm of a sum.
 
     Args:
@@ -41,7 +47,8 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Ten
         eps: added to the variance.
 
     Returns:
-        y [..., hidden], x + residual [..., hidden], both contiguous; mean and rstd [..., 1] in float32 (float64 for float64).
+        y [..., hidden], x + residual [..., hidden], both contiguous; mean and rstd [..., 1] in float32 (float64 for
+        float64).
     """
     return _sum_first(layer_norm.reference, x, residual, weight, bias, eps)
 
@@ -57,13 +64,14 @@ def _fake_backward(grad, grad_sum, *rest):
 
 
 @operator(
-    "add_layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, bool need_weight, bool need_bias)"
+    "add_layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, bool "
+    "need_weight, bool need_bias)"
     " -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def add_layer_norm_backward(grad, grad_sum, *rest):
-    """Gradient of both summands, with ``grad_sum`` that of the sum where it is used elsewhere, and of weight and bias, which
-    are empty unless needed."""
+    """Gradient of both summands, with ``grad_sum`` that of the sum where it is used elsewhere, and of weight and bias,
+    which are empty unless needed."""
     return _plus_sum(layer_norm_backward.reference, grad, grad_sum, *rest)
 
 
@@ -86,8 +94,15 @@ def _backward(ctx, grad, grad_sum, _grad_mean, _grad_rstd):
     if grad is None:
         ds = grad_sum
     else:
-        ds, dweight, dbias = torch.ops.mindspeed.add_layer_norm_backward(grad, grad_sum, s, weight, mean, rstd, need_weight, need_bias)
-    return *(ds if n else None for n in ctx.needs_input_grad[:2]), dweight if need_weight else None, dbias.to(ctx.bias_dtype) if need_bias else None, None
+        ds, dweight, dbias = torch.ops.mindspeed.add_layer_norm_backward(
+            grad, grad_sum, s, weight, mean, rstd, need_weight, need_bias
+        )
+    return (
+        *(ds if n else None for n in ctx.needs_input_grad[:2]),
+        dweight if need_weight else None,
+        dbias.to(ctx.bias_dtype) if need_bias else None,
+        None,
+    )
 
 
 torch.library.register_autograd("mindspeed::add_layer_norm", _backward, setup_context=_setup, lib=LIBRARY)
@@ -125,12 +140,33 @@ def _cpu_backward(*args):
 
 
 for _where, _good in ((True, lambda x: pays(x)), (False, lambda x: None)):
-    add_layer_norm.lower("cpu")("sum, then aten", lambda x, residual, weight, bias, eps, good=_good: good(x) or supports(x, weight, bias), beats_codegen=_where)(_cpu)
-    add_layer_norm_backward.lower("cpu")("aten, then sum", lambda grad, grad_sum, *rest, good=_good: good(rest[0]) or supports_backward(*rest), beats_codegen=_where)(_cpu_backward)
+    add_layer_norm.lower("cpu")(
+        "sum, then aten",
+        lambda x, residual, weight, bias, eps, good=_good: good(x) or supports(x, weight, bias),
+        beats_codegen=_where,
+    )(_cpu)
+    add_layer_norm_backward.lower("cpu")(
+        "aten, then sum",
+        lambda grad, grad_sum, *rest, good=_good: good(rest[0]) or supports_backward(*rest),
+        beats_codegen=_where,
+    )(_cpu_backward)
 
 
-triton.kernel(add_layer_norm, _fake, "add_layer_norm.forward", "one read of a row", lambda x, residual, weight, bias, eps: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight, bias=bias), beats_codegen=False)
 triton.kernel(
-    add_layer_norm_backward, _fake_backward, "add_layer_norm.backward", "all gradients in one read of a row",
-    lambda grad, grad_sum, s, weight, *rest: triton.refuse(s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight), beats_codegen=False,
-)  # fmt: skip
+    add_layer_norm,
+    _fake,
+    "add_layer_norm.forward",
+    "one read of a row",
+    lambda x, residual, weight, bias, eps: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight, bias=bias),
+    beats_codegen=False,
+)
+triton.kernel(
+    add_layer_norm_backward,
+    _fake_backward,
+    "add_layer_norm.backward",
+    "all gradients in one read of a row",
+    lambda grad, grad_sum, s, weight, *rest: triton.refuse(
+        s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight
+    ),
+    beats_codegen=False,
+)

@@ -21,8 +21,13 @@ def _fake(x, residual, weight, eps, cast_first):
     return y, s, rstd
 
 
-@operator("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, bool cast_first) -> (Tensor, Tensor, Tensor)", _fake)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, cast_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+@operator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, bool cast_first) -> (Tensor, Tensor, Tensor)",
+    _fake,
+)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, cast_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm of a sum.
 
     Args:
@@ -32,7 +37,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
         cast_first: return to ``x.dtype`` before multiplying by ``weight``.
 
     Returns:
-        y [..., hidden], x + residual [..., hidden], both contiguous, and rstd [..., 1] in float32 (float64 for float64).
+        y [..., hidden], x + residual [..., hidden], both contiguous, and rstd [..., 1] in float32 (float64 for
+        float64).
     """
     s = (x + residual).contiguous()
     y, rstd = rms_norm.reference(s, weight, eps, cast_first)
@@ -40,11 +46,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
 
 
 def _fake_backward(grad, grad_sum, s, weight, rstd, cast_first, need_weight):
-    return torch.empty(s.shape, dtype=s.dtype, device=s.device), torch.empty_like(weight) if need_weight else s.new_empty(0)
+    return torch.empty(s.shape, dtype=s.dtype, device=s.device), torch.empty_like(
+        weight
+    ) if need_weight else s.new_empty(0)
 
 
 @operator(
-    "add_rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor s, Tensor? weight, Tensor rstd, bool cast_first, bool need_weight) -> (Tensor, Tensor)", _fake_backward
+    "add_rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor s, Tensor? weight, Tensor rstd, bool cast_first, bool "
+    "need_weight) -> (Tensor, Tensor)",
+    _fake_backward,
 )
 def add_rms_norm_backward(grad, grad_sum, s, weight, rstd, cast_first, need_weight):
     """Gradient of both summands, with ``grad_sum`` that of the sum where it is used elsewhere, and dweight, which is
@@ -66,7 +76,9 @@ def _backward(ctx, grad, grad_sum, _grad_rstd):
     if grad is None:
         ds, dweight, need_weight = grad_sum, None, False
     else:
-        ds, dweight = torch.ops.mindspeed.add_rms_norm_backward(grad, grad_sum, s, weight, rstd, ctx.cast_first, need_weight)
+        ds, dweight = torch.ops.mindspeed.add_rms_norm_backward(
+            grad, grad_sum, s, weight, rstd, ctx.cast_first, need_weight
+        )
     return *(ds if need else None for need in ctx.needs_input_grad[:2]), dweight if need_weight else None, None, None
 
 
@@ -93,8 +105,21 @@ def _ways_backward(grad, grad_sum, s, weight, rstd, cast_first, need_weight):
     return [([d, PARTIAL if need_weight else REPLICATED], [d, d, d, REPLICATED, d]) for d in range(s.ndim - 1)]
 
 
-triton.kernel(add_rms_norm, _fake, "add_rms_norm.forward", "one read of a row", lambda x, residual, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight), beats_codegen=False)
 triton.kernel(
-    add_rms_norm_backward, _fake_backward, "add_rms_norm.backward", "all gradients in one read of a row",
-    lambda grad, grad_sum, s, weight, rstd, cast_first, need_weight: triton.refuse(s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight), beats_codegen=False,
-)  # fmt: skip
+    add_rms_norm,
+    _fake,
+    "add_rms_norm.forward",
+    "one read of a row",
+    lambda x, residual, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, residual=residual, weight=weight),
+    beats_codegen=False,
+)
+triton.kernel(
+    add_rms_norm_backward,
+    _fake_backward,
+    "add_rms_norm.backward",
+    "all gradients in one read of a row",
+    lambda grad, grad_sum, s, weight, rstd, cast_first, need_weight: triton.refuse(
+        s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight
+    ),
+    beats_codegen=False,
+)

@@ -44,7 +44,9 @@ def _allowed(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
     return keep.triu(1 - window) if window else keep
 
 
-def masked_scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor | None]:
+def masked_scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor | None]:
     """Masked scores, and tanh(scores / softcap) where there is a soft-cap, which its gradient needs."""
     scores, tanh = (q * scale) @ grouped(q, k).transpose(-1, -2), None
     if softcap:
@@ -54,13 +56,27 @@ def masked_scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale
     if keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+        )
     return scores, tanh
 
 
-@operator("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0, Tensor? sinks=None) -> (Tensor, Tensor)", fake)
+@operator(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0, "
+    "Tensor? sinks=None) -> (Tensor, Tensor)",
+    fake,
+)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(softcap * tanh(scale * q k^T / softcap) + mask) v.
 
@@ -68,14 +84,14 @@ def attention(
         q: [batch, heads, q_seq, dim], float.
         k: [batch, kv_heads, kv_seq, dim]; kv_heads divides heads.
         v: [batch, kv_heads, kv_seq, v_dim].
-        mask: None, boolean (True: attend) or additive, broadcast to [batch, heads, q_seq, kv_seq]; an additive one may have a
-            gradient (:mod:`mindspeed_fx.kernels.attention_bias`).
+        mask: None, boolean (True: attend) or additive, broadcast to [batch, heads, q_seq, kv_seq]; an additive one may
+            have a gradient (:mod:`mindspeed_fx.kernels.attention_bias`).
         causal: query i sees keys 0..i.
         scale: factor on q k^T.
         window: with ``causal``, query i sees the last ``window`` keys up to its own; 0 for all.
         softcap: bound on the scores (Gemma 2); 0 for none.
-        sinks: [heads], one more score per head without a value (Xiao et al. 2023; gpt-oss), or [batch, heads, q_seq], one for
-            each query (Inkling), or None.
+        sinks: [heads], one more score per head without a value (Xiao et al. 2023; gpt-oss), or [batch, heads, q_seq],
+            one for each query (Inkling), or None.
 
     Returns:
         out [batch, heads, q_seq, v_dim], stored as [batch, q_seq, heads, v_dim], and the log-sum-exp of each row, its
@@ -100,9 +116,12 @@ def fake_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softca
     return _like_bsnd(q, q.shape[-1]), _like_bsnd(k, k.shape[-1]), _like_bsnd(v, v.shape[-1])
 
 
-def gradients(q: Tensor, k: Tensor, v: Tensor, qw: Tensor, kw: Tensor, g: Tensor, weights: Tensor, ds: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the gradient ``ds`` of the scores and the ``weights`` that v was multiplied with; gradients of shared heads are
-    summed. ``qw``, ``kw`` and ``g``, the gradient of the result, are in the type that is computed in; the results are as q, k and v."""
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, qw: Tensor, kw: Tensor, g: Tensor, weights: Tensor, ds: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from the gradient ``ds`` of the scores and the ``weights`` that v was multiplied with; gradients of
+    shared heads are summed. ``qw``, ``kw`` and ``g``, the gradient of the result, are in the type that is computed in;
+    the results are as q, k and v."""
 
     def shared(x: Tensor, like: Tensor) -> Tensor:
         return x.unflatten(1, (like.shape[1], -1)).sum(2)
@@ -113,7 +132,8 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, qw: Tensor, kw: Tensor, g: Tensor
 
 
 @operator(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, bool causal, "
+    "float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
     fake_backward,
 )
 def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
@@ -147,7 +167,10 @@ def _backward(ctx, grad, _grad_lse):
     q, k, v, out, lse, mask, sinks = ctx.saved_tensors
     trained = ctx.needs_input_grad[3]
     backward = torch.ops.mindspeed.attention_bias_backward if trained else torch.ops.mindspeed.attention_backward
-    *grads, dmask = *backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, ctx.window, ctx.softcap), *([] if trained else [None])
+    *grads, dmask = (
+        *backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale, ctx.window, ctx.softcap),
+        *([] if trained else [None]),
+    )
     dsinks = None
     if sinks is not None and ctx.needs_input_grad[8]:
         # The sink's weight exp(sink - lse) meets no value, so its dS is minus that weight times rowsum(dO * O).
@@ -162,14 +185,21 @@ torch.library.register_autograd("mindspeed::attention", _backward, setup_context
 
 @attention.shard
 def _ways(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
-    return [([out, lse], [dq, dk, dv, m, s if sinks is None or sinks.ndim == 1 else lse]) for out, lse, dq, dk, dv, m, s, _ in ways(q, k, mask, causal)]
+    return [
+        ([out, lse], [dq, dk, dv, m, s if sinks is None or sinks.ndim == 1 else lse])
+        for out, lse, dq, dk, dv, m, s, _ in ways(q, k, mask, causal)
+    ]
 
 
 @attention_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     found = [(grads, [o, dq, dk, dv, o, l, m]) for o, l, dq, dk, dv, m, _, grads in ways(q, k, mask, causal)]
     # The log-sum-exp of all keys is known here, so some of the keys are enough.
-    return found if causal else found + [([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, along(mask, 3, 4)])]
+    return (
+        found
+        if causal
+        else found + [([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, along(mask, 3, 4)])]
+    )
 
 
 def ways(q, k, mask, causal):

@@ -1,7 +1,8 @@
-"""The backward of attention whose additive mask is trained: relative position biases (T5, XLNet, ProphetNet), position tables.
+"""The backward of attention whose additive mask is trained: relative position biases (T5, XLNet, ProphetNet), position
+tables.
 
-The forward is ``mindspeed::attention``, whose additive mask it is. The gradient of the bias is that of the scores, summed over what the
-bias is broadcast to; the scores' gradient is written once, of which the bias's is all or a sum.
+The forward is ``mindspeed::attention``, whose additive mask it is. The gradient of the bias is that of the scores,
+summed over what the bias is broadcast to; the scores' gradient is written once, of which the bias's is all or a sum.
 Source: Dao 2023, "FlashAttention-2", algorithm 2, whose dS it is; ``dpse`` of ``npu_fusion_attention_grad``.
 """
 
@@ -21,20 +22,33 @@ def _fake(grad, q, k, v, out, lse, bias, causal, scale, window=0, softcap=0.0):
 
 
 @operator(
-    "attention_bias_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor bias, bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_bias_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor bias, bool "
+    "causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake,
 )
 def attention_bias_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, causal: bool, scale: float, window: int = 0, softcap: float = 0.0
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor,
+    causal: bool,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of ``mindspeed::attention`` with respect to q, k, v and its additive mask.
 
     Args:
-        grad: [batch, heads, q_seq, v_dim]; ``q``, ``k``, ``v``, ``out``, ``lse`` and the options as of ``mindspeed::attention``.
+        grad: [batch, heads, q_seq, v_dim]; ``q``, ``k``, ``v``, ``out``, ``lse`` and the options as of
+            ``mindspeed::attention``.
         bias: the additive mask, broadcast to [batch, heads, q_seq, kv_seq], float.
 
     Returns:
-        (dq, dk, dv, dbias): the first three stored as [batch, seq, heads, dim], dbias contiguous in the shape and type of ``bias``.
+        (dq, dk, dv, dbias): the first three stored as [batch, seq, heads, dim], dbias contiguous in the shape and type
+        of ``bias``.
     """
     wide = accumulation_dtype(q.dtype)
     g, qw, kw, vw = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
@@ -49,9 +63,22 @@ def attention_bias_backward(
 @attention_bias_backward.shard
 def _ways(grad, q, k, v, out, lse, bias, causal, scale, window=0, softcap=0.0):
     # A bias that parts share has the sum of their gradients.
-    found = [([*grads, PARTIAL if m == REPLICATED else m], [o, dq, dk, dv, o, l, m]) for o, l, dq, dk, dv, m, _, grads in attention.ways(q, k, bias, causal)]
+    found = [
+        ([*grads, PARTIAL if m == REPLICATED else m], [o, dq, dk, dv, o, l, m])
+        for o, l, dq, dk, dv, m, _, grads in attention.ways(q, k, bias, causal)
+    ]
     keys = along(bias, 3, 4)
-    return found if causal else found + [([PARTIAL, 2, 2, PARTIAL if keys == REPLICATED else keys], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, keys])]
+    return (
+        found
+        if causal
+        else found
+        + [
+            (
+                [PARTIAL, 2, 2, PARTIAL if keys == REPLICATED else keys],
+                [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, keys],
+            )
+        ]
+    )
 
 
 @attention_bias_backward.costs

@@ -1,8 +1,9 @@
 """Attention with dropout on its weights: ``dropout(softmax(...)) v``, the mask of what is kept drawn outside.
 
-The model's own dropout draws one number per weight; drawn before the operator, from the same generator and in the same order, the
-mask (a byte per weight) is what the unfused model has, and the weights themselves need not exist. Everything else is as in
-:mod:`mindspeed_fx.kernels.attention`. Source: Dao 2023, "FlashAttention-2"; ``dropout_mask`` of ``npu_fusion_attention``.
+The model's own dropout draws one number per weight; drawn before the operator, from the same generator and in the same
+order, the mask (a byte per weight) is what the unfused model has, and the weights themselves need not exist. Everything
+else is as in :mod:`mindspeed_fx.kernels.attention`. Source: Dao 2023, "FlashAttention-2"; ``dropout_mask`` of
+``npu_fusion_attention``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def _fake(q, k, v, keep, scale, window, softcap, p):
 
 
 @operator(f"attention_dropout(Tensor q, Tensor k, Tensor v, Tensor keep, {SETTINGS}) -> (Tensor, Tensor)", _fake)
-def attention_dropout(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float, window: int, softcap: float, p: float) -> tuple[Tensor, Tensor]:
+def attention_dropout(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float, window: int, softcap: float, p: float
+) -> tuple[Tensor, Tensor]:
     """(keep * softmax(scores) / (1 - p)) v, causal.
 
     Args:
@@ -52,7 +55,9 @@ def _fake_backward(grad, q, k, v, out, lse, keep, scale, window, softcap, p):
 
 
 @operator(
-    f"attention_dropout_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor keep, {SETTINGS}) -> (Tensor, Tensor, Tensor)", _fake_backward
+    "attention_dropout_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor keep, "
+    f"{SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
 )
 def attention_dropout_backward(grad, q, k, v, out, lse, keep, scale, window, softcap, p):
     """Gradients (dq, dk, dv) of :func:`attention_dropout`: those of attention with P M / (1 - p) for P in dV, and
@@ -107,7 +112,11 @@ def _backward_cost(out, grad, q, k, v, result, lse, keep, scale, window, softcap
 
 def _fixed(q, k):
     sizes = (q.shape[2], k.shape[2])
-    return None if all(isinstance(s, int) for s in sizes) and sizes[0] == sizes[1] else "sequence lengths of queries and keys are not fixed and equal"
+    return (
+        None
+        if all(isinstance(s, int) for s in sizes) and sizes[0] == sizes[1]
+        else "sequence lengths of queries and keys are not fixed and equal"
+    )
 
 
 @attention_dropout.lower("cpu")("attention in blocks of rows", lambda q, k, *rest: _fixed(q, k))

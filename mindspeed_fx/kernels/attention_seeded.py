@@ -1,9 +1,9 @@
 """Attention with dropout on its weights whose mask the kernel draws: ``dropout(softmax(...)) v``, the seed a result.
 
-The mask is never stored: the backward draws it again from the seed. The numbers are the kernel's own, of the same distribution as the
-model's dropout but not the same, so that only targets take this operator whose eager dropout is one kernel with numbers of its own too.
-Everything else is as in :mod:`mindspeed_fx.kernels.attention`. Source: Dao 2023, "FlashAttention-2"; ``npu_fusion_attention_v3``, which
-returns seed and offset as tensors.
+The mask is never stored: the backward draws it again from the seed. The numbers are the kernel's own, of the same
+distribution as the model's dropout but not the same, so that only targets take this operator whose eager dropout is one
+kernel with numbers of its own too. Everything else is as in :mod:`mindspeed_fx.kernels.attention`. Source: Dao 2023,
+"FlashAttention-2"; ``npu_fusion_attention_v3``, which returns seed and offset as tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ SETTINGS = "bool causal, float scale, int window, float p"
 
 def _keep(seed: Tensor, weights: Tensor, p: float) -> Tensor:
     """What dropout multiplies the weights with: the same for the same seed."""
-    drawn = torch.rand(weights.shape, generator=torch.Generator(weights.device).manual_seed(int(seed)), device=weights.device)
+    drawn = torch.rand(
+        weights.shape, generator=torch.Generator(weights.device).manual_seed(int(seed)), device=weights.device
+    )
     return (drawn >= p).to(weights.dtype) / (1 - p)
 
 
@@ -30,8 +32,15 @@ def _fake(q, k, v, mask, causal, scale, window, p):
     return *plain.fake(q, k, v, mask, causal, scale), *(q.new_empty(1, dtype=torch.int64) for _ in range(2))
 
 
-@operator(f"attention_seeded(Tensor q, Tensor k, Tensor v, Tensor? mask, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)", _fake, opaque=True, random=True)
-def attention_seeded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int, p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operator(
+    f"attention_seeded(Tensor q, Tensor k, Tensor v, Tensor? mask, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+    opaque=True,
+    random=True,
+)
+def attention_seeded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int, p: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(keep * softmax(scale * q k^T + mask) / (1 - p)) v.
 
     Args:
@@ -45,8 +54,8 @@ def attention_seeded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
         p: probability in [0, 1) of a weight to become zero.
 
     Returns:
-        out and the log-sum-exp of each row before dropout, as those of ``mindspeed::attention``; seed and offset [1], int64, from which
-        the backward draws the same mask; zero where p is.
+        out and the log-sum-exp of each row before dropout, as those of ``mindspeed::attention``; seed and offset [1],
+        int64, from which the backward draws the same mask; zero where p is.
     """
     wide = accumulation_dtype(q.dtype)
     scores = plain.masked_scores(q.to(wide), k.to(wide), mask, causal, scale, window, 0.0)[0]
@@ -62,15 +71,18 @@ def _fake_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, w
 
 
 @operator(
-    f"attention_seeded_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor seed, Tensor offset, Tensor? mask, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    "attention_seeded_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor seed, Tensor "
+    f"offset, Tensor? mask, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
     _fake_backward, opaque=True,
 )  # fmt: skip
 def attention_seeded_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
-    """Gradients (dq, dk, dv) of :func:`attention_seeded`: those of attention with P M for P in dV, and dP = (dO V^T) M, for the factors
-    M of the dropout; rowsum(dO * O) stays rowsum(P * dP)."""
+    """Gradients (dq, dk, dv) of :func:`attention_seeded`: those of attention with P M for P in dV, and dP = (dO V^T) M,
+    for the factors M of the dropout; rowsum(dO * O) stays rowsum(P * dP)."""
     wide = accumulation_dtype(q.dtype)
     g, qw, kw, vw = (x.to(wide) for x in (grad, q, k, v))
-    weights = (plain.masked_scores(qw, kw, mask, causal, scale, window, 0.0)[0] - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    weights = (
+        (plain.masked_scores(qw, kw, mask, causal, scale, window, 0.0)[0] - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    )
     keep = _keep(seed, weights, p) if p else torch.ones_like(weights)
     dp = (g @ plain.grouped(q, vw).transpose(-1, -2)) * keep
     ds = weights * (dp - (g * out.to(wide)).sum(-1, keepdim=True))
@@ -80,7 +92,10 @@ def attention_seeded_backward(grad, q, k, v, out, lse, seed, offset, mask, causa
 def _setup(ctx, inputs, output):
     q, k, v, mask, *ctx.settings = inputs
     if ctx.needs_input_grad[3]:
-        raise NotImplementedError("mindspeed::attention_seeded has no gradient for its additive mask; use mindspeed::attention, without dropout")
+        raise NotImplementedError(
+            "mindspeed::attention_seeded has no gradient for its additive mask; use mindspeed::attention, without "
+            "dropout"
+        )
     ctx.save_for_backward(q, k, v, *output, mask)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -97,21 +112,31 @@ torch.library.register_autograd("mindspeed::attention_seeded", _backward, setup_
 
 
 def _rows(q, k, v, mask, causal, p):
-    """The ways of attention. With dropout each rank draws the numbers of its part, so parts of v's width, which would all need the same
-    numbers, are no way; the backward finds what the forward saved placed as its own way wants it."""
+    """The ways of attention. With dropout each rank draws the numbers of its part, so parts of v's width, which would
+    all need the same numbers, are no way; the backward finds what the forward saved placed as its own way wants it."""
     return [row for row in plain.ways(q, k, mask, causal) if not (p and row[4] == 3)]
 
 
 @attention_seeded.shard
 def _ways(q, k, v, mask, causal, scale, window, p):
-    return [([out, lse, REPLICATED, REPLICATED], [dq, dk, dv, m]) for out, lse, dq, dk, dv, m, *_ in _rows(q, k, v, mask, causal, p)]
+    return [
+        ([out, lse, REPLICATED, REPLICATED], [dq, dk, dv, m])
+        for out, lse, dq, dk, dv, m, *_ in _rows(q, k, v, mask, causal, p)
+    ]
 
 
 @attention_seeded_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
-    rows = [(grads, [o, dq, dk, dv, o, l, REPLICATED, REPLICATED, m]) for o, l, dq, dk, dv, m, _, grads in _rows(q, k, v, mask, causal, p)]
+    rows = [
+        (grads, [o, dq, dk, dv, o, l, REPLICATED, REPLICATED, m])
+        for o, l, dq, dk, dv, m, _, grads in _rows(q, k, v, mask, causal, p)
+    ]
     # Without dropout some of the keys are enough, as in attention; with it the forward drew for all of them.
-    return rows if causal or p else [*rows, ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, *[REPLICATED] * 4, along(mask, 3, 4)])]
+    return (
+        rows
+        if causal or p
+        else [*rows, ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, *[REPLICATED] * 4, along(mask, 3, 4)])]
+    )
 
 
 @attention_seeded.costs

@@ -49,7 +49,9 @@ class Operator:
     sharding: Callable[..., list] | None = None
     """How it is computed part by part: see :mod:`mindspeed_fx.kernels.sharding`."""
     parts: Callable[..., list[tuple[str, list]]] | None = None
-    """Kernels that the reference launches on an accelerator, from its arguments: names in ``kernels.triton.PARTS``, and theirs."""
+    """Kernels that the reference launches on an accelerator, from its arguments: names in ``kernels.triton.PARTS``, and
+    theirs.
+    """
     lowerings: dict[str, list[Lowering]] = field(default_factory=dict)
     """Target -> kernels in order of preference; the reference comes last, unnamed."""
 
@@ -58,14 +60,16 @@ class Operator:
         return str(self.overload).removesuffix(".default")
 
     def costs(self, formula: Callable[..., Cost]) -> Callable[..., Cost]:
-        """Decorator: ``formula(out, *arguments)`` is the operator's cost; it takes the results and the operator's arguments
-        with a :class:`mindspeed_fx.cost.operators.Spec` for each tensor, and computes with sizes by arithmetic alone, since
-        they may be symbols. torch's FLOP counter counts its ``flops`` too."""
+        """Decorator: ``formula(out, *arguments)`` is the operator's cost; it takes the results and the operator's
+        arguments with a :class:`mindspeed_fx.cost.operators.Spec` for each tensor, and computes with sizes by
+        arithmetic alone, since they may be symbols. torch's FLOP counter counts its ``flops`` too."""
         self.cost = formula
 
         @register_flop_formula(self.overload.overloadpacket, get_raw=True)
         def flops(*args: Any, out_val: Any, **kwargs: Any) -> Any:
-            out, args, kwargs = pytree.tree_map(lambda x: spec(x) if isinstance(x, torch.Tensor) else x, (out_val, args, kwargs))
+            out, args, kwargs = pytree.tree_map(
+                lambda x: spec(x) if isinstance(x, torch.Tensor) else x, (out_val, args, kwargs)
+            )
             return formula(out, *args, **kwargs).flops
 
         return formula
@@ -78,7 +82,9 @@ class Operator:
     def lower(self, target: str) -> Callable[[Callable], Callable]:
         """Decorator: the function is a kernel for ``target``; ``lower.supports`` is set by the caller."""
 
-        def add(kernel: str, supports: Callable[..., str | None], beats_codegen: bool = True) -> Callable[[Callable], Callable]:
+        def add(
+            kernel: str, supports: Callable[..., str | None], beats_codegen: bool = True
+        ) -> Callable[[Callable], Callable]:
             def wrap(build: Callable) -> Callable:
                 self.lowerings.setdefault(target, []).append(Lowering(kernel, build, supports, beats_codegen))
                 return build
@@ -87,7 +93,9 @@ class Operator:
 
         return add
 
-    def choose(self, target: str, args: tuple, kwargs: dict, codegen: bool = False) -> tuple[Lowering | None, list[str]]:
+    def choose(
+        self, target: str, args: tuple, kwargs: dict, codegen: bool = False
+    ) -> tuple[Lowering | None, list[str]]:
         """The first kernel of ``target`` that supports these fake arguments, and why the ones before it do not.
 
         With ``codegen`` the alternative is generated code, and only kernels that beat it are taken.
@@ -106,7 +114,9 @@ class Operator:
 REGISTRY: dict[torch._ops.OpOverload, Operator] = {}
 """Every operator, by overload."""
 ADOPTED: dict[torch._ops.OpOverload, Operator] = {}
-"""Operators that a frontend defines for itself, by overload: they have costs and kernels of targets, but no sharding rule."""
+"""Operators that a frontend defines for itself, by overload: they have costs and kernels of targets, but no sharding
+rule.
+"""
 
 
 def find(overload: Any) -> Operator | None:
@@ -122,7 +132,9 @@ def adopt(overload: torch._ops.OpOverload, reference: Callable[..., Any]) -> Ope
     return ADOPTED.setdefault(overload, Operator(overload, reference, opaque=True))
 
 
-def operator(schema: str, fake: Callable[..., Any], opaque: bool = False, random: bool = False) -> Callable[[Callable], Operator]:
+def operator(
+    schema: str, fake: Callable[..., Any], opaque: bool = False, random: bool = False
+) -> Callable[[Callable], Operator]:
     """Define ``mindspeed::<schema>``; the decorated function is its reference and its implementation on every device.
 
     Args:
@@ -134,7 +146,9 @@ def operator(schema: str, fake: Callable[..., Any], opaque: bool = False, random
 
     def wrap(reference: Callable) -> Operator:
         name = schema.split("(")[0].strip()
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if random else ())))
+        LIBRARY.define(
+            schema, tags=(torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if random else ()))
+        )
         LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mindspeed::{name}", fake, lib=LIBRARY)
         made = Operator(getattr(torch.ops.mindspeed, name).default, reference, opaque)

@@ -1,5 +1,5 @@
-"""What lowering leaves behind: calls that nobody reads or that are made twice, permutations, casts and copies that undo each
-other.
+"""What lowering leaves behind: calls that nobody reads or that are made twice, permutations, casts and copies that undo
+each other.
 
 A graph that runs call by call pays for each of them. Values stay bitwise equal.
 """
@@ -22,7 +22,11 @@ def tidy(gm: fx.GraphModule, added: list[fx.Node]) -> None:
     _share_equal(gm, added)
     near, results = set(added), set(gm.graph.output_node().all_input_nodes)
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and (node in near or any(n in near for n in node.all_input_nodes)) and not node._erased:
+        if (
+            node.op == "call_function"
+            and (node in near or any(n in near for n in node.all_input_nodes))
+            and not node._erased
+        ):
             source = _undone(node) or _restored(node)
             # A result must stay a tensor of its own: neither an input of the graph nor another result.
             taken = source is not None and node in results and (source.op == "placeholder" or source in results)
@@ -31,11 +35,22 @@ def tidy(gm: fx.GraphModule, added: list[fx.Node]) -> None:
     for node in list(gm.graph.nodes):
         if node.target is aten.clone.default and node not in results:
             _share_copy(gm, node, near)
-    _drop_unread(gm, [n for n in gm.graph.nodes if n in near or n.target in _VIEWS or n.target in (aten._to_copy.default, aten.clone.default)])
+    _drop_unread(
+        gm,
+        [
+            n
+            for n in gm.graph.nodes
+            if n in near or n.target in _VIEWS or n.target in (aten._to_copy.default, aten.clone.default)
+        ],
+    )
 
 
 def _pure(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
 
 
 def _drop_unread(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
@@ -90,7 +105,9 @@ def _undone(node: fx.Node) -> fx.Node | None:
 def _share_copy(gm: fx.GraphModule, node: fx.Node, near: set[fx.Node]) -> None:
     """A contiguous copy of what, copied and reordered, lies in memory as the copy would is that value itself."""
     order, source = list(range(node.meta["val"].dim())), node.args[0]
-    while source.target in _VIEWS or (source.target is aten.clone.default and source.args[0] not in gm.graph.output_node().all_input_nodes):
+    while source.target in _VIEWS or (
+        source.target is aten.clone.default and source.args[0] not in gm.graph.output_node().all_input_nodes
+    ):
         if source.target in _VIEWS:
             inner = _VIEWS[source.target](source)
             order = [inner[i] for i in order]
@@ -114,5 +131,9 @@ def _restored(node: fx.Node) -> fx.Node | None:
         return None
     source = wide.args[0]
     dtype, between = source.meta["val"].dtype, wide.kwargs["dtype"]
-    lossless = between in (torch.float32, torch.float64) and dtype in (torch.float16, torch.bfloat16, torch.float32) and torch.promote_types(dtype, between) == between
+    lossless = (
+        between in (torch.float32, torch.float64)
+        and dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and torch.promote_types(dtype, between) == between
+    )
     return source if node.kwargs["dtype"] == dtype and lossless else None

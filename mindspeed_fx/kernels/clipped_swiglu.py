@@ -1,7 +1,7 @@
 """Clipped SwiGLU: ``g * sigmoid(alpha * g) * (u + offset)``, g = min(gate, limit), u = clamp(up, -limit, limit).
 
-Source: gpt-oss (alpha 1.702, limit 7, offset 1, gate and up in alternating columns); ``activation_func_clamp_value`` and
-``glu_linear_offset`` of Megatron-LM; ``npu_clipped_swiglu`` of torch_npu. Computed in float32 for 16-bit inputs.
+Source: gpt-oss (alpha 1.702, limit 7, offset 1, gate and up in alternating columns); ``activation_func_clamp_value``
+and ``glu_linear_offset`` of Megatron-LM; ``npu_clipped_swiglu`` of torch_npu. Computed in float32 for 16-bit inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def _pair(x: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tens
 
 
 @operator(f"clipped_swiglu(Tensor x, Tensor? up, {SETTINGS}) -> Tensor", lambda x, up, *settings: swiglu.fake(x, up))
-def clipped_swiglu(x: Tensor, up: Tensor | None, alpha: float, limit: float, offset: float, interleaved: bool) -> Tensor:
+def clipped_swiglu(
+    x: Tensor, up: Tensor | None, alpha: float, limit: float, offset: float, interleaved: bool
+) -> Tensor:
     """Clipped SwiGLU.
 
     Args:
@@ -42,8 +44,13 @@ def clipped_swiglu(x: Tensor, up: Tensor | None, alpha: float, limit: float, off
     return (g * torch.sigmoid(alpha * g) * (u + offset)).to(dtype).contiguous()
 
 
-@operator(f"clipped_swiglu_backward(Tensor grad, Tensor x, Tensor? up, {SETTINGS}) -> (Tensor, Tensor)", lambda grad, x, up, *settings: swiglu.fake_backward(grad, x, up))
-def clipped_swiglu_backward(grad: Tensor, x: Tensor, up: Tensor | None, alpha: float, limit: float, offset: float, interleaved: bool) -> tuple[Tensor, Tensor]:
+@operator(
+    f"clipped_swiglu_backward(Tensor grad, Tensor x, Tensor? up, {SETTINGS}) -> (Tensor, Tensor)",
+    lambda grad, x, up, *settings: swiglu.fake_backward(grad, x, up),
+)
+def clipped_swiglu_backward(
+    grad: Tensor, x: Tensor, up: Tensor | None, alpha: float, limit: float, offset: float, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """Gradients (dx, dup) of :func:`clipped_swiglu`; packed inputs have one packed gradient and an empty ``dup``.
 
     With s = sigmoid(alpha g): dgate = grad (u + offset) s (1 + alpha g (1 - s)) and dup = grad g s, zero where clipped.
@@ -57,7 +64,9 @@ def clipped_swiglu_backward(grad: Tensor, x: Tensor, up: Tensor | None, alpha: f
     dup = (grad * g * s).where(v.abs() <= limit, 0)
     if up is not None:
         return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()
-    return (torch.stack((dgate, dup), -1).flatten(-2) if interleaved else torch.cat((dgate, dup), -1)).to(x.dtype), x.new_empty(0)
+    return (torch.stack((dgate, dup), -1).flatten(-2) if interleaved else torch.cat((dgate, dup), -1)).to(
+        x.dtype
+    ), x.new_empty(0)
 
 
 def _setup(ctx, inputs, output):
@@ -68,7 +77,14 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grad):
     x, up = ctx.saved_tensors
     dx, dup = torch.ops.mindspeed.clipped_swiglu_backward(grad, x, up, *ctx.settings)
-    return dx if ctx.needs_input_grad[0] else None, dup if up is not None and ctx.needs_input_grad[1] else None, None, None, None, None
+    return (
+        dx if ctx.needs_input_grad[0] else None,
+        dup if up is not None and ctx.needs_input_grad[1] else None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 torch.library.register_autograd("mindspeed::clipped_swiglu", _backward, setup_context=_setup, lib=LIBRARY)
@@ -84,7 +100,9 @@ def _ways(x, up, alpha, limit, offset, interleaved):
 @clipped_swiglu_backward.shard
 def _ways_backward(grad, x, up, alpha, limit, offset, interleaved):
     last = x.ndim - 1
-    return swiglu.ways_backward(grad, x, up) + ([([Even(last, 2), REPLICATED], [Even(last), Even(last, 2), last])] if up is None and interleaved else [])
+    return swiglu.ways_backward(grad, x, up) + (
+        [([Even(last, 2), REPLICATED], [Even(last), Even(last, 2), last])] if up is None and interleaved else []
+    )
 
 
 @clipped_swiglu.costs

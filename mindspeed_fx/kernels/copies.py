@@ -5,14 +5,16 @@
     x    = reload(host, device)     starts the copy back       backward, early enough
     x    = wait_copy(x, host)       x may be read from here    backward, right before its first reader
 
-On cuda and npu copies run on two streams beside the one that computes, one each way, since links carry both ways at once. ``wait_copy``
-makes the stream that computes wait for an event; the host never waits. The tensor that is copied from is an operand of ``wait_copy``, so
-that it stays alive until then and its memory is reused in the order of the stream that computes, without ``record_stream``. Host buffers are
-pinned and come from torch's caching host allocator, which hands one out again when the copies that use it are over; it rounds sizes up to
-powers of two. Written after the documentation of ``torch.accelerator``; run on cpu only.
+On cuda and npu copies run on two streams beside the one that computes, one each way, since links carry both ways at
+once. ``wait_copy`` makes the stream that computes wait for an event; the host never waits. The tensor that is copied
+from is an operand of ``wait_copy``, so that it stays alive until then and its memory is reused in the order of the
+stream that computes, without ``record_stream``. Host buffers are pinned and come from torch's caching host allocator,
+which hands one out again when the copies that use it are over; it rounds sizes up to powers of two. Written after the
+documentation of ``torch.accelerator``; run on cpu only.
 
-On cpu, where there is nothing to gain, the same operators stand for the others in tests: a copy takes place as late as it may, in
-``wait_copy``, and until then its result is NaN, so that a read too early or a write into what is being copied shows.
+On cpu, where there is nothing to gain, the same operators stand for the others in tests: a copy takes place as late as
+it may, in ``wait_copy``, and until then its result is NaN, so that a read too early or a write into what is being
+copied shows.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ def _fake(logits, target, ignore_index, label_smoothing):
     return logits.new_empty(target.shape, dtype=dtype), logits.new_empty(target.shape, dtype=dtype)
 
 
-@operator("cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor, Tensor)", _fake)
+@operator(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor, Tensor)", _fake
+)
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy per token.
 
@@ -30,8 +32,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoot
         label_smoothing: weight in [0, 1) of the uniform distribution.
 
     Returns:
-        loss and log-sum-exp, each [tokens] in float32 (float64 for float64 logits). Both have gradients; the log-sum-exp of an ignored
-        token counts.
+        loss and log-sum-exp, each [tokens] in float32 (float64 for float64 logits). Both have gradients; the
+        log-sum-exp of an ignored token counts.
     """
     wide = logits.to(accumulation_dtype(logits.dtype))
     top = wide.amax(-1, keepdim=True)
@@ -48,14 +50,22 @@ def _fake_backward(grad, logits, target, lse, ignore_index, label_smoothing):
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-@operator("cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing) -> Tensor", _fake_backward)
+@operator(
+    "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float "
+    "label_smoothing) -> Tensor",
+    _fake_backward,
+)
 def cross_entropy_backward(grad, logits, target, lse, ignore_index, label_smoothing):
-    """Gradient of :func:`cross_entropy` for the logits: grad * (softmax - (1 - s) onehot - s / vocab), in their type."""
+    """Gradient of :func:`cross_entropy` for the logits: grad * (softmax - (1 - s) onehot - s / vocab), in their
+    type.
+    """
     wide = logits.to(lse.dtype)
     grad = grad.where(target != ignore_index, 0.0).unsqueeze(-1)
     p = (wide - lse.unsqueeze(-1)).exp()
     # No name for where the target is: it would stay in memory until the end.
-    p = p - (torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)).to(p.dtype) * (1.0 - label_smoothing)
+    p = p - (torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)).to(p.dtype) * (
+        1.0 - label_smoothing
+    )
     if label_smoothing:
         p = p - label_smoothing / logits.shape[-1]
     return (p * grad).to(logits.dtype)
@@ -74,12 +84,18 @@ def _backward(ctx, grad, grad_lse):
     dlogits = torch.ops.mindspeed.cross_entropy_backward
     if grad_lse is None:
         return dlogits(grad, logits, target, lse, ctx.ignore_index, ctx.label_smoothing), None, None, None
-    return _with_lse(dlogits, grad, grad_lse, logits, target, lse, ctx.ignore_index, ctx.label_smoothing), None, None, None
+    return (
+        _with_lse(dlogits, grad, grad_lse, logits, target, lse, ctx.ignore_index, ctx.label_smoothing),
+        None,
+        None,
+        None,
+    )
 
 
 def _with_lse(dlogits, grad, grad_lse, logits, target, lse, ignore_index, smoothing):
-    """The gradient where the log-sum-exp is used too (a z-loss): its own is grad_lse * softmax, so the two go through the operator as
-    one, and what the operator then took from the target for the log-sum-exp's sake is given back. An ignored token has the second alone."""
+    """The gradient where the log-sum-exp is used too (a z-loss): its own is grad_lse * softmax, so the two go through
+    the operator as one, and what the operator then took from the target for the log-sum-exp's sake is given back. An
+    ignored token has the second alone."""
     kept = target != ignore_index
     both = grad_lse if grad is None else grad.where(kept, 0.0) + grad_lse
     target = target.where(kept, 0)
@@ -112,5 +128,17 @@ def _ways_backward(grad, logits, target, lse, ignore_index, label_smoothing):
     return [([0], [0, 0, 0, 0])]
 
 
-triton.kernel(cross_entropy, _fake, "cross_entropy.forward", "online softmax", lambda logits, *rest: triton.refuse(logits.shape[-1], logits=logits))
-triton.kernel(cross_entropy_backward, _fake_backward, "cross_entropy.backward", "one read, one write", lambda grad, logits, *rest: triton.refuse(logits.shape[-1], logits=logits))
+triton.kernel(
+    cross_entropy,
+    _fake,
+    "cross_entropy.forward",
+    "online softmax",
+    lambda logits, *rest: triton.refuse(logits.shape[-1], logits=logits),
+)
+triton.kernel(
+    cross_entropy_backward,
+    _fake_backward,
+    "cross_entropy.backward",
+    "one read, one write",
+    lambda grad, logits, *rest: triton.refuse(logits.shape[-1], logits=logits),
+)

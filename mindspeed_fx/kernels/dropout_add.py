@@ -1,8 +1,8 @@
 """Bias, dropout and residual addition in one: ``residual + dropout(x + bias)``.
 
-Source: Megatron-LM's ``bias_dropout_add``; ``npu_dropout_add_layer_norm`` of MindSpeed, whose first half this is. The random numbers
-are those of ``aten.native_dropout`` on the same device: with one seed the result is bitwise that of the unfused eager model, and
-so the operator runs as one call, never inlined where generated code would draw its own.
+Source: Megatron-LM's ``bias_dropout_add``; ``npu_dropout_add_layer_norm`` of MindSpeed, whose first half this is. The
+random numbers are those of ``aten.native_dropout`` on the same device: with one seed the result is bitwise that of the
+unfused eager model, and so the operator runs as one call, never inlined where generated code would draw its own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from mindspeed_fx.kernels.sharding import along
 
 
 def _fake(x, bias, residual, p):
-    return torch.empty(residual.shape, dtype=residual.dtype, device=x.device), torch.empty_like(x if bias is None else x + bias, dtype=torch.bool)  # drawn in the order of memory
+    return torch.empty(residual.shape, dtype=residual.dtype, device=x.device), torch.empty_like(
+        x if bias is None else x + bias, dtype=torch.bool
+    )  # drawn in the order of memory
 
 
-@operator("dropout_add(Tensor x, Tensor? bias, Tensor residual, float p) -> (Tensor, Tensor)", _fake, opaque=True, random=True)
+@operator(
+    "dropout_add(Tensor x, Tensor? bias, Tensor residual, float p) -> (Tensor, Tensor)", _fake, opaque=True, random=True
+)
 def dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """residual + dropout(x + bias, p).
 
@@ -48,8 +52,15 @@ def _backward(ctx, grad, _grad_mask):
         return (None,) * 4
     (mask,) = ctx.saved_tensors
     need_x, need_bias = ctx.needs_input_grad[0], ctx.has_bias and ctx.needs_input_grad[1]
-    dx = grad * (mask.to(grad.dtype) * (1 / (1 - ctx.p))) if need_x or need_bias else None  # rounded as eager mode rounds
-    return dx if need_x else None, dx.flatten(0, -2).sum(0) if need_bias else None, grad if ctx.needs_input_grad[2] else None, None
+    dx = (
+        grad * (mask.to(grad.dtype) * (1 / (1 - ctx.p))) if need_x or need_bias else None
+    )  # rounded as eager mode rounds
+    return (
+        dx if need_x else None,
+        dx.flatten(0, -2).sum(0) if need_bias else None,
+        grad if ctx.needs_input_grad[2] else None,
+        None,
+    )
 
 
 torch.library.register_autograd("mindspeed::dropout_add", _backward, setup_context=_setup, lib=LIBRARY)

@@ -1,10 +1,12 @@
-"""``residual + dropout(x + bias)`` whose mask is a function of a seed and of the place in the tensor: it is drawn, never stored.
+"""``residual + dropout(x + bias)`` whose mask is a function of a seed and of the place in the tensor: it is drawn,
+never stored.
 
-Forward and backward draw the same mask from the same two numbers, so nothing of the size of ``x`` is saved. The numbers are of the
-distribution of the model's dropout but not the same, so that only targets take this operator (passes/lowering/dropout.py) whose own
-dropout draws numbers of its own too. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (a counter, not a
-state); the mixing of 32-bit words is that of C. Wellons's hash-prospector. Products, shifts and exclusive-or of 32-bit integers are
-vector operations on Ascend, which the 64-bit products of Philox are not.
+Forward and backward draw the same mask from the same two numbers, so nothing of the size of ``x`` is saved. The numbers
+are of the distribution of the model's dropout but not the same, so that only targets take this operator
+(passes/lowering/dropout.py) whose own dropout draws numbers of its own too. Source: Salmon et al. 2011, "Parallel
+random numbers: as easy as 1, 2, 3" (a counter, not a state); the mixing of 32-bit words is that of C. Wellons's
+hash-prospector. Products, shifts and exclusive-or of 32-bit integers are vector operations on Ascend, which the 64-bit
+products of Philox are not.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ WORD, LEVELS = 2**32 - 1, 2**24
 """Mask of 32 bits; how many values a drawn number has, all of them exact in float32."""
 FIRST, SECOND = 0x2C1B3C6D, 0x297A2D39
 DRAWN = 22
-"""Vector FLOP of one number: two products, and three shifts and four exclusive-ors of several operations each on Ascend."""
+"""Vector FLOP of one number: two products, and three shifts and four exclusive-ors of several operations each on
+Ascend.
+"""
 
 
 def drawn(shape: torch.Size, seed: Tensor) -> Tensor:
-    """int64 tensor of ``shape``, uniform in [0, :data:`LEVELS`): the number of element i, counted in row-major order modulo 2**32.
+    """int64 tensor of ``shape``, uniform in [0, :data:`LEVELS`): the number of element i, counted in row-major order
+    modulo 2**32.
 
     Args:
         seed: [2], int32, non-negative.
@@ -72,7 +77,9 @@ def _fake_backward(grad, seed, p):
 
 @operator("dropout_add_seeded_backward(Tensor grad, Tensor seed, float p) -> Tensor", _fake_backward)
 def dropout_add_seeded_backward(grad: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Gradient [..., hidden] of ``x``, contiguous; its sum over rows is that of the bias, and ``grad`` that of the residual."""
+    """Gradient [..., hidden] of ``x``, contiguous; its sum over rows is that of the bias, and ``grad`` that of the
+    residual.
+    """
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return torch.where(drawn(grad.shape, seed) >= threshold(p), wide * (1 / (1 - p)), 0.0).to(grad.dtype).contiguous()
 
@@ -87,7 +94,13 @@ def _backward(ctx, grad):
     (seed,) = ctx.saved_tensors
     need_x, need_bias = ctx.needs_input_grad[0], ctx.has_bias and ctx.needs_input_grad[1]
     dx = torch.ops.mindspeed.dropout_add_seeded_backward(grad, seed, ctx.p) if need_x or need_bias else None
-    return dx if need_x else None, dx.flatten(0, -2).sum(0) if need_bias else None, grad if ctx.needs_input_grad[2] else None, None, None
+    return (
+        dx if need_x else None,
+        dx.flatten(0, -2).sum(0) if need_bias else None,
+        grad if ctx.needs_input_grad[2] else None,
+        None,
+        None,
+    )
 
 
 torch.library.register_autograd("mindspeed::dropout_add_seeded", _backward, setup_context=_setup, lib=LIBRARY)
@@ -115,9 +128,13 @@ def _backward_cost(out, grad, seed, p):
 
 
 triton.kernel(
-    dropout_add_seeded, _fake, "dropout_add_seeded.forward", "mask drawn in place",
-    lambda x, bias, residual, seed, p: triton.refuse(x.shape[-1], x=x, bias=bias, residual=residual), beats_codegen=False,
-)  # fmt: skip
+    dropout_add_seeded,
+    _fake,
+    "dropout_add_seeded.forward",
+    "mask drawn in place",
+    lambda x, bias, residual, seed, p: triton.refuse(x.shape[-1], x=x, bias=bias, residual=residual),
+    beats_codegen=False,
+)
 triton.kernel(
     dropout_add_seeded_backward, _fake_backward, "dropout_add_seeded.backward", "mask drawn again",
     lambda grad, seed, p: triton.refuse(grad.shape[-1], grad=grad), beats_codegen=False,

@@ -115,5 +115,19 @@ glu.shard(swiglu.ways)
 glu_backward.shard(swiglu.ways_backward)
 
 
-triton.kernel(glu, _fake, "glu.forward", "one read", lambda x, up, activation: triton.refuse(x.shape[-1], x=x, up=up), beats_codegen=False)
-triton.kernel(glu_backward, _fake_backward, "glu.backward", "both gradients in one read", lambda grad, x, up, activation: triton.refuse(x.shape[-1], grad=grad, x=x, up=up), beats_codegen=False)
+triton.kernel(
+    glu,
+    _fake,
+    "glu.forward",
+    "one read",
+    lambda x, up, activation: triton.refuse(x.shape[-1], x=x, up=up),
+    beats_codegen=False,
+)
+triton.kernel(
+    glu_backward,
+    _fake_backward,
+    "glu.backward",
+    "both gradients in one read",
+    lambda grad, x, up, activation: triton.refuse(x.shape[-1], grad=grad, x=x, up=up),
+    beats_codegen=False,
+)

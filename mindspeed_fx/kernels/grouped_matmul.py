@@ -1,8 +1,8 @@
 """Grouped matrix product: rows sorted by group, each group times a matrix of its own (the experts of a mixture).
 
-Source: ``npu_grouped_matmul`` of torch_npu (group_type 0, group_list cumulative; its weight gradient is group_type 2) and
-``aten._grouped_mm``. Unlike both, every type is allowed, float64 included, and rows that belong to no group are zero
-instead of undefined.
+Source: ``npu_grouped_matmul`` of torch_npu (group_type 0, group_list cumulative; its weight gradient is group_type 2)
+and ``aten._grouped_mm``. Unlike both, every type is allowed, float64 included, and rows that belong to no group are
+zero instead of undefined.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         [tokens, n], contiguous; rows from ``offsets[-1]`` on are zero.
     """
-    # One ATen product per group, into place: what aten._grouped_mm does on CPU too. oneDNN, faster for fixed shapes, gains
-    # nothing: it makes a kernel for every number of rows it has not seen, and routing brings new ones at every step.
+    # One ATen product per group, into place: what aten._grouped_mm does on CPU too. oneDNN, faster for fixed shapes,
+    # gains nothing: it makes a kernel for every number of rows it has not seen, and routing brings new ones at every
+    # step.
     out = _unfilled(x, weight.shape[2], offsets)
     for (rows, result), matrix in zip(_split(offsets, x, out), weight):
         torch.mm(rows, matrix, out=result)
@@ -60,8 +61,15 @@ def _fake_backward(grad, x, weight, offsets, need_x, need_weight):
     return dx, torch.empty_like(weight) if need_weight else x.new_empty(0)
 
 
-@operator("grouped_matmul_backward(Tensor grad, Tensor x, Tensor weight, Tensor offsets, bool need_x, bool need_weight) -> (Tensor, Tensor)", _fake_backward, opaque=True)
-def grouped_matmul_backward(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+@operator(
+    "grouped_matmul_backward(Tensor grad, Tensor x, Tensor weight, Tensor offsets, bool need_x, bool need_weight) -> "
+    "(Tensor, Tensor)",
+    _fake_backward,
+    opaque=True,
+)
+def grouped_matmul_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
     """Gradients (dx, dweight) of :func:`grouped_matmul`; the one that is not needed is empty.
 
     Per group: dx = grad w^T, dweight = x^T grad, zero for a group without rows. dweight is stored as ``weight`` is.

@@ -1,7 +1,8 @@
 """LayerNorm over the last dimension: ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
-Source: Ba, Kiros and Hinton 2016, "Layer Normalization"; ``aten.native_layer_norm``, whose results these are, but with the
-statistics kept in float32 for 16-bit inputs on every target; ``npu_add_layer_norm`` of torch_npu has the same formula.
+Source: Ba, Kiros and Hinton 2016, "Layer Normalization"; ``aten.native_layer_norm``, whose results these are, but with
+the statistics kept in float32 for 16-bit inputs on every target; ``npu_add_layer_norm`` of torch_npu has the same
+formula.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 SCHEMA = "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"
-BACKWARD = "(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)"
+BACKWARD = (
+    "(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool need_weight, bool need_bias) -> "
+    "(Tensor, Tensor, Tensor)"
+)
 
 
 def fake(x, weight, bias, eps):
@@ -48,17 +52,22 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def fake_backward(grad, x, weight, mean, rstd, need_weight, need_bias):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return dx, torch.empty_like(weight) if need_weight else x.new_empty(0), x.new_empty(x.shape[-1:] if need_bias else 0, dtype=rstd.dtype)
+    return (
+        dx,
+        torch.empty_like(weight) if need_weight else x.new_empty(0),
+        x.new_empty(x.shape[-1:] if need_bias else 0, dtype=rstd.dtype),
+    )
 
 
 @operator(f"layer_norm_backward{BACKWARD}", fake_backward)
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of :func:`layer_norm`; the last two are empty unless needed, dbias has the type of ``rstd``.
+    """Gradients (dx, dweight, dbias) of :func:`layer_norm`; the last two are empty unless needed, dbias has the type of
+    ``rstd``.
 
-    With n = (x - mean) * rstd and h = grad * weight: dx = rstd * (h - mean(h) - n * mean(h * n)), dweight = sum over rows of
-    grad * n, dbias = sum over rows of grad.
+    With n = (x - mean) * rstd and h = grad * weight: dx = rstd * (h - mean(h) - n * mean(h * n)), dweight = sum over
+    rows of grad * n, dbias = sum over rows of grad.
     """
     normal, grad = (x.to(rstd.dtype) - mean) * rstd, grad.to(rstd.dtype)
     h = grad if weight is None else grad * weight.to(rstd.dtype)
@@ -85,7 +94,12 @@ def _backward(ctx, grad, _grad_mean, _grad_rstd):
     x, weight, mean, rstd = ctx.saved_tensors
     need_weight, need_bias = ctx.needs_input_grad[1:3]
     dx, dweight, dbias = torch.ops.mindspeed.layer_norm_backward(grad, x, weight, mean, rstd, need_weight, need_bias)
-    return dx if ctx.needs_input_grad[0] else None, dweight if need_weight else None, dbias.to(ctx.bias_dtype) if need_bias else None, None
+    return (
+        dx if ctx.needs_input_grad[0] else None,
+        dweight if need_weight else None,
+        dbias.to(ctx.bias_dtype) if need_bias else None,
+        None,
+    )
 
 
 torch.library.register_autograd("mindspeed::layer_norm", _backward, setup_context=_setup, lib=LIBRARY)
@@ -122,7 +136,7 @@ def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[
     if wide != x.dtype:
         weight = x.new_ones(x.shape[-1], dtype=wide) if weight is None else weight
         bias = x.new_zeros(x.shape[-1], dtype=wide) if bias is None else bias
-    return *(p if p is None else p.to(wide).contiguous() for p in (weight, bias)),
+    return (*(p if p is None else p.to(wide).contiguous() for p in (weight, bias)),)
 
 
 @operator(f"layer_norm_aten{SCHEMA}", fake, opaque=True)
@@ -135,7 +149,9 @@ def layer_norm_aten(x, weight, bias, eps):
 def layer_norm_aten_backward(grad, x, weight, mean, rstd, need_weight, need_bias):
     """:func:`layer_norm_backward` by ``aten.native_layer_norm_backward``."""
     parameters = _parameters(x, weight, rstd.new_empty(x.shape[-1]) if need_bias else None)
-    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(grad.contiguous(), x.contiguous(), x.shape[-1:], mean, rstd, *parameters, [True, need_weight, need_bias])
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        grad.contiguous(), x.contiguous(), x.shape[-1:], mean, rstd, *parameters, [True, need_weight, need_bias]
+    )
     return dx, dweight.to(weight.dtype) if need_weight else x.new_empty(0), dbias if need_bias else rstd.new_empty(0)
 
 
@@ -149,7 +165,12 @@ layer_norm_aten_backward.costs(_backward_cost)
 
 def supports(x: Tensor, *given: Tensor | None) -> str | None:
     """Why ATen's kernel cannot take these; None when it can."""
-    others = {str(t.dtype).removeprefix("torch.") for t in given if t is not None} - {"float64", "float32", "bfloat16", "float16"}
+    others = {str(t.dtype).removeprefix("torch.") for t in given if t is not None} - {
+        "float64",
+        "float32",
+        "bfloat16",
+        "float16",
+    }
     return f"a parameter is {others.pop()}" if others else None
 
 
@@ -161,9 +182,9 @@ def supports_backward(x, weight, mean, rstd, need_weight, need_bias) -> str | No
 
 
 def pays(x: Tensor) -> str | None:
-    """Why generated code is as good, None where ATen's kernel was measured faster: forward and backward together in float32 take
-    0.5 to 0.9 of the time from 512 thousand elements on, in 16 bits 1.0 to 1.05, and a call costs 1.2 to 1.3 of 16 thousand
-    elements (one core of an x86 server, alone and between a residual addition and a GELU)."""
+    """Why generated code is as good, None where ATen's kernel was measured faster: forward and backward together in
+    float32 take 0.5 to 0.9 of the time from 512 thousand elements on, in 16 bits 1.0 to 1.05, and a call costs 1.2 to
+    1.3 of 16 thousand elements (one core of an x86 server, alone and between a residual addition and a GELU)."""
     if x.itemsize == 2:
         return "generated code is as fast for 16-bit inputs"
     return None if statically_known_true(x.numel() >= PAYS) else f"fewer than {PAYS} elements, or an unknown number"
@@ -172,11 +193,26 @@ def pays(x: Tensor) -> str | None:
 PAYS = 2**19
 
 for _where, _good in ((True, lambda x: pays(x)), (False, lambda x: None)):
-    layer_norm.lower("cpu")("aten, one read of a row", lambda x, weight, bias, eps, good=_good: good(x) or supports(x, weight, bias), beats_codegen=_where)(layer_norm_aten.overload)
-    layer_norm_backward.lower("cpu")("aten, all gradients", lambda grad, *rest, good=_good: good(rest[0]) or supports_backward(*rest), beats_codegen=_where)(layer_norm_aten_backward.overload)
+    layer_norm.lower("cpu")(
+        "aten, one read of a row",
+        lambda x, weight, bias, eps, good=_good: good(x) or supports(x, weight, bias),
+        beats_codegen=_where,
+    )(layer_norm_aten.overload)
+    layer_norm_backward.lower("cpu")(
+        "aten, all gradients",
+        lambda grad, *rest, good=_good: good(rest[0]) or supports_backward(*rest),
+        beats_codegen=_where,
+    )(layer_norm_aten_backward.overload)
 
 
-triton.kernel(layer_norm, fake, "layer_norm.forward", "one read of a row", lambda x, weight, bias, eps: triton.refuse(x.shape[-1], x=x, weight=weight, bias=bias), beats_codegen=False)
+triton.kernel(
+    layer_norm,
+    fake,
+    "layer_norm.forward",
+    "one read of a row",
+    lambda x, weight, bias, eps: triton.refuse(x.shape[-1], x=x, weight=weight, bias=bias),
+    beats_codegen=False,
+)
 triton.kernel(
     layer_norm_backward, fake_backward, "layer_norm.backward", "all gradients in one read of a row",
     lambda grad, x, weight, *rest: triton.refuse(x.shape[-1], grad=grad, x=x, weight=weight), beats_codegen=False,

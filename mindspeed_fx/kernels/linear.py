@@ -1,9 +1,9 @@
 """Linear layer as one operator: ``y = x weight^T + bias`` over any number of leading dimensions.
 
 ``aten.linear`` becomes a product of matrices with flattened rows before DTensor sees it, and rows of a batch whose
-sequence is divided are not contiguous in the whole: flattened they have no placement. Here every leading dimension keeps
-its own. Sharded graphs use it; it is inlined before code is generated. Source: Shoeybi et al. 2019, "Megatron-LM", for
-the column and the row way.
+sequence is divided are not contiguous in the whole: flattened they have no placement. Here every leading dimension
+keeps its own. Sharded graphs use it; it is inlined before code is generated. Source: Shoeybi et al. 2019,
+"Megatron-LM", for the column and the row way.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _fake_backward(grad, x, weight, needed):
     shapes = (x.shape, weight.shape, weight.shape[:1])
-    return tuple(torch.empty(s, dtype=x.dtype, device=x.device) if need else x.new_empty(0) for s, need in zip(shapes, needed))
+    return tuple(
+        torch.empty(s, dtype=x.dtype, device=x.device) if need else x.new_empty(0) for s, need in zip(shapes, needed)
+    )
 
 
-@operator("linear_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needed) -> (Tensor, Tensor, Tensor)", _fake_backward)
+@operator(
+    "linear_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needed) -> (Tensor, Tensor, Tensor)", _fake_backward
+)
 def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of :func:`linear`, of size 0 where not needed: dx = grad weight, dweight = grad^T x over
-    all rows, dbias = the sum of the rows of grad."""
+    """Gradients (dx, dweight, dbias) of :func:`linear`, of size 0 where not needed: dx = grad weight, dweight = grad^T
+    x over all rows, dbias = the sum of the rows of grad."""
     rows = grad.reshape(-1, grad.shape[-1])
     dx = (rows @ weight).view(x.shape) if needed[0] else x.new_empty(0)
     dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if needed[1] else x.new_empty(0)
@@ -69,7 +73,10 @@ torch.library.register_autograd("mindspeed::linear", _backward, setup_context=_s
 def _ways(x, weight, bias=None):
     """By row, by column of the result, and by summand; a bias is then one more summand."""
     last = x.ndim - 1
-    return [([d], [d, REPLICATED, REPLICATED]) for d in range(last)] + [([last], [REPLICATED, 0, 0]), ([PARTIAL], [last, 1, PARTIAL])]
+    return [([d], [d, REPLICATED, REPLICATED]) for d in range(last)] + [
+        ([last], [REPLICATED, 0, 0]),
+        ([PARTIAL], [last, 1, PARTIAL]),
+    ]
 
 
 @linear_backward.shard
@@ -79,12 +86,23 @@ def _ways_backward(grad, x, weight, needed):
 
     last = x.ndim - 1
     found = [(results(d, PARTIAL, PARTIAL), [d, d, REPLICATED]) for d in range(last)]
-    return found + [(results(PARTIAL, 0, 0), [last, REPLICATED, 0]), (results(last, 1, REPLICATED), [REPLICATED, last, 1])]
+    return found + [
+        (results(PARTIAL, 0, 0), [last, REPLICATED, 0]),
+        (results(last, 1, REPLICATED), [REPLICATED, last, 1]),
+    ]
 
 
 @linear.costs
 def _cost(out, x, weight, bias=None):
-    return once(out, x, weight, bias, flops=2 * x.numel * weight.shape[0], vector=out.numel if bias is not None else 0, dtype=x.dtype)
+    return once(
+        out,
+        x,
+        weight,
+        bias,
+        flops=2 * x.numel * weight.shape[0],
+        vector=out.numel if bias is not None else 0,
+        dtype=x.dtype,
+    )
 
 
 @linear_backward.costs

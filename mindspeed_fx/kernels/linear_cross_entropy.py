@@ -28,7 +28,17 @@ REDUCTIONS = ("mean", "sum", "none")
 # --------------------------------------------------------------------------- what a model calls
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, reduction: str = "mean") -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
     """Cross-entropy of softcap * tanh(logits / softcap), logits = hidden weight^T + bias.
 
     Args:
@@ -53,7 +63,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, ta
         return torch.ops.mindspeed.linear_cross_entropy_tokens(hidden, weight, bias, target, *settings)
     # Here, above autograd, it is known which gradients anybody will ask for.
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    return torch.ops.mindspeed.linear_cross_entropy_total(hidden, weight, bias, target, *settings, reduction == "mean", needed)[0]
+    return torch.ops.mindspeed.linear_cross_entropy_total(
+        hidden, weight, bias, target, *settings, reduction == "mean", needed
+    )[0]
 
 
 LIBRARY.define(
@@ -81,8 +93,14 @@ def _fake_total(hidden, weight, bias, target, ignore_index, label_smoothing, z_l
     return loss, *(_saved(x, hidden, need) for x, need in zip((hidden, weight, bias), needed))
 
 
-@operator(f"linear_cross_entropy_total({INPUTS}, bool mean, bool[3] needed) -> (Tensor, Tensor, Tensor, Tensor)", _fake_total, opaque=True)
-def linear_cross_entropy_total(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed):
+@operator(
+    f"linear_cross_entropy_total({INPUTS}, bool mean, bool[3] needed) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_total,
+    opaque=True,
+)
+def linear_cross_entropy_total(
+    hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed
+):
     """:func:`linear_cross_entropy` summed or averaged, and the gradients for an upstream gradient of 1.
 
     Args:
@@ -94,7 +112,9 @@ def linear_cross_entropy_total(hidden, weight, bias, target, ignore_index, label
     """
     kept = (target != ignore_index).sum().item()
     scale = 1.0 / max(kept, 1) if mean else 1.0
-    losses, *grads = chunked(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, scale, needed)
+    losses, *grads = chunked(
+        hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, scale, needed
+    )
     total = losses.sum()
     grads = (hidden.new_empty(0) if g is None else g.to(_saved_dtype(hidden)) for g in grads)
     return total / kept if mean else total, *grads
@@ -104,8 +124,14 @@ def _fake_total_backward(grad, dhidden, dweight, dbias):
     return tuple(torch.empty_like(g) for g in (dhidden, dweight, dbias))
 
 
-@operator("linear_cross_entropy_total_backward(Tensor grad, Tensor dhidden, Tensor dweight, Tensor dbias) -> (Tensor, Tensor, Tensor)", _fake_total_backward)
-def linear_cross_entropy_total_backward(grad: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@operator(
+    "linear_cross_entropy_total_backward(Tensor grad, Tensor dhidden, Tensor dweight, Tensor dbias) -> (Tensor, "
+    "Tensor, Tensor)",
+    _fake_total_backward,
+)
+def linear_cross_entropy_total_backward(
+    grad: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The forward's gradients times the upstream gradient ``grad`` []. Inlined, so that Inductor scales in place."""
     return tuple(g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
 
@@ -121,12 +147,17 @@ def _backward_total(ctx, grad, *_):
     if grad is None:
         return (None,) * 10
     for name, asked, needed in zip(("hidden", "weight", "bias"), ctx.needs_input_grad, ctx.needed):
-        torch._check(needed or not asked, lambda: f"linear_cross_entropy_total: the forward was not told that {name} needs a gradient")
+        torch._check(
+            needed or not asked,
+            lambda: f"linear_cross_entropy_total: the forward was not told that {name} needs a gradient",
+        )
     grads = torch.ops.mindspeed.linear_cross_entropy_total_backward(grad, *ctx.saved_tensors)
     return *(g.to(ctx.dtype) if asked else None for g, asked in zip(grads, ctx.needs_input_grad)), *(None,) * 7
 
 
-torch.library.register_autograd("mindspeed::linear_cross_entropy_total", _backward_total, setup_context=_setup_total, lib=LIBRARY)
+torch.library.register_autograd(
+    "mindspeed::linear_cross_entropy_total", _backward_total, setup_context=_setup_total, lib=LIBRARY
+)
 
 
 # --------------------------------------------------------------------------- none: a loss per token
@@ -143,12 +174,23 @@ def linear_cross_entropy_tokens(hidden, weight, bias, target, ignore_index, labe
 
 
 def _fake_tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else hidden.new_empty(0) for x, need in zip((hidden, weight, bias), needed))
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else hidden.new_empty(0)
+        for x, need in zip((hidden, weight, bias), needed)
+    )
 
 
-@operator(f"linear_cross_entropy_tokens_backward(Tensor grad, {INPUTS}, bool[3] needed) -> (Tensor, Tensor, Tensor)", _fake_tokens_backward, opaque=True)
-def linear_cross_entropy_tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
-    """Gradients for hidden, weight and bias from ``grad`` [tokens], of size 0 where not needed; the logits are made again."""
+@operator(
+    f"linear_cross_entropy_tokens_backward(Tensor grad, {INPUTS}, bool[3] needed) -> (Tensor, Tensor, Tensor)",
+    _fake_tokens_backward,
+    opaque=True,
+)
+def linear_cross_entropy_tokens_backward(
+    grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed
+):
+    """Gradients for hidden, weight and bias from ``grad`` [tokens], of size 0 where not needed; the logits are made
+    again.
+    """
     _, *grads = chunked(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, grad, needed)
     return tuple(hidden.new_empty(0) if g is None else g.to(hidden.dtype) for g in grads)
 
@@ -165,7 +207,9 @@ def _backward_tokens(ctx, grad):
     return *(g if need else None for g, need in zip(grads, needed)), *(None,) * 5
 
 
-torch.library.register_autograd("mindspeed::linear_cross_entropy_tokens", _backward_tokens, setup_context=_setup_tokens, lib=LIBRARY)
+torch.library.register_autograd(
+    "mindspeed::linear_cross_entropy_tokens", _backward_tokens, setup_context=_setup_tokens, lib=LIBRARY
+)
 
 
 # --------------------------------------------------------------------------- sharding
@@ -203,18 +247,33 @@ def _ways_tokens_backward(grad, hidden, weight, bias, target, ignore_index, labe
 
 
 def _work(out, hidden, weight, needed, *others) -> Cost:
-    """One product for the logits, one for each of two gradients. Chunks are too large for caches: a logit is written and
-    read, and for gradients written as a probability and read by each product, in the accumulation type (16-bit inputs are
-    narrowed first, which is not counted). Each chunk reads the weight, twice for dhidden, and updates dweight."""
+    """One product for the logits, one for each of two gradients. Chunks are too large for caches: a logit is written
+    and read, and for gradients written as a probability and read by each product, in the accumulation type (16-bit
+    inputs are narrowed first, which is not counted). Each chunk reads the weight, twice for dhidden, and updates
+    dweight."""
     (tokens, width), vocab = hidden.shape, weight.shape[0]
     to_hidden, to_weight = int(needed[0]), int(needed[1])
     products, item = to_hidden + to_weight, 8 if hidden.dtype == "float64" else 4
     chunks = -(-tokens * vocab * item // CHUNK)
     logits = tokens * vocab * item
-    read = size(hidden, *others) + logits * (1 + products) + weight.bytes * chunks * (1 + to_hidden) + to_weight * weight.numel * item * (chunks - 1)
+    read = (
+        size(hidden, *others)
+        + logits * (1 + products)
+        + weight.bytes * chunks * (1 + to_hidden)
+        + to_weight * weight.numel * item * (chunks - 1)
+    )
     write = size(out) + logits * (2 if products else 1) + to_weight * weight.numel * item * (chunks - 1)
     flops = 2 * (1 + products) * tokens * width * vocab
-    return Cost(flops, flops, (SOFTMAX + 3 * products) * tokens * vocab, read, write, hidden.dtype, "float64" if item == 8 else "float32", 3 * chunks)
+    return Cost(
+        flops,
+        flops,
+        (SOFTMAX + 3 * products) * tokens * vocab,
+        read,
+        write,
+        hidden.dtype,
+        "float64" if item == 8 else "float32",
+        3 * chunks,
+    )
 
 
 @linear_cross_entropy_total.costs
@@ -233,10 +292,18 @@ def _tokens_cost(out, hidden, weight, bias, target, ignore_index, label_smoothin
 
 
 @linear_cross_entropy_tokens_backward.costs
-def _tokens_backward_cost(out, grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
+def _tokens_backward_cost(
+    out, grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed
+):
     return _work(out, hidden, weight, needed, bias, target, grad)
 
 
-linear_cross_entropy_total.parts = lambda hidden, weight, bias, target, ignored, s, z, cap, mean, needed: parts(hidden, weight, False, s, z, cap, any(needed))
-linear_cross_entropy_tokens.parts = lambda hidden, weight, bias, target, ignored, s, z, cap: parts(hidden, weight, False, s, z, cap, False)
-linear_cross_entropy_tokens_backward.parts = lambda grad, hidden, weight, bias, target, ignored, s, z, cap, needed: parts(hidden, weight, True, s, z, cap, any(needed))
+linear_cross_entropy_total.parts = lambda hidden, weight, bias, target, ignored, s, z, cap, mean, needed: parts(
+    hidden, weight, False, s, z, cap, any(needed)
+)
+linear_cross_entropy_tokens.parts = lambda hidden, weight, bias, target, ignored, s, z, cap: parts(
+    hidden, weight, False, s, z, cap, False
+)
+linear_cross_entropy_tokens_backward.parts = lambda grad, hidden, weight, bias, target, ignored, s, z, cap, needed: (
+    parts(hidden, weight, True, s, z, cap, any(needed))
+)

@@ -1,7 +1,7 @@
 """The work of linear cross-entropy: losses and gradients, one chunk of rows of logits at a time.
 
-Sums over chunks are kept in float32 for 16-bit inputs, whose logits and their gradients are rounded to 16 bits as unfused
-ones are. What happens to one chunk is :mod:`mindspeed_fx.kernels.linear_cross_entropy_work`.
+Sums over chunks are kept in float32 for 16-bit inputs, whose logits and their gradients are rounded to 16 bits as
+unfused ones are. What happens to one chunk is :mod:`mindspeed_fx.kernels.linear_cross_entropy_work`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, full, onednn, 
 
 
 def chunked(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, upstream: Tensor | float, needed: Sequence[bool]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    upstream: Tensor | float,
+    needed: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Losses, and the gradients of sum(upstream * losses).
 
@@ -57,14 +66,30 @@ def chunked(
     return losses, dhidden, dweight, dbias
 
 
-def parts(hidden: Tensor, weight: Tensor, per_token: bool, label_smoothing: float, z_loss: float, softcap: float, gradients: bool) -> list[tuple[str, list]]:
+def parts(
+    hidden: Tensor,
+    weight: Tensor,
+    per_token: bool,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    gradients: bool,
+) -> list[tuple[str, list]]:
     """The launch of a full chunk, for :attr:`mindspeed_fx.kernels.base.Operator.parts`."""
     if hidden.dtype not in triton.DTYPES:
         return []
     vocab = fake.hint(weight.shape[0])
     rows = full(fake.hint(hidden.shape[0]), vocab, accumulation_dtype(hidden.dtype))
-    target, upstream = hidden.new_empty(rows, dtype=torch.int64), hidden.new_empty(rows, dtype=torch.float32) if per_token else None
-    return [("linear_cross_entropy_chunk", [hidden.new_empty(rows, vocab), target, upstream, label_smoothing, z_loss, softcap, gradients])]
+    target, upstream = (
+        hidden.new_empty(rows, dtype=torch.int64),
+        hidden.new_empty(rows, dtype=torch.float32) if per_token else None,
+    )
+    return [
+        (
+            "linear_cross_entropy_chunk",
+            [hidden.new_empty(rows, vocab), target, upstream, label_smoothing, z_loss, softcap, gradients],
+        )
+    ]
 
 
 def _rows(target: Tensor, ignore_index: int, vocab: int, rows: int) -> Iterator[slice | Tensor]:
@@ -80,8 +105,8 @@ def _rows(target: Tensor, ignore_index: int, vocab: int, rows: int) -> Iterator[
 
 
 def pieces(kept: Tensor, tokens: int, rows: int) -> Iterator[slice | Tensor]:
-    """``kept`` [any], the numbers of some of ``tokens`` tokens in order, in pieces of at most ``rows`` and about equal size: slices where
-    no token is left out."""
+    """``kept`` [any], the numbers of some of ``tokens`` tokens in order, in pieces of at most ``rows`` and about equal
+    size: slices where no token is left out."""
     rows = -(-len(kept) // -(-len(kept) // rows))
     for start in range(0, len(kept), rows):
         stop = min(len(kept), start + rows)
@@ -89,7 +114,11 @@ def pieces(kept: Tensor, tokens: int, rows: int) -> Iterator[slice | Tensor]:
 
 
 def times_weight(d: Tensor, weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(d, weight.t(), None, "none", [], "") if onednn(d, weight) else torch.mm(d, weight)
+    return (
+        torch.ops.mkldnn._linear_pointwise(d, weight.t(), None, "none", [], "")
+        if onednn(d, weight)
+        else torch.mm(d, weight)
+    )
 
 
 def add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) -> None:

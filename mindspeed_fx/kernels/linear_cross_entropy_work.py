@@ -1,8 +1,8 @@
 """What linear cross-entropy does with one chunk of logits: losses, and gradients in their place.
 
-Three ways, the best that can run: one Triton kernel on an accelerator; one function in C++ on cpu in float32; torch's operators elsewhere,
-with probabilities in a buffer of the accumulation type. Buffers are allocated once and reused: a fresh one costs more in
-page faults than what fills it.
+Three ways, the best that can run: one Triton kernel on an accelerator; one function in C++ on cpu in float32; torch's
+operators elsewhere, with probabilities in a buffer of the accumulation type. Buffers are allocated once and reused: a
+fresh one costs more in page faults than what fills it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype
 
 CHUNK = 64 * 2**20
-"""Most bytes of one chunk of logits, in the accumulation type. Every chunk reads the weight twice and its gradient once;
-below this size that shows."""
+"""Most bytes of one chunk of logits, in the accumulation type. Every chunk reads the weight twice and its gradient
+once; below this size that shows."""
 
 BLOCK = 32 * 2**20
-"""Bytes that one call of oneDNN may allocate for logits: what the C library keeps for the next call, without page faults."""
+"""Bytes that one call of oneDNN may allocate for logits: what the C library keeps for the next call, without page
+faults.
+"""
 
 CACHED, ROWS = 8 * 2**20, 256
-"""Bytes of a chunk that stays in the last cache, and rows from which on reading the weight once more does not show. Measured
-by benchmarks/whole_models.py: 8 MiB are faster than 4, 16 or 64 at a vocabulary of 8192."""
+"""Bytes of a chunk that stays in the last cache, and rows from which on reading the weight once more does not show.
+Measured by benchmarks/whole_models.py: 8 MiB are faster than 4, 16 or 64 at a vocabulary of 8192."""
 
 
 class Linear(abc.ABC):
@@ -38,7 +40,9 @@ class Linear(abc.ABC):
         gradients: whether anybody needs those of the logits.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool):
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool
+    ):
         self.weight, self.bias, self.gradients = weight, bias, gradients
         self.label_smoothing, self.z_loss, self.softcap = settings
 
@@ -51,7 +55,11 @@ class Linear(abc.ABC):
     def product(self, x: Tensor, out: Tensor) -> Tensor:
         """Logits [n, vocab] in the type of the inputs, in the first rows of ``out``."""
         out = out[: len(x)]
-        return torch.mm(x, self.weight.t(), out=out) if self.bias is None else torch.addmm(self.bias, x, self.weight.t(), out=out)
+        return (
+            torch.mm(x, self.weight.t(), out=out)
+            if self.bias is None
+            else torch.addmm(self.bias, x, self.weight.t(), out=out)
+        )
 
     def onednn(self, x: Tensor) -> Tensor:
         """Logits [n, vocab] in memory that oneDNN allocates."""
@@ -59,8 +67,8 @@ class Linear(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Gradients of sum(upstream * losses) for the logits, in the type of the inputs and valid until the next call (None
-        where nobody needs them), and losses.
+        """Gradients of sum(upstream * losses) for the logits, in the type of the inputs and valid until the next call
+        (None where nobody needs them), and losses.
 
         Args:
             x: [n, hidden], n at most ``rows``; target: [n], int64, classes.
@@ -73,10 +81,18 @@ def full(tokens: int, vocab: int, wide: torch.dtype, budget: int | None = None) 
     return max(1, min(tokens, (CHUNK if budget is None else budget) // (vocab * wide.itemsize)))
 
 
-def work(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool) -> Linear:
+def work(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool
+) -> Linear:
     """The fastest way that can run."""
     # What could not be built is None, after a warning.
-    kind = InTriton if in_triton(hidden) is None else InCpp if in_cpp(hidden.dtype, hidden.device.type) is None and cpp.function("cross_entropy") else InTorch
+    kind = (
+        InTriton
+        if in_triton(hidden) is None
+        else InCpp
+        if in_cpp(hidden.dtype, hidden.device.type) is None and cpp.function("cross_entropy")
+        else InTorch
+    )
     return kind(hidden, weight, bias, settings, gradients)
 
 
@@ -129,7 +145,11 @@ class InCpp(Linear):
         # What fits a block of oneDNN's becomes its own gradient; larger chunks are gathered in a buffer.
         self.own = onednn(hidden, self.weight)
         self.block = full(tokens, vocab, torch.float32, BLOCK) if self.own else self.rows
-        self.wide = self.buffer(self.rows, torch.float32) if not self.own or (self.gradients and self.rows > self.block) else None
+        self.wide = (
+            self.buffer(self.rows, torch.float32)
+            if not self.own or (self.gradients and self.rows > self.block)
+            else None
+        )
 
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
         losses, target = x.new_empty(len(x)), target.contiguous()
@@ -140,15 +160,33 @@ class InCpp(Linear):
             logits = self.onednn(x[at]) if self.own else self.product(x, self.wide)
             into = None if not self.gradients else logits if self.wide is None else d[at]
             self.rows_of(logits, into, target[at], None if upstream is None else upstream[at], losses[at])
-            d, logits = (logits if self.wide is None and self.gradients else d), None  # two blocks at once would be as much again
+            d, logits = (
+                (logits if self.wide is None and self.gradients else d),
+                None,
+            )  # two blocks at once would be as much again
         return d if self.gradients else None, losses
 
-    def rows_of(self, logits: Tensor, into: Tensor | None, target: Tensor, upstream: Tensor | None, losses: Tensor) -> None:
-        size, data, number = ctypes.c_int64, lambda t: ctypes.c_void_p(None if t is None else t.data_ptr()), ctypes.c_float
+    def rows_of(
+        self, logits: Tensor, into: Tensor | None, target: Tensor, upstream: Tensor | None, losses: Tensor
+    ) -> None:
+        size, data, number = (
+            ctypes.c_int64,
+            lambda t: ctypes.c_void_p(None if t is None else t.data_ptr()),
+            ctypes.c_float,
+        )
         cpp.function("cross_entropy")(
-            size(logits.shape[0]), size(logits.shape[1]), data(logits), data(into), data(target), data(upstream), data(losses),
-            number(self.label_smoothing), number(self.z_loss), number(self.softcap), size(torch.get_num_threads()),
-        )  # fmt: skip
+            size(logits.shape[0]),
+            size(logits.shape[1]),
+            data(logits),
+            data(into),
+            data(target),
+            data(upstream),
+            data(losses),
+            number(self.label_smoothing),
+            number(self.z_loss),
+            number(self.softcap),
+            size(torch.get_num_threads()),
+        )
 
 
 # --------------------------------------------------------------------------- torch
@@ -160,7 +198,9 @@ class InTorch(Linear):
         wide, vocab = accumulation_dtype(hidden.dtype), self.weight.shape[0]
         slope = self.softcap and self.gradients
         self.own = onednn(hidden, self.weight)
-        self.rows = full(hidden.shape[0], vocab, wide, (CHUNK if self.gradients or not self.own else BLOCK) // (2 if slope else 1))
+        self.rows = full(
+            hidden.shape[0], vocab, wide, (CHUNK if self.gradients or not self.own else BLOCK) // (2 if slope else 1)
+        )
         self.block = full(hidden.shape[0], vocab, wide, BLOCK) if self.own else self.rows
         self.wide = self.buffer(self.rows, wide) if self.gradients or not self.own else None
         self.short = self.buffer(self.rows, hidden.dtype) if wide != hidden.dtype else None

@@ -1,10 +1,11 @@
-"""What a cross-entropy needs of ``hidden @ weight.T + bias`` where ``weight`` holds some of the classes: logits that never exist whole.
+"""What a cross-entropy needs of ``hidden @ weight.T + bias`` where ``weight`` holds some of the classes: logits that
+never exist whole.
 
-Each rank of a divided vocabulary finds, chunk by chunk of tokens, the log-sum-exp of its own classes, the target's logit if the
-class is its own, and the sum of its logits. The ranks then exchange these numbers alone (sharding/spmd/vocabulary.py), and
-autograd's way back through the exchange tells each the gradients of its numbers, from which it makes the gradients of its logits:
-four matrix products, because the probabilities are known only after the exchange. Source: Shoeybi et al. 2019, "Megatron-LM",
-section 3, in the chunks of linear_cross_entropy.py.
+Each rank of a divided vocabulary finds, chunk by chunk of tokens, the log-sum-exp of its own classes, the target's
+logit if the class is its own, and the sum of its logits. The ranks then exchange these numbers alone
+(sharding/spmd/vocabulary.py), and autograd's way back through the exchange tells each the gradients of its numbers,
+from which it makes the gradients of its logits: four matrix products, because the probabilities are known only after
+the exchange. Source: Shoeybi et al. 2019, "Megatron-LM", section 3, in the chunks of linear_cross_entropy.py.
 """
 
 from __future__ import annotations
@@ -29,9 +30,17 @@ def _fake(hidden, weight, bias, target, softcap, sums):
     return numbers[0], numbers[1], numbers[2] if sums else hidden.new_empty(0, dtype=numbers[0].dtype)
 
 
-@operator("linear_logsumexp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, float softcap, bool sums) -> (Tensor, Tensor, Tensor)", _fake, opaque=True)
-def linear_logsumexp(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, softcap: float, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, picked logit and sum of the logits of every token, logits = softcap * tanh((hidden weight^T + bias) / softcap).
+@operator(
+    "linear_logsumexp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, float softcap, bool sums) -> (Tensor, "
+    "Tensor, Tensor)",
+    _fake,
+    opaque=True,
+)
+def linear_logsumexp(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, softcap: float, sums: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp, picked logit and sum of the logits of every token, logits = softcap * tanh((hidden weight^T + bias)
+    / softcap).
 
     Args:
         hidden: [tokens, hidden], float; weight: [classes, hidden] and bias: [classes] or None, of the same type.
@@ -40,7 +49,8 @@ def linear_logsumexp(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
         sums: whether the third result is wanted; without, it is empty.
 
     Returns:
-        three times [tokens] in the accumulation type; zero for ignored tokens, the second also where the target is elsewhere.
+        three times [tokens] in the accumulation type; zero for ignored tokens, the second also where the target is
+        elsewhere.
 
     Raises:
         IndexError: another target.
@@ -57,16 +67,21 @@ def linear_logsumexp(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
 
 
 def _fake_backward(grad, grad_picked, grad_sums, hidden, weight, bias, target, lse, softcap, needed):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else hidden.new_empty(0) for x, need in zip((hidden, weight, bias), needed))
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else hidden.new_empty(0)
+        for x, need in zip((hidden, weight, bias), needed)
+    )
 
 
 @operator(
-    "linear_logsumexp_backward(Tensor grad, Tensor grad_picked, Tensor grad_sums, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor lse, float softcap, bool[3] needed) -> (Tensor, Tensor, Tensor)",
+    "linear_logsumexp_backward(Tensor grad, Tensor grad_picked, Tensor grad_sums, Tensor hidden, Tensor weight, "
+    "Tensor? bias, Tensor target, Tensor lse, float softcap, bool[3] needed) -> (Tensor, Tensor, Tensor)",
     _fake_backward, opaque=True,
 )  # fmt: skip
 def linear_logsumexp_backward(grad, grad_picked, grad_sums, hidden, weight, bias, target, lse, softcap, needed):
-    """Gradients of hidden, weight and bias, of size 0 where not ``needed``, from those of the three results [tokens] (the third empty
-    where it is): of the logits grad * exp(logits - lse) + grad_picked at the target + grad_sums. The logits are made again."""
+    """Gradients of hidden, weight and bias, of size 0 where not ``needed``, from those of the three results [tokens]
+    (the third empty where it is): of the logits grad * exp(logits - lse) + grad_picked at the target + grad_sums. The
+    logits are made again."""
     wide = lse.dtype
     dhidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needed[0] else hidden.new_empty(0)
     dweight = torch.empty(weight.shape, dtype=wide, device=hidden.device) if needed[1] else hidden.new_empty(0)
@@ -91,8 +106,12 @@ def linear_logsumexp_backward(grad, grad_picked, grad_sums, hidden, weight, bias
     return dhidden, dweight.to(hidden.dtype), dbias.to(hidden.dtype)
 
 
-def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, softcap: float) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-    """(which tokens, their logits [n, classes] in the accumulation type, to be overwritten, their targets); ignored ones in none."""
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, softcap: float
+) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
+    """(which tokens, their logits [n, classes] in the accumulation type, to be overwritten, their targets); ignored
+    ones in none.
+    """
     wide, kept = accumulation_dtype(hidden.dtype), (target != IGNORED).nonzero().squeeze(1)
     if not len(kept):
         return
@@ -104,7 +123,11 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     with torch.autocast(hidden.device.type, enabled=False):  # what a caller's autocast would cast was cast before
         for at in pieces(kept, len(target), rows):
             x = hidden[at]
-            logits = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "") if own else torch.nn.functional.linear(x, weight, bias)
+            logits = (
+                torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+                if own
+                else torch.nn.functional.linear(x, weight, bias)
+            )
             logits = logits.to(wide)
             yield at, logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits, target[at]
 
@@ -117,7 +140,9 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grad, grad_picked, grad_sums):
     hidden, weight, bias, target, lse = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[:3])
-    grads = torch.ops.mindspeed.linear_logsumexp_backward(grad, grad_picked, grad_sums, hidden, weight, bias, target, lse, ctx.softcap, needed)
+    grads = torch.ops.mindspeed.linear_logsumexp_backward(
+        grad, grad_picked, grad_sums, hidden, weight, bias, target, lse, ctx.softcap, needed
+    )
     return *(g if need else None for g, need in zip(grads, needed)), None, None, None
 
 

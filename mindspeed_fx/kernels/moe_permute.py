@@ -1,8 +1,8 @@
 """Tokens of a mixture of experts, copied and sorted by expert, and their way back.
 
-Source: ``npu_moe_token_permute`` and ``npu_moe_token_unpermute`` of torch_npu. Each token appears once per chosen expert;
-pair (t, j) is token t with its j-th choice. Both directions and both gradients only gather: nothing is scattered with
-accumulation, which on CPU runs row by row and on accelerators through atomics.
+Source: ``npu_moe_token_permute`` and ``npu_moe_token_unpermute`` of torch_npu. Each token appears once per chosen
+expert; pair (t, j) is token t with its j-th choice. Both directions and both gradients only gather: nothing is
+scattered with accumulation, which on CPU runs row by row and on accelerators through atomics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 def _inverse(permutation: Tensor) -> Tensor:
     """The inverse of a permutation [pairs]."""
-    return torch.empty_like(permutation).scatter(0, permutation, torch.arange(permutation.shape[0], dtype=permutation.dtype, device=permutation.device))
+    return torch.empty_like(permutation).scatter(
+        0, permutation, torch.arange(permutation.shape[0], dtype=permutation.dtype, device=permutation.device)
+    )
 
 
 def _choices(pairs: Tensor, tokens: int | torch.SymInt) -> int | torch.SymInt:
@@ -65,7 +67,9 @@ def _fake_unpermute(permuted, sorted_indices, probs=None, k=1):
     return permuted.new_empty(sorted_indices.shape[0] // k, permuted.shape[1], dtype=_dtype(permuted, probs))
 
 
-@operator("moe_unpermute(Tensor permuted, Tensor sorted_indices, Tensor? probs=None, SymInt k=1) -> Tensor", _fake_unpermute)
+@operator(
+    "moe_unpermute(Tensor permuted, Tensor sorted_indices, Tensor? probs=None, SymInt k=1) -> Tensor", _fake_unpermute
+)
 def moe_unpermute(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, k: int = 1) -> Tensor:
     """The sum over a token's copies, each times its probability.
 
@@ -86,14 +90,23 @@ def moe_unpermute(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None
 
 
 def _fake_unpermute_backward(grad, permuted, sorted_indices, probs, k):
-    return torch.empty(permuted.shape, dtype=permuted.dtype, device=permuted.device), permuted.new_empty(0) if probs is None else probs.new_empty(probs.shape)
+    return torch.empty(permuted.shape, dtype=permuted.dtype, device=permuted.device), permuted.new_empty(
+        0
+    ) if probs is None else probs.new_empty(probs.shape)
 
 
-@operator("moe_unpermute_backward(Tensor grad, Tensor permuted, Tensor sorted_indices, Tensor? probs, SymInt k) -> (Tensor, Tensor)", _fake_unpermute_backward)
-def moe_unpermute_backward(grad: Tensor, permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+@operator(
+    "moe_unpermute_backward(Tensor grad, Tensor permuted, Tensor sorted_indices, Tensor? probs, SymInt k) -> (Tensor, "
+    "Tensor)",
+    _fake_unpermute_backward,
+)
+def moe_unpermute_backward(
+    grad: Tensor, permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None, k: int
+) -> tuple[Tensor, Tensor]:
     """Gradients (dpermuted, dprobs) of :func:`moe_unpermute`; dprobs is empty without probs.
 
-    The row of pair (t, j) has the gradient probs[t, j] * grad[t]; dprobs[t, j] is the inner product of grad[t] and that row.
+    The row of pair (t, j) has the gradient probs[t, j] * grad[t]; dprobs[t, j] is the inner product of grad[t] and that
+    row.
     """
     order, dtype = _inverse(sorted_indices), accumulation_dtype(_dtype(permuted, probs))
     rows = grad.index_select(0, order // (k if probs is None else probs.shape[1])).to(dtype)
@@ -101,7 +114,9 @@ def moe_unpermute_backward(grad: Tensor, permuted: Tensor, sorted_indices: Tenso
         return rows.to(permuted.dtype), permuted.new_empty(0)
     share = probs.reshape(-1).index_select(0, order).to(dtype)
     inner = (rows * permuted.to(dtype)).sum(1)
-    return (rows * share.unsqueeze(1)).to(permuted.dtype), inner.index_select(0, sorted_indices).view(probs.shape).to(probs.dtype)
+    return (rows * share.unsqueeze(1)).to(permuted.dtype), inner.index_select(0, sorted_indices).view(probs.shape).to(
+        probs.dtype
+    )
 
 
 def _setup(ctx, inputs, output):
@@ -125,10 +140,17 @@ def _setup_unpermute(ctx, inputs, output):
 
 def _backward_unpermute(ctx, grad):
     dpermuted, dprobs = torch.ops.mindspeed.moe_unpermute_backward(grad, *ctx.saved_tensors, ctx.k)
-    return dpermuted if ctx.needs_input_grad[0] else None, None, dprobs if ctx.saved_tensors[2] is not None and ctx.needs_input_grad[2] else None, None
+    return (
+        dpermuted if ctx.needs_input_grad[0] else None,
+        None,
+        dprobs if ctx.saved_tensors[2] is not None and ctx.needs_input_grad[2] else None,
+        None,
+    )
 
 
-torch.library.register_autograd("mindspeed::moe_unpermute", _backward_unpermute, setup_context=_setup_unpermute, lib=LIBRARY)
+torch.library.register_autograd(
+    "mindspeed::moe_unpermute", _backward_unpermute, setup_context=_setup_unpermute, lib=LIBRARY
+)
 
 
 @moe_permute.shard
@@ -157,7 +179,11 @@ def _ways_unpermute_backward(grad, permuted, sorted_indices, probs, k):
 def _cost(out, tokens, indices):
     """Every copy reads its row; the sort passes over the indices about as often as they have bytes."""
     permuted, order = out
-    return Cost(vector=8 * indices.numel, read=permuted.bytes + 8 * (indices.bytes + order.bytes), write=permuted.bytes + 9 * order.bytes)
+    return Cost(
+        vector=8 * indices.numel,
+        read=permuted.bytes + 8 * (indices.bytes + order.bytes),
+        write=permuted.bytes + 9 * order.bytes,
+    )
 
 
 @moe_permute_backward.costs

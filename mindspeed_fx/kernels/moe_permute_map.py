@@ -1,7 +1,9 @@
-"""Tokens of a mixture of experts sorted by expert from a routing map, which marks the experts of a token instead of listing them.
+"""Tokens of a mixture of experts sorted by expert from a routing map, which marks the experts of a token instead of
+listing them.
 
-Source: ``npu_moe_token_permute_with_routing_map`` of torch_npu, and Megatron-core's ``permute``. Every token has k experts, so that all
-sizes are known. Pair (t, j) is token t with the j-th of its experts, by their numbers; the way back is ``moe_unpermute``.
+Source: ``npu_moe_token_permute_with_routing_map`` of torch_npu, and Megatron-core's ``permute``. Every token has k
+experts, so that all sizes are known. Pair (t, j) is token t with the j-th of its experts, by their numbers; the way
+back is ``moe_unpermute``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def _scattered(rows: int | torch.SymInt, place: Tensor, values: Tensor) -> Tenso
 
 @operator("moe_permute_map(Tensor tokens, Tensor routing_map, Tensor probs, int k) -> (Tensor, Tensor, Tensor)", _fake)
 def moe_permute_map(tokens: Tensor, routing_map: Tensor, probs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies of the tokens in the order of their experts, tokens of one expert in their own order, and the probability of each copy.
+    """Copies of the tokens in the order of their experts, tokens of one expert in their own order, and the probability
+    of each copy.
 
     Args:
         tokens: [tokens, hidden].
@@ -36,7 +39,8 @@ def moe_permute_map(tokens: Tensor, routing_map: Tensor, probs: Tensor, k: int) 
         k: experts of a token.
 
     Returns:
-        permuted [tokens * k, hidden], probabilities [tokens * k] and, int64 [tokens * k], the row that holds pair t * k + j.
+        permuted [tokens * k, hidden], probabilities [tokens * k] and, int64 [tokens * k], the row that holds pair t * k
+        + j.
     """
     count, rows = tokens.shape[0], tokens.shape[0] * k
     chosen = routing_map.t().reshape(-1)
@@ -52,12 +56,22 @@ def _fake_backward(grad, grad_probs, sorted_indices, routing_map, k):
     return grad.new_empty(tokens, grad.shape[1]), grad_probs.new_empty(tokens, experts)
 
 
-@operator("moe_permute_map_backward(Tensor grad, Tensor grad_probs, Tensor sorted_indices, Tensor routing_map, int k) -> (Tensor, Tensor)", _fake_backward)
-def moe_permute_map_backward(grad: Tensor, grad_probs: Tensor, sorted_indices: Tensor, routing_map: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Gradients of tokens [tokens, hidden], the sum over a token's copies, and of probs [tokens, experts], zero where nothing is marked."""
+@operator(
+    "moe_permute_map_backward(Tensor grad, Tensor grad_probs, Tensor sorted_indices, Tensor routing_map, int k) -> "
+    "(Tensor, Tensor)",
+    _fake_backward,
+)
+def moe_permute_map_backward(
+    grad: Tensor, grad_probs: Tensor, sorted_indices: Tensor, routing_map: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of tokens [tokens, hidden], the sum over a token's copies, and of probs [tokens, experts], zero where
+    nothing is marked.
+    """
     mine = grad_probs.index_select(0, sorted_indices).view(-1, k)
     nth = (routing_map.cumsum(1) - 1).clamp(0, k - 1)
-    return moe_unpermute.reference(grad, sorted_indices, None, k), torch.where(routing_map, mine.gather(1, nth), 0.0).contiguous()
+    return moe_unpermute.reference(grad, sorted_indices, None, k), torch.where(
+        routing_map, mine.gather(1, nth), 0.0
+    ).contiguous()
 
 
 def _setup(ctx, inputs, output):
@@ -83,14 +97,21 @@ def _ways(tokens, routing_map, probs, k):
 @moe_permute_map_backward.shard
 def _ways_backward(grad, grad_probs, sorted_indices, routing_map, k):
     """By width, or by token: whole tokens, whose copies lie anywhere in the rows."""
-    return [([1, REPLICATED], [1, REPLICATED, REPLICATED, REPLICATED]), ([0, 0], [REPLICATED, REPLICATED, Even(0, k), Even(0)])]
+    return [
+        ([1, REPLICATED], [1, REPLICATED, REPLICATED, REPLICATED]),
+        ([0, 0], [REPLICATED, REPLICATED, Even(0, k), Even(0)]),
+    ]
 
 
 @moe_permute_map.costs
 def _cost(out, tokens, routing_map, probs, k):
     """Every copy reads its row; the map is walked twice, once for each order."""
     permuted, share, order = out
-    return Cost(vector=6 * routing_map.numel, read=permuted.bytes + share.bytes + 2 * routing_map.bytes, write=permuted.bytes + share.bytes + 2 * order.bytes)
+    return Cost(
+        vector=6 * routing_map.numel,
+        read=permuted.bytes + share.bytes + 2 * routing_map.bytes,
+        write=permuted.bytes + share.bytes + 2 * order.bytes,
+    )
 
 
 @moe_permute_map_backward.costs

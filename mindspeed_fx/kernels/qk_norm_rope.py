@@ -1,9 +1,10 @@
-"""RMSNorm of every head and rotary position embedding of the result, as queries and keys go into attention (Qwen3, Gemma 3).
+"""RMSNorm of every head and rotary position embedding of the result, as queries and keys go into attention (Qwen3,
+Gemma 3).
 
-With n = x / sqrt(mean(x^2) + eps) * weight over a head, the first ``turned`` elements of n, as many as the angles have, become
-n * cos + rotate(n) * sin and the others pass. Source: Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters"
-(norms of queries and keys), and the formulas of rms_norm.py and rope.py. Computed in float32 for 16-bit inputs; nothing is rounded
-between the norm and the rotation.
+With n = x / sqrt(mean(x^2) + eps) * weight over a head, the first ``turned`` elements of n, as many as the angles have,
+become n * cos + rotate(n) * sin and the others pass. Source: Dehghani et al. 2023, "Scaling Vision Transformers to 22
+Billion Parameters" (norms of queries and keys), and the formulas of rms_norm.py and rope.py. Computed in float32 for
+16-bit inputs; nothing is rounded between the norm and the rotation.
 """
 
 from __future__ import annotations
@@ -45,14 +46,21 @@ def _fake(x, weight, cos, sin, eps, cast_first, interleaved):
     return y, x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
 
 
-@operator("qk_norm_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, bool cast_first, bool interleaved) -> (Tensor, Tensor)", _fake)
-def qk_norm_rope(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, cast_first: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
+@operator(
+    "qk_norm_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, bool cast_first, bool interleaved) -> "
+    "(Tensor, Tensor)",
+    _fake,
+)
+def qk_norm_rope(
+    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, cast_first: bool, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """RMSNorm over the last dimension, then a rotation of its first elements.
 
     Args:
         x: [..., dim], float; any layout of the leading dimensions.
         weight: [dim] or None.
-        cos, sin: [..., turned], of one type, without a gradient; broadcast against the leading dimensions of ``x``; turned even, at most dim.
+        cos, sin: [..., turned], of one type, without a gradient; broadcast against the leading dimensions of ``x``;
+            turned even, at most dim.
         eps: added to the mean square.
         cast_first: the result has the promoted type of ``x``, ``weight`` and ``cos``; else of ``x`` and ``cos``.
         interleaved: layout of the pairs, see :mod:`mindspeed_fx.kernels.rope`.
@@ -74,12 +82,26 @@ def _fake_backward(grad, x, weight, rstd, cos, sin, interleaved, need_weight):
     return torch.empty_like(x), torch.empty_like(weight) if need_weight else x.new_empty(0)
 
 
-@operator("qk_norm_rope_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, Tensor cos, Tensor sin, bool interleaved, bool need_weight) -> (Tensor, Tensor)", _fake_backward)
-def qk_norm_rope_backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
-    """Gradients (dx, dweight) of :func:`qk_norm_rope`, dx in the layout of ``x``; dweight is empty unless ``need_weight``.
+@operator(
+    "qk_norm_rope_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, Tensor cos, Tensor sin, bool "
+    "interleaved, bool need_weight) -> (Tensor, Tensor)",
+    _fake_backward,
+)
+def qk_norm_rope_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dx, dweight) of :func:`qk_norm_rope`, dx in the layout of ``x``; dweight is empty unless
+    ``need_weight``.
 
-    With g the gradient rotated the other way, n = x * rstd and h = g * weight: dx = rstd * (h - n * mean(h * n)), dweight = sum over
-    heads of g * n.
+    With g the gradient rotated the other way, n = x * rstd and h = g * weight: dx = rstd * (h - n * mean(h * n)),
+    dweight = sum over heads of g * n.
     """
     wide, dtype = x.to(rstd.dtype), rstd.dtype
     g, normal = _turn(grad.to(dtype), cos.to(dtype), sin.to(dtype), interleaved, back=True), wide * rstd
@@ -91,7 +113,9 @@ def qk_norm_rope_backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: 
 def _setup(ctx, inputs, output):
     x, weight, cos, sin, _, _, ctx.interleaved = inputs
     if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-        raise NotImplementedError("mindspeed::qk_norm_rope has no gradient for cos and sin; use mindspeed::rms_norm and mindspeed::rope")
+        raise NotImplementedError(
+            "mindspeed::qk_norm_rope has no gradient for cos and sin; use mindspeed::rms_norm and mindspeed::rope"
+        )
     ctx.save_for_backward(x, weight, output[1], cos, sin)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -102,7 +126,9 @@ def _backward(ctx, grad, _grad_rstd):
         return (None,) * 7
     x, weight, rstd, cos, sin = ctx.saved_tensors
     need_weight = weight is not None and ctx.needs_input_grad[1]
-    dx, dweight = torch.ops.mindspeed.qk_norm_rope_backward(grad, x, weight, rstd, cos, sin, ctx.interleaved, need_weight)
+    dx, dweight = torch.ops.mindspeed.qk_norm_rope_backward(
+        grad, x, weight, rstd, cos, sin, ctx.interleaved, need_weight
+    )
     return dx if ctx.needs_input_grad[0] else None, dweight if need_weight else None, *(None,) * 5
 
 
@@ -126,7 +152,13 @@ def _ways(x, weight, cos, sin, eps, cast_first, interleaved):
 
 @qk_norm_rope_backward.shard
 def _ways_backward(grad, x, weight, rstd, cos, sin, interleaved, need_weight):
-    return [([d, PARTIAL if need_weight else REPLICATED], [d, d, REPLICATED, d, along(cos, d, x.ndim), along(sin, d, x.ndim)]) for d in range(x.ndim - 1)]
+    return [
+        (
+            [d, PARTIAL if need_weight else REPLICATED],
+            [d, d, REPLICATED, d, along(cos, d, x.ndim), along(sin, d, x.ndim)],
+        )
+        for d in range(x.ndim - 1)
+    ]
 
 
 def _refuse(x, weight, cos, sin, **others):

@@ -1,7 +1,7 @@
 """Two attentions of the same queries over different keys become the attention over all of them.
 
-Source: Liu et al. 2023, "Ring Attention", section 3; ``npu_ring_attention_update`` of torch_npu, which takes the largest score
-and the sum of exponentials of a row apart: (log-sum-exp, 1) is such a pair.
+Source: Liu et al. 2023, "Ring Attention", section 3; ``npu_ring_attention_update`` of torch_npu, which takes the
+largest score and the sum of exponentials of a row apart: (log-sum-exp, 1) is such a pair.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ def _fake(out, lse, block, block_lse):
 
 @operator("ring_attention_update(Tensor out, Tensor lse, Tensor block, Tensor block_lse) -> (Tensor, Tensor)", _fake)
 def ring_attention_update(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights both results by their share of the softmax. Has no gradient: the gradient of attention by blocks of keys needs
-    only the log-sum-exp of all (:func:`mindspeed::attention_backward <mindspeed_fx.kernels.attention.attention_backward>`).
+    """Weights both results by their share of the softmax. Has no gradient: the gradient of attention by blocks of keys
+    needs only the log-sum-exp of all (:func:`mindspeed::attention_backward
+    <mindspeed_fx.kernels.attention.attention_backward>`).
 
     Args:
         out: [batch, heads, q_seq, dim], float: attention over the keys so far.
@@ -38,10 +39,15 @@ def ring_attention_update(out: Tensor, lse: Tensor, block: Tensor, block_lse: Te
 
 
 def _setup(ctx, inputs, output):
-    raise NotImplementedError("mindspeed::ring_attention_update has no gradient; call it in the forward of an autograd.Function, whose backward calls mindspeed::attention_backward block by block")
+    raise NotImplementedError(
+        "mindspeed::ring_attention_update has no gradient; call it in the forward of an autograd.Function, whose "
+        "backward calls mindspeed::attention_backward block by block"
+    )
 
 
-torch.library.register_autograd("mindspeed::ring_attention_update", lambda ctx, *grads: None, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd(
+    "mindspeed::ring_attention_update", lambda ctx, *grads: None, setup_context=_setup, lib=LIBRARY
+)
 
 
 @ring_attention_update.shard

@@ -52,8 +52,14 @@ def _fake_backward(grad, x, weight, rstd, cast_first, need_weight):
     return dx, torch.empty_like(weight) if need_weight else x.new_empty(0)
 
 
-@operator("rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, bool cast_first, bool need_weight) -> (Tensor, Tensor)", _fake_backward)
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cast_first: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+@operator(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, bool cast_first, bool need_weight) -> "
+    "(Tensor, Tensor)",
+    _fake_backward,
+)
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cast_first: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
     """Gradients (dx, dweight) of :func:`rms_norm`; dweight is empty unless ``need_weight``.
 
     With n = x * rstd and h = grad * weight: dx = rstd * (h - n * mean(h * n)), dweight = sum over rows of grad * n.
@@ -108,8 +114,17 @@ def _ways_backward(grad, x, weight, rstd, cast_first, need_weight):
     return [([d, PARTIAL if need_weight else REPLICATED], [d, d, REPLICATED, d]) for d in range(x.ndim - 1)]
 
 
-triton.kernel(rms_norm, _fake, "rms_norm.forward", "one read of a row", lambda x, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, weight=weight))
 triton.kernel(
-    rms_norm_backward, _fake_backward, "rms_norm.backward", "both gradients in one read of a row",
+    rms_norm,
+    _fake,
+    "rms_norm.forward",
+    "one read of a row",
+    lambda x, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, weight=weight),
+)
+triton.kernel(
+    rms_norm_backward,
+    _fake_backward,
+    "rms_norm.backward",
+    "both gradients in one read of a row",
     lambda grad, x, weight, rstd, cast_first, need_weight: triton.refuse(x.shape[-1], grad=grad, x=x, weight=weight),
 )

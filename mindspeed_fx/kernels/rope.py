@@ -1,7 +1,7 @@
 """Rotary position embedding: ``y = x * cos + rotate(x) * sin``.
 
-Source: Su et al. 2021, "RoFormer"; ``npu_rotary_mul`` of torch_npu. Two layouts of the rotated pairs:
-half (GPT-NeoX, Llama): rotate([a, b]) = [-b, a]; interleaved (GPT-J): rotate(x)[2i] = -x[2i+1], rotate(x)[2i+1] = x[2i].
+Source: Su et al. 2021, "RoFormer"; ``npu_rotary_mul`` of torch_npu. Two layouts of the rotated pairs: half (GPT-NeoX,
+Llama): rotate([a, b]) = [-b, a]; interleaved (GPT-J): rotate(x)[2i] = -x[2i+1], rotate(x)[2i+1] = x[2i].
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         interleaved: layout of the pairs.
 
     Returns:
-        the shape and memory layout of ``x``, in the promoted type of ``x`` and ``cos``; computed in float32 for 16-bit types.
+        the shape and memory layout of ``x``, in the promoted type of ``x`` and ``cos``; computed in float32 for 16-bit
+        types.
     """
     dtype = torch.promote_types(x.dtype, cos.dtype)
     wide = x.to(accumulation_dtype(dtype))
@@ -49,11 +50,21 @@ def _fake_backward(grad, x, cos, sin, interleaved, need_angles):
     dx = torch.empty_like(grad, dtype=x.dtype)
     if not need_angles:
         return dx, x.new_empty(0), x.new_empty(0)
-    return dx, torch.empty(cos.shape, dtype=cos.dtype, device=x.device), torch.empty(sin.shape, dtype=sin.dtype, device=x.device)
+    return (
+        dx,
+        torch.empty(cos.shape, dtype=cos.dtype, device=x.device),
+        torch.empty(sin.shape, dtype=sin.dtype, device=x.device),
+    )
 
 
-@operator("rope_backward(Tensor grad, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool need_angles) -> (Tensor, Tensor, Tensor)", _fake_backward)
-def rope_backward(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, need_angles: bool) -> tuple[Tensor, Tensor, Tensor]:
+@operator(
+    "rope_backward(Tensor grad, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool need_angles) -> (Tensor, "
+    "Tensor, Tensor)",
+    _fake_backward,
+)
+def rope_backward(
+    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, need_angles: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dcos, dsin) of :func:`rope`; the last two are empty unless ``need_angles``.
 
     dx = grad * cos - rotate(grad * sin); dcos = grad * x and dsin = grad * rotate(x), summed to their shapes.
@@ -63,7 +74,11 @@ def rope_backward(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved
     if not need_angles:
         return dx, x.new_empty(0), x.new_empty(0)
     wide = x.to(g.dtype)
-    return dx, (g * wide).sum_to_size(cos.shape).to(cos.dtype), (g * rotate(wide, interleaved)).sum_to_size(sin.shape).to(sin.dtype)
+    return (
+        dx,
+        (g * wide).sum_to_size(cos.shape).to(cos.dtype),
+        (g * rotate(wide, interleaved)).sum_to_size(sin.shape).to(sin.dtype),
+    )
 
 
 def _setup(ctx, inputs, output):
@@ -107,7 +122,10 @@ def _ways_backward(grad, x, cos, sin, interleaved, need_angles):
         own = along(t, d, x.ndim)
         return REPLICATED if not need_angles else PARTIAL if own == REPLICATED else own
 
-    return [([d, angles(cos, d), angles(sin, d)], [d, d, along(cos, d, x.ndim), along(sin, d, x.ndim)]) for d in _divisible(x, interleaved)]
+    return [
+        ([d, angles(cos, d), angles(sin, d)], [d, d, along(cos, d, x.ndim), along(sin, d, x.ndim)])
+        for d in _divisible(x, interleaved)
+    ]
 
 
 def _divisible(x, interleaved):
@@ -125,8 +143,21 @@ def _refuse(x, cos, sin):
     return triton.refuse_types(x.shape[-1], x=x, cos=cos, sin=sin)
 
 
-triton.kernel(rope, _fake, "rope.forward", "all heads of a token share the angles", lambda x, cos, sin, interleaved: _refuse(x, cos, sin), beats_codegen=False)
 triton.kernel(
-    rope_backward, _fake_backward, "rope.backward", "the rotation the other way",
-    lambda grad, x, cos, sin, interleaved, need_angles: "the angles have gradients" if need_angles else _refuse(grad, cos, sin), beats_codegen=False,
+    rope,
+    _fake,
+    "rope.forward",
+    "all heads of a token share the angles",
+    lambda x, cos, sin, interleaved: _refuse(x, cos, sin),
+    beats_codegen=False,
+)
+triton.kernel(
+    rope_backward,
+    _fake_backward,
+    "rope.backward",
+    "the rotation the other way",
+    lambda grad, x, cos, sin, interleaved, need_angles: (
+        "the angles have gradients" if need_angles else _refuse(grad, cos, sin)
+    ),
+    beats_codegen=False,
 )

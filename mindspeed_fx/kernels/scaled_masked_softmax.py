@@ -1,7 +1,8 @@
 """Scaled, masked softmax: ``softmax(mask(scale * x))`` over the last dimension, for attention whose weights must exist.
 
-Source: Megatron-LM's ``FusedScaleMaskSoftmax``; ``npu_scaled_masked_softmax`` of torch_npu. A masked score becomes -10000, as in Megatron:
-a row that is masked whole is uniform. The backward keeps the result alone. Computed in float32 for 16-bit inputs.
+Source: Megatron-LM's ``FusedScaleMaskSoftmax``; ``npu_scaled_masked_softmax`` of torch_npu. A masked score becomes
+-10000, as in Megatron: a row that is masked whole is uniform. The backward keeps the result alone. Computed in float32
+for 16-bit inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return torch.softmax(wide.masked_fill(mask, FILL), -1).to(x.dtype).contiguous()
 
 
-@operator("scaled_masked_softmax_backward(Tensor grad, Tensor y, Tensor mask, float scale) -> Tensor", lambda grad, y, mask, scale: _fake(y, mask, scale))
+@operator(
+    "scaled_masked_softmax_backward(Tensor grad, Tensor y, Tensor mask, float scale) -> Tensor",
+    lambda grad, y, mask, scale: _fake(y, mask, scale),
+)
 def scaled_masked_softmax_backward(grad: Tensor, y: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Gradient of :func:`scaled_masked_softmax` for x: scale * y * (grad - sum(grad * y)), zero where masked."""
     g, p = (t.to(accumulation_dtype(y.dtype)) for t in (grad, y))

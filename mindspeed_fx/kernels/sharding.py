@@ -13,7 +13,8 @@ their place in a row. Only rules that hold for every number of ranks are declare
 the operator even where the operator is linear in it, because sixteen-bit parts would each be rounded; the exception is
 an operator that only scales.
 
-:func:`register_sharding_rules` hands the rules to DTensor when sharding is first used; importing this file costs nothing.
+:func:`register_sharding_rules` hands the rules to DTensor when sharding is first used; importing this file costs
+nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def along(x: Any, dim: int, ndim: int) -> Any:
 
 
 def ways(operator: Any, args: Sequence[Any]) -> list[Way]:
-    """Every way of ``operator`` for these arguments (tensors, or anything with ``shape`` and ``ndim``), replicated first.
+    """Every way of ``operator`` for these arguments (tensors, or anything with ``shape`` and ``ndim``), replicated
+    first.
 
     Rows keep only the arguments that are tensors here.
     """
@@ -45,7 +47,9 @@ def ways(operator: Any, args: Sequence[Any]) -> list[Way]:
     for results, inputs in operator.sharding(*args):
         row = (list(results), [p for p, here in zip(inputs, optional, strict=True) if here])
         if len(results) != len(schema.returns):
-            raise ValueError(f"the sharding rule of {operator.name} places {len(results)} results of {len(schema.returns)}")
+            raise ValueError(
+                f"the sharding rule of {operator.name} places {len(results)} results of {len(schema.returns)}"
+            )
         if row not in found:
             found.append(row)
     return found
@@ -63,7 +67,9 @@ def register_sharding_rules() -> None:
 
     without = [o.name for o in kernels.REGISTRY.values() if o.sharding is None]
     if without:
-        raise LookupError(f"no sharding rule for {', '.join(without)}; declare it with @operator.shard in the operator's file")
+        raise LookupError(
+            f"no sharding rule for {', '.join(without)}; declare it with @operator.shard in the operator's file"
+        )
     for operator in kernels.REGISTRY.values():
         dtensor.register_strategies(operator.overload, functools.partial(_complete, operator))
 

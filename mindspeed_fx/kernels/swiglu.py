@@ -98,5 +98,19 @@ def ways_backward(grad, x, up=None, *activation):
     return [([d, REPLICATED if up is None else d], [d, d, d]) for d in range(x.ndim - (up is None))]
 
 
-triton.kernel(swiglu, fake, "glu.forward", "one read", lambda x, up=None: triton.refuse(x.shape[-1], x=x, up=up), beats_codegen=False)
-triton.kernel(swiglu_backward, fake_backward, "glu.backward", "both gradients in one read", lambda grad, x, up=None: triton.refuse(x.shape[-1], grad=grad, x=x, up=up), beats_codegen=False)
+triton.kernel(
+    swiglu,
+    fake,
+    "glu.forward",
+    "one read",
+    lambda x, up=None: triton.refuse(x.shape[-1], x=x, up=up),
+    beats_codegen=False,
+)
+triton.kernel(
+    swiglu_backward,
+    fake_backward,
+    "glu.backward",
+    "both gradients in one read",
+    lambda grad, x, up=None: triton.refuse(x.shape[-1], grad=grad, x=x, up=up),
+    beats_codegen=False,
+)

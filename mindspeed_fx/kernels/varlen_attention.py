@@ -1,7 +1,8 @@
 """Attention within documents that are packed into one sequence: no score between two documents is computed.
 
-Source: Dao 2023, "FlashAttention-2", its variable-length form; layout TND of ``npu_fusion_attention_v3``. A token names its
-document by a number, so that shapes do not depend on how many documents there are; the kernel finds them when it runs.
+Source: Dao 2023, "FlashAttention-2", its variable-length form; layout TND of ``npu_fusion_attention_v3``. A token names
+its document by a number, so that shapes do not depend on how many documents there are; the kernel finds them when it
+runs.
 """
 
 from __future__ import annotations
@@ -29,16 +30,24 @@ def _fake(q, k, v, documents, ends, causal, scale, window=0):
     return plain.fake(q, k, v, None, causal, scale)
 
 
-@operator(f"varlen_attention(Tensor q, Tensor k, Tensor v, Tensor documents, Tensor? ends, {SETTINGS}) -> (Tensor, Tensor)", _fake, opaque=True)
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, ends: Tensor | None, causal: bool, scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
+@operator(
+    f"varlen_attention(Tensor q, Tensor k, Tensor v, Tensor documents, Tensor? ends, {SETTINGS}) -> (Tensor, Tensor)",
+    _fake,
+    opaque=True,
+)
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, ends: Tensor | None, causal: bool, scale: float, window: int = 0
+) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v among the tokens of each document.
 
     Args:
         q: [batch, heads, seq, dim], float.
         k: [batch, kv_heads, seq, dim]; kv_heads divides heads.
         v: [batch, kv_heads, seq, v_dim].
-        documents: [batch or 1, seq], integers: tokens of a row with equal numbers are one document, wherever they stand.
-        ends: [any], integers: where the documents end, counted in tokens, in order; for targets whose kernel takes them (batch 1), else None.
+        documents: [batch or 1, seq], integers: tokens of a row with equal numbers are one document, wherever they
+            stand.
+        ends: [any], integers: where the documents end, counted in tokens, in order; for targets whose kernel takes them
+            (batch 1), else None.
         causal: a token sees those of its document up to its own.
         scale: factor on q k^T.
         window: with ``causal``, a token sees those at most ``window`` - 1 places before it; 0 for all.
@@ -56,7 +65,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, ends: T
         elif q.shape[-1] < v.shape[-1]:
             made = plain.attention.reference(qs, ks, vs, mask, causal and mask is None, scale)
         else:
-            made = aten._scaled_dot_product_flash_attention_for_cpu(qs, ks, _padded(vs, qs), 0.0, causal and mask is None, attn_mask=_additive(mask, q.dtype), scale=scale)
+            made = aten._scaled_dot_product_flash_attention_for_cpu(
+                qs, ks, _padded(vs, qs), 0.0, causal and mask is None, attn_mask=_additive(mask, q.dtype), scale=scale
+            )
             made = made[0][..., : v.shape[-1]], made[1]
         for whole, part in zip((out, lse), made):
             piece.put(whole, part)
@@ -64,10 +75,21 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, ends: T
 
 
 def _check(operator: str, q: Tensor, k: Tensor, v: Tensor, **others: tuple[Tensor, tuple]) -> None:
-    """Raise ValueError where shapes do not fit: ATen's kernels read past the end then, or divide by zero, which ends the process."""
-    torch._check_value(q.shape[1] % k.shape[1] == 0, lambda: f"{operator}: {k.shape[1]} heads of keys; valid: a divisor of {q.shape[1]}, the heads of queries")
-    for name, (x, shape) in {"k": (k, (q.shape[0], k.shape[1], *q.shape[2:])), "v": (v, (*k.shape[:3], v.shape[3])), **others}.items():
-        torch._check_value(tuple(x.shape) == tuple(shape), lambda: f"{operator}: {name} is {list(x.shape)}; valid: {list(shape)}")  # noqa: B023
+    """Raise ValueError where shapes do not fit: ATen's kernels read past the end then, or divide by zero, which ends
+    the process.
+    """
+    torch._check_value(
+        q.shape[1] % k.shape[1] == 0,
+        lambda: f"{operator}: {k.shape[1]} heads of keys; valid: a divisor of {q.shape[1]}, the heads of queries",
+    )
+    for name, (x, shape) in {
+        "k": (k, (q.shape[0], k.shape[1], *q.shape[2:])),
+        "v": (v, (*k.shape[:3], v.shape[3])),
+        **others,
+    }.items():
+        torch._check_value(
+            tuple(x.shape) == tuple(shape), lambda: f"{operator}: {name} is {list(x.shape)}; valid: {list(shape)}"
+        )  # noqa: B023
 
 
 def _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
@@ -75,12 +97,21 @@ def _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, wind
 
 
 @operator(
-    f"varlen_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor documents, Tensor? ends, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    "varlen_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor documents, "
+    f"Tensor? ends, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
     _fake_backward, opaque=True,
 )  # fmt: skip
 def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
     """Gradients (dq, dk, dv) of :func:`varlen_attention`, each stored as [batch, seq, heads, dim]."""
-    _check("varlen_attention_backward", q, k, v, grad=(grad, out.shape), out=(out, (*q.shape[:3], v.shape[3])), lse=(lse, q.shape[:3]))
+    _check(
+        "varlen_attention_backward",
+        q,
+        k,
+        v,
+        grad=(grad, out.shape),
+        out=(out, (*q.shape[:3], v.shape[3])),
+        lse=(lse, q.shape[:3]),
+    )
     grads = _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale)
     for piece in _pieces(documents, q.shape[0]):
         g, qs, ks, vs, o, l = (piece.of(x) for x in (grad, q, k, v, out, lse))
@@ -91,7 +122,16 @@ def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, 
             made = plain.attention_backward.reference(g, qs, ks, vs, o, l, mask, causal and mask is None, scale)
         else:
             made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _padded(g, qs), qs, ks, _padded(vs, qs), _padded(o, qs), l, 0.0, causal and mask is None, attn_mask=_additive(mask, q.dtype), scale=scale
+                _padded(g, qs),
+                qs,
+                ks,
+                _padded(vs, qs),
+                _padded(o, qs),
+                l,
+                0.0,
+                causal and mask is None,
+                attn_mask=_additive(mask, q.dtype),
+                scale=scale,
             )
         for whole, part in zip(grads, made):
             piece.put(whole, part[..., : whole.shape[-1]])
@@ -108,7 +148,9 @@ class _Piece:
         self.rows, self.tokens, self.numbers, self.single = rows, tokens, numbers, single
 
     def of(self, x: Tensor) -> Tensor:
-        """x [batch, heads, seq, ...] at this piece. ATen's kernel takes the elements of a head to lie side by side and does not look."""
+        """x [batch, heads, seq, ...] at this piece. ATen's kernel takes the elements of a head to lie side by side and
+        does not look.
+        """
         part = x[self.rows, :, self.tokens]
         return part if part.dim() < 4 or part.stride(-1) == 1 else part.contiguous()
 
@@ -116,7 +158,9 @@ class _Piece:
         into[self.rows, :, self.tokens] = part.to(into.dtype)
 
     def mask(self, causal: bool, window: int) -> Tensor | None:
-        """What a token may see, [tokens, tokens] bool; None where there is one document, to whose length the kernels' own masks apply."""
+        """What a token may see, [tokens, tokens] bool; None where there is one document, to whose length the kernels'
+        own masks apply.
+        """
         contiguous = isinstance(self.tokens, slice)
         if self.single and (contiguous or not window):
             return None
@@ -152,7 +196,11 @@ def _grouped(starts: Sequence[int], seq: int) -> Iterator[tuple[int, int, bool]]
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))[None, None]
+    return (
+        None
+        if mask is None
+        else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))[None, None]
+    )
 
 
 def _padded(x: Tensor, like: Tensor) -> Tensor:
@@ -180,8 +228,8 @@ torch.library.register_autograd("mindspeed::varlen_attention", _backward, setup_
 
 
 def _rows(q, k, documents, ends):
-    """The ways of causal attention: tokens see each other by their numbers, which every rank needs whole. By batch only without ``ends``,
-    which count the tokens of all rows."""
+    """The ways of causal attention: tokens see each other by their numbers, which every rank needs whole. By batch only
+    without ``ends``, which count the tokens of all rows."""
     for out, lse, dq, dk, dv, _, _, grads in plain.ways(q, k, None, True):
         rows = out == 0
         if not (rows and ends is not None):
@@ -190,12 +238,17 @@ def _rows(q, k, documents, ends):
 
 @varlen_attention.shard
 def _ways(q, k, v, documents, ends, causal, scale, window=0):
-    return [([out, lse], [dq, dk, dv, numbers, e]) for out, lse, dq, dk, dv, numbers, e, _ in _rows(q, k, documents, ends)]
+    return [
+        ([out, lse], [dq, dk, dv, numbers, e]) for out, lse, dq, dk, dv, numbers, e, _ in _rows(q, k, documents, ends)
+    ]
 
 
 @varlen_attention_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
-    return [(grads, [o, dq, dk, dv, o, l, numbers, e]) for o, l, dq, dk, dv, numbers, e, grads in _rows(q, k, documents, ends)]
+    return [
+        (grads, [o, dq, dk, dv, o, l, numbers, e])
+        for o, l, dq, dk, dv, numbers, e, grads in _rows(q, k, documents, ends)
+    ]
 
 
 @varlen_attention.costs

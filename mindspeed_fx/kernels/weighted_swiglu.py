@@ -1,7 +1,8 @@
-"""SwiGLU times a weight per token: ``silu(gate) * up * weight``, the experts' activation with the router's probabilities.
+"""SwiGLU times a weight per token: ``silu(gate) * up * weight``, the experts' activation with the router's
+probabilities.
 
-Source: Megatron-LM's ``weighted_bias_swiglu_impl``. The backward keeps gate, up and the weights; the product that the gradient of the
-weights needs is made again. Computed in float32 for 16-bit inputs.
+Source: Megatron-LM's ``weighted_bias_swiglu_impl``. The backward keeps gate, up and the weights; the product that the
+gradient of the weights needs is made again. Computed in float32 for 16-bit inputs.
 """
 
 from __future__ import annotations
@@ -37,9 +38,16 @@ def _fake_backward(grad, x, up, weight):
     return *swiglu.fake_backward(grad, x, up), torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
 
 
-@operator("weighted_swiglu_backward(Tensor grad, Tensor x, Tensor? up, Tensor weight) -> (Tensor, Tensor, Tensor)", _fake_backward)
-def weighted_swiglu_backward(grad: Tensor, x: Tensor, up: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dup, dweight) of :func:`weighted_swiglu`; packed inputs have one packed gradient and an empty ``dup``."""
+@operator(
+    "weighted_swiglu_backward(Tensor grad, Tensor x, Tensor? up, Tensor weight) -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
+)
+def weighted_swiglu_backward(
+    grad: Tensor, x: Tensor, up: Tensor | None, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dx, dup, dweight) of :func:`weighted_swiglu`; packed inputs have one packed gradient and an empty
+    ``dup``.
+    """
     gate, v = swiglu.halves(x, up)
     dtype = accumulation_dtype(torch.promote_types(gate.dtype, v.dtype))
     grad, g, u = (t.to(dtype) for t in (grad, gate, v))

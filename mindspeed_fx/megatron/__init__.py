@@ -1,8 +1,9 @@
 """What Megatron-core 0.16 needs to be captured whole, and to run without CUDA.
 
-``import mindspeed_fx.megatron_adaptor`` applies the patches (``table.py``); each has a reason and a place where it holds
-(:func:`applied`), and :func:`undo` restores Megatron. Most hold only while torch.compile traces: eager Megatron stays
-Megatron. Those for running without CUDA are applied only where torch has none: on a CPU, or an NPU without transfer_to_npu.
+``import mindspeed_fx.megatron_adaptor`` applies the patches (``table.py``); each has a reason and a place where it
+holds (:func:`applied`), and :func:`undo` restores Megatron. Most hold only while torch.compile traces: eager Megatron
+stays Megatron. Those for running without CUDA are applied only where torch has none: on a CPU, or an NPU without
+transfer_to_npu.
 """
 
 from __future__ import annotations
@@ -57,17 +58,30 @@ def known_limits() -> list[str]:
 
 
 _LIMITS = (
-    "MoE with experts on other ranks (expert parallel or expert tensor parallel > 1) and no padding to capacity: the sizes of the all-to-all depend on the data, and the graph breaks at every MoE layer; with moe_pad_expert_input_to_capacity it is one graph.",
-    "MoE with sinkhorn routing, biases in the experts, a latent projection, overlapped shared experts or TransformerEngine's and GroupedMLP's experts is left to Megatron's own code.",
-    "Deferred embedding weight gradients, and main_grad under Megatron's FSDP, stay with Megatron's autograd.Function, which writes outside the graph and breaks it. With gradient_accumulation_fusion the flag grad_added_to_main_grad is not set in a graph; DistributedDataParallel adds a gradient of zeros.",
-    "In a graph the gathered input of a sequence-parallel linear is kept for its weight gradient; Megatron gathers it again in the backward.",
-    "Sequence shards of uneven size (output_split_sizes, input_split_sizes) are lengthened to the longest in a graph, and on a CPU in eager mode too.",
-    "Label smoothing with tensor parallelism smooths over the whole vocabulary in a graph, so that the loss does not depend on the number of ranks; Megatron smooths over each rank's part.",
-    "A target outside the vocabulary: -100 gives loss 0 on one rank, any other fails; Megatron gives some finite loss that its loss mask drops.",
-    "A fork of the tracker in a graph acts on dropout alone; torch.rand and the like draw from the default generator there.",
-    "Recomputation in a graph is torch's checkpoint, which keeps its inputs whole (distribute_saved_activations has no effect), and the compiler may still choose to keep more.",
-    "With dynamic=True Dynamo makes the floats of the model (epsilon, softmax scale, dropout) inputs of the graph; leave dynamic unset.",
-    "Without CUDA and NPU a model built without model_parallel_cuda_manual_seed draws all dropout from the default generator; Megatron refuses it.",
+    "MoE with experts on other ranks (expert parallel or expert tensor parallel > 1) and no padding to capacity: the "
+    "sizes of the all-to-all depend on the data, and the graph breaks at every MoE layer; with "
+    "moe_pad_expert_input_to_capacity it is one graph.",
+    "MoE with sinkhorn routing, biases in the experts, a latent projection, overlapped shared experts or "
+    "TransformerEngine's and GroupedMLP's experts is left to Megatron's own code.",
+    "Deferred embedding weight gradients, and main_grad under Megatron's FSDP, stay with Megatron's autograd.Function, "
+    "which writes outside the graph and breaks it. With gradient_accumulation_fusion the flag grad_added_to_main_grad "
+    "is not set in a graph; DistributedDataParallel adds a gradient of zeros.",
+    "In a graph the gathered input of a sequence-parallel linear is kept for its weight gradient; Megatron gathers it "
+    "again in the backward.",
+    "Sequence shards of uneven size (output_split_sizes, input_split_sizes) are lengthened to the longest in a graph, "
+    "and on a CPU in eager mode too.",
+    "Label smoothing with tensor parallelism smooths over the whole vocabulary in a graph, so that the loss does not "
+    "depend on the number of ranks; Megatron smooths over each rank's part.",
+    "A target outside the vocabulary: -100 gives loss 0 on one rank, any other fails; Megatron gives some finite loss "
+    "that its loss mask drops.",
+    "A fork of the tracker in a graph acts on dropout alone; torch.rand and the like draw from the default generator "
+    "there.",
+    "Recomputation in a graph is torch's checkpoint, which keeps its inputs whole (distribute_saved_activations has no "
+    "effect), and the compiler may still choose to keep more.",
+    "With dynamic=True Dynamo makes the floats of the model (epsilon, softmax scale, dropout) inputs of the graph; "
+    "leave dynamic unset.",
+    "Without CUDA and NPU a model built without model_parallel_cuda_manual_seed draws all dropout from the default "
+    "generator; Megatron refuses it.",
     "Pipeline and context parallelism and packed sequences have not been tried; Mamba and vision models neither.",
 )
 

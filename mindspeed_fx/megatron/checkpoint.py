@@ -1,4 +1,6 @@
-"""Megatron's activation checkpointing in a form that is captured: torch's own, whose recomputation the compiler plans."""
+"""Megatron's activation checkpointing in a form that is captured: torch's own, whose recomputation the compiler
+plans.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Megatron's mappings between tensor- and sequence-parallel regions as functional collectives.
 
-A group of one rank is no node at all, so that the compiler sees plain ``linear`` and ``embedding``. With more ranks each
-mapping is an ``autograd.Function`` over functional collectives. (Megatron's own write into shared buffers and into their
-argument, which a graph cannot own.) The numerics are Megatron's.
+A group of one rank is no node at all, so that the compiler sees plain ``linear`` and ``embedding``. With more ranks
+each mapping is an ``autograd.Function`` over functional collectives. (Megatron's own write into shared buffers and into
+their argument, which a graph cannot own.) The numerics are Megatron's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
 
 
 def _all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
-    # Gathered along the first dimension, and put together here: what torch 2.11 calls for other dimensions cannot be traced.
+    # Gathered along the first dimension, and put together here: what torch 2.11 calls for other dimensions cannot be
+    # traced.
     whole = functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, group))
     return whole if dim == 0 else torch.cat(whole.chunk(group.size(), 0), dim)
 
@@ -37,8 +38,11 @@ def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
 
 def _own_part(x: Tensor, dim: int, group: Any) -> Tensor:
     if x.shape[dim] % group.size():
-        raise ValueError(f"dimension {dim} of size {x.shape[dim]} is not divisible by the {group.size()} tensor-parallel ranks")
-    # A copy, for torch 2.11 replaces a Function whose result is a view of its argument by that view, and the gradient is lost.
+        raise ValueError(
+            f"dimension {dim} of size {x.shape[dim]} is not divisible by the {group.size()} tensor-parallel ranks"
+        )
+    # A copy, for torch 2.11 replaces a Function whose result is a view of its argument by that view, and the gradient
+    # is lost.
     return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
@@ -108,7 +112,9 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _UnevenGather(torch.autograd.Function):
-    """Forward: all-gather of parts of different length. Backward: their reduce-scatter. Through parts of equal length, for gloo has no others."""
+    """Forward: all-gather of parts of different length. Backward: their reduce-scatter. Through parts of equal length,
+    for gloo has no others.
+    """
 
     @staticmethod
     def forward(ctx, x, group, sizes):
@@ -161,7 +167,9 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        back = functional.wait_tensor(functional.all_to_all_single(grad.contiguous(), ctx.input_splits, ctx.output_splits, ctx.group))
+        back = functional.wait_tensor(
+            functional.all_to_all_single(grad.contiguous(), ctx.input_splits, ctx.output_splits, ctx.group)
+        )
         return back, None, None, None
 
 
@@ -193,18 +201,25 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: Any = None) -> Te
     return input_ if size(group) == 1 else _Scatter.apply(input_, 0, group)
 
 
-def gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=None, output_split_sizes=None, use_global_buffer=False) -> Tensor:
+def gather_from_sequence_parallel_region(
+    input_, tensor_parallel_output_grad=True, group=None, output_split_sizes=None, use_global_buffer=False
+) -> Tensor:
     group = group_or_default(group)
     if size(group) == 1:
         return input_
     if output_split_sizes is not None:
         if not tensor_parallel_output_grad:
-            raise NotImplementedError(f"output_split_sizes={output_split_sizes} without tensor_parallel_output_grad has no gradient, here and in Megatron")
+            raise NotImplementedError(
+                f"output_split_sizes={output_split_sizes} without tensor_parallel_output_grad has no gradient, here "
+                "and in Megatron"
+            )
         return _UnevenGather.apply(input_, group, [int(n) for n in output_split_sizes])
     return _Gather.apply(input_, 0, group, tensor_parallel_output_grad)
 
 
-def reduce_scatter_to_sequence_parallel_region(input_, group=None, input_split_sizes=None, use_global_buffer=False) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(
+    input_, group=None, input_split_sizes=None, use_global_buffer=False
+) -> Tensor:
     group = group_or_default(group)
     if size(group) == 1:
         return input_
@@ -245,12 +260,23 @@ def in_graph_or_uneven(target: str, ours: Any, sizes: str) -> Any:
     return chosen
 
 
-UNEVEN = {"gather_from_sequence_parallel_region": "output_split_sizes", "reduce_scatter_to_sequence_parallel_region": "input_split_sizes"}
-"""Mappings whose parts may differ in length, and the argument that says so: dropless experts with tensor parallelism."""
+UNEVEN = {
+    "gather_from_sequence_parallel_region": "output_split_sizes",
+    "reduce_scatter_to_sequence_parallel_region": "input_split_sizes",
+}
+"""Mappings whose parts may differ in length, and the argument that says so: dropless experts with tensor
+parallelism.
+"""
 
 MAPPINGS = (
-    "copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region",
-    "gather_from_tensor_model_parallel_region", "scatter_to_sequence_parallel_region", "gather_from_sequence_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region", "all_gather_last_dim_from_tensor_parallel_region",
-    "reduce_scatter_last_dim_to_tensor_parallel_region", "all_to_all",
-)  # fmt: skip
+    "copy_to_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "all_to_all",
+)

@@ -1,7 +1,8 @@
-"""The experts of a mixture as two grouped matrix products: one operator for all experts, with no token count on the host.
+"""The experts of a mixture as two grouped matrix products: one operator for all experts, with no token count on the
+host.
 
-Megatron splits the tokens by counts it reads on the host (``tolist``), one ``linear`` per expert, which breaks a graph at
-every layer. The operator takes the counts as a tensor, so that every shape in the graph is known.
+Megatron splits the tokens by counts it reads on the host (``tolist``), one ``linear`` per expert, which breaks a graph
+at every layer. The operator takes the counts as a tensor, so that every shape in the graph is known.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
 grouped_linear.register_autograd(_backward, setup_context=_setup)
 
 
-def sequential_forward(self: Any, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor) -> tuple[Tensor, None]:
+def sequential_forward(
+    self: Any, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+) -> tuple[Tensor, None]:
     """``SequentialMLP.forward``: tokens [tokens, hidden] sorted by expert, counts [experts], probabilities [tokens]."""
     config = self.config
     if config.add_bias_linear or config.fp8 or config.fp4 or not isinstance(tokens_per_expert, Tensor):

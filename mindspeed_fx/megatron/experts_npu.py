@@ -1,7 +1,9 @@
-"""Cost of the experts' products, and their kernel on NPU: ``npu_grouped_matmul`` with a list of weights, so that no copy joins them.
+"""Cost of the experts' products, and their kernel on NPU: ``npu_grouped_matmul`` with a list of weights, so that no
+copy joins them.
 
-In float32 the kernel takes single tensors only, and the weights are stacked. Rows without an expert are undefined there and zero here. The
-weight gradients are one product in groups of the summed dimension (group_type 2), whose slices they are.
+In float32 the kernel takes single tensors only, and the weights are stacked. Rows without an expert are undefined there
+and zero here. The weight gradients are one product in groups of the summed dimension (group_type 2), whose slices they
+are.
 """
 
 from __future__ import annotations
@@ -36,15 +38,23 @@ def _backward_cost(out: Any, grad: Any, x: Any, weights: Any, counts: Any) -> An
 def _supports(x: Tensor, weights: list[Tensor], counts: Tensor, grad: Tensor | None = None) -> str | None:
     kinds = {w.dtype for w in weights} | {x.dtype}
     return first(
-        typed(x=x), typed((x.dtype,), grad=grad), f"{OP}: x and the weights are {', '.join(sorted(map(str, kinds)))}; valid: one type".replace("torch.", "") if len(kinds) > 1 else None,
-        within(f"{OP}: experts", len(weights), 2, 128), within(f"{OP}: k", x.shape[1], 1, INNER), within(f"{OP}: n", weights[0].shape[0], 1, INNER),
-    )  # fmt: skip
+        typed(x=x),
+        typed((x.dtype,), grad=grad),
+        f"{OP}: x and the weights are {', '.join(sorted(map(str, kinds)))}; valid: one type".replace("torch.", "")
+        if len(kinds) > 1
+        else None,
+        within(f"{OP}: experts", len(weights), 2, 128),
+        within(f"{OP}: k", x.shape[1], 1, INNER),
+        within(f"{OP}: n", weights[0].shape[0], 1, INNER),
+    )
 
 
 def _rows(x: Tensor, weights: list[Tensor], ends: Tensor) -> Tensor:
     """Each expert's rows of x times its [k, n] of ``weights``; zero after the last."""
     given = [torch.stack(weights)] if x.dtype == torch.float32 else list(weights)
-    return _zero_outside(npu.npu_grouped_matmul([x], given, group_list=ends, split_item=3, group_type=0, group_list_type=0)[0], ends)
+    return _zero_outside(
+        npu.npu_grouped_matmul([x], given, group_list=ends, split_item=3, group_type=0, group_list_type=0)[0], ends
+    )
 
 
 @lowering(grouped_linear, OP, _supports, (OP,))
@@ -52,8 +62,15 @@ def _grouped(x, weights, counts):
     return _rows(x, [w.t() for w in weights], counts.to(torch.int64).cumsum(0))
 
 
-@lowering(grouped_linear_backward, f"{OP}, of groups of rows and of columns", lambda grad, x, weights, counts: _supports(x, weights, counts, grad), (OP,))
+@lowering(
+    grouped_linear_backward,
+    f"{OP}, of groups of rows and of columns",
+    lambda grad, x, weights, counts: _supports(x, weights, counts, grad),
+    (OP,),
+)
 def _grouped_backward(grad, x, weights, counts):
     ends = counts.to(torch.int64).cumsum(0)
-    to_weights = npu.npu_grouped_matmul([grad.t()], [x], group_list=ends, split_item=3, group_type=2, group_list_type=0)[0]
+    to_weights = npu.npu_grouped_matmul(
+        [grad.t()], [x], group_list=ends, split_item=3, group_type=2, group_list_type=0
+    )[0]
     return [_rows(grad, weights, ends), *to_weights.unbind(0)]

@@ -6,14 +6,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def bias_swiglu_impl(input: Tensor, bias: Tensor | None, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Tensor:
+def bias_swiglu_impl(
+    input: Tensor, bias: Tensor | None, fp8_input_store: bool = False, cpu_offload_input: bool = False
+) -> Tensor:
     """SwiGLU of packed halves [gate, up]; how the input is stored for the backward is the compiler's to decide."""
     gate, up = (input if bias is None else input + bias).chunk(2, -1)
     return F.silu(gate) * up
 
 
-def weighted_bias_swiglu_impl(input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False) -> Tensor:
-    """SwiGLU times a weight per token (the router's probabilities); the product is returned in the type of ``input``."""
+def weighted_bias_swiglu_impl(
+    input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False
+) -> Tensor:
+    """SwiGLU times a weight per token (the router's probabilities); the product is returned in the type of
+    ``input``.
+    """
     if bias is not None:  # refused in Megatron's own words: its kernel has no bias here either
         raise NotImplementedError("Bias is not supported for weighted swiglu fusion")
     gate, up = input.chunk(2, -1)

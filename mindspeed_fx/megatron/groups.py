@@ -1,4 +1,6 @@
-"""Process groups: the tensor-parallel group by default, and a group of one where torch.distributed is not initialized."""
+"""Process groups: the tensor-parallel group by default, and a group of one where torch.distributed is not
+initialized.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def get_global_memory_buffer() -> Any:
     return patches.original(GLOBAL_MEMORY_BUFFER)() if dist.is_initialized() else _BUFFER
 
 
-def buffer_get_tensor(self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None) -> torch.Tensor:
+def buffer_get_tensor(
+    self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None
+) -> torch.Tensor:
     """``GlobalMemoryBuffer.get_tensor``: a tensor of its own for each caller."""
     return torch.empty(tuple(tensor_shape), dtype=dtype, device=current_device())
 

@@ -1,5 +1,5 @@
-"""Megatron compiles small functions at import (``jit_fuser`` is ``torch.compile``); inside a compiled model, and on a CPU
-without it, the plain functions are wanted.
+"""Megatron compiles small functions at import (``jit_fuser`` is ``torch.compile``); inside a compiled model, and on a
+CPU without it, the plain functions are wanted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def unwrap() -> None:
     for module_name, module in list(sys.modules.items()):
         if module is None or not module_name.startswith(patches.PREFIX):
             continue
-        for holder in (module, *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module_name)):
+        for holder in (
+            module,
+            *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module_name),
+        ):
             for value in vars(holder).values():
                 plain = getattr(value, "_torchdynamo_orig_callable", None) if callable(value) else None
                 if plain is not None:

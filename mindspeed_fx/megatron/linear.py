@@ -28,7 +28,8 @@ def linear(
     """``linear_with_grad_accumulation_and_async_allreduce`` as a collective and ``linear``.
 
     Megatron's own overlaps the input gradient's collective with the weight gradient by ``async_op=True``; in a compiled
-    graph that is the scheduler's work. Deferred weight gradients, which write outside the graph, stay with Megatron's function.
+    graph that is the scheduler's work. Deferred weight gradients, which write outside the graph, stay with Megatron's
+    function.
     """
     if grad_output_buffer is not None or hasattr(weight, "__fsdp_param__"):
         return patches.original(LINEAR)(
@@ -42,10 +43,14 @@ def linear(
     return main_grad.linear(input, weight, bias) if gradient_accumulation_fusion else F.linear(input, weight, bias)
 
 
-def eager_linear(input: Tensor, weight: Tensor, bias: Tensor | None, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any) -> Tensor:
+def eager_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any
+) -> Tensor:
     """Outside a graph Megatron's own, but for ``gradient_accumulation_fusion``, whose extension needs CUDA."""
     own = not torch.compiler.is_compiling() and not gradient_accumulation_fusion
-    return (patches.original(LINEAR) if own else linear)(input, weight, bias, gradient_accumulation_fusion, *args, **kwargs)
+    return (patches.original(LINEAR) if own else linear)(
+        input, weight, bias, gradient_accumulation_fusion, *args, **kwargs
+    )
 
 
 eager_linear.warned = False  # Megatron's own keeps this flag on whatever has its name

@@ -1,8 +1,9 @@
 """Linear whose weight gradient is added to ``main_grad``: Megatron's ``gradient_accumulation_fusion``, in a graph.
 
-Megatron's function writes to an attribute of the weight in its backward, through an extension for CUDA (Apex). Here ``main_grad`` is an
-argument that the backward changes in place, which AOTAutograd keeps as a write to an input of the graph: no gradient of the size of the
-weight lives beside the buffer, and the sum over micro-batches is as wide as the buffer, float32 as a rule.
+Megatron's function writes to an attribute of the weight in its backward, through an extension for CUDA (Apex). Here
+``main_grad`` is an argument that the backward changes in place, which AOTAutograd keeps as a write to an input of the
+graph: no gradient of the size of the weight lives beside the buffer, and the sum over micro-batches is as wide as the
+buffer, float32 as a rule.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def _(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool) -> Tensor:
 
 @torch.library.custom_op("mindspeed::add_to_main_grad", mutates_args={"main_grad"})
 def add_to_main_grad(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
-    """main_grad += grad^T x, multiplied and summed in the type of ``main_grad`` [out, in]; grad [tokens, out], x [tokens, in]."""
+    """main_grad += grad^T x, multiplied and summed in the type of ``main_grad`` [out, in]; grad [tokens, out], x
+    [tokens, in].
+    """
     main_grad.addmm_(grad.t().to(main_grad.dtype), x.to(main_grad.dtype))
 
 
@@ -91,7 +94,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not torch.is_grad_enabled() or not weight.requires_grad:
         return torch.nn.functional.linear(x, weight, bias)
     if not hasattr(weight, "main_grad"):
-        raise RuntimeError("gradient_accumulation_fusion is True and a weight has no main_grad; wrap the model in DistributedDataParallel or give every weight one")
+        raise RuntimeError(
+            "gradient_accumulation_fusion is True and a weight has no main_grad; wrap the model in "
+            "DistributedDataParallel or give every weight one"
+        )
     # Megatron's DistributedDataParallel waits for a gradient in a hook; zeros are added without harm.
     out = linear_main_grad(x, weight, weight.main_grad, hasattr(weight, "grad_added_to_main_grad"))
     return out if bias is None else out + bias

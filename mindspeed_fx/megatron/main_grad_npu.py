@@ -1,8 +1,8 @@
 """Weight gradients added to ``main_grad`` on NPU: ``npu_grouped_matmul_add_`` with one group.
 
-It multiplies 16-bit factors and adds in float32, as MindSpeed's ``npu_matmul_add_fp32`` does, which torch_npu does not have: nothing is
-widened, and no gradient of the size of the weight is written. It takes rows of less than 65536 elements, so that a head with a larger
-vocabulary is added part by part.
+It multiplies 16-bit factors and adds in float32, as MindSpeed's ``npu_matmul_add_fp32`` does, which torch_npu does not
+have: nothing is widened, and no gradient of the size of the weight is written. It takes rows of less than 65536
+elements, so that a head with a larger vocabulary is added part by part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ npu, OP = torch.ops.npu, "npu_grouped_matmul_add_"
 
 def _supports(main_grad: Tensor, grad: Tensor, x: Tensor) -> str | None:
     return first(
-        typed((torch.float32,), main_grad=main_grad), typed((torch.float16, torch.bfloat16), grad=grad), typed((grad.dtype,), x=x),
-        f"{OP}: main_grad is not contiguous in memory" if not main_grad.is_contiguous() else None, within(f"{OP}: columns of the weight", x.shape[1], 1, INNER),
-    )  # fmt: skip
+        typed((torch.float32,), main_grad=main_grad),
+        typed((torch.float16, torch.bfloat16), grad=grad),
+        typed((grad.dtype,), x=x),
+        f"{OP}: main_grad is not contiguous in memory" if not main_grad.is_contiguous() else None,
+        within(f"{OP}: columns of the weight", x.shape[1], 1, INNER),
+    )
 
 
 @lowering(added, OP, _supports, (OP,))
@@ -33,11 +36,17 @@ def _add(main_grad, grad, x):
         npu.npu_grouped_matmul_add_(into.unsqueeze(0), rows, x, ends)
 
 
-@lowering(added, "aten addmm_", lambda main_grad, grad, x: first(typed(FLOATS, main_grad=main_grad), typed((main_grad.dtype,), grad=grad, x=x)))
+@lowering(
+    added,
+    "aten addmm_",
+    lambda main_grad, grad, x: first(typed(FLOATS, main_grad=main_grad), typed((main_grad.dtype,), grad=grad, x=x)),
+)
 def _addmm(main_grad, grad, x):
     main_grad.addmm_(grad.t(), x)
 
 
-@lowering(product_of, "aten linear", lambda x, weight, main_grad, dummy: first(typed(x=x), typed((x.dtype,), weight=weight)))
+@lowering(
+    product_of, "aten linear", lambda x, weight, main_grad, dummy: first(typed(x=x), typed((x.dtype,), weight=weight))
+)
 def _linear(x, weight, main_grad, dummy):
     return torch.mm(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], weight.shape[0])

@@ -1,8 +1,9 @@
 """Mixture of experts in a captured graph: routing, permutation and auxiliary losses with shapes known before the run.
 
-Where every expert is on this rank, tokens need no dispatch between ranks, and both of Megatron's dispatchers come to the
-same: sort the tokens by expert, run the experts, add the results up. The number of sorted rows is tokens times top-k (or
-experts times capacity), so that nothing has to be counted on the host.
+Where every expert is on this rank, tokens need no dispatch between ranks, and both of Megatron's dispatchers come to
+the
+same: sort the tokens by expert, run the experts, add the results up. The number of sorted rows is tokens times top-k
+(or experts times capacity), so that nothing has to be counted on the host.
 """
 
 from __future__ import annotations
@@ -19,21 +20,36 @@ LAYER = "transformer.moe.moe_layer:MoELayer.forward"
 DISPATCHER = "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
-def layer_forward(self: Any, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+def layer_forward(
+    self: Any, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
     """``MoELayer.forward`` of hidden states [seq, batch, hidden] where all experts are here; Megatron's elsewhere."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     config = self.config
     elsewhere = groups.size(self.ep_group) * groups.size(self.token_dispatcher.tp_group) > 1
-    special = config.moe_latent_size or config.moe_router_padding_for_quantization or self.shared_expert_overlap or self.moe_layer_recompute
-    if elsewhere or special or intermediate_tensors is not None or type(self.experts) is not SequentialMLP or config.add_bias_linear:
+    special = (
+        config.moe_latent_size
+        or config.moe_router_padding_for_quantization
+        or self.shared_expert_overlap
+        or self.moe_layer_recompute
+    )
+    if (
+        elsewhere
+        or special
+        or intermediate_tensors is not None
+        or type(self.experts) is not SequentialMLP
+        or config.add_bias_linear
+    ):
         return patches.original(LAYER)(self, hidden_states, intermediate_tensors, padding_mask)
     if padding_mask is not None:
         padding_mask = padding_mask.transpose(0, 1).bool()
     shared = self.shared_experts_compute(hidden_states)
     probs, routing_map = self.route(hidden_states, padding_mask)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    summed = (_dropless if config.moe_expert_capacity_factor is None and padding_mask is None else _with_capacity)(self, tokens, routing_map, probs).view(hidden_states.shape)
+    summed = (_dropless if config.moe_expert_capacity_factor is None and padding_mask is None else _with_capacity)(
+        self, tokens, routing_map, probs
+    ).view(hidden_states.shape)
     return summed if shared is None else summed + shared, None
 
 
@@ -58,7 +74,9 @@ def _rows(routing_map: Tensor, config: Any) -> int:
 
     tokens, experts = routing_map.shape
     if config.moe_pad_expert_input_to_capacity:
-        return experts * min(tokens, get_capacity(tokens * config.moe_router_topk, experts, config.moe_expert_capacity_factor))
+        return experts * min(
+            tokens, get_capacity(tokens * config.moe_router_topk, experts, config.moe_expert_capacity_factor)
+        )
     return tokens * config.moe_router_topk
 
 
@@ -75,7 +93,9 @@ def sort_by_expert(routing_map: Tensor, probs: Tensor, rows: int) -> tuple[Tenso
     tokens = routing_map.shape[0]
     chosen = routing_map.T.reshape(-1)
     place = torch.where(chosen, chosen.cumsum(0) - 1, rows)
-    pair = torch.full((rows + 1,), chosen.shape[0], device=chosen.device).scatter(0, place, torch.arange(chosen.shape[0], device=chosen.device))[:rows]
+    pair = torch.full((rows + 1,), chosen.shape[0], device=chosen.device).scatter(
+        0, place, torch.arange(chosen.shape[0], device=chosen.device)
+    )[:rows]
     share = F.pad(probs.T.reshape(-1), (0, 1)).index_select(0, pair)
     return torch.where(pair < chosen.shape[0], pair % tokens, 0), share
 

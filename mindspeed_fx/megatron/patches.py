@@ -11,7 +11,12 @@ from typing import Any, Callable
 import torch
 
 PREFIX = "megatron.core"
-IN_GRAPH, WITHOUT_CUDA, WITHOUT_ACCELERATOR, EVERYWHERE = "in a captured graph", "without CUDA", "without CUDA or NPU", "everywhere"
+IN_GRAPH, WITHOUT_CUDA, WITHOUT_ACCELERATOR, EVERYWHERE = (
+    "in a captured graph",
+    "without CUDA",
+    "without CUDA or NPU",
+    "everywhere",
+)
 _KEEP = ("torch", "mindspeed_fx")
 """Packages whose own references to a replaced function are left alone."""
 
@@ -109,7 +114,11 @@ def _swap(owner: Any, names: Any, swaps: dict[int, tuple[Any, Any]]) -> None:
 
 def undo() -> None:
     """Restore everything, last change first, also in modules that copied a replacement while it was in force."""
-    swaps = {id(c.replacement): (c.replacement, c.original) for c in _changes if callable(c.original) and not isinstance(c.owner, type)}
+    swaps = {
+        id(c.replacement): (c.replacement, c.original)
+        for c in _changes
+        if callable(c.original) and not isinstance(c.owner, type)
+    }
     while _changes:
         change = _changes.pop()
         setattr(change.owner, change.name, change.original)

@@ -1,9 +1,10 @@
-"""Megatron's random-number tracker in a captured graph, and over an NPU's or the CPU's generator where there is no CUDA.
+"""Megatron's random-number tracker in a captured graph, and over an NPU's or the CPU's generator where there is no
+CUDA.
 
-``fork`` switches to a named state: dropout in the tensor-parallel region draws from a stream of its own. A captured graph
-cannot switch the generator, so there ``fork`` is a mode under which dropout is ``x * noise``, and the noise comes from an
-operator that takes the named state and returns the next one. On a CPU the numbers are those of eager mode; on CUDA and NPU,
-where eager dropout is one kernel, they are others of the same distribution.
+``fork`` switches to a named state: dropout in the tensor-parallel region draws from a stream of its own. A captured
+graph cannot switch the generator, so there ``fork`` is a mode under which dropout is ``x * noise``, and the noise comes
+from an operator that takes the named state and returns the next one. On a CPU the numbers are those of eager mode; on
+CUDA and NPU, where eager dropout is one kernel, they are others of the same distribution.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ FORK = f"{TRACKER}.fork"
 
 @torch.library.custom_op("mindspeed::dropout_noise", mutates_args=())
 def dropout_noise(state: Tensor, like: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Noise shaped ``like``, 0 with probability ``p`` and 1 / (1 - p) otherwise, from generator ``state``; and the next state."""
+    """Noise shaped ``like``, 0 with probability ``p`` and 1 / (1 - p) otherwise, from generator ``state``; and the next
+    state.
+    """
     generator = torch.Generator(like.device)
     generator.set_state(state)
     noise = torch.empty_like(like).bernoulli_(1 - p, generator=generator).div_(1 - p)
@@ -50,7 +53,9 @@ class _ForkInGraph(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _dropout(tracker: Any, name: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(
+    tracker: Any, name: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or p == 0.0:
         return input
     if p == 1.0:
@@ -117,11 +122,17 @@ def set_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> 
 
 
 def manual_seed(
-    seed: int, te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False,
-    tp_rank: int | None = None, ep_rank: int | None = None, etp_rank: int | None = None, force_reset_rng: bool = False,
-) -> None:  # fmt: skip
-    """``model_parallel_cuda_manual_seed`` on the NPU's or the CPU's generator, with Megatron's seeds: one stream for what all ranks of a
-    tensor-parallel group hold, one of each rank's own, one for experts.
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+) -> None:
+    """``model_parallel_cuda_manual_seed`` on the NPU's or the CPU's generator, with Megatron's seeds: one stream for
+    what all ranks of a tensor-parallel group hold, one of each rank's own, one for experts.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random

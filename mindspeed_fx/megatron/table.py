@@ -34,22 +34,65 @@ HIDES = "its handwritten backward hides it from the passes"
 def table() -> list[Patch]:
     """The patches for this machine and this Megatron-core."""
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
-    return _everywhere() + _in_graph() + without_cuda + (_with_accelerator() if accelerated() else _without_accelerator())
+    return (
+        _everywhere() + _in_graph() + without_cuda + (_with_accelerator() if accelerated() else _without_accelerator())
+    )
 
 
 def _everywhere() -> list[Patch]:
     alone = "without torch.distributed Megatron could not build a model; it gets groups of one"
     return [
-        Patch("jit:jit_fuser", jit.jit_fuser, "functions compiled at import would be compiled regions inside the compiled model", EVERYWHERE),
-        Patch("utils:get_tensor_model_parallel_group_if_none", groups.group_or_default, f"its warning breaks the graph; {alone}", EVERYWHERE),
+        Patch(
+            "jit:jit_fuser",
+            jit.jit_fuser,
+            "functions compiled at import would be compiled regions inside the compiled model",
+            EVERYWHERE,
+        ),
+        Patch(
+            "utils:get_tensor_model_parallel_group_if_none",
+            groups.group_or_default,
+            f"its warning breaks the graph; {alone}",
+            EVERYWHERE,
+        ),
         Patch(groups.USE_MPU_PROCESS_GROUPS, classmethod(groups.use_mpu_process_groups), alone, EVERYWHERE),
         Patch(groups.GLOBAL_MEMORY_BUFFER, groups.get_global_memory_buffer, f"{alone}, and a buffer", EVERYWHERE),
-        Patch("utils:GlobalMemoryBuffer.get_tensor", groups.buffer_get_tensor, "a graph cannot own a shared buffer; a CPU has no need of one", IN_GRAPH if accelerated() else EVERYWHERE),
-        Patch("transformer.torch_norm:WrappedTorchNorm.__new__", norm.torch_norm_new, "torch's norms refuse sequence parallelism for want of an attribute", EVERYWHERE),
-        Patch("transformer.moe.moe_utils:router_gating_linear", moe.router_gating_linear, f"{HIDES}; without TransformerEngine it names an undefined function", IN_GRAPH if _has_transformer_engine() else EVERYWHERE),
-        Patch("transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward", staticmethod(moe.attached_backward), "sets a class attribute, which a graph cannot", EVERYWHERE),
-        Patch(cross_entropy.LOSS, cross_entropy.vocab_parallel_cross_entropy, "plain cross-entropy, which a pass recognises; Megatron's overwrites float32 logits (eager CUDA and NPU keep it)", EVERYWHERE),
-        Patch(cross_entropy.FUSED_LOSS, cross_entropy.fused_vocab_parallel_cross_entropy, "the same; Megatron's rounds the gradient to bfloat16 (eager CUDA and NPU keep it)", EVERYWHERE),
+        Patch(
+            "utils:GlobalMemoryBuffer.get_tensor",
+            groups.buffer_get_tensor,
+            "a graph cannot own a shared buffer; a CPU has no need of one",
+            IN_GRAPH if accelerated() else EVERYWHERE,
+        ),
+        Patch(
+            "transformer.torch_norm:WrappedTorchNorm.__new__",
+            norm.torch_norm_new,
+            "torch's norms refuse sequence parallelism for want of an attribute",
+            EVERYWHERE,
+        ),
+        Patch(
+            "transformer.moe.moe_utils:router_gating_linear",
+            moe.router_gating_linear,
+            f"{HIDES}; without TransformerEngine it names an undefined function",
+            IN_GRAPH if _has_transformer_engine() else EVERYWHERE,
+        ),
+        Patch(
+            "transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward",
+            staticmethod(moe.attached_backward),
+            "sets a class attribute, which a graph cannot",
+            EVERYWHERE,
+        ),
+        Patch(
+            cross_entropy.LOSS,
+            cross_entropy.vocab_parallel_cross_entropy,
+            "plain cross-entropy, which a pass recognises; Megatron's overwrites float32 logits (eager CUDA and NPU "
+            "keep it)",
+            EVERYWHERE,
+        ),
+        Patch(
+            cross_entropy.FUSED_LOSS,
+            cross_entropy.fused_vocab_parallel_cross_entropy,
+            "the same; Megatron's rounds the gradient to bfloat16 (eager CUDA and NPU keep it)",
+            EVERYWHERE,
+        ),
     ]
 
 
@@ -59,9 +102,21 @@ def _in_graph() -> list[Patch]:
     counts = "reads token counts on the host"
     return [
         *(_mapping(name, functional) for name in collectives.MAPPINGS),
-        *([Patch(linear.LINEAR, linear.linear, "async_op=True in its backward cannot be captured")] if groups.kind() == "cuda" else []),
-        Patch("tensor_parallel.layers:linear_with_frozen_weight", linear.frozen_linear, "all-reduces in place in its backward"),
-        Patch("tensor_parallel.layers:VocabParallelEmbedding.forward", linear.embedding_forward, "writes zeros in place through a mask"),
+        *(
+            [Patch(linear.LINEAR, linear.linear, "async_op=True in its backward cannot be captured")]
+            if groups.kind() == "cuda"
+            else []
+        ),
+        Patch(
+            "tensor_parallel.layers:linear_with_frozen_weight",
+            linear.frozen_linear,
+            "all-reduces in place in its backward",
+        ),
+        Patch(
+            "tensor_parallel.layers:VocabParallelEmbedding.forward",
+            linear.embedding_forward,
+            "writes zeros in place through a mask",
+        ),
         Patch("fusions.fused_bias_swiglu:bias_swiglu_impl", fusions.bias_swiglu_impl, HIDES),
         Patch("fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", fusions.weighted_bias_swiglu_impl, HIDES),
         Patch("fusions.fused_bias_geglu:bias_geglu_impl", fusions.bias_geglu_impl, HIDES),
@@ -71,9 +126,15 @@ def _in_graph() -> list[Patch]:
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
         Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),
         Patch("tensor_parallel.random:checkpoint", checkpoint.checkpoint, recompute),
-        Patch("tensor_parallel.random:CheckpointWithoutOutput.checkpoint", checkpoint.checkpoint_without_output, recompute),
-        Patch("tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute", checkpoint.discard_output, "resizes storages, which a graph cannot; the checkpoint already drops the output"),
-    ]  # fmt: skip
+        Patch(
+            "tensor_parallel.random:CheckpointWithoutOutput.checkpoint", checkpoint.checkpoint_without_output, recompute
+        ),
+        Patch(
+            "tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute",
+            checkpoint.discard_output,
+            "resizes storages, which a graph cannot; the checkpoint already drops the output",
+        ),
+    ]
 
 
 def _mapping(name: str, reason: str) -> Patch:
@@ -92,18 +153,40 @@ def _without_cuda() -> list[Patch]:
     """On a CPU, and on an NPU without torch_npu's transfer_to_npu, for which "cuda" is no device."""
     where, kind = WITHOUT_CUDA, groups.kind()
     return [
-        Patch(linear.LINEAR, linear.eager_linear, "async_op=True in its backward cannot be captured; main_grad's extension needs CUDA", where),
+        Patch(
+            linear.LINEAR,
+            linear.eager_linear,
+            "async_op=True in its backward cannot be captured; main_grad's extension needs CUDA",
+            where,
+        ),
         Patch("tensor_parallel.layers:_grad_accum_fusion_available", True, "main_grad needs no extension here", where),
-        Patch("torch.cuda:current_device", current_device, "Megatron writes device=torch.cuda.current_device() in a hundred places", where),
+        Patch(
+            "torch.cuda:current_device",
+            current_device,
+            "Megatron writes device=torch.cuda.current_device() in a hundred places",
+            where,
+        ),
         Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
         Patch(f"{rotary.YARN}.get_emb", rotary.yarn_get_emb(kind), "moves frequencies to CUDA", where),
-        Patch("transformer.utils:get_default_causal_mask", functools.partial(rotary.causal_mask, device=kind), "makes the mask on CUDA", where),
-        Patch("transformer.utils:get_sliding_window_causal_mask", functools.partial(rotary.sliding_window_causal_mask, device=kind), "makes the mask on CUDA", where),
+        Patch(
+            "transformer.utils:get_default_causal_mask",
+            functools.partial(rotary.causal_mask, device=kind),
+            "makes the mask on CUDA",
+            where,
+        ),
+        Patch(
+            "transformer.utils:get_sliding_window_causal_mask",
+            functools.partial(rotary.sliding_window_causal_mask, device=kind),
+            "makes the mask on CUDA",
+            where,
+        ),
         Patch("transformer.moe.router:Router.gating", moe.gating, "moves the router's weights to CUDA", where),
         Patch(f"{rng.TRACKER}.add", rng.add, "seeds CUDA's generator", where),
         Patch("tensor_parallel.random:_get_cuda_rng_state", rng.get_state, "reads CUDA's generator", where),
         Patch("tensor_parallel.random:_set_cuda_rng_state", rng.set_state, "sets CUDA's generator", where),
-        Patch("tensor_parallel.random:model_parallel_cuda_manual_seed", rng.manual_seed, "seeds CUDA's generator", where),
+        Patch(
+            "tensor_parallel.random:model_parallel_cuda_manual_seed", rng.manual_seed, "seeds CUDA's generator", where
+        ),
     ]
 
 

@@ -1,8 +1,9 @@
 """Moves saved activations to host memory: copies out are put into the forward, copies back into the backward.
 
-A copy out starts right behind the last reader of the value or of any view of it, and the forward waits for it where the plan
-says that it is over, at the latest at its end. A copy back starts where the plan says and is waited for right before
-the first reader. Places are names of nodes; one that a graph does not have, or that comes too late, gives way to the nearest that is right.
+A copy out starts right behind the last reader of the value or of any view of it, and the forward waits for it where the
+plan says that it is over, at the latest at its end. A copy back starts where the plan says and is waited for right
+before the first reader. Places are names of nodes; one that a graph does not have, or that comes too late, gives way to
+the nearest that is right.
 """
 
 from __future__ import annotations
@@ -103,7 +104,13 @@ def _back(gm: fx.GraphModule, given: fx.Node, host: torch.Tensor, back: str | No
     readers = list(given.users)
     first = min(readers, key=place.__getitem__)
     start = next(n for n in gm.graph.nodes if n.op != "placeholder")
-    begin = start if back is None else next((n for n in gm.graph.nodes if n.name == back and n.op != "placeholder" and place[n] < place[first]), first)
+    begin = (
+        start
+        if back is None
+        else next(
+            (n for n in gm.graph.nodes if n.name == back and n.op != "placeholder" and place[n] < place[first]), first
+        )
+    )
     given.meta["val"] = host
     given.meta.pop("tensor_meta", None)
     with gm.graph.inserting_before(begin):

@@ -1,8 +1,9 @@
 """What only prepares the backward runs where its inputs are made.
 
-A gradient that is written out, such as that of a GELU, is computed from activations alone at first. AOTAutograd has these operations where the backward
-needs them; a plan that saves their result makes the forward run them, and torch's partitioner keeps the order of the joint graph: at the end of the forward, with their inputs alive until then,
-for all layers. Right behind their last input they need little room. What is not saved runs in the backward, as before.
+A gradient that is written out, such as that of a GELU, is computed from activations alone at first. AOTAutograd has
+these operations where the backward needs them; a plan that saves their result makes the forward run them, and torch's
+partitioner keeps the order of the joint graph: at the end of the forward, with their inputs alive until then, for all
+layers. Right behind their last input they need little room. What is not saved runs in the backward, as before.
 """
 
 from __future__ import annotations

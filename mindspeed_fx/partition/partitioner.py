@@ -1,7 +1,7 @@
 """Joint graph -> forward and backward.
 
-An operator that will be inlined anyway is inlined before the cut, so that whoever decides sees the pointwise work and the
-reductions it is made of and can save or recompute each; an operator with a kernel of its own stays whole.
+An operator that will be inlined anyway is inlined before the cut, so that whoever decides sees the pointwise work and
+the reductions it is made of and can save or recompute each; an operator with a kernel of its own stays whole.
 """
 
 from __future__ import annotations
@@ -25,12 +25,33 @@ class Partitioner(inductor.CustomPartitioner):
         identity: what compile caches know this partitioner by.
     """
 
-    def __init__(self, prepare: Callable[[fx.GraphModule], None], decide: partitioner.Choose, finish: Callable[[fx.GraphModule, fx.GraphModule], None], memory_budget: float | int | str | None, identity: str):
-        self.prepare, self.decide, self.finish, self.memory_budget, self.identity = prepare, decide, finish, memory_budget, identity
+    def __init__(
+        self,
+        prepare: Callable[[fx.GraphModule], None],
+        decide: partitioner.Choose,
+        finish: Callable[[fx.GraphModule, fx.GraphModule], None],
+        memory_budget: float | int | str | None,
+        identity: str,
+    ):
+        self.prepare, self.decide, self.finish, self.memory_budget, self.identity = (
+            prepare,
+            decide,
+            finish,
+            memory_budget,
+            identity,
+        )
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.prepare(gm)
-        forward, backward = partitioner.partition(gm, joint_inputs, self.decide, self.memory_budget if isinstance(self.memory_budget, float) else None, **kwargs)
+        forward, backward = partitioner.partition(
+            gm,
+            joint_inputs,
+            self.decide,
+            self.memory_budget if isinstance(self.memory_budget, float) else None,
+            **kwargs,
+        )
         self.finish(forward, backward)
         return forward, backward
 

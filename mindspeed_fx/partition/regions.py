@@ -1,8 +1,9 @@
-"""Which parts of a graph one generated kernel can do: pointwise operators and sums, means and maxima over the last dimension.
+"""Which parts of a graph one generated kernel can do: pointwise operators and sums, means and maxima over the last
+dimension.
 
-A region computes on one domain, rows of ``width`` elements. A node joins the region of what it reads when both have that domain and no
-path between them leaves it, so that the regions of a graph can run one after the other. Values are whole rows, one number a row, a
-vector that every row shares, or one number. Sizes must be known, tensors contiguous.
+A region computes on one domain, rows of ``width`` elements. A node joins the region of what it reads when both have
+that domain and no path between them leaves it, so that the regions of a graph can run one after the other. Values are
+whole rows, one number a row, a vector that every row shares, or one number. Sizes must be known, tensors contiguous.
 """
 
 from __future__ import annotations
@@ -14,11 +15,42 @@ import torch
 import torch.fx as fx
 
 aten = torch.ops.aten
-POINTWISE = frozenset((
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.exp.default, aten.log.default, aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default,
-    aten.abs.default, aten.sigmoid.default, aten.silu.default, aten.relu.default, aten.erf.default, aten.maximum.default, aten.minimum.default, aten.where.self, aten.pow.Tensor_Scalar, aten._to_copy.default,
-    aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar,
-))  # fmt: skip
+POINTWISE = frozenset(
+    (
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.neg.default,
+        aten.exp.default,
+        aten.log.default,
+        aten.sqrt.default,
+        aten.rsqrt.default,
+        aten.reciprocal.default,
+        aten.abs.default,
+        aten.sigmoid.default,
+        aten.silu.default,
+        aten.relu.default,
+        aten.erf.default,
+        aten.maximum.default,
+        aten.minimum.default,
+        aten.where.self,
+        aten.pow.Tensor_Scalar,
+        aten._to_copy.default,
+        aten.gt.Tensor,
+        aten.ge.Tensor,
+        aten.lt.Tensor,
+        aten.le.Tensor,
+        aten.gt.Scalar,
+        aten.ge.Scalar,
+        aten.lt.Scalar,
+        aten.le.Scalar,
+        aten.add.Scalar,
+        aten.sub.Scalar,
+        aten.mul.Scalar,
+        aten.div.Scalar,
+    )
+)
 REDUCTIONS = frozenset((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.bool)
 WIDEST = 16384
@@ -36,7 +68,7 @@ class Region:
     outputs: tuple[fx.Node, ...]
 
     def kind(self, node: fx.Node) -> str:
-        """"full", "row", "vector" or "one": how the value of ``node`` lies in the domain."""
+        """ "full", "row", "vector" or "one": how the value of ``node`` lies in the domain."""
         return kind(node.meta["val"], self.shape)
 
 
@@ -70,14 +102,20 @@ def regions(gm: fx.GraphModule, smallest: int = 2) -> list[Region]:
         if found is not None:
             domain[node], parent[node] = found, node
         # Whoever leaves a domain and comes back is on another level, however short the way.
-        level[node] = max((level[a] + (found is None or domain.get(a) != found) for a in node.all_input_nodes), default=0)
+        level[node] = max(
+            (level[a] + (found is None or domain.get(a) != found) for a in node.all_input_nodes), default=0
+        )
         for a in node.all_input_nodes if found is not None else ():
             if domain.get(a) == found and level[a] == level[node]:
                 parent[find(node)] = find(a)
     members: dict[fx.Node, list[fx.Node]] = {}
     for node in domain:
         members.setdefault(find(node), []).append(node)
-    made = (_region(nodes, domain[nodes[0]]) for nodes in members.values() if sum(n.target is not aten._to_copy.default for n in nodes) >= smallest)
+    made = (
+        _region(nodes, domain[nodes[0]])
+        for nodes in members.values()
+        if sum(n.target is not aten._to_copy.default for n in nodes) >= smallest
+    )
     return [r for r in made if r is not None]
 
 
@@ -90,7 +128,11 @@ def _domain(node: fx.Node, domain: dict[fx.Node, tuple[int, ...]]) -> tuple[int,
         dims = node.args[1] if len(node.args) > 1 else []
         keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
         shape = tuple(x.shape)
-        return shape if list(dims) in ([-1], [x.dim() - 1]) and keep and _wide(shape) and not node.kwargs.get("dtype") else None
+        return (
+            shape
+            if list(dims) in ([-1], [x.dim() - 1]) and keep and _wide(shape) and not node.kwargs.get("dtype")
+            else None
+        )
     own = tuple(node.meta["val"].shape)
     given = [domain[a] for a in node.all_input_nodes if a in domain]
     shape = next((d for d in given if kind(node.meta["val"], d) == "row" and d[-1] > 1), own)
@@ -106,11 +148,18 @@ def _plain(node: fx.Node) -> bool:
     """Its tensors are contiguous, of known sizes and supported types; numbers are numbers."""
     for n in (node, *node.all_input_nodes):
         x = n.meta.get("val")
-        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES or not all(isinstance(s, int) for s in x.shape) or not x.is_contiguous():
+        if (
+            not isinstance(x, torch.Tensor)
+            or x.dtype not in DTYPES
+            or not all(isinstance(s, int) for s in x.shape)
+            or not x.is_contiguous()
+        ):
             return False
     if node.target is aten._to_copy.default:
         device = node.kwargs.get("device")
-        return (device is None or torch.device(device).type == node.args[0].meta["val"].device.type) and node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
+        return (
+            device is None or torch.device(device).type == node.args[0].meta["val"].device.type
+        ) and node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
     return all(isinstance(a, (fx.Node, int, float)) for a in node.args[:1]) and not node.kwargs.get("rounding_mode")
 
 
@@ -118,12 +167,16 @@ def _region(nodes: list[fx.Node], shape: tuple[int, ...]) -> Region | None:
     inside = set(nodes)
     inputs = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
     outputs = [n for n in nodes if any(u not in inside for u in n.users)]
-    fits = all(kind(n.meta["val"], shape) for n in inputs) and all(kind(n.meta["val"], shape) in ("full", "row") for n in outputs)
+    fits = all(kind(n.meta["val"], shape) for n in inputs) and all(
+        kind(n.meta["val"], shape) in ("full", "row") for n in outputs
+    )
     return Region(shape, tuple(nodes), tuple(inputs), tuple(outputs)) if outputs and fits else None
 
 
 def graph_of(region: Region) -> fx.GraphModule:
-    """The region alone: placeholders for its inputs, its outputs as a tuple; values are fake as in the graph it is from."""
+    """The region alone: placeholders for its inputs, its outputs as a tuple; values are fake as in the graph it is
+    from.
+    """
     graph, at = fx.Graph(), {}
     for n in region.inputs:
         at[n] = graph.placeholder(n.name)
@@ -136,5 +189,7 @@ def graph_of(region: Region) -> fx.GraphModule:
 
 def names(region: Region) -> str:
     """The operators of a region in order, casts left out, for reports."""
-    said: list[Any] = [n.target._schema.name.split("::")[1] for n in region.nodes if n.target is not aten._to_copy.default]
+    said: list[Any] = [
+        n.target._schema.name.split("::")[1] for n in region.nodes if n.target is not aten._to_copy.default
+    ]
     return ", ".join(said if len(said) <= 8 else [*said[:7], f"... {len(said) - 7} more"])

@@ -4,9 +4,11 @@
     gradients, left   = inputs(saved, made, tangents)  gradients of the stage's inputs: what the stage before waits for
     gradients         = weights(saved, made, left)     gradients of its weights: nobody waits for them
 
-Together they are the backward's own calls, each once and in its order, so that every value is the same to the bit. Views are not handed from
-one graph to the next but made where they are read. A call with several results belongs to the earliest graph that needs one of them.
-Zero bubble: Qi et al. 2023, arXiv 2401.10241. Recomputation in a bubble and delayed weights are MindSpeed's ripipe and nano-pipe.
+Together they are the backward's own calls, each once and in its order, so that every value is the same to the bit.
+Views are not handed from one graph to the next but made where they are read. A call with several results belongs to the
+earliest graph that needs one of them.
+Zero bubble: Qi et al. 2023, arXiv 2401.10241. Recomputation in a bubble and delayed weights are MindSpeed's ripipe and
+    nano-pipe.
 """
 
 from __future__ import annotations
@@ -120,4 +122,8 @@ def _part(gm: fx.GraphModule, wanted: Sequence[Any], given: set[fx.Node]) -> Par
         new.meta = dict(n.meta)
     graph.output([copy[n] if isinstance(n, fx.Node) else n for n in wanted])
     graph.lint()
-    return Part(fx.GraphModule(gm, graph), tuple(n.name for n in reads), tuple(n.name if isinstance(n, fx.Node) else "" for n in wanted))
+    return Part(
+        fx.GraphModule(gm, graph),
+        tuple(n.name for n in reads),
+        tuple(n.name if isinstance(n, fx.Node) else "" for n in wanted),
+    )

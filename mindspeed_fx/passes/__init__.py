@@ -19,6 +19,18 @@ from mindspeed_fx.passes.base import (
 )
 
 __all__ = [
-    "Context", "Pass", "PassError", "PassReport", "Site", "Skip", "calls", "module_path", "register", "registered", "site",
-    "skip", "source_line", "unregister",
-]  # fmt: skip
+    "Context",
+    "Pass",
+    "PassError",
+    "PassReport",
+    "Site",
+    "Skip",
+    "calls",
+    "module_path",
+    "register",
+    "registered",
+    "site",
+    "skip",
+    "source_line",
+    "unregister",
+]

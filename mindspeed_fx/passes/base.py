@@ -30,6 +30,7 @@ from mindspeed_fx.passes.manager import ROWS, STAGES, PassError
 from mindspeed_fx.report.records import PassReport, Site, Skip
 from mindspeed_fx.report.source import source_line
 
+
 @dataclass
 class OverlapFindings:
     """What passes of the family "overlap" hand on to those after them on the same graph."""
@@ -51,15 +52,17 @@ class Context:
     side: str
     """"captured", "joint", "forward", "backward" or "inference"."""
     nodes: Any = None
-    """Stage "partition" alone: torch's classification of the joint graph's nodes, for :mod:`mindspeed_fx.compat.partitioner`."""
+    """Stage "partition" alone: torch's classification of the joint graph's nodes, for
+    :mod:`mindspeed_fx.compat.partitioner`.
+    """
     sharding: Any = None
     """What the plan of a parallelized model says of this graph
     (:class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`); None of other models."""
     overlap: OverlapFindings = field(default_factory=OverlapFindings)
 
     def left_to_inductor(self, name: str) -> bool:
-        """True on cpu with generated code, where Inductor makes the same or better of what pass ``name`` rewrites, unless
-        the user named the pass in ``enable``. For rewrites that pay elsewhere."""
+        """True on cpu with generated code, where Inductor makes the same or better of what pass ``name`` rewrites,
+        unless the user named the pass in ``enable``. For rewrites that pay elsewhere."""
         return self.options.target == "cpu" and self.options.codegen == "inductor" and name not in self.options.enable
 
 

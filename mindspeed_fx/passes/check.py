@@ -39,7 +39,14 @@ def check_pass(p: Pass, before: fx.GraphModule, after: fx.GraphModule, different
         inputs = [_real(n) for n in before.graph.nodes if n.op == "placeholder"]
         expected, actual = (_evaluate(gm, inputs, differentiable) for gm in (before, after))
         # A float64 model that takes its softmax in float32 is a float32 model: the narrowest type sets the tolerance.
-        narrowest = max((TOLERANCE.get(n.meta["val"].dtype, 0.0) for n in before.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0.0)
+        narrowest = max(
+            (
+                TOLERANCE.get(n.meta["val"].dtype, 0.0)
+                for n in before.graph.nodes
+                if isinstance(n.meta.get("val"), torch.Tensor)
+            ),
+            default=0.0,
+        )
         worst = 0.0
         for (name, a), (_, b) in zip(expected, actual):
             if (a is None) != (b is None):
@@ -51,12 +58,17 @@ def check_pass(p: Pass, before: fx.GraphModule, after: fx.GraphModule, different
             worst = max(worst, error)
             if not error <= limit:
                 what = "is declared exact and" if p.exact else f"may be off by {limit:g} and"
-                raise CheckError(f'check: pass "{p.name}" {what} is off by {error:.3g} (relative to the largest element) in {name}, {a.dtype} {tuple(a.shape)}')
+                raise CheckError(
+                    f'check: pass "{p.name}" {what} is off by {error:.3g} (relative to the largest element) in {name}, '
+                    f"{a.dtype} {tuple(a.shape)}"
+                )
     return f"{len(expected)} results, worst relative error {worst:.2g}"
 
 
 def _real(node: fx.Node) -> Any:
-    """A real value like the fake one: small random floats, zeros and ones for integers, so that they are valid indices."""
+    """A real value like the fake one: small random floats, zeros and ones for integers, so that they are valid
+    indices.
+    """
     value = fx_graph.example_value_of(node)
     if not isinstance(value, torch.Tensor):
         return fake.hint(value) if isinstance(value, torch.SymInt) else value
@@ -78,17 +90,27 @@ def _evaluate(gm: fx.GraphModule, inputs: list[Any], differentiable: bool) -> li
     values = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
     leaves = []
     for node, v in zip(placeholders, values):
-        if differentiable and isinstance(v, torch.Tensor) and v.is_floating_point() and node.meta.get("requires_grad", True):
+        if (
+            differentiable
+            and isinstance(v, torch.Tensor)
+            and v.is_floating_point()
+            and node.meta.get("requires_grad", True)
+        ):
             leaves.append((node.name, v.requires_grad_()))
     torch.manual_seed(0)
     with torch.set_grad_enabled(differentiable):
         # In-place operators may write to an input: give the graph copies that are not leaves.
-        outputs = fx.Interpreter(gm).run(*(v.clone() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in values))
+        outputs = fx.Interpreter(gm).run(
+            *(v.clone() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in values)
+        )
     tensors = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor)]
     results = [(f"output {i}", o.detach()) for i, o in enumerate(tensors)]
     differentiable_outputs = [o for o in tensors if o.requires_grad]
     if leaves and differentiable_outputs:
-        weights = [torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64).to(o.dtype).to(o.device).reshape(o.shape) for o in differentiable_outputs]
+        weights = [
+            torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64).to(o.dtype).to(o.device).reshape(o.shape)
+            for o in differentiable_outputs
+        ]
         grads = torch.autograd.grad(differentiable_outputs, [v for _, v in leaves], weights, allow_unused=True)
         results += [(f"the gradient of {name}", g) for (name, _), g in zip(leaves, grads)]
     return results

@@ -1,7 +1,8 @@
 """How passes are chosen, ordered, run, timed, dumped and checked.
 
-The order is that of :mod:`manager`'s list, and is settled before anything runs. Around every pass the pipeline does what a pass need not know: time it, lint, check that every node still has its fake
-value and that the graph's outputs kept shape, dtype and strides, keep the text for dumps, run the numeric check.
+The order is that of :mod:`manager`'s list, and is settled before anything runs. Around every pass the pipeline does
+what a pass need not know: time it, lint, check that every node still has its fake value and that the graph's outputs
+kept shape, dtype and strides, keep the text for dumps, run the numeric check.
 """
 
 from __future__ import annotations
@@ -39,10 +40,25 @@ class Pipeline:
         self.named = {p.name for p in registered() if _matches(p.name, options.enable, "enable")}
         disabled = {p.name for p in registered() if _matches(p.name, options.disable, "disable")}
         if options.strict and (contradicted := sorted(disabled & set(options.enable))):
-            raise OptionError(f'strict: option "enable" names "{contradicted[0]}", which option "disable" turns off ({", ".join(options.disable)})')
-        self.passes = [p for p in in_order(registered()) if (p.level <= options.level or p.name in self.named) and p.name not in disabled]
+            raise OptionError(
+                f'strict: option "enable" names "{contradicted[0]}", which option "disable" turns off '
+                f"({', '.join(options.disable)})"
+            )
+        self.passes = [
+            p
+            for p in in_order(registered())
+            if (p.level <= options.level or p.name in self.named) and p.name not in disabled
+        ]
 
-    def run(self, stage: str, side: str, gm: fx.GraphModule, record: GraphRecord, readable: Callable[[fx.GraphModule], str] | None, sharding: Any = None) -> None:
+    def run(
+        self,
+        stage: str,
+        side: str,
+        gm: fx.GraphModule,
+        record: GraphRecord,
+        readable: Callable[[fx.GraphModule], str] | None,
+        sharding: Any = None,
+    ) -> None:
         """Run the passes of ``stage`` on ``gm`` in place and add their runs to ``record``.
 
         Args:
@@ -51,7 +67,9 @@ class Pipeline:
             sharding: what the plan of a parallelized model says of this graph.
         """
         context = Context(self.options, side, sharding=sharding)
-        with defer_recompile(gm) if self.options.check != "each" else contextlib.nullcontext():  # a check runs the graph after every pass
+        with (
+            defer_recompile(gm) if self.options.check != "each" else contextlib.nullcontext()
+        ):  # a check runs the graph after every pass
             for p in self.passes:
                 if p.stage == stage and not bisector.bisector_disables(p.name):
                     record.runs.append(self._run_one(p, side, gm, context, readable))
@@ -71,23 +89,37 @@ class Pipeline:
         seconds = time.perf_counter() - start
         _validate(p, gm, outputs)
         after = _size(gm)
-        run = PassRun(report, side, seconds, count, after, before_text, readable(gm) if readable and (report.rewrites or after != count) else before_text)
+        run = PassRun(
+            report,
+            side,
+            seconds,
+            count,
+            after,
+            before_text,
+            readable(gm) if readable and (report.rewrites or after != count) else before_text,
+        )
         if before is not None:
             run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
         return run
 
     def decide(self, record: GraphRecord, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
-        """What the forward of a joint graph saves, by the passes of stage "partition"; the last that decides wins. None: torch's choice."""
+        """What the forward of a joint graph saves, by the passes of stage "partition"; the last that decides wins.
+        None: torch's choice.
+        """
         saved, before = None, _shape(graph)
         for p in self.passes:
             if p.stage == "partition" and not bisector.bisector_disables(p.name):
                 start = time.perf_counter()
                 report = _report_of(p, graph.owning_module, Context(self.options, "joint", nodes=nodes))
                 if _shape(graph) != before:
-                    raise PassError(f'pass "{p.name}" of stage "partition" changed the graph; it may only decide what is saved')
+                    raise PassError(
+                        f'pass "{p.name}" of stage "partition" changed the graph; it may only decide what is saved'
+                    )
                 unknown = set(report.saved or ()) - {n.name for n in graph.nodes}
                 if unknown:
-                    raise PassError(f'pass "{p.name}" saves what the joint graph does not have: {", ".join(sorted(unknown)[:5])}')
+                    raise PassError(
+                        f'pass "{p.name}" saves what the joint graph does not have: {", ".join(sorted(unknown)[:5])}'
+                    )
                 seconds = time.perf_counter() - start
                 saved = saved if report.saved is None else set(report.saved)
                 record.seconds["passes"] = record.seconds.get("passes", 0.0) + seconds
@@ -103,7 +135,8 @@ class Pipeline:
     def require_named(self, record: GraphRecord, side: str) -> None:
         """In strict mode, fail when a pass that the user named rewrote nothing; the error carries the reasons.
 
-        Called when ``side`` has been through its passes: after a forward, passes on its own graphs still have the backward to
+        Called when ``side`` has been through its passes: after a forward, passes on its own graphs still have the
+        backward to
         come. Globs are wishes, not names: only passes spelled out in ``enable`` are held to this, graph by graph.
         """
         counts = record.counts
@@ -111,9 +144,13 @@ class Pipeline:
         for name in self.options.enable if self.options.strict else ():
             if name in counts and not counts[name] and name not in later:
                 runs = [run.report for run in record.runs if run.report.name == name]
-                reasons = {s.reason for report in runs for s in report.skipped} or {note for report in runs for note in report.notes}
+                reasons = {s.reason for report in runs for s in report.skipped} or {
+                    note for report in runs for note in report.notes
+                }
                 why = "; ".join(sorted(reasons)) or "no subgraph looked like it"
-                raise PassError(f'strict: pass "{name}" was enabled by name and rewrote nothing in graph {record.index}: {why}')
+                raise PassError(
+                    f'strict: pass "{name}" was enabled by name and rewrote nothing in graph {record.index}: {why}'
+                )
 
 
 def _report_of(p: Pass, gm: fx.GraphModule, context: Context) -> PassReport:
@@ -132,7 +169,9 @@ def _matches(name: str, wanted: tuple[str, ...], option: str) -> bool:
     names = [p.name for p in registered()]
     for pattern in wanted:
         if not fnmatch.filter(names, pattern):
-            raise OptionError(f'option "{option}" names no pass: "{pattern}"{nearest(pattern, names)}; valid: {", ".join(names)}')
+            raise OptionError(
+                f'option "{option}" names no pass: "{pattern}"{nearest(pattern, names)}; valid: {", ".join(names)}'
+            )
     return any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
 
 
@@ -147,7 +186,11 @@ def _with_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _wrapped(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    own = {id(getattr(gm, str(n.args[0].target))) for n in gm.graph.nodes if n.op == "call_function" and tracing.is_autograd_function(n.target)}
+    own = {
+        id(getattr(gm, str(n.args[0].target)))
+        for n in gm.graph.nodes
+        if n.op == "call_function" and tracing.is_autograd_function(n.target)
+    }
     return [inner for body in bodies(gm) if id(body) not in own for inner in _with_bodies(body)]
 
 
@@ -164,11 +207,18 @@ def _output_layouts(gm: fx.GraphModule) -> list[Any]:
 def _validate(p: Pass, gm: fx.GraphModule, outputs: list[Any]) -> None:
     gm.graph.lint()
     for node in (n for g in _with_bodies(gm) for n in g.graph.nodes):
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns and "val" not in node.meta:
+        if (
+            node.op == "call_function"
+            and isinstance(node.target, torch._ops.OpOverload)
+            and node.target._schema.returns
+            and "val" not in node.meta
+        ):
             raise PassError(f'pass "{p.name}" left node {node.name} ({node.target}) without a fake value')
     after = _output_layouts(gm)
     for i, (old, new) in enumerate(zip(outputs, after)):
         if str(old) != str(new):
-            raise PassError(f'pass "{p.name}" changed output {i} of the graph from {old} to {new} (shape, dtype, strides)')
+            raise PassError(
+                f'pass "{p.name}" changed output {i} of the graph from {old} to {new} (shape, dtype, strides)'
+            )
     if len(outputs) != len(after):
         raise PassError(f'pass "{p.name}" changed the number of outputs from {len(outputs)} to {len(after)}')

@@ -46,7 +46,9 @@ class Report:
 
     @property
     def cost(self) -> Modelled:
-        """What every graph costs on the hardware of the options, before and after the passes: modelled, not measured."""
+        """What every graph costs on the hardware of the options, before and after the passes: modelled, not
+        measured.
+        """
         return Modelled(self.graphs)
 
     def sites(self, name: str) -> list[Site]:
@@ -63,8 +65,8 @@ class Report:
 
     @property
     def pareto(self) -> list[list[tuple[float, int]]]:
-        """For every graph (modelled seconds of the step, modelled peak bytes) of the plans that no other beats in both, fastest
-        first; [] for a graph that was not planned for a memory budget."""
+        """For every graph (modelled seconds of the step, modelled peak bytes) of the plans that no other beats in both,
+        fastest first; [] for a graph that was not planned for a memory budget."""
         return [[point for run in g.runs for point in run.report.pareto] for g in self.graphs]
 
     def save(self, directory: str) -> pathlib.Path:
@@ -81,18 +83,32 @@ class Report:
         """Everything but the code."""
         from mindspeed_fx.report.dump import metadata
 
-        values = {"graph_count": self.graph_count, "break_reasons": self.break_reasons, "counts": self.counts, "graphs": [metadata(g) for g in self.graphs]}
+        values = {
+            "graph_count": self.graph_count,
+            "break_reasons": self.break_reasons,
+            "counts": self.counts,
+            "graphs": [metadata(g) for g in self.graphs],
+        }
         return json.dumps(values, indent=1, default=str)
 
     def __str__(self) -> str:
-        lines = [f"{self.graph_count} graph{'s' * (self.graph_count != 1)}, {len(self.break_reasons)} graph break{'s' * (len(self.break_reasons) != 1)}"]
+        lines = [
+            f"{self.graph_count} graph{'s' * (self.graph_count != 1)}, {len(self.break_reasons)} graph "
+            f"break{'s' * (len(self.break_reasons) != 1)}"
+        ]
         lines += [f"  break: {reason}" for reason in self.break_reasons]
         passes = {run.report.name: run for g in self.graphs for run in g.runs}
         width = max((len(n) for n in passes), default=0)
         for name in passes:
             sites, skipped = self.sites(name), self.skipped(name)
             lines.append(f"{name:<{width}}  {len(sites):>4} rewrites  {len(skipped):>4} near misses")
-            lines += [f"{'':<{width}}    {run.stage}: {note}" for g in self.graphs for run in g.runs if run.report.name == name for note in run.report.notes]
+            lines += [
+                f"{'':<{width}}    {run.stage}: {note}"
+                for g in self.graphs
+                for run in g.runs
+                if run.report.name == name
+                for note in run.report.notes
+            ]
             reasons: dict[str, int] = {}
             for s in skipped:
                 reasons[s.reason] = reasons.get(s.reason, 0) + 1
@@ -113,7 +129,8 @@ class Report:
 def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
     """Compile ``model``, run it once forward and (if an output needs a gradient) backward, and report.
 
-    Gradients, buffers and random-number state are as before afterwards. Compile caches are off, since a hit runs no pass.
+    Gradients, buffers and random-number state are as before afterwards. Compile caches are off, since a hit runs no
+    pass.
 
     Args:
         model: module or function.
@@ -131,9 +148,15 @@ def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, 
     arguments.check_callable("explain", "model", model)
     arguments.check_options("explain", options)
     Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
-    # Dynamo keeps what it compiled for a backend; one of its own makes it compile even a model that was compiled before.
+    # Dynamo keeps what it compiled for a backend; one of its own makes it compile even a model that was compiled
+    # before.
     backend = lambda gm, inputs: mindspeed(gm, inputs, options=options)  # noqa: E731
-    with recorder.collecting() as graphs, dynamo.collecting_graph_breaks() as breaks, dynamo.recompiling(), _unchanged(model):
+    with (
+        recorder.collecting() as graphs,
+        dynamo.collecting_graph_breaks() as breaks,
+        dynamo.recompiling(),
+        _unchanged(model),
+    ):
         outputs = torch_compile.compile_with_backend(dynamo.fresh_callable(model), backend=backend)(*args, **kwargs)
         loss = loss_of(outputs)
         if loss is not None:
@@ -142,7 +165,9 @@ def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, 
 
 
 def loss_of(outputs: Any) -> torch.Tensor | None:
-    """A scalar to differentiate: the model's own ``loss``, else the sum of its floating-point outputs; None without gradient."""
+    """A scalar to differentiate: the model's own ``loss``, else the sum of its floating-point outputs; None without
+    gradient.
+    """
     own = getattr(outputs, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad:
         return own.sum()

@@ -1,12 +1,14 @@
-"""``pipeline_stage(model, mesh, plan, args)``: this rank's stage of an unmodified single-device model, for torch's schedules.
+"""``pipeline_stage(model, mesh, plan, args)``: this rank's stage of an unmodified single-device model, for torch's
+schedules.
 
     stage = mindspeed_fx.pipeline_stage(model, mesh, plan, (ids, labels), microbatches=4)
     schedule = Schedule1F1B(stage, 4, loss_fn=lambda loss, _: loss.sum())
     schedule.step(ids=ids, labels=labels, target=labels, losses=losses)
 
-The step is traced once, with the sizes of a microbatch; its graph is cut between layers (``stages.py``), and this rank's part
-goes the backend's way: what ``parallelize`` divides over the other mesh dimensions is in the graph already, and so are names.
-(torch's own ``pipeline`` cuts by torch.export, which refuses parameters that are DTensors, non-graphable "DTensorSpec", in 2.13.)
+The step is traced once, with the sizes of a microbatch; its graph is cut between layers (``stages.py``), and this
+rank's part goes the backend's way: what ``parallelize`` divides over the other mesh dimensions is in the graph already,
+and so are names. (torch's own ``pipeline`` cuts by torch.export, which refuses parameters that are DTensors,
+non-graphable "DTensorSpec", in 2.13.)
 """
 
 from __future__ import annotations
@@ -33,16 +35,20 @@ from mindspeed_fx.training.accumulation import rows_of
 class Stage(nn.Module):
     """Consecutive layers of a model, compiled; parameters and buffers are the model's own, under their names.
 
-    ``stage(*received, **arguments of the model)`` for one microbatch: the tensors that the stage before returned, then the model's own
-    arguments (those that this stage does not read are ignored; the first stage takes them by position too). Returns what the
-    next stage receives; the last one the model's loss, as a tensor [1].
+    ``stage(*received, **arguments of the model)`` for one microbatch: the tensors that the stage before returned, then
+    the model's own arguments (those that this stage does not read are ignored; the first stage takes them by position
+    too). Returns what the next stage receives; the last one the model's loss, as a tensor [1].
     """
 
     def __init__(self, index: int, stages: int, part: Part, loss: torch.Tensor, run: Callable, arguments: list[str]):
         super().__init__()
         self._index, self._stages, self._run, self._arguments = index, stages, run, arguments
-        values = [fx_graph.example_value_of(n) for n in part.received + part.sent] + ([loss.reshape(1)] if index == stages - 1 else [])
-        self._tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in values]
+        values = [fx_graph.example_value_of(n) for n in part.received + part.sent] + (
+            [loss.reshape(1)] if index == stages - 1 else []
+        )
+        self._tensors = [
+            torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in values
+        ]
         self._receives = len(part.received)
         self._values: list[Callable[[dict[str, Any]], Any]] = []
 
@@ -69,9 +75,15 @@ class Stage(nn.Module):
 
     def _argument(self, given: dict[str, Any], name: str, shape: tuple[int, ...]) -> Any:
         if name not in given:
-            raise ShardingError(f'stage {self._index} of {self._stages} reads the model\'s argument "{name}", which is missing: give every rank all of them by name, schedule.step({name}=...)')
+            raise ShardingError(
+                f'stage {self._index} of {self._stages} reads the model\'s argument "{name}", which is missing: give '
+                f"every rank all of them by name, schedule.step({name}=...)"
+            )
         if tuple(given[name].shape) != shape:
-            raise ShardingError(f'stage {self._index} of {self._stages}: "{name}" is {tuple(given[name].shape)}; microbatches of {shape} were traced: give the schedule and pipeline_stage the same batch and number of microbatches')
+            raise ShardingError(
+                f'stage {self._index} of {self._stages}: "{name}" is {tuple(given[name].shape)}; microbatches of '
+                f"{shape} were traced: give the schedule and pipeline_stage the same batch and number of microbatches"
+            )
         return given[name]
 
     def forward(self, *received: Any, **arguments: Any) -> Any:
@@ -79,7 +91,9 @@ class Stage(nn.Module):
             arguments.update(zip(self._arguments, received))
             received = ()
         if len(received) != self._receives:
-            raise ShardingError(f"stage {self._index} of {self._stages} receives {self._receives} tensors, and got {len(received)}")
+            raise ShardingError(
+                f"stage {self._index} of {self._stages} receives {self._receives} tensors, and got {len(received)}"
+            )
         out = self._run(*(value(arguments) for value in self._values), *received)
         if self._index == self._stages - 1:
             return out[0].reshape(1)
@@ -94,9 +108,19 @@ class _Traced(Exception):
     """Ends the run of the traced model before it starts."""
 
 
-def stages(model: nn.Module, count: int, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, *, microbatches: int = 1, options: dict[str, Any] | None = None, only: int | None = None,
-           recompute: str | None = None) -> list[Stage]:
-    """The stages of ``model``, or of them the one with number ``only``, compiled for microbatches of the batch in ``args``; ``recompute``: a plan's.
+def stages(
+    model: nn.Module,
+    count: int,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    microbatches: int = 1,
+    options: dict[str, Any] | None = None,
+    only: int | None = None,
+    recompute: str | None = None,
+) -> list[Stage]:
+    """The stages of ``model``, or of them the one with number ``only``, compiled for microbatches of the batch in
+    ``args``; ``recompute``: a plan's.
 
     Raises:
         ShardingError: see :func:`pipeline_stage`.
@@ -115,10 +139,16 @@ def stages(model: nn.Module, count: int, args: Sequence[Any] = (), kwargs: dict[
         try:
             parts = cut(gm, layers, count)
             if len(results := [n for n in gm.graph.nodes if n.op == "output"][0].args[0]) != 1:
-                raise ShardingError(f"the model returns {len(results)} tensors; a pipeline needs a training step that returns its loss alone")
+                raise ShardingError(
+                    f"the model returns {len(results)} tensors; a pipeline needs a training step that returns its loss "
+                    "alone"
+                )
             chosen = [(s, p) for s, p in enumerate(parts) if only in (None, s)]
             for s, part in chosen:
-                examples = [*(fakes[numbers[n]] for n in part.given), *(receivable(fx_graph.example_value_of(n)) for n in part.received)]
+                examples = [
+                    *(fakes[numbers[n]] for n in part.given),
+                    *(receivable(fx_graph.example_value_of(n)) for n in part.received),
+                ]
                 compiled = Compilation(options_.resolve(device_of(examples))).compile(part.gm, examples)
                 made.append(Stage(s, count, part, fx_graph.example_value_of(results[0]), compiled, list(given)))
         except Exception as e:
@@ -151,20 +181,32 @@ def stages(model: nn.Module, count: int, args: Sequence[Any] = (), kwargs: dict[
 
 
 def pipeline_stage(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, *, microbatches: int | None = None, init: Callable | None = None, seed: int = 0, options: dict[str, Any] | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | str | None,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    microbatches: int | None = None,
+    init: Callable | None = None,
+    seed: int = 0,
+    options: dict[str, Any] | None = None,
 ) -> Any:
-    """This rank's stage of ``model`` over the mesh dimension "pp"; the other dimensions divide it as :func:`mindspeed_fx.parallelize` does.
+    """This rank's stage of ``model`` over the mesh dimension "pp"; the other dimensions divide it as
+    :func:`mindspeed_fx.parallelize` does.
 
-    The first stage has what comes before the layers, the last one head and loss, no stage more than ceil(layers / pp) layers.
-    The stage is compiled here; give every rank all arguments of the model by name: ``schedule.step(ids=ids, labels=labels, ...)``.
+    The first stage has what comes before the layers, the last one head and loss, no stage more than ceil(layers / pp)
+    layers. The stage is compiled here; give every rank all arguments of the model by name: ``schedule.step(ids=ids,
+    labels=labels, ...)``.
 
     Args:
-        model: a training step that returns its loss; layers are the list of modules of one class with the most parameters. Its
-            parameters are divided in place; those of other stages are free once ``model`` is.
+        model: a training step that returns its loss; layers are the list of modules of one class with the most
+            parameters. Its parameters are divided in place; those of other stages are free once ``model`` is.
         mesh: with a dimension "pp", outermost.
         plan: for the other dimensions: a plan, the name of one, or None with "pp" alone.
         args, kwargs: of the model, with the whole batch of a step.
-        microbatches: as for the schedule; default: those of the plan, else the number of stages. The step's loss is the mean of theirs.
+        microbatches: as for the schedule; default: those of the plan, else the number of stages. The step's loss is the
+            mean of theirs.
         init, seed: for parameters on the meta device, see :func:`mindspeed_fx.parallelize`.
         options: of the backend.
 
@@ -172,8 +214,8 @@ def pipeline_stage(
         ``torch.distributed.pipelining.PipelineStage``; its ``submod`` is the :class:`Stage`.
 
     Raises:
-        ShardingError: no repeated layers, more stages than layers, a batch that is no multiple of the microbatches, weights of two
-            stages, a plan that does not fit.
+        ShardingError: no repeated layers, more stages than layers, a batch that is no multiple of the microbatches,
+            weights of two stages, a plan that does not fit.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -186,7 +228,10 @@ def pipeline_stage(
     arguments.check_options("pipeline_stage", options)
     names = mesh.mesh_dim_names or ()
     if "pp" not in names:
-        raise ShardingError(f'pipeline_stage needs a mesh dimension "pp"; the mesh has {", ".join(names) or "no names: give init_device_mesh mesh_dim_names"}')
+        raise ShardingError(
+            'pipeline_stage needs a mesh dimension "pp"; the mesh has '
+            f"{', '.join(names) or 'no names: give init_device_mesh mesh_dim_names'}"
+        )
     if plan is not None:
         plan = plan_for("pipeline_stage", plan, model)
         if unsupported := getattr(plan, "unsupported", None):
@@ -199,20 +244,36 @@ def pipeline_stage(
     recompute = plan.recompute if plan is not None else None
     if inner:
         if plan is None:
-            raise ShardingError(f"plan is None, and the mesh has {', '.join(inner)} beside pp; a plan for them is expected")
+            raise ShardingError(
+                f"plan is None, and the mesh has {', '.join(inner)} beside pp; a plan for them is expected"
+            )
         parallelize(model, mesh[inner], inside(plan), init=init, seed=seed)
     elif any(p.is_meta for p in model.parameters()):
-        raise ShardingError('parameters are on the meta device, and the mesh has "pp" alone; initialize the model first')
+        raise ShardingError(
+            'parameters are on the meta device, and the mesh has "pp" alone; initialize the model first'
+        )
     index = mesh.get_local_rank("pp")
-    (stage,) = stages(model, count, args, kwargs, microbatches=microbatches, options=options, only=index, recompute=recompute)
-    device = next((a.device for a in [*args, *(kwargs or {}).values()] if isinstance(a, torch.Tensor)), torch.device(mesh.device_type))
+    (stage,) = stages(
+        model, count, args, kwargs, microbatches=microbatches, options=options, only=index, recompute=recompute
+    )
+    device = next(
+        (a.device for a in [*args, *(kwargs or {}).values()] if isinstance(a, torch.Tensor)),
+        torch.device(mesh.device_type),
+    )
     received, sent = stage.examples()
     return PipelineStage(stage, index, count, device, input_args=received, output_args=sent, group=mesh.get_group("pp"))
 
 
 def inside(plan: Plan) -> Plan:
-    """The plan of one stage: without "pp"; what a stage receives is divided like the arguments of the model, but over tp."""
-    received = {d: word for placed in plan.inputs.values() for d, word in placed.items() if d != "tp" and all(p.get(d, word) == word for p in plan.inputs.values())}
+    """The plan of one stage: without "pp"; what a stage receives is divided like the arguments of the model, but over
+    tp.
+    """
+    received = {
+        d: word
+        for placed in plan.inputs.values()
+        for d, word in placed.items()
+        if d != "tp" and all(p.get(d, word) == word for p in plan.inputs.values())
+    }
     inputs = {**plan.inputs, **({f"{RECEIVED}*": received} if received else {})}
     parts = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)}
     return Plan(**{**parts, "mesh": tuple(d for d in plan.mesh if d != "pp"), "inputs": inputs})

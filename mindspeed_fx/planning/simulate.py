@@ -1,7 +1,9 @@
-"""Every rank of a plan in one process, to check it: outputs, gradients and collectives, on a CPU, without a process group.
+"""Every rank of a plan in one process, to check it: outputs, gradients and collectives, on a CPU, without a process
+group.
 
-The model is captured whole, and the program of ``program.py`` runs on LocalTensors, which hold all ranks' parts, operator by
-operator; DTensor's propagation, the plan's edges and the operators' own collectives are those of the real thing.
+The model is captured whole, and the program of ``program.py`` runs on LocalTensors, which hold all ranks' parts,
+operator by operator; DTensor's propagation, the plan's edges and the operators' own collectives are those of the real
+thing.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def simulate(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         found = parallelized_graph.cut(gm)
-        Compilation(options.resolve("cpu")).capture(gm)
+        compilation = Compilation(options.resolve("cpu"))
+        compilation.sharding = found
+        compilation.capture(gm)
         return lambda *given: _run(gm, found, plan, mesh, given, names, made, local_inputs)
 
     torch._dynamo.reset()
@@ -90,7 +94,16 @@ def simulate(
     return made[0]
 
 
-def _run(gm: fx.GraphModule, found: parallelized_graph.ParallelizedGraph, plan: Plan, sizes: dict[str, int], given: Sequence[Any], names: dict[int, str], made: list[Simulation], parts: bool) -> Any:
+def _run(
+    gm: fx.GraphModule,
+    found: parallelized_graph.ParallelizedGraph,
+    plan: Plan,
+    sizes: dict[str, int],
+    given: Sequence[Any],
+    names: dict[int, str],
+    made: list[Simulation],
+    parts: bool,
+) -> Any:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from mindspeed_fx.sharding.parallelize import parameter_placements
@@ -101,7 +114,12 @@ def _run(gm: fx.GraphModule, found: parallelized_graph.ParallelizedGraph, plan: 
         values, tensors, parameters = [], [], {}
         for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True):
             name = names.get(id(x))
-            if parts and name is None and isinstance(x, torch.Tensor) and parallelized_graph.argument_name(node) is not None:
+            if (
+                parts
+                and name is None
+                and isinstance(x, torch.Tensor)
+                and parallelized_graph.argument_name(node) is not None
+            ):
                 placements = parallelized_graph.input_value(node, x, found).placements
                 whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
                 found.parts[node.name] = (parallelized_graph.argument_name(node), x)
@@ -120,14 +138,20 @@ def _run(gm: fx.GraphModule, found: parallelized_graph.ParallelizedGraph, plan: 
         program = Program(gm, plan, mesh, values)
         with _Collectives() as forward:
             outputs = program(*tensors)
-        wanted = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
+        wanted = [
+            o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
+        ]
         with _Collectives() as backward, differentiated(lambda: program):
             if wanted:  # none under no_grad
                 torch.autograd.backward([o.sum() for o in wanted])
-        result = Simulation(torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs), {}, forward.counts, backward.counts)
+        result = Simulation(
+            torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs), {}, forward.counts, backward.counts
+        )
         for name, (whole, part) in parameters.items():
             if part.grad is not None:
-                gradient = type(whole).from_local(part.grad, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+                gradient = type(whole).from_local(
+                    part.grad, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+                )
                 result.gradients[name] = _one(gradient.redistribute(placements=[Replicate()] * mesh.ndim).to_local())
     made.append(result)
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result.outputs)
@@ -143,7 +167,10 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if dtensor.has_dtensor(types):
             return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and func._opname not in ("wait_tensor", "_wrap_tensor_autograd"):
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and func._opname not in (
+            "wait_tensor",
+            "_wrap_tensor_autograd",
+        ):
             self.counts[func._opname] += 1
         return func(*args, **(kwargs or {}))
 
@@ -151,4 +178,3 @@ class _Collectives(TorchDispatchMode):
 def _one(x: torch.Tensor) -> torch.Tensor:
     """The tensor that all ranks hold alike."""
     return (x.reconcile() if hasattr(x, "reconcile") else x).detach()
-

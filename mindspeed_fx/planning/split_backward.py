@@ -4,8 +4,8 @@
     stage = PipelineStage(part, rank, world, device, dw_builder=part.dw_builder)
     ScheduleInterleavedZeroBubble([stage], microbatches, loss_fn=loss).step(x)
 
-torch splits a backward by walking autograd's graph, and refuses compiled stages for that; here the split is one of graphs
-(:mod:`mindspeed_fx.partition.split`), taken after fusion, recomputation and lowering.
+torch splits a backward by walking autograd's graph, and refuses compiled stages for that; here the split is one of
+graphs (:mod:`mindspeed_fx.partition.split`), taken after fusion, recomputation and lowering.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from mindspeed_fx.partition.split import Part, Parts, split
 
 
 class SplitBackward(nn.Module):
-    """``module``, compiled, whose backward makes the gradients of its inputs alone; those of its weights wait for :meth:`dw_builder`.
+    """``module``, compiled, whose backward makes the gradients of its inputs alone; those of its weights wait for
+    :meth:`dw_builder`.
 
     Args:
         module: its forward must be one graph, with tensors as results.
         options: of the backend; codegen is "eager". See :class:`mindspeed_fx.options.Options`.
-        ahead: remember what each forward saves, so that :meth:`recompute` can run before the backward. Every forward with gradients
-            then needs its backward.
+        ahead: remember what each forward saves, so that :meth:`recompute` can run before the backward. Every forward
+            with gradients then needs its backward.
 
     Hooks of parameters do not run: gradients are added to ``grad`` as autograd does, but not by autograd.
     """
@@ -60,8 +61,8 @@ class SplitBackward(nn.Module):
         return self._run[0](*args, **kwargs)
 
     def dw_builder(self) -> Callable[[], None]:
-        """The rest of the last backward, to be called whenever: adds the gradients of the weights. It is to be asked for before
-        the next backward, as torch's stages do.
+        """The rest of the last backward, to be called whenever: adds the gradients of the weights. It is to be asked
+        for before the next backward, as torch's stages do.
 
         Raises:
             RuntimeError: there is none.
@@ -79,7 +80,9 @@ class SplitBackward(nn.Module):
         """
         if not self.ahead:
             raise RuntimeError("recompute: give split_backward(..., ahead=True)")
-        call = next((c for c in self._calls if c.made is None and c.graphs.parts and c.graphs.parts.recompute.makes), None)
+        call = next(
+            (c for c in self._calls if c.made is None and c.graphs.parts and c.graphs.parts.recompute.makes), None
+        )
         if call is not None:
             call.made = _run(call.graphs.parts.recompute, call.saved)
         return call is not None
@@ -127,13 +130,20 @@ class _Compilation(Compilation):
 
     def _forward(self, gm: fx.GraphModule) -> Callable:
         owner, graphs = self.owner, self.graphs
-        names = [n.name if isinstance(n, fx.Node) else "" for n in next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]]
+        names = [
+            n.name if isinstance(n, fx.Node) else ""
+            for n in next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
+        ]
 
         def run(*args: Any) -> Any:
             graphs.held = [args[i] for i in graphs.weights]
             outs = gm(*args)
             if owner.ahead and graphs.parts:
-                wanted = {n for part in (graphs.parts.recompute, graphs.parts.inputs, graphs.parts.weights) for n in part.reads}
+                wanted = {
+                    n
+                    for part in (graphs.parts.recompute, graphs.parts.inputs, graphs.parts.weights)
+                    for n in part.reads
+                }
                 owner._calls.append(_Call(graphs, {n: v for n, v in zip(names, outs) if n in wanted}))
             return outs
 

@@ -1,9 +1,9 @@
 """The graph of a training step, cut between layers: one graph for each stage of a pipeline.
 
-A node inside a layer belongs to the layer's stage; what is computed from layers' results to the last stage that it reads
-from; what comes before the layers (an embedding) to the first stage that needs it. What comes of the model's arguments alone
-(positions, angles, masks) is not sent but computed again by every stage that reads it. What a stage makes and a later one
-reads goes from neighbour to neighbour. Source of the terms: torch.distributed.pipelining.
+A node inside a layer belongs to the layer's stage; what is computed from layers' results to the last stage that it
+reads from; what comes before the layers (an embedding) to the first stage that needs it. What comes of the model's
+arguments alone (positions, angles, masks) is not sent but computed again by every stage that reads it. What a stage
+makes and a later one reads goes from neighbour to neighbour. Source of the terms: torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "e
 
 @dataclass
 class Part:
-    """The graph of one stage: ``gm(*values of given, *received)`` -> what the next stage receives, or the model's results."""
+    """The graph of one stage: ``gm(*values of given, *received)`` -> what the next stage receives, or the model's
+    results.
+    """
 
     gm: fx.GraphModule
     given: list[fx.Node]
@@ -44,14 +46,22 @@ class Part:
 
 
 def layers_of(model: nn.Module, stages: int) -> tuple[str, int]:
-    """Name of the list of the model's layers, and how many there are: of lists whose modules are of one class the one with the most parameters.
+    """Name of the list of the model's layers, and how many there are: of lists whose modules are of one class the one
+    with the most parameters.
 
     Raises:
         ShardingError: no such list; fewer layers than stages.
     """
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and len({type(layer) for layer in m}) == 1]
+    lists = [
+        (n, m)
+        for n, m in model.named_modules()
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and len({type(layer) for layer in m}) == 1
+    ]
     if not lists:
-        raise ShardingError(f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList or Sequential of modules of one class) to make stages of")
+        raise ShardingError(
+            f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList or Sequential of modules of one "
+            "class) to make stages of"
+        )
     name, found = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     if stages > len(found):
         raise ShardingError(f'pp={stages}: "{name}" has {len(found)} layers; valid: 2 to {len(found)} stages')
@@ -66,7 +76,8 @@ def cut(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> list[Part]:
         layers: see :func:`layers_of`.
 
     Raises:
-        ShardingError: layers that run in another order, parameters of two stages, values that cannot be sent; with module and line.
+        ShardingError: layers that run in another order, parameters of two stages, values that cannot be sent; with
+            module and line.
     """
     homes = _Homes(gm, layers, stages)
     return [_part(gm, homes, s) for s in range(stages)]
@@ -102,22 +113,35 @@ class _Homes:
                 seen.add(layer)
                 mine = layer * self.stages // self.count
                 if read is not None and read > mine:
-                    raise ShardingError(f"{_where(n)}: layer {layer} of {self.path} reads what a later layer makes; stages need layers that run in the order of their list")
+                    raise ShardingError(
+                        f"{_where(n)}: layer {layer} of {self.path} reads what a later layer makes; stages need layers "
+                        "that run in the order of their list"
+                    )
                 self.stage[n] = mine
             elif read is not None:
                 self.stage[n] = read
         if missing := sorted(set(range(self.count)) - seen):
-            raise ShardingError(f"layers {', '.join(map(str, missing))} of {self.path} do not run in this step; stages need all of them")
+            raise ShardingError(
+                f"layers {', '.join(map(str, missing))} of {self.path} do not run in this step; stages need all of them"
+            )
 
     def _before_layers(self) -> None:
         mine = {n for n in self.nodes if self._is_parameter(n)}
         for n in self.nodes:
-            if n not in self.stage and n not in self.state and (n in mine or any(a in mine for a in n.all_input_nodes) or _is_random(n)):
+            if (
+                n not in self.stage
+                and n not in self.state
+                and (n in mine or any(a in mine for a in n.all_input_nodes) or _is_random(n))
+            ):
                 mine.add(n)
         for n in reversed(self.nodes):
             if n in self.stage or n in self.state:
                 continue
-            readers = [self.stages - 1 if u is self.output else self.stage[u] for u in n.users if u is self.output or u in self.stage]
+            readers = [
+                self.stages - 1 if u is self.output else self.stage[u]
+                for u in n.users
+                if u is self.output or u in self.stage
+            ]
             if n not in mine or n.op in ("placeholder", "get_attr") or not readers:
                 self.again.add(n)
             else:
@@ -146,34 +170,71 @@ class _Homes:
         for n in reversed(self.nodes):
             found: set[int] = set()
             for u in n.users:
-                found |= {self.stages - 1} if u is self.output else {self.stage[u]} if u in self.stage else self.readers.get(u, set())
+                found |= (
+                    {self.stages - 1}
+                    if u is self.output
+                    else {self.stage[u]}
+                    if u in self.stage
+                    else self.readers.get(u, set())
+                )
             self.readers[n] = found
 
     def _check_parameters(self) -> None:
         for n in self.nodes:
             if self._is_parameter(n) and len(found := self.readers[n]) > 1:
-                raise ShardingError(f'parameter {n.name} is read by stages {" and ".join(map(str, sorted(found)))}: tied weights would need their gradients summed over stages; untie them, or use pp=1')
+                raise ShardingError(
+                    f"parameter {n.name} is read by stages {' and '.join(map(str, sorted(found)))}: tied weights would "
+                    "need their gradients summed over stages; untie them, or use pp=1"
+                )
 
     def _check_writes(self) -> None:
         """What is written in place, through whichever view, must be of one stage: others would not see it."""
-        writers = [n for n in self.nodes if _writes(n) and isinstance(fx_graph.example_value_of(n.all_input_nodes[0]), torch.Tensor)]
+        writers = [
+            n
+            for n in self.nodes
+            if _writes(n) and isinstance(fx_graph.example_value_of(n.all_input_nodes[0]), torch.Tensor)
+        ]
         for writer in writers:
             storage = fake.storage_of(fx_graph.example_value_of(writer.all_input_nodes[0]))
-            same = [n for n in self.nodes if isinstance(value := fx_graph.example_value_of(n), torch.Tensor) and fake.storage_of(value) == storage]
-            if len(found := set().union(*(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same)))) > 1:
-                raise ShardingError(f"{_where(writer)}: {writer.name} writes in place to what stages {' and '.join(map(str, sorted(found)))} read; stages share no memory")
+            same = [
+                n
+                for n in self.nodes
+                if isinstance(value := fx_graph.example_value_of(n), torch.Tensor) and fake.storage_of(value) == storage
+            ]
+            if (
+                len(
+                    found := set().union(
+                        *(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same))
+                    )
+                )
+                > 1
+            ):
+                raise ShardingError(
+                    f"{_where(writer)}: {writer.name} writes in place to what stages "
+                    f"{' and '.join(map(str, sorted(found)))} read; stages share no memory"
+                )
             if writer not in self.stage:
-                raise ShardingError(f"{_where(writer)}: {writer.name} writes in place to what comes before the layers; stages cannot tell who reads it")
+                raise ShardingError(
+                    f"{_where(writer)}: {writer.name} writes in place to what comes before the layers; stages cannot "
+                    "tell who reads it"
+                )
 
     def _check_sent(self) -> None:
         for n, s in self.stage.items():
             value = fx_graph.example_value_of(n)
-            if max(self.readers[n], default=s) > s and not (isinstance(value, torch.Tensor) and value.is_floating_point()):
-                raise ShardingError(f"{_where(n)}: stage {s} makes {n.name}, which a later stage reads; stages send floating-point tensors alone")
+            if max(self.readers[n], default=s) > s and not (
+                isinstance(value, torch.Tensor) and value.is_floating_point()
+            ):
+                raise ShardingError(
+                    f"{_where(n)}: stage {s} makes {n.name}, which a later stage reads; stages send floating-point "
+                    "tensors alone"
+                )
 
     def crossing(self, boundary: int) -> list[fx.Node]:
         """What goes from stage ``boundary`` to the next."""
-        return [n for n in self.nodes if n in self.stage and self.stage[n] <= boundary < max(self.readers[n], default=-1)]
+        return [
+            n for n in self.nodes if n in self.stage and self.stage[n] <= boundary < max(self.readers[n], default=-1)
+        ]
 
 
 def _part(gm: fx.GraphModule, homes: _Homes, s: int) -> Part:
@@ -214,8 +275,16 @@ def _is_random(n: fx.Node) -> bool:
 def _writes(n: fx.Node) -> bool:
     name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
     if getattr(n.target, "__module__", "") == "_operator":  # and_ and or_ write nothing
-        return name == "setitem" or (name[:1] == "i" and hasattr(operator, f"__{name}__") and name not in ("index", "invert", "inv"))
-    return n.op in ("call_function", "call_method") and name.endswith("_") and not name.endswith("__") and not name.startswith("_") and name != "requires_grad_"
+        return name == "setitem" or (
+            name[:1] == "i" and hasattr(operator, f"__{name}__") and name not in ("index", "invert", "inv")
+        )
+    return (
+        n.op in ("call_function", "call_method")
+        and name.endswith("_")
+        and not name.endswith("__")
+        and not name.startswith("_")
+        and name != "requires_grad_"
+    )
 
 
 def _where(n: fx.Node) -> str:

@@ -1,4 +1,6 @@
-"""Graphs as code that a person can read: one call a line, with type and shape, under the line of the model it comes from."""
+"""Graphs as code that a person can read: one call a line, with type and shape, under the line of the model it comes
+from.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,24 @@ import torch.fx as fx
 from mindspeed_fx.report.source import source_line
 
 _SHORT = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8", torch.complex64: "c64",
-}  # fmt: skip
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex64: "c64",
+}
 
 
 def readable(gm: fx.GraphModule, name: str = "graph") -> str:
-    """Text of a graph and of the graphs nested in it; node names are the graph's own, so that two texts can be compared."""
+    """Text of a graph and of the graphs nested in it; node names are the graph's own, so that two texts can be
+    compared.
+    """
     lines = [f"def {name}({', '.join(n.name for n in gm.graph.nodes if n.op == 'placeholder')}):"]
     nested, origin = [], ""
     for node in gm.graph.nodes:

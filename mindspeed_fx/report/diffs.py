@@ -14,7 +14,9 @@ def changed(run: PassRun) -> bool:
 
 def diff_text(run: PassRun) -> str:
     """Unified diff of the code before and after a pass."""
-    return "".join(difflib.unified_diff(run.before.splitlines(True), run.after.splitlines(True), "before", "after", n=3))
+    return "".join(
+        difflib.unified_diff(run.before.splitlines(True), run.after.splitlines(True), "before", "after", n=3)
+    )
 
 
 def lowered_counts(record: GraphRecord) -> dict[tuple[str, str, str, str], int]:

@@ -18,7 +18,9 @@ _PACKAGES = ("mindspeed-fx", "torch", "torch_npu", "megatron-core", "transformer
 
 
 def examine() -> dict[str, Any]:
-    """Findings as plain values: ``installed``, ``targets`` (target, codegen, works, reason), ``cpu_kernels``, ``torch_compile``, ``entry_point``, ``megatron_patches``, ``caches``."""
+    """Findings as plain values: ``installed``, ``targets`` (target, codegen, works, reason), ``cpu_kernels``,
+    ``torch_compile``, ``entry_point``, ``megatron_patches``, ``caches``.
+    """
     import torch
 
     from mindspeed_fx import torch_compile
@@ -28,13 +30,28 @@ def examine() -> dict[str, Any]:
     cuda = None if torch.cuda.is_available() else "no CUDA device (torch.cuda.is_available() is False)"
     triton = None if importlib.util.find_spec("triton") else "triton is not installed"
     npu = npu_problem()
-    targets = [("cpu", "inductor", compiler), ("cpu", "eager", None), ("cuda", "inductor", cuda or triton), ("cuda", "eager", cuda), ("npu", "eager", npu), ("npu", "inductor", npu or triton_ascend_problem()), ("npu", "npugraph_ex", npu or npugraph_ex_problem())]
+    targets = [
+        ("cpu", "inductor", compiler),
+        ("cpu", "eager", None),
+        ("cuda", "inductor", cuda or triton),
+        ("cuda", "eager", cuda),
+        ("npu", "eager", npu),
+        ("npu", "inductor", npu or triton_ascend_problem()),
+        ("npu", "npugraph_ex", npu or npugraph_ex_problem()),
+    ]
     return {
-        "installed": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}, "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) and os.environ.get("CXX", "g++")},
+        "installed": {
+            "python": platform.python_version(),
+            **{p: _version(p) for p in _PACKAGES},
+            "C++ compiler": shutil.which(os.environ.get("CXX", "g++")) and os.environ.get("CXX", "g++"),
+        },
         "targets": [{"target": t, "codegen": c, "works": why is None, "reason": why or ""} for t, c, why in targets],
         "cpu_kernels": cpp.problem() or "are built on first use, into Inductor's cache",
         "torch_compile": torch_compile.torch_compile_replaced() or "is torch's own",
-        "entry_point": "registered" if _entry_point() else "missing: install the package (pip install mindspeed-fx), or import mindspeed_fx.backend and pass the function",
+        "entry_point": "registered"
+        if _entry_point()
+        else "missing: install the package (pip install mindspeed-fx), or import mindspeed_fx.backend and pass the "
+        "function",
         "megatron_patches": _megatron_patches(),
         "caches": inductor.cache_directory(),
     }
@@ -48,8 +65,16 @@ def compiler_problem() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "probe.cpp")
         source.write_text("#include <cmath>\nint main() { return std::isnan(0.0); }\n")
-        done = subprocess.run([compiler, "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))], capture_output=True, text=True)
-    return None if done.returncode == 0 else f"{compiler} fails: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'no message'}"
+        done = subprocess.run(
+            [compiler, "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))],
+            capture_output=True,
+            text=True,
+        )
+    return (
+        None
+        if done.returncode == 0
+        else f"{compiler} fails: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'no message'}"
+    )
 
 
 def npu_problem() -> str | None:
@@ -70,17 +95,31 @@ def triton_ascend_problem() -> str | None:
 def npugraph_ex_problem() -> str | None:
     """Why codegen "npugraph_ex" has nothing to run on; None when this torch_npu brings it."""
     found = importlib.util.find_spec("torch_npu")
-    brought = found and any(pathlib.Path(p, "npu", "npugraph_ex").is_dir() for p in found.submodule_search_locations or ())
+    brought = found and any(
+        pathlib.Path(p, "npu", "npugraph_ex").is_dir() for p in found.submodule_search_locations or ()
+    )
     return None if brought else "this torch_npu has no torch.npu.npugraph_ex"
 
 
 def text(found: dict[str, Any]) -> str:
     """What :func:`examine` found, for a person."""
     lines = ["installed"] + [f"  {k:<16} {v or '-'}" for k, v in found["installed"].items()]
-    lines += ["targets"] + [f"  {t['target']:<5} {t['codegen']:<12} {'works' if t['works'] else 'no: ' + t['reason']}" for t in found["targets"]]
+    lines += ["targets"] + [
+        f"  {t['target']:<5} {t['codegen']:<12} {'works' if t['works'] else 'no: ' + t['reason']}"
+        for t in found["targets"]
+    ]
     lines += ["kernels in C++ for cpu", f"  {found['cpu_kernels']}"]
-    lines += ["torch.compile", f"  {found['torch_compile']}", f"  entry point {found['entry_point']}", f"  caches in {found['caches']}"]
-    lines += ["patches of Megatron-core"] + [f"  {p}" for p in found["megatron_patches"] or ("none in this process: importing mindspeed_fx.megatron_adaptor applies them",)]
+    lines += [
+        "torch.compile",
+        f"  {found['torch_compile']}",
+        f"  entry point {found['entry_point']}",
+        f"  caches in {found['caches']}",
+    ]
+    lines += ["patches of Megatron-core"] + [
+        f"  {p}"
+        for p in found["megatron_patches"]
+        or ("none in this process: importing mindspeed_fx.megatron_adaptor applies them",)
+    ]
     return "\n".join(lines)
 
 

@@ -1,10 +1,10 @@
 """A dump directory: what ran on each graph, in order, with code before and after every pass that changed it.
 
-    DIR/index.md, index.html             all ranks and graphs
-    DIR/rank0/graph0/index.md            what ran, counts, times, effective options, sites, near misses
-    DIR/rank0/graph0/NN.stage.pass.{before.py,after.py,diff}
-    DIR/rank0/graph0/NN.stage.pass.NAME          what a pass adds: timelines
-    DIR/rank0/graph0/metadata.json, report.html
+DIR/index.md, index.html             all ranks and graphs
+DIR/rank0/graph0/index.md            what ran, counts, times, effective options, sites, near misses
+DIR/rank0/graph0/NN.stage.pass.{before.py,after.py,diff}
+DIR/rank0/graph0/NN.stage.pass.NAME          what a pass adds: timelines
+DIR/rank0/graph0/metadata.json, report.html
 """
 
 from __future__ import annotations
@@ -46,13 +46,23 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
         folder.mkdir(parents=True, exist_ok=True)
         _remove(folder, [n for n in _own(folder) if n not in {*files, *pictures, "metadata.json"}])
         # Before the files that it lists, so that those of a process that is killed here are known as ours.
-        _write(folder / "metadata.json", json.dumps({**metadata(record), "files": sorted([*files, *pictures])}, indent=1, default=str))
+        _write(
+            folder / "metadata.json",
+            json.dumps({**metadata(record), "files": sorted([*files, *pictures])}, indent=1, default=str),
+        )
         for name, text in files.items():
             _write(folder / name, text)
         for name, curves in pictures.items():
             memory.png(curves, str(folder / name))
-        graphs = sorted(root.glob("rank*/graph*/index.md"), key=lambda g: [int("".join(filter(str.isdigit, part)) or 0) for part in g.parts[-3:-1]])
-        _write(root / "index.md", "# mindspeed_fx dump\n\n" + "".join(f"- [{g.parent.relative_to(root)}]({g.relative_to(root)})\n" for g in graphs))
+        graphs = sorted(
+            root.glob("rank*/graph*/index.md"),
+            key=lambda g: [int("".join(filter(str.isdigit, part)) or 0) for part in g.parts[-3:-1]],
+        )
+        _write(
+            root / "index.md",
+            "# mindspeed_fx dump\n\n"
+            + "".join(f"- [{g.parent.relative_to(root)}]({g.relative_to(root)})\n" for g in graphs),
+        )
         _write(root / "index.html", index_page([str(g.parent.relative_to(root)) for g in graphs]))
     except OSError as e:
         raise OSError(f'option "dump": cannot write to {directory!r}: {e}') from e
@@ -103,7 +113,11 @@ def _pictures(record: GraphRecord) -> dict[str, Any]:
     """File name -> curves of one graph; none without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return {}
-    return {f"{number:02d}.{run.stage}.{run.report.name}.memory.png": run.report.curves for number, run in enumerate(record.runs) if run.report.curves}
+    return {
+        f"{number:02d}.{run.stage}.{run.report.name}.memory.png": run.report.curves
+        for number, run in enumerate(record.runs)
+        if run.report.curves
+    }
 
 
 def metadata(record: GraphRecord) -> dict[str, Any]:
@@ -125,25 +139,60 @@ def index_text(record: GraphRecord) -> str:
     from mindspeed_fx.report.modelled import text
 
     lines = [f"# Graph {record.index}, rank {record.rank}", ""]
-    lines += [f"{sum(record.counts.values())} rewrites. Times: " + ", ".join(f"{k} {v * 1e3:.0f} ms" for k, v in record.seconds.items()) + ".", ""]
-    lines += ["| # | stage | pass | rewrites | near misses | nodes | ms | check | files |", "|---|---|---|---|---|---|---|---|---|"]
+    lines += [
+        f"{sum(record.counts.values())} rewrites. Times: "
+        + ", ".join(f"{k} {v * 1e3:.0f} ms" for k, v in record.seconds.items())
+        + ".",
+        "",
+    ]
+    lines += [
+        "| # | stage | pass | rewrites | near misses | nodes | ms | check | files |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for number, run in enumerate(record.runs):
         stem = f"{number:02d}.{run.stage}.{run.report.name}"
-        files = f"[before]({stem}.before.py) [after]({stem}.after.py) [diff]({stem}.diff)" if changed(run) else "unchanged"
+        files = (
+            f"[before]({stem}.before.py) [after]({stem}.after.py) [diff]({stem}.diff)" if changed(run) else "unchanged"
+        )
         files += "".join(f" [{name}]({stem}.{name})" for name in run.report.files)
-        lines.append(f"| {number:02d} | {run.stage} | {run.report.name} | {len(run.report.rewrites)} | {len(run.report.skipped)} | {run.nodes_before} -> {run.nodes_after} | {run.seconds * 1e3:.1f} | {run.check} | {files} |")
+        lines.append(
+            f"| {number:02d} | {run.stage} | {run.report.name} | {len(run.report.rewrites)} | "
+            f"{len(run.report.skipped)} | {run.nodes_before} -> {run.nodes_after} | {run.seconds * 1e3:.1f} | "
+            f"{run.check} | {files} |"
+        )
     for run in record.runs:
         if run.report.notes:
             lines += ["", f"## {run.report.name} ({run.stage}): notes", "", *(f"- {n}" for n in run.report.notes)]
         if run.report.rewrites:
-            lines += ["", f"## {run.report.name} ({run.stage}): rewrites", "", "| operator | module | source |", "|---|---|---|"]
+            lines += [
+                "",
+                f"## {run.report.name} ({run.stage}): rewrites",
+                "",
+                "| operator | module | source |",
+                "|---|---|---|",
+            ]
             lines += [f"| {s.operator} | {_cell(s.module)} | {_cell(s.source)} |" for s in run.report.rewrites]
         if run.report.skipped:
-            lines += ["", f"## {run.report.name} ({run.stage}): near misses", "", "| reason | module | source |", "|---|---|---|"]
+            lines += [
+                "",
+                f"## {run.report.name} ({run.stage}): near misses",
+                "",
+                "| reason | module | source |",
+                "|---|---|---|",
+            ]
             lines += [f"| {_cell(s.reason)} | {_cell(s.module)} | {_cell(s.source)} |" for s in run.report.skipped]
     if record.lowered:
-        lines += ["", "## Kernels", "", "| operator | graph | kernel | calls | why not a better one |", "|---|---|---|---|---|"]
-        lines += [f"| {o} | {side} | {kernel} | {n} | {_cell(why)} |" for (o, side, kernel, why), n in lowered_counts(record).items()]
+        lines += [
+            "",
+            "## Kernels",
+            "",
+            "| operator | graph | kernel | calls | why not a better one |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {o} | {side} | {kernel} | {n} | {_cell(why)} |"
+            for (o, side, kernel, why), n in lowered_counts(record).items()
+        ]
     if cost := text(record):
         lines += ["", "## Modelled cost", "", *cost]
     lines += ["", "## Effective options", "", "| option | value |", "|---|---|"]

@@ -29,21 +29,36 @@ details > div { padding: .6rem; } .bar { background: var(--bar); height: .7rem; 
 
 def graph_page(record: GraphRecord) -> str:
     """The page of one graph."""
-    facts = [f"<b>{sum(record.counts.values())}</b> rewrites", f"<b>{len(record.runs)}</b> passes run", f"target <b>{escape(str(record.effective.get('target')))}</b>",
-             f"codegen <b>{escape(str(record.effective.get('codegen')))}</b>", f"level <b>{escape(str(record.effective.get('level')))}</b>"]  # fmt: skip
+    facts = [
+        f"<b>{sum(record.counts.values())}</b> rewrites",
+        f"<b>{len(record.runs)}</b> passes run",
+        f"target <b>{escape(str(record.effective.get('target')))}</b>",
+        f"codegen <b>{escape(str(record.effective.get('codegen')))}</b>",
+        f"level <b>{escape(str(record.effective.get('level')))}</b>",
+    ]
     body = [
         f"<h1>Graph {record.index}, rank {record.rank}</h1>",
         f'<ul class="facts">{"".join(f"<li>{f}</li>" for f in facts)}</ul>',
-        "<h2>Times</h2>", _times(record),
-        "<h2>Passes</h2>", "<p>Open a pass for its sites, its near misses and the difference it made.</p>", *(_pass(n, r) for n, r in enumerate(record.runs)),
-    ]  # fmt: skip
+        "<h2>Times</h2>",
+        _times(record),
+        "<h2>Passes</h2>",
+        "<p>Open a pass for its sites, its near misses and the difference it made.</p>",
+        *(_pass(n, r) for n, r in enumerate(record.runs)),
+    ]
     if record.lowered:
         rows = [(o, s, k, str(n), w) for (o, s, k, w), n in lowered_counts(record).items()]
         body += ["<h2>Kernels</h2>", table(("operator", "graph", "kernel", "calls", "why not a better one"), rows)]
     if record.calls:
         cost = [modelled.cells(r) for r in modelled.rows(record)]
-        body += ["<h2>Modelled cost</h2>", f"<p>{escape(modelled.about(record))}.</p>", table(modelled.HEAD, cost) if cost else ""]
-    body += ["<h2>Effective options</h2>", table(("option", "value"), [(k, str(v)) for k, v in record.effective.items()])]
+        body += [
+            "<h2>Modelled cost</h2>",
+            f"<p>{escape(modelled.about(record))}.</p>",
+            table(modelled.HEAD, cost) if cost else "",
+        ]
+    body += [
+        "<h2>Effective options</h2>",
+        table(("option", "value"), [(k, str(v)) for k, v in record.effective.items()]),
+    ]
     return page(f"mindspeed_fx: graph {record.index}", "".join(body))
 
 
@@ -56,7 +71,8 @@ def index_page(graphs: Iterable[str]) -> str:
 def page(title: str, body: str) -> str:
     """A whole page around ``body``, which is HTML."""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{body}</main></body></html>\n"
     )
 
@@ -65,28 +81,45 @@ def _pass(number: int, run: PassRun) -> str:
     report, parts = run.report, [f"<p>{escape(n)}</p>" for n in run.report.notes]
     parts += [f'<div class="wide">{text}</div>' for name, text in report.files.items() if name.endswith(".svg")]
     if report.rewrites:
-        parts.append(table(("operator", "module", "source"), [(s.operator, s.module, s.source) for s in report.rewrites]))
+        parts.append(
+            table(("operator", "module", "source"), [(s.operator, s.module, s.source) for s in report.rewrites])
+        )
     if report.skipped:
-        parts += ["<p><b>Near misses</b></p>", table(("reason", "module", "source"), [(s.reason, s.module, s.source) for s in report.skipped])]
+        parts += [
+            "<p><b>Near misses</b></p>",
+            table(("reason", "module", "source"), [(s.reason, s.module, s.source) for s in report.skipped]),
+        ]
     if run.check:
         parts.append(f"<p>Check: {escape(run.check)}</p>")
     if changed(run):
         parts += ["<p><b>Difference</b></p>", _diff(diff_text(run))]
     inside = "".join(parts) or '<p class="muted">Nothing to rewrite in this graph.</p>'
-    head = f"<b>{escape(report.name)}</b> <span class=muted>{escape(run.stage)}</span>: {len(report.rewrites)} rewritten, {len(report.skipped)} near misses, nodes {run.nodes_before} → {run.nodes_after}, {run.seconds * 1e3:.1f} ms"
+    head = (
+        f"<b>{escape(report.name)}</b> <span class=muted>{escape(run.stage)}</span>: {len(report.rewrites)} "
+        f"rewritten, {len(report.skipped)} near misses, nodes {run.nodes_before} → {run.nodes_after}, "
+        f"{run.seconds * 1e3:.1f} ms"
+    )
     return f"<details><summary>{number:02d} {head}</summary><div>{inside}</div></details>"
 
 
 def _diff(text: str) -> str:
     kinds = {"+": "add", "-": "del", "@": "at"}
-    lines = "".join(f'<span class="{kinds.get(line[:1], "")}">{escape(line) or " "}</span>' for line in text.splitlines())
+    lines = "".join(
+        f'<span class="{kinds.get(line[:1], "")}">{escape(line) or " "}</span>' for line in text.splitlines()
+    )
     return f'<div class="wide"><pre tabindex="0">{lines}</pre></div>'
 
 
 def _times(record: GraphRecord) -> str:
-    rows = [(k, v) for k, v in record.seconds.items()] + [(f"{r.report.name} ({r.stage})", r.seconds) for r in record.runs]
+    rows = [(k, v) for k, v in record.seconds.items()] + [
+        (f"{r.report.name} ({r.stage})", r.seconds) for r in record.runs
+    ]
     longest = max((v for _, v in rows), default=1.0) or 1.0
-    cells = "".join(f'<tr><td>{escape(k)}</td><td class="n">{v * 1e3:.1f} ms</td><td class="bars"><div class="bar" style="width:{100 * v / longest:.1f}%"></div></td></tr>' for k, v in rows)
+    cells = "".join(
+        f'<tr><td>{escape(k)}</td><td class="n">{v * 1e3:.1f} ms</td><td class="bars"><div class="bar" '
+        f'style="width:{100 * v / longest:.1f}%"></div></td></tr>'
+        for k, v in rows
+    )
     return f'<div class="wide"><table><tbody>{cells}</tbody></table></div>'
 
 

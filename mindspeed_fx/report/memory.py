@@ -1,4 +1,6 @@
-"""Memory of a training step, seen: bytes over the schedule as an inline SVG or a PNG, the table of activations, and time against peak."""
+"""Memory of a training step, seen: bytes over the schedule as an inline SVG or a PNG, the table of activations, and
+time against peak.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,18 @@ def markdown(rows: Sequence[Activation]) -> str:
     """The table of activations."""
     cell = lambda text: text.replace("|", "\\|").replace("\n", " ")  # noqa: E731
     lines = ["| bytes | decision | why | module | operator | source |", "|---:|---|---|---|---|---|"]
-    lines += [f"| {r.bytes} | {r.decision} | {cell(r.why)} | {cell(r.module)} | {r.name} ({cell(r.operator)}) | {cell(r.source)} |" for r in rows]
+    lines += [
+        f"| {r.bytes} | {r.decision} | {cell(r.why)} | {cell(r.module)} | {r.name} ({cell(r.operator)}) | "
+        f"{cell(r.source)} |"
+        for r in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
 def picture(curves: Mapping[str, Curve]) -> str:
-    """An SVG of memory over the calls of forward and backward; the peak of each curve is marked, hovering names layer and operator."""
+    """An SVG of memory over the calls of forward and backward; the peak of each curve is marked, hovering names layer
+    and operator.
+    """
     top = max((c.peak for c in curves.values()), default=0) or 1
     parts = []
     for n, (title, c) in enumerate(curves.items()):
@@ -70,14 +78,29 @@ def picture(curves: Mapping[str, Curve]) -> str:
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         if c.bytes:
             t = c.bytes.index(c.peak)
-            parts.append(f'<circle cx="{x(t):.1f}" cy="{y(c.peak):.1f}" r="4" fill="{color}"><title>{escape(f"{title}: {c.peak / MIB:.2f} MiB at {c.where}")}</title></circle>')
-            parts.append(f'<line x1="{x(c.forward):.1f}" x2="{x(c.forward):.1f}" y1="{_TOP}" y2="{_TOP + _HEIGHT}" stroke="{color}" stroke-dasharray="3 3"><title>{escape(title)}: the backward begins</title></line>')
-        parts.append(f'<text x="{_LEFT + 8}" y="{14 + 14 * n}" fill="{color}">{escape(f"{title}: peak {c.peak / MIB:.2f} MiB at {c.where}")}</text>')
+            parts.append(
+                f'<circle cx="{x(t):.1f}" cy="{y(c.peak):.1f}" r="4" '
+                f'fill="{color}"><title>{escape(f"{title}: {c.peak / MIB:.2f} MiB at {c.where}")}</title></circle>'
+            )
+            parts.append(
+                f'<line x1="{x(c.forward):.1f}" x2="{x(c.forward):.1f}" y1="{_TOP}" y2="{_TOP + _HEIGHT}" '
+                f'stroke="{color}" stroke-dasharray="3 3"><title>{escape(title)}: the backward begins</title></line>'
+            )
+        parts.append(
+            f'<text x="{_LEFT + 8}" y="{14 + 14 * n}" '
+            f'fill="{color}">{escape(f"{title}: peak {c.peak / MIB:.2f} MiB at {c.where}")}</text>'
+        )
     last = list(curves.values())[-1]
     parts += _layers(last)
-    parts += [f'<text x="4" y="{_TOP + 10}" fill="currentColor">{top / MIB:.1f} MiB</text>', f'<text x="4" y="{_TOP + _HEIGHT}" fill="currentColor">0</text>']
+    parts += [
+        f'<text x="4" y="{_TOP + 10}" fill="currentColor">{top / MIB:.1f} MiB</text>',
+        f'<text x="4" y="{_TOP + _HEIGHT}" fill="currentColor">0</text>',
+    ]
     height = _TOP + _HEIGHT + 30
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="100%" font-family="system-ui, sans-serif" font-size="11" role="img">{"".join(parts)}</svg>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="100%" '
+        f'font-family="system-ui, sans-serif" font-size="11" role="img">{"".join(parts)}</svg>'
+    )
 
 
 def pareto(points: Sequence[tuple[float, int]]) -> str:
@@ -106,7 +129,12 @@ def png(curves: Mapping[str, Curve], path: str) -> None:
     figure, axis = plt.subplots(figsize=(11, 4), layout="constrained")
     for n, (title, c) in enumerate(curves.items()):
         color = _COLORS[n % len(_COLORS)]
-        axis.plot([b / MIB for b in c.bytes], color=color, label=f"{title}: peak {c.peak / MIB:.2f} MiB at {c.where}", drawstyle="steps-post")
+        axis.plot(
+            [b / MIB for b in c.bytes],
+            color=color,
+            label=f"{title}: peak {c.peak / MIB:.2f} MiB at {c.where}",
+            drawstyle="steps-post",
+        )
         axis.axvline(c.forward, color=color, linestyle=":")
         if c.bytes:
             axis.plot(c.bytes.index(c.peak), c.peak / MIB, "o", color=color)
@@ -143,5 +171,7 @@ def _layers(curve: Curve) -> list[str]:
         match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
         if match and match[1] != before:
             before = match[1]
-            parts.append(f'<text x="{x(t):.1f}" y="{_TOP + _HEIGHT + 14}" fill="currentColor" font-size="9">{before}</text>')
+            parts.append(
+                f'<text x="{x(t):.1f}" y="{_TOP + _HEIGHT + 14}" fill="currentColor" font-size="9">{before}</text>'
+            )
     return parts

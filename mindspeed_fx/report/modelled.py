@@ -7,15 +7,20 @@ from typing import Any, Mapping
 from mindspeed_fx.report.records import GraphRecord
 
 HEAD = ("graph", "kernels", "GFLOP", "MB", "modelled us", "most time in")
-MEANING = {"captured": "forward, before the passes", "forward": "forward, final", "backward": "backward, final", "inference": "inference, final"}
+MEANING = {
+    "captured": "forward, before the passes",
+    "forward": "forward, final",
+    "backward": "backward, final",
+    "inference": "inference, final",
+}
 
 
 class Modelled:
     """Estimates of the graphs of a report.
 
-    With codegen "inductor" pointwise work is grouped as Inductor would group it, before and after the passes alike; with
-    "eager" every operator is a kernel. "captured" is the forward as the model has it; "forward" and "backward" are the graphs
-    that run, where operators that have no kernel on the target are made of others again.
+    With codegen "inductor" pointwise work is grouped as Inductor would group it, before and after the passes alike;
+    with "eager" every operator is a kernel. "captured" is the forward as the model has it; "forward" and "backward" are
+    the graphs that run, where operators that have no kernel on the target are made of others again.
 
     Attributes:
         graphs: the records.
@@ -49,12 +54,16 @@ class Modelled:
             names: {"b": 2, "s": 512, "h": 1024, "4*h": 4096}: what the sizes of the inputs are called.
             stage: None: forward and backward together, or the inference graph.
         """
-        stages = [stage] if stage else [s for s in ("forward", "backward", "inference") if s in self.graphs[graph].calls]
+        stages = (
+            [stage] if stage else [s for s in ("forward", "backward", "inference") if s in self.graphs[graph].calls]
+        )
         any_device = _named(self.graphs[graph]) or "cpu"  # FLOP and bytes are the same on all
         return sum(self.estimate(s, graph, any_device).expression(what, names) for s in stages)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each stage of each graph: graph, stage, kernels, flops, bytes, seconds, network_seconds, hardware, fused, notes, operators."""
+        """One row for each stage of each graph: graph, stage, kernels, flops, bytes, seconds, network_seconds,
+        hardware, fused, notes, operators.
+        """
         return [{"graph": g.index, **r} for g in self.graphs for r in rows(g)]
 
     def total(self, what: str, *stages: str) -> float:
@@ -66,7 +75,10 @@ class Modelled:
             return ""
         lines = [about(self.graphs[0])]
         for g in self.graphs:
-            lines += [f"  graph {g.index} {name:<28}{kernels:>6} kernels {flops:>12} GFLOP {moved:>12} MB {us:>12} us" for name, kernels, flops, moved, us, _ in map(cells, rows(g))]
+            lines += [
+                f"  graph {g.index} {name:<28}{kernels:>6} kernels {flops:>12} GFLOP {moved:>12} MB {us:>12} us"
+                for name, kernels, flops, moved, us, _ in map(cells, rows(g))
+            ]
         return "\n".join(lines)
 
 
@@ -103,14 +115,25 @@ def rows(record: GraphRecord) -> list[dict[str, Any]]:
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row of :func:`rows` as the words of :data:`HEAD`."""
     slow = row["operators"][0] if row["operators"] else None
-    return MEANING[row["stage"]], str(row["kernels"]), f"{row['flops'] / 1e9:,.2f}", f"{row['bytes'] / 1e6:,.1f}", f"{row['seconds'] * 1e6:,.1f}", f"{slow['operator']} ({slow['bound']})" if slow else ""
+    return (
+        MEANING[row["stage"]],
+        str(row["kernels"]),
+        f"{row['flops'] / 1e9:,.2f}",
+        f"{row['bytes'] / 1e6:,.1f}",
+        f"{row['seconds'] * 1e6:,.1f}",
+        f"{slow['operator']} ({slow['bound']})" if slow else "",
+    )
 
 
 def about(record: GraphRecord) -> str:
     """What the numbers are."""
     if _named(record) is None:
         return f"cost not modelled: {str(record.effective['hardware']).removeprefix('none: ')}"
-    how = "pointwise work grouped as Inductor would" if record.effective["codegen"] == "inductor" else "a kernel for every operator"
+    how = (
+        "pointwise work grouped as Inductor would"
+        if record.effective["codegen"] == "inductor"
+        else "a kernel for every operator"
+    )
     return f"modelled for {_named(record)}, not measured: {how}, collectives not overlapped"
 
 
@@ -120,5 +143,9 @@ def text(record: GraphRecord) -> list[str]:
         return []
     found = rows(record)
     notes = dict.fromkeys(n for r in found for n in r["notes"])
-    table = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)] + ["| " + " | ".join(cells(r)) + " |" for r in found] if found else []
+    table = (
+        ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)] + ["| " + " | ".join(cells(r)) + " |" for r in found]
+        if found
+        else []
+    )
     return [about(record) + ".", "", *table, *(["", *(f"- {n}" for n in notes)] if notes else [])]

@@ -1,4 +1,6 @@
-"""Plain records of what the compiler did. Log, dump, ``explain``, HTML and tests all read these; nothing here decides."""
+"""Plain records of what the compiler did. Log, dump, ``explain``, HTML and tests all read these; nothing here
+decides.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,13 @@ class PassReport:
     pareto: list[tuple[float, int]] = field(default_factory=list)
     """Stage "partition" alone: (modelled seconds of the step, peak bytes) of the plans that no other beats in both."""
     saved: list[str] | None = None
-    """Stage "partition" alone: names of the nodes that the forward saves; None when the pass leaves that to torch's min-cut."""
+    """Stage "partition" alone: names of the nodes that the forward saves; None when the pass leaves that to torch's
+    min-cut.
+    """
     moves: dict[str, Any] = field(default_factory=dict)
-    """Stage "partition" alone: saved value -> :class:`mindspeed_fx.partition.offload.Move`, of those that go to host memory meanwhile."""
+    """Stage "partition" alone: saved value -> :class:`mindspeed_fx.partition.offload.Move`, of those that go to host
+    memory meanwhile.
+    """
 
     def note_reason(self, reason: str) -> "PassReport":
         """This report, with the reason why the pass has nothing to do in this graph."""
@@ -86,8 +92,8 @@ class GraphRecord:
     stages: dict[str, str] = field(default_factory=dict)
     """Stage name -> readable code, in order; filled when a dump was asked for."""
     calls: dict[str, Any] = field(default_factory=dict)
-    """Stage name -> the graph's :class:`mindspeed_fx.cost.read.Calls` at "captured" (before any pass rewrote it), and when
-    finished at "forward", "backward" or "inference"; filled when a dump or a report was asked for."""
+    """Stage name -> the graph's :class:`mindspeed_fx.cost.read.Calls` at "captured" (before any pass rewrote it), and
+    when finished at "forward", "backward" or "inference"; filled when a dump or a report was asked for."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Named times: "capture", "passes", "lowering", "compile"."""
     lowered: list[dict[str, Any]] = field(default_factory=list)

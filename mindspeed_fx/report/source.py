@@ -10,7 +10,9 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def source_line(node: fx.Node) -> str:
-    """``file:line: code`` of the innermost line outside torch itself; "" when unknown. Paths keep their last three parts."""
+    """``file:line: code`` of the innermost line outside torch itself; "" when unknown. Paths keep their last three
+    parts.
+    """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [f for f in frames if "/torch/" not in f[0]] or frames
     if not own:

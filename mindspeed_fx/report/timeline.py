@@ -1,4 +1,6 @@
-"""Timelines of simulated steps: Chrome trace JSON (chrome://tracing, Perfetto) and an inline SVG picture, before and after."""
+"""Timelines of simulated steps: Chrome trace JSON (chrome://tracing, Perfetto) and an inline SVG picture, before and
+after.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import json
 from html import escape
 from typing import Any, Mapping
 
-_COLORS = {"compute": "#0969da", "all_gather": "#1a7f37", "reduce_scatter": "#bf8700", "all_reduce": "#cf222e", "all_to_all": "#8250df", "other": "#6e7781"}
+_COLORS = {
+    "compute": "#0969da",
+    "all_gather": "#1a7f37",
+    "reduce_scatter": "#bf8700",
+    "all_reduce": "#cf222e",
+    "all_to_all": "#8250df",
+    "other": "#6e7781",
+}
 _WIDTH, _LANE, _LEFT, _MEMORY = 960, 16, 110, 48
 
 
@@ -19,19 +28,33 @@ def chrome_trace(timelines: Mapping[str, Any]) -> str:
     """
     events: list[str] = []  # a step has tens of thousands: json.dumps takes several times as long as writing them
     for pid, (name, timeline) in enumerate(timelines.items()):
-        lanes, tasks, start, memory, last = _lanes(timeline), timeline.graph.tasks, timeline.start, timeline.memory, None
+        lanes, tasks, start, memory, last = (
+            _lanes(timeline),
+            timeline.graph.tasks,
+            timeline.start,
+            timeline.memory,
+            None,
+        )
         events.append(json.dumps({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}))
-        events += [json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}) for lane, tid in lanes.items()]
+        events += [
+            json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}})
+            for lane, tid in lanes.items()
+        ]
         for k, i in enumerate(timeline.order):
             task = tasks[i]
             if task.seconds:
                 args = f'"exposed_us": {timeline.exposed[i] * 1e6!r}' if i in timeline.exposed else ""
                 events.append(
-                    f'{{"ph": "X", "pid": {pid}, "tid": {lanes[task.resource]}, "ts": {start[i] * 1e6!r}, "dur": {task.seconds * 1e6!r}, "name": {_quoted(task.name)}, "cat": {_quoted(task.kind)}, "args": {{{args}}}}}'
+                    f'{{"ph": "X", "pid": {pid}, "tid": {lanes[task.resource]}, "ts": {start[i] * 1e6!r}, "dur": '
+                    f'{task.seconds * 1e6!r}, "name": {_quoted(task.name)}, "cat": {_quoted(task.kind)}, "args": '
+                    f"{{{args}}}}}"
                 )
             if memory and memory[k] != last:
                 last = memory[k]
-                events.append(f'{{"ph": "C", "pid": {pid}, "ts": {start[i] * 1e6!r}, "name": "memory", "args": {{"bytes": {last}}}}}')
+                events.append(
+                    f'{{"ph": "C", "pid": {pid}, "ts": {start[i] * 1e6!r}, "name": "memory", "args": {{"bytes": '
+                    f"{last}}}}}"
+                )
     return f'{{"traceEvents": [{", ".join(events)}], "displayTimeUnit": "ms"}}'
 
 
@@ -42,7 +65,14 @@ def picture(timelines: Mapping[str, Any]) -> str:
     parts, y = [], 4
     for name, timeline in timelines.items():
         lost = timeline.exposed_seconds
-        parts.append(_text(0, y + 11, f"{name}: {timeline.seconds * 1e3:.3f} ms, {lost * 1e3:.3f} ms of communication exposed, peak {timeline.peak / 2**20:.1f} MiB"))
+        parts.append(
+            _text(
+                0,
+                y + 11,
+                f"{name}: {timeline.seconds * 1e3:.3f} ms, {lost * 1e3:.3f} ms of communication exposed, peak "
+                f"{timeline.peak / 2**20:.1f} MiB",
+            )
+        )
         y += _LANE
         lanes = _lanes(timeline)
         for lane, n in lanes.items():
@@ -51,14 +81,27 @@ def picture(timelines: Mapping[str, Any]) -> str:
         for resource, begin, end, kind, title in _blocks(timeline, longest / (_WIDTH - _LEFT)):
             width = max((end - begin) * scale, 0.4)
             at = y + lanes[resource] * (_LANE + 2)
-            parts.append(f'<rect x="{_LEFT + begin * scale:.1f}" y="{at}" width="{width:.1f}" height="{_LANE}" fill="{_color(kind)}"><title>{escape(title)}</title></rect>')
+            parts.append(
+                f'<rect x="{_LEFT + begin * scale:.1f}" y="{at}" width="{width:.1f}" height="{_LANE}" '
+                f'fill="{_color(kind)}"><title>{escape(title)}</title></rect>'
+            )
         y += len(lanes) * (_LANE + 2) + 4
         if peak and timeline.memory:
-            parts.append(_text(0, y + 11, "memory") + f'<path d="{_curve(timeline, y, scale, peak)}" fill="#8888" stroke="none"/>')
+            parts.append(
+                _text(0, y + 11, "memory")
+                + f'<path d="{_curve(timeline, y, scale, peak)}" fill="#8888" stroke="none"/>'
+            )
             y += _MEMORY + 6
         y += 10
-    legend = "".join(f'<rect x="{_LEFT + 130 * n}" y="{y}" width="10" height="10" fill="{c}"/>' + _text(_LEFT + 130 * n + 14, y + 10, k) for n, (k, c) in enumerate(_COLORS.items()))
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 16}" width="100%" font-family="system-ui, sans-serif" font-size="11" role="img">{"".join(parts)}{legend}</svg>'
+    legend = "".join(
+        f'<rect x="{_LEFT + 130 * n}" y="{y}" width="10" height="10" fill="{c}"/>'
+        + _text(_LEFT + 130 * n + 14, y + 10, k)
+        for n, (k, c) in enumerate(_COLORS.items())
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 16}" width="100%" '
+        f'font-family="system-ui, sans-serif" font-size="11" role="img">{"".join(parts)}{legend}</svg>'
+    )
 
 
 def png(timelines: Mapping[str, Any], path: str) -> None:
@@ -73,13 +116,21 @@ def png(timelines: Mapping[str, Any], path: str) -> None:
     import matplotlib.pyplot as plt
 
     longest = max((t.seconds for t in timelines.values()), default=0.0) or 1.0
-    figure, axes = plt.subplots(len(timelines), 1, figsize=(12, 1.2 + 1.6 * len(timelines)), sharex=True, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        len(timelines), 1, figsize=(12, 1.2 + 1.6 * len(timelines)), sharex=True, squeeze=False, layout="constrained"
+    )
     for axis, (name, timeline) in zip(axes[:, 0], timelines.items()):
         lanes = _lanes(timeline)
         for resource, begin, end, kind, _ in _blocks(timeline, longest / 2000):
-            axis.broken_barh([(begin * 1e3, (end - begin) * 1e3)], (-lanes[resource] - 0.4, 0.8), facecolors=_color(kind))
+            axis.broken_barh(
+                [(begin * 1e3, (end - begin) * 1e3)], (-lanes[resource] - 0.4, 0.8), facecolors=_color(kind)
+            )
         axis.set_yticks([-n for n in lanes.values()], list(lanes))
-        axis.set_title(f"{name}: {timeline.seconds * 1e3:.2f} ms, exposed {timeline.exposed_seconds * 1e3:.2f} ms", fontsize=10, loc="left")
+        axis.set_title(
+            f"{name}: {timeline.seconds * 1e3:.2f} ms, exposed {timeline.exposed_seconds * 1e3:.2f} ms",
+            fontsize=10,
+            loc="left",
+        )
     axes[-1, 0].set_xlabel("ms")
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -101,7 +152,12 @@ def _blocks(timeline: Any, gap: float) -> list[tuple[str, float, float, str, str
         if not task.seconds:
             continue
         block = open_.get(task.resource)
-        if block and block[3] == task.kind and timeline.start[i] - block[2] < gap and timeline.end[i] - block[1] < 4 * gap:
+        if (
+            block
+            and block[3] == task.kind
+            and timeline.start[i] - block[2] < gap
+            and timeline.end[i] - block[1] < 4 * gap
+        ):
             block[2] = max(block[2], timeline.end[i])
             block[5] += 1
             continue
@@ -109,7 +165,10 @@ def _blocks(timeline: Any, gap: float) -> list[tuple[str, float, float, str, str
             done.append(block)
         open_[task.resource] = [task.resource, timeline.start[i], timeline.end[i], task.kind, task.name, 1]
     done += open_.values()
-    return [(r, b, e, k, f"{name}{f' and {n - 1} more' if n > 1 else ''}: {(e - b) * 1e3:.3f} ms") for r, b, e, k, name, n in done]
+    return [
+        (r, b, e, k, f"{name}{f' and {n - 1} more' if n > 1 else ''}: {(e - b) * 1e3:.3f} ms")
+        for r, b, e, k, name, n in done
+    ]
 
 
 def _curve(timeline: Any, y: float, scale: float, peak: int) -> str:

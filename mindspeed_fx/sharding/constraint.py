@@ -1,4 +1,6 @@
-"""``place(x, placements)``: a sharding constraint in a captured graph, and the graphs inside of checkpoint and wrap nodes."""
+"""``place(x, placements)``: a sharding constraint in a captured graph, and the graphs inside of checkpoint and wrap
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import torch
 import torch.fx as fx
 
 aten = torch.ops.aten
+
 
 def place(x: torch.Tensor, placements: tuple[tuple[str, str], ...]) -> torch.Tensor:
     """``x`` at the given placements, pairs of mesh dimension and word; other mesh dimensions stay as they are."""
@@ -20,7 +23,13 @@ def place(x: torch.Tensor, placements: tuple[tuple[str, str], ...]) -> torch.Ten
 
 def operands(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[fx.GraphModule, dict[fx.Node, Any]]]:
     """Graphs that a checkpoint or wrap node runs, each with what is given for its inputs."""
-    graphs = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr" and isinstance(getattr(gm, str(a.target), None), fx.GraphModule)]
+    graphs = [
+        a
+        for a in node.args
+        if isinstance(a, fx.Node)
+        and a.op == "get_attr"
+        and isinstance(getattr(gm, str(a.target), None), fx.GraphModule)
+    ]
     given = [a for a in node.args if a not in graphs]
     for graph in graphs:
         body = getattr(gm, str(graph.target))

@@ -25,7 +25,9 @@ class Send:
 
 @dataclass(frozen=True)
 class Whole:
-    """An operator that is computed alike on every rank though what it reads arrives divided, and no edge of the plan asked for that."""
+    """An operator that is computed alike on every rank though what it reads arrives divided, and no edge of the plan
+    asked for that.
+    """
 
     operator: str
     dim: str

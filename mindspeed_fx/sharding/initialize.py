@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from mindspeed_fx.sharding.plan import ShardingError
 
 
-def materialize(model: nn.Module, mesh: DeviceMesh, init: Callable[[nn.Module], None] | None, seed: int, divide: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+def materialize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    init: Callable[[nn.Module], None] | None,
+    seed: int,
+    divide: Callable[[str, nn.Parameter], nn.Parameter],
+) -> None:
     """Initialize what is on the meta device, in place; a model without such parameters and buffers is left alone.
 
     Args:
@@ -37,7 +43,10 @@ def materialize(model: nn.Module, mesh: DeviceMesh, init: Callable[[nn.Module], 
         if not own and not buffers:
             continue
         if init is None and not hasattr(module, "reset_parameters"):
-            raise ShardingError(f'module "{path}" ({type(module).__name__}) has {", ".join([*own, *buffers])} on the meta device and no reset_parameters; give parallelize(init=...)')
+            raise ShardingError(
+                f'module "{path}" ({type(module).__name__}) has {", ".join([*own, *buffers])} on the meta device and '
+                "no reset_parameters; give parallelize(init=...)"
+            )
         with torch.random.fork_rng(devices=[] if mesh.device_type == "cpu" else None):
             torch.manual_seed(_seed(seed, path))
             module.to_empty(device=mesh.device_type, recurse=False)

@@ -1,9 +1,9 @@
 """``parallelize(model, mesh, plan)``: parameters become DTensors that the model's own code still sees whole.
 
-A module with parameters gets a class of its own in which each parameter is a property: reading it gives the whole tensor
-(:func:`gathered`), so that the model, and Dynamo, see ordinary tensors; ``_parameters`` holds the DTensor, so that names,
-``state_dict``, ``torch.distributed.checkpoint``, optimizers and gradient clipping are those of a model of DTensors. The
-backend cuts :func:`gathered` out of the graph again (``local.py``).
+A module with parameters gets a class of its own in which each parameter is a property: reading it gives the whole
+tensor (:func:`gathered`), so that the model, and Dynamo, see ordinary tensors; ``_parameters`` holds the DTensor, so
+that names, ``state_dict``, ``torch.distributed.checkpoint``, optimizers and gradient clipping are those of a model of
+DTensors. The backend cuts :func:`gathered` out of the graph again (``local.py``).
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ def parallelize(
     init: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Divide ``model`` over ``mesh`` by ``plan``, in place; ``torch.compile(model, backend="mindspeed")`` does the rest.
+    """Divide ``model`` over ``mesh`` by ``plan``, in place; ``torch.compile(model, backend="mindspeed")`` does the
+    rest.
 
-    Every rank calls the compiled model with the same whole inputs (or its part of them) and gets the same whole results;
-    gradients arrive on the parameters as DTensors. Without compilation the model runs too, whole on every rank.
+    Every rank calls the compiled model with the same whole inputs (or its part of them) and gets the same whole
+    results; gradients arrive on the parameters as DTensors. Without compilation the model runs too, whole on every
+    rank.
 
     Args:
         model: whole parameters (rank 0's are used) or parameters on the meta device, which are initialized module by
@@ -69,13 +71,15 @@ def parallelize(
     arguments.check_callable("parallelize", "init", init, optional=True)
     arguments.check_whole("parallelize", "seed", seed, least=0)
     if inputs not in INPUTS:
-        raise ShardingError(f'inputs is {inputs!r}{nearest(str(inputs), INPUTS)}; valid: {", ".join(INPUTS)}')
+        raise ShardingError(f"inputs is {inputs!r}{nearest(str(inputs), INPUTS)}; valid: {', '.join(INPUTS)}")
     plan = plan_for("parallelize", plan, model)
     check_mesh(plan, mesh.mesh_dim_names or ())
     if hasattr(model, "_sharding"):
         raise ShardingError(f'the model is divided already, by plan "{model._sharding.plan.name}"')
     unmatched_patterns(model, plan)
-    placements = {name: parameter_placements(plan, mesh, name, p) for name, p in model.named_parameters(remove_duplicate=False)}
+    placements = {
+        name: parameter_placements(plan, mesh, name, p) for name, p in model.named_parameters(remove_duplicate=False)
+    }
 
     def divide(name: str, p: nn.Parameter, everywhere: bool) -> nn.Parameter:
         whole = distribute_tensor(p.detach(), mesh, placements[name], src_data_rank=None if everywhere else 0)
@@ -97,7 +101,10 @@ def plan_for(function: str, plan: Any, model: nn.Module) -> Plan:
     if isinstance(plan, str):
         return named(plan, model)
     if not isinstance(plan, Plan):
-        raise ShardingError(f"{function}: plan is {arguments.shown(plan)} of type {type(plan).__name__}; a Plan or the name of one is expected")
+        raise ShardingError(
+            f"{function}: plan is {arguments.shown(plan)} of type {type(plan).__name__}; a Plan or the name of one is "
+            "expected"
+        )
     return plan
 
 
@@ -114,7 +121,9 @@ def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tenso
 
 
 def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.Parameter], nn.Parameter]) -> nn.Module:
-    """Make every parameter of ``model`` a property that shows ``replace(name, parameter)`` whole; tied ones stay tied."""
+    """Make every parameter of ``model`` a property that shows ``replace(name, parameter)`` whole; tied ones stay
+    tied.
+    """
     number = next(_numbers)
     SHARDINGS[number] = sharding
     if sharding.inputs == LOCAL:
@@ -147,7 +156,9 @@ def _showing(cls: type, names: tuple[str, ...]) -> type:
 
         return property(get, put)
 
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **{n: show(n) for n in names}})
+    return type(
+        cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **{n: show(n) for n in names}}
+    )
 
 
 @torch._dynamo.allow_in_graph
@@ -165,10 +176,16 @@ def check_mesh(plan: Plan, have: tuple[str, ...]) -> None:
     if unsupported := getattr(plan, "unsupported", None):
         raise ShardingError(f'plan "{plan.name}" cannot be executed: {"; ".join(unsupported)}')
     if "pp" in plan.mesh:
-        raise ShardingError(f'plan "{plan.name}" has stages of a pipeline (pp); mindspeed_fx.pipeline_stage(model, mesh, plan, args) makes them')
+        raise ShardingError(
+            f'plan "{plan.name}" has stages of a pipeline (pp); mindspeed_fx.pipeline_stage(model, mesh, plan, args) '
+            "makes them"
+        )
     for dim in plan.mesh:
         if dim not in have:
-            raise ShardingError(f'plan "{plan.name}" needs mesh dimension "{dim}"{nearest(dim, have)}; the mesh has {", ".join(have) or "no names: give init_device_mesh mesh_dim_names"}')
+            raise ShardingError(
+                f'plan "{plan.name}" needs mesh dimension "{dim}"{nearest(dim, have)}; the mesh has '
+                f"{', '.join(have) or 'no names: give init_device_mesh mesh_dim_names'}"
+            )
 
 
 def unmatched_patterns(model: nn.Module, plan: Plan) -> None:
@@ -178,5 +195,10 @@ def unmatched_patterns(model: nn.Module, plan: Plan) -> None:
         ShardingError: with the nearest name.
     """
     unmatched(plan.parameters, [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name)
-    unmatched(plan.experts.get("parameters", ()), [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name)
+    unmatched(
+        plan.experts.get("parameters", ()),
+        [n for n, _ in model.named_parameters(remove_duplicate=False)],
+        "parameter",
+        plan.name,
+    )
     unmatched(plan.modules, [n for n, _ in model.named_modules()], "module", plan.name)

@@ -1,8 +1,8 @@
 """From Dynamo's graph of a parallelized model to the local program and back: what the backend calls.
 
-    cut        the calls that show parameters whole leave the graph: the placeholder itself stands for the whole
-    (capture and captured passes, ``place`` among them, run on what is then a single-device graph)
-    localize   that graph on DTensors becomes a graph of local tensors for AOTAutograd; DTensor arguments become local
+cut        the calls that show parameters whole leave the graph: the placeholder itself stands for the whole
+(capture and captured passes, ``place`` among them, run on what is then a single-device graph)
+localize   that graph on DTensors becomes a graph of local tensors for AOTAutograd; DTensor arguments become local
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from mindspeed_fx.compat import tracing as tracing_compat
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.sharding.constraint import operands
 from mindspeed_fx.sharding.plan import ShardingError, placement_of
-
 
 
 @dataclass(eq=False)
@@ -71,7 +70,9 @@ def cut(gm: fx.GraphModule) -> ParallelizedGraph | None:
     if not numbers:
         return None
     if len(numbers) > 1:
-        raise ShardingError("two models that were parallelized apart are compiled as one; call parallelize on a module that holds both")
+        raise ShardingError(
+            "two models that were parallelized apart are compiled as one; call parallelize on a module that holds both"
+        )
     from mindspeed_fx.sharding.registry import SHARDINGS
 
     found = ParallelizedGraph(SHARDINGS[numbers.pop()], names, parts, min(prefixes, key=len, default=""))
@@ -99,15 +100,17 @@ def check_part(source: fx.Node, name: str) -> None:
     way_out = 'compile the model alone, or pass the whole to every rank (inputs="whole")'
     if source.op != "placeholder":
         what = f"is computed in front of the model ({source.name})"
-        raise ShardingError(f'argument "{name}" {what}; inputs="local" takes tensors as they come from outside; {way_out}')
+        raise ShardingError(
+            f'argument "{name}" {what}; inputs="local" takes tensors as they come from outside; {way_out}'
+        )
     if other := next((u for u in source.users if not _shown(u) and not tracing_compat.is_higher_order(u.target)), None):
         what = f"is read outside of the model too ({other.name})"
         raise ShardingError(f'argument "{name}" {what}, where it is this rank\'s part; with inputs="local" {way_out}')
 
 
 def _cut(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Node, str, str]]:
-    """What is called, input of ``gm``, key and module path, for every call that shows one whole, in it and in the graphs
-    of its checkpointed regions; afterwards the inputs look whole.
+    """What is called, input of ``gm``, key and module path, for every call that shows one whole, in it and in the
+    graphs of its checkpointed regions; afterwards the inputs look whole.
 
     Raises:
         ShardingError: see :func:`check_part`.
@@ -136,7 +139,9 @@ def _becomes(node: fx.Node, whole: torch.Tensor) -> None:
     node.meta["example_value"] = whole.detach().requires_grad_(node.meta["example_value"].requires_grad)
 
 
-def localize(gm: fx.GraphModule, inputs: Sequence[Any], found: ParallelizedGraph | None) -> tuple[fx.GraphModule, list[Any], Callable[[Callable], Callable]]:
+def localize(
+    gm: fx.GraphModule, inputs: Sequence[Any], found: ParallelizedGraph | None
+) -> tuple[fx.GraphModule, list[Any], Callable[[Callable], Callable]]:
     """The local program as a graph, its example inputs, and what makes a compiled program take the original arguments;
     everything as it is without a sharding.
 
@@ -187,11 +192,16 @@ def tracing(found: ParallelizedGraph | None) -> Iterator[None]:
 def _value(node: fx.Node, x: Any, found: ParallelizedGraph) -> Any:
     """How the program takes one input."""
     if isinstance(x, torch.SymInt):
-        raise ShardingError(f"input {node.name} is a symbolic size; a plan needs fixed sizes: torch.compile(..., dynamic=False)")
+        raise ShardingError(
+            f"input {node.name} is a symbolic size; a plan needs fixed sizes: torch.compile(..., dynamic=False)"
+        )
     if not isinstance(x, torch.Tensor):
         return None
     if any(isinstance(s, torch.SymInt) for s in x.shape):
-        raise ShardingError(f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., dynamic=False)")
+        raise ShardingError(
+            f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., "
+            "dynamic=False)"
+        )
     if node.name in found.inputs:
         return parameter_value(x, found.inputs[node.name])
     if tracing_compat.wraps_tensors(x):
@@ -215,7 +225,9 @@ def part_value(x: torch.Tensor, name: str, whole: torch.Tensor, found: Paralleli
     return Value(argument_placements(found.sharding, name, x), whole.shape, whole.stride(), False, name, part=True)
 
 
-def arguments_of(placeholders: list[fx.Node], inputs: Sequence[Any], values: list[Any], found: ParallelizedGraph) -> list[Any]:
+def arguments_of(
+    placeholders: list[fx.Node], inputs: Sequence[Any], values: list[Any], found: ParallelizedGraph
+) -> list[Any]:
     """The tensors among the inputs of a graph that callers of the model pass."""
     from torch.distributed.tensor import Replicate
 
@@ -243,9 +255,8 @@ def input_value(node: fx.Node, x: torch.Tensor, found: ParallelizedGraph) -> Any
 
 
 def argument_name(node: fx.Node) -> str | None:
-    """Name of the model's argument that a placeholder is, ``args_0`` for a positional one; None for a buffer, and for a tensor that the model reads from
-    its attributes or from globals, which no plan speaks of."""
+    """Name of the model's argument that a placeholder is, ``args_0`` for a positional one; None for a buffer, and for a
+    tensor that the model reads from its attributes or from globals, which no plan speaks of."""
     if re.search(r"_(buffers|parameters)_|_modules_|^(l_self|g)_", node.name.lower()):
         return None
     return re.sub(r"^l_(kwargs_)?|_$", "", node.name.lower()).strip("_")
-

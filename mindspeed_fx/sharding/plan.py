@@ -37,7 +37,9 @@ EXPERTS = ("dispatch", "capacity", "parameters")
 
 
 class ShardingError(OptionError):
-    """A plan that is wrong in itself or does not fit the model, the mesh or the sizes; says where and what would be right."""
+    """A plan that is wrong in itself or does not fit the model, the mesh or the sizes; says where and what would be
+    right.
+    """
 
 
 @dataclass(frozen=True)
@@ -68,48 +70,71 @@ class Plan:
     operators: Mapping[str, Boundary] = field(default_factory=dict)
     """Operator glob ("mindspeed.attention") -> placements at its edge; "a|b" names alternatives, also of arguments."""
     gather: Mapping[str, str] = field(default_factory=dict)
-    """Mesh dimension -> when parameters divided over it are made whole: "never" (the part computes, as in tensor parallelism),
-    or before use: "zero1" (gradients summed whole), "zero2" (gradients summed in parts), "zero3" (as zero2, and the
-    whole is not kept for the backward but gathered again)."""
+    """Mesh dimension -> when parameters divided over it are made whole: "never" (the part computes, as in tensor
+    parallelism), or before use: "zero1" (gradients summed whole), "zero2" (gradients summed in parts), "zero3" (as
+    zero2, and the whole is not kept for the backward but gathered again)."""
     rings: Mapping[str, int] = field(default_factory=dict)
-    """Mesh dimension of a ring -> how many neighbours make an inner ring (MindSpeed's cp-window-size); without it there is one ring."""
+    """Mesh dimension of a ring -> how many neighbours make an inner ring (MindSpeed's cp-window-size); without it there
+    is one ring.
+    """
     experts: Mapping[str, Any] = field(default_factory=dict)
-    """How the tokens of mixtures come to experts that are divided: ``dispatch`` is "all_gather" (the default: every rank gets all tokens) or "all_to_all"
-    (tokens travel, :mod:`dispatch`); ``capacity``, a number from 1 on, fixes how many may go to one rank: so many times the mean; ``parameters``, globs, names
-    those of experts: what divides their first dimension computes in parts, also over a mesh dimension over which ``gather`` makes others whole."""
+    """How the tokens of mixtures come to experts that are divided: ``dispatch`` is "all_gather" (the default: every
+    rank gets all tokens) or "all_to_all" (tokens travel, :mod:`dispatch`); ``capacity``, a number from 1 on, fixes how
+    many may go to one rank: so many times the mean; ``parameters``, globs, names those of experts: what divides their
+    first dimension computes in parts, also over a mesh dimension over which ``gather`` makes others whole."""
     recompute: str | None = None
-    """What the backward makes again, by a word of the option ``recompute`` ("full", "norm+activation_function"), collectives of the forward
-    included; the backend does so unless that option or ``memory_budget`` is given. None: the backend's choice."""
+    """What the backward makes again, by a word of the option ``recompute`` ("full", "norm+activation_function"),
+    collectives of the forward included; the backend does so unless that option or ``memory_budget`` is given. None: the
+    backend's choice."""
     microbatches: int | None = None
-    """Parts of the batch that a step is taken over, by :func:`mindspeed_fx.accumulate` or the schedule of a pipeline. None: not said."""
+    """Parts of the batch that a step is taken over, by :func:`mindspeed_fx.accumulate` or the schedule of a pipeline.
+    None: not said.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
         self._whole_model()
         for key, stage in self.gather.items():
             if stage not in GATHERS:
-                raise ShardingError(f'plan "{self.name}": gather of "{key}" is {stage!r}; valid: {", ".join(GATHERS)}{nearest(str(stage), GATHERS)}')
+                raise ShardingError(
+                    f'plan "{self.name}": gather of "{key}" is {stage!r}; valid: '
+                    f"{', '.join(GATHERS)}{nearest(str(stage), GATHERS)}"
+                )
         self._experts()
         for key, ranks in self.rings.items():
             if key not in self.mesh:
-                raise ShardingError(f'plan "{self.name}", rings: no mesh dimension "{key}"{nearest(key, self.mesh)}; the plan has {", ".join(self.mesh)}')
+                raise ShardingError(
+                    f'plan "{self.name}", rings: no mesh dimension "{key}"{nearest(key, self.mesh)}; the plan has '
+                    f"{', '.join(self.mesh)}"
+                )
             if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-                raise ShardingError(f'plan "{self.name}", rings: "{key}" is {ranks!r}; a number of ranks from 1 on is expected')
+                raise ShardingError(
+                    f'plan "{self.name}", rings: "{key}" is {ranks!r}; a number of ranks from 1 on is expected'
+                )
         for where, placed in self._placed():
             for dim, word in placed.items():
                 if dim not in self.mesh:
-                    raise ShardingError(f'plan "{self.name}", {where}: no mesh dimension "{dim}"{nearest(dim, self.mesh)}; the plan has {", ".join(self.mesh)}')
+                    raise ShardingError(
+                        f'plan "{self.name}", {where}: no mesh dimension "{dim}"{nearest(dim, self.mesh)}; the plan '
+                        f"has {', '.join(self.mesh)}"
+                    )
                 parse_placement(word, f'plan "{self.name}", {where}')
         for dim in self.gather:
             if dim not in self.mesh:
-                raise ShardingError(f'plan "{self.name}", gather: no mesh dimension "{dim}"{nearest(dim, self.mesh)}; the plan has {", ".join(self.mesh)}')
+                raise ShardingError(
+                    f'plan "{self.name}", gather: no mesh dimension "{dim}"{nearest(dim, self.mesh)}; the plan has '
+                    f"{', '.join(self.mesh)}"
+                )
 
     def _whole_model(self) -> None:
         word, count = self.recompute, self.microbatches
         if word is not None and (word == "auto" or not is_policy(word)):
             valid = [p for p in POLICIES if p != "auto"]
             joined = 'several of the last joined by "+"'
-            raise ShardingError(f'plan "{self.name}": recompute is {word!r}{nearest(str(word), valid)}; valid: {", ".join(valid)}, {joined}')
+            raise ShardingError(
+                f'plan "{self.name}": recompute is {word!r}{nearest(str(word), valid)}; valid: {", ".join(valid)}, '
+                f"{joined}"
+            )
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ShardingError(f'plan "{self.name}": microbatches is {count!r}; a whole number from 1 on is expected')
 
@@ -117,15 +142,25 @@ class Plan:
         where = f'plan "{self.name}", experts'
         for key in self.experts:
             if key not in EXPERTS:
-                raise ShardingError(f'{where}: unknown key "{key}"{nearest(str(key), EXPERTS)}; valid: {", ".join(EXPERTS)}')
+                raise ShardingError(
+                    f'{where}: unknown key "{key}"{nearest(str(key), EXPERTS)}; valid: {", ".join(EXPERTS)}'
+                )
         globs = self.experts.get("parameters", ())
         if isinstance(globs, str) or not all(isinstance(p, str) for p in globs):
-            raise ShardingError(f"{where}: parameters is {globs!r}; a list of globs over names of parameters is expected")
+            raise ShardingError(
+                f"{where}: parameters is {globs!r}; a list of globs over names of parameters is expected"
+            )
         word, capacity = self.experts.get("dispatch", DISPATCH[0]), self.experts.get("capacity")
         if word not in DISPATCH:
-            raise ShardingError(f"{where}: dispatch is {word!r}{nearest(str(word), DISPATCH)}; valid: {', '.join(DISPATCH)}")
-        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or capacity < 1 or word != "all_to_all"):
-            raise ShardingError(f"{where}: capacity is {capacity!r}; a number from 1 on is expected, with dispatch: all_to_all")
+            raise ShardingError(
+                f"{where}: dispatch is {word!r}{nearest(str(word), DISPATCH)}; valid: {', '.join(DISPATCH)}"
+            )
+        if capacity is not None and (
+            isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or capacity < 1 or word != "all_to_all"
+        ):
+            raise ShardingError(
+                f"{where}: capacity is {capacity!r}; a number from 1 on is expected, with dispatch: all_to_all"
+            )
 
     @property
     def travels(self) -> bool:
@@ -138,23 +173,31 @@ class Plan:
         for section in ("modules", "operators"):
             for pattern, edge in getattr(self, section).items():
                 yield from ((f'{section} "{pattern}", {part}', getattr(edge, part)) for part in ("input", "output"))
-                yield from ((f'{section} "{pattern}", argument "{name}"', placed) for name, placed in edge.arguments.items())
+                yield from (
+                    (f'{section} "{pattern}", argument "{name}"', placed) for name, placed in edge.arguments.items()
+                )
 
     def __add__(self, other: "Plan") -> "Plan":
         """Both plans at once, on the mesh of both; ``self``'s dimensions are the outer ones."""
         if shared := set(self.mesh) & set(other.mesh):
-            raise ShardingError(f'plans "{self.name}" and "{other.name}" both use mesh dimension {", ".join(sorted(shared))}')
+            raise ShardingError(
+                f'plans "{self.name}" and "{other.name}" both use mesh dimension {", ".join(sorted(shared))}'
+            )
         return self.beside(other)
 
     def beside(self, other: "Plan") -> "Plan":
         """As the sum, for a plan that was made for ``other`` and speaks of its dimensions too."""
-        merged = {s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")}
+        merged = {
+            s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")
+        }
         own = tuple(d for d in self.mesh if d not in other.mesh)
         merged |= {s: {**getattr(self, s), **getattr(other, s)} for s in ("gather", "rings", "experts")}
         for s in ("recompute", "microbatches"):
             said = {getattr(p, s) for p in (self, other)} - {None}
             if len(said) > 1:
-                raise ShardingError(f'plans "{self.name}" and "{other.name}": {s} is {getattr(self, s)!r} and {getattr(other, s)!r}')
+                raise ShardingError(
+                    f'plans "{self.name}" and "{other.name}": {s} is {getattr(self, s)!r} and {getattr(other, s)!r}'
+                )
             merged[s] = said.pop() if said else None
         return Plan(f"{self.name}+{other.name}", own + other.mesh, **merged)
 
@@ -227,7 +270,8 @@ def matching(patterns: Iterable[str], name: str) -> list[str]:
 
 
 def placement_of(section: Mapping[str, Placed], name: str, what: str) -> dict[str, str]:
-    """Everything that the patterns of ``section`` say of ``name``; one with more letters is heard before one with fewer ("mask" before "*").
+    """Everything that the patterns of ``section`` say of ``name``; one with more letters is heard before one with fewer
+    ("mask" before "*").
 
     Raises:
         ShardingError: two patterns of as many letters say different things.
@@ -236,7 +280,9 @@ def placement_of(section: Mapping[str, Placed], name: str, what: str) -> dict[st
     for pattern in sorted(matching(section, name), key=_letters, reverse=True):
         for dim, word in section[pattern].items():
             if dim in found and found[dim][0] != word and _letters(found[dim][1]) == _letters(pattern):
-                raise ShardingError(f'{what} "{name}" is {found[dim][0]} on "{dim}" by "{found[dim][1]}" and {word} by "{pattern}"')
+                raise ShardingError(
+                    f'{what} "{name}" is {found[dim][0]} on "{dim}" by "{found[dim][1]}" and {word} by "{pattern}"'
+                )
             found.setdefault(dim, (word, pattern))
     return {dim: word for dim, (word, _) in found.items()}
 
@@ -262,7 +308,9 @@ def _merge(a: Mapping, b: Mapping) -> dict:
     for key, value in b.items():
         old = merged.get(key)
         if isinstance(old, Boundary):
-            value = Boundary({**old.input, **value.input}, {**old.output, **value.output}, _merge(old.arguments, value.arguments))
+            value = Boundary(
+                {**old.input, **value.input}, {**old.output, **value.output}, _merge(old.arguments, value.arguments)
+            )
         elif old is not None:
             value = {**old, **value}
         merged[key] = value
@@ -284,7 +332,9 @@ def _keys(values: Any, kind: type, where: str) -> None:
         raise ShardingError(f"{where} is {values!r}; a mapping with {', '.join(valid)} is expected")
     for key in values:
         if key not in valid:
-            raise ShardingError(f'{where} has an unknown key "{key}"{nearest(str(key), valid)}; valid: {", ".join(valid)}')
+            raise ShardingError(
+                f'{where} has an unknown key "{key}"{nearest(str(key), valid)}; valid: {", ".join(valid)}'
+            )
 
 
 def _yaml() -> Any:

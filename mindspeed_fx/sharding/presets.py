@@ -1,5 +1,5 @@
-"""Plans by name, made for a model: which of its layers are what is told by their names, so the result is a plain plan that
-can be read and changed.
+"""Plans by name, made for a model: which of its layers are what is told by their names, so the result is a plain plan
+that can be read and changed.
 
 Linear layers in a row are called as in Hugging Face, Llama and Megatron code (:data:`COLUMN`, :data:`ROW`). Projections
 that pack several tensors in one (``gate_up``, ``qkv``) stay whole: their parts would not be parts of each tensor.
@@ -16,7 +16,29 @@ from torch import nn
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 
-COLUMN = ("q_proj", "k_proj", "v_proj", "q", "k", "v", "query", "key", "value", "wq", "wk", "wv", "gate_proj", "up_proj", "gate", "up", "w1", "w3", "fc1", "c_fc", "dense_h_to_4h")
+COLUMN = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q",
+    "k",
+    "v",
+    "query",
+    "key",
+    "value",
+    "wq",
+    "wk",
+    "wv",
+    "gate_proj",
+    "up_proj",
+    "gate",
+    "up",
+    "w1",
+    "w3",
+    "fc1",
+    "c_fc",
+    "dense_h_to_4h",
+)
 ROW = ("o_proj", "out_proj", "o", "wo", "dense", "down_proj", "down", "w2", "fc2", "c_proj", "dense_4h_to_h", "proj")
 ATTENTION = "mindspeed.attention|mindspeed.varlen_attention|aten.scaled_dot_product_attention"
 QKV = ("q|query", "k|key", "v|value")
@@ -26,8 +48,8 @@ def named(name: str, model: nn.Module) -> Plan:
     """The plan ``name`` for ``model``, or several joined by "+", outermost mesh dimension first ("zero3+tp_sp").
 
     Mesh dimensions are "dp" for zero1, zero2 and zero3, "tp" for tp and tp_sp, "tp_x" and "tp_y" for tp_2d, "cp" for
-    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid, "ep" for ep and ep_alltoall. "ring:4" and "hybrid:4" are rings
-    of inner rings of four neighbours (:mod:`ring`).
+    ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid, "ep" for ep and ep_alltoall. "ring:4" and
+    "hybrid:4" are rings of inner rings of four neighbours (:mod:`ring`).
 
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
@@ -36,7 +58,9 @@ def named(name: str, model: nn.Module) -> Plan:
     for part in reversed(name.split("+")):
         part, colon, number = part.partition(":")
         if colon and (part not in ("ring", "hybrid") or not number.isdigit() or int(number) < 1):
-            raise ShardingError(f'"{part}:{number}" is no plan: ring:N and hybrid:N name the number of ranks of an inner ring')
+            raise ShardingError(
+                f'"{part}:{number}" is no plan: ring:N and hybrid:N name the number of ranks of an inner ring'
+            )
         if part not in NAMED:
             raise ShardingError(f'no plan is named "{part}"{nearest(part, NAMED)}; valid: {", ".join(NAMED)}')
         new = NAMED[part](model, plan)
@@ -46,12 +70,14 @@ def named(name: str, model: nn.Module) -> Plan:
     return plan
 
 
-def tp(model: nn.Module, beside: Plan | None = None, dim: str = "tp", sequence: bool = False, vocabulary: bool = True) -> Plan:
+def tp(
+    model: nn.Module, beside: Plan | None = None, dim: str = "tp", sequence: bool = False, vocabulary: bool = True
+) -> Plan:
     """Tensor parallelism: columns, then rows; two all-reduces per layer and direction.
 
     Args:
-        sequence: between the pairs of linear layers the sequence is divided (Megatron's sequence parallelism): reduce-scatter
-            and all-gather instead of all-reduce.
+        sequence: between the pairs of linear layers the sequence is divided (Megatron's sequence parallelism):
+            reduce-scatter and all-gather instead of all-reduce.
         vocabulary: divide embedding and output layer too. The vocabulary has to divide evenly.
 
     Source: Shoeybi et al. 2019; Korthikanti et al. 2022, "Reducing Activation Recomputation".
@@ -84,14 +110,19 @@ def tp_sp(model: nn.Module, beside: Plan | None = None) -> Plan:
 
 
 def tp_2d(model: nn.Module, beside: Plan | None = None, x: str = "tp_x", y: str = "tp_y") -> Plan:
-    """Tensor parallelism over two mesh dimensions: weights divided in both directions, activations by sequence and by width.
+    """Tensor parallelism over two mesh dimensions: weights divided in both directions, activations by sequence and by
+    width.
 
     Source: MindSpeed's high-dimension tensor parallelism (tp-2d); Xu et al. 2021, "An Efficient 2D Method".
     """
     columns, rows = _linears(model, "tp_2d")
-    parameters = {f"{n}.weight": {x: "S(0)", y: "S(1)"} for n in columns} | {f"{n}.weight": {x: "S(1)", y: "S(0)"} for n in rows}
+    parameters = {f"{n}.weight": {x: "S(0)", y: "S(1)"} for n in columns} | {
+        f"{n}.weight": {x: "S(1)", y: "S(0)"} for n in rows
+    }
     parameters.update({f"{n}.bias": {x: "S(0)"} for n, layer in columns.items() if layer.bias is not None})
-    modules = {n: Boundary(input={x: "R"}, output={y: "S(1)"}) for n in columns} | {n: Boundary(input={y: "R"}, output={x: "S(1)"}) for n in rows}
+    modules = {n: Boundary(input={x: "R"}, output={y: "S(1)"}) for n in columns} | {
+        n: Boundary(input={y: "R"}, output={x: "S(1)"}) for n in rows
+    }
     embeddings, heads = _vocabulary(model)
     modules.update({n: Boundary(output={x: "S(1)", y: "S(2)"}) for n in embeddings})
     modules.update({n: Boundary(input={x: "R", y: "R"}) for n in heads})
@@ -107,13 +138,23 @@ def ulysses(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Pl
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
     heads = {a: {dim: "S(1)"} for a in QKV}
-    return Plan("ulysses", (dim,), inputs=_sequence(model, dim), operators={ATTENTION: Boundary(arguments=heads, output={dim: "S(2)"})})
+    return Plan(
+        "ulysses",
+        (dim,),
+        inputs=_sequence(model, dim),
+        operators={ATTENTION: Boundary(arguments=heads, output={dim: "S(2)"})},
+    )
 
 
 def kv_allgather(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
     """The sequence is divided, also the queries of attention, which gathers keys and values: any number of heads."""
     placed = {QKV[0]: {dim: "S(2)"}, QKV[1]: {dim: "R"}, QKV[2]: {dim: "R"}}
-    return Plan("kv_allgather", (dim,), inputs=_sequence(model, dim), operators={ATTENTION: Boundary(arguments=placed, output={dim: "S(2)"})})
+    return Plan(
+        "kv_allgather",
+        (dim,),
+        inputs=_sequence(model, dim),
+        operators={ATTENTION: Boundary(arguments=placed, output={dim: "S(2)"})},
+    )
 
 
 def ring(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
@@ -122,21 +163,32 @@ def ring(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
     Source: Liu et al. 2023, "Ring Attention".
     """
     divided = {a: {dim: "S(2)"} for a in QKV}
-    return Plan("ring", (dim,), inputs=_sequence(model, dim), operators={ATTENTION: Boundary(arguments=divided, output={dim: "S(2)"})})
+    return Plan(
+        "ring",
+        (dim,),
+        inputs=_sequence(model, dim),
+        operators={ATTENTION: Boundary(arguments=divided, output={dim: "S(2)"})},
+    )
 
 
 def hybrid(model: nn.Module, beside: Plan | None = None, outer: str = "cp_ring", inner: str = "cp_ulysses") -> Plan:
-    """Ulysses inside a ring: the sequence is divided over both; attention has heads divided over ``inner``, a ring over ``outer``.
+    """Ulysses inside a ring: the sequence is divided over both; attention has heads divided over ``inner``, a ring over
+    ``outer``.
 
     Source: Fang and Zhao 2024, "USP"; MindSpeed's hybrid_cp_algo.
     """
     placed = {a: {outer: "S(2)", inner: "S(1)"} for a in QKV}
-    return Plan("hybrid", (outer, inner), inputs=_sequence(model, outer, inner), operators={ATTENTION: Boundary(arguments=placed, output={outer: "S(2)", inner: "S(2)"})})
+    return Plan(
+        "hybrid",
+        (outer, inner),
+        inputs=_sequence(model, outer, inner),
+        operators={ATTENTION: Boundary(arguments=placed, output={outer: "S(2)", inner: "S(2)"})},
+    )
 
 
 def ep_alltoall(model: nn.Module, beside: Plan | None = None, dim: str = "ep") -> Plan:
-    """As :func:`ep`, with tokens that stay divided and travel to their experts and back (:mod:`dispatch`): less is sent where a token chooses
-    fewer experts than there are ranks, and no rank has all tokens.
+    """As :func:`ep`, with tokens that stay divided and travel to their experts and back (:mod:`dispatch`): less is sent
+    where a token chooses fewer experts than there are ranks, and no rank has all tokens.
 
     Source: Megatron-core's "alltoall" token dispatcher.
     """
@@ -144,27 +196,47 @@ def ep_alltoall(model: nn.Module, beside: Plan | None = None, dim: str = "ep") -
 
 
 def ep(model: nn.Module, beside: Plan | None = None, dim: str = "ep", travels: bool = False) -> Plan:
-    """The batch is divided, and so are the experts of every mixture; tokens are gathered for the experts and their results scattered
-    (:mod:`experts`). Ranks that divide the batch by a zero plan share the rows of the experts that they all hold. Beside tensor
-    parallelism the experts are divided over "tp" too, by number and not by width (MindSpeed's TP-extends-EP).
+    """The batch is divided, and so are the experts of every mixture; tokens are gathered for the experts and their
+    results scattered (:mod:`experts`). Ranks that divide the batch by a zero plan share the rows of the experts that
+    they all hold. Beside tensor parallelism the experts are divided over "tp" too, by number and not by width
+    (MindSpeed's TP-extends-EP).
 
     Experts are parameters [experts, ., .] of a module whose name ends in "experts", as in Hugging Face models.
     Source: Megatron-core's "allgather" token dispatcher.
     """
     held = {n: p for n, p in model.named_parameters() if p.ndim == 3 and n.rpartition(".")[0].endswith("experts")}
     if not held:
-        raise ShardingError('plan "ep" found no experts: parameters of shape [experts, ., .] in a module whose name ends in "experts"; experts that are a list of modules are not divided')
+        raise ShardingError(
+            'plan "ep" found no experts: parameters of shape [experts, ., .] in a module whose name ends in "experts"; '
+            "experts that are a list of modules are not divided"
+        )
     dims = [dim, *(d for d in (beside.mesh if beside else ()) if d == "tp")]
     # Where the sequence is divided between layers, the sum of the experts' results meets it there.
-    whole = {"tp": "R"} if "tp" in dims and not any(edge.output.get("tp", "R") != "R" for edge in beside.modules.values()) else {}
-    edge = Boundary(dict.fromkeys(dims[1:], "R"), whole) if travels else Boundary(dict.fromkeys(dims, "R"), {dim: "S(0)", **whole})
+    whole = (
+        {"tp": "R"}
+        if "tp" in dims and not any(edge.output.get("tp", "R") != "R" for edge in beside.modules.values())
+        else {}
+    )
+    edge = (
+        Boundary(dict.fromkeys(dims[1:], "R"), whole)
+        if travels
+        else Boundary(dict.fromkeys(dims, "R"), {dim: "S(0)", **whole})
+    )
     modules = {n.rpartition(".")[0]: edge for n in held} if edge != Boundary() else {}
     parameters = {n: dict.fromkeys(dims, "S(0)") for n in held}
-    return Plan("ep_alltoall" if travels else "ep", (dim, *dims[1:]), parameters, inputs={"*": {dim: "S(0)"}}, modules=modules, experts={"dispatch": "all_to_all"} if travels else {})
+    return Plan(
+        "ep_alltoall" if travels else "ep",
+        (dim, *dims[1:]),
+        parameters,
+        inputs={"*": {dim: "S(0)"}},
+        modules=modules,
+        experts={"dispatch": "all_to_all"} if travels else {},
+    )
 
 
 def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
-    """ZeRO over a data dimension: the batch is divided, and so is every parameter with its gradient and optimizer state.
+    """ZeRO over a data dimension: the batch is divided, and so is every parameter with its gradient and optimizer
+    state.
 
     A parameter is divided along its first dimension that ``beside`` leaves whole; one that has none stays whole. The
     optimizer only ever sees its part, in all three stages; the stages differ in what they exchange and keep.
@@ -176,7 +248,11 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
 
         parameters = {}
         for name, p in model.named_parameters(remove_duplicate=False):
-            taken = {parse_placement(w, name) for w in placement_of(beside.parameters, name, "parameter").values()} if beside else set()
+            taken = (
+                {parse_placement(w, name) for w in placement_of(beside.parameters, name, "parameter").values()}
+                if beside
+                else set()
+            )
             free = [d for d in range(p.ndim) if d not in taken and p.shape[d] > 1]
             if free:
                 parameters[name] = {dim: f"S({free[0]})"}
@@ -187,9 +263,19 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
 
 
 NAMED: dict[str, Callable[..., Plan]] = {
-    "tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d, "ulysses": ulysses, "kv_allgather": kv_allgather, "ring": ring, "hybrid": hybrid, "ep": ep, "ep_alltoall": ep_alltoall,
-    "zero1": zero("zero1"), "zero2": zero("zero2"), "zero3": zero("zero3"),
-}  # fmt: skip
+    "tp": tp,
+    "tp_sp": tp_sp,
+    "tp_2d": tp_2d,
+    "ulysses": ulysses,
+    "kv_allgather": kv_allgather,
+    "ring": ring,
+    "hybrid": hybrid,
+    "ep": ep,
+    "ep_alltoall": ep_alltoall,
+    "zero1": zero("zero1"),
+    "zero2": zero("zero2"),
+    "zero3": zero("zero3"),
+}
 
 
 def _sequence(model: nn.Module, *dims: str) -> dict[str, dict[str, str]]:
@@ -204,15 +290,25 @@ def _linears(model: nn.Module, plan: str) -> tuple[dict[str, nn.Linear], dict[st
     if not columns or not rows:
         raise ShardingError(
             f'plan "{plan}": '
-            f"no pairs of column and row linear layers were recognized by name among {', '.join(list(linears)[:12]) or 'no linear layers'}; "
-            f"columns are called {', '.join(COLUMN)}, rows {', '.join(ROW)}; for other names write the plan yourself (docs/sharding.md)"
+            "no pairs of column and row linear layers were recognized by name among "
+            f"{', '.join(list(linears)[:12]) or 'no linear layers'}; "
+            f"columns are called {', '.join(COLUMN)}, rows {', '.join(ROW)}; for other names write the plan yourself "
+            "(docs/sharding.md)"
         )
     return columns, rows
 
 
 def _vocabulary(model: nn.Module) -> tuple[dict[str, nn.Embedding], dict[str, nn.Linear]]:
     """Token embeddings, and linear layers whose results are as many as an embedding has rows."""
-    embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and not any(w in n.split(".")[-1] for w in ("pos", "wpe", "type"))}
+    embeddings = {
+        n: m
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and not any(w in n.split(".")[-1] for w in ("pos", "wpe", "type"))
+    }
     sizes = {m.num_embeddings for m in embeddings.values()}
     known = (*COLUMN, *ROW)
-    return embeddings, {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.out_features in sizes and n.split(".")[-1] not in known}
+    return embeddings, {
+        n: m
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m.out_features in sizes and n.split(".")[-1] not in known
+    }

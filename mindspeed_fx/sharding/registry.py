@@ -30,7 +30,3 @@ class Sharding:
 
 
 SHARDINGS: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
-
-
-
-

@@ -1,8 +1,9 @@
 """Option "data_parallel": gradients of an unmodified model averaged over ranks inside its backward graph.
 
 Each parameter of the graph is read through a function that is the identity forward and, backward, an all_reduce of the
-gradient divided by the number of ranks: what ``DistributedDataParallel`` computes, in the same order. In the backward graph the
-all_reduces stand where gradients become ready; ``overlap.bucket`` and ``overlap.schedule`` do with them what they do with others.
+gradient divided by the number of ranks: what ``DistributedDataParallel`` computes, in the same order. In the backward
+graph the all_reduces stand where gradients become ready; ``overlap.bucket`` and ``overlap.schedule`` do with them what
+they do with others.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -27,12 +28,18 @@ def ranks(name: str) -> tuple[str, int]:
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        raise OptionError(f'option "data_parallel" is {name!r}, and torch.distributed is not initialized: call torch.distributed.init_process_group first')
+        raise OptionError(
+            f'option "data_parallel" is {name!r}, and torch.distributed is not initialized: call '
+            "torch.distributed.init_process_group first"
+        )
     group = dist.group.WORLD.group_name if name == "world" else name
     try:
         return group, len(distributed.ranks_of(group))
     except Exception:
-        raise OptionError(f'option "data_parallel" is {name!r}, which names no process group; valid: "world", or the group_name of a group, as mesh["dp"].get_group().group_name') from None
+        raise OptionError(
+            f'option "data_parallel" is {name!r}, which names no process group; valid: "world", or the group_name of a '
+            'group, as mesh["dp"].get_group().group_name'
+        ) from None
 
 
 def parameters(inputs: Sequence[Any]) -> list[int]:
@@ -51,7 +58,9 @@ def average(gm: fx.GraphModule, positions: Sequence[int], name: str) -> None:
             users = list(placeholders[i].users)
             if users:
                 read = gm.graph.call_function(averaged, (placeholders[i], group, size))
-                read.meta = {k: v for k, v in placeholders[i].meta.items() if k in ("val", "example_value", "tensor_meta")}
+                read.meta = {
+                    k: v for k, v in placeholders[i].meta.items() if k in ("val", "example_value", "tensor_meta")
+                }
                 for user in users:
                     user.replace_input_with(placeholders[i], read)
     gm.recompile()
@@ -71,4 +80,8 @@ class _Averaged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         share = (grad / ctx.size).contiguous()
-        return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(share, "sum", ctx.group)), None, None
+        return (
+            torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(share, "sum", ctx.group)),
+            None,
+            None,
+        )

@@ -1,11 +1,12 @@
 """Token-axis pipelining by declaration: a module's rows in parts that do not know of each other, in one graph.
 
-    layer.moe = mindspeed_fx.in_parts(layer.moe, 2)            # pipe-experts: tokens, dim 0
-    layer = mindspeed_fx.in_parts(layer, 2, dim=1)             # Ampipe: samples of [seq, batch, hidden], attention and experts
+    layer.moe = mindspeed_fx.in_parts(layer.moe, 2)            # pipe-experts: tokens, dim 0 layer =
+    mindspeed_fx.in_parts(layer, 2, dim=1)             # Ampipe: samples of [seq, batch, hidden], attention and experts
 
-What overlap.decompose cannot see to be independent, it leaves whole: tokens that are sorted by their expert, and an all_to_all whose split sizes are
-known at run time only. Here the user says so. Each part routes its own rows, with split sizes of its own; its collectives depend on nothing of the others,
-and overlap.schedule runs them under the others' attention and experts, forward and backward.
+What overlap.decompose cannot see to be independent, it leaves whole: tokens that are sorted by their expert, and an
+all_to_all whose split sizes are known at run time only. Here the user says so. Each part routes its own rows, with
+split sizes of its own; its collectives depend on nothing of the others, and overlap.schedule runs them under the
+others' attention and experts, forward and backward.
 
 Source: MindSpeed's ``--use-pipe-experts`` and ``--ampipe-degree``; Zhang et al. 2023, "MPipeMoE".
 """
@@ -21,9 +22,10 @@ from torch import nn
 def in_parts(module: nn.Module, parts: int, dim: int = 0, arguments: Sequence[int | str] = (0,)) -> nn.Module:
     """``module`` computed on ``parts`` pieces of its rows, whose results are put together.
 
-    The module must treat rows alone: a row of the result depends on the same row of the arguments only (tokens for experts without a
-    capacity; whole samples for attention). Sums over rows, such as losses that balance experts, would be those of a part. Gradients of weights are sums over the
-    parts, equal within rounding. Parameters, their names and buffers are the module's own.
+    The module must treat rows alone: a row of the result depends on the same row of the arguments only (tokens for
+    experts without a capacity; whole samples for attention). Sums over rows, such as losses that balance experts, would
+    be those of a part. Gradients of weights are sums over the parts, equal within rounding. Parameters, their names and
+    buffers are the module's own.
 
     Args:
         module: takes and returns tensors, or tuples of tensors, that have the rows along ``dim``.
@@ -32,7 +34,8 @@ def in_parts(module: nn.Module, parts: int, dim: int = 0, arguments: Sequence[in
         arguments: positions or names of the arguments that have rows; others are handed to every part.
 
     Raises:
-        ValueError: fewer than 2 parts. When called: fewer rows than parts, rows of different numbers, an argument that is missing, or a result without rows.
+        ValueError: fewer than 2 parts. When called: fewer rows than parts, rows of different numbers, an argument that
+            is missing, or a result without rows.
     """
     if not isinstance(parts, int) or parts < 2:
         raise ValueError(f"in_parts: parts is {parts!r}; valid: 2, 3 ...")
@@ -51,12 +54,21 @@ class _Parts(nn.Module):
         for name in self.arguments:
             x = given.get(name)
             if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim():
-                raise ValueError(f"in_parts: argument {name!r} is {_described(x)}; valid: a tensor with rows along dimension {self.dim}")
+                raise ValueError(
+                    f"in_parts: argument {name!r} is {_described(x)}; valid: a tensor with rows along dimension "
+                    f"{self.dim}"
+                )
             if rows is not None and x.shape[self.dim] != rows:
-                raise ValueError(f"in_parts: argument {name!r} has {x.shape[self.dim]} rows along dimension {self.dim}, another {rows}")
+                raise ValueError(
+                    f"in_parts: argument {name!r} has {x.shape[self.dim]} rows along dimension {self.dim}, another "
+                    f"{rows}"
+                )
             rows = x.shape[self.dim]
             if rows < self.parts:
-                raise ValueError(f"in_parts: argument {name!r} has {rows} rows along dimension {self.dim}; valid: at least {self.parts}, one for each part")
+                raise ValueError(
+                    f"in_parts: argument {name!r} has {rows} rows along dimension {self.dim}; valid: at least "
+                    f"{self.parts}, one for each part"
+                )
             pieces[name] = list(x.tensor_split(self.parts, self.dim))
         made = []
         for k in range(self.parts):
@@ -71,7 +83,10 @@ class _Parts(nn.Module):
             return None
         for x, size in zip(made, rows, strict=True):
             if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] != size:
-                raise ValueError(f"in_parts: a part of {size} rows returned {_described(x)}; valid: tensors with as many rows along dimension {self.dim}, tuples of them, None")
+                raise ValueError(
+                    f"in_parts: a part of {size} rows returned {_described(x)}; valid: tensors with as many rows along "
+                    f"dimension {self.dim}, tuples of them, None"
+                )
         return torch.cat(made, self.dim)
 
 

@@ -1,16 +1,18 @@
-"""Option "optimizer": parameters take their step of AdamW inside the backward graph, each as soon as its gradient is there.
+"""Option "optimizer": parameters take their step of AdamW inside the backward graph, each as soon as its gradient is
+there.
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     mindspeed_fx.step_in_backward(optimizer)
     step = torch.compile(model, backend="mindspeed", options={"optimizer": "backward"})
     step(x).backward()                                  # parameters have taken their step; their .grad stays None
 
-As with data_parallel.py a parameter is read through a function that is the identity forward; backward it hands the gradient, which
-may have been averaged over ranks before, to ``mindspeed::adamw_step`` and returns none. Weights, moments and step counts are inputs that
-the graph changes. The state is that of the torch optimizer: its ``state_dict``, its ``param_groups`` and schedulers of the learning rate go on working.
-:mod:`steps` joins the steps of a bucket.
+As with data_parallel.py a parameter is read through a function that is the identity forward; backward it hands the
+gradient, which may have been averaged over ranks before, to ``mindspeed::adamw_step`` and returns none. Weights,
+moments and step counts are inputs that the graph changes. The state is that of the torch optimizer: its ``state_dict``,
+its ``param_groups`` and schedulers of the learning rate go on working. :mod:`steps` joins the steps of a bucket.
 
-Source: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources" (gradients consumed as they become ready).
+Source: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources" (gradients
+    consumed as they become ready).
 """
 
 from __future__ import annotations
@@ -33,15 +35,18 @@ _REFUSED = ("amsgrad", "maximize", "differentiable", "capturable")
 def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Let graphs compiled with option "optimizer" step the parameters of ``optimizer``.
 
-    Every backward is a step, so gradients are not accumulated over micro-batches, and nothing that needs all gradients before the first
-    step can be had: no clipping by their norm (``clip_grad_norm_`` finds no gradients), no ``GradScaler``. Parameters that no such graph
-    reads keep their gradients, and ``optimizer.step()`` steps those as ever.
+    Every backward is a step, so gradients are not accumulated over micro-batches, and nothing that needs all gradients
+    before the first
+    step can be had: no clipping by their norm (``clip_grad_norm_`` finds no gradients), no ``GradScaler``. Parameters
+    that no such graph reads keep their gradients, and ``optimizer.step()`` steps those as ever.
 
     Args:
-        optimizer: AdamW, or Adam without weight decay; any number of groups, frozen parameters too. State may be there already.
+        optimizer: AdamW, or Adam without weight decay; any number of groups, frozen parameters too. State may be there
+            already.
 
     Raises:
-        ValueError: another optimizer, amsgrad, maximize, differentiable or capturable, parameters that are not contiguous, or that another optimizer steps.
+        ValueError: another optimizer, amsgrad, maximize, differentiable or capturable, parameters that are not
+            contiguous, or that another optimizer steps.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Adam):
@@ -50,12 +55,20 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
         if wrong := [k for k in _REFUSED if group.get(k)]:
             raise ValueError(f"step_in_backward: group {number} has {wrong[0]}=True; valid: False")
         if group["weight_decay"] and not group.get("decoupled_weight_decay"):
-            raise ValueError(f"step_in_backward: group {number} of {name} has weight_decay={group['weight_decay']}, added to the gradient; valid: 0, or torch.optim.AdamW")
+            raise ValueError(
+                f"step_in_backward: group {number} of {name} has weight_decay={group['weight_decay']}, added to the "
+                "gradient; valid: 0, or torch.optim.AdamW"
+            )
         for p in group["params"]:
             if not p.is_contiguous():
-                raise ValueError(f"step_in_backward: a parameter of shape {list(p.shape)} in group {number} is not contiguous")
+                raise ValueError(
+                    f"step_in_backward: a parameter of shape {list(p.shape)} in group {number} is not contiguous"
+                )
             if getattr(p, OWNER, (optimizer, number)) != (optimizer, number):
-                raise ValueError(f"step_in_backward: a parameter of shape {list(p.shape)} in group {number} is stepped by another optimizer")
+                raise ValueError(
+                    f"step_in_backward: a parameter of shape {list(p.shape)} in group {number} is stepped by another "
+                    "optimizer"
+                )
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             setattr(p, OWNER, (optimizer, number))
@@ -80,7 +93,10 @@ class Steps:
         trained = data_parallel.parameters(inputs)
         self.positions = [i for i in trained if hasattr(inputs[i], OWNER)]
         if trained and not self.positions:
-            raise OptionError('option "optimizer" is "backward", and no parameter of the graph has an optimizer: call mindspeed_fx.step_in_backward(optimizer) first')
+            raise OptionError(
+                'option "optimizer" is "backward", and no parameter of the graph has an optimizer: call '
+                "mindspeed_fx.step_in_backward(optimizer) first"
+            )
         owners = [getattr(inputs[i], OWNER) for i in self.positions]
         self.groups: list[tuple[torch.optim.Optimizer, int]] = list(dict.fromkeys(owners))
         self.group = [self.groups.index(owner) for owner in owners]
@@ -111,8 +127,14 @@ class Steps:
             for at, (i, k) in enumerate(zip(self.positions, self.group, strict=True)):
                 users = list(placeholders[i].users)
                 if users:
-                    read = gm.graph.call_function(stepped, (placeholders[i], *added[3 * at : 3 * at + 3], added[3 * len(self.positions) + k]))
-                    read.meta = {key: v for key, v in placeholders[i].meta.items() if key in ("val", "example_value", "tensor_meta")}
+                    read = gm.graph.call_function(
+                        stepped, (placeholders[i], *added[3 * at : 3 * at + 3], added[3 * len(self.positions) + k])
+                    )
+                    read.meta = {
+                        key: v
+                        for key, v in placeholders[i].meta.items()
+                        if key in ("val", "example_value", "tensor_meta")
+                    }
                     for user in users:
                         user.replace_input_with(placeholders[i], read)
         gm.recompile()
@@ -126,7 +148,9 @@ class Steps:
         return run
 
 
-def stepped(parameter: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def stepped(
+    parameter: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: torch.Tensor, numbers: torch.Tensor
+) -> torch.Tensor:
     """``parameter``, which takes a step of AdamW when its gradient comes."""
     return _Stepped.apply(parameter, exp_avg, exp_avg_sq, step, numbers)
 

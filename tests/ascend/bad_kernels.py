@@ -12,7 +12,9 @@ from mindspeed_fx.ascend import bishengir, frontend
 @triton.jit
 def gather(x, index, y, n, BLOCK: tl.constexpr):
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + cols, tl.load(x + tl.load(index + cols, mask=cols < n, other=0), mask=cols < n, other=0.0), mask=cols < n)
+    tl.store(
+        y + cols, tl.load(x + tl.load(index + cols, mask=cols < n, other=0), mask=cols < n, other=0.0), mask=cols < n
+    )
 
 
 @triton.jit
@@ -30,5 +32,8 @@ def run(kernel, types, **constants):
 
 if __name__ == "__main__":
     rows = {"gather": run(gather, {"x": "*fp32", "index": "*i32", "y": "*fp32", "n": "i32"}, BLOCK=1024)}
-    rows |= {str(b): run(product, {"a": "*bf16", "b": "*bf16", "y": "*bf16", "n": "i32"}, BLOCK=b) for b in (4096, 16384, 65536)}
+    rows |= {
+        str(b): run(product, {"a": "*bf16", "b": "*bf16", "y": "*bf16", "n": "i32"}, BLOCK=b)
+        for b in (4096, 16384, 65536)
+    }
     print(json.dumps(rows))

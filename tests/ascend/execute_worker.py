@@ -1,6 +1,7 @@
-"""The linalg IR of the Triton kernels run on CPU: distances from float64, as JSON. Run with triton-ascend and torch-mlir on the path.
+"""The linalg IR of the Triton kernels run on CPU: distances from float64, as JSON. Run with triton-ascend and
+torch-mlir on the path.
 
-    python execute_worker.py CASE ...    names of tests/kernels/triton_cases.py
+python execute_worker.py CASE ...    names of tests/kernels/triton_cases.py
 """
 
 import json
@@ -32,5 +33,8 @@ if __name__ == "__main__":
                 try:
                     rows[f"{case.name}-{str(dtype)[6:]}"] = run(case, dtype)
                 except Exception as e:  # the others still tell something
-                    rows[f"{case.name}-{str(dtype)[6:]}"] = {"error": f"{type(e).__name__}: {e}"[:600], "trace": traceback.format_exc()[-1500:]}
+                    rows[f"{case.name}-{str(dtype)[6:]}"] = {
+                        "error": f"{type(e).__name__}: {e}"[:600],
+                        "trace": traceback.format_exc()[-1500:],
+                    }
     print(json.dumps(rows))

@@ -25,7 +25,8 @@ def lost(gm: fx.GraphModule, incoming: Sequence[str]) -> list[int]:
 
 
 def lost_by_lowering(build: Callable, reference: Callable, args: tuple) -> list[str]:
-    """What a lowering of a backward operator, whose first argument is the incoming gradient, does wrong on fake tensors:
+    """What a lowering of a backward operator, whose first argument is the incoming gradient, does wrong on fake
+    tensors:
     results of another shape or type than the operator's, or that do not depend on the incoming gradient."""
     leaves, spec = pytree.tree_flatten(args)
     positions = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
@@ -34,7 +35,8 @@ def lost_by_lowering(build: Callable, reference: Callable, args: tuple) -> list[
         given = dict(zip(positions, tensors))
         return build(*pytree.tree_unflatten([given.get(i, a) for i, a in enumerate(leaves)], spec))
 
-    # Operators with two incoming gradients (of the sum and of the norm) name the second one grad_sum; the first always counts.
+    # Operators with two incoming gradients (of the sum and of the norm) name the second one grad_sum; the first always
+    # counts.
     gm = make_fx(run)(*(leaves[i] for i in positions))
     wanted = [r for r in pytree.tree_leaves(reference(*args))]
     made = pytree.tree_leaves(next(n for n in gm.graph.nodes if n.op == "output").args)
@@ -42,21 +44,41 @@ def lost_by_lowering(build: Callable, reference: Callable, args: tuple) -> list[
     for i, (w, m) in enumerate(zip(wanted, made, strict=True)):
         value = m.meta["val"] if isinstance(m, fx.Node) else m
         if (value.shape, value.dtype) != (w.shape, w.dtype):
-            problems.append(f"result {i} is {value.dtype} {tuple(value.shape)}, the gradient is {w.dtype} {tuple(w.shape)}")
-    problems += [f"result {i} does not depend on the incoming gradient" for i in lost(gm, [next(n.name for n in gm.graph.nodes)]) if wanted[i].numel()]
+            problems.append(
+                f"result {i} is {value.dtype} {tuple(value.shape)}, the gradient is {w.dtype} {tuple(w.shape)}"
+            )
+    problems += [
+        f"result {i} does not depend on the incoming gradient"
+        for i in lost(gm, [next(n.name for n in gm.graph.nodes)])
+        if wanted[i].numel()
+    ]
     return problems
 
 
 def without_gradient(overload: Any, args: tuple) -> list[str]:
-    """Names of the float arguments of an operator that get no gradient when they want one, without an error that says so."""
+    """Names of the float arguments of an operator that get no gradient when they want one, without an error that says
+    so.
+    """
     found = []
     for i, argument in enumerate(overload._schema.arguments[: len(args)]):
-        wanting = [pytree.tree_map(lambda a: a.detach().requires_grad_(k == i and a.is_floating_point()) if isinstance(a, torch.Tensor) else a, given) for k, given in enumerate(args)]
+        wanting = [
+            pytree.tree_map(
+                lambda a: (
+                    a.detach().requires_grad_(k == i and a.is_floating_point()) if isinstance(a, torch.Tensor) else a
+                ),
+                given,
+            )
+            for k, given in enumerate(args)
+        ]
         tensors = [a for a in pytree.tree_leaves(wanting[i]) if isinstance(a, torch.Tensor) and a.requires_grad]
         if not tensors:
             continue
         try:
-            made = [r.sum() for r in pytree.tree_leaves(overload(*wanting)) if isinstance(r, torch.Tensor) and r.requires_grad]
+            made = [
+                r.sum()
+                for r in pytree.tree_leaves(overload(*wanting))
+                if isinstance(r, torch.Tensor) and r.requires_grad
+            ]
             grads = torch.autograd.grad(made, tensors, allow_unused=True) if made else (None,)
         except (NotImplementedError, RuntimeError):
             continue  # refused, which nobody overlooks

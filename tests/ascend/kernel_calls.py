@@ -1,6 +1,6 @@
 """Calls whose kernels are compiled for Ascend, and the golden numbers of what became of them.
 
-    python -m tests.ascend.kernel_calls    writes golden_kernels.json anew, for the compiler in the tool chain
+python -m tests.ascend.kernel_calls    writes golden_kernels.json anew, for the compiler in the tool chain
 """
 
 import json
@@ -13,7 +13,17 @@ from mindspeed_fx.partition.regions import regions
 from tests.kernels import region_cases
 
 GOLDEN = pathlib.Path(__file__).with_name("golden_kernels.json")
-SOCS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", "Ascend910_9391", "Ascend910_9382", "Ascend910_9381", "Ascend910_9372", "Ascend910_9362")
+SOCS = (
+    "Ascend910B1",
+    "Ascend910B2",
+    "Ascend910B3",
+    "Ascend910B4",
+    "Ascend910_9391",
+    "Ascend910_9382",
+    "Ascend910_9381",
+    "Ascend910_9372",
+    "Ascend910_9362",
+)
 
 
 def _new(*shape, dtype=torch.bfloat16):
@@ -40,12 +50,19 @@ def many():
     x, angles = _new(4096, 2, 32, 128), _new(4096, 1, 1, 128, dtype=f32)
     found["rope half"] = kernels.call("rope", x, angles, angles, False)
     found["rope_backward interleaved"] = kernels.call("rope_backward", x, x, angles, angles, True, False)
-    q, w, angles, rstd = _new(1, 4096, 32, 128).transpose(1, 2), _new(128), _new(1, 1, 4096, 128), _new(1, 32, 4096, 1, dtype=f32)
+    q, w, angles, rstd = (
+        _new(1, 4096, 32, 128).transpose(1, 2),
+        _new(128),
+        _new(1, 1, 4096, 128),
+        _new(1, 32, 4096, 1, dtype=f32),
+    )
     found["qk_norm_rope"] = kernels.call("qk_norm_rope", q, w, angles, angles, 1e-6, True, False)
     found["qk_norm_rope_backward"] = kernels.call("qk_norm_rope_backward", q, q, w, rstd, angles, angles, False, True)
     angles = _new(1, 1, 4096, 64)
     found["qk_norm_rope interleaved, partial"] = kernels.call("qk_norm_rope", q, w, angles, angles, 1e-6, True, True)
-    found["qk_norm_rope_backward interleaved, partial"] = kernels.call("qk_norm_rope_backward", q, q, w, rstd, angles, angles, True, True)
+    found["qk_norm_rope_backward interleaved, partial"] = kernels.call(
+        "qk_norm_rope_backward", q, q, w, rstd, angles, angles, True, True
+    )
     logits, target, lse = _new(4096, 128256), _new(4096, dtype=torch.int64), _new(4096, dtype=f32)
     found["cross_entropy 128256"] = kernels.call("cross_entropy", logits, target, -100, 0.1)
     found["cross_entropy_backward 128256"] = kernels.call("cross_entropy_backward", lse, logits, target, lse, -100, 0.0)
@@ -65,8 +82,12 @@ def many():
     found["moe_unpermute 4096"] = kernels.call("moe_unpermute", x, pairs, probs, 2)
     found["moe_unpermute_backward 4096"] = kernels.call("moe_unpermute_backward", _new(4096, 4096), x, pairs, probs, 2)
     logits, target, upstream = _new(128, 128256), _new(128, dtype=torch.int64), _new(128, dtype=f32)
-    found["linear_cross_entropy_chunk 128256"] = kernels.call("linear_cross_entropy_chunk", logits, target, None, 0.0, 0.0, 0.0, True)
-    found["linear_cross_entropy_chunk, capped"] = kernels.call("linear_cross_entropy_chunk", logits, target, upstream, 0.1, 1e-4, 30.0, True)
+    found["linear_cross_entropy_chunk 128256"] = kernels.call(
+        "linear_cross_entropy_chunk", logits, target, None, 0.0, 0.0, 0.0, True
+    )
+    found["linear_cross_entropy_chunk, capped"] = kernels.call(
+        "linear_cross_entropy_chunk", logits, target, upstream, 0.1, 1e-4, 30.0, True
+    )
     flat, narrow = _new(2**24, dtype=f32), _new(2**24)
     found["adamw"] = kernels.call("adamw", flat, narrow, flat, flat, narrow, 1e-3, 0.999, 0.9, 0.95, 1e-8, 1.5, 0.5)
     wide = _new(4096, 14336)
@@ -82,7 +103,10 @@ def compiled(calls, soc):
     """(compiler, name -> kernels with what the golden file keeps of them)."""
     made = kernels.compile_kernels(calls.values(), soc)
     keep = ("kernel", "tile", "outcome", "on_chip", "dynamic", "scalar_loops")
-    return made["compiler"], {name: c["problem"] or [{k: row[k] for k in keep} for row in c["kernels"]] for name, c in zip(calls, made["calls"])}
+    return made["compiler"], {
+        name: c["problem"] or [{k: row[k] for k in keep} for row in c["kernels"]]
+        for name, c in zip(calls, made["calls"])
+    }
 
 
 if __name__ == "__main__":

@@ -25,6 +25,11 @@ def worker(*arguments, script="npu_worker.py"):
     """What ``script`` prints as JSON on its last line."""
     environment = stub.environment()
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(HERE.parents[1])])
-    run = subprocess.run([sys.executable, str(HERE / script), *arguments], env={**os.environ, **environment}, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, str(HERE / script), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])

@@ -1,4 +1,6 @@
-"""``mindspeed_fx.cross_compile`` and ``mindspeed-fx cross``: from a model here to NPU graphs over there, or a clear error."""
+"""``mindspeed_fx.cross_compile`` and ``mindspeed-fx cross``: from a model here to NPU graphs over there, or a clear
+error.
+"""
 
 import json
 import pathlib
@@ -56,44 +58,91 @@ def test_errors_before_anything_is_started(monkeypatch, capsys):
 
 @needs_npu
 def test_a_module_from_python(tmp_path):
-    report = mindspeed_fx.cross_compile(Gpt2(dropout=0.1).bfloat16(), models.tokens(), soc="Ascend910B3", options={"disable": ["fusion.attention", "fusion.add_layer_norm"]})
+    report = mindspeed_fx.cross_compile(
+        Gpt2(dropout=0.1).bfloat16(),
+        models.tokens(),
+        soc="Ascend910B3",
+        options={"disable": ["fusion.attention", "fusion.add_layer_norm"]},
+    )
     assert report.counts["fusion.cross_entropy"] == 1 and report.counts.get("fusion.attention", 0) == 0
     assert report.operators["aten.addmm"] == 8 and report.without_gradient == [] and len(report.graphs) == 1
     assert {s["side"] for s in report.graphs[0]["sides"]} == {"forward", "backward"}
-    # Not fewer kernels: at this size launches are everything, and those that treat ignored tokens count as much as the fused ones.
+    # Not fewer kernels: at this size launches are everything, and those that treat ignored tokens count as much as the
+    # fused ones.
     assert 0 < report.total("bytes") < report.total("bytes", unfused=True) and report.unlowered == []
     assert 0 < report.total("seconds") and report.hardware == "ascend910b3" and report.total("flops") > 0
-    assert 'bf16[2, 16, 32]' in report.code["graph0.forward"] and report.graphs[0]["saved"] > 0
-    assert {r["operator"] for r in report.lowered + report.unlowered} >= {"mindspeed.cross_entropy", "mindspeed.cross_entropy_backward"}
+    assert "bf16[2, 16, 32]" in report.code["graph0.forward"] and report.graphs[0]["saved"] > 0
+    assert {r["operator"] for r in report.lowered + report.unlowered} >= {
+        "mindspeed.cross_entropy",
+        "mindspeed.cross_entropy_backward",
+    }
     assert all(r["reason"] for r in report.unlowered)
     made = {r["operator"]: r for r in report.kernels}
     if toolchain.missing("triton_ascend") is None:
-        assert made["mindspeed.cross_entropy_backward"]["outcome"] == "ok" and made["mindspeed.cross_entropy_backward"]["on_chip"]["UB"] > 0
-        for name in ("mindspeed.dropout_add_seeded", "mindspeed.dropout_add_seeded_backward"):  # torch_npu has none: ours is called
+        assert (
+            made["mindspeed.cross_entropy_backward"]["outcome"] == "ok"
+            and made["mindspeed.cross_entropy_backward"]["on_chip"]["UB"] > 0
+        )
+        for name in (
+            "mindspeed.dropout_add_seeded",
+            "mindspeed.dropout_add_seeded_backward",
+        ):  # torch_npu has none: ours is called
             assert made[name]["in_graph"] and made[name]["outcome"] == "ok" and made[name]["on_chip"]["UB"] > 0
             assert report.operators[f"{name}_triton"] == 2
         assert not made["mindspeed.cross_entropy_backward"]["in_graph"]
-        assert all(not r["in_graph"] and (r["problem"] or r["on_chip"]["UB"] > 0) for r in report.kernels if r["generated"])
+        assert all(
+            not r["in_graph"] and (r["problem"] or r["on_chip"]["UB"] > 0) for r in report.kernels if r["generated"]
+        )
         assert "Triton kernels that the graphs call, compiled for Ascend910B3" in str(report)
-    page, values = report.save(str(tmp_path / "a.html")).read_text(), json.loads(report.save(str(tmp_path / "a.json")).read_text())
-    assert page.startswith("<!doctype html>") and "mindspeed.cross_entropy" in page and "http" not in page.split("<body>")[0]
+    page, values = (
+        report.save(str(tmp_path / "a.html")).read_text(),
+        json.loads(report.save(str(tmp_path / "a.json")).read_text()),
+    )
+    assert (
+        page.startswith("<!doctype html>")
+        and "mindspeed.cross_entropy" in page
+        and "http" not in page.split("<body>")[0]
+    )
     assert values["soc"] == "Ascend910B3" and "Ascend910B3" in str(report) and "nothing ran on an NPU" in str(report)
 
 
 @needs_npu
 def test_a_script_from_the_command(tmp_path, capsys):
-    assert cli.main(["cross", f"{HERE}/npu_models.py:llama", "--no-baseline", "--no-kernels", "--json", str(tmp_path / "a.json"), "--options", '{"level": 1}']) == 0
+    assert (
+        cli.main(
+            [
+                "cross",
+                f"{HERE}/npu_models.py:llama",
+                "--no-baseline",
+                "--no-kernels",
+                "--json",
+                str(tmp_path / "a.json"),
+                "--options",
+                '{"level": 1}',
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "fusion.swiglu" in out and "bytes moved" not in out
     (row,) = [line.split() for line in out.splitlines() if line.startswith("  aten.mm ")]
     assert int(row[1]) > 20 and row[-1] == "ms" and "modelled on ascend910b2" in out
     values = json.loads((tmp_path / "a.json").read_text())
-    assert values["options"]["level"] == 1 and values["graphs"][0]["counts"] | models.LLAMA_COUNTS == values["graphs"][0]["counts"]
+    assert (
+        values["options"]["level"] == 1
+        and values["graphs"][0]["counts"] | models.LLAMA_COUNTS == values["graphs"][0]["counts"]
+    )
     assert not [r for r in values["graphs"][0]["lowered"] if r["kernel"].startswith("reference")]
     calls = {o["operator"]: o["calls"] for s in values["graphs"][0]["sides"] for o in s["operators"]}
     assert all(o["made"] >= 0 for s in values["graphs"][0]["sides"] for o in s["operators"])
-    assert next(o["made"] for o in values["graphs"][0]["sides"][0]["operators"] if o["operator"] == "npu.npu_swiglu") == 2 * 2 * 16 * 64 * 2  # layers, tokens, columns, bytes
-    assert calls["npu.npu_fusion_attention_v3"] == calls["npu.npu_fusion_attention_grad_v3"] == 2 and calls["npu.npu_rms_norm_backward"] == 5
+    assert (
+        next(o["made"] for o in values["graphs"][0]["sides"][0]["operators"] if o["operator"] == "npu.npu_swiglu")
+        == 2 * 2 * 16 * 64 * 2
+    )  # layers, tokens, columns, bytes
+    assert (
+        calls["npu.npu_fusion_attention_v3"] == calls["npu.npu_fusion_attention_grad_v3"] == 2
+        and calls["npu.npu_rms_norm_backward"] == 5
+    )
     assert values["parameter_bytes"] > 0 and values["peak_memory"] < 2**30
 
 
@@ -109,7 +158,11 @@ def test_parameters_without_a_gradient_are_named(capsys):
 def test_an_error_over_there_is_an_error_here():
     with pytest.raises(CrossError, match="the model reads a value of a tensor") as error:
         mindspeed_fx.cross_compile(ReadsAValue(), (torch.zeros(4),), baseline=False, kernels=False)
-    assert "Traceback" in error.value.details and "in forward" in str(error.value) and "x * x.sum().item()" in error.value.frames
+    assert (
+        "Traceback" in error.value.details
+        and "in forward" in str(error.value)
+        and "x * x.sum().item()" in error.value.frames
+    )
 
 
 @pytest.mark.slow
@@ -118,7 +171,13 @@ def test_classes_of_the_users_own_script(tmp_path):
     script = tmp_path / "user.py"
     script.write_text(
         "import torch, mindspeed_fx\nclass Mine(torch.nn.Linear):\n    pass\n"
-        "if __name__ == '__main__':\n    report = mindspeed_fx.cross_compile(Mine(8, 8), (torch.zeros(2, 8),), baseline=False, kernels=False)\n    print(report.operators['aten.addmm'])\n"
+        "if __name__ == '__main__':\n    report = mindspeed_fx.cross_compile(Mine(8, 8), (torch.zeros(2, 8),), "
+        "baseline=False, kernels=False)\n    print(report.operators['aten.addmm'])\n"
     )
-    run = subprocess.run([sys.executable, str(script)], env={**__import__("os").environ, "PYTHONPATH": str(pathlib.Path(mindspeed_fx.__file__).parents[1])}, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env={**__import__("os").environ, "PYTHONPATH": str(pathlib.Path(mindspeed_fx.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
     assert run.stdout.strip() == "1", run.stderr[-2000:]

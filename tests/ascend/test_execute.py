@@ -19,15 +19,21 @@ needs_compiler = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 FIRST = ("dropout_add_seeded-odd", "glu-gelu")
 """Cases of the default tier; every other is slow."""
 IN_ORDER = {"float32": 8, "bfloat16": 2}
-"""Tolerances allowed: sums run element after element here, so that the error of float32 grows with the row, which that of pairs
-or trees does not; float32 statistics are results of bfloat16 cases too."""
+"""Tolerances allowed: sums run element after element here, so that the error of float32 grows with the row, which that
+of pairs or trees does not; float32 statistics are results of bfloat16 cases too."""
 
 
 @functools.cache
 def executed(names):
     path = [*(str(toolchain.path(c)) for c in COMPONENTS), str(HERE.parents[1])]
-    env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": os.pathsep.join(path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    run = subprocess.run([sys.executable, str(HERE / "execute_worker.py"), *names], env=env, capture_output=True, text=True)
+    env = {
+        **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        "PYTHONPATH": os.pathsep.join(path),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+    run = subprocess.run(
+        [sys.executable, str(HERE / "execute_worker.py"), *names], env=env, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -68,4 +74,6 @@ def test_the_ir_of_an_optimizer_step():
 @needs_compiler
 def test_the_ir_of_generated_kernels():
     found = executed(("regions",))
-    assert all(d < 2e-6 for d in found["regions-float32"].values()) and all(d < 1.2e-2 for d in found["regions-bfloat16"].values()), found
+    assert all(d < 2e-6 for d in found["regions-float32"].values()) and all(
+        d < 1.2e-2 for d in found["regions-bfloat16"].values()
+    ), found

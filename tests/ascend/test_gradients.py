@@ -1,4 +1,6 @@
-"""No gradient disappears on npu: in no lowering of a backward operator, on fake npu tensors; and the helper finds lost ones."""
+"""No gradient disappears on npu: in no lowering of a backward operator, on fake npu tensors; and the helper finds lost
+ones.
+"""
 
 import pathlib
 import re
@@ -39,7 +41,11 @@ def test_an_operator_that_gives_no_gradient_is_found():
     with FakeTensorMode():
         x, rows, classes = torch.randn(2, 4), torch.randn(2), torch.zeros(2, dtype=torch.int64)
         assert without_gradient(ops.rms_norm.default, (x, torch.ones(4), 1e-5, True)) == []
-        assert without_gradient(ops.cross_entropy_backward.default, (rows, x, classes, rows, -100, 0.0)) == ["grad", "logits", "lse"]
+        assert without_gradient(ops.cross_entropy_backward.default, (rows, x, classes, rows, -100, 0.0)) == [
+            "grad",
+            "logits",
+            "lse",
+        ]
 
 
 ON_PURPOSE = {
@@ -48,13 +54,22 @@ ON_PURPOSE = {
 }
 """Operators of Megatron's gradient accumulation: what they give a gradient, they write."""
 
-RAISES_OR_UNUSED = ["_npu_moe_token_unpermute", "npu_add_layer_norm", "npu_add_rms_norm", "npu_moe_token_permute_with_routing_map"]
-"""Operators of torch_npu with an autograd kernel that only raises, or whose derivative no lowering needs: they serve graphs after autograd."""
+RAISES_OR_UNUSED = [
+    "_npu_moe_token_unpermute",
+    "npu_add_layer_norm",
+    "npu_add_rms_norm",
+    "npu_moe_token_permute_with_routing_map",
+]
+"""Operators of torch_npu with an autograd kernel that only raises, or whose derivative no lowering needs: they serve
+graphs after autograd.
+"""
 
 
 @needs_npu
 def test_no_lowering_loses_a_gradient():
-    """Every operator with an npu kernel has a case here: of a backward, what its kernel loses; of any other, what autograd does not give."""
+    """Every operator with an npu kernel has a case here: of a backward, what its kernel loses; of any other, what
+    autograd does not give.
+    """
     found = worker("gradients")
     assert found["problems"] == {} and found["none"] == ON_PURPOSE
     assert found["checked"] >= 350 and not found["unchecked"], found
@@ -65,10 +80,16 @@ CALLS = re.compile(r"(?:torch\.ops\.|\b)npu\.(_?npu_\w+)")
 
 
 def test_operators_without_a_derivative_come_after_autograd():
-    """What is put into a graph before autograd, by passes or by Megatron's functions, calls torch_npu's operators with a derivative alone."""
+    """What is put into a graph before autograd, by passes or by Megatron's functions, calls torch_npu's operators with
+    a derivative alone.
+    """
     root, seen = pathlib.Path(mindspeed_fx.__file__).parent, set()
     registry.define()
-    for path in (*(root / "passes").rglob("*.py"), *(root / "capture").rglob("*.py"), *(root / "megatron").glob("*.py")):
+    for path in (
+        *(root / "passes").rglob("*.py"),
+        *(root / "capture").rglob("*.py"),
+        *(root / "megatron").glob("*.py"),
+    ):
         text = path.read_text()
         if re.search(r'stage="(partitioned|cut)"', text) or path.stem.endswith("_npu"):
             continue
@@ -83,5 +104,7 @@ def test_every_operator_with_an_npu_kernel_has_a_case():
     from tests.kernels.npu import npu_cases
 
     seen = {op.default for family in npu_cases.FAMILIES for _, op, *_ in npu_cases.cases(family, torch.bfloat16)}
-    missing = [o.name for o in (*REGISTRY.values(), *ADOPTED.values()) if "npu" in o.lowerings and o.overload not in seen]
+    missing = [
+        o.name for o in (*REGISTRY.values(), *ADOPTED.values()) if "npu" in o.lowerings and o.overload not in seen
+    ]
     assert not missing and len(seen) > 50

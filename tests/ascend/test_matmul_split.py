@@ -7,8 +7,20 @@ from hypothesis import strategies as st
 
 from mindspeed_fx.compat import npu
 
-SHAPES = [((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 4)), ((2, 3), (3, 4)), ((5, 2, 3), (3, 4)), ((5, 2, 3), (3,)), ((3,), (5, 3, 4)), ((2, 3), (5, 3, 4)),
-          ((5, 2, 3), (5, 3, 4)), ((6, 1, 2, 3), (5, 3, 4)), ((1, 5, 2, 3), (6, 1, 3, 4)), ((6, 5, 2, 3), (3, 4))]  # fmt: skip
+SHAPES = [
+    ((3,), (3,)),
+    ((2, 3), (3,)),
+    ((3,), (3, 4)),
+    ((2, 3), (3, 4)),
+    ((5, 2, 3), (3, 4)),
+    ((5, 2, 3), (3,)),
+    ((3,), (5, 3, 4)),
+    ((2, 3), (5, 3, 4)),
+    ((5, 2, 3), (5, 3, 4)),
+    ((6, 1, 2, 3), (5, 3, 4)),
+    ((1, 5, 2, 3), (6, 1, 3, 4)),
+    ((6, 5, 2, 3), (3, 4)),
+]
 
 
 def agree(a, b, mask):
@@ -43,5 +55,9 @@ def test_no_matmul_is_left_in_a_graph():
     def f(a, b, grad):
         return torch.ops.aten.matmul_backward(grad, a, b, [True, True])
 
-    gm = make_fx(f, decomposition_table=npu.decompositions())(torch.randn(5, 2, 3), torch.randn(3, 4), torch.randn(5, 2, 4))
-    assert not [n for n in gm.graph.nodes if "matmul" in str(n.target)] and [n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default]
+    gm = make_fx(f, decomposition_table=npu.decompositions())(
+        torch.randn(5, 2, 3), torch.randn(3, 4), torch.randn(5, 2, 4)
+    )
+    assert not [n for n in gm.graph.nodes if "matmul" in str(n.target)] and [
+        n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default
+    ]

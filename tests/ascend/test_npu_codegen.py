@@ -1,4 +1,6 @@
-"""What runs on a machine with an NPU, as far as it can be checked without: codegens, and passes that others installed."""
+"""What runs on a machine with an NPU, as far as it can be checked without: codegens, and passes that others
+installed.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,10 @@ def compiled(**options):
 def test_npugraph_ex_is_for_npu_and_needs_torch_npu():
     with pytest.raises(OptionError, match='"npugraph_ex", which runs on npu; the target is "cpu"'):
         Options(codegen="npugraph_ex").resolve("cpu")
-    assert Options(codegen="npugraph_ex").resolve("npu").codegen == "npugraph_ex" and Options().resolve("npu").codegen == "eager"
+    assert (
+        Options(codegen="npugraph_ex").resolve("npu").codegen == "npugraph_ex"
+        and Options().resolve("npu").codegen == "eager"
+    )
     with pytest.raises(OptionError, match='"npugraph_ex" is for codegen "npugraph_ex"; codegen is "auto"'):
         Options(npugraph_ex={"force_eager": True})
     with pytest.raises(OptionError, match="takes a dict"):
@@ -53,11 +58,19 @@ def test_passes_in_inductors_hooks_run_before_ours(where):
     pre, post = Mark(), Mark()
     hooks = {"pre_grad_custom_pass": pre, "post_grad_custom_post_pass": post}
     x = torch.randn(4, 64)
-    with inductor_config.patch({"fx_graph_cache": False, **(hooks if where == "installed" else {})}), torch._functorch.config.patch(enable_autograd_cache=False):
+    with (
+        inductor_config.patch({"fx_graph_cache": False, **(hooks if where == "installed" else {})}),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         y = compiled(**({"inductor": hooks} if where == "option" else {}))(x)
     torch.testing.assert_close(y, Norm()(x))
     # Theirs sees the graph as Dynamo made it, which ours replaces, and the graph that Inductor lowers.
-    assert pre.saw and any("rsqrt" in op for op in pre.saw[0]) and not any("mindspeed" in op for op in pre.saw[0]) and post.saw
+    assert (
+        pre.saw
+        and any("rsqrt" in op for op in pre.saw[0])
+        and not any("mindspeed" in op for op in pre.saw[0])
+        and post.saw
+    )
 
 
 def test_a_chain_is_known_to_caches_only_when_every_pass_is():

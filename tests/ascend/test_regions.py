@@ -1,5 +1,6 @@
-"""Regions of pointwise operators and row reductions: they are cut so that they can run, and their kernels compile for Ascend."""
-
+"""Regions of pointwise operators and row reductions: they are cut so that they can run, and their kernels compile for
+Ascend.
+"""
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ def test_a_region_is_what_it_was_cut_from(name):
 
 
 def test_no_region_waits_for_itself():
-    """A product, or rows of another width, between two pointwise operators cuts them apart, though they also meet directly."""
+    """A product, or rows of another width, between two pointwise operators cuts them apart, though they also meet
+    directly.
+    """
 
     def f(x, w):
         a = x.exp() * 2
@@ -44,16 +47,21 @@ def test_no_region_waits_for_itself():
     assert sorted(r.shape for r in regions(cut(g, torch.randn(4, 8)))) == [(4, 8), (4, 16)]
 
 
-@pytest.mark.parametrize("f, args", [
-    (lambda x: x.t().exp().neg(), (torch.randn(4, 8),)),
-    (lambda x: x.exp().sum(0, keepdim=True).neg(), (torch.randn(4, 1),)),
-    (lambda x: (x + 1).neg(), (torch.arange(8).view(2, 4),)),
-    (lambda x: x.exp().neg(), (torch.randn(2, 20000),)),
-    (lambda x, y: (x * y).exp(), (torch.randn(4, 8), torch.randn(3, 4, 8))),
-])
+@pytest.mark.parametrize(
+    "f, args",
+    [
+        (lambda x: x.t().exp().neg(), (torch.randn(4, 8),)),
+        (lambda x: x.exp().sum(0, keepdim=True).neg(), (torch.randn(4, 1),)),
+        (lambda x: (x + 1).neg(), (torch.arange(8).view(2, 4),)),
+        (lambda x: x.exp().neg(), (torch.randn(2, 20000),)),
+        (lambda x, y: (x * y).exp(), (torch.randn(4, 8), torch.randn(3, 4, 8))),
+    ],
+)
 def test_what_is_no_region(f, args):
     found = regions(cut(f, *args))
-    assert not found or all(n.meta["val"].is_contiguous() for r in found for n in (*r.inputs, *r.nodes)) and len(args) == 2
+    assert (
+        not found or all(n.meta["val"].is_contiguous() for r in found for n in (*r.inputs, *r.nodes)) and len(args) == 2
+    )
 
 
 def test_powers_have_no_translation():

@@ -11,7 +11,9 @@ import pytest
 from mindspeed_fx.ascend import elf, stub, toolchain
 
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="no C compiler")
-needs_torch_npu = pytest.mark.skipif(toolchain.missing("torch_npu") is not None, reason=str(toolchain.missing("torch_npu")))
+needs_torch_npu = pytest.mark.skipif(
+    toolchain.missing("torch_npu") is not None, reason=str(toolchain.missing("torch_npu"))
+)
 
 
 @needs_compiler
@@ -47,6 +49,14 @@ def test_built_at_once_and_torch_npu_is_imported(monkeypatch, tmp_path):
     (tmp_path / "stubs").mkdir()
     stub._compile(package, tmp_path / "stubs", "Ascend910B3", 2)
     assert time.perf_counter() - start < 2
-    code = "import torch, torch_npu; print(torch.npu.device_count(), torch.npu.get_soc_version(), hasattr(torch.ops.npu, 'npu_fusion_attention_v3'))"
-    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, **stub.environment("Ascend910B3", 2)}, capture_output=True, text=True)
+    code = (
+        "import torch, torch_npu; print(torch.npu.device_count(), torch.npu.get_soc_version(), "
+        "hasattr(torch.ops.npu, 'npu_fusion_attention_v3'))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **stub.environment("Ascend910B3", 2)},
+        capture_output=True,
+        text=True,
+    )
     assert run.stdout.splitlines()[-1].split()[::2] == ["2", "True"], run.stdout + run.stderr

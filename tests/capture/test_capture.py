@@ -75,7 +75,9 @@ STEPS = {
     "autocast": lambda x, w, b: _autocast(x, w),
     "function": lambda x, w, b: Swish.apply(x),
     "reverse": lambda x, w, b: Reverse.apply(x),
-    "checkpoint": lambda x, w, b: torch.utils.checkpoint.checkpoint(lambda y: torch.tanh(y @ w), x, use_reentrant=False),
+    "checkpoint": lambda x, w, b: torch.utils.checkpoint.checkpoint(
+        lambda y: torch.tanh(y @ w), x, use_reentrant=False
+    ),
 }
 
 

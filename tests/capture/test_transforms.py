@@ -26,7 +26,9 @@ def test_vmap_once_and_nested():
 
 def test_associative_scan_of_a_state_space_model():
     def f(x, a, w):
-        _, states = associative_scan(lambda l, r: (r[0] * l[0], r[0] * l[1] + r[1]), (a.sigmoid(), x), dim=1, combine_mode="generic")
+        _, states = associative_scan(
+            lambda l, r: (r[0] * l[0], r[0] * l[1] + r[1]), (a.sigmoid(), x), dim=1, combine_mode="generic"
+        )
         return swiglu(states, w)
 
     report = function_agrees(f, double(2, 5, 4), double(2, 5, 4), double(4, 4))

@@ -30,10 +30,15 @@ def test_collectives_are_made_of_each_other():
 def test_groups_across_machines_use_the_outer_network():
     assert collective("all_reduce", GIB, 8, "h100", ranks_per_node=1).tier == "network"
     assert collective("all_reduce", GIB, 8, "h100").tier == "nvlink"
-    assert collective_seconds("all_reduce", GIB, 8, "h100", ranks_per_node=1) > 5 * collective_seconds("all_reduce", GIB, 8, "h100")
+    assert collective_seconds("all_reduce", GIB, 8, "h100", ranks_per_node=1) > 5 * collective_seconds(
+        "all_reduce", GIB, 8, "h100"
+    )
     # Sixteen ranks in two machines: inside as eight, outside an eighth of the tensor between two.
     both = collective("all_gather", GIB, 16, "h100").beta
-    assert both == pytest.approx(collective("all_gather", GIB, 8, "h100").beta + collective("all_gather", GIB / 8, 2, "h100", ranks_per_node=1).beta)
+    assert both == pytest.approx(
+        collective("all_gather", GIB, 8, "h100").beta
+        + collective("all_gather", GIB / 8, 2, "h100", ranks_per_node=1).beta
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,9 @@ def test_symbolic_bytes_give_an_expression_with_the_same_value(kind):
     for ranks in (2, 8, 16):
         expression = collective_seconds(kind, 2 * b * s * h, ranks, "ascend910b2")
         assert expression.free_symbols == {b, s, h}
-        assert float(expression.subs({b: 2, s: 4096, h: 5120})) == pytest.approx(collective_seconds(kind, 2 * 2 * 4096 * 5120, ranks, "ascend910b2"))
+        assert float(expression.subs({b: 2, s: 4096, h: 5120})) == pytest.approx(
+            collective_seconds(kind, 2 * 2 * 4096 * 5120, ranks, "ascend910b2")
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,19 +80,35 @@ def test_formula_agrees_with_numbers(kind, topology):
     name, tier = ("ascend910b2", 0) if topology == "mesh" else ("h100", 0)
     hw = hardware(name)
     one = collective(kind, GIB, 8, hw)
-    values = {"n": GIB, "p": 2 if kind == "send_recv" else 8, "a": float(hw.tiers[tier].latency), "b": hw.tiers[tier].rate}
+    values = {
+        "n": GIB,
+        "p": 2 if kind == "send_recv" else 8,
+        "a": float(hw.tiers[tier].latency),
+        "b": hw.tiers[tier].rate,
+    }
     text = formula(kind, topology)
     assert float(text.subs({x: values[x.name] for x in text.free_symbols})) == pytest.approx(one.alpha + one.beta)
 
 
-@pytest.mark.parametrize("arguments, word", [(("all_reduc", 1, 2, "h100"), 'did you mean "all_reduce"'), (("all_reduce", 1, 2, "h1000"), "h100"), (("all_reduce", 1, 0, "h100"), "ranks is 0"), (("all_reduce", 1, 8, "h100", 3), "ranks_per_node is 3"), (("all_reduce", 1, 32, "h100", 16), "up to 8")])
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (("all_reduc", 1, 2, "h100"), 'did you mean "all_reduce"'),
+        (("all_reduce", 1, 2, "h1000"), "h100"),
+        (("all_reduce", 1, 0, "h100"), "ranks is 0"),
+        (("all_reduce", 1, 8, "h100", 3), "ranks_per_node is 3"),
+        (("all_reduce", 1, 32, "h100", 16), "up to 8"),
+    ],
+)
 def test_bad_arguments(arguments, word):
     with pytest.raises(OptionError, match=word):
         collective_seconds(*arguments)
 
 
 def test_measured_all_gathers_of_a_mesh():
-    """Published for 910B: 149, 64, 38 GB/s all-gather and 72, 30, 18 all-reduce on 8, 4, 2 cards, read as tensor bytes / time."""
+    """Published for 910B: 149, 64, 38 GB/s all-gather and 72, 30, 18 all-reduce on 8, 4, 2 cards, read as tensor bytes
+    / time.
+    """
     for kind, published in {"all_gather": {8: 149, 4: 64, 2: 38}, "all_reduce": {8: 72, 4: 30, 2: 18}}.items():
         for ranks, rate in published.items():
             modelled = GIB / collective_seconds(kind, GIB, ranks, "ascend910b1") / 1e9

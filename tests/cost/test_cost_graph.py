@@ -25,8 +25,14 @@ class Block(torch.nn.Module):
         super().__init__()
         self.heads = heads
         self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(hidden) for _ in range(2))
-        self.qkv, self.out = torch.nn.Linear(hidden, 3 * hidden, bias=False), torch.nn.Linear(hidden, hidden, bias=False)
-        self.up, self.down = torch.nn.Linear(hidden, 4 * hidden, bias=False), torch.nn.Linear(4 * hidden, hidden, bias=False)
+        self.qkv, self.out = (
+            torch.nn.Linear(hidden, 3 * hidden, bias=False),
+            torch.nn.Linear(hidden, hidden, bias=False),
+        )
+        self.up, self.down = (
+            torch.nn.Linear(hidden, 4 * hidden, bias=False),
+            torch.nn.Linear(4 * hidden, hidden, bias=False),
+        )
 
     def forward(self, x):
         b, s, h = x.shape
@@ -67,15 +73,31 @@ def test_forward_and_backward_agree_with_torchs_counter():
 
 
 def test_views_cost_nothing_and_pointwise_moves_each_tensor_once():
-    made = estimate(traced(lambda x, y: (x.t() + y.view(6, 4)).t().reshape(-1)[2:], torch.randn(4, 6), torch.randn(24)), "h100")
-    assert [(n.operator, n.cost.read, n.cost.write, n.cost.vector) for n in made.nodes] == [("aten.add", 2 * 24 * 4, 24 * 4, 24)]
+    made = estimate(
+        traced(lambda x, y: (x.t() + y.view(6, 4)).t().reshape(-1)[2:], torch.randn(4, 6), torch.randn(24)), "h100"
+    )
+    assert [(n.operator, n.cost.read, n.cost.write, n.cost.vector) for n in made.nodes] == [
+        ("aten.add", 2 * 24 * 4, 24 * 4, 24)
+    ]
     copied = estimate(traced(lambda x: x.t().reshape(-1), torch.randn(4, 6)), "h100")
     assert [n.cost.bytes for n in copied.nodes] == [2 * 24 * 4], "a reshape that cannot be a view"
     squared = estimate(traced(lambda x: x * x, torch.randn(4, 6)), "h100").nodes[0]
     assert squared.cost.read == 4 * 6 * 4, "one tensor, used twice, is read once"
     expanded = estimate(traced(lambda x, y: x + y.expand(4, 6), torch.randn(4, 6), torch.randn(6)), "h100").nodes[0]
     assert expanded.cost.read == (24 + 6) * 4
-    assert estimate(traced(lambda t, i: torch.nn.functional.embedding(i, t), torch.randn(1000, 8), torch.zeros(5, dtype=torch.int64)), "h100").nodes[0].cost.read == 5 * 8 * 4 + 5 * 8, "rows that are asked for"
+    assert (
+        estimate(
+            traced(
+                lambda t, i: torch.nn.functional.embedding(i, t),
+                torch.randn(1000, 8),
+                torch.zeros(5, dtype=torch.int64),
+            ),
+            "h100",
+        )
+        .nodes[0]
+        .cost.read
+        == 5 * 8 * 4 + 5 * 8
+    ), "rows that are asked for"
 
 
 @pytest.mark.parametrize(
@@ -100,12 +122,17 @@ def test_a_dynamic_graph_is_evaluated_for_other_sizes_without_tracing():
     gm = traced(lambda x: model(x), torch.randn(3, 128, 64), mode="symbolic")
     made = estimate(gm, "ascend910b2", fused=True)
     batch, seq = sorted(made.sizes, key=lambda k: made.sizes[k])
-    assert made.flops.free_symbols == {batch, seq} and made.value(made.flops) == 24 * 3 * 128 * 64**2 + 4 * 3 * 128**2 * 64
+    assert (
+        made.flops.free_symbols == {batch, seq} and made.value(made.flops) == 24 * 3 * 128 * 64**2 + 4 * 3 * 128**2 * 64
+    )
     other = made.at(**{str(batch): 5, str(seq): 512})
     fixed = estimate(traced(model, torch.randn(5, 512, 64)), "ascend910b2", fused=True)
     assert other.value(other.flops) == fixed.flops and other.value(other.bytes) == fixed.bytes
     assert other.seconds == pytest.approx(fixed.seconds) != pytest.approx(made.seconds)
-    assert other.expression("flops", {"b": 5, "s": 512, "h": 64, "3*h": 192, "4*h": 256, "h/4": 16}) == 24 * b * s * h**2 + 4 * b * s**2 * h
+    assert (
+        other.expression("flops", {"b": 5, "s": 512, "h": 64, "3*h": 192, "4*h": 256, "h/4": 16})
+        == 24 * b * s * h**2 + 4 * b * s**2 * h
+    )
     with pytest.raises(KeyError, match="no size"):
         made.at(zz=3)
 
@@ -175,7 +202,12 @@ def test_operators_of_ours_have_the_cost_of_their_file():
     operator = REGISTRY[torch.ops.mindspeed.rms_norm.default]
     kept, operator.cost = operator.cost, None
     try:
-        assert any("has no cost" in n for n in estimate(traced(lambda x, w: torch.ops.mindspeed.rms_norm(x, w, 1e-5, True)[0], x, w), "h100").notes)
+        assert any(
+            "has no cost" in n
+            for n in estimate(
+                traced(lambda x, w: torch.ops.mindspeed.rms_norm(x, w, 1e-5, True)[0], x, w), "h100"
+            ).notes
+        )
     finally:
         operator.cost = kept
 
@@ -197,12 +229,25 @@ def test_collectives_take_the_time_of_their_group():
     try:
         group = dist.new_group([0, 8])
         x = torch.randn(128, 64)
-        made = estimate(traced(lambda x: torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, 2, group.group_name)) * 2, x), "h100")
+        made = estimate(
+            traced(
+                lambda x: (
+                    torch.ops._c10d_functional.wait_tensor(
+                        torch.ops._c10d_functional.all_gather_into_tensor(x, 2, group.group_name)
+                    )
+                    * 2
+                ),
+                x,
+            ),
+            "h100",
+        )
     finally:
         dist.destroy_process_group()
     node = made.nodes[0]
     assert node.bound == "network" and made.network_seconds == node.seconds
-    assert node.seconds == pytest.approx(collective_seconds("all_gather", 2 * 128 * 64 * 4, 2, "h100", ranks_per_node=1)), "ranks 0 and 8 are in two machines"
+    assert node.seconds == pytest.approx(
+        collective_seconds("all_gather", 2 * 128 * 64 * 4, 2, "h100", ranks_per_node=1)
+    ), "ranks 0 and 8 are in two machines"
 
 
 def test_a_checkpointed_region_is_looked_into():
@@ -220,7 +265,11 @@ def test_a_checkpointed_region_is_looked_into():
 
     backend.capture = capture
     try:
-        torch.compile(lambda x: checkpoint(lambda x: torch.relu(lin(x)), x, use_reentrant=False) + lin(x), backend="mindspeed", options={"codegen": "eager"})(torch.randn(4, 16, requires_grad=True))
+        torch.compile(
+            lambda x: checkpoint(lambda x: torch.relu(lin(x)), x, use_reentrant=False) + lin(x),
+            backend="mindspeed",
+            options={"codegen": "eager"},
+        )(torch.randn(4, 16, requires_grad=True))
     finally:
         backend.capture = original
     assert seen[0].flops == 2 * 2 * 4 * 16 * 16
@@ -250,9 +299,24 @@ def test_npu_attention_layouts_cost_the_same():
     from mindspeed_fx.cost.operators import Spec
 
     make = lambda *shape: Spec(shape, "bfloat16", 2)  # noqa: E731
-    bnsd = costs.cost("npu_fusion_attention_v3", make(2, 8, 128, 64), (make(2, 8, 128, 64), make(2, 2, 128, 64), make(2, 2, 128, 64), 8, "BNSD"), {"sparse_mode": 3})
-    sbh = costs.cost("npu_fusion_attention_v3", make(128, 2, 512), (make(128, 2, 512), make(128, 2, 128), make(128, 2, 128), 8, "SBH"), {"sparse_mode": 3})
-    tnd = costs.cost("npu_fusion_attention_v3", make(256, 8, 64), (make(256, 8, 64), make(256, 2, 64), make(256, 2, 64), 8, "TND"), {"sparse_mode": 0})
+    bnsd = costs.cost(
+        "npu_fusion_attention_v3",
+        make(2, 8, 128, 64),
+        (make(2, 8, 128, 64), make(2, 2, 128, 64), make(2, 2, 128, 64), 8, "BNSD"),
+        {"sparse_mode": 3},
+    )
+    sbh = costs.cost(
+        "npu_fusion_attention_v3",
+        make(128, 2, 512),
+        (make(128, 2, 512), make(128, 2, 128), make(128, 2, 128), 8, "SBH"),
+        {"sparse_mode": 3},
+    )
+    tnd = costs.cost(
+        "npu_fusion_attention_v3",
+        make(256, 8, 64),
+        (make(256, 8, 64), make(256, 2, 64), make(256, 2, 64), 8, "TND"),
+        {"sparse_mode": 0},
+    )
     assert bnsd.flops == sbh.flops == 4 * 2 * 8 * 128 * 128 * 64 and bnsd.matrix == sbh.matrix < bnsd.flops
     assert tnd.matrix == tnd.flops == 4 * 8 * 256 * 256 * 64
 
@@ -275,7 +339,9 @@ def test_a_large_cache_serves_what_the_last_kernel_left():
         return first.seconds - hw.launch, second.seconds - hw.launch
 
     small, again = memory_seconds(64)  # 64 MiB each, two fit
-    assert small == pytest.approx(2 * 2**26 / hw.memory_rate) and again == pytest.approx(2**26 / hw.memory_rate + 2**26 / hw.cache_rate)
+    assert small == pytest.approx(2 * 2**26 / hw.memory_rate) and again == pytest.approx(
+        2**26 / hw.memory_rate + 2**26 / hw.cache_rate
+    )
     large, again = memory_seconds(256)
     assert large == again == pytest.approx(2 * 2**28 / hw.memory_rate), "256 MiB do not fit"
     assert hw.cache_rate > 2 * hw.memory_rate and hardware("h100").cache_bandwidth is None
@@ -283,7 +349,9 @@ def test_a_large_cache_serves_what_the_last_kernel_left():
 
 @pytest.mark.parametrize("device", ["ascend910b2", "h100"])
 def test_equal_calls_are_priced_once(device, monkeypatch):
-    """Layers repeat; what they cost does not depend on whether that was noticed, nor does one tensor read twice count twice."""
+    """Layers repeat; what they cost does not depend on whether that was noticed, nor does one tensor read twice count
+    twice.
+    """
 
     def layers(x, w):
         for _ in range(3):
@@ -292,7 +360,9 @@ def test_equal_calls_are_priced_once(device, monkeypatch):
 
     gm = traced(layers, torch.empty(64, 64), torch.empty(64, 64))
     calls = []
-    monkeypatch.setattr(graph.Estimate, "_node", lambda self, *args, own=graph.Estimate._node: calls.append(args) or own(self, *args))
+    monkeypatch.setattr(
+        graph.Estimate, "_node", lambda self, *args, own=graph.Estimate._node: calls.append(args) or own(self, *args)
+    )
     noticed, few = estimate(gm, device).nodes, len(calls)
     monkeypatch.setattr(graph, "_alike", lambda call: object())
     assert noticed == estimate(gm, device).nodes and few < len(noticed) == len(calls) - few
@@ -319,6 +389,11 @@ def test_npu_linear_losses_cost_their_products():
     make = lambda *shape, dtype="bfloat16": Spec(shape, dtype, 4 if dtype == "float32" else 2)  # noqa: E731
     x, weight, one, target = make(64, 32), make(1000, 32), make(64, dtype="float32"), make(64, dtype="float32")
     forward = costs.cost("npu_fused_linear_online_max_sum", [one] * 5, (x, weight, target, 0, 999), {})
-    backward = costs.cost("npu_fused_linear_cross_entropy_loss_with_max_sum_backward", [x, weight], (one, x, weight, one, target, 0.0, one, one), {})
+    backward = costs.cost(
+        "npu_fused_linear_cross_entropy_loss_with_max_sum_backward",
+        [x, weight],
+        (one, x, weight, one, target, 0.0, one, one),
+        {},
+    )
     assert forward.flops == 2 * 64 * 1000 * 32 and backward.flops == 3 * forward.flops
     assert forward.bytes < 64 * 1000 * 2 and backward.bytes < 64 * 1000 * 2 + 4 * weight.bytes

@@ -20,20 +20,45 @@ def test_every_constant_has_unit_source_and_confidence(name):
     assert 0 < constants["matrix_efficiency"] <= 1
 
 
-@pytest.mark.parametrize("given, name", [("Ascend910B2", "ascend910b2"), ("910b2", "ascend910b2"), ("H100", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("Ascend910_9382", "ascend910c"), ("Ascend910_9362", "ascend910c20"), ("910C", "ascend910c"), ("Ascend950", "ascend950pr"), ("CPU", "cpu")])
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("Ascend910B2", "ascend910b2"),
+        ("910b2", "ascend910b2"),
+        ("H100", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("Ascend910_9382", "ascend910c"),
+        ("Ascend910_9362", "ascend910c20"),
+        ("910C", "ascend910c"),
+        ("Ascend950", "ascend950pr"),
+        ("CPU", "cpu"),
+    ],
+)
 def test_names_as_users_type_them(given, name):
     assert hardware(given).name == name
 
 
-@pytest.mark.parametrize("given, word", [("ascend910b9", "ascend910b"), ("h2000", "h200"), ("zzz", "valid: ascend910b1"), (3, "valid")])
+@pytest.mark.parametrize(
+    "given, word", [("ascend910b9", "ascend910b"), ("h2000", "h200"), ("zzz", "valid: ascend910b1"), (3, "valid")]
+)
 def test_unknown_name_has_the_nearest(given, word):
     with pytest.raises(OptionError, match=word):
         hardware(given)
 
 
 def test_cube_peaks_are_cores_times_clock():
-    peaks = {n: round(hardware(n).matrix["bfloat16"] / 1e12, 1) for n in ("ascend910b1", "ascend910b2", "ascend910b3", "ascend910b4", "ascend950pr")}
-    assert peaks == {"ascend910b1": 363.7, "ascend910b2": 353.9, "ascend910b3": 294.9, "ascend910b4": 245.8, "ascend950pr": 432.5}
+    peaks = {
+        n: round(hardware(n).matrix["bfloat16"] / 1e12, 1)
+        for n in ("ascend910b1", "ascend910b2", "ascend910b3", "ascend910b4", "ascend950pr")
+    }
+    assert peaks == {
+        "ascend910b1": 363.7,
+        "ascend910b2": 353.9,
+        "ascend910b3": 294.9,
+        "ascend910b4": 245.8,
+        "ascend950pr": 432.5,
+    }
     assert round(hardware("ascend910b2").vector["float16"] / 1e12, 1) == 22.1
     assert round(hardware("ascend950pr").vector["float16"] / 1e12) == 54
 
@@ -63,7 +88,10 @@ def test_absent_device_says_what_to_do():
 
 def test_own_hardware_is_measured_on_request_and_registered(monkeypatch):
     made = module.measure_cpu("here", seconds=0.05)
-    assert made.matrix["float32"].source.startswith("measured here") and made.matrix_rate("float32") == made.matrix["float32"] > 1e8
+    assert (
+        made.matrix["float32"].source.startswith("measured here")
+        and made.matrix_rate("float32") == made.matrix["float32"] > 1e8
+    )
     assert made.memory_rate > 1e8 and 1e-8 < made.launch < 1e-2
     with pytest.raises(OptionError):
         hardware("here")

@@ -12,7 +12,16 @@ from mindspeed_fx.kernels import REGISTRY
 from tests.sharding.operator_cases import calls
 
 SIZES = (2, 10, 4, 2, 4, 8)
-NOT_ONCE = {"linear_logsumexp", "linear_logsumexp_backward", "linear_cross_entropy_total", "linear_cross_entropy_tokens", "linear_cross_entropy_tokens_backward", "moe_permute", "moe_permute_map", "moe_unpermute_backward"}
+NOT_ONCE = {
+    "linear_logsumexp",
+    "linear_logsumexp_backward",
+    "linear_cross_entropy_total",
+    "linear_cross_entropy_tokens",
+    "linear_cross_entropy_tokens_backward",
+    "moe_permute",
+    "moe_permute_map",
+    "moe_unpermute_backward",
+}
 """Operators that move more than their inputs and outputs, as their files explain."""
 UNREAD = {"rope_backward": {1}, "varlen_attention": {4}, "varlen_attention_backward": {7}}
 """Arguments that an operator only needs the shape or type of, at least for some flags."""
@@ -36,7 +45,14 @@ def test_flops_are_those_of_the_reference():
     seen_flops = 0
     for operator, args in cases():
         # Ignored tokens and rows without a group are skipped by the kernels; the cost cannot know of them.
-        args = [a.clamp(min=0) if isinstance(a, torch.Tensor) and a.dtype == torch.int64 and ("entropy" in operator.name or "logsumexp" in operator.name) else a for a in args]
+        args = [
+            a.clamp(min=0)
+            if isinstance(a, torch.Tensor)
+            and a.dtype == torch.int64
+            and ("entropy" in operator.name or "logsumexp" in operator.name)
+            else a
+            for a in args
+        ]
         run = (lambda a, b: a @ b) if operator.name == "mindspeed.gemm" else operator.reference
         with FlopCounterMode(display=False) as counter:
             out = run(*args)
@@ -55,7 +71,9 @@ def test_bytes_are_those_of_inputs_and_outputs():
     for operator, args in cases():
         out, name = operator.reference(*args), operator.name.removeprefix("mindspeed.")
         cost = operator.cost(specs(out), *specs(args))
-        tensors = lambda value: sum(t.numel() * t.itemsize for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))  # noqa: E731
+        tensors = lambda value: sum(
+            t.numel() * t.itemsize for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)
+        )  # noqa: E731
         everything = tensors(args)
         if name in NOT_ONCE:
             assert not cost.once and cost.write >= tensors(out)
@@ -92,7 +110,10 @@ def test_causal_attention_does_half_the_work_and_counts_all():
 
 def test_chunks_of_linear_cross_entropy_read_the_weight_again():
     cost = REGISTRY[torch.ops.mindspeed.linear_cross_entropy_tokens.default].cost
-    make = lambda tokens: [specs(torch.empty(*s, device="meta", dtype=d)) for s, d in (((tokens, 64), torch.float32), ((32768, 64), torch.float32), ((tokens,), torch.int64))]  # noqa: E731
+    make = lambda tokens: [
+        specs(torch.empty(*s, device="meta", dtype=d))
+        for s, d in (((tokens, 64), torch.float32), ((32768, 64), torch.float32), ((tokens,), torch.int64))
+    ]  # noqa: E731
     one, many = (cost(t, h, w, None, t, -100, 0.0, 0.0, 0.0) for h, w, t in (make(512), make(5120)))
     assert one.launches == 3 and many.launches == 30
     assert many.read - 10 * one.read == 0 and many.flops == 10 * one.flops
@@ -101,12 +122,20 @@ def test_chunks_of_linear_cross_entropy_read_the_weight_again():
 def test_time_is_the_longest_term_and_the_launch():
     hw = hardware("h100")
     cost = Cost(flops=1e12, matrix=1e12, vector=1, read=1, write=1, dtype="bfloat16")
-    assert cost.seconds(hw) == pytest.approx(1e12 / hw.matrix_rate("bfloat16") + hw.launch) and cost.bound(hw) == "matrix"
-    assert Cost(read=1e12).bound(hw) == "memory" and Cost(vector=1e15).bound(hw) == "vector" and Cost(read=1).bound(hw) == "launch"
+    assert (
+        cost.seconds(hw) == pytest.approx(1e12 / hw.matrix_rate("bfloat16") + hw.launch) and cost.bound(hw) == "matrix"
+    )
+    assert (
+        Cost(read=1e12).bound(hw) == "memory"
+        and Cost(vector=1e15).bound(hw) == "vector"
+        and Cost(read=1).bound(hw) == "launch"
+    )
     n = sympy.Symbol("n", positive=True)
     symbolic = Cost(matrix=n**3, read=n**2, dtype="bfloat16").seconds(hw)
     for value in (10, 10**6):
-        assert float(symbolic.subs(n, value)) == pytest.approx(Cost(matrix=value**3, read=value**2, dtype="bfloat16").seconds(hw))
+        assert float(symbolic.subs(n, value)) == pytest.approx(
+            Cost(matrix=value**3, read=value**2, dtype="bfloat16").seconds(hw)
+        )
 
 
 def test_costs_are_arithmetic_in_symbols():
@@ -114,7 +143,9 @@ def test_costs_are_arithmetic_in_symbols():
     for operator, args in cases():
         out = operator.reference(*args)
         swap = {SIZES[1]: s, SIZES[0] * SIZES[1]: b * s}
-        named = lambda value: pytree.tree_map(lambda t: spec(t, lambda n: swap.get(int(n), int(n))) if isinstance(t, torch.Tensor) else t, value)  # noqa: E731
+        named = lambda value: pytree.tree_map(
+            lambda t: spec(t, lambda n: swap.get(int(n), int(n))) if isinstance(t, torch.Tensor) else t, value
+        )  # noqa: E731
         cost, number = operator.cost(named(out), *named(args)), operator.cost(specs(out), *specs(args))
         for field in ("flops", "matrix", "vector", "read", "write", "launches"):
             value = sympy.sympify(getattr(cost, field)).subs({s: SIZES[1], b: SIZES[0]})

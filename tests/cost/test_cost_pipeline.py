@@ -28,7 +28,11 @@ def test_zero_bubble_of_the_paper(ranks, microbatches):
 @given(st.integers(1, 5), st.integers(1, 9), st.tuples(*[st.floats(0.1, 3.0)] * 4), st.floats(0.0, 0.5))
 def test_every_schedule_does_all_the_work_and_splitting_never_costs(ranks, microbatches, times, send):
     parts = Parts(*times, send)
-    every = {"1f1b": one_f_one_b(ranks, microbatches), "ahead": recompute_ahead(ranks, microbatches), "zero": zero_bubble(ranks, microbatches, recompute=True)}
+    every = {
+        "1f1b": one_f_one_b(ranks, microbatches),
+        "ahead": recompute_ahead(ranks, microbatches),
+        "zero": zero_bubble(ranks, microbatches, recompute=True),
+    }
     played = {}
     for name, orders in every.items():
         kinds = "FB" if name == "1f1b" else "FRIW"

@@ -19,7 +19,11 @@ b, s, h = sympy.symbols("b s h", positive=True)
 class Mlp(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = torch.nn.RMSNorm(32), torch.nn.Linear(32, 128, bias=False), torch.nn.Linear(128, 32, bias=False)
+        self.norm, self.up, self.down = (
+            torch.nn.RMSNorm(32),
+            torch.nn.Linear(32, 128, bias=False),
+            torch.nn.Linear(128, 32, bias=False),
+        )
 
     def forward(self, x):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -68,11 +72,19 @@ def test_without_a_table_the_report_says_why():
 
 def test_totals_before_and_after(eager):
     rows = {r["stage"]: r for r in eager.cost.rows()}
-    assert set(rows) == {"captured", "forward", "backward"} and all(r["hardware"] == "ascend910b2" and not r["fused"] for r in rows.values())
+    assert set(rows) == {"captured", "forward", "backward"} and all(
+        r["hardware"] == "ascend910b2" and not r["fused"] for r in rows.values()
+    )
     assert rows["captured"]["flops"] == rows["forward"]["flops"] == 2 * 2 * 24 * 2 * 32 * 128
     assert rows["backward"]["flops"] == 2 * rows["forward"]["flops"]
-    assert rows["forward"]["kernels"] <= rows["captured"]["kernels"] and eager.effective_options["hardware"] == "ascend910b2"
-    assert eager.cost.total("flops") == 3 * rows["forward"]["flops"] and eager.cost.total("seconds", "captured") == rows["captured"]["seconds"]
+    assert (
+        rows["forward"]["kernels"] <= rows["captured"]["kernels"]
+        and eager.effective_options["hardware"] == "ascend910b2"
+    )
+    assert (
+        eager.cost.total("flops") == 3 * rows["forward"]["flops"]
+        and eager.cost.total("seconds", "captured") == rows["captured"]["seconds"]
+    )
 
 
 def test_totals_in_named_sizes(eager):
@@ -93,9 +105,20 @@ def test_text_dump_and_html(eager, tmp_path):
     assert "modelled for ascend910b2, not measured: a kernel for every operator" in str(eager)
     eager.save(str(tmp_path))
     folder = tmp_path / "rank0" / "graph0"
-    index, page, values = (folder / "index.md").read_text(), (folder / "report.html").read_text(), json.loads((folder / "metadata.json").read_text())
-    assert "## Modelled cost" in index and "| forward, before the passes |" in index and "Modelled cost" in page and "modelled us" in page
-    assert [r["stage"] for r in values["modelled"]] == ["captured", "forward", "backward"] and values["modelled"][0]["operators"]
+    index, page, values = (
+        (folder / "index.md").read_text(),
+        (folder / "report.html").read_text(),
+        json.loads((folder / "metadata.json").read_text()),
+    )
+    assert (
+        "## Modelled cost" in index
+        and "| forward, before the passes |" in index
+        and "Modelled cost" in page
+        and "modelled us" in page
+    )
+    assert [r["stage"] for r in values["modelled"]] == ["captured", "forward", "backward"] and values["modelled"][0][
+        "operators"
+    ]
     assert "calls" not in values and json.loads(eager.to_json())["graphs"][0]["modelled"]
 
 

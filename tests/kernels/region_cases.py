@@ -4,7 +4,10 @@ import torch
 
 CASES = {
     "softmax": (lambda x: (lambda e: e / e.sum(-1, keepdim=True))((x - x.amax(-1, keepdim=True)).exp()), ((6, 37),)),
-    "rms_norm": (lambda x, w: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * w, ((2, 3, 256), (256,))),
+    "rms_norm": (
+        lambda x, w: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * w,
+        ((2, 3, 256), (256,)),
+    ),
     "two_results": (lambda x, r, s: (lambda t: (t * s, t.sum(-1, keepdim=True)))(x + r), ((5, 100), (5, 100), (5, 1))),
     "gate": (lambda x, y: torch.where(x > 0, x * torch.sigmoid(y), torch.relu(y) - x) * 0.5, ((4, 33), (4, 33))),
     "squared": (lambda x, g: (lambda a: (g * 2 * a, a * a))(torch.relu(x)), ((7, 64), (7, 64))),
@@ -35,5 +38,8 @@ def distances(dtype):
         want = function(*(x.double() for x in given))
         have = compiled(region)(*given)
         want = want if isinstance(want, tuple) else (want,)
-        found[name] = max(((h.double() - w).abs() / (w.abs() + w.square().mean().sqrt())).max().item() for h, w in zip(have, want, strict=True))
+        found[name] = max(
+            ((h.double() - w).abs() / (w.abs() + w.square().mean().sqrt())).max().item()
+            for h, w in zip(have, want, strict=True)
+        )
     return found

@@ -7,7 +7,10 @@ from mindspeed_fx.kernels.adamw import adamw_, unable
 
 
 def test_steps_are_torchs():
-    weight, settings = torch.randn(100, dtype=torch.float64), {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    weight, settings = (
+        torch.randn(100, dtype=torch.float64),
+        {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1},
+    )
     want = torch.nn.Parameter(weight.clone())
     optimizer = torch.optim.AdamW([want], **settings)
     m, v, copy = torch.zeros_like(weight), torch.zeros_like(weight), torch.empty(100, dtype=torch.bfloat16)
@@ -25,4 +28,7 @@ def test_what_is_refused():
         adamw_(x, x[:4], x, x, step=1, lr=0.1)
     with pytest.raises(ValueError, match="step is 0; valid: from 1"):
         adamw_(x, x, x, x, step=0, lr=0.1)
-    assert unable(x, x, x.double(), x, None) == "exp_avg is float64" and unable(x, x, x, x, None) == "the tensors are on cpu"
+    assert (
+        unable(x, x, x.double(), x, None) == "exp_avg is float64"
+        and unable(x, x, x, x, None) == "the tensors are on cpu"
+    )

@@ -1,4 +1,6 @@
-"""Our own flash attention on CPU against the reference in float64: every option, sizes around its tiles, and where it does not serve."""
+"""Our own flash attention on CPU against the reference in float64: every option, sizes around its tiles, and where it
+does not serve.
+"""
 
 import pytest
 import torch
@@ -33,8 +35,19 @@ def both(q, k, v, grad, causal, scale, window, softcap, sinks):
 
 @served
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 2), st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]), SIZES, SIZES, st.sampled_from([(8, 8), (40, 24), (17, 33)]), st.sampled_from([0, 0, 1, 50, 300]),
-       st.sampled_from([0.0, 0.0, 3.0]), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1, 2, 5]))  # fmt: skip
+@given(
+    st.integers(1, 2),
+    st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
+    SIZES,
+    SIZES,
+    st.sampled_from([(8, 8), (40, 24), (17, 33)]),
+    st.sampled_from([0, 0, 1, 50, 300]),
+    st.sampled_from([0.0, 0.0, 3.0]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 2, 5]),
+)
 def test_is_the_reference(batch, heads, queries, keys, dims, window, softcap, causal, sinks, stored_bsnd, threads):
     torch.set_num_threads(threads)
     torch.manual_seed(queries * 1000 + keys)
@@ -42,8 +55,23 @@ def test_is_the_reference(batch, heads, queries, keys, dims, window, softcap, ca
     def made(n, s, d):
         return torch.randn(batch, s, n, d).transpose(1, 2) if stored_bsnd else torch.randn(batch, n, s, d)
 
-    q, k, v, grad = made(heads[0], queries, dims[0]), made(heads[1], keys, dims[0]), made(heads[1], keys, dims[1]), made(heads[0], queries, dims[1])
-    have, want = both(q, k, v, grad, causal, dims[0] ** -0.5, window if causal else 0, softcap, torch.randn(heads[0]) if sinks else None)
+    q, k, v, grad = (
+        made(heads[0], queries, dims[0]),
+        made(heads[1], keys, dims[0]),
+        made(heads[1], keys, dims[1]),
+        made(heads[0], queries, dims[1]),
+    )
+    have, want = both(
+        q,
+        k,
+        v,
+        grad,
+        causal,
+        dims[0] ** -0.5,
+        window if causal else 0,
+        softcap,
+        torch.randn(heads[0]) if sinks else None,
+    )
     for h, w in zip(have, want, strict=True):
         assert h.shape == w.shape and h.transpose(1, 2).is_contiguous()
         torch.testing.assert_close(h.double(), w, rtol=2e-5, atol=2e-5)
@@ -51,14 +79,20 @@ def test_is_the_reference(batch, heads, queries, keys, dims, window, softcap, ca
 
 @served
 def test_any_storage_and_gradient():
-    q, k, v = torch.randn(2, 4, 16, 70).transpose(2, 3), torch.randn(2, 2, 70, 32)[..., ::2], torch.randn(1, 2, 70, 16).expand(2, 2, 70, 16)
+    q, k, v = (
+        torch.randn(2, 4, 16, 70).transpose(2, 3),
+        torch.randn(2, 2, 70, 32)[..., ::2],
+        torch.randn(1, 2, 70, 16).expand(2, 2, 70, 16),
+    )
     have, want = both(q, k, v, torch.ones(()).expand(2, 4, 70, 16), True, 0.25, 0, 0.0, None)
     for h, w in zip(have, want, strict=True):
         torch.testing.assert_close(h.double(), w, rtol=2e-5, atol=2e-5)
 
 
 @served
-@pytest.mark.parametrize("queries, keys, causal", [(0, 5, True), (0, 5, False), (5, 0, False), (70, 3, True), (3, 200, True)])
+@pytest.mark.parametrize(
+    "queries, keys, causal", [(0, 5, True), (0, 5, False), (5, 0, False), (70, 3, True), (3, 200, True)]
+)
 def test_rows_and_keys_that_meet_nothing_are_zero(queries, keys, causal):
     q, k, v, grad = (torch.randn(1, 2, n, 8) for n in (queries, keys, keys, queries))
     have, want = both(q, k, v, grad, causal, 0.3, 2 if causal else 0, 0.0, None)
@@ -70,7 +104,9 @@ def test_rows_and_keys_that_meet_nothing_are_zero(queries, keys, causal):
 @served
 def test_large_scores_are_exact_and_nan_is_not_hidden():
     q, k, v, grad = (torch.randn(1, 1, 80, 8) for _ in range(4))
-    have, want = both(100 * q, 100 * k, v, grad, True, 1.0, 0, 0.0, None)  # scores of tens of thousands: all weight on one key
+    have, want = both(
+        100 * q, 100 * k, v, grad, True, 1.0, 0, 0.0, None
+    )  # scores of tens of thousands: all weight on one key
     torch.testing.assert_close(have[0].double(), want[0], rtol=1e-4, atol=1e-4)
     q[0, 0, 70, 3] = float("nan")
     out, _ = ops.attention_flash(q, k, v, True, 1.0)
@@ -106,7 +142,9 @@ def test_where_it_cannot_be_built_it_says_why_and_atens_kernel_serves(monkeypatc
     cpp.problem.cache_clear()
     try:
         q = torch.empty(1, 2, 9, 8, device="meta")
-        chosen, reasons = kernels.REGISTRY[ops.attention.default].choose("cpu", (q, q, q, None, True, 0.3, 0, 0.0, None), {})
+        chosen, reasons = kernels.REGISTRY[ops.attention.default].choose(
+            "cpu", (q, q, q, None, True, 0.3, 0, 0.0, None), {}
+        )
         assert chosen.kernel == "aten flash attention"
         assert len(reasons) == 1 and reasons[0].startswith("flash attention in C++: ") and word in reasons[0]
     finally:
@@ -120,7 +158,10 @@ def test_halves_of_the_keys_give_parts_of_the_gradients():
     k, v = torch.randn(2, 2, 130, 16), torch.randn(2, 2, 130, 24)
     out, lse = ops.attention_flash(q, k, v, False, 0.25, 0, 2.0)
     whole = ops.attention_flash_backward(grad, q, k, v, out, lse, False, 0.25, 0, 2.0)
-    (dq0, dk0, dv0), (dq1, dk1, dv1) = (ops.attention_flash_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, False, 0.25, 0, 2.0) for part in (slice(0, 65), slice(65, None)))
+    (dq0, dk0, dv0), (dq1, dk1, dv1) = (
+        ops.attention_flash_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, False, 0.25, 0, 2.0)
+        for part in (slice(0, 65), slice(65, None))
+    )
     for have, want in zip((dq0 + dq1, torch.cat([dk0, dk1], 2), torch.cat([dv0, dv1], 2)), whole):
         torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
 
@@ -140,7 +181,10 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
         q, k, v, grad = (torch.randn(1, 2, 9, 8) for _ in range(4))
         out, lse = ops.attention_flash(q, k, v, True, 0.3)
         assert torch.equal(out, ops.attention(q, k, v, None, True, 0.3)[0])
-        for have, want in zip(ops.attention_flash_backward(grad, q, k, v, out, lse, True, 0.3), ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3)):
+        for have, want in zip(
+            ops.attention_flash_backward(grad, q, k, v, out, lse, True, 0.3),
+            ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3),
+        ):
             assert torch.equal(have, want)
         a, b, into = torch.randn(5, 3), torch.randn(5, 4), torch.randn(3, 4)
         want = into + 0.5 * a.t() @ b
@@ -154,7 +198,9 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
 
 @served
 def test_the_build_leaves_inductors_search_for_instruction_sets_alone(monkeypatch):
-    """It is not made for two threads: both would add their finds to one list of flags, and the next process would miss every kernel."""
+    """It is not made for two threads: both would add their finds to one list of flags, and the next process would miss
+    every kernel.
+    """
     import threading
 
     from torch._inductor import codecache

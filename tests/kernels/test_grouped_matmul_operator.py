@@ -48,14 +48,29 @@ def test_values_in_every_type(counts, dtype, index):
     wide = accumulation_dtype(dtype)
     have = ops.grouped_matmul(x, weight, offsets(counts, index))
     assert have.dtype == dtype and have.is_contiguous()
-    torch.testing.assert_close(have, one_by_one(x.to(wide), weight.to(wide), counts).to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=20 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        have,
+        one_by_one(x.to(wide), weight.to(wide), counts).to(dtype),
+        rtol=2 * torch.finfo(dtype).eps,
+        atol=20 * torch.finfo(dtype).eps,
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.booleans(), st.booleans(), st.booleans())
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_any_sizes(counts, rest, k, n, transposed, need_x, need_weight):
     x = torch.randn(sum(counts) + rest, k, dtype=torch.double, requires_grad=need_x)
-    stored = torch.randn(len(counts), *((n, k) if transposed else (k, n)), dtype=torch.double, requires_grad=need_weight)
+    stored = torch.randn(
+        len(counts), *((n, k) if transposed else (k, n)), dtype=torch.double, requires_grad=need_weight
+    )
     weight = stored.transpose(1, 2) if transposed else stored
     have, want = ops.grouped_matmul(x, weight, offsets(counts)), one_by_one(x, weight, counts)
     torch.testing.assert_close(have, want)
@@ -69,18 +84,24 @@ def test_any_sizes(counts, rest, k, n, transposed, need_x, need_weight):
 def test_a_group_without_rows_has_a_zero_gradient_and_rows_without_a_group_too():
     x, weight = double(7, 5), double(3, 5, 4)
     ops.grouped_matmul(x, weight, offsets([3, 0, 2])).sum().backward()
-    assert weight.grad[1].eq(0).all() and weight.grad[0].ne(0).any() and x.grad[5:].eq(0).all() and x.grad[:5].ne(0).all()
+    assert (
+        weight.grad[1].eq(0).all() and weight.grad[0].ne(0).any() and x.grad[5:].eq(0).all() and x.grad[:5].ne(0).all()
+    )
 
 
 def test_only_the_gradient_that_is_needed_is_computed():
     x, weight = double(7, 5), double(3, 5, 4)
     for need_x, need_weight in ((True, False), (False, True), (True, True)):
         with FlopCounterMode(display=False) as counter:
-            ops.grouped_matmul(x.detach().requires_grad_(need_x), weight.detach().requires_grad_(need_weight), offsets([3, 0, 4])).sum().backward()
+            ops.grouped_matmul(
+                x.detach().requires_grad_(need_x), weight.detach().requires_grad_(need_weight), offsets([3, 0, 4])
+            ).sum().backward()
         assert counter.get_total_flops() == (1 + need_x + need_weight) * 2 * 7 * 5 * 4
 
 
 def test_the_weight_gradient_is_stored_as_the_weight():
     weight = torch.randn(3, 4, 5).transpose(1, 2)
-    _, dweight = ops.grouped_matmul_backward(torch.randn(7, 4), torch.randn(7, 5), weight, offsets([3, 0, 4]), False, True)
+    _, dweight = ops.grouped_matmul_backward(
+        torch.randn(7, 4), torch.randn(7, 5), weight, offsets([3, 0, 4]), False, True
+    )
     assert dweight.stride() == weight.stride()

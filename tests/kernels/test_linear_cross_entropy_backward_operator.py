@@ -30,7 +30,16 @@ def case(tokens, vocab, width, dtype=torch.float64, smoothing=0.0, bias=False, e
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 40), st.integers(2, 60), st.integers(1, 9), st.sampled_from([0.0, 0.1]), st.booleans(), st.booleans(), st.integers(0, 3), st.sampled_from([(8 * 7 * 5, 7), (2**20, 4096), (8, 1)]))
+@given(
+    st.integers(1, 40),
+    st.integers(2, 60),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.1]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+    st.sampled_from([(8 * 7 * 5, 7), (2**20, 4096), (8, 1)]),
+)
 def test_equals_autograd(tokens, vocab, width, smoothing, bias, extra, ignored, tiles):
     args, wanted = case(tokens, vocab, width, smoothing=smoothing, bias=bias, extra=extra, ignored=ignored)
     before = file.TILE, file.ROWS
@@ -48,7 +57,14 @@ def test_bfloat16_is_as_near_as_unfused(monkeypatch):
     monkeypatch.setattr(file, "TILE", 4 * 32 * 16)
     torch.manual_seed(0)
     args, wanted = case(64, 48, 32)
-    narrow = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() == 2 else a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    narrow = [
+        a.bfloat16()
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() == 2
+        else a.float()
+        if isinstance(a, torch.Tensor) and a.is_floating_point()
+        else a
+        for a in args
+    ]
     hidden, weight = (narrow[i].clone().requires_grad_() for i in (5, 6))
     narrow[1] = F.linear(hidden, weight).detach()
     narrow[3] = narrow[1].float().logsumexp(-1)

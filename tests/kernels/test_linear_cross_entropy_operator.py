@@ -35,7 +35,9 @@ def unfused(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss,
     logits = logits.float() if logits.itemsize == 2 else logits
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     kept = target != ignore_index
-    losses = F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    losses = F.cross_entropy(
+        logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
     losses = losses + z_loss * logits.logsumexp(-1) ** 2 * kept
     return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / kept.sum()}[reduction]
 
@@ -43,22 +45,31 @@ def unfused(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss,
 def assert_agrees(tensors, target, variant, reduction):
     """Loss and gradients are the unfused ones, in type, shape and value, for an upstream gradient that is not 1."""
     leaves = [x for x in tensors if x is not None and x.requires_grad]
-    have, want = ops.linear_cross_entropy(*tensors, target, *variant, reduction), unfused(*tensors, target, *variant, reduction)
+    have, want = (
+        ops.linear_cross_entropy(*tensors, target, *variant, reduction),
+        unfused(*tensors, target, *variant, reduction),
+    )
     upstream = torch.randn(want.shape, dtype=want.dtype) + 2
     results = [(have, want)]
     if leaves:
-        results += zip(torch.autograd.grad(have, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True)
+        results += zip(
+            torch.autograd.grad(have, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True
+        )
     for a, b in results:
         assert a.dtype == b.dtype and a.shape == b.shape
         assert (a - b).abs().max() <= TOLERANCE[tensors[0].dtype] * b.abs().max().clamp_min(1e-12)
 
 
-@pytest.mark.parametrize("variant", [PLAIN, (-100, 0.1, 0.0, 0.0), (-100, 0.0, 0.01, 0.0), (-100, 0.0, 0.0, 2.0), EVERYTHING])
+@pytest.mark.parametrize(
+    "variant", [PLAIN, (-100, 0.1, 0.0, 0.0), (-100, 0.0, 0.01, 0.0), (-100, 0.0, 0.0, 2.0), EVERYTHING]
+)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gradient(variant, reduction):
     *tensors, target = inputs()
     target = target.clamp_min(0) if variant[0] == 3 else target
-    assert torch.autograd.gradcheck(lambda *given: ops.linear_cross_entropy(*given, target, *variant, reduction), tensors)
+    assert torch.autograd.gradcheck(
+        lambda *given: ops.linear_cross_entropy(*given, target, *variant, reduction), tensors
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -74,7 +85,10 @@ def test_is_the_unfused_loss(dtype, bias, variant, reduction):
 def test_any_shape_and_any_frozen_parameter(data):
     tokens, hidden, vocab = (data.draw(st.integers(1, 9)) for _ in range(3))
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-    tensors = [torch.randn(*shape).to(dtype).requires_grad_(data.draw(st.booleans())) for shape in ((tokens, hidden), (vocab, hidden), (vocab,))]
+    tensors = [
+        torch.randn(*shape).to(dtype).requires_grad_(data.draw(st.booleans()))
+        for shape in ((tokens, hidden), (vocab, hidden), (vocab,))
+    ]
     tensors[2] = tensors[2] if data.draw(st.booleans()) else None
     target = torch.tensor(data.draw(st.lists(st.integers(0, vocab - 1), min_size=tokens, max_size=tokens)))
     ignore = data.draw(st.sampled_from([-100, int(target[0])]))
@@ -98,15 +112,30 @@ def test_either_library_of_matrix_products_and_either_way(monkeypatch, onednn, c
 
 def test_rules_of_custom_operators():
     hidden, weight, bias, target = inputs()
-    cases = [(ops.linear_cross_entropy.default, (hidden, weight, bias, target, *EVERYTHING, r)) for r in ("mean", "sum", "none")]
+    cases = [
+        (ops.linear_cross_entropy.default, (hidden, weight, bias, target, *EVERYTHING, r))
+        for r in ("mean", "sum", "none")
+    ]
     cases = [(op, (*args[:3], target.clamp_min(0), *args[4:])) for op, args in cases]
-    cases += [(ops.linear_cross_entropy_total.default, (hidden, weight, bias, target, *PLAIN, True, [True, True, True]))]
-    cases += [(ops.linear_cross_entropy_total.default, (hidden, weight.detach(), None, target, *PLAIN, False, [True, False, False]))]
+    cases += [
+        (ops.linear_cross_entropy_total.default, (hidden, weight, bias, target, *PLAIN, True, [True, True, True]))
+    ]
+    cases += [
+        (
+            ops.linear_cross_entropy_total.default,
+            (hidden, weight.detach(), None, target, *PLAIN, False, [True, False, False]),
+        )
+    ]
     cases += [(ops.linear_cross_entropy_tokens.default, (hidden, weight, bias, target, *PLAIN))]
     with torch.no_grad():
         plain = [x.detach() for x in (hidden, weight, bias)]
         cases += [(ops.linear_cross_entropy_total_backward.default, (torch.tensor(2.0), *plain))]
-        cases += [(ops.linear_cross_entropy_tokens_backward.default, (torch.randn(8).double(), *plain, target, *PLAIN, [True, False, True]))]
+        cases += [
+            (
+                ops.linear_cross_entropy_tokens_backward.default,
+                (torch.randn(8).double(), *plain, target, *PLAIN, [True, False, True]),
+            )
+        ]
     for op, args in cases:
         results = torch.library.opcheck(op, args, raise_exception=False)
         assert set(results.values()) == {"SUCCESS"}, (op, results)
@@ -119,7 +148,9 @@ def test_ignored_alone():
         have, want = (f(hidden, weight, None, target, *PLAIN, reduction) for f in (ops.linear_cross_entropy, unfused))
         assert have.isnan() == want.isnan() == (reduction == "mean")
         torch_s = F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
-        for a, b in zip(torch.autograd.grad(have, (hidden, weight)), torch.autograd.grad(torch_s, (hidden, weight)), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(have, (hidden, weight)), torch.autograd.grad(torch_s, (hidden, weight)), strict=True
+        ):
             assert torch.equal(a, b)
 
 
@@ -149,7 +180,9 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args))
-        self.largest = max([self.largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))])
+        self.largest = max(
+            [self.largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))]
+        )
         return out
 
 
@@ -168,7 +201,16 @@ def test_only_gradients_that_somebody_needs_are_computed():
         assert needed(hidden, weight, bias, target) == [False, False, False]
 
 
-@pytest.mark.parametrize("needed, products", [((False,) * 3, 1), ((True, False, False), 2), ((False, True, False), 2), ((False, False, True), 1), ((True,) * 3, 3)])
+@pytest.mark.parametrize(
+    "needed, products",
+    [
+        ((False,) * 3, 1),
+        ((True, False, False), 2),
+        ((False, True, False), 2),
+        ((False, False, True), 1),
+        ((True,) * 3, 3),
+    ],
+)
 def test_matrix_products_are_counted_as_they_are_done(needed, products):
     hidden, weight, bias, target = inputs()
     args = ([x.detach() for x in (hidden, weight, bias)], target.clamp_min(0))
@@ -197,7 +239,9 @@ def test_autocast_around_the_operator_changes_nothing():
     want = ops.linear_cross_entropy(*tensors, target)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         have = ops.linear_cross_entropy(*tensors, target)
-    for a, b in zip((have, *torch.autograd.grad(have, tensors)), (want, *torch.autograd.grad(want, tensors)), strict=True):
+    for a, b in zip(
+        (have, *torch.autograd.grad(have, tensors)), (want, *torch.autograd.grad(want, tensors)), strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -205,7 +249,10 @@ def test_float16_gradients_wait_for_the_loss_scale():
     hidden, weight, _, target = inputs(torch.float16, tokens=512, bias=False)
     with torch.no_grad():
         hidden.mul_(1e-3)  # the weight's gradient for an upstream gradient of 1 is below what float16 resolves
-    have, want = (f(x, w, None, target, *PLAIN, "mean") for f, x, w in ((ops.linear_cross_entropy, hidden, weight), (unfused, hidden.double(), weight.double())))
+    have, want = (
+        f(x, w, None, target, *PLAIN, "mean")
+        for f, x, w in ((ops.linear_cross_entropy, hidden, weight), (unfused, hidden.double(), weight.double()))
+    )
     a, b = (torch.autograd.grad(loss, weight, torch.tensor(2.0**14, dtype=loss.dtype))[0] for loss in (have, want))
     assert (a - b).abs().max() <= 5e-3 * b.abs().max()
 

@@ -24,13 +24,26 @@ def both(logits, target, upstream, smoothing, z_loss, softcap):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
     exact = logits.double().requires_grad_()
     capped = softcap * torch.tanh(exact / softcap) if softcap else exact
-    want = F.cross_entropy(capped, target, reduction="none", label_smoothing=smoothing) + z_loss * capped.logsumexp(-1) ** 2
-    (grad,) = torch.autograd.grad(want, exact, torch.ones(len(logits)).double() if upstream is None else upstream.double())
+    want = (
+        F.cross_entropy(capped, target, reduction="none", label_smoothing=smoothing)
+        + z_loss * capped.logsumexp(-1) ** 2
+    )
+    (grad,) = torch.autograd.grad(
+        want, exact, torch.ones(len(logits)).double() if upstream is None else upstream.double()
+    )
     return (losses, d), (want.detach(), grad)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(1, 5), st.integers(1, 300), st.booleans(), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.01]), st.sampled_from([0.0, 5.0]), st.sampled_from([0.1, 3.0, 60.0]))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 300),
+    st.booleans(),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.0, 0.01]),
+    st.sampled_from([0.0, 5.0]),
+    st.sampled_from([0.1, 3.0, 60.0]),
+)
 def test_losses_and_gradients(rows, vocab, scaled, smoothing, z_loss, softcap, spread):
     torch.manual_seed(rows * vocab)
     logits, target = torch.randn(rows, vocab) * spread, torch.randint(0, vocab, (rows,))
@@ -43,7 +56,9 @@ def test_classes_that_cannot_be():
     logits, target = torch.randn(2, 130), torch.tensor([3, 129])
     logits[:, 40:90] = float("-inf")
     (losses, d), (want, grad) = both(logits, target, None, 0.0, 0.0, 0.0)
-    assert torch.allclose(losses.double(), want) and torch.allclose(d.double(), grad, atol=1e-6) and not d[:, 40:90].any()
+    assert (
+        torch.allclose(losses.double(), want) and torch.allclose(d.double(), grad, atol=1e-6) and not d[:, 40:90].any()
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -52,7 +67,13 @@ def test_what_is_no_number_stays_none(bad, at):
     logits = torch.randn(2, 130)
     logits[0, at] = bad
     (losses, d), (want, grad) = both(logits, torch.tensor([3, 3]), None, 0.0, 0.0, 0.0)
-    assert losses[0].isnan() and want[0].isnan() and d[0].isnan().any() and not losses[1].isnan() and not d[1].isnan().any()
+    assert (
+        losses[0].isnan()
+        and want[0].isnan()
+        and d[0].isnan().any()
+        and not losses[1].isnan()
+        and not d[1].isnan().any()
+    )
 
 
 def test_chunks_hold_what_a_cache_holds_or_rows_enough():

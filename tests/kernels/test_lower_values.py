@@ -1,4 +1,6 @@
-"""A reference inlined where nodes share values: the trace must know the operands apart, and a kept trace must fit its next call."""
+"""A reference inlined where nodes share values: the trace must know the operands apart, and a kept trace must fit its
+next call.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ def graph_of(*calls, shared=False):
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-@pytest.mark.parametrize("calls, shared", [([(0, 1)], True), ([(0, 0), (0, 1), (1, 0)], False), ([(0, 1), (1, 1)], True)])
+@pytest.mark.parametrize(
+    "calls, shared", [([(0, 1)], True), ([(0, 0), (0, 1), (1, 0)], False), ([(0, 1), (1, 1)], True)]
+)
 def test_operands_stay_apart(calls, shared):
     gm = graph_of(*calls, shared=shared)
     lower(gm, "cpu", "forward", inline_references=True)

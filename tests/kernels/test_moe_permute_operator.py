@@ -55,7 +55,10 @@ def test_16_bit_tokens_are_summed_in_float32(dtype):
     rows, probs = torch.randn(32, 8).to(dtype), torch.rand(8, 4)
     sorted_indices = torch.randperm(32)
     exact = (rows.double()[sorted_indices].view(8, 4, 8) * probs.double().unsqueeze(-1)).sum(1)
-    both, narrow = ops.moe_unpermute(rows, sorted_indices, probs), ops.moe_unpermute(rows, sorted_indices, probs.to(dtype))
+    both, narrow = (
+        ops.moe_unpermute(rows, sorted_indices, probs),
+        ops.moe_unpermute(rows, sorted_indices, probs.to(dtype)),
+    )
     assert both.dtype == torch.float32 and narrow.dtype == dtype
     torch.testing.assert_close(both.double(), exact, rtol=1e-5, atol=1e-5)
     exact = (rows.double()[sorted_indices].view(8, 4, 8) * probs.to(dtype).double().unsqueeze(-1)).sum(1)
@@ -64,18 +67,27 @@ def test_16_bit_tokens_are_summed_in_float32(dtype):
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_routing_map(k):
-    """As Megatron's: tokens expert by expert, the probability of each, and the way back by the operator that lists have too."""
+    """As Megatron's: tokens expert by expert, the probability of each, and the way back by the operator that lists have
+    too.
+    """
     tokens, probs, marked = double(5, 4), double(5, 6), torch.rand(5, 6).argsort(-1) < k
     permuted, share, places = ops.moe_permute_map(tokens, marked, probs, k)
     expert, token = marked.t().nonzero(as_tuple=True)
     assert torch.equal(permuted, tokens[token]) and torch.equal(share, probs[token, expert])
     assert torch.equal(permuted[places], tokens.repeat_interleave(k, 0))
-    torch.testing.assert_close(ops.moe_unpermute(permuted * share[:, None], places, None, k), tokens * (probs * marked).sum(1, keepdim=True))
+    torch.testing.assert_close(
+        ops.moe_unpermute(permuted * share[:, None], places, None, k), tokens * (probs * marked).sum(1, keepdim=True)
+    )
     assert torch.autograd.gradcheck(lambda t, p: ops.moe_permute_map(t, marked, p, k)[:2], (tokens, probs))
-    for op, args in ((ops.moe_permute_map.default, (tokens, marked, probs, k)), (ops.moe_permute_map_backward.default, (permuted.detach(), share.detach(), places, marked, k))):
+    for op, args in (
+        (ops.moe_permute_map.default, (tokens, marked, probs, k)),
+        (ops.moe_permute_map_backward.default, (permuted.detach(), share.detach(), places, marked, k)),
+    ):
         assert set(torch.library.opcheck(op, args, raise_exception=False).values()) == {"SUCCESS"}
 
 
 def test_a_routing_map_without_tokens():
-    permuted, share, places = ops.moe_permute_map(torch.empty(0, 4), torch.empty(0, 3, dtype=torch.bool), torch.empty(0, 3), 2)
+    permuted, share, places = ops.moe_permute_map(
+        torch.empty(0, 4), torch.empty(0, 3, dtype=torch.bool), torch.empty(0, 3), 2
+    )
     assert permuted.shape == (0, 4) and share.shape == places.shape == (0,)

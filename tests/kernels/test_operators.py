@@ -1,4 +1,6 @@
-"""Every operator: gradients against finite differences, the rules of torch's custom operators, kernels against the reference."""
+"""Every operator: gradients against finite differences, the rules of torch's custom operators, kernels against the
+reference.
+"""
 
 import itertools
 
@@ -17,12 +19,24 @@ ops = torch.ops.mindspeed
 def cases():
     target = torch.tensor([1, 2, -100, 0])
     for cast_first, weight in itertools.product((True, False), (True, False)):
-        yield f"rms_norm-{cast_first}-{weight}", ops.rms_norm.default, (double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first)
-        yield f"add_rms_norm-{cast_first}-{weight}", ops.add_rms_norm.default, (double(2, 3, 8), double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first)
+        yield (
+            f"rms_norm-{cast_first}-{weight}",
+            ops.rms_norm.default,
+            (double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first),
+        )
+        yield (
+            f"add_rms_norm-{cast_first}-{weight}",
+            ops.add_rms_norm.default,
+            (double(2, 3, 8), double(2, 3, 8), double(8) if weight else None, 1e-5, cast_first),
+        )
     for weight, bias in itertools.product((True, False), repeat=2):
         parameters = double(8) if weight else None, double(8) if bias else None
         yield f"layer_norm-{weight}-{bias}", ops.layer_norm.default, (double(2, 3, 8), *parameters, 1e-5)
-        yield f"add_layer_norm-{weight}-{bias}", ops.add_layer_norm.default, (double(2, 3, 8), double(2, 3, 8), *parameters, 1e-5)
+        yield (
+            f"add_layer_norm-{weight}-{bias}",
+            ops.add_layer_norm.default,
+            (double(2, 3, 8), double(2, 3, 8), *parameters, 1e-5),
+        )
     yield "swiglu-packed", ops.swiglu.default, (double(3, 8),)
     yield "swiglu-two", ops.swiglu.default, (double(3, 4), double(3, 4))
     for gated in glu.ACTIVATIONS:
@@ -31,37 +45,96 @@ def cases():
     for kind in activation.KINDS:
         yield f"activation-{kind}", ops.activation.default, (double(3, 4), kind)
     for interleaved in (True, False):
-        yield f"clipped_swiglu-packed-{interleaved}", ops.clipped_swiglu.default, (double(3, 8), None, 1.702, 0.8, 1.0, interleaved)
+        yield (
+            f"clipped_swiglu-packed-{interleaved}",
+            ops.clipped_swiglu.default,
+            (double(3, 8), None, 1.702, 0.8, 1.0, interleaved),
+        )
     yield "clipped_swiglu-two", ops.clipped_swiglu.default, (double(3, 4), double(3, 4), 1.0, 0.5, 0.0, False)
     yield "weighted_swiglu-packed", ops.weighted_swiglu.default, (double(3, 8), None, double(3, 1))
     yield "weighted_swiglu-two", ops.weighted_swiglu.default, (double(3, 4), double(3, 4), double(3, 1))
     for interleaved in (True, False):
-        yield f"rope-{interleaved}", ops.rope.default, (double(2, 2, 3, 8), double(3, 8), double(1, 1, 3, 8), interleaved)
+        yield (
+            f"rope-{interleaved}",
+            ops.rope.default,
+            (double(2, 2, 3, 8), double(3, 8), double(1, 1, 3, 8), interleaved),
+        )
         for turned, weight in ((8, True), (4, True), (8, False)):
             angles = double(3, turned, grad=False), double(1, 1, 3, turned, grad=False)
             x, weight = double(2, 3, 2, 8), double(8) if weight else None
-            yield f"qk_norm_rope-{interleaved}-{turned}-{weight is not None}", ops.qk_norm_rope.default, (x.transpose(1, 2), weight, *angles, 1e-5, True, interleaved)
+            yield (
+                f"qk_norm_rope-{interleaved}-{turned}-{weight is not None}",
+                ops.qk_norm_rope.default,
+                (x.transpose(1, 2), weight, *angles, 1e-5, True, interleaved),
+            )
     for heads, causal in itertools.product((4, 2, 1), (True, False)):
-        yield f"attention-{heads}-{causal}", ops.attention.default, (double(1, 4, 5, 4), double(1, heads, 5, 4), double(1, heads, 5, 4), None, causal, 0.4)
+        yield (
+            f"attention-{heads}-{causal}",
+            ops.attention.default,
+            (double(1, 4, 5, 4), double(1, heads, 5, 4), double(1, heads, 5, 4), None, causal, 0.4),
+        )
     keep = torch.rand(1, 1, 5, 6) < 0.7
     keep[..., 0] = True
-    yield "attention-mask", ops.attention.default, (double(2, 2, 5, 4), double(2, 2, 6, 4), double(2, 2, 6, 3), keep, False, 0.5)
-    yield "attention-bias", ops.attention.default, (double(1, 2, 5, 4), double(1, 2, 6, 4), double(1, 2, 6, 4), torch.randn(5, 6, dtype=torch.double)[None, None], False, 0.5)
+    yield (
+        "attention-mask",
+        ops.attention.default,
+        (double(2, 2, 5, 4), double(2, 2, 6, 4), double(2, 2, 6, 3), keep, False, 0.5),
+    )
+    yield (
+        "attention-bias",
+        ops.attention.default,
+        (
+            double(1, 2, 5, 4),
+            double(1, 2, 6, 4),
+            double(1, 2, 6, 4),
+            torch.randn(5, 6, dtype=torch.double)[None, None],
+            False,
+            0.5,
+        ),
+    )
     for shape, kv_heads, softcap in (((2, 1, 6), 2, 0.0), ((1, 2, 5, 6), 1, 1.5)):
         q, k, v = double(1, 2, 5, 4), double(1, kv_heads, 6, 4), double(1, kv_heads, 6, 3)
-        yield f"attention-trained-bias-{kv_heads}", ops.attention.default, (q, k, v, double(*shape), False, 0.5, 0, softcap)
-    yield "attention-sinks-by-query", ops.attention.default, (*(double(1, 2, 4, 4) for _ in range(3)), None, True, 0.7, 0, 0.0, double(1, 2, 4))
+        yield (
+            f"attention-trained-bias-{kv_heads}",
+            ops.attention.default,
+            (q, k, v, double(*shape), False, 0.5, 0, softcap),
+        )
+    yield (
+        "attention-sinks-by-query",
+        ops.attention.default,
+        (*(double(1, 2, 4, 4) for _ in range(3)), None, True, 0.7, 0, 0.0, double(1, 2, 4)),
+    )
     for window, softcap, sinks in ((2, 0.0, False), (0, 1.5, False), (3, 1.5, True), (0, 0.0, True)):
-        yield f"attention-{window}-{softcap}-{sinks}", ops.attention.default, (
-            double(1, 2, 4, 4), double(1, 1, 4, 4), double(1, 1, 4, 3), None, True, 0.7, window, softcap, double(2) if sinks else None,
-        )  # fmt: skip
+        yield (
+            f"attention-{window}-{softcap}-{sinks}",
+            ops.attention.default,
+            (
+                double(1, 2, 4, 4),
+                double(1, 1, 4, 4),
+                double(1, 1, 4, 3),
+                None,
+                True,
+                0.7,
+                window,
+                softcap,
+                double(2) if sinks else None,
+            ),
+        )
     for kv_heads, window, softcap in ((2, 0, 0.0), (1, 2, 1.5)):
         q, k, v = double(1, 2, 4, 4), double(1, kv_heads, 4, 4), double(1, kv_heads, 4, 3)
-        yield f"attention_dropout-{kv_heads}-{window}", ops.attention_dropout.default, (q, k, v, torch.rand(1, 2, 4, 4) < 0.6, 0.7, window, softcap, 0.4)
+        yield (
+            f"attention_dropout-{kv_heads}-{window}",
+            ops.attention_dropout.default,
+            (q, k, v, torch.rand(1, 2, 4, 4) < 0.6, 0.7, window, softcap, 0.4),
+        )
     for smoothing in (0.0, 0.1):
         yield f"cross_entropy-{smoothing}", ops.cross_entropy.default, (double(4, 7), target, -100, smoothing)
     for softcap, sums in ((0.0, True), (2.0, False)):
-        yield f"linear_logsumexp-{softcap}-{sums}", ops.linear_logsumexp.default, (double(4, 5), double(7, 5), double(7) if sums else None, torch.tensor([1, -1, -2, 6]), softcap, sums)
+        yield (
+            f"linear_logsumexp-{softcap}-{sums}",
+            ops.linear_logsumexp.default,
+            (double(4, 5), double(7, 5), double(7) if sums else None, torch.tensor([1, -1, -2, 6]), softcap, sums),
+        )
 
 
 CASES = list(cases())
@@ -90,13 +163,21 @@ def layout(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads, causal, mask", [(4, True, None), (2, True, None), (1, False, None), (2, False, "bool"), (4, False, "bias")])
+@pytest.mark.parametrize(
+    "heads, causal, mask", [(4, True, None), (2, True, None), (1, False, None), (2, False, "bool"), (4, False, "bias")]
+)
 @pytest.mark.parametrize("stored", ["bsnd", "bnsd"])
 def test_cpu_attention_kernel_is_the_reference(dtype, heads, causal, mask, stored):
-    q, k, v, grad = (torch.randn(2, s, n, 16).transpose(1, 2).to(dtype) for s, n in ((9, 4), (9, heads), (9, heads), (9, 4)))
+    q, k, v, grad = (
+        torch.randn(2, s, n, 16).transpose(1, 2).to(dtype) for s, n in ((9, 4), (9, heads), (9, heads), (9, 4))
+    )
     if stored == "bnsd":
         q, k, v, grad = (x.contiguous() for x in (q, k, v, grad))
-    given = {None: None, "bool": torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(2), "bias": torch.randn(1, 1, 9, 9).to(dtype)}[mask]
+    given = {
+        None: None,
+        "bool": torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(2),
+        "bias": torch.randn(1, 1, 9, 9).to(dtype),
+    }[mask]
     operator, backward = kernels.REGISTRY[ops.attention.default], kernels.REGISTRY[ops.attention_backward.default]
     args = (q, k, v, given, causal, 0.25)
     kernel, reasons = operator.choose("cpu", args, {})
@@ -114,18 +195,27 @@ def test_cpu_attention_kernel_is_the_reference(dtype, heads, causal, mask, store
 
 @pytest.mark.parametrize("seq", [1, 64, 200])
 @pytest.mark.parametrize("kv_heads, v_dim", [(4, 16), (2, 8), (1, 24)])
-@pytest.mark.parametrize("window, softcap, budget", [(0, 0.0, 1), (0, 0.0, 2**20), (1, 0.0, 2**20), (7, 2.0, 1), (64, 0.0, 2**20), (100, 3.0, 2**20), (300, 0.0, 1)])
+@pytest.mark.parametrize(
+    "window, softcap, budget",
+    [(0, 0.0, 1), (0, 0.0, 2**20), (1, 0.0, 2**20), (7, 2.0, 1), (64, 0.0, 2**20), (100, 3.0, 2**20), (300, 0.0, 1)],
+)
 def test_attention_in_blocks_is_the_reference(monkeypatch, seq, kv_heads, v_dim, window, softcap, budget):
     monkeypatch.setattr(attention_blocked, "SCORES", budget)  # 1: a batch at a time
     shapes = ((4, 16), (kv_heads, 16), (kv_heads, v_dim), (4, v_dim))
     q, k, v, grad = (torch.randn(3, seq, n, d, dtype=torch.double).transpose(1, 2) for n, d in shapes)
     out, lse = ops.attention(q, k, v, None, True, 0.25, window, softcap)
     want = [out, lse, *ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.25, window, softcap)]
-    have = [*ops.attention_blocked(q, k, v, 0.25, window, softcap), *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap)]
+    have = [
+        *ops.attention_blocked(q, k, v, 0.25, window, softcap),
+        *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap),
+    ]
     keep, p = torch.rand(3, 4, seq, seq) < 0.7, 0.3
     out, lse = ops.attention_dropout(q, k, v, keep, 0.25, window, softcap, p)
     want += [out, lse, *ops.attention_dropout_backward(grad, q, k, v, out, lse, keep, 0.25, window, softcap, p)]
-    have += [*ops.attention_blocked(q, k, v, 0.25, window, softcap, keep, p), *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap, keep, p)]
+    have += [
+        *ops.attention_blocked(q, k, v, 0.25, window, softcap, keep, p),
+        *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap, keep, p),
+    ]
     for h, w in zip(have, want, strict=True):
         assert layout(h) == layout(w)
         torch.testing.assert_close(h, w)
@@ -138,7 +228,11 @@ def test_attention_in_blocks_computes_16_bit_inputs_in_float32(dtype):
     grads = ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, 40, 5.0)
     wide = [x.double() for x in (q, k, v, grad)]
     out64, lse64 = ops.attention(*wide[:3], None, True, 0.25, 40, 5.0)
-    for h, w in zip((out, *grads), (out64, *ops.attention_backward(wide[3], *wide[:3], out64, lse64, None, True, 0.25, 40, 5.0)), strict=True):
+    for h, w in zip(
+        (out, *grads),
+        (out64, *ops.attention_backward(wide[3], *wide[:3], out64, lse64, None, True, 0.25, 40, 5.0)),
+        strict=True,
+    ):
         assert h.dtype == dtype
         assert (h.double() - w).abs().max() <= 2 * torch.finfo(dtype).eps * w.abs().max()
 
@@ -155,7 +249,9 @@ def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, bu
     q, k, v, grad = (torch.empty(1, 4, seq, 16, dtype=dtype, device="meta") for _ in range(4))
     given = (None, True, 0.25, options.get("window", 0), options.get("softcap", 0.0))
     assert forward in kernels.REGISTRY[ops.attention.default].choose("cpu", (q, k, v, *given), {})[0].kernel
-    lowering, reasons = kernels.REGISTRY[ops.attention_backward.default].choose("cpu", (grad, q, k, v, grad, q[..., 0].float(), *given), {})
+    lowering, reasons = kernels.REGISTRY[ops.attention_backward.default].choose(
+        "cpu", (grad, q, k, v, grad, q[..., 0].float(), *given), {}
+    )
     assert backward in lowering.kernel
 
 
@@ -198,18 +294,27 @@ def test_where_generated_code_is_as_good_the_layer_norm_kernel_is_not_taken():
     def chosen(shape, codegen, dtype=torch.float32):
         x, w = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[-1:], dtype=dtype, device="meta")
         forward = kernels.REGISTRY[ops.layer_norm.default].choose("cpu", (x, w, w, 1e-5), {}, codegen)
-        backward = kernels.REGISTRY[ops.layer_norm_backward.default].choose("cpu", (x, x, w, x[..., :1], x[..., :1], True, True), {}, codegen)
+        backward = kernels.REGISTRY[ops.layer_norm_backward.default].choose(
+            "cpu", (x, x, w, x[..., :1], x[..., :1], True, True), {}, codegen
+        )
         return [lowering is not None for lowering, _ in (forward, backward)], " ".join((*forward[1], *backward[1]))
 
     assert chosen((1024, 512), True)[0] == [True, True] and chosen((64, 512), False)[0] == [True, True]
     assert chosen((64, 512), True)[0] == [False, False] and "fewer than" in chosen((64, 512), True)[1]
     assert chosen((1024, 512), True, torch.bfloat16)[0] == [False, False]
-    assert chosen((1024, 512), False, torch.bfloat16)[0] == [True, False] and "in 16 bits" in chosen((64, 512), False, torch.bfloat16)[1]
+    assert (
+        chosen((1024, 512), False, torch.bfloat16)[0] == [True, False]
+        and "in 16 bits" in chosen((64, 512), False, torch.bfloat16)[1]
+    )
 
 
 def test_a_kernel_that_cannot_says_why():
     operator = kernels.REGISTRY[ops.attention.default]
-    kernel, reasons = operator.choose("cpu", (torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5), torch.ones(3, 3) > 0, False, 1.0), {})
+    kernel, reasons = operator.choose(
+        "cpu",
+        (torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5), torch.ones(3, 3) > 0, False, 1.0),
+        {},
+    )
     assert kernel is None and reasons[0].endswith("in C++: a mask") and "head_dim of v (5) is larger" in reasons[1]
 
 

@@ -1,4 +1,5 @@
-"""The Triton kernels: values in Triton's interpreter, code for real devices by offline compilation, both on CPU; and on CUDA.
+"""The Triton kernels: values in Triton's interpreter, code for real devices by offline compilation, both on CPU; and on
+CUDA.
 
 What imports triton runs in processes of its own (triton_worker.py). They find it installed, or in the directory that
 MINDSPEED_FX_TRITON names, which keeps it out of every other test:
@@ -24,9 +25,36 @@ from tests.kernels import triton_cases as cases
 HERE = pathlib.Path(__file__).parent
 NAMED = os.environ.get("MINDSPEED_FX_TRITON", "")
 FOUND = NAMED if os.path.isdir(os.path.join(NAMED, "triton")) else None
-needs_triton = pytest.mark.skipif(not FOUND and importlib.util.find_spec("triton") is None, reason="triton is not installed, nor named by MINDSPEED_FX_TRITON")
+needs_triton = pytest.mark.skipif(
+    not FOUND and importlib.util.find_spec("triton") is None,
+    reason="triton is not installed, nor named by MINDSPEED_FX_TRITON",
+)
 
-KERNELS = {"rms_norm_forward", "rms_norm_forward_wide", "rms_norm_backward", "rms_norm_backward_wide", "rms_norm_weight_gradient", "rope_rotate", "qk_norm_rope_forward", "qk_norm_rope_backward", "cross_entropy_forward", "cross_entropy_backward", "dropout_add_forward", "dropout_add_backward", "glu_forward", "glu_backward", "layer_norm_forward", "layer_norm_forward_wide", "layer_norm_backward", "layer_norm_backward_wide", "layer_norm_parameter_gradients", "moe_combine_forward", "moe_combine_backward", "cross_entropy_chunk", "adamw_step"}
+KERNELS = {
+    "rms_norm_forward",
+    "rms_norm_forward_wide",
+    "rms_norm_backward",
+    "rms_norm_backward_wide",
+    "rms_norm_weight_gradient",
+    "rope_rotate",
+    "qk_norm_rope_forward",
+    "qk_norm_rope_backward",
+    "cross_entropy_forward",
+    "cross_entropy_backward",
+    "dropout_add_forward",
+    "dropout_add_backward",
+    "glu_forward",
+    "glu_backward",
+    "layer_norm_forward",
+    "layer_norm_forward_wide",
+    "layer_norm_backward",
+    "layer_norm_backward_wide",
+    "layer_norm_parameter_gradients",
+    "moe_combine_forward",
+    "moe_combine_backward",
+    "cross_entropy_chunk",
+    "adamw_step",
+}
 
 
 SPILLED = 8
@@ -41,7 +69,9 @@ SHARED = 99 * 1024
 def run_worker(mode):
     paths = [os.path.abspath(FOUND)] if FOUND else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(HERE.parents[1])])}
-    return subprocess.run([sys.executable, str(HERE / "triton_worker.py"), mode], env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(HERE / "triton_worker.py"), mode], env=env, capture_output=True, text=True
+    )
 
 
 def worker(mode):
@@ -68,7 +98,17 @@ def test_where_the_norm_is_rounded(weight):
 
 @needs_triton
 def test_no_rows():
-    assert worker("interpret")["without_rows"] == [[0, 64], [0, 1], [0, 64], [64], [9000], [0, 32], [0], [0], [0, 1, 64]]
+    assert worker("interpret")["without_rows"] == [
+        [0, 64],
+        [0, 1],
+        [0, 64],
+        [64],
+        [9000],
+        [0, 32],
+        [0],
+        [0],
+        [0, 1, 64],
+    ]
 
 
 @needs_triton
@@ -117,23 +157,30 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("name, args, reason", [
-    ("rms_norm", (meta(4, 8), meta(8), 1e-5, True), None),
-    ("rms_norm", (meta(4, 16)[:, :8], None, 1e-5, True), None),
-    ("rms_norm", (meta(4, 8, dtype=torch.float64), None, 1e-5, True), "x is float64"),
-    ("rms_norm", (meta(8, 4).t(), None, 1e-5, True), "rows of x"),
-    ("rms_norm", (meta(3, 4, 8).transpose(0, 1), None, 1e-5, True), "rows of x"),
-    ("rms_norm_backward", (meta(1).expand(4, 8), meta(4, 8), None, meta(4, 1, dtype=torch.float32), True, False), "rows of grad"),
-    ("swiglu", (meta(4, 16),), None),
-    ("swiglu", (meta(4, 2**18 + 2),), "262146 elements"),
-    ("swiglu_backward", (meta(4, 8), meta(4, 8), meta(8, 4).t()), "rows of up"),
-    ("rope", (meta(2, 6, 4, 8).transpose(1, 2), meta(6, 8), meta(6, 8), False), None),
-    ("rope", (meta(2, 2, 4, 6, 8), meta(6, 8), meta(6, 8), False), "leading dimensions"),
-    ("rope", (meta(6, 2048), meta(6, 2048), meta(6, 2048), False), "heads of 2048"),
-    ("rope_backward", (meta(6, 8), meta(6, 8), meta(6, 8), meta(6, 8), False, True), "angles have gradients"),
-    ("cross_entropy", (meta(4, 2**18), meta(4, dtype=torch.int64), -100, 0.1), None),
-    ("cross_entropy", (meta(4, 2**18 + 1), meta(4, dtype=torch.int64), -100, 0.1), "262145 elements"),
-])
+@pytest.mark.parametrize(
+    "name, args, reason",
+    [
+        ("rms_norm", (meta(4, 8), meta(8), 1e-5, True), None),
+        ("rms_norm", (meta(4, 16)[:, :8], None, 1e-5, True), None),
+        ("rms_norm", (meta(4, 8, dtype=torch.float64), None, 1e-5, True), "x is float64"),
+        ("rms_norm", (meta(8, 4).t(), None, 1e-5, True), "rows of x"),
+        ("rms_norm", (meta(3, 4, 8).transpose(0, 1), None, 1e-5, True), "rows of x"),
+        (
+            "rms_norm_backward",
+            (meta(1).expand(4, 8), meta(4, 8), None, meta(4, 1, dtype=torch.float32), True, False),
+            "rows of grad",
+        ),
+        ("swiglu", (meta(4, 16),), None),
+        ("swiglu", (meta(4, 2**18 + 2),), "262146 elements"),
+        ("swiglu_backward", (meta(4, 8), meta(4, 8), meta(8, 4).t()), "rows of up"),
+        ("rope", (meta(2, 6, 4, 8).transpose(1, 2), meta(6, 8), meta(6, 8), False), None),
+        ("rope", (meta(2, 2, 4, 6, 8), meta(6, 8), meta(6, 8), False), "leading dimensions"),
+        ("rope", (meta(6, 2048), meta(6, 2048), meta(6, 2048), False), "heads of 2048"),
+        ("rope_backward", (meta(6, 8), meta(6, 8), meta(6, 8), meta(6, 8), False, True), "angles have gradients"),
+        ("cross_entropy", (meta(4, 2**18), meta(4, dtype=torch.int64), -100, 0.1), None),
+        ("cross_entropy", (meta(4, 2**18 + 1), meta(4, dtype=torch.int64), -100, 0.1), "262145 elements"),
+    ],
+)
 def test_when_a_kernel_is_refused(monkeypatch, name, args, reason):
     monkeypatch.setattr(triton, "missing", lambda: None)
     lowering, reasons = REGISTRY[getattr(torch.ops.mindspeed, name).default].choose("cuda", args, {})
@@ -144,7 +191,9 @@ def test_without_triton(monkeypatch):
     hide = "import sys; sys.modules['triton'] = None; import mindspeed_fx.kernels"
     assert subprocess.run([sys.executable, "-c", hide], cwd=HERE.parents[1]).returncode == 0
     monkeypatch.setattr(triton, "missing", lambda: "triton is not installed")
-    lowering, reasons = REGISTRY[torch.ops.mindspeed.rms_norm.default].choose("cuda", (meta(4, 8), None, 1e-5, True), {})
+    lowering, reasons = REGISTRY[torch.ops.mindspeed.rms_norm.default].choose(
+        "cuda", (meta(4, 8), None, 1e-5, True), {}
+    )
     assert lowering is None and "triton is not installed" in reasons[0]
 
 
@@ -167,7 +216,12 @@ def test_values_on_cuda(case, dtype):
 @pytest.mark.parametrize("weight", [torch.float16, torch.float32], ids=str)
 def test_where_the_norm_is_rounded_on_cuda(weight):
     shares = cases.equal_shares(weight, "cuda")
-    assert shares["True-True"] > 0.99 and shares["False-False"] > 0.99 and shares["True-False"] < 0.9 and shares["False-True"] < 0.9, shares
+    assert (
+        shares["True-True"] > 0.99
+        and shares["False-False"] > 0.99
+        and shares["True-False"] < 0.9
+        and shares["False-True"] < 0.9
+    ), shares
 
 
 @cuda

@@ -22,7 +22,14 @@ def measured_here(monkeypatch):
 
 @served
 @settings(max_examples=40, deadline=None)
-@given(SIZES, SIZES, st.sampled_from([0, 1, 9, 255, 256, 257, 600]), st.sampled_from([1.0, -0.5]), st.booleans(), st.sampled_from([1, 2, 5]))
+@given(
+    SIZES,
+    SIZES,
+    st.sampled_from([0, 1, 9, 255, 256, 257, 600]),
+    st.sampled_from([1.0, -0.5]),
+    st.booleans(),
+    st.sampled_from([1, 2, 5]),
+)
 def test_is_the_product(m, n, k, scale, add, threads):
     torch.set_num_threads(threads)
     a, b, out = torch.randn(k, m), torch.randn(k, n), torch.randn(m, n)
@@ -51,7 +58,9 @@ def test_what_it_does_not_take_has_a_reason(monkeypatch):
 @served
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_gradient_of_a_linear_layer_runs_on_it(monkeypatch, dynamic):
-    model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.ReLU(), torch.nn.Linear(512, 256, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 512, bias=False), torch.nn.ReLU(), torch.nn.Linear(512, 256, bias=False)
+    )
     calls, run = [], weight_gradient.weight_gradient
     monkeypatch.setattr(weight_gradient, "weight_gradient", lambda *args: calls.append(args[0].shape) or run(*args))
     torch._dynamo.reset()

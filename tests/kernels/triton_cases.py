@@ -1,4 +1,6 @@
-"""Arguments for the Triton kernels, and their distance from the operators' float64 references; used on CPU and CUDA alike."""
+"""Arguments for the Triton kernels, and their distance from the operators' float64 references; used on CPU and CUDA
+alike.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,19 @@ class Case:
     """What float32 results are made from was rounded to the type of the inputs on its way."""
 
 
-def rms_norm(name: str, rows: int, hidden: int, weight: bool = True, cast_first: bool = False, strided: bool = False) -> Case:
+def rms_norm(
+    name: str, rows: int, hidden: int, weight: bool = True, cast_first: bool = False, strided: bool = False
+) -> Case:
     def make(new):
         x = new(rows, 2 * hidden)[:, hidden:] if strided else new(rows, hidden)
         return x, new(hidden) if weight else None, 1e-5, cast_first
 
-    return Case(f"rms_norm-{name}", "rms_norm", make, lambda args, out, grad: (grad, args[0], args[1], out[1], cast_first, weight))
+    return Case(
+        f"rms_norm-{name}",
+        "rms_norm",
+        make,
+        lambda args, out, grad: (grad, args[0], args[1], out[1], cast_first, weight),
+    )
 
 
 def exact_sum(x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +50,15 @@ def exact_sum(x: torch.Tensor) -> torch.Tensor:
     return (x * 8).round() / 8
 
 
-def add_rms_norm(name: str, rows: int, hidden: int, weight: bool = True, cast_first: bool = False, strided: bool = False, used: bool = True) -> Case:
+def add_rms_norm(
+    name: str,
+    rows: int,
+    hidden: int,
+    weight: bool = True,
+    cast_first: bool = False,
+    strided: bool = False,
+    used: bool = True,
+) -> Case:
     def make(new):
         residual = new(rows, 2 * hidden)[:, hidden:] if strided else new(rows, hidden)
         return exact_sum(new(rows, hidden)), exact_sum(residual), new(hidden) if weight else None, 1e-5, cast_first
@@ -52,19 +69,31 @@ def add_rms_norm(name: str, rows: int, hidden: int, weight: bool = True, cast_fi
     return Case(f"add_rms_norm-{name}", "add_rms_norm", make, backward)
 
 
-def layer_norm(name: str, rows: int, hidden: int, weight: bool = True, bias: bool = True, strided: bool = False) -> Case:
+def layer_norm(
+    name: str, rows: int, hidden: int, weight: bool = True, bias: bool = True, strided: bool = False
+) -> Case:
     def make(new):
         x = new(rows, 2 * hidden)[:, hidden:] if strided else new(rows, hidden)
         return x + 3, new(hidden) if weight else None, new(hidden) if bias else None, 1e-5
 
-    return Case(f"layer_norm-{name}", "layer_norm", make, lambda args, out, grad: (grad, args[0], args[1], *out[1:], weight, bias))
+    return Case(
+        f"layer_norm-{name}",
+        "layer_norm",
+        make,
+        lambda args, out, grad: (grad, args[0], args[1], *out[1:], weight, bias),
+    )
 
 
 def add_layer_norm(name: str, rows: int, hidden: int, used: bool = True) -> Case:
     def make(new):
         return exact_sum(new(rows, hidden)), exact_sum(new(rows, hidden)), new(hidden), new(hidden), 1e-5
 
-    return Case(f"add_layer_norm-{name}", "add_layer_norm", make, lambda args, out, grad: (grad, grad.flip(0) if used else None, out[1], args[2], *out[2:], True, True))
+    return Case(
+        f"add_layer_norm-{name}",
+        "add_layer_norm",
+        make,
+        lambda args, out, grad: (grad, grad.flip(0) if used else None, out[1], args[2], *out[2:], True, True),
+    )
 
 
 def swiglu(name: str, rows: int, ffn: int, up: bool, strided: bool = False) -> Case:
@@ -90,15 +119,38 @@ def rope(name: str, x: tuple, angles: tuple, interleaved: bool, transposed: bool
     return Case(f"rope-{name}", "rope", make, lambda args, out, grad: (grad, *args, False))
 
 
-def qk_norm_rope(name: str, x: tuple, angles: tuple, interleaved: bool, weight: bool = True, transposed: bool = False) -> Case:
+def qk_norm_rope(
+    name: str, x: tuple, angles: tuple, interleaved: bool, weight: bool = True, transposed: bool = False
+) -> Case:
     def make(new):
         whole = new(*x[:-2], 2 * x[-2], x[-1])[..., x[-2] :, :]  # some heads of a joint projection
-        return (whole.transpose(1, 2) if transposed else whole), new(x[-1]) if weight else None, new(*angles), new(*angles), 1e-5, False, interleaved
+        return (
+            (whole.transpose(1, 2) if transposed else whole),
+            new(x[-1]) if weight else None,
+            new(*angles),
+            new(*angles),
+            1e-5,
+            False,
+            interleaved,
+        )
 
-    return Case(f"qk_norm_rope-{name}", "qk_norm_rope", make, lambda args, out, grad: (grad, *args[:2], out[1], *args[2:4], interleaved, weight))
+    return Case(
+        f"qk_norm_rope-{name}",
+        "qk_norm_rope",
+        make,
+        lambda args, out, grad: (grad, *args[:2], out[1], *args[2:4], interleaved, weight),
+    )
 
 
-def cross_entropy(name: str, tokens: int, vocab: int, smoothing: float = 0.0, ignored: int | None = None, strided: bool = False, mean: bool = False) -> Case:
+def cross_entropy(
+    name: str,
+    tokens: int,
+    vocab: int,
+    smoothing: float = 0.0,
+    ignored: int | None = None,
+    strided: bool = False,
+    mean: bool = False,
+) -> Case:
     def make(new):
         logits = 2 * (new(tokens, vocab + 5)[:, :vocab] if strided else new(tokens, vocab))
         logits[0, : vocab // 2] = float("-inf") if not smoothing else 0.0
@@ -118,7 +170,13 @@ def dropout_add(name: str, rows: int, hidden: int, p: float, bias: bool = True, 
     def make(new):
         x = new(rows, 2 * hidden)[:, hidden:] if strided else new(rows, hidden)
         # The second number makes 32-bit words wrap; the first is the largest there is.
-        return x, new(hidden) if bias else None, new(rows, hidden), torch.tensor([2**31 - 2, 1234567890], dtype=torch.int32, device=x.device), p
+        return (
+            x,
+            new(hidden) if bias else None,
+            new(rows, hidden),
+            torch.tensor([2**31 - 2, 1234567890], dtype=torch.int32, device=x.device),
+            p,
+        )
 
     return Case(f"dropout_add_seeded-{name}", "dropout_add_seeded", make, lambda args, out, grad: (grad, args[3], p))
 
@@ -129,10 +187,19 @@ def moe_unpermute(name: str, tokens: int, k: int, hidden: int, probs: bool = Tru
         x = new(tokens * k, hidden)
         return x, order.to(x.device), new(tokens, k) if probs else None, k
 
-    return Case(f"moe_unpermute-{name}", "moe_unpermute", make, lambda args, out, grad: (grad, args[0], args[1], args[2], k))
+    return Case(
+        f"moe_unpermute-{name}", "moe_unpermute", make, lambda args, out, grad: (grad, args[0], args[1], args[2], k)
+    )
 
 
-def linear_cross_entropy(name: str, tokens: int, hidden: int, vocab: int, bias: bool = False, settings: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> Case:
+def linear_cross_entropy(
+    name: str,
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    bias: bool = False,
+    settings: tuple[float, float, float] = (0.0, 0.0, 0.0),
+) -> Case:
     """A loss per token: the forward makes losses alone, the backward gradients with an upstream gradient each."""
 
     def make(new):
@@ -141,7 +208,13 @@ def linear_cross_entropy(name: str, tokens: int, hidden: int, vocab: int, bias: 
         x, weight = new(tokens, hidden), new(vocab, hidden) / hidden**0.5
         return x, weight, new(vocab) if bias else None, target.to(x.device), -100, *settings
 
-    return Case(f"linear_cross_entropy-{name}", "linear_cross_entropy_tokens", make, lambda args, out, grad: (grad, *args, [True, True, bias]), rounded=True)
+    return Case(
+        f"linear_cross_entropy-{name}",
+        "linear_cross_entropy_tokens",
+        make,
+        lambda args, out, grad: (grad, *args, [True, True, bias]),
+        rounded=True,
+    )
 
 
 CASES = [
@@ -221,14 +294,18 @@ def distances(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
     grad = new(*have[0].shape).to(have[0].dtype)
     have = _run(f"{case.operator}_backward{own}", case.backward(args, have, grad))
     want = _run(case.operator + "_backward", case.backward(exact, want, _double(grad)))
-    return found | {f"grad{i}": _distance(h, w, to) for i, (h, w) in enumerate(zip(have, want, strict=True)) if w.numel()}
+    return found | {
+        f"grad{i}": _distance(h, w, to) for i, (h, w) in enumerate(zip(have, want, strict=True)) if w.numel()
+    }
 
 
 def equal_shares(weight: torch.dtype, device: str) -> dict[str, float]:
-    """Share of RMSNorm's float16 elements that are, bit for bit, the reference's in the same types: by ``cast_first`` of
-    the kernel and of the reference. The order of the two roundings shows here, and nowhere else."""
+    """Share of RMSNorm's float16 elements that are, bit for bit, the reference's in the same types: by ``cast_first``
+    of the kernel and of the reference. The order of the two roundings shows here, and nowhere else."""
     x, w = torch.randn(16, 512).to(device, torch.float16), (torch.rand(512) + 0.5).to(device, weight)
-    kernel, reference = ({flag: op(x, w, 1e-5, flag)[0] for flag in (True, False)} for op in (ops.rms_norm_triton, ops.rms_norm))
+    kernel, reference = (
+        {flag: op(x, w, 1e-5, flag)[0] for flag in (True, False)} for op in (ops.rms_norm_triton, ops.rms_norm)
+    )
     assert all(kernel[flag].dtype == reference[flag].dtype for flag in kernel)
     return {f"{a}-{b}": (kernel[a] == reference[b]).float().mean().item() for a in kernel for b in reference}
 
@@ -247,7 +324,9 @@ def without_rows(device: str) -> list[list[int]]:
 
 
 def adamw(device: str) -> dict[str, float]:
-    """Distances of three steps of the kernel from torch's optimizer in float64, of the weights, the moments and the copy."""
+    """Distances of three steps of the kernel from torch's optimizer in float64, of the weights, the moments and the
+    copy.
+    """
     from mindspeed_fx.kernels.adamw import adamw_, unable
 
     n, settings = 5003, {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -263,7 +342,12 @@ def adamw(device: str) -> dict[str, float]:
         want.grad = 0.5 * grad.double().cpu()
         optimizer.step()
     state = optimizer.state[want]
-    pairs = {"weight": (weight, want), "exp_avg": (m, state["exp_avg"]), "exp_avg_sq": (v, state["exp_avg_sq"]), "copy": (copy, want)}
+    pairs = {
+        "weight": (weight, want),
+        "exp_avg": (m, state["exp_avg"]),
+        "exp_avg_sq": (v, state["exp_avg_sq"]),
+        "copy": (copy, want),
+    }
     return {name: _distance(have.cpu(), w.detach()) for name, (have, w) in pairs.items()}
 
 
@@ -282,14 +366,18 @@ class Model(torch.nn.Module):
         x = (torch.nn.functional.silu(gate) * up).unflatten(-1, (4, 16)).transpose(1, 2)
         a, b = x.chunk(2, -1)
         x = x * cos + torch.cat((-b, a), -1) * sin
-        return torch.nn.functional.cross_entropy(self.head(x.transpose(1, 2).flatten(2)).flatten(0, 1), target.flatten())
+        return torch.nn.functional.cross_entropy(
+            self.head(x.transpose(1, 2).flatten(2)).flatten(0, 1), target.flatten()
+        )
 
 
 def through_the_backend(device: str, options: dict) -> dict[str, Any]:
     """The kernels chosen for :class:`Model`, and the largest error of its loss and gradients against eager."""
     torch.manual_seed(0)
     model = Model().to(device)
-    inputs = [t.to(device) for t in (torch.randn(2, 6, 32), torch.randn(6, 16), torch.randn(6, 16), torch.randint(50, (2, 6)))]
+    inputs = [
+        t.to(device) for t in (torch.randn(2, 6, 32), torch.randn(6, 16), torch.randn(6, 16), torch.randint(50, (2, 6)))
+    ]
 
     def gradients(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         loss = run(*inputs)
@@ -299,7 +387,10 @@ def through_the_backend(device: str, options: dict) -> dict[str, Any]:
     with recorder.collecting() as records:
         have = gradients(torch.compile(model, backend="mindspeed", options=options))
     error = max((h - w).abs().max().item() for h, w in zip(have, gradients(model), strict=True))
-    return {"kernels": sorted({f"{row['operator']}: {row['kernel']}" for r in records for row in r.lowered}), "error": error}
+    return {
+        "kernels": sorted({f"{row['operator']}: {row['kernel']}" for r in records for row in r.lowered}),
+        "error": error,
+    }
 
 
 def _run(name: str, args: tuple) -> tuple[torch.Tensor, ...]:
@@ -312,7 +403,9 @@ def _double(value: Any) -> Any:
 
 
 def _distance(have: torch.Tensor, want: torch.Tensor, rounded: torch.dtype | None = None) -> float:
-    assert have.shape == want.shape and [s for s, n in zip(have.stride(), have.shape) if n > 1] == [s for s, n in zip(want.stride(), want.shape) if n > 1]
+    assert have.shape == want.shape and [s for s, n in zip(have.stride(), have.shape) if n > 1] == [
+        s for s, n in zip(want.stride(), want.shape) if n > 1
+    ]
     # -inf logits have an infinite loss where they are the target: equal infinities are no distance.
     size = want.abs() + want[want.isfinite()].square().mean().sqrt()
     error = torch.where(have.double() == want, 0.0, (have.double() - want).abs() / size)

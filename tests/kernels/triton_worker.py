@@ -1,8 +1,9 @@
 """What needs triton in a process of its own, because importing it changes how the rest of torch behaves.
 
     python triton_worker.py interpret    distances of every case and type from float64, on CPU in Triton's interpreter
-    python triton_worker.py lower        a model compiled for "cuda", on CPU in the interpreter: its kernels and its gradients
-    python triton_worker.py compile      every kernel compiled for sm_80 and sm_90: registers, stack and shared memory
+    python triton_worker.py lower        a model compiled for "cuda", on CPU in the interpreter: its kernels and its
+    gradients python triton_worker.py compile      every kernel compiled for sm_80 and sm_90: registers, stack and
+    shared memory
 
 Prints one JSON object on the last line.
 """
@@ -34,16 +35,26 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def interpret() -> dict[str, Any]:
-    found = {f"cast_first-{dtype}".replace("torch.", ""): cases.equal_shares(dtype, "cpu") for dtype in (torch.float16, torch.float32)}
+    found = {
+        f"cast_first-{dtype}".replace("torch.", ""): cases.equal_shares(dtype, "cpu")
+        for dtype in (torch.float16, torch.float32)
+    }
     found["without_rows"] = cases.without_rows("cpu")
     found["adamw"] = cases.adamw("cpu")
     found["regions"] = region_cases.distances(F32)
-    return found | {f"{case.name}-{dtype}".replace("torch.", ""): cases.distances(case, dtype, "cpu") for case in cases.CASES for dtype in cases.TOLERANCE}
+    return found | {
+        f"{case.name}-{dtype}".replace("torch.", ""): cases.distances(case, dtype, "cpu")
+        for case in cases.CASES
+        for dtype in cases.TOLERANCE
+    }
 
 
 def lower() -> dict[str, dict]:
     """codegen -> kernels that were chosen, and the largest error of loss and gradients against eager."""
-    return {codegen: cases.through_the_backend("cpu", {"target": "cuda", "codegen": codegen}) for codegen in ("inductor", "eager")}
+    return {
+        codegen: cases.through_the_backend("cpu", {"target": "cuda", "codegen": codegen})
+        for codegen in ("inductor", "eager")
+    }
 
 
 # ---------------------------------------------------------------- offline, for real devices
@@ -52,9 +63,27 @@ def lower() -> dict[str, dict]:
 def launches() -> list[tuple[str, object, tuple, int, dict]]:
     """(label, kernel, arguments, warps, constants) of the launches that the launchers make for training shapes."""
     found = []
-    run = {name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}") for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope", "qk_norm_rope", "cross_entropy", "dropout_add_seeded", "glu", "moe_unpermute", "linear_cross_entropy", "adamw")}
+    run = {
+        name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
+        for name in (
+            "rms_norm",
+            "add_rms_norm",
+            "layer_norm",
+            "add_layer_norm",
+            "rope",
+            "qk_norm_rope",
+            "cross_entropy",
+            "dropout_add_seeded",
+            "glu",
+            "moe_unpermute",
+            "linear_cross_entropy",
+            "adamw",
+        )
+    }
     new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
-    with launching(lambda kernel, grid, args, num_warps, constants: found.append((label, kernel, args, num_warps, constants))):
+    with launching(
+        lambda kernel, grid, args, num_warps, constants: found.append((label, kernel, args, num_warps, constants))
+    ):
         for dtype in (BF16, F32):
             short = str(dtype).removeprefix("torch.")
             for hidden in (64, 1000, 4096, 8192, 16384, 32768, 131072):
@@ -73,7 +102,11 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 run["add_layer_norm"].forward(x, x, w, w, 1e-5)
                 run["add_layer_norm"].backward(x, x, x, w, rstd, rstd, True, True)
             label = f"experts-{short}"
-            x, pairs, probs = new(8192 * 2, 4096, dtype=dtype), new(8192 * 2, dtype=torch.int64), new(8192, 2, dtype=dtype)
+            x, pairs, probs = (
+                new(8192 * 2, 4096, dtype=dtype),
+                new(8192 * 2, dtype=torch.int64),
+                new(8192, 2, dtype=dtype),
+            )
             run["moe_unpermute"].forward(x, pairs, probs)
             run["moe_unpermute"].backward(new(8192, 4096, dtype=dtype), x, pairs, probs, 2)
             for ffn in (1000, 11008) if dtype == BF16 else ():
@@ -97,7 +130,12 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 run["rope"].backward(x, x, cos, cos, interleaved, False)
             turned, interleaved = (128, False) if dtype == BF16 else (32, True)
             label = f"{turned}-{'interleaved' if interleaved else 'half'}-{short}"
-            q, w, angles, rstd = new(1, 4096, 32, 128, dtype=dtype).transpose(1, 2), new(128, dtype=dtype), new(1, 1, 4096, turned, dtype=dtype), new(1, 32, 4096, 1, dtype=F32)
+            q, w, angles, rstd = (
+                new(1, 4096, 32, 128, dtype=dtype).transpose(1, 2),
+                new(128, dtype=dtype),
+                new(1, 1, 4096, turned, dtype=dtype),
+                new(1, 32, 4096, 1, dtype=F32),
+            )
             run["qk_norm_rope"].forward(q, w, angles, angles, 1e-6, True, interleaved)
             run["qk_norm_rope"].backward(q, q, w, rstd, angles, angles, interleaved, True)
             for vocab in (32000, 128256):
@@ -105,7 +143,9 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 x, target, lse = new(8192, vocab, dtype=dtype), new(8192, dtype=torch.int64), new(8192, dtype=F32)
                 run["cross_entropy"].forward(x, target, -100, 0.1)
                 if vocab == (128256 if dtype == BF16 else 32000):
-                    run["linear_cross_entropy"].chunk(x, target, lse, *((0.0, 0.0, 0.0) if dtype == BF16 else (0.1, 0.1, 30.0)), True)
+                    run["linear_cross_entropy"].chunk(
+                        x, target, lse, *((0.0, 0.0, 0.0) if dtype == BF16 else (0.1, 0.1, 30.0)), True
+                    )
                 run["cross_entropy"].backward(lse, x, target, lse, -100, 0.1)
             for hidden in (4096,) if dtype == BF16 else (1000,):
                 label = f"{hidden}-{short}"
@@ -116,7 +156,7 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
 
 
 def compile_offline() -> dict[str, dict]:
-    """"kernel label sm_NN" -> {seconds, cubin bytes, registers, stack, shared}."""
+    """ "kernel label sm_NN" -> {seconds, cubin bytes, registers, stack, shared}."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -124,17 +164,28 @@ def compile_offline() -> dict[str, dict]:
     for label, kernel, args, num_warps, constants in launches():
         # As a launch specializes them: integers equal to one are constants, alignment to 16 is known.
         runtime = dict(zip(kernel.arg_names, args))
-        constants = constants | {name: value for name, value in runtime.items() if isinstance(value, int) and value == 1}
+        constants = constants | {
+            name: value for name, value in runtime.items() if isinstance(value, int) and value == 1
+        }
         signature = {name: "constexpr" if name in constants else _type(runtime[name]) for name in kernel.arg_names}
         aligned = [n for n, v in runtime.items() if isinstance(v, torch.Tensor) or isinstance(v, int) and v % 16 == 0]
         attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-        source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes)
+        source = ASTSource(
+            kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes
+        )
         for arch in (80, 90):
             start = time.perf_counter()
             made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
             seconds = time.perf_counter() - start
             wide = re.findall(r"ld\.global[.\w]*\.v4\.b32|cp\.async\.cg\.shared\.global .*, 0x10", made.asm["ptx"])
-            found[f"{kernel.fn.__name__} {label} sm_{arch}"] = {"seconds": seconds, "cubin": len(made.asm["cubin"]), "warps": num_warps, "shared": made.metadata.shared, "wide_loads": len(wide), **_resources(made.asm["cubin"])}
+            found[f"{kernel.fn.__name__} {label} sm_{arch}"] = {
+                "seconds": seconds,
+                "cubin": len(made.asm["cubin"]),
+                "warps": num_warps,
+                "shared": made.metadata.shared,
+                "wide_loads": len(wide),
+                **_resources(made.asm["cubin"]),
+            }
     return found
 
 
@@ -150,7 +201,9 @@ def _resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return {"registers": int(usage[1]), "stack": int(usage[2])}
 

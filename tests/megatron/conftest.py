@@ -1,4 +1,3 @@
-
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
@@ -14,4 +13,3 @@ def adaptor():
     start()
     yield
     mindspeed_fx.megatron.undo()
-

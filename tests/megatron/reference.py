@@ -10,9 +10,12 @@ def loss_per_token(state, inputs, layers, heads, kv_heads):
     x = F.embedding(ids, state["embedding.word_embeddings.weight"])
     b, s, h = x.shape
     d, group = h // heads, heads // kv_heads
-    angles = torch.outer(torch.arange(s, dtype=torch.float32), 1.0 / 10000 ** (torch.arange(0, d, 2, dtype=torch.float32) / d))
+    angles = torch.outer(
+        torch.arange(s, dtype=torch.float32), 1.0 / 10000 ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
+    )
     angles = torch.cat((angles, angles), -1)
     for i in range(layers):
+
         def weight(name):
             return state[f"decoder.layers.{i}.{name}.weight"]
 

@@ -42,7 +42,9 @@ def test_one_graph_right_gradients_exact_counts(config):
     report = mindspeed_fx.explain(model, options={"codegen": "eager"}, **inputs)
     assert report.graph_count == 1 and report.break_reasons == []
     assert fusion_counts(report) == COUNTS
-    assert {s.module for s in report.sites("fusion.attention")} == {f"decoder.layers.{i}.self_attention.core_attention" for i in range(2)}
+    assert {s.module for s in report.sites("fusion.attention")} == {
+        f"decoder.layers.{i}.self_attention.core_attention" for i in range(2)
+    }
 
 
 def test_dynamic_sequence_is_one_graph():
@@ -92,7 +94,9 @@ def test_moe_runs_and_what_breaks_is_said():
         assert any("MoE" in limit for limit in mindspeed_fx.megatron.known_limits())
     torch._dynamo.reset()
     expected = train(model, inputs)
-    assert_close(train(model, inputs, torch.compile(model, backend="mindspeed", options={"codegen": "eager"})), expected)
+    assert_close(
+        train(model, inputs, torch.compile(model, backend="mindspeed", options={"codegen": "eager"})), expected
+    )
 
 
 def test_undo_restores_everything_and_apply_is_idempotent():

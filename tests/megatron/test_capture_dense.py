@@ -20,7 +20,9 @@ def assert_same(actual, expected, rtol=1e-4, atol=1e-6):
     torch.testing.assert_close(actual[0], expected[0], rtol=rtol, atol=1e-5)
     assert actual[1].keys() == expected[1].keys()
     for name, grad in expected[1].items():
-        torch.testing.assert_close(actual[1][name], grad, rtol=rtol, atol=atol, msg=lambda m: f"gradient of {name}: {m}")  # noqa: B023
+        torch.testing.assert_close(
+            actual[1][name], grad, rtol=rtol, atol=atol, msg=lambda m: f"gradient of {name}: {m}"
+        )  # noqa: B023
 
 
 def whole(model, backend="aot_eager"):
@@ -64,7 +66,12 @@ def test_graph_is_plain_operators():
     torch.compile(tiny_gpt(layers=1, bias_activation_fusion=True), backend=keep, fullgraph=True)(**batch())
     (graph,) = graphs
     names = [str(getattr(n.target, "__name__", n.target)) for n in graph.graph.nodes]
-    assert (names.count("linear"), names.count("cross_entropy"), names.count("embedding"), names.count("silu")) == (5, 1, 1, 1)
+    assert (names.count("linear"), names.count("cross_entropy"), names.count("embedding"), names.count("silu")) == (
+        5,
+        1,
+        1,
+        1,
+    )
     assert not [n for n in names if "autograd_function" in n or "all_reduce" in n or "all_gather" in n]
 
 
@@ -119,17 +126,38 @@ def test_main_grad_is_left_alone():
     assert all((p.main_grad == 7.0).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("config", [
-    {"gated_linear_unit": True, "activation_func": torch.nn.functional.gelu, "bias_activation_fusion": True},
-    {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu, "bias_activation_fusion": True, "add_bias_linear": True},
-    pytest.param({"bias_activation_fusion": True, "add_bias_linear": True}, marks=pytest.mark.slow),
-    {"window_size": (4, 0)},
-    {"rotary_interleaved": True},
-    {"softmax_type": "off-by-one"},
-    {"qk_layernorm": True},
-    {"latent": True, "rope_type": "yarn", "original_max_position_embeddings": 8},
-    pytest.param({"attention_softmax_in_fp32": True, "apply_query_key_layer_scaling": True}, marks=pytest.mark.slow),
-], ids=["geglu", "gelu-bias", "swiglu-bias", "window", "interleaved", "off-by-one", "qk-norm", "latent-yarn", "layer-scaling"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"gated_linear_unit": True, "activation_func": torch.nn.functional.gelu, "bias_activation_fusion": True},
+        {
+            "gated_linear_unit": False,
+            "activation_func": torch.nn.functional.gelu,
+            "bias_activation_fusion": True,
+            "add_bias_linear": True,
+        },
+        pytest.param({"bias_activation_fusion": True, "add_bias_linear": True}, marks=pytest.mark.slow),
+        {"window_size": (4, 0)},
+        {"rotary_interleaved": True},
+        {"softmax_type": "off-by-one"},
+        {"qk_layernorm": True},
+        {"latent": True, "rope_type": "yarn", "original_max_position_embeddings": 8},
+        pytest.param(
+            {"attention_softmax_in_fp32": True, "apply_query_key_layer_scaling": True}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=[
+        "geglu",
+        "gelu-bias",
+        "swiglu-bias",
+        "window",
+        "interleaved",
+        "off-by-one",
+        "qk-norm",
+        "latent-yarn",
+        "layer-scaling",
+    ],
+)
 def test_other_layers_as_eager(config):
     model, inputs = tiny_gpt(**config), batch()
     assert_same(train(model, inputs, whole(model)), train(model, inputs))

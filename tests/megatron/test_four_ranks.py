@@ -1,6 +1,5 @@
 """Four gloo processes: dropless experts over expert parallel 2 and tensor parallel 2, in parts of different length."""
 
-
 import pytest
 import torch
 import torch.multiprocessing as mp

@@ -25,14 +25,18 @@ def prepared(dtype, parts_of_one):
 def step(run, model, times=2):
     for i in range(times):
         run(**batch()).mean().backward()
-    return {n: p.main_grad.clone() for n, p in model.named_parameters()}, {n: p.grad for n, p in model.named_parameters()}
+    return {n: p.main_grad.clone() for n, p in model.named_parameters()}, {
+        n: p.grad for n, p in model.named_parameters()
+    }
 
 
 def megatrons(model):
     """Megatron's own function, its extension emulated."""
     import megatron.core.tensor_parallel.layers as layers
 
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, grad, into: into.addmm_(grad.t().float(), x.float()))
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=lambda x, grad, into: into.addmm_(grad.t().float(), x.float())
+    )
     own, ours = patches.original(adapted.LINEAR), layers.linear_with_grad_accumulation_and_async_allreduce
     layers.linear_with_grad_accumulation_and_async_allreduce = own
     for module in model.modules():
@@ -46,7 +50,11 @@ def megatrons(model):
 
 
 def lowered_to(graphs):
-    return {(row["operator"].removeprefix("mindspeed."), row["kernel"]) for row in graphs.rows() if "main_grad" in row["operator"]}
+    return {
+        (row["operator"].removeprefix("mindspeed."), row["kernel"])
+        for row in graphs.rows()
+        if "main_grad" in row["operator"]
+    }
 
 
 @pytest.mark.parametrize("dtype, parts_of_one, codegen, target", [
@@ -61,11 +69,19 @@ def test_weight_gradients_are_added_to_main_grad(dtype, parts_of_one, codegen, t
     expected, expected_grads = megatrons(reference)
     torch._dynamo.reset()
     with npu_graphs.lowered() as graphs:
-        found, grads = step(torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": codegen, "target": target}), model)
+        found, grads = step(
+            torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": codegen, "target": target}),
+            model,
+        )
     if target == "npu":
         kernel = "npu_grouped_matmul_add_" if dtype == torch.bfloat16 else "aten addmm_"
         assert lowered_to(graphs) == {("linear_main_grad", "aten linear"), ("add_to_main_grad", kernel)}
-    copies = [name for side, calls, _ in graphs for name in calls if side == "backward" and name in ("aten.copy_", "aten.clone")]
+    copies = [
+        name
+        for side, calls, _ in graphs
+        for name in calls
+        if side == "backward" and name in ("aten.copy_", "aten.clone")
+    ]
     assert codegen == "inductor" or "aten.copy_" not in copies, "main_grad is copied"
     linear = {n for n in expected if "linear" in n and "norm" not in n} | {"output_layer.weight"}
     for name in expected:
@@ -82,11 +98,17 @@ def test_a_weight_of_more_rows_than_the_operator_takes(monkeypatch):
     registry.define()
     monkeypatch.setattr(main_grad_npu, "INNER", 4)
     calls, whole = [], torch.ops.npu.npu_grouped_matmul_add_
-    monkeypatch.setattr(main_grad_npu, "npu", types.SimpleNamespace(npu_grouped_matmul_add_=lambda *args: calls.append(args[0].shape[1]) or whole(*args)))
+    monkeypatch.setattr(
+        main_grad_npu,
+        "npu",
+        types.SimpleNamespace(npu_grouped_matmul_add_=lambda *args: calls.append(args[0].shape[1]) or whole(*args)),
+    )
     into, grad, x = torch.ones(10, 3), torch.randn(7, 10).bfloat16(), torch.randn(7, 3).bfloat16()
     main_grad_npu._add(into, grad, x)
     torch.testing.assert_close(into, 1 + grad.float().t() @ x.float())
-    assert calls == [4, 4, 2] and "columns of the weight is 5; valid: 1 to 4" in main_grad_npu._supports(into, grad, torch.randn(7, 5).bfloat16())
+    assert calls == [4, 4, 2] and "columns of the weight is 5; valid: 1 to 4" in main_grad_npu._supports(
+        into, grad, torch.randn(7, 5).bfloat16()
+    )
 
 
 def test_a_weight_without_main_grad_is_named():

@@ -12,7 +12,11 @@ CASES = {
     "allgather": {"moe_token_dispatcher_type": "allgather"},
     "capacity": {"moe_expert_capacity_factor": 0.8},
     "capacity-padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-    "aux-and-z-loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01},
+    "aux-and-z-loss": {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.01,
+    },
     "shared-expert": {"moe_shared_expert_intermediate_size": 48},
     "sigmoid-bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     "groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
@@ -24,7 +28,12 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_graph_as_eager(case):
-    settings = {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "bias_activation_fusion": True} | CASES[case]
+    settings = {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "bias_activation_fusion": True,
+    } | CASES[case]
     model, inputs = tiny_gpt(experts=4, layers=1, **settings), batch()
     expected = train(model, inputs)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -40,7 +49,16 @@ def test_one_graph_as_eager(case):
 def test_scale_of_the_auxiliary_loss_is_read_in_the_backward():
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    model, inputs = tiny_gpt(experts=4, layers=1, moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5), batch()
+    model, inputs = (
+        tiny_gpt(
+            experts=4,
+            layers=1,
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="aux_loss",
+            moe_aux_loss_coeff=0.5,
+        ),
+        batch(),
+    )
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     router = model.decoder.layers[0].mlp.router.weight
     grads = []
@@ -60,7 +78,11 @@ def test_scale_of_the_auxiliary_loss_is_read_in_the_backward():
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0], [7, 0, 0], [1, 2, 2]])
 def test_grouped_linear(counts):
-    x, weights, counts = torch.randn(7, 5, dtype=torch.float64, requires_grad=True), [torch.randn(4, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)], torch.tensor(counts)
+    x, weights, counts = (
+        torch.randn(7, 5, dtype=torch.float64, requires_grad=True),
+        [torch.randn(4, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)],
+        torch.tensor(counts),
+    )
     torch.library.opcheck(experts.grouped_linear, (x, weights, counts))
     assert torch.autograd.gradcheck(lambda x, *w: experts.grouped_linear(x, list(w), counts), (x, *weights))
     parts = [rows @ w.T for rows, w in zip(x[: counts.sum()].split(counts.tolist()), weights)]

@@ -44,7 +44,13 @@ def snapshot():
             for name, value in vars(loaded).items():
                 found[module_name, name] = value
                 if isinstance(value, type) and value.__module__ == module_name:
-                    found.update({(module_name, f"{name}.{member}"): inner for member, inner in vars(value).items() if callable(inner) or isinstance(inner, classmethod)})
+                    found.update(
+                        {
+                            (module_name, f"{name}.{member}"): inner
+                            for member, inner in vars(value).items()
+                            if callable(inner) or isinstance(inner, classmethod)
+                        }
+                    )
     return found
 
 
@@ -109,18 +115,25 @@ def test_on_an_accelerator_nothing_is_done_for_want_of_one(monkeypatch, kind):
     monkeypatch.setattr(groups, "kind", lambda: kind)
     found = table.table()
     assert not [p for p in found if p.where == patches.WITHOUT_ACCELERATOR]
-    assert "tensor_parallel.random:CudaRNGStatesTracker.fork" in {p.target for p in found if p.where == patches.IN_GRAPH}
+    assert "tensor_parallel.random:CudaRNGStatesTracker.fork" in {
+        p.target for p in found if p.where == patches.IN_GRAPH
+    }
     elsewhere = {p.target: p for p in found if p.where == patches.WITHOUT_CUDA}
     assert bool(elsewhere) == (kind == "npu"), "an NPU without transfer_to_npu has no device that is called cuda"
     if elsewhere:
         mask = elsewhere["transformer.utils:get_default_causal_mask"].replacement
         assert mask.keywords == {"device": "npu"}
         with torch.device("meta"):
-            assert elsewhere["torch.cuda:current_device"].replacement().type == "meta", "a model built without weights stays so"
+            assert elsewhere["torch.cuda:current_device"].replacement().type == "meta", (
+                "a model built without weights stays so"
+            )
 
 
 def test_importing_mindspeed_fx_does_not_import_megatron():
     import subprocess
 
-    code = "import sys, mindspeed_fx, mindspeed_fx.megatron; sys.exit(any(n.split('.')[0] == 'megatron' for n in sys.modules))"
+    code = (
+        "import sys, mindspeed_fx, mindspeed_fx.megatron; sys.exit(any(n.split('.')[0] == 'megatron' for n in "
+        "sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,6 @@
-"""Dropout of the tensor-parallel region draws from Megatron's tracker, the same numbers in eager mode and in a graph."""
+"""Dropout of the tensor-parallel region draws from Megatron's tracker, the same numbers in eager mode and in a
+graph.
+"""
 
 import pytest
 import torch
@@ -64,7 +66,9 @@ def test_nested_forks():
 
 def test_ranks_differ_inside_the_region_only():
     first, second = seeded(dropped), seeded(dropped, tp_rank=1)
-    assert not torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]) and torch.equal(first[3], second[3])
+    assert (
+        not torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]) and torch.equal(first[3], second[3])
+    )
 
 
 def test_fork_leaves_the_default_stream_where_it_was():

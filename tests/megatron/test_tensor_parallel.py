@@ -39,11 +39,24 @@ def worker(rank, store, path, sequence_parallel, results):
         for name, p in model.named_parameters():
             if getattr(p, "sequence_parallel", False):
                 dist.all_reduce(grads[name], group=parallel_state.get_tensor_model_parallel_group())
-    worst = max(((grads[n] - shard(n, full["grads"][n], g, rank)).abs().max() / full["grads"][n].abs().max()).item() for n, g in grads.items())
+    worst = max(
+        ((grads[n] - shard(n, full["grads"][n], g, rank)).abs().max() / full["grads"][n].abs().max()).item()
+        for n, g in grads.items()
+    )
     torch._dynamo.reset()
     report = mindspeed_fx.explain(model, options={"codegen": "eager", "hardware": "ascend910b2"}, **batch())
-    results[rank] = {"loss": loss.item(), "worst": worst, "graphs": report.graph_count, "breaks": report.break_reasons, "counts": report.counts}
-    results[rank] |= {"notes": [n for g in report.graphs for r in g.runs if r.report.name == "sharding.recognize" for n in r.report.notes]}
+    results[rank] = {
+        "loss": loss.item(),
+        "worst": worst,
+        "graphs": report.graph_count,
+        "breaks": report.break_reasons,
+        "counts": report.counts,
+    }
+    results[rank] |= {
+        "notes": [
+            n for g in report.graphs for r in g.runs if r.report.name == "sharding.recognize" for n in r.report.notes
+        ]
+    }
     dist.destroy_process_group()
 
 
@@ -57,7 +70,9 @@ def test_two_ranks_equal_one(tmp_path, sequence_parallel):
     torch.save({"state": dict(model.named_parameters()), "grads": grads}, tmp_path / "full.pt")
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(worker, args=(str(tmp_path / "store"), str(tmp_path / "full.pt"), sequence_parallel, results), nprocs=2)
+        mp.spawn(
+            worker, args=(str(tmp_path / "store"), str(tmp_path / "full.pt"), sequence_parallel, results), nprocs=2
+        )
         for rank in range(2):
             found = results[rank]
             assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -65,7 +80,16 @@ def test_two_ranks_equal_one(tmp_path, sequence_parallel):
             assert found["graphs"] == 1 and found["breaks"] == []
             plans = [n for n in found["notes"] if "amount to" in n]
             own = "tp_sp" if sequence_parallel else "tp"
-            assert any(n.startswith(f'modelled on 2 x ascend910b2, per layer and step: "{own}" has ') for n in found["notes"]), found["notes"]
+            assert any(
+                n.startswith(f'modelled on 2 x ascend910b2, per layer and step: "{own}" has ') for n in found["notes"]
+            ), found["notes"]
             assert sum(n.startswith('"') and ("loses" in n or "wins" in n) for n in found["notes"]) >= 4
-            assert len(plans) == 2 and all(('plan "tp_sp"' if sequence_parallel else 'plan "tp"') in n for n in plans), found["notes"]
-            assert (found["counts"]["fusion.attention"], found["counts"]["fusion.rms_norm"], found["counts"]["fusion.swiglu"], found["counts"]["fusion.rope"]) == (2, 5, 2, 4)
+            assert len(plans) == 2 and all(
+                ('plan "tp_sp"' if sequence_parallel else 'plan "tp"') in n for n in plans
+            ), found["notes"]
+            assert (
+                found["counts"]["fusion.attention"],
+                found["counts"]["fusion.rms_norm"],
+                found["counts"]["fusion.swiglu"],
+                found["counts"]["fusion.rope"],
+            ) == (2, 5, 2, 4)

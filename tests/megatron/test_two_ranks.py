@@ -3,7 +3,6 @@
 Several checks share a pair of processes, because starting a pair costs more than they do.
 """
 
-
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -61,11 +60,16 @@ def mappings(rank):
     compare(lambda t: m.all_to_all(group, t), x)
     compare(lambda t: m.all_to_all(group, t, [1, 3] if rank == 0 else [3, 1], [1, 3] if rank == 0 else [3, 1]), x)
     uneven = x[: 1 + 2 * rank]  # of 1 and 3 rows, in eager mode too: gloo's own gather takes parts of one length alone
-    gathered = torch.cat([torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(r))[: 1 + 2 * r] for r in (0, 1)])
+    gathered = torch.cat(
+        [torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(r))[: 1 + 2 * r] for r in (0, 1)]
+    )
     gather = lambda t: m.gather_from_sequence_parallel_region(t, group=group, output_split_sizes=[1, 3])  # noqa: E731
     scatter = lambda t: m.reduce_scatter_to_sequence_parallel_region(t, group=group, input_split_sizes=[1, 3])  # noqa: E731
     assert torch.equal(gather(uneven), gathered) and torch.equal(scatter(gathered), 2 * uneven)
-    for call, given, gradient in ((gather, uneven, 2 * uneven), (scatter, gathered, gathered)):  # each is the other's gradient
+    for call, given, gradient in (
+        (gather, uneven, 2 * uneven),
+        (scatter, gathered, gathered),
+    ):  # each is the other's gradient
         leaf = given.clone().requires_grad_()
         call(leaf).backward(gathered if call is gather else uneven)
         assert gradient.abs().max() > 0 and torch.equal(leaf.grad, gradient)
@@ -103,7 +107,11 @@ def sharded_layers(rank):
 
     from tests.megatron.gpt_models import batch, tiny_gpt, train
 
-    for settings in ({}, {"tie": True, "sequence_parallel": True}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+    for settings in (
+        {},
+        {"tie": True, "sequence_parallel": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ):
         torch.manual_seed(0)
         model, inputs = tiny_gpt(tp=2, layers=1, dropout=0.1, **settings), batch()
         results = []
@@ -123,9 +131,20 @@ def experts_over_two_ranks(rank):
     from tests.megatron.gpt_models import batch, tiny_gpt, train
 
     model_parallel_cuda_manual_seed(5)
-    for settings, graph in (({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, True), ({}, False)):
+    for settings, graph in (
+        ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, True),
+        ({}, False),
+    ):
         torch.manual_seed(0)
-        model = tiny_gpt(experts=4, layers=1, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0, **settings)
+        model = tiny_gpt(
+            experts=4,
+            layers=1,
+            expert_model_parallel_size=2,
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            **settings,
+        )
         inputs = batch()
         expected = train(model, inputs)
         loss, grads = train(model, inputs, whole(model) if graph else torch.compile(model, backend="eager"))
@@ -137,7 +156,13 @@ def experts_over_two_ranks(rank):
 TENSOR_PARALLEL, EXPERT_PARALLEL = (mappings, losses, sharded_layers), (experts_over_two_ranks,)
 
 
-@pytest.mark.parametrize("checks", [pytest.param(TENSOR_PARALLEL, id="tensor-parallel"), pytest.param(EXPERT_PARALLEL, id="expert-parallel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "checks",
+    [
+        pytest.param(TENSOR_PARALLEL, id="tensor-parallel"),
+        pytest.param(EXPERT_PARALLEL, id="expert-parallel", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks(tmp_path, monkeypatch, checks):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.spawn(worker, args=(str(tmp_path / "store"), checks), nprocs=2)

@@ -7,7 +7,9 @@ from mindspeed_fx.graph.recompile import defer_recompile, recompile
 
 
 def test_code_is_written_when_it_is_called(monkeypatch):
-    """After its passes a graph module of any class has its code written once, at the first call; others of its kind stay as they are."""
+    """After its passes a graph module of any class has its code written once, at the first call; others of its kind
+    stay as they are.
+    """
     graph, other = (fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU())) for _ in range(2))
     written, real = [], fx.Graph.python_code
     monkeypatch.setattr(fx.Graph, "python_code", lambda self, *a, **k: written.append(1) or real(self, *a, **k))

@@ -72,7 +72,15 @@ def test_a_place_that_cannot_be_is_an_error_before_anything_runs(register, decla
         Pipeline(Options())
 
 
-@pytest.mark.parametrize("name, declared, word", [("nodot", {}, "family.name"), ("a.b", {"stage": "late"}, "captured, joint, partition, partitioned"), ("a.b", {"level": 7}, "0, 1, 2"), ("fusion.rope", {}, "registered already")])
+@pytest.mark.parametrize(
+    "name, declared, word",
+    [
+        ("nodot", {}, "family.name"),
+        ("a.b", {"stage": "late"}, "captured, joint, partition, partitioned"),
+        ("a.b", {"level": 7}, "0, 1, 2"),
+        ("fusion.rope", {}, "registered already"),
+    ],
+)
 def test_bad_declarations(name, declared, word):
     with pytest.raises(passes.PassError, match=word):
         passes.register(name, **{"stage": "captured", **declared})(nothing)
@@ -90,7 +98,9 @@ def test_a_users_pass_runs_and_is_reported(register):
 
     register("mine.relu", relu_to_silu)
     x = torch.randn(4)
-    assert torch.equal(torch.compile(torch.relu, backend="mindspeed", options={"codegen": "eager"})(x), torch.nn.functional.silu(x))
+    assert torch.equal(
+        torch.compile(torch.relu, backend="mindspeed", options={"codegen": "eager"})(x), torch.nn.functional.silu(x)
+    )
     torch._dynamo.reset()
     assert explain(torch.relu, x).counts["mine.relu"] == 1
 
@@ -128,7 +138,14 @@ def no_value(gm, context):
     return passes.PassReport("bad.value")
 
 
-@pytest.mark.parametrize("run, word", [(change_output, "changed output 0.*float32.*float64"), (no_value, "without a fake value"), (lambda gm, context: None, "returned NoneType")])
+@pytest.mark.parametrize(
+    "run, word",
+    [
+        (change_output, "changed output 0.*float32.*float64"),
+        (no_value, "without a fake value"),
+        (lambda gm, context: None, "returned NoneType"),
+    ],
+)
 def test_a_pass_that_breaks_its_contract_is_named(register, run, word):
     register("bad.one", run)
     with pytest.raises(Exception, match=f'pass "bad.one".*{word}'):
@@ -161,7 +178,9 @@ def off_by_rounding(gm, context):
 def test_check_names_the_wrong_pass(register):
     register("wrong.sign", wrong_sign)
     with pytest.raises(Exception, match='check: pass "wrong.sign".*output 0'):
-        torch.compile(lambda x, y: (x - y).tanh(), backend="mindspeed", options={"codegen": "eager", "check": "each"})(torch.randn(3), torch.randn(3))
+        torch.compile(lambda x, y: (x - y).tanh(), backend="mindspeed", options={"codegen": "eager", "check": "each"})(
+            torch.randn(3), torch.randn(3)
+        )
 
 
 def test_check_finds_a_lost_gradient(register):
@@ -179,7 +198,9 @@ def test_check_finds_a_lost_gradient(register):
 
     register("wrong.detach", detach)
     with pytest.raises(Exception, match='check: pass "wrong.detach".*gradient'):
-        torch.compile(lambda x: x.sin() + x.cos(), backend="mindspeed", options={"codegen": "eager", "check": "each"})(torch.randn(3, requires_grad=True))
+        torch.compile(lambda x: x.sin() + x.cos(), backend="mindspeed", options={"codegen": "eager", "check": "each"})(
+            torch.randn(3, requires_grad=True)
+        )
 
 
 def test_exact_passes_are_held_to_the_bit(register):
@@ -197,7 +218,11 @@ def test_check_passes_what_is_right():
     from tests.models import Llama, tokens
 
     report = explain(Llama().bfloat16(), *tokens(), check="each")
-    assert all("worst relative error" in run.check for run in report.graphs[0].runs if not run.report.name.startswith("recompute."))
+    assert all(
+        "worst relative error" in run.check
+        for run in report.graphs[0].runs
+        if not run.report.name.startswith("recompute.")
+    )
     assert issubclass(CheckError, AssertionError)
 
 
@@ -235,7 +260,9 @@ def double_multiplications(gm, context):
 def trained(f, **options):
     x = torch.ones(4, 4, requires_grad=True)
     torch._dynamo.reset()
-    torch.compile(f, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True, "codegen": "eager", **options})(x).sum().backward()
+    torch.compile(
+        f, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True, "codegen": "eager", **options}
+    )(x).sum().backward()
     return x.grad
 
 
@@ -250,14 +277,18 @@ def test_strict_waits_for_the_backward(register):
 
     def backward_alone(gm, context):
         report = double_multiplications(gm, context) if context.side == "backward" else passes.PassReport("mine.twice")
-        report.rewrites = report.rewrites or [passes.site("seen", next(iter(gm.graph.nodes)))] * (context.side == "backward")
+        report.rewrites = report.rewrites or [passes.site("seen", next(iter(gm.graph.nodes)))] * (
+            context.side == "backward"
+        )
         return report
 
     register("mine.twice", backward_alone, stage="partitioned")
     trained(lambda x: x.sin())
     with pytest.raises(Exception, match='strict: pass "mine.twice" was enabled by name and rewrote nothing'):
         with torch.no_grad():
-            torch.compile(torch.sin, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True, "codegen": "eager"})(torch.ones(3))
+            torch.compile(
+                torch.sin, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True, "codegen": "eager"}
+            )(torch.ones(3))
 
 
 def test_strict_fails_again_and_again(register, tmp_path, monkeypatch):
@@ -266,7 +297,9 @@ def test_strict_fails_again_and_again(register, tmp_path, monkeypatch):
     for _ in range(2):
         torch._dynamo.reset()
         with pytest.raises(Exception, match="rewrote nothing in graph"), torch.no_grad():
-            torch.compile(torch.sin, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True})(torch.ones(3))
+            torch.compile(torch.sin, backend="mindspeed", options={"enable": ["mine.twice"], "strict": True})(
+                torch.ones(3)
+            )
 
 
 def test_strict_says_what_the_pass_noted(register):
@@ -278,13 +311,20 @@ def test_strict_says_what_the_pass_noted(register):
 def test_a_contradiction_is_an_error_when_strict(register):
     register("mine.twice", nothing)
     Pipeline(Options(enable=["mine.twice"], disable=["mine.*"]))
-    with pytest.raises(OptionError, match=r'"enable" names "mine.twice", which option "disable" turns off \(mine\.\*\)'):
+    with pytest.raises(
+        OptionError, match=r'"enable" names "mine.twice", which option "disable" turns off \(mine\.\*\)'
+    ):
         Pipeline(Options(enable=["mine.twice"], disable=["mine.*"], strict=True))
 
 
 def test_naming_a_pass_that_is_on_does_not_turn_it_off():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
-    assert explain(model, torch.randn(4, 8), codegen="inductor", enable=["recompute.pointwise"], strict=True).counts["recompute.pointwise"] > 0
+    assert (
+        explain(model, torch.randn(4, 8), codegen="inductor", enable=["recompute.pointwise"], strict=True).counts[
+            "recompute.pointwise"
+        ]
+        > 0
+    )
 
 
 # ---------------------------------------------------------------- contracts of stage "partition", and of regions
@@ -340,7 +380,9 @@ def test_the_example_in_the_docs_rewrites():
         passes.unregister("mine.log1p")
 
 
-@pytest.mark.parametrize("declared, word", [({"before": 1}, "before 1; it takes names"), ({"after": (1,)}, r"after \(1,\)")])
+@pytest.mark.parametrize(
+    "declared, word", [({"before": 1}, "before 1; it takes names"), ({"after": (1,)}, r"after \(1,\)")]
+)
 def test_places_are_names_of_passes(declared, word):
     with pytest.raises(passes.PassError, match=word):
         passes.register("a.b", stage="captured", **declared)

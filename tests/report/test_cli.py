@@ -1,4 +1,6 @@
-"""The command line in this process: options of ``explain`` reach a script, broken ones are named, ``doctor`` says all it knows."""
+"""The command line in this process: options of ``explain`` reach a script, broken ones are named, ``doctor`` says all
+it knows.
+"""
 
 import json
 import os
@@ -36,21 +38,42 @@ def explained(capsys, *arguments):
 def test_options_reach_a_script_and_its_own_win(script, capsys, monkeypatch):
     monkeypatch.setenv("MINDSPEED_FX_OPTIONS", '{"codegen": "eager", "level": 2}')
     before = dict(os.environ)
-    (graph,) = explained(capsys, "train.py", "--json", "--options", '{"disable": ["fusion.rms_norm"], "level": 1}')["graphs"]
+    (graph,) = explained(capsys, "train.py", "--json", "--options", '{"disable": ["fusion.rms_norm"], "level": 1}')[
+        "graphs"
+    ]
     assert graph["counts"].get("fusion.rms_norm", 0) == 0
-    assert {k: graph["effective"][k] for k in ("codegen", "level", "disable")} == {"codegen": "eager", "level": 1, "disable": ["fusion.rms_norm"]}
+    assert {k: graph["effective"][k] for k in ("codegen", "level", "disable")} == {
+        "codegen": "eager",
+        "level": 1,
+        "disable": ["fusion.rms_norm"],
+    }
     assert dict(os.environ) == before
-    (graph,) = explained(capsys, "train.py", "--json", "--options", '{"disable": ["fusion.rms_norm"], "level": 1}', "--", "--own")["graphs"]
-    assert graph["counts"]["fusion.rms_norm"] == 1 and graph["effective"]["level"] == 1 and graph["effective"]["disable"] == ["fusion.rope"]
+    (graph,) = explained(
+        capsys, "train.py", "--json", "--options", '{"disable": ["fusion.rms_norm"], "level": 1}', "--", "--own"
+    )["graphs"]
+    assert (
+        graph["counts"]["fusion.rms_norm"] == 1
+        and graph["effective"]["level"] == 1
+        and graph["effective"]["disable"] == ["fusion.rope"]
+    )
 
 
 def test_a_dump_that_is_asked_for_wins_over_the_environment():
-    assert environment({"level": 1, "dump": "a"}, {"MINDSPEED_FX_DUMP": "b", "MINDSPEED_FX_OPTIONS": '{"strict": true}'}) == {"MINDSPEED_FX_OPTIONS": '{"strict": true, "level": 1}', "MINDSPEED_FX_DUMP": "a"}
+    assert environment(
+        {"level": 1, "dump": "a"}, {"MINDSPEED_FX_DUMP": "b", "MINDSPEED_FX_OPTIONS": '{"strict": true}'}
+    ) == {"MINDSPEED_FX_OPTIONS": '{"strict": true, "level": 1}', "MINDSPEED_FX_DUMP": "a"}
     assert environment({}, {"MINDSPEED_FX_DUMP": "b"}) == {"MINDSPEED_FX_OPTIONS": "{}", "MINDSPEED_FX_DUMP": "b"}
 
 
 @pytest.mark.parametrize("source", ["train.py", "train.py:make"])
-@pytest.mark.parametrize("text, words", [('{"level": 1', "--options is not JSON"), ("[1]", "--options must be a JSON object"), ('{"levl": 1}', 'did you mean "level"')])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"level": 1', "--options is not JSON"),
+        ("[1]", "--options must be a JSON object"),
+        ('{"levl": 1}', 'did you mean "level"'),
+    ],
+)
 def test_broken_options_are_named(script, capsys, monkeypatch, source, text, words):
     with open("train.py", "w") as file:
         file.write("import torch\ndef make():\n    return torch.nn.RMSNorm(8), (torch.randn(2, 8),)\n")
@@ -70,7 +93,9 @@ def test_doctor_says_in_words_what_it_says_in_json(monkeypatch):
     found["megatron_patches"] = ["megatron.core.tensor_parallel.layers.linear: it is captured (everywhere)"]
     text = doctor.text(found)
     for t in found["targets"]:
-        assert any(line.split()[:2] == [t["target"], t["codegen"]] and (t["reason"] in line) for line in text.splitlines())
+        assert any(
+            line.split()[:2] == [t["target"], t["codegen"]] and (t["reason"] in line) for line in text.splitlines()
+        )
     assert found["megatron_patches"][0] in text and found["caches"] in text and found["entry_point"] in text
     assert "mindspeed_fx.megatron_adaptor" in doctor.text({**found, "megatron_patches": []})
 

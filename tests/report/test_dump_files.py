@@ -38,13 +38,22 @@ def test_a_new_dump_replaces_an_old_one_and_nothing_else(tmp_path, new_process):
         (tmp_path / name).write_text("mine")
     new_process()
     dump.write(record(0, passes=("fusion.rope",)), str(tmp_path))
-    ours = {"00.captured.fusion.rope.before.py", "00.captured.fusion.rope.after.py", "00.captured.fusion.rope.diff", "index.md", "report.html", "metadata.json"}
+    ours = {
+        "00.captured.fusion.rope.before.py",
+        "00.captured.fusion.rope.after.py",
+        "00.captured.fusion.rope.diff",
+        "index.md",
+        "report.html",
+        "metadata.json",
+    }
     assert files(tmp_path) == kept | {f"rank0/graph0/{n}" for n in ours} | {"index.md", "index.html"}
     assert not (tmp_path / "rank0/graph1").exists()
     for index in ("index.md", "index.html"):
         text = (tmp_path / index).read_text()
         assert "rank0/graph0" in text and "graph1" not in text and "graph2" not in text
-    assert json.loads((tmp_path / "rank0/graph0/metadata.json").read_text())["files"] == sorted(ours - {"metadata.json"})
+    assert json.loads((tmp_path / "rank0/graph0/metadata.json").read_text())["files"] == sorted(
+        ours - {"metadata.json"}
+    )
 
 
 def test_graphs_of_one_process_stay_and_a_graph_written_again_loses_what_it_no_longer_has(tmp_path, new_process):
@@ -66,7 +75,10 @@ def test_each_rank_removes_its_own_and_rank_0_what_is_too_many(tmp_path, new_pro
     dump.write(record(0, 1), str(tmp_path))
     assert {p.name for p in tmp_path.glob("rank*")} == {f"rank{r}" for r in range(4)}
     dump.write(record(0, 0), str(tmp_path))
-    assert {str(p.relative_to(tmp_path)) for p in tmp_path.glob("rank*/graph*")} == {"rank0/graph0", "rank1/graph0"} and not (tmp_path / "rank3").exists()
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.glob("rank*/graph*")} == {
+        "rank0/graph0",
+        "rank1/graph0",
+    } and not (tmp_path / "rank3").exists()
 
 
 def test_saving_a_report_replaces_the_last_one(tmp_path, new_process):
@@ -75,7 +87,16 @@ def test_saving_a_report_replaces_the_last_one(tmp_path, new_process):
     assert [p.name for p in tmp_path.glob("rank0/*")] == ["graph0"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"files": 3}', '{"files": ["../../outside.txt", 5]}', '{"files": ["", ".", "..", "../../../outside.txt"]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"files": 3}',
+        '{"files": ["../../outside.txt", 5]}',
+        '{"files": ["", ".", "..", "../../../outside.txt"]}',
+    ],
+)
 def test_a_list_that_is_not_ours_removes_nothing(tmp_path, new_process, text):
     root = tmp_path / "dump"
     folder = root / "rank0" / "graph7"
@@ -84,4 +105,6 @@ def test_a_list_that_is_not_ours_removes_nothing(tmp_path, new_process, text):
     (folder / "00.captured.fusion.rope.diff").write_text("mine")
     (folder / "metadata.json").write_text(text)
     dump.write(record(0), str(root))
-    assert (tmp_path / "outside.txt").exists() and (folder / "00.captured.fusion.rope.diff").exists() and folder.exists()
+    assert (
+        (tmp_path / "outside.txt").exists() and (folder / "00.captured.fusion.rope.diff").exists() and folder.exists()
+    )

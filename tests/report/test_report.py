@@ -62,7 +62,14 @@ def test_dump_layout(report, tmp_path):
     diff = (folder / f"{stem}.diff").read_text()
     assert "-    silu" in diff and "+    swiglu_default" in diff and diff.count("\n+    swiglu") == 2
     text = (folder / "index.md").read_text()
-    for words in ("| fusion.swiglu | 2 |", "blocks.1", "## Effective options", "| codegen | eager |", "## Kernels", "flash attention"):
+    for words in (
+        "| fusion.swiglu | 2 |",
+        "blocks.1",
+        "## Effective options",
+        "| codegen | eager |",
+        "## Kernels",
+        "flash attention",
+    ):
         assert words in text, words
     assert json.loads((folder / "metadata.json").read_text())["counts"]["fusion.attention"] == 2
     unchanged = f"{[r.report.name for r in report.graphs[0].runs].index('canonicalize.autograd_function'):02d}.captured.inline.autograd_function.before.py"
@@ -71,7 +78,7 @@ def test_dump_layout(report, tmp_path):
 
 def test_code_is_readable(report):
     after = next(r.after for r in report.graphs[0].runs if r.report.name == "fusion.attention")
-    assert 'rms_norm' not in after.split("def ")[0] and '"f32[2, 16, 32]"' in after and "models.py" in after
+    assert "rms_norm" not in after.split("def ")[0] and '"f32[2, 16, 32]"' in after and "models.py" in after
 
 
 class Balanced(html.parser.HTMLParser):
@@ -101,7 +108,9 @@ def test_html_is_self_contained_and_escaped(report, tmp_path):
 
 def test_dump_option_and_environment_write_the_same(tmp_path, monkeypatch):
     x = torch.randn(2, 8)
-    torch.compile(nn.RMSNorm(8), backend="mindspeed", options={"codegen": "eager", "dump": str(tmp_path / "a")})(x).sum().backward()
+    torch.compile(nn.RMSNorm(8), backend="mindspeed", options={"codegen": "eager", "dump": str(tmp_path / "a")})(
+        x
+    ).sum().backward()
     torch._dynamo.reset()
     monkeypatch.setenv("MINDSPEED_FX_DUMP", str(tmp_path / "b"))
     torch.compile(nn.RMSNorm(8), backend="mindspeed", options={"codegen": "eager"})(x).sum().backward()
@@ -112,12 +121,19 @@ def test_dump_option_and_environment_write_the_same(tmp_path, monkeypatch):
 def test_an_unwritable_directory_is_a_clear_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Exception, match='option "dump": cannot write to'):
-        torch.compile(nn.RMSNorm(8), backend="mindspeed", options={"codegen": "eager", "dump": str(tmp_path / "file")})(torch.randn(2, 8))
+        torch.compile(nn.RMSNorm(8), backend="mindspeed", options={"codegen": "eager", "dump": str(tmp_path / "file")})(
+            torch.randn(2, 8)
+        )
 
 
 def test_structured_trace_has_our_artifacts(tmp_path):
-    code = "import torch; torch.compile(torch.nn.RMSNorm(8), backend='mindspeed', options={'codegen': 'eager'})(torch.randn(2, 8)).sum().backward()"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TORCH_TRACE": str(tmp_path)}, capture_output=True, text=True)
+    code = (
+        "import torch; torch.compile(torch.nn.RMSNorm(8), backend='mindspeed', options={'codegen': "
+        "'eager'})(torch.randn(2, 8)).sum().backward()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TORCH_TRACE": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     log = next(tmp_path.glob("*.log")).read_text()
     assert "mindspeed_fx_index" in log and "captured_fusion.rms_norm" in log and "mindspeed.rms_norm(" in log
@@ -129,7 +145,8 @@ def command(*args, cwd=None):
 
 @pytest.fixture
 def script(tmp_path):
-    (tmp_path / "train.py").write_text(textwrap.dedent("""
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent("""
         import sys, torch
         def make():
             return torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 8)), (torch.randn(2, 8),)
@@ -137,7 +154,8 @@ def script(tmp_path):
             model, args = make()
             if "--quiet" not in sys.argv:
                 torch.compile(model, backend="mindspeed", options={"codegen": "eager"})(*args).sum().backward()
-    """))
+    """)
+    )
     return tmp_path
 
 
@@ -171,7 +189,9 @@ def test_doctor_and_passes():
 
 
 def test_explain_again_and_again():
-    """Dynamo keeps what it compiled: each report must come from a compilation of its own, past any limit on recompiling."""
+    """Dynamo keeps what it compiled: each report must come from a compilation of its own, past any limit on
+    recompiling.
+    """
     model, inputs = Llama(layers=1), torch.randint(0, 64, (1, 8))
     with torch._dynamo.config.patch(recompile_limit=2):
         counts = [explain(model, inputs, inputs).counts for _ in range(4)]

@@ -1,6 +1,6 @@
 """Every loss and reduction of loss_cases.py under every named plan against one device, as a table.
 
-    python -m tests.sharding.divided_losses [--write docs/divided_losses.md] [--plan zero2] [--jobs 2] [pattern ...]
+python -m tests.sharding.divided_losses [--write docs/divided_losses.md] [--plan zero2] [--jobs 2] [pattern ...]
 """
 
 from __future__ import annotations
@@ -57,16 +57,27 @@ def markdown(table: dict[str, list[str]], plans: list[str]) -> str:
     lines = [
         "# Losses and reductions under every plan",
         "",
-        f"Written by `python -m tests.sharding.divided_losses --write docs/divided_losses.md` on {datetime.date.today()}: torch {torch.__version__}.",
+        "Written by `python -m tests.sharding.divided_losses --write docs/divided_losses.md` on "
+        f"{datetime.date.today()}: torch {torch.__version__}.",
         "",
-        "Results and every gradient of a small model, all ranks in one process, float64, against one device: *equal* and the largest difference relative to the",
-        "largest element, *refused* by name, or *wrong*. " + ", ".join(f"{words.count(w)} {w}" for w in ("equal", "refused", "wrong", "failed")) + ".",
+        "Results and every gradient of a small model, all ranks in one process, float64, against one device: *equal* "
+        "and the largest difference relative to the",
+        "largest element, *refused* by name, or *wrong*. "
+        + ", ".join(f"{words.count(w)} {w}" for w in ("equal", "refused", "wrong", "failed"))
+        + ".",
         "The cases are those of `tests/sharding/loss_cases.py`.",
         "",
         "| case | " + " | ".join(f"{p} {'x'.join(str(n) for n in PLANS[p].values())}" for p in plans) + " |",
         "|---|" + "---|" * len(plans),
     ]
-    lines += [f"| {name} | " + " | ".join(c if c.startswith(("equal", "wrong")) else f"{c.split(' ', 1)[0]} [{reasons.index(c) + 1}]" for c in cells) + " |" for name, cells in table.items()]
+    lines += [
+        f"| {name} | "
+        + " | ".join(
+            c if c.startswith(("equal", "wrong")) else f"{c.split(' ', 1)[0]} [{reasons.index(c) + 1}]" for c in cells
+        )
+        + " |"
+        for name, cells in table.items()
+    ]
     if reasons:
         lines += ["", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))]
     return "\n".join(lines) + "\n"

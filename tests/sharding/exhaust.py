@@ -36,7 +36,11 @@ def holds(whole: torch.Tensor, locals_: Sequence[torch.Tensor], placement: Any) 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     tolerance = 1e-10 if a.dtype == torch.float64 else 1e-5
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
+    return (
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if a.is_floating_point()
+        else torch.equal(a, b)
+    )
 
 
 def run(operator: Any, args: Sequence[Any], inputs: Sequence[Any], ranks: int) -> list[list[torch.Tensor]] | None:
@@ -79,14 +83,18 @@ def wrong_ways(operator: Any, args: Sequence[Any], ranks: int) -> tuple[int, lis
             continue
         locals_ = run(operator, args, inputs, ranks)
         tried += 1
-        if locals_ is None or not all(holds(w, [rank[i] for rank in locals_], p) for i, (w, p) in enumerate(zip(whole, results, strict=True))):
-            wrong.append(f"{operator.name} on {ranks} ranks, shapes {[tuple(s) for s in shapes]}: {inputs} -> {results}")
+        if locals_ is None or not all(
+            holds(w, [rank[i] for rank in locals_], p) for i, (w, p) in enumerate(zip(whole, results, strict=True))
+        ):
+            wrong.append(
+                f"{operator.name} on {ranks} ranks, shapes {[tuple(s) for s in shapes]}: {inputs} -> {results}"
+            )
     return tried, wrong
 
 
 def missing_ways(operator: Any, args: Sequence[Any], ranks: int) -> set[tuple]:
-    """Placements of the tensor arguments (whole or divided) that give a valid answer for some placement of the results and
-    that no way of the rule takes."""
+    """Placements of the tensor arguments (whole or divided) that give a valid answer for some placement of the results
+    and that no way of the rule takes."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     whole = run(operator, args, [REPLICATED] * len(tensors), 1)[0]
     unread = UNREAD.get((operator.name, sum(a is None for a in args)), ())
@@ -98,6 +106,8 @@ def missing_ways(operator: Any, args: Sequence[Any], ranks: int) -> set[tuple]:
         locals_ = run(operator, args, inputs, ranks)
         if locals_ is None:
             continue
-        if all(any(holds(w, [rank[i] for rank in locals_], p) for p in (*choices(w), PARTIAL)) for i, w in enumerate(whole)):
+        if all(
+            any(holds(w, [rank[i] for rank in locals_], p) for p in (*choices(w), PARTIAL)) for i, w in enumerate(whole)
+        ):
             found.add(inputs)
     return found

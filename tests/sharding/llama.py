@@ -18,7 +18,10 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin):
         b, s, _ = x.shape
-        q, k, v = (p(x).view(b, s, n, self.dim).transpose(1, 2) for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads)))
+        q, k, v = (
+            p(x).view(b, s, n, self.dim).transpose(1, 2)
+            for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))
@@ -46,7 +49,18 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers: int = 2, hidden: int = 32, heads: int = 4, kv_heads: int = 4, ffn: int = 64, vocab: int = 64, bias: bool = False, tied: bool = False, z_loss: float = 0.0):
+    def __init__(
+        self,
+        layers: int = 2,
+        hidden: int = 32,
+        heads: int = 4,
+        kv_heads: int = 4,
+        ffn: int = 64,
+        vocab: int = 64,
+        bias: bool = False,
+        tied: bool = False,
+        z_loss: float = 0.0,
+    ):
         super().__init__()
         self.z_loss = z_loss
         self.embed = nn.Embedding(vocab, hidden)
@@ -58,10 +72,17 @@ class Llama(nn.Module):
 
     def forward(self, ids, labels):
         x = self.embed(ids)
-        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device).to(x.dtype), 1.0 / 100.0 ** (torch.arange(0, self.dim, 2, device=ids.device) / self.dim))
+        angles = torch.outer(
+            torch.arange(ids.shape[1], device=ids.device).to(x.dtype),
+            1.0 / 100.0 ** (torch.arange(0, self.dim, 2, device=ids.device) / self.dim),
+        )
         cos, sin = (torch.cat((f(angles), f(angles)), -1).to(x.dtype) for f in (torch.cos, torch.sin))
         for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False) if self.checkpointed else layer(x, cos, sin)
+            x = (
+                torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False)
+                if self.checkpointed
+                else layer(x, cos, sin)
+            )
         logits = self.head(self.norm(x)).view(-1, self.head.weight.shape[0])
         loss = F.cross_entropy(logits, labels.view(-1))
         return loss + self.z_loss * logits.logsumexp(-1).square().mean() if self.z_loss else loss

@@ -1,4 +1,6 @@
-"""The Llama of ``llama.py`` with a mixture of experts in place of each feed-forward part, written as a loop-free program of plain torch."""
+"""The Llama of ``llama.py`` with a mixture of experts in place of each feed-forward part, written as a loop-free
+program of plain torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ class Mixture(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, experts: int, chosen: int, shared: bool):
         super().__init__()
-        self.router, self.experts, self.chosen = nn.Linear(hidden, experts, bias=False), Experts(hidden, ffn, experts), chosen
+        self.router, self.experts, self.chosen = (
+            nn.Linear(hidden, experts, bias=False),
+            Experts(hidden, ffn, experts),
+            chosen,
+        )
         self.shared = MLP(hidden, ffn, False) if shared else None
 
     def forward(self, x):
@@ -35,12 +41,23 @@ class Mixture(nn.Module):
         count = self.router.weight.shape[0]
         ends = torch.histc(chosen.flatten().float(), count, 0, count - 1).cumsum(0).to(torch.int32)
         out = self.experts(tokens[order // self.chosen], ends)
-        routed = (out[order.argsort()].view(-1, self.chosen, out.shape[-1]) * weights.unsqueeze(-1)).sum(1).view(x.shape)
+        routed = (
+            (out[order.argsort()].view(-1, self.chosen, out.shape[-1]) * weights.unsqueeze(-1)).sum(1).view(x.shape)
+        )
         return routed + self.shared(x) if self.shared is not None else routed
 
 
 class Mixtral(Llama):
-    def __init__(self, layers: int = 2, hidden: int = 32, ffn: int = 64, experts: int = 4, chosen: int = 2, shared: bool = False, **sizes):
+    def __init__(
+        self,
+        layers: int = 2,
+        hidden: int = 32,
+        ffn: int = 64,
+        experts: int = 4,
+        chosen: int = 2,
+        shared: bool = False,
+        **sizes,
+    ):
         super().__init__(layers, hidden=hidden, ffn=ffn, **sizes)
         for layer in self.layers:
             layer.mlp = Mixture(hidden, ffn, experts, chosen, shared)

@@ -27,13 +27,15 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in REGISTRY:
             defaults = [a.default_value for a in func._schema.arguments[len(args) :]]
-            self.found.append((REGISTRY[func], [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in (*args, *defaults)]))
+            self.found.append(
+                (REGISTRY[func], [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in (*args, *defaults)])
+            )
         return func(*args, **(kwargs or {}))
 
 
 def calls(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Every operator, forward and backward, at batch ``b``, sequence ``s``, ``n`` heads, ``kv`` of them for keys, head width
-    ``d``, hidden size ``h``."""
+    """Every operator, forward and backward, at batch ``b``, sequence ``s``, ``n`` heads, ``kv`` of them for keys, head
+    width ``d``, hidden size ``h``."""
     with Calls() as collected:
         for loss in _losses(b, s, n, kv, d, h):
             if loss.requires_grad:
@@ -59,8 +61,12 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     yield y * randn(b, s, h, grad=False) + total * 2
     yield ops.add_layer_norm(x, randn(b, s, h), w.detach(), None, 1e-5)[0] * randn(b, s, h, grad=False)
     for given in (bias, None):
-        yield ops.dropout_add(x, given, randn(b, s, h), 0.0)[0] * randn(b, s, h, grad=False)  # without drawing, parts can be compared
-        yield ops.dropout_add_seeded(x, given, randn(b, s, h), torch.tensor([5, 7], dtype=torch.int32), 0.0) * randn(b, s, h, grad=False)
+        yield ops.dropout_add(x, given, randn(b, s, h), 0.0)[0] * randn(
+            b, s, h, grad=False
+        )  # without drawing, parts can be compared
+        yield ops.dropout_add_seeded(x, given, randn(b, s, h), torch.tensor([5, 7], dtype=torch.int32), 0.0) * randn(
+            b, s, h, grad=False
+        )
     for up in (randn(b, s, h), None):
         yield ops.swiglu(x, up) ** 2
         yield ops.glu(x, up, "gelu") ** 2
@@ -79,10 +85,16 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     yield ops.attention(q, k, v, randn(n, s, s), True, 0.3)[0] ** 2
     yield ops.attention(q, k, v, randn(b, 1, 1, s), False, 0.3, 0, 2.0, randn(b, n, s))[0] ** 2
     for mask, causal, window in ((None, True, 2), (torch.rand(b, 1, s, s) < 0.7, False, 0)):
-        yield ops.attention_seeded(q, k, v, mask, causal, 0.3, window, 0.0)[0] ** 2  # without drawing, parts can be compared
+        yield (
+            ops.attention_seeded(q, k, v, mask, causal, 0.3, window, 0.0)[0] ** 2
+        )  # without drawing, parts can be compared
     numbers = (torch.arange(s) >= s // 3).long()[None]
     each = (torch.arange(s) >= torch.arange(1, b + 1)[:, None]).long()  # rows differ, so that a part of them is not all
-    for given, ends, causal, window in ((each, None, True, 0), (numbers, None, False, 0), (numbers, torch.tensor([s // 3, s]), True, 2)):
+    for given, ends, causal, window in (
+        (each, None, True, 0),
+        (numbers, None, False, 0),
+        (numbers, torch.tensor([s // 3, s]), True, 2),
+    ):
         yield ops.varlen_attention(q, k, v, given, ends, causal, 0.3, window)[0] ** 2
     kept = torch.rand(b, n, s, s) < 0.7
     yield ops.attention_dropout(q, k, v, kept, 0.3, 2, 1.5, 0.3)[0] ** 2
@@ -92,9 +104,13 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     out, lse = ops.attention_blocked(q.detach(), k.detach(), v.detach(), 0.3)
     ops.attention_blocked_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3)
     out, lse = ops.attention_blocked(q.detach(), k.detach(), v.detach(), 0.3, 0, 0.0, kept, 0.3)
-    ops.attention_blocked_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3, 0, 0.0, kept, 0.3)
+    ops.attention_blocked_backward(
+        torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.3, 0, 0.0, kept, 0.3
+    )
     out, lse = ops.attention_flash(q.detach(), k.detach(), v.detach(), False, 0.3, 0, 1.5, torch.randn(n))
-    ops.attention_flash_backward(torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, False, 0.3, 0, 1.5)
+    ops.attention_flash_backward(
+        torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, False, 0.3, 0, 1.5
+    )
     for mask in (torch.rand(b, 1, s, s) < 0.3, torch.rand(1, n, 1, s) < 0.3):
         yield ops.scaled_masked_softmax(randn(b, n, s, s), mask, 0.3) ** 2
     tokens, classes = b * s, 2 * h
@@ -106,21 +122,46 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
         yield ops.linear_cross_entropy(hidden, head, given, target, reduction=reduction) * torch.tensor(1.5)
     logits = hidden.detach() @ head.detach().t()
     for extra in (torch.randn_like(logits), None):
-        ops.linear_cross_entropy_backward(torch.randn(tokens, dtype=torch.float64), logits, target, logits.logsumexp(-1), extra, hidden.detach(), head.detach(), -100, 0.1, [True, True, extra is None])
+        ops.linear_cross_entropy_backward(
+            torch.randn(tokens, dtype=torch.float64),
+            logits,
+            target,
+            logits.logsumexp(-1),
+            extra,
+            hidden.detach(),
+            head.detach(),
+            -100,
+            0.1,
+            [True, True, extra is None],
+        )
     experts, chosen = 3, 2
     offsets = torch.tensor([1, 1, tokens])
-    for rows, weights in ((randn(tokens, h), randn(experts, h, d)), (randn(tokens, h, grad=False), randn(experts, h, d))):
+    for rows, weights in (
+        (randn(tokens, h), randn(experts, h, d)),
+        (randn(tokens, h, grad=False), randn(experts, h, d)),
+    ):
         yield ops.grouped_matmul(rows, weights, offsets) ** 2
     permuted, order = ops.moe_permute(hidden, torch.randint(0, experts, (tokens, chosen)))
     yield permuted**2
     yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, randn(tokens, chosen)) ** 2
     yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, None, chosen) ** 2
-    permuted, share, _ = ops.moe_permute_map(hidden, torch.rand(tokens, experts).argsort(-1) < chosen, torch.rand(tokens, experts, dtype=torch.float64, requires_grad=True), chosen)
+    permuted, share, _ = ops.moe_permute_map(
+        hidden,
+        torch.rand(tokens, experts).argsort(-1) < chosen,
+        torch.rand(tokens, experts, dtype=torch.float64, requires_grad=True),
+        chosen,
+    )
     yield permuted * share.unsqueeze(-1)
     ops.gemm(torch.randn(tokens, h), torch.randn(h, d))
     for given, sums in ((bias, True), (None, False)):
-        lse, picked, total = ops.linear_logsumexp(hidden, head, given, torch.where(target == -100, -2, target - 1), 2.0 if sums else 0.0, sums)
+        lse, picked, total = ops.linear_logsumexp(
+            hidden, head, given, torch.where(target == -100, -2, target - 1), 2.0 if sums else 0.0, sums
+        )
         yield lse * torch.randn(tokens) + picked * 2 + (total if sums else 0.0)
     for weight, turned, interleaved in ((randn(d), d, False), (None, max(2, d // 4 * 2), True)):
-        angles = (randn(b, 1, s, turned, grad=False) for _ in range(2)) if interleaved else (randn(s, turned, grad=False) for _ in range(2))
+        angles = (
+            (randn(b, 1, s, turned, grad=False) for _ in range(2))
+            if interleaved
+            else (randn(s, turned, grad=False) for _ in range(2))
+        )
         yield ops.qk_norm_rope(randn(b, n, s, d), weight, *angles, 1e-5, True, interleaved)[0] ** 2

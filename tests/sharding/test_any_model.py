@@ -1,4 +1,6 @@
-"""Models as they are written: constants, parts without a gradient, graphs that break, dimensions flattened and parted again, under plans."""
+"""Models as they are written: constants, parts without a gradient, graphs that break, dimensions flattened and parted
+again, under plans.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def padded(m, x):
 
 
 def checkpointed(m, x):
-    return torch.utils.checkpoint.checkpoint(lambda t: torch.cat((t * TABLE, t.split([2, 6], -1)[1]), -1).sin(), x, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(
+        lambda t: torch.cat((t * TABLE, t.split([2, 6], -1)[1]), -1).sin(), x, use_reentrant=False
+    )
 
 
 def flattened(m, x):
@@ -89,19 +93,27 @@ def equal(model, mesh, plan, x):
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("plan", [POSITIONS, *(pytest.param(p, marks=pytest.mark.slow) for p in (ROWS, TWICE))], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "plan", [POSITIONS, *(pytest.param(p, marks=pytest.mark.slow) for p in (ROWS, TWICE))], ids=lambda p: p.name
+)
 def test_equals_one_device(body, plan):
     equal(Model(body), MESHES[plan.name], plan, torch.randn(4, 8, 8, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("plan", [TWICE, Plan("width", ("a", "b"), inputs={"*": {"a": "S(1)"}}, modules={"norm": Boundary(input={"b": "S(1)"})})], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "plan",
+    [TWICE, Plan("width", ("a", "b"), inputs={"*": {"a": "S(1)"}}, modules={"norm": Boundary(input={"b": "S(1)"})})],
+    ids=lambda p: p.name,
+)
 def test_tokens_that_two_dimensions_divide(plan):
     equal(Model(flattened), {"a": 2, "b": 2}, plan, torch.randn(4, 8, 8, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_redistribution_of_strided_shards(every):
-    """Of 16 rows flattened from [4, 4], on a mesh of 2 by 2: what a rank has after it is what it has when all is divided from the whole."""
+    """Of 16 rows flattened from [4, 4], on a mesh of 2 by 2: what a rank has after it is what it has when all is
+    divided from the whole.
+    """
     rows = torch.arange(64.0).view(16, 4)
     dtensor.redistribute_strided_shards_in_order()
     with dtensor.all_ranks({"a": 2, "b": 2}) as mesh:
@@ -112,8 +124,14 @@ def test_every_redistribution_of_strided_shards(every):
         for given, wanted in list(itertools.product(ways, ways))[::every]:
             x = given.redistribute(placements=wanted.placements)
             expected = wanted.to_local()._local_tensors
-            assert all(torch.equal(t, expected[rank]) for rank, t in x.to_local()._local_tensors.items()), (given.placements, wanted.placements)
-            assert torch.equal(x.redistribute(placements=[Replicate()] * 2).to_local().reconcile(), rows), (given.placements, wanted.placements)
+            assert all(torch.equal(t, expected[rank]) for rank, t in x.to_local()._local_tensors.items()), (
+                given.placements,
+                wanted.placements,
+            )
+            assert torch.equal(x.redistribute(placements=[Replicate()] * 2).to_local().reconcile(), rows), (
+                given.placements,
+                wanted.placements,
+            )
 
 
 def test_calls_of_loggers_break_nothing():
@@ -131,8 +149,13 @@ def test_a_graph_that_breaks_is_refused_by_what_needs_one_graph():
         return x.sin()
 
     x = torch.randn(4, 8, 8, dtype=torch.float64)
-    for call in (lambda: simulate(Model(body), {"dp": 2}, ROWS, x), lambda: mindspeed_fx.plan(Model(body), (x,), mesh={"dp": 2}, hardware="ascend910b2")):
-        with pytest.raises(ShardingError, match=r"one graph, and Dynamo breaks this one at .*test_any_model.py:\d+") as error:
+    for call in (
+        lambda: simulate(Model(body), {"dp": 2}, ROWS, x),
+        lambda: mindspeed_fx.plan(Model(body), (x,), mesh={"dp": 2}, hardware="ascend910b2"),
+    ):
+        with pytest.raises(
+            ShardingError, match=r"one graph, and Dynamo breaks this one at .*test_any_model.py:\d+"
+        ) as error:
             call()
         assert "\n" not in str(error.value)
 
@@ -148,5 +171,9 @@ def test_a_gradient_that_cannot_be_divided_names_module_and_line(monkeypatch):
             raise RuntimeError("no such rule\nand more")
 
     monkeypatch.setitem(program.HANDLERS, torch.ops.aten.sin.default, Failing.apply)
-    with pytest.raises(ShardingError, match=r'plan "rows", module .*test_any_model.py:\d+: .*the gradient of aten.sin.default cannot be computed in parts \(no such rule\)'):
+    with pytest.raises(
+        ShardingError,
+        match=r'plan "rows", module .*test_any_model.py:\d+: .*the gradient of aten.sin.default cannot be computed in '
+        r"parts \(no such rule\)",
+    ):
         simulate(Model(lambda m, x: x.sin()), {"dp": 2}, ROWS, torch.randn(4, 8, 8, dtype=torch.float64))

@@ -26,13 +26,17 @@ def counted(chosen):
 class Experts(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate, self.up = (torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDE, dtype=torch.float64) / 2) for _ in range(2))
+        self.gate, self.up = (
+            torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDE, dtype=torch.float64) / 2) for _ in range(2)
+        )
         self.down = torch.nn.Parameter(torch.randn(EXPERTS, WIDE, HIDDEN, dtype=torch.float64) / 2)
 
     def forward(self, x, chosen, weights):
         rows, order = ops.moe_permute(x, chosen)
         ends = counted(chosen).cumsum(0).to(torch.int32)
-        inner = torch.nn.functional.silu(ops.grouped_matmul(rows, self.gate, ends)) * ops.grouped_matmul(rows, self.up, ends)
+        inner = torch.nn.functional.silu(ops.grouped_matmul(rows, self.gate, ends)) * ops.grouped_matmul(
+            rows, self.up, ends
+        )
         return ops.moe_unpermute(ops.grouped_matmul(inner, self.down, ends), order, weights)
 
 
@@ -41,7 +45,11 @@ class Mixture(torch.nn.Module):
 
     def __init__(self, favourite: float = 0.0):
         super().__init__()
-        self.embed, self.router, self.experts = torch.nn.Embedding(32, HIDDEN).double(), torch.nn.Linear(HIDDEN, EXPERTS).double(), Experts()
+        self.embed, self.router, self.experts = (
+            torch.nn.Embedding(32, HIDDEN).double(),
+            torch.nn.Linear(HIDDEN, EXPERTS).double(),
+            Experts(),
+        )
         with torch.no_grad():
             self.router.bias[1] += favourite
 
@@ -65,17 +73,32 @@ def checked(model, mesh, plan, ids=None):
 
 
 BOTH = Plan(
-    "both", ("ep", "tp"), {f"experts.{n}": {"ep": "S(0)", "tp": "S(0)"} for n in ("gate", "up", "down")}, {"*": {"ep": "S(0)"}},
-    {"experts": Boundary({"tp": "R"}, {"tp": "R"})}, experts={"dispatch": "all_to_all"},
-)  # fmt: skip
+    "both",
+    ("ep", "tp"),
+    {f"experts.{n}": {"ep": "S(0)", "tp": "S(0)"} for n in ("gate", "up", "down")},
+    {"*": {"ep": "S(0)"}},
+    {"experts": Boundary({"tp": "R"}, {"tp": "R"})},
+    experts={"dispatch": "all_to_all"},
+)
 """TP-extends-EP: experts divided over tokens' dimension and over one on which tokens are whole."""
 
 
-@pytest.mark.parametrize("mesh,plan,favourite", [({"ep": 2}, "ep_alltoall", 0.0), ({"ep": 4}, "ep_alltoall", 9.0), ({"dp": 2, "ep": 2}, "zero2+ep_alltoall", 0.0), ({"ep": 2, "tp": 2}, BOTH, 9.0)])
+@pytest.mark.parametrize(
+    "mesh,plan,favourite",
+    [
+        ({"ep": 2}, "ep_alltoall", 0.0),
+        ({"ep": 4}, "ep_alltoall", 9.0),
+        ({"dp": 2, "ep": 2}, "zero2+ep_alltoall", 0.0),
+        ({"ep": 2, "tp": 2}, BOTH, 9.0),
+    ],
+)
 def test_equals_one_device(mesh, plan, favourite):
     """One exchange of counts, and one of rows each way; back the same two."""
     result = checked(Mixture(favourite), mesh, plan)
-    assert result.forward["all_to_all_single"] == 3 and result.backward["all_to_all_single"] == 2, (result.forward, result.backward)
+    assert result.forward["all_to_all_single"] == 3 and result.backward["all_to_all_single"] == 2, (
+        result.forward,
+        result.backward,
+    )
     assert not result.forward["all_gather_into_tensor"] or plan != "ep_alltoall"
 
 
@@ -106,7 +129,12 @@ class Uncounted(Mixture):
         x = self.embed(ids).flatten(0, 1)
         rows, order = ops.moe_permute(x, self.router(x).topk(CHOSEN)[1])
         ends = torch.arange(1, EXPERTS + 1) * (rows.shape[0] // EXPERTS)
-        return ops.moe_unpermute(ops.grouped_matmul(ops.grouped_matmul(rows, self.experts.gate, ends), self.experts.down, ends), order, None, CHOSEN).mean()
+        return ops.moe_unpermute(
+            ops.grouped_matmul(ops.grouped_matmul(rows, self.experts.gate, ends), self.experts.down, ends),
+            order,
+            None,
+            CHOSEN,
+        ).mean()
 
 
 class Summed(Mixture):
@@ -117,7 +145,13 @@ class Summed(Mixture):
         return ops.grouped_matmul(rows, self.experts.gate, counted(chosen).cumsum(0)).mean()
 
 
-@pytest.mark.parametrize("model,says", [(Uncounted, "where the rows of each expert end is not counted from the choices that sort them"), (Summed, "mean.default reads rows that are sorted by expert")])
+@pytest.mark.parametrize(
+    "model,says",
+    [
+        (Uncounted, "where the rows of each expert end is not counted from the choices that sort them"),
+        (Summed, "mean.default reads rows that are sorted by expert"),
+    ],
+)
 def test_what_cannot_travel_says_why(model, says):
     with pytest.raises(Exception) as error:
         simulate(model(), {"ep": 2}, "ep_alltoall", torch.zeros(4, 6, dtype=torch.long))
@@ -125,7 +159,8 @@ def test_what_cannot_travel_says_why(model, says):
 
 
 @pytest.mark.parametrize("experts,says", [
-    ({"dispatch": "alltoall"}, 'did you mean "all_to_all"?'), ({"dispach": "all_to_all"}, 'unknown key "dispach" (did you mean "dispatch"?)'),
+    ({"dispatch": "alltoall"}, 'did you mean "all_to_all"?'), ({"dispach": "all_to_all"}, 'unknown key "dispach" (did '
+                                                                                          'you mean "dispatch"?)'),
     ({"dispatch": "all_to_all", "capacity": 0.5}, "a number from 1 on"), ({"capacity": 2}, "with dispatch: all_to_all"),
 ])  # fmt: skip
 def test_wrong_words(experts, says):

@@ -1,5 +1,5 @@
-"""Linear and cross-entropy fused where the vocabulary is divided: a rank's logits exist a chunk at a time, and the loss and every
-gradient are those of one device."""
+"""Linear and cross-entropy fused where the vocabulary is divided: a rank's logits exist a chunk at a time, and the loss
+and every gradient are those of one device."""
 
 import pytest
 import torch
@@ -26,11 +26,16 @@ def alike(model, mesh, plan, *args, tolerance=1e-10):
     loss = model(*args)
     loss.backward()
     result = simulate(model, mesh, plan, *args, options=OPTIONS)
-    assert (result.outputs[0] if isinstance(result.outputs, tuple) else result.outputs).sub(loss).abs() <= tolerance * loss.abs()
+    assert (result.outputs[0] if isinstance(result.outputs, tuple) else result.outputs).sub(
+        loss
+    ).abs() <= tolerance * loss.abs()
     expected = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert result.gradients.keys() == expected.keys(), "a gradient appeared or disappeared"
     for name, gradient in expected.items():
-        assert gradient.abs().max() > 0 and (result.gradients[name] - gradient).abs().max() <= tolerance * gradient.abs().max(), name
+        assert (
+            gradient.abs().max() > 0
+            and (result.gradients[name] - gradient).abs().max() <= tolerance * gradient.abs().max()
+        ), name
     return result
 
 
@@ -39,7 +44,12 @@ class Head(nn.Module):
 
     def __init__(self, bias=True, reduction="mean", smoothing=0.0, z=0.0, softcap=0.0, frozen=False):
         super().__init__()
-        self.embed, self.q_proj, self.o_proj, self.head = nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64, bias=bias)
+        self.embed, self.q_proj, self.o_proj, self.head = (
+            nn.Embedding(64, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 64, bias=bias),
+        )
         self.settings, self.z, self.softcap = {"reduction": reduction, "label_smoothing": smoothing}, z, softcap
         self.head.weight.requires_grad_(not frozen)
 
@@ -71,11 +81,18 @@ def test_loss_and_gradients(settings, dtype, mesh):
 def test_a_llama_divided_by_sequence_too():
     result = alike(Llama(layers=1).double(), {"tp": 2}, "tp_sp", *batch(4, 6))
     # as with whole logits: two reductions of numbers a token, and one gradient of the head's input, scattered
-    assert result.forward["all_reduce"] == 2 and result.backward["reduce_scatter_tensor"] == 3 and result.backward["all_reduce"] == 3
+    assert (
+        result.forward["all_reduce"] == 2
+        and result.backward["reduce_scatter_tensor"] == 3
+        and result.backward["all_reduce"] == 3
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan, mesh", [("zero2+tp", {"dp": 2, "tp": 2}), ("zero3+tp_sp", {"dp": 2, "tp": 2}), ("tp_2d", {"tp_x": 2, "tp_y": 2})])
+@pytest.mark.parametrize(
+    "plan, mesh",
+    [("zero2+tp", {"dp": 2, "tp": 2}), ("zero3+tp_sp", {"dp": 2, "tp": 2}), ("tp_2d", {"tp_x": 2, "tp_y": 2})],
+)
 def test_beside_other_dimensions(plan, mesh):
     alike(Llama(layers=1).double(), mesh, plan, *batch(4, 6))
 
@@ -85,7 +102,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))])
+        self.elements = max(
+            [self.elements, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))]
+        )
         return out
 
 
@@ -101,9 +120,15 @@ def test_logits_never_exist_whole(dtype):
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     logits = F.linear(*wide)
     own, counts = (target >= 0).double(), (target != -2).double()
-    want = 0.3 * logits.logsumexp(-1) * counts - logits.gather(1, target.clamp(min=0)[:, None])[:, 0] * own + 0.1 * logits.sum(-1) * counts
+    want = (
+        0.3 * logits.logsumexp(-1) * counts
+        - logits.gather(1, target.clamp(min=0)[:, None])[:, 0] * own
+        + 0.1 * logits.sum(-1) * counts
+    )
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    for have, truth in zip((0.3 * lse - picked + 0.1 * sums, *grads), (want, *torch.autograd.grad(want.sum(), wide)), strict=True):
+    for have, truth in zip(
+        (0.3 * lse - picked + 0.1 * sums, *grads), (want, *torch.autograd.grad(want.sum(), wide)), strict=True
+    ):
         assert (have.double() - truth).abs().max() <= tolerance * truth.abs().max()
 
 

@@ -9,13 +9,25 @@ from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.presets import named
 
-SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=32, max_position_embeddings=64, num_experts_per_tok=2)
+SMALL = dict(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=32,
+    max_position_embeddings=64,
+    num_experts_per_tok=2,
+)
 
 
 def hugging_face(kind, implementation):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config, model = {"Mixtral": ("MixtralConfig", "MixtralForCausalLM"), "Qwen3Moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM")}[kind]
+    config, model = {
+        "Mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+        "Qwen3Moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    }[kind]
     more = dict(num_local_experts=4) if kind == "Mixtral" else dict(num_experts=4, moe_intermediate_size=8, head_dim=8)
     made = getattr(transformers, model)(getattr(transformers, config)(**SMALL, **more, use_cache=False)).double()
     return Loss(made, implementation)
@@ -29,7 +41,9 @@ class Loss(torch.nn.Module):
         self.model, self.implementation = model, implementation
 
     def forward(self, ids):
-        self.model.config._experts_implementation = self.implementation if torch.compiler.is_compiling() else "batched_mm"
+        self.model.config._experts_implementation = (
+            self.implementation if torch.compiler.is_compiling() else "batched_mm"
+        )
         return self.model(input_ids=ids, labels=ids).loss
 
 
@@ -48,7 +62,9 @@ def checked(model, mesh, plan, ids):
 class Experts(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate_up, self.down = (torch.nn.Parameter(torch.randn(shape, dtype=torch.float64) / 4) for shape in ((4, 16, 8), (4, 8, 8)))
+        self.gate_up, self.down = (
+            torch.nn.Parameter(torch.randn(shape, dtype=torch.float64) / 4) for shape in ((4, 16, 8), (4, 8, 8))
+        )
 
     def forward(self, x, chosen, weights):
         rows, flat = x.repeat_interleave(2, 0), chosen.reshape(-1)
@@ -62,7 +78,11 @@ class Mixture(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.router, self.experts = torch.nn.Embedding(32, 8).double(), torch.nn.Linear(8, 4).double(), Experts()
+        self.embed, self.router, self.experts = (
+            torch.nn.Embedding(32, 8).double(),
+            torch.nn.Linear(8, 4).double(),
+            Experts(),
+        )
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -71,10 +91,14 @@ class Mixture(torch.nn.Module):
 
 
 def test_plain_model():
-    """Gathered rows go back to the order of tokens between the two products, so that each product has an exchange of its own."""
+    """Gathered rows go back to the order of tokens between the two products, so that each product has an exchange of
+    its own.
+    """
     ids = torch.randint(0, 32, (4, 6))
     result = checked(Mixture(), {"ep": 2}, "ep", ids)
-    assert result.forward["reduce_scatter_tensor"] == 2 and result.forward["all_gather_into_tensor"] == 4, result.forward
+    assert result.forward["reduce_scatter_tensor"] == 2 and result.forward["all_gather_into_tensor"] == 4, (
+        result.forward
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Mixtures of experts under plans that divide the sequence, over two mesh dimensions too: every token meets its own router's choices, and its own place."""
+"""Mixtures of experts under plans that divide the sequence, over two mesh dimensions too: every token meets its own
+router's choices, and its own place.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ class Experts(nn.Module):
     def __init__(self, form: str):
         super().__init__()
         self.form = form
-        self.gate_up, self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 3), nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 3)
+        self.gate_up, self.down = (
+            nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 3),
+            nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 3),
+        )
 
     def forward(self, x, chosen, weights):
         return getattr(self, self.form)(x, chosen, weights)
@@ -41,7 +46,9 @@ class Experts(nn.Module):
         tokens, order = ops.moe_permute(x, chosen)
         ends = (chosen.reshape(-1, 1) <= torch.arange(EXPERTS)).sum(0).to(torch.int32)
         gate, up = ops.grouped_matmul(tokens, self.gate_up.transpose(1, 2), ends).chunk(2, -1)
-        return ops.moe_unpermute(ops.grouped_matmul(F.silu(gate) * up, self.down.transpose(1, 2), ends), order, weights, CHOSEN)
+        return ops.moe_unpermute(
+            ops.grouped_matmul(F.silu(gate) * up, self.down.transpose(1, 2), ends), order, weights, CHOSEN
+        )
 
 
 class SharedExpert(nn.Module):
@@ -69,7 +76,9 @@ class Mixture(nn.Module):
         x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
         tokens = x.view(-1, WIDTH)
         weights, chosen = self.router(tokens).softmax(-1).topk(CHOSEN)
-        mixed = self.experts(tokens, chosen, weights) + torch.sigmoid(self.shared_gate(tokens)) * self.shared_expert(tokens)
+        mixed = self.experts(tokens, chosen, weights) + torch.sigmoid(self.shared_gate(tokens)) * self.shared_expert(
+            tokens
+        )
         return F.cross_entropy(self.head(x + mixed.view(x.shape)).view(-1, 32), ids.flip(1).reshape(-1))
 
 
@@ -87,14 +96,24 @@ def check(form: str, sizes: dict[str, int], plan: str) -> None:
 
 CP, TP = {"cp_ring": 2, "cp_ulysses": 2}, {"cp": 2, "tp": 2}
 EVERY = {
-    "hybrid": CP, "hybrid:2": {"cp_ring": 4, "cp_ulysses": 2}, "ulysses+tp_sp": TP, "ring+tp_sp": TP, "kv_allgather+tp_sp": TP,
-    "ep+ulysses": {"ep": 2, "cp": 2}, "zero2+hybrid": {"dp": 2, **CP}, "ep+hybrid": {"ep": 2, **CP}, "ep_alltoall+hybrid": {"ep": 2, **CP}, "ep+ulysses+tp_sp": {"ep": 2, **TP}, "ep_alltoall+ring+tp_sp": {"ep": 2, **TP},
-}  # fmt: skip
+    "hybrid": CP,
+    "hybrid:2": {"cp_ring": 4, "cp_ulysses": 2},
+    "ulysses+tp_sp": TP,
+    "ring+tp_sp": TP,
+    "kv_allgather+tp_sp": TP,
+    "ep+ulysses": {"ep": 2, "cp": 2},
+    "zero2+hybrid": {"dp": 2, **CP},
+    "ep+hybrid": {"ep": 2, **CP},
+    "ep_alltoall+hybrid": {"ep": 2, **CP},
+    "ep+ulysses+tp_sp": {"ep": 2, **TP},
+    "ep_alltoall+ring+tp_sp": {"ep": 2, **TP},
+}
 
 REFUSED = {
-    ("loop", "ep_alltoall+hybrid"): "no mixture was found in this graph", ("loop", "ep_alltoall+ring+tp_sp"): "no mixture was found in this graph",
+    ("loop", "ep_alltoall+hybrid"): "no mixture was found in this graph",
+    ("loop", "ep_alltoall+ring+tp_sp"): "no mixture was found in this graph",
     ("gathered", "ep_alltoall+ring+tp_sp"): "tokens travel over one mesh dimension",
-}  # fmt: skip
+}
 """What is said by name instead."""
 
 
@@ -116,9 +135,11 @@ def test_every_plan(form, plan):
 
 
 MORE = {
-    "Mixtral": dict(num_local_experts=4), "Olmoe": dict(num_experts=4), "GptOss": dict(num_local_experts=4, head_dim=8, layer_types=["full_attention"]),
+    "Mixtral": dict(num_local_experts=4),
+    "Olmoe": dict(num_experts=4),
+    "GptOss": dict(num_local_experts=4, head_dim=8, layer_types=["full_attention"]),
     "Qwen2Moe": dict(num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Losses and reductions over a divided batch, sequence or vocabulary: values and every gradient of one device, in float64.
+"""Losses and reductions over a divided batch, sequence or vocabulary: values and every gradient of one device, in
+float64.
 
 The whole table is ``python -m tests.sharding.divided_losses --write docs/divided_losses.md``.
 """
@@ -16,9 +17,18 @@ from tests.sharding.divided_losses import TOLERANCE, cells
 from tests.sharding.loss_cases import CASES, PLANS, Small, batch, error
 
 WRONG_BEFORE = [
-    "mse_loss, mean", "huber_loss, mean", "nll_loss weight, mean", "cross_entropy weight, mean", "cross_entropy + mse_loss", "batch_norm training",
-    "multilabel_soft_margin_loss, mean", "multi_margin_loss, mean", "logits[mask]", "conv1d over the sequence", "z-loss over kept tokens",
-]  # fmt: skip
+    "mse_loss, mean",
+    "huber_loss, mean",
+    "nll_loss weight, mean",
+    "cross_entropy weight, mean",
+    "cross_entropy + mse_loss",
+    "batch_norm training",
+    "multilabel_soft_margin_loss, mean",
+    "multi_margin_loss, mean",
+    "logits[mask]",
+    "conv1d over the sequence",
+    "z-loss over kept tokens",
+]
 NOT_ONE_GRAPH = ("ctc_loss", "gaussian_nll_loss")
 """Losses that ask for values while they run."""
 GROUPS = [list(CASES)[i : i + 12] for i in range(0, len(CASES), 12)]
@@ -38,7 +48,15 @@ def test_a_gradient_that_is_off_is_seen(monkeypatch):
     assert error(["mse_loss, mean"], "zero2") > 1e-3
 
 
-@pytest.mark.parametrize("name, gathers, sums", [("mse_loss, mean", 0, 1), ("cross_entropy weight, mean", 0, 2), ("z-loss over kept tokens", 0, 4), ("logsumexp(dim=0)", 0, 4)])
+@pytest.mark.parametrize(
+    "name, gathers, sums",
+    [
+        ("mse_loss, mean", 0, 1),
+        ("cross_entropy weight, mean", 0, 2),
+        ("z-loss over kept tokens", 0, 4),
+        ("logsumexp(dim=0)", 0, 4),
+    ],
+)
 def test_divided_values_stay_divided(name, gathers, sums):
     """Of a divided batch the ranks exchange numbers; gathers are those of parameters alone."""
     model = Small([name]).double()
@@ -91,7 +109,11 @@ def test_class_weights_of_every_kind_of_target():
         def forward(self, x, y):
             logits = self.linear(x)
             weight = torch.arange(1.0, 9, dtype=x.dtype)
-            return F.cross_entropy(logits, y, weight) + F.cross_entropy(logits, y, weight, label_smoothing=0.2) + F.cross_entropy(logits, logits.detach().softmax(-1), weight)
+            return (
+                F.cross_entropy(logits, y, weight)
+                + F.cross_entropy(logits, y, weight, label_smoothing=0.2)
+                + F.cross_entropy(logits, logits.detach().softmax(-1), weight)
+            )
 
     model, x, y = Model().double(), torch.randn(4, 6, dtype=torch.double), torch.tensor([-100, -100, 2, 4])
     loss = model(x, y)

@@ -17,6 +17,7 @@ from tests.sharding.operator_cases import calls
 
 EVEN, UNEVEN, ONE_KEY_HEAD, OWN_KEYS = (4, 4, 4, 2, 4, 4), (3, 5, 6, 3, 4, 6), (2, 3, 4, 1, 4, 6), (4, 4, 3, 3, 4, 4)
 
+
 def one(x: torch.Tensor) -> torch.Tensor:
     """The tensor that all ranks hold alike."""
     return x.reconcile() if hasattr(x, "reconcile") else x
@@ -25,7 +26,9 @@ def one(x: torch.Tensor) -> torch.Tensor:
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 
 
-@pytest.mark.parametrize("sizes,ranks", [(EVEN, 2), (UNEVEN, 2), (ONE_KEY_HEAD, 2), (OWN_KEYS, 2), ((5, 4, 6, 3, 6, 8), 3)])
+@pytest.mark.parametrize(
+    "sizes,ranks", [(EVEN, 2), (UNEVEN, 2), (ONE_KEY_HEAD, 2), (OWN_KEYS, 2), ((5, 4, 6, 3, 6, 8), 3)]
+)
 def test_every_way_gives_the_whole_result(sizes, ranks):
     seen, tried, wrong = set(), {}, []
     for operator, args in calls(*sizes):
@@ -34,7 +37,9 @@ def test_every_way_gives_the_whole_result(sizes, ranks):
         tried[operator.name] = max(count, tried.get(operator.name, 0))
         wrong += bad
     assert not wrong
-    assert not [o.name for o in REGISTRY.values() if o.overload not in seen and not o.name.endswith("_triton")], "operators without a case"
+    assert not [o.name for o in REGISTRY.values() if o.overload not in seen and not o.name.endswith("_triton")], (
+        "operators without a case"
+    )
     assert not [name for name, n in tried.items() if n < 2], "only the replicated way could be tried"
 
 
@@ -48,7 +53,9 @@ def given() -> list[tuple]:
 def _by_size() -> list:
     """Names of the operators; those with tens of thousands of placements are slow."""
     names = sorted(o.name for o in REGISTRY.values() if not o.name.endswith("_triton"))
-    return [pytest.param(n, marks=pytest.mark.slow) if "attention" in n and n.endswith("_backward") else n for n in names]
+    return [
+        pytest.param(n, marks=pytest.mark.slow) if "attention" in n and n.endswith("_backward") else n for n in names
+    ]
 
 
 @pytest.mark.parametrize("name", _by_size())
@@ -90,23 +97,33 @@ def test_dtensor_takes_every_way_without_a_collective(ranks):
             whole = operator.overload(*args)
             for results, inputs in ways(operator, args):
                 tensors = [a for a in args if isinstance(a, torch.Tensor)]
-                if any(isinstance(p, Even) and not is_even(t.shape, p, 2) for t, p in zip(tensors, inputs)) or "partial" in inputs:
+                if (
+                    any(isinstance(p, Even) and not is_even(t.shape, p, 2) for t, p in zip(tensors, inputs))
+                    or "partial" in inputs
+                ):
                     continue
                 if any(isinstance(p, int) and t.shape[int(p)] < 2 for t, p in zip(tensors, inputs)):
                     continue
                 own = iter(inputs)
-                local = [distribute_tensor(a, mesh, [placement(next(own))]) if isinstance(a, torch.Tensor) else a for a in args]
+                local = [
+                    distribute_tensor(a, mesh, [placement(next(own))]) if isinstance(a, torch.Tensor) else a
+                    for a in args
+                ]
                 with CommDebugMode() as communication:
                     made = operator.overload(*local)
                 assert communication.get_total_counts() == 0, (operator.name, inputs)
                 made = made if isinstance(made, (tuple, list)) else [made]
-                for want, have, p in zip(whole if isinstance(whole, (tuple, list)) else [whole], made, results, strict=True):
+                for want, have, p in zip(
+                    whole if isinstance(whole, (tuple, list)) else [whole], made, results, strict=True
+                ):
                     assert have.placements == (placement(p),), (operator.name, inputs)
                     torch.testing.assert_close(one(have.full_tensor()), want, rtol=1e-5, atol=1e-6)
 
 
 def test_uneven_groups_of_heads_are_not_cut(ranks):
-    """Six query and three key heads on two ranks: a cut by head would pair the wrong ones, so the heads are gathered."""
+    """Six query and three key heads on two ranks: a cut by head would pair the wrong ones, so the heads are
+    gathered.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -115,7 +132,9 @@ def test_uneven_groups_of_heads_are_not_cut(ranks):
     expected = torch.ops.mindspeed.attention(q, k, v, None, True, 0.3)[0]
     with ranks(2):
         mesh = init_device_mesh("cpu", (2,))
-        out = torch.ops.mindspeed.attention(*(distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)), None, True, 0.3)[0]
+        out = torch.ops.mindspeed.attention(
+            *(distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)), None, True, 0.3
+        )[0]
         assert out.placements != (Shard(1),)
         torch.testing.assert_close(one(out.full_tensor()), expected)
 
@@ -133,9 +152,14 @@ def test_flags_are_part_of_the_rules_key(ranks):
         for causal in (False, True, False):
             out = torch.ops.mindspeed.attention(rows, whole, whole, None, causal, 0.3)[0]
             assert (out.placements == (Shard(2),)) != causal
-            torch.testing.assert_close(one(out.full_tensor()), torch.ops.mindspeed.attention(q, q, q, None, causal, 0.3)[0])
+            torch.testing.assert_close(
+                one(out.full_tensor()), torch.ops.mindspeed.attention(q, q, q, None, causal, 0.3)[0]
+            )
 
 
 def test_rules_are_registered_only_when_sharding():
-    code = "import sys, mindspeed_fx; before = 'torch.distributed.tensor' in sys.modules; import mindspeed_fx.passes; sys.exit(before or 'mindspeed_fx.compat.dtensor' in sys.modules)"
+    code = (
+        "import sys, mindspeed_fx; before = 'torch.distributed.tensor' in sys.modules; import mindspeed_fx.passes; "
+        "sys.exit(before or 'mindspeed_fx.compat.dtensor' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

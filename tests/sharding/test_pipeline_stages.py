@@ -1,4 +1,6 @@
-"""Stages of a pipeline, cut from an unmodified model: chained by hand, and under torch's schedules over gloo processes."""
+"""Stages of a pipeline, cut from an unmodified model: chained by hand, and under torch's schedules over gloo
+processes.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def agrees(model, parts, given, microbatches, tolerance=1e-10):
     mine = [(n, p) for part in parts for n, p in part.named_parameters()]
     assert sorted(n for n, _ in mine) == sorted(gradients), "each parameter in one stage, under its name"
     for name, p in mine:
-        assert gradients[name].abs().max() > 0 and (p.grad - gradients[name]).abs().max() <= tolerance * gradients[name].abs().max(), name
+        assert (
+            gradients[name].abs().max() > 0
+            and (p.grad - gradients[name]).abs().max() <= tolerance * gradients[name].abs().max()
+        ), name
 
 
 @pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -59,7 +64,9 @@ def test_chained_stages_are_the_model(checkpointed):
     model.checkpointed = checkpointed
     parts = stages(model, 3, tuple(given.values()), microbatches=2, options=EAGER)
     assert [len(part.layers._modules) for part in parts] == [2, 2, 1]
-    assert [[tuple(t.shape) for t in part.examples()[0]] for part in parts] == [[], [(2, 16, 32)], [(2, 16, 32)]], "angles are computed again, not sent"
+    assert [[tuple(t.shape) for t in part.examples()[0]] for part in parts] == [[], [(2, 16, 32)], [(2, 16, 32)]], (
+        "angles are computed again, not sent"
+    )
     agrees(model, parts, given, 2)
     gone, stays = weakref.ref(model.embed.weight), weakref.ref(model.head.weight)
     del model, parts[:2]
@@ -97,14 +104,25 @@ def test_hugging_face():
     class Step(nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)).double()
+            self.model = transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    hidden_size=32,
+                    intermediate_size=64,
+                    num_hidden_layers=3,
+                    num_attention_heads=4,
+                    num_key_value_heads=2,
+                    vocab_size=64,
+                )
+            ).double()
 
         def forward(self, ids, labels):
             return self.model(input_ids=ids, labels=labels, use_cache=False).loss
 
     torch.manual_seed(0)
     model, given = Step(), batch()
-    agrees(model, stages(model, 2, (), given, microbatches=2, options=EAGER), given, 2, tolerance=1e-5)  # its norms compute in float32
+    agrees(
+        model, stages(model, 2, (), given, microbatches=2, options=EAGER), given, 2, tolerance=1e-5
+    )  # its norms compute in float32
 
 
 class Writes(Learned):
@@ -119,16 +137,22 @@ class Writes(Learned):
 def test_what_has_no_stages():
     given = batch()
     for model, count, microbatches, says in (
-        (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 1, "Sequential has no repeated layers"), (Llama(), 3, 1, '"layers" has 2 layers; valid: 2 to 2 stages'),
-        (Llama(), 2, 3, r'argument "ids" of shape \(4, 16\) cannot be split into 3 microbatches'), (Llama(tied=True), 2, 1, "tied weights"),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 1, "Sequential has no repeated layers"),
+        (Llama(), 3, 1, '"layers" has 2 layers; valid: 2 to 2 stages'),
+        (Llama(), 2, 3, r'argument "ids" of shape \(4, 16\) cannot be split into 3 microbatches'),
+        (Llama(tied=True), 2, 1, "tied weights"),
         (Writes().double(), 2, 1, "module .*writes in place"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ShardingError, match=says):
             stages(model, count, tuple(given.values()), microbatches=microbatches, options=EAGER)
 
 
 def test_meshes_that_do_not_fit():
-    for names, plan, says in ((("dp", "tp"), "tp", 'needs a mesh dimension "pp"; the mesh has dp, tp'), (("pp",), "tp_sp", 'needs mesh dimension "tp"'), (("pp", "tpp"), "tp_sp", 'did you mean "tpp"')):
+    for names, plan, says in (
+        (("dp", "tp"), "tp", 'needs a mesh dimension "pp"; the mesh has dp, tp'),
+        (("pp",), "tp_sp", 'needs mesh dimension "tp"'),
+        (("pp", "tpp"), "tp_sp", 'did you mean "tpp"'),
+    ):
         with pytest.raises(ShardingError, match=says):
             mindspeed_fx.pipeline_stage(Llama(), SimpleNamespace(mesh_dim_names=names), plan, kwargs=batch())
 
@@ -163,7 +187,9 @@ def worker(rank, store, sizes, plan, kind):
         plan = mindspeed_fx.plan(*large(batch=8), mesh=sizes, hardware="ascend910b2")
         assert not plan.unsupported and plan.modules
     stage = mindspeed_fx.pipeline_stage(model, mesh, plan, kwargs=given, microbatches=4, options=EAGER)
-    schedule = getattr(pipelining, kind)([stage] if "Interleaved" in kind else stage, 4, loss_fn=lambda loss, _: loss.sum())
+    schedule = getattr(pipelining, kind)(
+        [stage] if "Interleaved" in kind else stage, 4, loss_fn=lambda loss, _: loss.sum()
+    )
     for _ in range(2):
         stage.submod.zero_grad()
         losses = []

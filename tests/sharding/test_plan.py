@@ -10,9 +10,14 @@ from tests.sharding.llama import Llama
 from tests.sharding.test_experts import Mixture
 
 PLAN = Plan(
-    "mine", ("dp", "tp"), {"layers.*.q.weight": {"tp": "S(0)"}}, {"ids": {"dp": "S(0)"}}, {"layers.*.q": Boundary(input={"tp": "R"})},
-    {"mindspeed.attention": Boundary(arguments={"q": {"tp": "S(1)"}})}, {"dp": "zero2"},
-)  # fmt: skip
+    "mine",
+    ("dp", "tp"),
+    {"layers.*.q.weight": {"tp": "S(0)"}},
+    {"ids": {"dp": "S(0)"}},
+    {"layers.*.q": Boundary(input={"tp": "R"})},
+    {"mindspeed.attention": Boundary(arguments={"q": {"tp": "S(1)"}})},
+    {"dp": "zero2"},
+)
 
 
 @pytest.mark.parametrize("ending", ["yaml", "json"])

@@ -67,7 +67,9 @@ def test_bad_words(given, says):
 
 @pytest.fixture
 def trained():
-    """``trained(plan, sizes, **options)``: bytes that rank 0 keeps for the backward beside parameters, and the passes' reports."""
+    """``trained(plan, sizes, **options)``: bytes that rank 0 keeps for the backward beside parameters, and the passes'
+    reports.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def run(plan, sizes, **options):
@@ -285,10 +287,14 @@ def deepseek(rows, seq, **sizes):
 
 
 # Fails since it first ran in the whole suite; the assertion is what the search should do.
-@pytest.mark.xfail(reason="the cast of the router's weight and the sort of its choices are still counted whole", strict=True)
+@pytest.mark.xfail(
+    reason="the cast of the router's weight and the sort of its choices are still counted whole", strict=True
+)
 @pytest.mark.slow
 def test_every_large_value_of_deepseek_is_divided_with_the_batch():
-    """Latent attention splits and rotates by pieces, and the router scatters: what no rule knew was counted whole on every rank."""
+    """Latent attention splits and rotates by pieces, and the router scatters: what no rule knew was counted whole on
+    every rank.
+    """
     pytest.importorskip("scipy")
     from mindspeed_fx.planning.search.model_graph import trace
 
@@ -333,7 +339,8 @@ def test_deepseek_v3_is_planned_or_what_does_not_fit_is_named(devices):
     if devices == 128:
         with pytest.raises(
             ShardingError,
-            match=r"fits in 57.6 GiB; the least demanding that was tried \(.*\) needs .* of parameters, gradients and optimizer states",
+            match=r"fits in 57.6 GiB; the least demanding that was tried \(.*\) needs .* of parameters, gradients and "
+            r"optimizer states",
         ):
             mindspeed_fx.plan(model, args, devices=devices, hardware="ascend910b2")
         return

@@ -21,7 +21,16 @@ from tests.sharding.llama import Llama
 
 ops = torch.ops.mindspeed
 CONTEXT = {"cp": "S(2)"}
-PLAN = Plan("ring", ("cp",), inputs={x: CONTEXT for x in "qkv"}, operators={"mindspeed.attention|aten.scaled_dot_product_attention": Boundary(arguments={a: CONTEXT for a in QKV}, output=CONTEXT)})
+PLAN = Plan(
+    "ring",
+    ("cp",),
+    inputs={x: CONTEXT for x in "qkv"},
+    operators={
+        "mindspeed.attention|aten.scaled_dot_product_attention": Boundary(
+            arguments={a: CONTEXT for a in QKV}, output=CONTEXT
+        )
+    },
+)
 
 
 def at(rank: int, ranks: int, causal: bool = True, window: int = 0) -> Ring:
@@ -35,7 +44,10 @@ def at(rank: int, ranks: int, causal: bool = True, window: int = 0) -> Ring:
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 12))
 def test_every_score_once_and_as_many_on_every_rank(ranks, half, window):
     """The blocks that Ring.blocks names, by the chunks that the docstring says a rank has."""
-    chunks = [[*range(r * half, (r + 1) * half), *range((2 * ranks - 1 - r) * half, (2 * ranks - r) * half)] for r in range(ranks)]
+    chunks = [
+        [*range(r * half, (r + 1) * half), *range((2 * ranks - 1 - r) * half, (2 * ranks - r) * half)]
+        for r in range(ranks)
+    ]
     computed, work = torch.zeros(2 * ranks * half, 2 * ranks * half, dtype=torch.int), []
     for r in range(ranks):
         own = torch.tensor(chunks[r])
@@ -77,7 +89,11 @@ def test_update_joins_two_sets_of_keys(first, second, transposed, dtype):
 def test_update_with_rows_that_see_nothing_of_the_block():
     out, lse = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2)
     new = ops.ring_attention_update(out, lse, torch.zeros_like(out), torch.tensor([[[-float("inf"), 0.0]]]))
-    assert torch.equal(new[0][:, :, 0], out[:, :, 0]) and torch.equal(new[1][:, :, 0], lse[:, :, 0]) and (new[0][:, :, 1] != out[:, :, 1]).all()
+    assert (
+        torch.equal(new[0][:, :, 0], out[:, :, 0])
+        and torch.equal(new[1][:, :, 0], lse[:, :, 0])
+        and (new[0][:, :, 1] != out[:, :, 1]).all()
+    )
 
 
 class Attend(torch.nn.Module):
@@ -93,10 +109,25 @@ class Attend(torch.nn.Module):
 
 
 def qkv(dtype=torch.float64, seq=8, keys=8):
-    return torch.randn(2, 4, seq, 4, dtype=dtype), torch.randn(2, 2, keys, 4, dtype=dtype), torch.randn(2, 2, keys, 4, dtype=dtype)
+    return (
+        torch.randn(2, 4, seq, 4, dtype=dtype),
+        torch.randn(2, 2, keys, 4, dtype=dtype),
+        torch.randn(2, 2, keys, 4, dtype=dtype),
+    )
 
 
-@pytest.mark.parametrize("causal,ranks,inner", [(True, 2, 0), (False, 2, 0), (True, 3, 0), (False, 3, 0), (True, 4, 2), (False, 4, 2), *(pytest.param(c, n, w, marks=pytest.mark.slow) for c in (True, False) for n, w in ((4, 1), (6, 2), (6, 3)))])
+@pytest.mark.parametrize(
+    "causal,ranks,inner",
+    [
+        (True, 2, 0),
+        (False, 2, 0),
+        (True, 3, 0),
+        (False, 3, 0),
+        (True, 4, 2),
+        (False, 4, 2),
+        *(pytest.param(c, n, w, marks=pytest.mark.slow) for c in (True, False) for n, w in ((4, 1), (6, 2), (6, 3))),
+    ],
+)
 def test_equals_one_device(causal, ranks, inner):
     model, inputs = Attend(torch.float64, is_causal=causal), qkv(seq=4 * ranks, keys=4 * ranks)
     expected = model(*inputs)
@@ -104,7 +135,10 @@ def test_equals_one_device(causal, ranks, inner):
     result = simulate(model, {"cp": ranks}, dataclasses.replace(PLAN, rings={"cp": inner} if inner else {}), *inputs)
     rounds = ranks // inner if inner else 1
     near, far = ranks * (inner != 1), rounds * (rounds > 1)
-    assert result.forward["all_to_all_single"] == ranks - 1 + 2 * causal and result.backward["all_to_all_single"] == ranks - 1 + near + far + 2 * causal
+    assert (
+        result.forward["all_to_all_single"] == ranks - 1 + 2 * causal
+        and result.backward["all_to_all_single"] == ranks - 1 + near + far + 2 * causal
+    )
     torch.testing.assert_close(result.outputs[0], expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(result.gradients["weight"], model.weight.grad, rtol=1e-10, atol=1e-12)
 
@@ -135,7 +169,9 @@ def test_inner_rings_hide_the_links_between_machines(length, ranks):
     step, nbytes = 1e-4, 4 * length // ranks * 1024
     times = {w: ring_seconds(step, nbytes, ranks, "ascend910b2", w) for w in (0, 1, 2, 4, 8, ranks)}
     assert times[0] == times[ranks] and min(times, key=times.get) in (2, 4, 8) and times[8] < times[0]
-    assert ring_seconds(1.0, nbytes, ranks, "ascend910b2", 8) == ring_seconds(1.0, nbytes, ranks, "ascend910b2") == ranks, "compute hides everything"
+    assert (
+        ring_seconds(1.0, nbytes, ranks, "ascend910b2", 8) == ring_seconds(1.0, nbytes, ranks, "ascend910b2") == ranks
+    ), "compute hides everything"
 
 
 def test_words_for_inner_rings():
@@ -149,7 +185,16 @@ def test_words_for_inner_rings():
 
 def test_one_ring_goes_round_one_dimension():
     both = {"a": "S(2)", "b": "S(2)"}
-    plan = Plan("rings", ("a", "b"), inputs={x: both for x in "qkv"}, operators={"mindspeed.attention|aten.scaled_dot_product_attention": Boundary(arguments={a: both for a in QKV}, output=both)})
+    plan = Plan(
+        "rings",
+        ("a", "b"),
+        inputs={x: both for x in "qkv"},
+        operators={
+            "mindspeed.attention|aten.scaled_dot_product_attention": Boundary(
+                arguments={a: both for a in QKV}, output=both
+            )
+        },
+    )
     with pytest.raises(ShardingError, match="round one mesh dimension, and the sequence is divided over a, b"):
         simulate(Attend(torch.float64, is_causal=True), {"a": 2, "b": 2}, plan, *qkv())
 

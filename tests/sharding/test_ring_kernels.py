@@ -1,7 +1,8 @@
-"""Every kernel that can serve a step of a ring, for every form of attention: the result and the gradients of one device.
+"""Every kernel that can serve a step of a ring, for every form of attention: the result and the gradients of one
+device.
 
-A step has some of the keys of a row; its log-sum-exp and its result are of all. A kernel that makes rowsum(P dP) of the keys it has, instead of
-rowsum(dO * O), is right on one device and wrong here.
+A step has some of the keys of a row; its log-sum-exp and its result are of all. A kernel that makes rowsum(P dP) of the
+keys it has, instead of rowsum(dO * O), is right on one device and wrong here.
 """
 
 from __future__ import annotations
@@ -59,17 +60,36 @@ class Form:
 
 
 FORMS = {
-    "causal": Form(), "full": Form(causal=False), "scale": Form(scale=1.7), "softcap": Form(softcap=2.0), "full softcap": Form(causal=False, softcap=2.0),
-    "wide values": Form(dims=(3, 5)), "narrow values": Form(dims=(5, 3)), "odd": Form(dims=(7, 7)), "heads alike": Form(heads=(4, 4)), "wide softcap": Form(dims=(3, 5), softcap=2.0),
-    "sinks": Form(sinks=True), "full sinks": Form(causal=False, sinks=True), "sinks softcap": Form(sinks=True, softcap=2.0, dims=(5, 3)),
-    "window": Form(window=5), "window sinks softcap": Form(window=5, sinks=True, softcap=2.0), "window wide": Form(window=5, dims=(3, 5)),
-    "bool mask": Form(causal=False, mask="bool"), "float mask": Form(causal=False, mask="float"), "causal mask": Form(mask="bool"), "position bias": Form(mask="bias"),
-    "masked softcap": Form(mask="bool", softcap=2.0), "documents": Form(mask="documents"), "documents window": Form(mask="documents", window=4),
-}  # fmt: skip
+    "causal": Form(),
+    "full": Form(causal=False),
+    "scale": Form(scale=1.7),
+    "softcap": Form(softcap=2.0),
+    "full softcap": Form(causal=False, softcap=2.0),
+    "wide values": Form(dims=(3, 5)),
+    "narrow values": Form(dims=(5, 3)),
+    "odd": Form(dims=(7, 7)),
+    "heads alike": Form(heads=(4, 4)),
+    "wide softcap": Form(dims=(3, 5), softcap=2.0),
+    "sinks": Form(sinks=True),
+    "full sinks": Form(causal=False, sinks=True),
+    "sinks softcap": Form(sinks=True, softcap=2.0, dims=(5, 3)),
+    "window": Form(window=5),
+    "window sinks softcap": Form(window=5, sinks=True, softcap=2.0),
+    "window wide": Form(window=5, dims=(3, 5)),
+    "bool mask": Form(causal=False, mask="bool"),
+    "float mask": Form(causal=False, mask="float"),
+    "causal mask": Form(mask="bool"),
+    "position bias": Form(mask="bias"),
+    "masked softcap": Form(mask="bool", softcap=2.0),
+    "documents": Form(mask="documents"),
+    "documents window": Form(mask="documents", window=4),
+}
 
 
 class Runs(TorchDispatchMode):
-    """Attention of local tensors by the kernel whose name has ``kernel`` in it, where it takes them; else by the reference."""
+    """Attention of local tensors by the kernel whose name has ``kernel`` in it, where it takes them; else by the
+    reference.
+    """
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
@@ -119,7 +139,9 @@ def one_device(q, k, v, sinks, form: Form, mask: torch.Tensor | None) -> torch.T
     return scores.softmax(3)[..., :SEQ] @ v
 
 
-def in_parts(kernel: str, plan: str, form: Form, inputs: list[torch.Tensor], mask: torch.Tensor | None, sinks: bool) -> tuple[list[torch.Tensor], set]:
+def in_parts(
+    kernel: str, plan: str, form: Form, inputs: list[torch.Tensor], mask: torch.Tensor | None, sinks: bool
+) -> tuple[list[torch.Tensor], set]:
     """Result and gradients of ``inputs`` (q, k, v, and sinks), whole, and the operators that the kernel ran."""
     sizes, placed, inner = MESHES[plan]
     register_sharding_rules()
@@ -132,9 +154,20 @@ def in_parts(kernel: str, plan: str, form: Form, inputs: list[torch.Tensor], mas
         given = [divided(x, placed if x.dim() == 4 else whole).requires_grad_() for x in inputs]
         mask = None if mask is None else divided(mask, whole)
         if form.mask == "documents":
-            out = operators.varlen_attention(*given[:3], mask, None, form.causal, form.scale, form.window, inner=inner)[0]
+            out = operators.varlen_attention(*given[:3], mask, None, form.causal, form.scale, form.window, inner=inner)[
+                0
+            ]
         else:
-            out = operators.attention(*given[:3], mask, form.causal, form.scale, form.window, form.softcap, given[3] if sinks else None, inner=inner)[0]
+            out = operators.attention(
+                *given[:3],
+                mask,
+                form.causal,
+                form.scale,
+                form.window,
+                form.softcap,
+                given[3] if sinks else None,
+                inner=inner,
+            )[0]
         gradients = torch.autograd.grad((out * out).sum(), given)
         return [x.full_tensor().reconcile() for x in (out, *gradients)], runs.served
 
@@ -142,7 +175,9 @@ def in_parts(kernel: str, plan: str, form: Form, inputs: list[torch.Tensor], mas
 def check(kernel: str, dtype: torch.dtype, plan: str, name: str) -> None:
     form = FORMS[name]
     torch.manual_seed(0)
-    inputs = [torch.randn(2, h, SEQ, d).to(dtype) for h, d in zip((*form.heads, form.heads[1]), (form.dims[0], *form.dims))]
+    inputs = [
+        torch.randn(2, h, SEQ, d).to(dtype) for h, d in zip((*form.heads, form.heads[1]), (form.dims[0], *form.dims))
+    ]
     inputs += [torch.randn(form.heads[0]).to(dtype)] * form.sinks
     mask = mask_of(form, dtype)
     exact = [x.double().requires_grad_() for x in inputs]
@@ -151,7 +186,10 @@ def check(kernel: str, dtype: torch.dtype, plan: str, name: str) -> None:
     found, served = in_parts(kernel, plan, form, inputs, mask, form.sinks)
     for what, have, want in zip(("out", "q", "k", "v", "sinks"), found, expected):
         assert want.norm() > 1e-2, what
-        assert (have.double() - want).norm() <= TOLERANCE[dtype] * want.norm(), (what, ((have.double() - want).norm() / want.norm()).item())
+        assert (have.double() - want).norm() <= TOLERANCE[dtype] * want.norm(), (
+            what,
+            ((have.double() - want).norm() / want.norm()).item(),
+        )
     assert not kernel or ops.attention_backward.default in served, "another kernel ran"
 
 
@@ -168,7 +206,14 @@ def test_other_rings(plan, name):
     check(BLOCKS, F64, plan, name)
 
 
-EVERY = [(k, d, p, n) for k in ("", CPP, FLASH, BLOCKS) for d in (F64, F32, BF16) for p in MESHES for n, form in FORMS.items() if form.serves(k, d)]
+EVERY = [
+    (k, d, p, n)
+    for k in ("", CPP, FLASH, BLOCKS)
+    for d in (F64, F32, BF16)
+    for p in MESHES
+    for n, form in FORMS.items()
+    if form.serves(k, d)
+]
 
 
 @pytest.mark.slow

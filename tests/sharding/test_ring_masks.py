@@ -21,7 +21,12 @@ SEQ = 24
 
 
 def plan(**more):
-    return Plan("ring", ("cp",), inputs={**{x: CP for x in "qkv"}, **more}, operators={OPERATORS: Boundary(arguments={a: CP for a in ("q|query", "k|key", "v|value")}, output=CP)})
+    return Plan(
+        "ring",
+        ("cp",),
+        inputs={**{x: CP for x in "qkv"}, **more},
+        operators={OPERATORS: Boundary(arguments={a: CP for a in ("q|query", "k|key", "v|value")}, output=CP)},
+    )
 
 
 def positions(length=SEQ):
@@ -71,7 +76,11 @@ def sinks_in_a_window(q, k, v, sinks, mask):
 class Attend(torch.nn.Module):
     def __init__(self, attend):
         super().__init__()
-        self.attend, self.weight, self.sinks = attend, torch.nn.Parameter(torch.randn(3, 4, 4, dtype=torch.float64)), torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.attend, self.weight, self.sinks = (
+            attend,
+            torch.nn.Parameter(torch.randn(3, 4, 4, dtype=torch.float64)),
+            torch.nn.Parameter(torch.randn(4, dtype=torch.float64)),
+        )
 
     def forward(self, q, k, v, mask):
         q, k, v = (x @ w for x, w in zip((q, k, v), self.weight))
@@ -79,7 +88,11 @@ class Attend(torch.nn.Module):
 
 
 def compared(attend, mesh, planned, seq=SEQ):
-    inputs = torch.randn(2, 4, seq, 4, dtype=torch.float64), *(torch.randn(2, 2, seq, 4, dtype=torch.float64) for _ in "kv"), torch.rand(2, 1, seq, seq) > 0.4
+    inputs = (
+        torch.randn(2, 4, seq, 4, dtype=torch.float64),
+        *(torch.randn(2, 2, seq, 4, dtype=torch.float64) for _ in "kv"),
+        torch.rand(2, 1, seq, seq) > 0.4,
+    )
     inputs[3][0, 0, 3] = False  # a row that sees nothing
     model = Attend(attend)
     expected = model(*inputs)
@@ -102,7 +115,9 @@ def several(*case):
     (sinks, 2, 0, None), several(sinks_in_a_window, 2, 0, 21),
 ])  # fmt: skip
 def test_equals_one_device(attend, ranks, overhead, computed, monkeypatch):
-    """And what a window, or a mask that is known while compiling, empties is not computed: ``computed`` pairs of blocks."""
+    """And what a window, or a mask that is known while compiling, empties is not computed: ``computed`` pairs of
+    blocks.
+    """
     monkeypatch.setattr(block_schedule, "OVERHEAD", overhead)
     made = []
     monkeypatch.setattr(ring, "best", lambda *args: made.append(block_schedule.best(*args)) or made[-1])
@@ -114,9 +129,23 @@ def test_equals_one_device(attend, ranks, overhead, computed, monkeypatch):
 def test_beside_a_divided_batch_and_divided_heads():
     both = {"dp": "S(0)", "cp": "S(2)"}
     heads = {"dp": "S(0)", "cp_ring": "S(2)", "cp_ulysses": "S(1)"}
-    for mesh, placed, attend in (({"dp": 2, "cp": 2}, both, given_mask), ({"dp": 1, "cp_ring": 2, "cp_ulysses": 2}, heads, sinks_in_a_window)):
+    for mesh, placed, attend in (
+        ({"dp": 2, "cp": 2}, both, given_mask),
+        ({"dp": 1, "cp_ring": 2, "cp_ulysses": 2}, heads, sinks_in_a_window),
+    ):
         inputs = {**{x: placed for x in "qkv"}, "mask": {"dp": "S(0)"}}
-        compared(attend, mesh, Plan("ring", tuple(placed), inputs=inputs, operators={OPERATORS: Boundary(arguments={a: placed for a in ("q|query", "k|key", "v|value")}, output=placed)}))
+        compared(
+            attend,
+            mesh,
+            Plan(
+                "ring",
+                tuple(placed),
+                inputs=inputs,
+                operators={
+                    OPERATORS: Boundary(arguments={a: placed for a in ("q|query", "k|key", "v|value")}, output=placed)
+                },
+            ),
+        )
 
 
 def packed(length, mean, seed):
@@ -146,13 +175,23 @@ def test_schedule(ranks, per_rank, seed, share):
     draw, n = random.Random(seed), ranks * per_rank
     need = tuple(tuple(draw.random() < share for _ in range(n)) for _ in range(n))
     made = block_schedule.scheduled(need, ranks)
-    assert sorted(q for own in made.queries for q in own) == list(range(n)) and {len(own) for own in made.queries} == {per_rank}
+    assert sorted(q for own in made.queries for q in own) == list(range(n)) and {len(own) for own in made.queries} == {
+        per_rank
+    }
     done = []
     for stage in made.stages:
-        assert {len(x) for x in (*stage.sends,)} == {stage.received} and all(sum(c[r] for c in stage.counts) == stage.received for r in range(ranks))
+        assert {len(x) for x in (*stage.sends,)} == {stage.received} and all(
+            sum(c[r] for c in stage.counts) == stage.received for r in range(ranks)
+        )
         assert len({len(p) for p in stage.pairs}) == 1
         queues = [list(s) for s in stage.sends]
-        sent = [[[source * per_rank + queues[source].pop(0) for _ in range(stage.counts[source][to])] for to in range(ranks)] for source in range(ranks)]
+        sent = [
+            [
+                [source * per_rank + queues[source].pop(0) for _ in range(stage.counts[source][to])]
+                for to in range(ranks)
+            ]
+            for source in range(ranks)
+        ]
         for r in range(ranks):
             there = [*range(r * per_rank, (r + 1) * per_rank), *(j for source in range(ranks) for j in sent[source][r])]
             assert all(there[slot] == j for _, slot, j in stage.pairs[r] if j >= 0)

@@ -36,7 +36,9 @@ HW = hardware("ascend910b2")
 def large(layers=8, batch=8, seq=4096, **sizes):
     """A Llama of useful width on the meta device, with its batch; modules are called as in the small one."""
     with torch.device("meta"):
-        model = Llama(layers, **{"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32768, **sizes}).bfloat16()
+        model = Llama(
+            layers, **{"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32768, **sizes}
+        ).bfloat16()
         return model, (torch.zeros(batch, seq, dtype=torch.long), torch.zeros(batch, seq, dtype=torch.long))
 
 
@@ -48,7 +50,10 @@ def problem():
 @pytest.fixture(scope="module")
 def mixture():
     with torch.device("meta"):
-        model, ids = Mixtral(4, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=4, vocab=4096).bfloat16(), torch.zeros(8, 4096, dtype=torch.long)
+        model, ids = (
+            Mixtral(4, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=4, vocab=4096).bfloat16(),
+            torch.zeros(8, 4096, dtype=torch.long),
+        )
     return trace(model, (ids, ids.clone()), {})
 
 
@@ -77,7 +82,9 @@ def test_axes_follow_reshapes():
     flat = axes.reshape(heads, (24, 32))
     assert axes.atoms(flat[0]) == axes.atoms(b) + axes.atoms(s) and axes.atoms(flat[1]) == axes.atoms(h)
     weight = axes.new(32)
-    assert axes.unify(weight, flat[1]) and axes.atoms(weight) == axes.atoms(h), "a whole dimension takes on the parts of the other"
+    assert axes.unify(weight, flat[1]) and axes.atoms(weight) == axes.atoms(h), (
+        "a whole dimension takes on the parts of the other"
+    )
     assert not axes.unify(axes.new(6), axes.new(4))
     assert axes.extent(axes.reshape([axes.new(6)], (4,))[0]) == 4, "what does not fit is a dimension of its own"
 
@@ -87,7 +94,9 @@ def test_two_of_each_kind_of_layer_are_traced(problem):
     deep = trace(*large(layers=80), {})
     assert len(deep.nodes) == len(problem.nodes) and len(deep.edges) == len(problem.edges)
     whole = trace(*large(layers=2), {})
-    assert not whole.runs and len([n for n in problem.nodes if n.run == 0]) * 2 + len([n for n in problem.nodes if n.run < 0]) == len(whole.nodes)
+    assert not whole.runs and len([n for n in problem.nodes if n.run == 0]) * 2 + len(
+        [n for n in problem.nodes if n.run < 0]
+    ) == len(whole.nodes)
 
 
 def test_layers_that_differ_are_kinds_of_their_own():
@@ -98,7 +107,11 @@ def test_layers_that_differ_are_kinds_of_their_own():
         layer.layer_idx = i
     found = repetition(model)
     assert [len(w) for w, _ in found.runs] == [3] and any("layer_idx" in n for n in found.notes)
-    assert found.whole_name("layers.3.mlp.up_proj") == "layers.3.mlp.up_proj" and found.whole_name("layers.2.norm1") == "layers.2.norm1" and len(model.layers) == 6
+    assert (
+        found.whole_name("layers.3.mlp.up_proj") == "layers.3.mlp.up_proj"
+        and found.whole_name("layers.2.norm1") == "layers.2.norm1"
+        and len(model.layers) == 6
+    )
 
 
 class ByNumber(Llama):
@@ -118,7 +131,10 @@ def test_a_model_that_counts_its_layers_is_traced_whole():
 
 def test_meshes_divide_evenly():
     found = list(meshes(8, batch=4, sequence=6, layers=3, experts=0, fixed={}))
-    assert all(pp * dp * cp * ep * tp == 8 and 4 % (dp * ep) == 0 and 6 % cp == 0 and pp <= 3 and ep == 1 for pp, dp, cp, ep, tp in found)
+    assert all(
+        pp * dp * cp * ep * tp == 8 and 4 % (dp * ep) == 0 and 6 % cp == 0 and pp <= 3 and ep == 1
+        for pp, dp, cp, ep, tp in found
+    )
     assert (1, 4, 2, 1, 1) in found and (2, 4, 1, 1, 1) in found and len(found) == len(set(found))
 
 
@@ -134,7 +150,9 @@ class Pair(nn.Module):
         return self.down(nn.functional.relu(self.up(x))).sum()
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(dp=2, tp=4, zero="zero2"), Layout(tp=8, recompute="norm+activation_function")])
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=4), Layout(dp=2, tp=4, zero="zero2"), Layout(tp=8, recompute="norm+activation_function")]
+)
 @pytest.mark.parametrize("batch", [1, 64])
 def test_no_choice_is_better(layout, batch):
     """Every combination of every operator's strategies, one by one, without a memory limit and with two."""
@@ -170,18 +188,26 @@ def test_megatrons_pattern_is_recovered_where_it_is_best():
         if name.startswith("layers.0."):
             assert plan.parameters[name.replace("layers.0.", "layers.*.")] == placed
     edges = {name.replace("layers.*.", "layers.0."): edge for name, edge in plan.modules.items()}
-    assert {n: e for n, e in edges.items() if n.startswith("layers.")} == {n: e for n, e in expert.modules.items() if n.startswith("layers.0.")}
+    assert {n: e for n, e in edges.items() if n.startswith("layers.")} == {
+        n: e for n, e in expert.modules.items() if n.startswith("layers.0.")
+    }
     assert plan.seconds <= plan.price(expert).seconds * (1 + 1e-6)
-    words = [(c["module"], c["forward"], c["backward"]) for c in plan.collectives() if c["module"].startswith("layers.0.")]
+    words = [
+        (c["module"], c["forward"], c["backward"]) for c in plan.collectives() if c["module"].startswith("layers.0.")
+    ]
     assert sorted(words) == [
-        ("layers.0.attention.o_proj", "reduce_scatter", "all_gather"), ("layers.0.mlp.down_proj", "reduce_scatter", "all_gather"),
-        ("layers.0.norm1", "all_gather", "reduce_scatter"), ("layers.0.norm2", "all_gather", "reduce_scatter"),
-    ]  # fmt: skip
+        ("layers.0.attention.o_proj", "reduce_scatter", "all_gather"),
+        ("layers.0.mlp.down_proj", "reduce_scatter", "all_gather"),
+        ("layers.0.norm1", "all_gather", "reduce_scatter"),
+        ("layers.0.norm2", "all_gather", "reduce_scatter"),
+    ]
     result = small_agrees(plan, {"tp": 4})
     assert result.forward["reduce_scatter_tensor"] == 4 and result.forward["all_gather_into_tensor"] == 5
     assert "chosen" in plan.explain("layers.3.attention.q_proj", [torch.distributed.tensor.Shard(0)])
-    assert "loses" in plan.explain("layers.3.attention.q_proj.weight", "S(1)") and "collectives +" in plan.explain("layers.3.attention.q_proj", "S(1)")
-    assert "tp=8 -> tp: " in (text := plan.diff(named("tp", model))) and "loses" in text and '+++ tp' in text
+    assert "loses" in plan.explain("layers.3.attention.q_proj.weight", "S(1)") and "collectives +" in plan.explain(
+        "layers.3.attention.q_proj", "S(1)"
+    )
+    assert "tp=8 -> tp: " in (text := plan.diff(named("tp", model))) and "loses" in text and "+++ tp" in text
     with pytest.raises(ShardingError, match='did you mean "layers.3.attention.q_proj'):
         plan.explain("layers.3.attention.q_prj")
 
@@ -218,9 +244,17 @@ def test_found_plans_of_mixtures_run_on_all_ranks(mesh, batch, runs, placed):
 
 def test_all_weights_of_experts_are_divided_over_ep():
     with torch.device("meta"):
-        model, ids = Mixtral(2, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=64, vocab=256).bfloat16(), torch.zeros(8, 512, dtype=torch.long)
+        model, ids = (
+            Mixtral(2, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=64, vocab=256).bfloat16(),
+            torch.zeros(8, 512, dtype=torch.long),
+        )
     found = trace(model, (ids, ids.clone()), {})
-    one, many = (search(found, HW, n, 1e15, keep=1, fixed={"pp": 1, "dp": 1, "cp": 1, "ep": n, "tp": 1}, zero=("never",)).solutions[0] for n in (1, 8))
+    one, many = (
+        search(
+            found, HW, n, 1e15, keep=1, fixed={"pp": 1, "dp": 1, "cp": 1, "ep": n, "tp": 1}, zero=("never",)
+        ).solutions[0]
+        for n in (1, 8)
+    )
     shares = [many.prices[n].state / one.prices[n].state for n in found.nodes if n.op == "grouped_matmul"]
     assert shares == [1 / 8] * len(shares) and len(shares) % 3 == 0
 
@@ -230,7 +264,11 @@ class Loop(nn.Module):
 
     def __init__(self, dense: bool):
         super().__init__()
-        self.router, self.experts, self.dense = nn.Linear(32, 4), nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), dense
+        self.router, self.experts, self.dense = (
+            nn.Linear(32, 4),
+            nn.ModuleList(nn.Linear(32, 32) for _ in range(4)),
+            dense,
+        )
 
     def forward(self, x):
         chosen = self.router(x).argmax(-1)
@@ -241,7 +279,13 @@ class Loop(nn.Module):
         return out.square().mean()
 
 
-@pytest.mark.parametrize("dense,says", [(True, 'mesh dimension "ep" divides experts, and none were found'), (False, r"test_search.py:\d+.*the sizes of .* are data.*stacked weights")])
+@pytest.mark.parametrize(
+    "dense,says",
+    [
+        (True, 'mesh dimension "ep" divides experts, and none were found'),
+        (False, r"test_search.py:\d+.*the sizes of .* are data.*stacked weights"),
+    ],
+)
 def test_lists_of_experts_are_not_divided(dense, says):
     with pytest.raises(ShardingError, match=says):
         mindspeed_fx.plan(Loop(dense), (torch.zeros(8, 32),), mesh={"ep": 2}, hardware="ascend910b2")
@@ -250,7 +294,10 @@ def test_lists_of_experts_are_not_divided(dense, says):
 def test_more_ranks_than_experts_are_modelled_alone():
     """Eight experts on sixteen ranks: divided inside, with the reason; on eight by number."""
     with torch.device("meta"):
-        model, args = Mixtral(4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32768, experts=8).bfloat16(), [torch.zeros(4, 4096, dtype=torch.long) for _ in range(2)]
+        model, args = (
+            Mixtral(4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32768, experts=8).bfloat16(),
+            [torch.zeros(4, 4096, dtype=torch.long) for _ in range(2)],
+        )
     plan = mindspeed_fx.plan(model, args, mesh={"ep": 4, "tp": 4}, hardware="ascend910b2")
     assert [u for u in plan.unsupported if "too many ranks for 8 experts" in u]
     assert not mindspeed_fx.plan(model, args, mesh={"ep": 4, "tp": 2}, hardware="ascend910b2").unsupported
@@ -264,7 +311,15 @@ def test_no_expert_is_faster(problem):
     for tp, cp, plan in [(8, 1, "tp_sp"), (4, 1, "tp_sp"), (2, 1, "tp_sp"), (1, 1, None), (1, 8, None), (1, 4, None)]:
         fixed = {"pp": 1, "ep": 1, "tp": tp, "cp": cp, "dp": 8 // tp // cp}
         try:
-            expert = search(problem, HW, 8, 50 * GiB, keep=1, fixed=fixed, allowed=following(named(plan, model), problem) if plan else None)
+            expert = search(
+                problem,
+                HW,
+                8,
+                50 * GiB,
+                keep=1,
+                fixed=fixed,
+                allowed=following(named(plan, model), problem) if plan else None,
+            )
         except ShardingError as e:
             assert "fits" in str(e)
             continue
@@ -286,22 +341,36 @@ def test_no_mesh_is_lost(mixture):
     alone = {}
     for mesh in meshes(8, 8, 4096, 4, 4, {}, True, HW.node):
         try:
-            alone[mesh] = search(mixture, HW, 8, 20 * GiB, keep=1, fixed=dict(zip(("pp", "dp", "cp", "ep", "tp"), mesh))).solutions[0].seconds
+            alone[mesh] = (
+                search(mixture, HW, 8, 20 * GiB, keep=1, fixed=dict(zip(("pp", "dp", "cp", "ep", "tp"), mesh)))
+                .solutions[0]
+                .seconds
+            )
         except ShardingError as e:
             assert "fits" in str(e)
     assert found.layouts >= len(alone) > 20 > found.solved / 4
-    assert [(s.layout.mesh, s.seconds) for s in found.solutions] == [(m, pytest.approx(t, rel=1e-4)) for m, t in sorted(alone.items(), key=lambda x: x[1])[:4]]
+    assert [(s.layout.mesh, s.seconds) for s in found.solutions] == [
+        (m, pytest.approx(t, rel=1e-4)) for m, t in sorted(alone.items(), key=lambda x: x[1])[:4]
+    ]
 
 
 def test_prices_do_not_depend_on_what_was_priced_before(mixture):
-    layouts = [Layout(1, dp, cp, ep, tp, m, zero) for dp, cp, ep, tp in itertools.product((1, 2), (1, 4), (1, 4), (1, 4)) for m, zero in ((1, "never"), (2, "zero3"))]
+    layouts = [
+        Layout(1, dp, cp, ep, tp, m, zero)
+        for dp, cp, ep, tp in itertools.product((1, 2), (1, 4), (1, 4), (1, 4))
+        for m, zero in ((1, "never"), (2, "zero3"))
+    ]
     forth, back = Prices(mixture, HW), Prices(mixture, HW)
     seen = [{x: priced(prices, x) for x in order} for prices, order in ((forth, layouts), (back, layouts[::-1]))]
     assert sum(seen[0][x] == seen[1][x] for x in layouts) == len(layouts)
 
 
 def priced(prices, layout):
-    return [(n.name, s.ins, s.outs, prices.price(n, s, layout)) for n in prices.problem.nodes for s in prices.strategies(n, layout)]
+    return [
+        (n.name, s.ins, s.outs, prices.price(n, s, layout))
+        for n in prices.problem.nodes
+        for s in prices.strategies(n, layout)
+    ]
 
 
 def test_an_nth_of_a_microbatch_takes_an_nth_of_its_time_at_least(mixture):
@@ -309,7 +378,12 @@ def test_an_nth_of_a_microbatch_takes_an_nth_of_its_time_at_least(mixture):
     prices, seconds = Prices(mixture, HW), {}
     for cp, ep, tp, cut in itertools.product((1, 4), (1, 4), (1, 4), (1, 2, 8)):
         x = Layout(1, cut, cp, ep, tp)
-        each = {n.name: min(p.forward + p.backward + p.moved for p in (prices.activations(n, s, x) for s in prices.strategies(n, x))) for n in mixture.nodes}
+        each = {
+            n.name: min(
+                p.forward + p.backward + p.moved for p in (prices.activations(n, s, x) for s in prices.strategies(n, x))
+            )
+            for n in mixture.nodes
+        }
         seconds[cp, ep, tp, cut] = {**each, "core": Program(prices, x, 1e15).core()}
     for (cp, ep, tp, cut), mine in seconds.items():
         assert [n for n, t in mine.items() if t * cut < seconds[cp, ep, tp, 1][n] * (1 - 1e-9)] == []
@@ -322,7 +396,9 @@ def test_linear_programs(monkeypatch, inside):
         monkeypatch.setattr(highs, "classes", lambda: None)
     elif highs.classes() is None:
         pytest.skip("this scipy does not show HiGHS's classes")
-    program = highs.Linear(([0, 0, 1, 1], [0, 1, 0, 1], [1.0, 1.0, 1.0, -1.0]), [2, -np.inf], [np.inf, 1], 2)  # x + y >= 2, x - y <= 1
+    program = highs.Linear(
+        ([0, 0, 1, 1], [0, 1, 0, 1], [1.0, 1.0, 1.0, -1.0]), [2, -np.inf], [np.inf, 1], 2
+    )  # x + y >= 2, x - y <= 1
     for cost, optimum, place in (([1, 2], 2.5, [1.5, 0.5]), ([2, 1], 2, [0, 2])):
         value, x = program.minimum(np.array(cost, dtype=float))
         assert value == pytest.approx(optimum) and x.tolist() == pytest.approx(place)
@@ -337,7 +413,10 @@ def test_plans_with_a_pipeline_run_as_stages():
     assert plan.layout.microbatches == 2 and plan.solution.parts["bubble"] > 0
     assert not plan.unsupported and plan.sizes == {"pp": 2, "dp": 2, "tp": 2}
     tied = mindspeed_fx.plan(*large(batch=4, tied=True), mesh={"pp": 2, "dp": 4}, hardware="ascend910b2")
-    assert 'parameter "embed.weight" is tied' in tied.unsupported[0] or 'parameter "head.weight" is tied' in tied.unsupported[0]
+    assert (
+        'parameter "embed.weight" is tied' in tied.unsupported[0]
+        or 'parameter "head.weight" is tied' in tied.unsupported[0]
+    )
     with pytest.raises(ShardingError, match="pipeline_stage"):
         simulate(Llama(), {"pp": 2, "dp": 2, "tp": 2}, plan, *(torch.zeros(4, 16, dtype=torch.long),) * 2)
 
@@ -363,10 +442,31 @@ def test_command(tmp_path, capsys):
     from mindspeed_fx.cli import main
 
     (tmp_path / "model.py").write_text(SCRIPT)
-    assert main(["plan", f"{tmp_path}/model.py:step", "--mesh", "dp=2,tp=2", "--save", f"{tmp_path}/plan.yaml", "--html", f"{tmp_path}/plan.html", "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                f"{tmp_path}/model.py:step",
+                "--mesh",
+                "dp=2,tp=2",
+                "--save",
+                f"{tmp_path}/plan.yaml",
+                "--html",
+                f"{tmp_path}/plan.html",
+                "--json",
+            ]
+        )
+        == 0
+    )
     made = json.loads(capsys.readouterr().out)
     best = made["plans"][0]
-    assert made["modelled"] and best["tp"] == 2 and best["dp"] == 2 and best["seconds"] > best["exposed_seconds"] > 0 and best["bytes"] < made["memory_limit"]
+    assert (
+        made["modelled"]
+        and best["tp"] == 2
+        and best["dp"] == 2
+        and best["seconds"] > best["exposed_seconds"] > 0
+        and best["bytes"] < made["memory_limit"]
+    )
     assert Plan.load(f"{tmp_path}/plan.yaml").as_dict() == made["plan"]
     assert "<svg" in (page := (tmp_path / "plan.html").read_text()) and "layers.0.mlp.down_proj" in page
     assert main(["plan", f"{tmp_path}/model.py:step", "--mesh", "dp2"]) == 2

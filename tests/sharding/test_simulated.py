@@ -1,4 +1,6 @@
-"""Every named plan on all ranks in one process: loss and every gradient of the single device, and no collective too many."""
+"""Every named plan on all ranks in one process: loss and every gradient of the single device, and no collective too
+many.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,40 @@ def checked(model, mesh, plan, *args, tolerance=1e-10):
 
 
 COUNTS = {
-    # Per layer and direction two all-reduces; forward also the embedding's and the cross-entropy's two, backward the head's.
+    # Per layer and direction two all-reduces; forward also the embedding's and the cross-entropy's two, backward the
+    # head's.
     "tp": ({"tp": 2}, {"all_reduce": 2 * LAYERS + 3}, {"all_reduce": 2 * LAYERS + 1}),
     # Each all-reduce of activations becomes a reduce-scatter and an all-gather; the norms' gradients are summed.
-    "tp_sp": ({"tp": 4}, {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1, "all_reduce": 2}, {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1, "all_reduce": NORMS}),
+    "tp_sp": (
+        {"tp": 4},
+        {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1, "all_reduce": 2},
+        {"reduce_scatter_tensor": 2 * LAYERS + 1, "all_gather_into_tensor": 2 * LAYERS + 1, "all_reduce": NORMS},
+    ),
     # q, k, v and the result of attention; forward the loss and its count, backward every parameter.
-    "ulysses": ({"cp": 2}, {"all_to_all_single": 4 * LAYERS, "all_reduce": 2}, {"all_to_all_single": 4 * LAYERS, "all_reduce": PARAMETERS}),
+    "ulysses": (
+        {"cp": 2},
+        {"all_to_all_single": 4 * LAYERS, "all_reduce": 2},
+        {"all_to_all_single": 4 * LAYERS, "all_reduce": PARAMETERS},
+    ),
     # Keys and values are gathered, their gradients scattered.
-    "kv_allgather": ({"cp": 2}, {"all_gather_into_tensor": 2 * LAYERS, "all_reduce": 2}, {"reduce_scatter_tensor": 2 * LAYERS, "all_reduce": PARAMETERS}),
-    # Keys and values once round, less one; to chunks that balance and back. In the backward their gradients go round too, one step more.
-    "ring": ({"cp": 4}, {"all_to_all_single": (3 + 2) * LAYERS, "all_reduce": 2}, {"all_to_all_single": (3 + 4 + 2) * LAYERS, "all_reduce": PARAMETERS}),
+    "kv_allgather": (
+        {"cp": 2},
+        {"all_gather_into_tensor": 2 * LAYERS, "all_reduce": 2},
+        {"reduce_scatter_tensor": 2 * LAYERS, "all_reduce": PARAMETERS},
+    ),
+    # Keys and values once round, less one; to chunks that balance and back. In the backward their gradients go round
+    # too, one step more.
+    "ring": (
+        {"cp": 4},
+        {"all_to_all_single": (3 + 2) * LAYERS, "all_reduce": 2},
+        {"all_to_all_single": (3 + 4 + 2) * LAYERS, "all_reduce": PARAMETERS},
+    ),
     "zero1": ({"dp": 2}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"all_reduce": PARAMETERS}),
-    "zero2": ({"dp": 4}, {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2}, {"reduce_scatter_tensor": PARAMETERS}),
+    "zero2": (
+        {"dp": 4},
+        {"all_gather_into_tensor": PARAMETERS, "all_reduce": 2},
+        {"reduce_scatter_tensor": PARAMETERS},
+    ),
 }
 
 
@@ -68,7 +92,12 @@ def test_combinations(plan, mesh):
 
 @pytest.mark.parametrize("variant", [{"bias": True}, {"tied": True}, {"kv_heads": 2}, {"kv_heads": 1}])
 def test_variants_of_the_model(variant):
-    checked(Llama(layers=1, **variant).double(), {"tp": 2}, "tp_sp" if variant != {"kv_heads": 1} else "kv_allgather", *batch()) if variant != {"kv_heads": 1} else checked(
+    checked(
+        Llama(layers=1, **variant).double(),
+        {"tp": 2},
+        "tp_sp" if variant != {"kv_heads": 1} else "kv_allgather",
+        *batch(),
+    ) if variant != {"kv_heads": 1} else checked(
         Llama(layers=1, **variant).double(), {"cp": 2}, "kv_allgather", *batch()
     )
 
@@ -93,7 +122,8 @@ def test_a_z_loss(plan, mesh):
 
 
 @pytest.mark.parametrize("plan,mesh,says", [
-    ("tp", {"tp": 3}, 'parameter "embed.weight" of shape (64, 32): dimension 0 has 64 elements, which 3 ranks of "tp" cannot share evenly'),
+    ("tp", {"tp": 3}, 'parameter "embed.weight" of shape (64, 32): dimension 0 has 64 elements, which 3 ranks of "tp" '
+                      'cannot share evenly'),
     ("zero2", {"dp": 3}, "3 ranks of \"dp\" cannot share evenly"),
     ("tp", {"dp": 2}, 'mesh dimension "tp" (did you mean "dp"?)'),
 ])  # fmt: skip

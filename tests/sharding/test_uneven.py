@@ -1,4 +1,6 @@
-"""Sizes that ranks cannot share evenly are refused under every named plan, by module or tensor, size and mesh dimension."""
+"""Sizes that ranks cannot share evenly are refused under every named plan, by module or tensor, size and mesh
+dimension.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ def evenly(what, dim, size, ranks, over):
 
 
 @pytest.mark.parametrize("plan,mesh,sizes,batch,says", [
-    ("tp", {"tp": 2}, HEADS, (4, 16), r'module "layers.0.attention".* divided along dimension 2 over 2 ranks of "tp", which cannot share it evenly as \(4, 16, 3, 8\)'),
+    ("tp", {"tp": 2}, HEADS, (4, 16), r'module "layers.0.attention".* divided along dimension 2 over 2 ranks of "tp", '
+                                      r'which cannot share it evenly as \(4, 16, 3, 8\)'),
     ("tp", {"tp": 2}, dict(vocab=63), (4, 16), evenly('parameter "embed.weight"', 0, 63, 2, '"tp"')),
     ("tp_sp", {"tp": 2}, {}, (4, 15), evenly('module "embed"', 1, 15, 2, '"tp"')),
-    ("tp_2d", {"tp_x": 2, "tp_y": 2}, HEADS, (4, 16), r'module "layers.0.attention".* over 2 ranks of "tp_x".* which cannot share it evenly as'),
+    ("tp_2d", {"tp_x": 2, "tp_y": 2}, HEADS, (4, 16), r'module "layers.0.attention".* over 2 ranks of "tp_x".* which '
+                                                      r'cannot share it evenly as'),
     ("ulysses", {"cp": 2}, HEADS, (4, 16), evenly('module "layers.0.attention"', 1, 3, 2, '"cp"')),
     ("kv_allgather", {"cp": 2}, {}, (4, 15), evenly('input "ids"', 1, 15, 2, '"cp"')),
-    ("ring", {"cp": 2}, {}, (4, 14), r'module "layers.0.attention".*14 elements do not divide into 4, for 2 ranks of "cp"'),
+    ("ring", {"cp": 2}, {}, (4, 14), r'module "layers.0.attention".*14 elements do not divide into 4, for 2 ranks of '
+                                     r'"cp"'),
     ("hybrid", {"cp_ring": 2, "cp_ulysses": 2}, {}, (4, 14), evenly('input "ids"', 1, 14, 4, '"cp_ring", "cp_ulysses"')),
     ("zero1", {"dp": 2}, {}, (3, 16), evenly('input "ids"', 0, 3, 2, '"dp"')),
     ("zero2", {"dp": 2}, dict(ffn=63), (4, 16), evenly('parameter "layers.0.mlp.gate_proj.weight"', 0, 63, 2, '"dp"')),

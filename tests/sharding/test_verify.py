@@ -35,8 +35,16 @@ def verified():
         for n in sizes.values():
             world *= n
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        made = mindspeed_fx.parallelize(copy.deepcopy(model or Llama(LAYERS, HIDDEN, HEADS, KV, FFN, VOCAB)), init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), plan)
-        report = mindspeed_fx.explain(made, *(torch.zeros(2, BATCH, SEQ, dtype=torch.long) if args is None else args), options={"codegen": "eager"})
+        made = mindspeed_fx.parallelize(
+            copy.deepcopy(model or Llama(LAYERS, HIDDEN, HEADS, KV, FFN, VOCAB)),
+            init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
+            plan,
+        )
+        report = mindspeed_fx.explain(
+            made,
+            *(torch.zeros(2, BATCH, SEQ, dtype=torch.long) if args is None else args),
+            options={"codegen": "eager"},
+        )
         dist.destroy_process_group()
         runs = [r.report for g in report.graphs for r in g.runs if r.report.name == "sharding.verify"]
         assert len(runs) == 1
@@ -61,13 +69,17 @@ def test_named_plans_send_no_more_than_they_need(verified, plan, mesh):
     assert not report.skipped and any("none of them redundant" in n for n in report.notes)
     assert any("operators of the backward compared" in n and not n.startswith("0 ") for n in report.notes)
     drawing = report.files["plan.svg"]
-    assert ElementTree.fromstring(drawing).tag.endswith("svg") and "q_proj" in drawing and drawing.count("down_proj") == 1
+    assert (
+        ElementTree.fromstring(drawing).tag.endswith("svg") and "q_proj" in drawing and drawing.count("down_proj") == 1
+    )
     if plan in LEAST:
         made = json.loads(report.files["collectives.json"])
         for backward in (False, True):
             found = Counter((m["kind"], m["bytes"]) for m in made if m["backward"] == backward and m["bytes"] > 32)
             per_layer = Counter(LEAST[plan](next(iter(mesh.values())), backward))
-            assert {k: n for k, n in found.items() if k in per_layer} == {k: LAYERS * n + OUTSIDE.get((plan, backward, k[0]), 0) for k, n in per_layer.items()}
+            assert {k: n for k, n in found.items() if k in per_layer} == {
+                k: LAYERS * n + OUTSIDE.get((plan, backward, k[0]), 0) for k, n in per_layer.items()
+            }
 
 
 TOKENS = BATCH * SEQ * HIDDEN * 4
@@ -77,9 +89,16 @@ LEAST = {
     "tp_sp": lambda n, backward: 2 * [("all_gather", TOKENS // n), ("reduce_scatter", TOKENS)],
     "ulysses": lambda n, backward: 4 * [("all_to_all", TOKENS // n)],
     # Keys and values n - 1 times, their gradients once more; to chunks that balance and back.
-    "ring": lambda n, backward: (n - 1 + n * backward) * [("all_to_all", 2 * TOKENS // n)] + [("all_to_all", 3 * TOKENS // n), ("all_to_all", TOKENS // n)],
-}  # fmt: skip
-OUTSIDE = {("tp", False, "all_reduce"): 1, ("tp", True, "all_reduce"): 1, **{("tp_sp", back, kind): 1 for back in (False, True) for kind in ("all_gather", "reduce_scatter")}}
+    "ring": lambda n, backward: (
+        (n - 1 + n * backward) * [("all_to_all", 2 * TOKENS // n)]
+        + [("all_to_all", 3 * TOKENS // n), ("all_to_all", TOKENS // n)]
+    ),
+}
+OUTSIDE = {
+    ("tp", False, "all_reduce"): 1,
+    ("tp", True, "all_reduce"): 1,
+    **{("tp_sp", back, kind): 1 for back in (False, True) for kind in ("all_gather", "reduce_scatter")},
+}
 """Forward the embedding's sum and the head's input, backward their mirror images."""
 
 
@@ -109,7 +128,9 @@ def test_the_gradient_of_a_mean_is_computed_in_parts(verified, inner):
 
 
 class Redone(torch.nn.Module):
-    """A plan that gathers and parts again is caught: the edge of ``a`` makes whole what the edge of ``b`` wants in parts."""
+    """A plan that gathers and parts again is caught: the edge of ``a`` makes whole what the edge of ``b`` wants in
+    parts.
+    """
 
     def __init__(self):
         super().__init__()
@@ -120,13 +141,20 @@ class Redone(torch.nn.Module):
 
 
 def test_a_gather_that_is_undone_is_found(verified):
-    whole_between = Plan("between", ("cp",), inputs={"*": {"cp": "S(1)"}}, modules={"a": Boundary(output={"cp": "R"}), "b": Boundary(input={"cp": "S(1)"})})
+    whole_between = Plan(
+        "between",
+        ("cp",),
+        inputs={"*": {"cp": "S(1)"}},
+        modules={"a": Boundary(output={"cp": "R"}), "b": Boundary(input={"cp": "S(1)"})},
+    )
     report = verified(whole_between, {"cp": 2}, model=Redone(), args=torch.randn(2, 4, 6, 8))
     assert any("reads its own part alone" in s.reason and s.module == "a" for s in report.skipped)
 
 
 def test_what_becomes_whole_unasked_is_found(verified):
-    """The plan divides rows, and a running sum along them needs all: they are gathered, and every rank computes it alike."""
+    """The plan divides rows, and a running sum along them needs all: they are gathered, and every rank computes it
+    alike.
+    """
 
     class Along(torch.nn.Module):
         def __init__(self):
@@ -136,7 +164,9 @@ def test_what_becomes_whole_unasked_is_found(verified):
         def forward(self, x, y):
             return (torch.cumsum(self.a(x), 1) * x).sum()
 
-    report = verified(Plan("rows", ("cp",), inputs={"*": {"cp": "S(1)"}}), {"cp": 2}, model=Along(), args=torch.randn(2, 4, 6, 8))
+    report = verified(
+        Plan("rows", ("cp",), inputs={"*": {"cp": "S(1)"}}), {"cp": 2}, model=Along(), args=torch.randn(2, 4, 6, 8)
+    )
     assert any("computed whole" in s.reason and "cumsum" in s.operator for s in report.skipped)
 
 

@@ -21,7 +21,9 @@ RANKS = 2
 
 def batch(rows=4, seq=16):
     generator = torch.Generator().manual_seed(5)
-    return torch.randint(0, 64, (rows, seq), generator=generator), torch.randint(0, 64, (rows, seq), generator=generator)
+    return torch.randint(0, 64, (rows, seq), generator=generator), torch.randint(
+        0, 64, (rows, seq), generator=generator
+    )
 
 
 def whole_model(**settings) -> Llama:
@@ -59,7 +61,15 @@ def trains_alike(dim, plan, checkpointed=False, tolerance=1e-10, **options):
 
 
 def plans():
-    for dim, plan in (("tp", "tp"), ("tp", "tp_sp"), ("cp", "ulysses"), ("cp", "ring"), ("dp", "zero1"), ("dp", "zero2"), ("dp", "zero3")):
+    for dim, plan in (
+        ("tp", "tp"),
+        ("tp", "tp_sp"),
+        ("cp", "ulysses"),
+        ("cp", "ring"),
+        ("dp", "zero1"),
+        ("dp", "zero2"),
+        ("dp", "zero3"),
+    ):
         trains_alike(dim, plan)
     trains_alike("tp", "tp_sp", checkpointed=True)
 
@@ -88,7 +98,9 @@ def generated_code():
     for dim, plan, settings in (("tp", "tp", {}), ("tp", "tp_sp", {"level": 1}), ("cp", "ring", {})):
         trains_alike(dim, plan, codegen="inductor", **settings)
     report = mindspeed_fx.explain(compiled(whole_model(), "tp", "tp")[0], *batch(), options={"codegen": "inductor"})
-    assert report.effective_options["codegen"] == "inductor" and report.effective_options["caches"].startswith("off: the model is parallelized")
+    assert report.effective_options["codegen"] == "inductor" and report.effective_options["caches"].startswith(
+        "off: the model is parallelized"
+    )
 
 
 class Masked(torch.nn.Module):
@@ -101,8 +113,16 @@ class Masked(torch.nn.Module):
     def attend(self, x, documents):
         q, k, v = (torch.einsum("bsh,hd->bsd", x, w).unflatten(-1, (2, 4)).transpose(1, 2) for w in self.weight)
         row, column = torch.arange(x.shape[1]).unsqueeze(1), torch.arange(x.shape[1])
-        masks = [(column <= row) & (row - column < 5), (column <= row) | (column < 5), (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1) & (column <= row)]
-        return sum(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=m) for m in masks).transpose(1, 2).flatten(2)
+        masks = [
+            (column <= row) & (row - column < 5),
+            (column <= row) | (column < 5),
+            (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1) & (column <= row),
+        ]
+        return (
+            sum(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=m) for m in masks)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     def forward(self, x, documents):
         x = torch.utils.checkpoint.checkpoint(self.attend, x, documents, use_reentrant=False)
@@ -113,7 +133,10 @@ def masks(codegen="eager"):
     """A ring by blocks, compiled: windows, documents, prefixes; checkpointed regions."""
     torch.manual_seed(0)
     reference = Masked()
-    x, documents = torch.randn(2, 16, 8, dtype=torch.float64), torch.arange(16).div(6, rounding_mode="floor").repeat(2, 1)
+    x, documents = (
+        torch.randn(2, 16, 8, dtype=torch.float64),
+        torch.arange(16).div(6, rounding_mode="floor").repeat(2, 1),
+    )
     expected = reference(x, documents)
     expected.backward()
     model, step = compiled(copy.deepcopy(reference), "cp", "ring", codegen=codegen)
@@ -121,7 +144,9 @@ def masks(codegen="eager"):
     loss = step(x, documents)
     loss.backward()
     assert abs(loss - expected) <= 1e-10 * abs(expected)
-    worst = (model._parameters["weight"].grad.full_tensor() - reference.weight.grad).abs().max() / reference.weight.grad.abs().max()
+    worst = (
+        model._parameters["weight"].grad.full_tensor() - reference.weight.grad
+    ).abs().max() / reference.weight.grad.abs().max()
     assert worst <= 1e-10, worst
 
 
@@ -151,12 +176,17 @@ def experts_in_generated_code():
 
 
 def travelling(codegen="eager", capacity=None):
-    """Tokens that travel to their experts, compiled, by counts or in fixed splits; two steps, with tokens for one rank's experts alone in the second."""
+    """Tokens that travel to their experts, compiled, by counts or in fixed splits; two steps, with tokens for one
+    rank's experts alone in the second.
+    """
     from tests.sharding.test_dispatch import Mixture
 
     torch.manual_seed(0)
     reference = Mixture()
-    plan = dataclasses.replace(named("ep_alltoall", reference), experts={"dispatch": "all_to_all", **({"capacity": capacity} if capacity else {})})
+    plan = dataclasses.replace(
+        named("ep_alltoall", reference),
+        experts={"dispatch": "all_to_all", **({"capacity": capacity} if capacity else {})},
+    )
     model, step = compiled(copy.deepcopy(reference), "ep", plan, codegen=codegen)
     for ids in (torch.arange(24).view(4, 6), torch.full((4, 6), 5)):
         reference.zero_grad(), model.zero_grad()
@@ -164,14 +194,20 @@ def travelling(codegen="eager", capacity=None):
         expected.backward(), loss.backward()
         assert abs(loss - expected) <= 1e-10 * abs(expected)
         for (name, p), whole in zip(model.named_parameters(), reference.parameters()):
-            assert (p.grad.full_tensor() - whole.grad).abs().max() <= 1e-10 * reference.experts.down.grad.abs().max(), name
+            assert (p.grad.full_tensor() - whole.grad).abs().max() <= 1e-10 * reference.experts.down.grad.abs().max(), (
+                name
+            )
 
 
 def travelling_is_verified():
-    """No collective beyond what the plan needs, and nothing computed whole, the gradient of the mean at the end included."""
+    """No collective beyond what the plan needs, and nothing computed whole, the gradient of the mean at the end
+    included.
+    """
     from tests.sharding.test_dispatch import Mixture
 
-    report = mindspeed_fx.explain(compiled(Mixture(), "ep", "ep_alltoall")[0], torch.arange(24).view(4, 6), options={"codegen": "eager"})
+    report = mindspeed_fx.explain(
+        compiled(Mixture(), "ep", "ep_alltoall")[0], torch.arange(24).view(4, 6), options={"codegen": "eager"}
+    )
     assert [(s.operator, s.reason) for s in report.skipped("sharding.verify")] == []
     assert [s.operator for s in report.sites("sharding.token_dispatch")] == ["tokens travel to experts"]
 
@@ -189,14 +225,20 @@ def recomputed():
     reference = whole_model()
     loss = reference(*batch())
     loss.backward()
-    for dim, name, word, parts in (("tp", "tp_sp", "full", 1), ("dp", "zero3", "full", 2), ("tp", "tp_sp", "norm+activation_function", 1)):
+    for dim, name, word, parts in (
+        ("tp", "tp_sp", "full", 1),
+        ("dp", "zero3", "full", 2),
+        ("tp", "tp_sp", "norm+activation_function", 1),
+    ):
         plan = dataclasses.replace(named(name, reference), recompute=word, microbatches=parts)
         torch._dynamo.reset()  # or the other size of the batch would be a symbol
         model, step = compiled(whole_model(), dim, plan, level=1)
         mean = mindspeed_fx.accumulate(step, *batch(), microbatches=plan.microbatches)
         assert abs(mean - loss) <= 1e-10 * abs(loss) and not mean.requires_grad, (name, word)
         for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert q.grad.abs().max() > 0 and (p.grad.full_tensor() - q.grad).abs().max() <= 1e-10 * q.grad.abs().max(), (name, word, n)
+            assert (
+                q.grad.abs().max() > 0 and (p.grad.full_tensor() - q.grad).abs().max() <= 1e-10 * q.grad.abs().max()
+            ), (name, word, n)
         print(name, word, "agrees", flush=True)
 
 
@@ -243,7 +285,9 @@ def meta():
 def eagerly():
     """Without compilation the model is whole on every rank."""
     reference = whole_model()
-    model = mindspeed_fx.parallelize(copy.deepcopy(reference), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), "tp")
+    model = mindspeed_fx.parallelize(
+        copy.deepcopy(reference), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), "tp"
+    )
     for m in (reference, model):
         m(*batch()).backward()
     for name, p in model.named_parameters():

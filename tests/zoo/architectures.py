@@ -11,18 +11,75 @@ Output = collections.namedtuple("Output", "loss")
 """What models of other sources return, as transformers' do."""
 
 SMALL: dict[str, Any] = dict(
-    hidden_size=64, d_model=64, n_embd=64, embedding_size=64, word_embed_proj_dim=64, attention_hidden_size=64,
-    num_hidden_layers=2, num_layers=2, n_layer=2, n_layers=2, decoder_layers=2, encoder_layers=2,
-    num_attention_heads=4, num_heads=4, n_head=4, n_heads=4, decoder_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    intermediate_size=96, ffn_dim=96, n_inner=96, ffn_hidden_size=96, decoder_ffn_dim=96,
-    vocab_size=128, max_position_embeddings=64, n_positions=64, rotary_dim=8, sliding_window=8,
-    kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
-    num_local_experts=4, num_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2, moe_k=2, n_shared_experts=1,
-    moe_intermediate_size=32, shared_expert_intermediate_size=32, n_group=1, topk_group=1, decoder_sparse_step=1, first_k_dense_replace=1,
-    num_nextn_predict_layers=0, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False, use_mamba_kernels=False,
-    **{name: 0.0 for name in ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "hidden_dropout_prob",
-                              "attention_probs_dropout_prob", "activation_dropout", "layerdrop")},
-)  # fmt: skip
+    hidden_size=64,
+    d_model=64,
+    n_embd=64,
+    embedding_size=64,
+    word_embed_proj_dim=64,
+    attention_hidden_size=64,
+    num_hidden_layers=2,
+    num_layers=2,
+    n_layer=2,
+    n_layers=2,
+    decoder_layers=2,
+    encoder_layers=2,
+    num_attention_heads=4,
+    num_heads=4,
+    n_head=4,
+    n_heads=4,
+    decoder_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    ffn_dim=96,
+    n_inner=96,
+    ffn_hidden_size=96,
+    decoder_ffn_dim=96,
+    vocab_size=128,
+    max_position_embeddings=64,
+    n_positions=64,
+    rotary_dim=8,
+    sliding_window=8,
+    kv_lora_rank=16,
+    q_lora_rank=24,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    num_local_experts=4,
+    num_experts=4,
+    n_routed_experts=4,
+    moe_num_experts=4,
+    num_experts_per_tok=2,
+    moe_k=2,
+    n_shared_experts=1,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    n_group=1,
+    topk_group=1,
+    decoder_sparse_step=1,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    use_cache=False,
+    use_mamba_kernels=False,
+    **{
+        name: 0.0
+        for name in (
+            "attention_dropout",
+            "hidden_dropout",
+            "attn_pdrop",
+            "embd_pdrop",
+            "resid_pdrop",
+            "dropout",
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "activation_dropout",
+            "layerdrop",
+        )
+    },
+)
 """Sizes by the names that configurations use; dropout is off, so that two runs can be compared."""
 
 OPTIONAL = ("n_inner", "head_dim", "sliding_window", "q_lora_rank", "num_key_value_heads")
@@ -30,10 +87,26 @@ OPTIONAL = ("n_inner", "head_dim", "sliding_window", "q_lora_rank", "num_key_val
 
 OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": dict(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}),
-    "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0), ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2)),
-    "gemma3n_text": dict(num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"], activation_sparsity_pattern=[0.0, 0.0],
-                         hidden_size_per_layer_input=16, vocab_size_per_layer_input=128, laurel_rank=8),
-    "gemma4_text": dict(num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"], head_dim=16, global_head_dim=16, hidden_size_per_layer_input=16, vocab_size_per_layer_input=128),
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2),
+    ),
+    "gemma3n_text": dict(
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=[0.0, 0.0],
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=128,
+        laurel_rank=8,
+    ),
+    "gemma4_text": dict(
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        head_dim=16,
+        global_head_dim=16,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=128,
+    ),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=8),
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16),
@@ -41,9 +114,18 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": dict(num_heads=8, head_dim=16, n_groups=2, state_size=16, chunk_size=8),
     "ministral": dict(head_dim=16),
     "nemotron": dict(num_key_value_heads=2),
-    "reformer": dict(is_decoder=True, local_attention_probs_dropout_prob=0.0, lsh_attention_probs_dropout_prob=0.0, axial_pos_embds=False, attn_layers=["local", "local"], local_attn_chunk_length=8, attention_head_size=16, feed_forward_size=96),
+    "reformer": dict(
+        is_decoder=True,
+        local_attention_probs_dropout_prob=0.0,
+        lsh_attention_probs_dropout_prob=0.0,
+        axial_pos_embds=False,
+        attn_layers=["local", "local"],
+        local_attn_chunk_length=8,
+        attention_head_size=16,
+        feed_forward_size=96,
+    ),
     "xmod": dict(default_language="en_XX"),
-}  # fmt: skip
+}
 """What single architectures need besides."""
 
 
@@ -68,7 +150,11 @@ def build(name: str, attention: str = "eager") -> tuple[torch.nn.Module, dict[st
         small.update(head_dim=small["qk_rope_head_dim"], num_key_value_heads=small["num_attention_heads"])
     small |= OWN.get(name, {})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **small), attn_implementation=attention).double().train()
+    model = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **small), attn_implementation=attention)
+        .double()
+        .train()
+    )
     ids = torch.randint(3, 100, (2, 16))
     inputs = dict(input_ids=ids, labels=ids.clone(), use_cache=False)
     try:
@@ -88,7 +174,9 @@ def _has(config: Any, name: str) -> bool:
 
 
 def every(sources: dict[str, str]) -> list[str]:
-    """All architectures: transformers', Megatron-core's where it is installed, and those of ``sources`` (name -> folder)."""
+    """All architectures: transformers', Megatron-core's where it is installed, and those of ``sources`` (name ->
+    folder).
+    """
     from tests.zoo import others
 
     return [*names(), *others.names(sources)]

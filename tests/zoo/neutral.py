@@ -1,6 +1,7 @@
-"""Whether memory plans leave every bit of a training step as it was, dropout included, over the architectures of the zoo.
+"""Whether memory plans leave every bit of a training step as it was, dropout included, over the architectures of the
+zoo.
 
-    python -m tests.zoo.neutral [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
+python -m tests.zoo.neutral [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import torch
 from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import recorder
 
-PLANS = {"planned": {"memory_budget": "min"}, "recomputed": {"recompute": {"**": "recompute"}}, "moved": {"recompute": {"**": "offload"}, "offload": True, "memory_budget": "1GiB"}}
+PLANS = {
+    "planned": {"memory_budget": "min"},
+    "recomputed": {"recompute": {"**": "recompute"}},
+    "moved": {"recompute": {"**": "offload"}, "offload": True, "memory_budget": "1GiB"},
+}
 """The planner's own, and everything that can be made again, or moved to host memory."""
 PASSES = ("recompute.budget", "recompute.policy")
 DROPS = ("attention_dropout", "activation_dropout", "dropout", "hidden_dropout", "dropout_p")
@@ -51,7 +56,10 @@ def decisions(model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, int]:
         differ = sum(not torch.equal(a, b) for a, b in zip(values, expected, strict=True))
         if differ:
             own = not all(map(torch.equal, step(model, inputs, {})[0], expected))
-            raise AssertionError(f"{name}: {differ} of {len(expected)} results differ" + (", and so they do without a plan: the model seeds its own draws" if own else ""))
+            raise AssertionError(
+                f"{name}: {differ} of {len(expected)} results differ"
+                + (", and so they do without a plan: the model seeds its own draws" if own else "")
+            )
         found[name] = sum(report.counts.get(p, 0) for p in PASSES)
     return found
 
@@ -61,7 +69,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("architectures", nargs="*", help="all by default")
-    parser.add_argument("--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="as table.py takes it")
+    parser.add_argument(
+        "--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="as table.py takes it"
+    )
     args = parser.parse_args()
     table.quiet()
     sources = table.sources_of(parser, args.sources)

@@ -1,4 +1,6 @@
-"""Models of Megatron-core, litgpt and torchtitan, tiny and with random weights, that return an object with a ``loss`` as transformers' do."""
+"""Models of Megatron-core, litgpt and torchtitan, tiny and with random weights, that return an object with a ``loss``
+as transformers' do.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,33 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "latent-yarn": dict(latent=True, rope_type="yarn", original_max_position_embeddings=8),
 }
 NOTES = {"megatron/moe": "eager experts run one by one, compiled ones as one grouped product: one swiglu for 4"}
-LITGPT = ("Llama-3-8B", "Llama-2-7b-hf", "pythia-14m", "Gemma-2b", "Gemma-2-2b", "phi-2", "Phi-3-mini-4k-instruct", "Qwen2.5-0.5B", "Qwen3-0.6B", "Mixtral-8x7B-v0.1", "falcon-7b", "OLMo-2-1124-7B", "stablelm-3b-4e1t")
+LITGPT = (
+    "Llama-3-8B",
+    "Llama-2-7b-hf",
+    "pythia-14m",
+    "Gemma-2b",
+    "Gemma-2-2b",
+    "phi-2",
+    "Phi-3-mini-4k-instruct",
+    "Qwen2.5-0.5B",
+    "Qwen3-0.6B",
+    "Mixtral-8x7B-v0.1",
+    "falcon-7b",
+    "OLMo-2-1124-7B",
+    "stablelm-3b-4e1t",
+)
 
 
 def names(sources: dict[str, str]) -> list[str]:
-    """``megatron/...`` where Megatron-core is installed, ``litgpt/...`` and ``torchtitan/...`` where ``sources`` names their folders."""
+    """``megatron/...`` where Megatron-core is installed, ``litgpt/...`` and ``torchtitan/...`` where ``sources`` names
+    their folders.
+    """
     megatron = MEGATRON if importlib.util.find_spec("megatron") is not None else ()
-    return [*(f"megatron/{n}" for n in megatron), *(f"litgpt/{n}" for n in (LITGPT if "litgpt" in sources else ())), *(f"torchtitan/{n}" for n in (titan.MODELS if "torchtitan" in sources else ()))]
+    return [
+        *(f"megatron/{n}" for n in megatron),
+        *(f"litgpt/{n}" for n in (LITGPT if "litgpt" in sources else ())),
+        *(f"torchtitan/{n}" for n in (titan.MODELS if "torchtitan" in sources else ())),
+    ]
 
 
 def build(name: str, sources: dict[str, str]) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -79,7 +101,9 @@ class _Litgpt(torch.nn.Module):
 
 
 def _litgpt(kind: str, folder: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """litgpt's GPT of a configuration that it names; its package and its converter of checkpoints, which need lightning, are not run."""
+    """litgpt's GPT of a configuration that it names; its package and its converter of checkpoints, which need
+    lightning, are not run.
+    """
     if "litgpt" not in sys.modules:
         package, converter = types.ModuleType("litgpt"), types.ModuleType("litgpt.scripts.convert_hf_checkpoint")
         package.__path__ = [str(pathlib.Path(folder) / "litgpt")]
@@ -88,7 +112,17 @@ def _litgpt(kind: str, folder: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     from litgpt.config import Config
     from litgpt.model import GPT
 
-    small = dict(n_layer=2, n_embd=64, n_head=4, head_size=16, intermediate_size=96, block_size=32, padded_vocab_size=128, vocab_size=128, sliding_window_size=8)
+    small = dict(
+        n_layer=2,
+        n_embd=64,
+        n_head=4,
+        head_size=16,
+        intermediate_size=96,
+        block_size=32,
+        padded_vocab_size=128,
+        vocab_size=128,
+        sliding_window_size=8,
+    )
     default = Config.from_name(kind)
     small["n_query_groups"] = 4 if default.n_query_groups == default.n_head else 1 if default.n_query_groups == 1 else 2
     if default.n_expert:

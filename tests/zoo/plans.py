@@ -2,8 +2,8 @@
 
     python -m tests.zoo.plans --write benchmarks/results/plans.md [ARCHITECTURE ...] [--plans tp ring ...]
 
-Models are tiny, have two layers and random weights, and compute in float64 throughout (:func:`in_float64`): norms, softmax and
-losses that are written in float32 would round differently wherever a sum is taken in another order.
+Models are tiny, have two layers and random weights, and compute in float64 throughout (:func:`in_float64`): norms,
+softmax and losses that are written in float32 would round differently wherever a sum is taken in another order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,22 @@ SECONDS = 300
 """For one cell."""
 
 ARCHITECTURES: dict[str, str] = {
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "cohere2": "Cohere2ForCausalLM", "olmo2": "Olmo2ForCausalLM",
-    "olmoe": "OlmoeForCausalLM", "gpt_oss": "GptOssForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt_neox": "GPTNeoXForCausalLM", "bloom": "BloomForCausalLM", "bert": "BertForMaskedLM", "opt": "OPTForCausalLM", "gpt2": "GPT2LMHeadModel",
-    "phi3": "Phi3ForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
-}  # fmt: skip
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "bert": "BertForMaskedLM",
+    "opt": "OPTForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "phi3": "Phi3ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
 """Type of the configuration -> class of the model."""
 
 OWN: dict[str, dict[str, Any]] = {
@@ -40,7 +51,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"]),
     "gpt_oss": dict(layer_types=["sliding_attention", "full_attention"]),
     "qwen3_next": dict(
-        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
     ),
 }
 
@@ -68,7 +83,9 @@ def in_float64(module: types.ModuleType) -> types.ModuleType:
     """A copy of a module of transformers in which float64 stands for float32."""
     name = f"{module.__name__}_float64"
     if name not in sys.modules:
-        source = re.sub(r"torch\.float32\b|torch\.float\b(?!\()", "torch.float64", inspect.getsource(module)).replace(".float()", ".double()")
+        source = re.sub(r"torch\.float32\b|torch\.float\b(?!\()", "torch.float64", inspect.getsource(module)).replace(
+            ".float()", ".double()"
+        )
         copy = types.ModuleType(name)
         copy.__package__, copy.__file__ = module.__package__, module.__file__
         sys.modules[name] = copy
@@ -83,7 +100,11 @@ def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     from tests.zoo import architectures
 
     default = AutoConfig.for_model(name)
-    small = {k: v for k, v in architectures.SMALL.items() if architectures._has(default, k) and not isinstance(getattr(type(default), k, None), property)}
+    small = {
+        k: v
+        for k, v in architectures.SMALL.items()
+        if architectures._has(default, k) and not isinstance(getattr(type(default), k, None), property)
+    }
     small = {k: v for k, v in small.items() if not (k in architectures.OPTIONAL and getattr(default, k) is None)}
     if "qk_rope_head_dim" in small and "head_dim" in small:
         small.update(head_dim=small["qk_rope_head_dim"], num_key_value_heads=small["num_attention_heads"])
@@ -135,7 +156,9 @@ def cell(name: str, column: str) -> tuple[str, str]:
         return ("refused", str(error)) if "\n" not in str(error) else ("broken", str(error).splitlines()[0])
     except Exception as error:  # noqa: BLE001  goes into the table
         cause = error.__cause__ or error
-        return ("refused" if isinstance(cause, OptionError) else "broken"), f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
+        return (
+            "refused" if isinstance(cause, OptionError) else "broken"
+        ), f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
     return compared(model, loss, result)
 
 
@@ -145,11 +168,17 @@ def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[s
     if missing := expected.keys() ^ result.gradients.keys():
         return "wrong", f"gradients appeared or disappeared: {', '.join(sorted(missing))}"
     errors = {"loss": ((result.outputs[0] - loss).abs() / loss.abs()).item()}
-    # A gradient that is zero but for rounding (of a key's bias, which softmax does not see) is measured by the largest of all.
+    # A gradient that is zero but for rounding (of a key's bias, which softmax does not see) is measured by the largest
+    # of all.
     largest = max(g.abs().max() for g in expected.values())
-    errors |= {n: ((result.gradients[n] - g).abs().max() / g.abs().max().clamp(min=1e-3 * largest)).item() for n, g in expected.items()}
+    errors |= {
+        n: ((result.gradients[n] - g).abs().max() / g.abs().max().clamp(min=1e-3 * largest)).item()
+        for n, g in expected.items()
+    }
     worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
-    return ("equal" if errors[worst] <= TOLERANCE else "wrong"), f"{errors[worst]:.0e}" + (f" ({worst})" if not errors[worst] <= TOLERANCE else "")
+    return ("equal" if errors[worst] <= TOLERANCE else "wrong"), f"{errors[worst]:.0e}" + (
+        f" ({worst})" if not errors[worst] <= TOLERANCE else ""
+    )
 
 
 def columns(name: str) -> list[str]:
@@ -178,13 +207,22 @@ def markdown(found: dict[tuple[str, str], tuple[str, str]]) -> str:
     names = list(dict.fromkeys(n for n, _ in found))
     counts = {word: sum(w == word for w, _ in found.values()) for word in ("equal", "refused", "wrong", "broken")}
     lines = ["# Hugging Face architectures under plans", "", __doc__.strip().splitlines()[0], ""]
-    lines += [", ".join(f"{n} {word}" for word, n in counts.items()) + f" of {len(found)} cells. Equal: loss and every gradient to {TOLERANCE:.0e}, relative; the number is the largest error.", ""]
+    lines += [
+        ", ".join(f"{n} {word}" for word, n in counts.items())
+        + f" of {len(found)} cells. Equal: loss and every gradient to {TOLERANCE:.0e}, relative; the number is the "
+        "largest error.",
+        "",
+    ]
     lines += ["| architecture | " + " | ".join(PLANS) + " |", "|---|" + "---|" * len(PLANS)]
     for n in names:
         row = [found.get((n, c), ("", "")) for c in PLANS]
         lines.append(f"| {n} | " + " | ".join(text if word == "equal" else word for word, text in row) + " |")
     lines += ["", "| cell | | what it says |", "|---|---|---|"]
-    lines += [f"| {n}, {c} | {word} | {text.replace('|', chr(92) + '|')} |" for (n, c), (word, text) in found.items() if word != "equal"]
+    lines += [
+        f"| {n}, {c} | {word} | {text.replace('|', chr(92) + '|')} |"
+        for (n, c), (word, text) in found.items()
+        if word != "equal"
+    ]
     return "\n".join(lines) + "\n"
 
 

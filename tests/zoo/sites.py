@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 T = torch.Tensor
-ADD, MUL, DIV = ((getattr(torch, n), *(getattr(T, f) for f in (n, f"__{n}__", f"__r{n}__", f"{n}_", f"__i{n}__") if hasattr(T, f))) for n in ("add", "mul", "div"))
+ADD, MUL, DIV = (
+    (getattr(torch, n), *(getattr(T, f) for f in (n, f"__{n}__", f"__r{n}__", f"{n}_", f"__i{n}__") if hasattr(T, f)))
+    for n in ("add", "mul", "div")
+)
 SUB = (torch.sub, T.sub, T.__sub__)
 DIV += (T.__truediv__, T.__rtruediv__, T.true_divide)
 PRODUCT = (torch.matmul, torch.bmm, T.matmul, T.bmm, T.__matmul__, torch.einsum)
@@ -27,9 +30,40 @@ MEAN = (torch.mean, T.mean)
 VAR = (torch.var, T.var)
 NEG = (torch.neg, T.neg, T.__neg__)
 JOIN = (torch.cat, torch.stack, torch.concat)
-ACTIVATION = {F.silu: "silu", torch.sigmoid: "sigmoid", F.gelu: "gelu", torch._C._nn.gelu: "gelu", torch._C._nn.silu_: "silu"}
-SAME = (T.to, T.type_as, T.float, T.double, T.half, T.bfloat16, T.type, F.dropout, torch.dropout, T.contiguous, T.clone, T.view, T.reshape, torch.reshape,
-        T.flatten, torch.flatten, T.unflatten, T.squeeze, T.unsqueeze, T.expand, T.masked_fill, torch.masked_fill, torch.where, T.nan_to_num, T.__getitem__)  # fmt: skip
+ACTIVATION = {
+    F.silu: "silu",
+    torch.sigmoid: "sigmoid",
+    F.gelu: "gelu",
+    torch._C._nn.gelu: "gelu",
+    torch._C._nn.silu_: "silu",
+}
+SAME = (
+    T.to,
+    T.type_as,
+    T.float,
+    T.double,
+    T.half,
+    T.bfloat16,
+    T.type,
+    F.dropout,
+    torch.dropout,
+    T.contiguous,
+    T.clone,
+    T.view,
+    T.reshape,
+    torch.reshape,
+    T.flatten,
+    torch.flatten,
+    T.unflatten,
+    T.squeeze,
+    T.unsqueeze,
+    T.expand,
+    T.masked_fill,
+    torch.masked_fill,
+    torch.where,
+    T.nan_to_num,
+    T.__getitem__,
+)
 
 
 class CountSites(TorchFunctionMode):
@@ -43,7 +77,11 @@ class CountSites(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        tensors = [*args[:1], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])] if function is torch.einsum else args
+        tensors = (
+            [*args[:1], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])]
+            if function is torch.einsum
+            else args
+        )
         label = self._label(function, [a for a in tensors if isinstance(a, (T, int, float))], args, kwargs or {})
         if label is not None and isinstance(result, T):
             self._labels[id(result)] = label
@@ -60,7 +98,11 @@ class CountSites(TorchFunctionMode):
 
     def _label(self, f, given, args, kwargs) -> tuple[str, Any] | None:
         labels = [self._of(a) for a in given]
-        if f in SQUARE or (f in POWER and _exponent(args) == 2) or (f in MUL and len(given) == 2 and given[0] is given[1]):
+        if (
+            f in SQUARE
+            or (f in POWER and _exponent(args) == 2)
+            or (f in MUL and len(given) == 2 and given[0] is given[1])
+        ):
             return "square", given[0]
         if f in MEAN and labels[:1] == ["square"] and _last(args, kwargs):
             return "mean square", self._labels[id(given[0])][1]
@@ -68,7 +110,12 @@ class CountSites(TorchFunctionMode):
             return "mean", given[0]
         if f in SUB and labels[1:2] == ["mean"] and self._labels[id(given[1])][1] is given[0]:
             return "centered", given[0]
-        if f in VAR and labels[:1] == [None] and _last(args, kwargs) and not kwargs.get("unbiased", kwargs.get("correction", True)):
+        if (
+            f in VAR
+            and labels[:1] == [None]
+            and _last(args, kwargs)
+            and not kwargs.get("unbiased", kwargs.get("correction", True))
+        ):
             return "mean square", given[0]
         if f in ADD and "mean square" in labels:
             return self._labels[id(given[labels.index("mean square")])]
@@ -118,7 +165,11 @@ class CountSites(TorchFunctionMode):
                 return self._site("fusion.glu") if all(isinstance(a, T) for a in given) else None
             if "turned" in labels:
                 return "turned times sin", None
-            return ("product", None) if all(isinstance(a, T) for a in given) else ("scaled", next(a for a in given if isinstance(a, T)))
+            return (
+                ("product", None)
+                if all(isinstance(a, T) for a in given)
+                else ("scaled", next(a for a in given if isinstance(a, T)))
+            )
         if f in NEG:
             return "negative", None
         if f in JOIN and any(self._of(a) == "negative" for a in args[0]):
@@ -139,5 +190,6 @@ def _exponent(args) -> Any:
 
 def _last(args, kwargs) -> bool:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return dim in (-1, args[0].dim() - 1) or (isinstance(dim, (list, tuple)) and list(dim) in ([-1], [args[0].dim() - 1]))
-
+    return dim in (-1, args[0].dim() - 1) or (
+        isinstance(dim, (list, tuple)) and list(dim) in ([-1], [args[0].dim() - 1])
+    )

@@ -15,9 +15,19 @@ from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import recorder
 from tests.zoo.sites import CountSites
 
-PASSES = ("fusion.attention", "fusion.rms_norm", "fusion.layer_norm", "fusion.rope", "fusion.swiglu", "fusion.glu", "fusion.cross_entropy")
+PASSES = (
+    "fusion.attention",
+    "fusion.rms_norm",
+    "fusion.layer_norm",
+    "fusion.rope",
+    "fusion.swiglu",
+    "fusion.glu",
+    "fusion.cross_entropy",
+)
 ALSO = {"fusion.swiglu": ("fusion.clipped_swiglu",)}
-"""Passes that fuse sites of another kind with something more (``weighted_swiglu`` takes what ``swiglu`` fused and counted)."""
+"""Passes that fuse sites of another kind with something more (``weighted_swiglu`` takes what ``swiglu`` fused and
+counted).
+"""
 OPTIONS = {"codegen": "eager"}
 
 
@@ -31,8 +41,8 @@ class Row:
     """Sites fused in the graphs that ran, counted as often as each ran: layers may share a graph."""
     sites: dict[str, int] = field(default_factory=dict)
     error: float = 0.0
-    """Largest difference of a parameter's gradient, relative to its largest element or, where that is larger, to 1e-4 of
-    the largest element of all gradients: what is left when everything cancels is rounding."""
+    """Largest difference of a parameter's gradient, relative to its largest element or, where that is larger, to 1e-4
+    of the largest element of all gradients: what is left when everything cancels is rounding."""
     narrow: float | str = ""
     """Error of the gradients in bfloat16 as a multiple of the unfused model's own, or why there is none."""
     reasons: list[str] = field(default_factory=list)
@@ -82,20 +92,34 @@ def check(name: str, model: torch.nn.Module, inputs: dict[str, Any], narrow: boo
     error = max(((have[n] - g).abs().max() / g.abs().max().clamp_min(floor)).item() for n, g in expected.items())
     error = max(error, abs(compiled.item() - loss.item()) / abs(loss.item()))
     reasons = Counter(f"{p.removeprefix('fusion.')}: {s.reason}" for p in PASSES for s in report.skipped(p))
-    counts = {p: sum(times * g.counts.get(q, 0) for g, times in zip(graphs, runs, strict=True) for q in (p, *ALSO.get(p, ()))) for p in PASSES}
+    counts = {
+        p: sum(times * g.counts.get(q, 0) for g, times in zip(graphs, runs, strict=True) for q in (p, *ALSO.get(p, ())))
+        for p in PASSES
+    }
     texts = [f"{text} ({n} times)" if n > 1 else text for text, n in sorted(reasons.items())]
     texts += sorted({f"graph break: {str(b).split('Explanation:')[0].strip()}" for b in report.break_reasons})
     for p in PASSES:
         lost = counted.counts[p] - counts[p] - len(report.skipped(p))
         if lost > 0 and breaks:
-            texts.append(f"{p.removeprefix('fusion.')}: {lost} in no graph (around a break Dynamo leaves code to Python)")
-    return Row(name, report.graph_count, counts, {p: counted.counts[p] for p in PASSES}, error, in_bfloat16(model, inputs) if narrow else "", texts)
+            texts.append(
+                f"{p.removeprefix('fusion.')}: {lost} in no graph (around a break Dynamo leaves code to Python)"
+            )
+    return Row(
+        name,
+        report.graph_count,
+        counts,
+        {p: counted.counts[p] for p in PASSES},
+        error,
+        in_bfloat16(model, inputs) if narrow else "",
+        texts,
+    )
 
 
 def in_bfloat16(model: torch.nn.Module, inputs: dict[str, Any]) -> float | str:
-    """Error of the fused model's gradients as a multiple of the unfused model's, both in bfloat16, against the model's own type with the
-    same, rounded, parameters; a text where the unfused model does not run in bfloat16. Where it is more than 2 the median of three sets of
-    parameters: one token that a router sends elsewhere decides a single one. ``model`` is left in bfloat16."""
+    """Error of the fused model's gradients as a multiple of the unfused model's, both in bfloat16, against the model's
+    own type with the same, rounded, parameters; a text where the unfused model does not run in bfloat16. Where it is
+    more than 2 the median of three sets of parameters: one token that a router sends elsewhere decides a single one.
+    ``model`` is left in bfloat16."""
     wide = next(model.parameters()).dtype
     found = [_one_in_bfloat16(model, inputs)]
     while isinstance(found[-1], float) and found[0] > 2 and len(found) < 3:

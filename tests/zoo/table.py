@@ -1,9 +1,11 @@
 """Match rate over model architectures: how many of the sites that a model has are fused, and whether it still agrees.
 
-    python -m tests.zoo.table [--write docs/match_rate.md [--update]] [--jobs 2] [--narrow] [--from litgpt=DIR] [--from torchtitan=DIR] [architecture ...]
+    python -m tests.zoo.table [--write docs/match_rate.md [--update]] [--jobs 2] [--narrow] [--from litgpt=DIR] [--from
+    torchtitan=DIR] [architecture ...]
 
-Each architecture runs one training step with random weights, eager and compiled (``codegen="eager"``); sites are counted
-by tests/zoo/sites.py while it runs in eager mode. ``--narrow`` adds a column for bfloat16. ``--update`` keeps the rows of the file that are not run again.
+Each architecture runs one training step with random weights, eager and compiled (``codegen="eager"``); sites are
+counted by tests/zoo/sites.py while it runs in eager mode. ``--narrow`` adds a column for bfloat16. ``--update`` keeps
+the rows of the file that are not run again.
 """
 
 from __future__ import annotations
@@ -40,12 +42,19 @@ def markdown(table: dict[str, str], unbuilt: dict[str, str], failed: dict[str, s
     lines = [
         "# Match rate",
         "",
-        f"Written by `python -m tests.zoo.table --write docs/match_rate.md` on {datetime.date.today()}: torch {torch.__version__}, transformers {transformers.__version__}.",
+        f"Written by `python -m tests.zoo.table --write docs/match_rate.md` on {datetime.date.today()}: torch "
+        f"{torch.__version__}, transformers {transformers.__version__}.",
         "",
-        f"Each cell is *fused / sites in the model*, in the graphs as often as they run. {complete} of {len(table)} architectures are fused completely, {captured} more with {' and '.join(f'`torch._dynamo.config.{c}`' for c in CAPTURE)}. *error* is the largest",
-        "difference of a loss or gradient, relative to its largest element; models that compute parts of themselves in float32 differ in float32's last places.",
-        "*bf16* is the error of the gradients in bfloat16 as a multiple of the unfused model's own (`--narrow`; at most 2); above 2, which one token decides that is routed elsewhere, the median of three sets of weights.",
-        "A row is from the last run that tried its architecture (`--update`). Architectures of litgpt are `litgpt/...` (`--from litgpt=DIR`), of torchtitan `torchtitan/...` (`--from torchtitan=DIR`), of Megatron-core `megatron/...`, all others of transformers.",
+        f"Each cell is *fused / sites in the model*, in the graphs as often as they run. {complete} of {len(table)} "
+        f"architectures are fused completely, {captured} more with "
+        f"{' and '.join(f'`torch._dynamo.config.{c}`' for c in CAPTURE)}. *error* is the largest",
+        "difference of a loss or gradient, relative to its largest element; models that compute parts of themselves in "
+        "float32 differ in float32's last places.",
+        "*bf16* is the error of the gradients in bfloat16 as a multiple of the unfused model's own (`--narrow`; at "
+        "most 2); above 2, which one token decides that is routed elsewhere, the median of three sets of weights.",
+        "A row is from the last run that tried its architecture (`--update`). Architectures of litgpt are `litgpt/...` "
+        "(`--from litgpt=DIR`), of torchtitan `torchtitan/...` (`--from torchtitan=DIR`), of Megatron-core "
+        "`megatron/...`, all others of transformers.",
         "",
         "| architecture | graphs | " + " | ".join(titles) + " | error | bf16 | misses |",
         "|---|---|" + "---|" * (len(titles) + 3),
@@ -54,7 +63,14 @@ def markdown(table: dict[str, str], unbuilt: dict[str, str], failed: dict[str, s
     if failed:
         lines += ["", "## Failed", "", *(f"- {n}: {e}" for n, e in sorted(failed.items()))]
     if unbuilt:
-        lines += ["", "## Not tried", "", "These do not run one eager training step with the small configuration.", "", *(f"- {n}: {e}" for n, e in sorted(unbuilt.items()))]
+        lines += [
+            "",
+            "## Not tried",
+            "",
+            "These do not run one eager training step with the small configuration.",
+            "",
+            *(f"- {n}: {e}" for n, e in sorted(unbuilt.items())),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -62,7 +78,11 @@ def row_text(r: Row) -> str:
     """One row of the page."""
     cells = [f"{r.fused[p]}/{r.sites[p]}" if r.fused[p] or r.sites[p] else "" for p in PASSES]
     narrow = f"{r.narrow:.2f}" if isinstance(r.narrow, float) else r.narrow
-    return f"| {r.name} | {r.graphs} | " + " | ".join(cells) + f" | {r.error:.0e} | {narrow} | {'; '.join(r.reasons).replace('|', '/')} |"
+    return (
+        f"| {r.name} | {r.graphs} | "
+        + " | ".join(cells)
+        + f" | {r.error:.0e} | {narrow} | {'; '.join(r.reasons).replace('|', '/')} |"
+    )
 
 
 def read(text: str) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
@@ -74,7 +94,9 @@ def read(text: str) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
             if len(parts) == len(PASSES) + 5:
                 parts.insert(-2, " ")
             table[cells[1]] = " |".join(parts)
-    sections = {s.split("\n", 1)[0]: dict(re.findall(r"^- ([\w./-]+): (.*)$", s, re.M)) for s in text.split("\n## ")[1:]}
+    sections = {
+        s.split("\n", 1)[0]: dict(re.findall(r"^- ([\w./-]+): (.*)$", s, re.M)) for s in text.split("\n## ")[1:]
+    }
     return table, sections.get("Not tried", {}), sections.get("Failed", {})
 
 
@@ -101,12 +123,16 @@ def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS
             with torch._dynamo.config.patch(**CAPTURE):
                 captured = _captured(name, model, inputs)
             if captured is not None and _is_complete(row_text(captured)):
-                row.reasons.append(f"{WHOLE}{captured.graphs} graph{'s' * (captured.graphs > 1)} with Dynamo's {' and '.join(CAPTURE)}")
+                row.reasons.append(
+                    f"{WHOLE}{captured.graphs} graph{'s' * (captured.graphs > 1)} with Dynamo's {' and '.join(CAPTURE)}"
+                )
         row.narrow = in_bfloat16(model, inputs) if narrow else ""
         row.reasons += [others.NOTES[name]] if name in others.NOTES else []
         return row
     except Exception as error:  # noqa: BLE001  goes into the table
-        return "failed", one_line(error) + (" (so does torch's own aot_eager backend)" if fails_with_aot_eager(model, inputs) else "")
+        return "failed", one_line(error) + (
+            " (so does torch's own aot_eager backend)" if fails_with_aot_eager(model, inputs) else ""
+        )
     finally:
         signal.alarm(0)
 
@@ -148,18 +174,36 @@ def main() -> None:
     from tests.zoo import architectures
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("architectures", nargs="*", help="names as transformers spells them, megatron/..., litgpt/... and torchtitan/...; all of every source by default")
+    parser.add_argument(
+        "architectures",
+        nargs="*",
+        help="names as transformers spells them, megatron/..., litgpt/... and torchtitan/...; all of every source by "
+        "default",
+    )
     parser.add_argument("--write", help="Markdown file; standard output by default")
     parser.add_argument("--update", action="store_true", help="keep the rows of --write's file that are not run")
     parser.add_argument("--narrow", action="store_true", help="also run each in bfloat16")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each of one thread when there are several")
-    parser.add_argument("--from", dest="sources", action="append", default=[], metavar="NAME=DIR", help="another source of models: the folder that a wheel of it was unpacked to")
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="another source of models: the folder that a wheel of it was unpacked to",
+    )
     args = parser.parse_args()
     sources = sources_of(parser, args.sources)
     if args.update and not (args.write and pathlib.Path(args.write).is_file()):
         parser.error("--update needs the file that --write names")
     table, unbuilt, failed = read(pathlib.Path(args.write).read_text()) if args.update else ({}, {}, {})
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) if args.jobs > 1 else _Here() as pool:
+    with (
+        concurrent.futures.ProcessPoolExecutor(
+            args.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)
+        )
+        if args.jobs > 1
+        else _Here() as pool
+    ):
         names = args.architectures or architectures.every(sources)
         for name, made in zip(names, pool.map(one, names, [sources] * len(names), [args.narrow] * len(names))):
             for known in (table, unbuilt, failed):
@@ -170,7 +214,9 @@ def main() -> None:
                 (unbuilt if made[0] == "unbuilt" else failed)[name] = made[1]
             print(name, made, flush=True)
             if args.write:
-                pathlib.Path(args.write).write_text(markdown(table, unbuilt, failed))  # what is known so far survives an interruption
+                pathlib.Path(args.write).write_text(
+                    markdown(table, unbuilt, failed)
+                )  # what is known so far survives an interruption
     if not args.write:
         print(markdown(table, unbuilt, failed))
 

@@ -1,6 +1,5 @@
 """Cells of the table of architectures under plans; ``python -m tests.zoo.plans`` runs them all."""
 
-
 import pytest
 
 pytest.importorskip("transformers", reason="needs Hugging Face transformers")
@@ -10,7 +9,11 @@ QUICK = [("deepseek_v3", "zero1"), ("opt", "hybrid"), ("gpt2", "kv_allgather")]
 
 
 def test_the_table_is_read_as_it_is_written():
-    found = {("gpt2", "tp"): ("refused", "no a|b"), ("gpt2", "ring"): ("equal", "1e-15"), ("opt", "tp_2d"): ("wrong", "9e-01 (w)")}
+    found = {
+        ("gpt2", "tp"): ("refused", "no a|b"),
+        ("gpt2", "ring"): ("equal", "1e-15"),
+        ("opt", "tp_2d"): ("wrong", "9e-01 (w)"),
+    }
     assert plans.read(plans.markdown(found)) == found
 
 

@@ -1,8 +1,9 @@
 """Models of torchtitan 0.2.2, tiny and with random weights.
 
-Its package imports a trainer, whose requirements are not installed, when a model is; here only the files of the models run, and what they
-import from the rest (base classes without behaviour, a logger, Triton's kernels of expert parallelism) is empty. Its mixtures of experts
-count tokens by ``histc`` of integers, which torch has on CUDA alone, so that every layer here is dense.
+Its package imports a trainer, whose requirements are not installed, when a model is; here only the files of the models
+run, and what they import from the rest (base classes without behaviour, a logger, Triton's kernels of expert
+parallelism) is empty. Its mixtures of experts count tokens by ``histc`` of integers, which torch has on CUDA alone, so
+that every layer here is dense.
 """
 
 from __future__ import annotations
@@ -24,8 +25,26 @@ from tests.zoo.architectures import Output
 COMMON = dict(dim=64, n_layers=2, n_heads=4, vocab_size=128, max_seq_len=32)
 MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "Transformer", "TransformerModelArgs", dict(n_kv_heads=2, multiple_of=32)),
-    "llama4": ("llama4", "Transformer", "TransformerModelArgs", dict(n_kv_heads=2, multiple_of=32, interleave_moe_layer_step=3)),
-    "deepseek_v3": ("deepseek_v3", "DeepSeekV3Model", "DeepSeekV3ModelArgs", dict(inter_dim=96, n_dense_layers=2, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)),
+    "llama4": (
+        "llama4",
+        "Transformer",
+        "TransformerModelArgs",
+        dict(n_kv_heads=2, multiple_of=32, interleave_moe_layer_step=3),
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        "DeepSeekV3Model",
+        "DeepSeekV3ModelArgs",
+        dict(
+            inter_dim=96,
+            n_dense_layers=2,
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+        ),
+    ),
     "qwen3": ("qwen3", "Qwen3Model", "Qwen3ModelArgs", dict(n_kv_heads=2, head_dim=16, hidden_dim=96)),
 }
 
@@ -38,7 +57,14 @@ class _Model(torch.nn.Module):
 class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Packages of which every name is a class that does nothing."""
 
-    WHERE = ("torchtitan.config", "torchtitan.components", "torchtitan.protocols", "torchtitan.tools", "torchtitan.distributed", "torchtitan.models.moe.kernels")
+    WHERE = (
+        "torchtitan.config",
+        "torchtitan.components",
+        "torchtitan.protocols",
+        "torchtitan.tools",
+        "torchtitan.distributed",
+        "torchtitan.models.moe.kernels",
+    )
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         found = any(name == w or name.startswith(f"{w}.") for w in self.WHERE)
@@ -62,14 +88,24 @@ class Titan(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> Output:
         logits = self.model(tokens)
-        return Output(F.cross_entropy(logits.flatten(0, 1).float() if logits.dtype.itemsize == 2 else logits.flatten(0, 1), tokens.roll(-1, 1).flatten()))
+        return Output(
+            F.cross_entropy(
+                logits.flatten(0, 1).float() if logits.dtype.itemsize == 2 else logits.flatten(0, 1),
+                tokens.roll(-1, 1).flatten(),
+            )
+        )
 
 
 def build(kind: str, folder: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model in training mode, in float64, and inputs of one step."""
     if "torchtitan" not in sys.modules:
         sys.meta_path.insert(0, _Empty())
-        for name in ("torchtitan", "torchtitan.models", *(f"torchtitan.models.{m}" for m, *_ in MODELS.values()), *(f"torchtitan.models.{m}.model" for m, *_ in MODELS.values())):
+        for name in (
+            "torchtitan",
+            "torchtitan.models",
+            *(f"torchtitan.models.{m}" for m, *_ in MODELS.values()),
+            *(f"torchtitan.models.{m}.model" for m, *_ in MODELS.values()),
+        ):
             sys.modules[name] = package = types.ModuleType(name)
             package.__path__ = [str(pathlib.Path(folder, *name.split(".")))]
     family, model, args, own = MODELS[kind]

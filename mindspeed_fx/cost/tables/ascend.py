@@ -12,22 +12,34 @@ CUBE = 16 * 16 * 16 * 2
 """FLOP of one cube core and cycle in 16 bits."""
 
 EFFICIENCY = {
-    "matrix_efficiency": C(0.70, "", f"{MSMODELING}: cube 247.7 of 353.9 TF; MindSpeed's auto-tuning assumes 0.742", "medium"),
+    "matrix_efficiency": C(
+        0.70, "", f"{MSMODELING}: cube 247.7 of 353.9 TF; MindSpeed's auto-tuning assumes 0.742", "medium"
+    ),
     "vector_efficiency": C(0.70, "", f"{MSMODELING}: vector 15.4 of 22.1 TF", "medium"),
     "memory_efficiency": C(0.60, "", f"{MSMODELING}: 0.96 of 1.6 TB/s", "medium"),
-    "launch": C(10e-6, "s", "measured 18 us for decode products modelled at 7 us, quoted by a third party; order of magnitude", "low"),
+    "launch": C(
+        10e-6,
+        "s",
+        "measured 18 us for decode products modelled at 7 us, quoted by a third party; order of magnitude",
+        "low",
+    ),
 }
 
 
-def _cores(aic: int, ghz: float, factor: int = 1, source: str = "matches vendor figures", confidence: str = "high") -> dict[str, C]:
+def _cores(
+    aic: int, ghz: float, factor: int = 1, source: str = "matches vendor figures", confidence: str = "high"
+) -> dict[str, C]:
     """Peak of the cube cores; float32 runs at a quarter of the 16-bit rate (910B: 88 TF), int8 at twice."""
     half = aic * ghz * 1e9 * CUBE
     derived = f"derived: {aic} cores x {ghz} GHz x {CUBE} FLOP; {source}"
     return {
-        "bfloat16": C(half, "FLOP/s", derived, confidence), "float16": C(half, "FLOP/s", derived, confidence),
-        "float32": C(half / 4, "FLOP/s", f"{derived}; a quarter of it, 88 TF is quoted for 910B, 87 was measured", "medium"),
+        "bfloat16": C(half, "FLOP/s", derived, confidence),
+        "float16": C(half, "FLOP/s", derived, confidence),
+        "float32": C(
+            half / 4, "FLOP/s", f"{derived}; a quarter of it, 88 TF is quoted for 910B, 87 was measured", "medium"
+        ),
         "int8": C(half * 2, "FLOP/s", f"{derived}; twice", "medium"),
-    }  # fmt: skip
+    }
 
 
 def _vectors(aiv: int, ghz: float, lanes: int = 128) -> dict[str, C]:
@@ -35,60 +47,220 @@ def _vectors(aiv: int, ghz: float, lanes: int = 128) -> dict[str, C]:
     rate = aiv * ghz * 1e9 * lanes * 2
     derived = f"derived: {aiv} cores x {ghz} GHz x {lanes * 2} FLOP; matches 22.1 TF of 910B2, 54 TF of 950"
     # The vector cores have no bfloat16 arithmetic: it is widened to float32.
-    return {"float16": C(rate, "FLOP/s", derived, "high"), "float32": C(rate / 2, "FLOP/s", f"{derived}; half", "high"), "bfloat16": C(rate / 2, "FLOP/s", f"{derived}; as float32, to which it is widened", "medium")}
+    return {
+        "float16": C(rate, "FLOP/s", derived, "high"),
+        "float32": C(rate / 2, "FLOP/s", f"{derived}; half", "high"),
+        "bfloat16": C(rate / 2, "FLOP/s", f"{derived}; as float32, to which it is widened", "medium"),
+    }
 
 
 A2 = (
-    Tier("hccs", "mesh", C(28 * GB, "B/s", "Huawei EDOC1100317202: 56 GB/s both ways between each two of 8 cards; 196 GB/s one way over 7 links is MindSpeed's constant", "high"),
-         C(0.65, "", "MindSpeed auto_tuning/module/hardware.py; 0.57-0.68 from measured all-gathers read as tensor bytes / time", "medium"),
-         C(10e-6, "s", "assumed: no source; order of a kernel launch", "low"), 8),
-    Tier("roce", "switch", C(25 * GB, "B/s", "200 Gb/s per card: vendor documentation", "high"), C(0.70, "", "msmodeling: 17.5 GB/s; MindSpeed's constant", "medium"),
-         C(20e-6, "s", "assumed: no source", "low")),
-)  # fmt: skip
+    Tier(
+        "hccs",
+        "mesh",
+        C(
+            28 * GB,
+            "B/s",
+            "Huawei EDOC1100317202: 56 GB/s both ways between each two of 8 cards; 196 GB/s one way over 7 links is "
+            "MindSpeed's constant",
+            "high",
+        ),
+        C(
+            0.65,
+            "",
+            "MindSpeed auto_tuning/module/hardware.py; 0.57-0.68 from measured all-gathers read as tensor bytes / time",
+            "medium",
+        ),
+        C(10e-6, "s", "assumed: no source; order of a kernel launch", "low"),
+        8,
+    ),
+    Tier(
+        "roce",
+        "switch",
+        C(25 * GB, "B/s", "200 Gb/s per card: vendor documentation", "high"),
+        C(0.70, "", "msmodeling: 17.5 GB/s; MindSpeed's constant", "medium"),
+        C(20e-6, "s", "assumed: no source", "low"),
+    ),
+)
 A3 = (
-    Tier("sio", "switch", C(224 * GB, "B/s", "msmodeling comm_config.yaml, between the two dies of a package; taken as one way", "medium"),
-         C(0.70, "", "assumed: as msmodeling's 137.2 of 196 GB/s inside a machine", "low"), C(0.2e-6, "s", "msmodeling comm_config.yaml", "medium"), 2),
-    Tier("ub", "switch", C(196 * GB, "B/s", "msmodeling: one way per die", "medium"), C(0.70, "", "msmodeling: 137.2 of 196 GB/s", "medium"), C(0.5e-6, "s", "msmodeling comm_config.yaml", "medium"), 16),
-    Tier("supernode", "switch", C(196 * GB, "B/s", "msmodeling comm_config.yaml, grid [48, 8, 2]", "medium"), C(0.70, "", "assumed: as inside a machine", "low"), C(5.5e-6, "s", "msmodeling comm_config.yaml", "medium"), 768),
-    Tier("rdma", "switch", C(25 * GB, "B/s", "200 Gb/s per die: msmodeling", "medium"), C(0.70, "", "assumed: as A2's RoCE", "low"), C(20e-6, "s", "assumed: no source", "low")),
-)  # fmt: skip
+    Tier(
+        "sio",
+        "switch",
+        C(
+            224 * GB,
+            "B/s",
+            "msmodeling comm_config.yaml, between the two dies of a package; taken as one way",
+            "medium",
+        ),
+        C(0.70, "", "assumed: as msmodeling's 137.2 of 196 GB/s inside a machine", "low"),
+        C(0.2e-6, "s", "msmodeling comm_config.yaml", "medium"),
+        2,
+    ),
+    Tier(
+        "ub",
+        "switch",
+        C(196 * GB, "B/s", "msmodeling: one way per die", "medium"),
+        C(0.70, "", "msmodeling: 137.2 of 196 GB/s", "medium"),
+        C(0.5e-6, "s", "msmodeling comm_config.yaml", "medium"),
+        16,
+    ),
+    Tier(
+        "supernode",
+        "switch",
+        C(196 * GB, "B/s", "msmodeling comm_config.yaml, grid [48, 8, 2]", "medium"),
+        C(0.70, "", "assumed: as inside a machine", "low"),
+        C(5.5e-6, "s", "msmodeling comm_config.yaml", "medium"),
+        768,
+    ),
+    Tier(
+        "rdma",
+        "switch",
+        C(25 * GB, "B/s", "200 Gb/s per die: msmodeling", "medium"),
+        C(0.70, "", "assumed: as A2's RoCE", "low"),
+        C(20e-6, "s", "assumed: no source", "low"),
+    ),
+)
 A5 = (
-    Tier("ub", "switch", C(1000 * GB, "B/s", "official 2025-09: 2 TB/s of interconnect; taken as both ways together", "low"), C(0.70, "", "assumed: as 910C", "low"), C(0.5e-6, "s", "assumed: as 910C", "low"), 8192),
-    Tier("rdma", "switch", C(25 * GB, "B/s", "assumed: as A2", "low"), C(0.70, "", "assumed: as A2", "low"), C(20e-6, "s", "assumed: no source", "low")),
-)  # fmt: skip
+    Tier(
+        "ub",
+        "switch",
+        C(1000 * GB, "B/s", "official 2025-09: 2 TB/s of interconnect; taken as both ways together", "low"),
+        C(0.70, "", "assumed: as 910C", "low"),
+        C(0.5e-6, "s", "assumed: as 910C", "low"),
+        8192,
+    ),
+    Tier(
+        "rdma",
+        "switch",
+        C(25 * GB, "B/s", "assumed: as A2", "low"),
+        C(0.70, "", "assumed: as A2", "low"),
+        C(20e-6, "s", "assumed: no source", "low"),
+    ),
+)
 
 
-def _device(name: str, title: str, aic: int, aiv: int, ghz: float, memory: float, tbs: float, source: str, tiers: tuple[Tier, ...], node: int, cache_mib: float | None, lanes: int = 128, **more: object) -> Hardware:
+def _device(
+    name: str,
+    title: str,
+    aic: int,
+    aiv: int,
+    ghz: float,
+    memory: float,
+    tbs: float,
+    source: str,
+    tiers: tuple[Tier, ...],
+    node: int,
+    cache_mib: float | None,
+    lanes: int = 128,
+    **more: object,
+) -> Hardware:
     values = {
-        "matrix": _cores(aic, ghz), "vector": _vectors(aiv, ghz, lanes), **EFFICIENCY,
-        "memory_bandwidth": C(tbs * 1e12, "B/s", source, "medium"), "memory": C(memory * GiB, "B", f"{source}; about 0.95 of it is visible", "medium"),
-        "host_bandwidth": C(31.5 * GB, "B/s", "assumed: PCIe 4.0 x16, what the host processor has; protocol costs not counted", "low"),
-        "cache_bandwidth": None if cache_mib is None else C(aic * ghz * 1e9 * 110, "B/s", f"derived: {aic} cores x {ghz} GHz x 110 B: L2 read rate of {INI}", "medium"),
+        "matrix": _cores(aic, ghz),
+        "vector": _vectors(aiv, ghz, lanes),
+        **EFFICIENCY,
+        "memory_bandwidth": C(tbs * 1e12, "B/s", source, "medium"),
+        "memory": C(memory * GiB, "B", f"{source}; about 0.95 of it is visible", "medium"),
+        "host_bandwidth": C(
+            31.5 * GB, "B/s", "assumed: PCIe 4.0 x16, what the host processor has; protocol costs not counted", "low"
+        ),
+        "cache_bandwidth": None
+        if cache_mib is None
+        else C(
+            aic * ghz * 1e9 * 110, "B/s", f"derived: {aic} cores x {ghz} GHz x 110 B: L2 read rate of {INI}", "medium"
+        ),
         "cache": None if cache_mib is None else C(cache_mib * 2**20, "B", INI, "medium"),
-    }  # fmt: skip
-    return Hardware(name, title, "npu", matrix_cores=aic, vector_cores=aiv, tiers=tiers, node=node, **{**values, **more})
+    }
+    return Hardware(
+        name, title, "npu", matrix_cores=aic, vector_cores=aiv, tiers=tiers, node=node, **{**values, **more}
+    )
 
 
-def _ascend950(name: str, title: str, aic: int, aiv: int, memory: float, tbs: float, source: str, cache_mib: float | None) -> Hardware:
-    matrix = _cores(aic, 1.65, source="432 TF official for 32 cores, 378 for 28; one table shows 371", confidence="medium")
+def _ascend950(
+    name: str, title: str, aic: int, aiv: int, memory: float, tbs: float, source: str, cache_mib: float | None
+) -> Hardware:
+    matrix = _cores(
+        aic, 1.65, source="432 TF official for 32 cores, 378 for 28; one table shows 371", confidence="medium"
+    )
     low = {"float8_e4m3fn": 2, "float8_e5m2": 2, "float4_e2m1fn_x2": 4}
-    matrix |= {k: C(matrix["bfloat16"] * n, "FLOP/s", "official 2025-09: FP8 865 TF, MXFP4 1730 TF for 32 cores", "medium") for k, n in low.items()}
-    return _device(name, title, aic, aiv, 1.65, memory, tbs, source, A5, 8, cache_mib, lanes=256, matrix=matrix, notes=("efficiencies and launch cost are those of 910B: nothing is published for 950",))
+    matrix |= {
+        k: C(matrix["bfloat16"] * n, "FLOP/s", "official 2025-09: FP8 865 TF, MXFP4 1730 TF for 32 cores", "medium")
+        for k, n in low.items()
+    }
+    return _device(
+        name,
+        title,
+        aic,
+        aiv,
+        1.65,
+        memory,
+        tbs,
+        source,
+        A5,
+        8,
+        cache_mib,
+        lanes=256,
+        matrix=matrix,
+        notes=("efficiencies and launch cost are those of 910B: nothing is published for 950",),
+    )
 
 
 HARDWARE = (
     _device("ascend910b1", "Ascend 910B1 (A2)", 24, 48, 1.85, 64, 1.6, INI, A2, 8, 192),
     _device("ascend910b2", "Ascend 910B2 (A2)", 24, 48, 1.8, 64, 1.6, INI, A2, 8, 192),
     _device("ascend910b3", "Ascend 910B3 (A2)", 20, 40, 1.8, 64, 1.6, INI, A2, 8, 192),
-    _device("ascend910b4", "Ascend 910B4 (A2)", 20, 40, 1.5, 32, 0.8, "ini; msmodeling A2_280T; 800 GB/s measured by arXiv 2505.15112", A2, 8, 96),
-    _device("ascend910c", "Ascend 910C (A3), one of the two dies", 24, 48, 1.8, 64, 1.6, "msmodeling, DrivingSDK", A3, 16, 192),
-    _device("ascend910c20", "Ascend 910C (A3) with 20 cube cores, one of the two dies", 20, 40, 1.8, 64, 1.6, "cores: bishengir-compile 1.2.0; the rest as ascend910c", A3, 16, 192),
-    _ascend950("ascend950pr", "Ascend 950PR (A5) server", 32, 64, 128, 1.6, "official 2025-09; one table shows 1.4 TB/s", None),
+    _device(
+        "ascend910b4",
+        "Ascend 910B4 (A2)",
+        20,
+        40,
+        1.5,
+        32,
+        0.8,
+        "ini; msmodeling A2_280T; 800 GB/s measured by arXiv 2505.15112",
+        A2,
+        8,
+        96,
+    ),
+    _device(
+        "ascend910c",
+        "Ascend 910C (A3), one of the two dies",
+        24,
+        48,
+        1.8,
+        64,
+        1.6,
+        "msmodeling, DrivingSDK",
+        A3,
+        16,
+        192,
+    ),
+    _device(
+        "ascend910c20",
+        "Ascend 910C (A3) with 20 cube cores, one of the two dies",
+        20,
+        40,
+        1.8,
+        64,
+        1.6,
+        "cores: bishengir-compile 1.2.0; the rest as ascend910c",
+        A3,
+        16,
+        192,
+    ),
+    _ascend950(
+        "ascend950pr", "Ascend 950PR (A5) server", 32, 64, 128, 1.6, "official 2025-09; one table shows 1.4 TB/s", None
+    ),
     _ascend950("ascend950dt", "Ascend 950DT (A5)", 32, 64, 144, 4.0, "official 2025-09, DrivingSDK", None),
     _ascend950("atlas350", "Atlas 350, Ascend 950PR (A5) on PCIe", 28, 56, 112, 1.4, INI, 112),
 )
 ALIASES = {
-    "ascend910b2c": "ascend910b2", "ascend910_93": "ascend910c", "ascend910_93xx": "ascend910c", "ascend910_9391": "ascend910c", "ascend910_9382": "ascend910c", "ascend910_9381": "ascend910c", "ascend910_9372": "ascend910c20",
+    "ascend910b2c": "ascend910b2",
+    "ascend910_93": "ascend910c",
+    "ascend910_93xx": "ascend910c",
+    "ascend910_9391": "ascend910c",
+    "ascend910_9382": "ascend910c",
+    "ascend910_9381": "ascend910c",
+    "ascend910_9372": "ascend910c20",
     "ascend910_9362": "ascend910c20",
     "ascend950": "ascend950pr",
-}  # fmt: skip
+}

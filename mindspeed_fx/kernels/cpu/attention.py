@@ -64,10 +64,14 @@ def _padded(x: Tensor, like: Tensor) -> Tensor:
 
 @attention.lower("cpu")("aten flash attention", _flash_supports)
 def _flash(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, _padded(v, q), 0.0, causal, attn_mask=_additive(mask, q), scale=scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, _padded(v, q), 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+    )
     out = out[..., : v.shape[-1]]
     if sinks is not None:
-        lse = lse.to(accumulation_dtype(q.dtype))  # torch 2.11's meta kernel says float32 where the kernel returns float64
+        lse = lse.to(
+            accumulation_dtype(q.dtype)
+        )  # torch 2.11's meta kernel says float32 where the kernel returns float64
         both = torch.logaddexp(lse, by_row(sinks.to(lse.dtype)))
         out, lse = (out * (lse - both).exp().nan_to_num(0.0).unsqueeze(-1)).to(q.dtype), stored_bsnd(both)
     return stored_bsnd(out), lse  # the kernel's result is stored as q is
@@ -116,7 +120,16 @@ attention_backward.lower("cpu")("attention backward in blocks of rows", _short_s
 @attention_backward.lower("cpu")("aten flash attention backward", _flash_backward_supports)
 def _flash_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _padded(grad, q), q, k, _padded(v, q), _padded(out, q), lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+        _padded(grad, q),
+        q,
+        k,
+        _padded(v, q),
+        _padded(out, q),
+        lse,
+        0.0,
+        causal,
+        attn_mask=_additive(mask, q),
+        scale=scale,
     )
     return dq, dk, dv if v.shape == dv.shape else stored_bsnd(dv[..., : v.shape[-1]])
 

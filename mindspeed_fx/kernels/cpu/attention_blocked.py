@@ -38,8 +38,19 @@ def _fake(q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
 OPTIONS = "int window=0, float softcap=0.0, Tensor? keep=None, float p=0.0"
 
 
-@operator(f"attention_blocked(Tensor q, Tensor k, Tensor v, float scale, {OPTIONS}) -> (Tensor, Tensor)", _fake, opaque=True)
-def attention_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0, keep: Tensor | None = None, p: float = 0.0) -> tuple[Tensor, Tensor]:
+@operator(
+    f"attention_blocked(Tensor q, Tensor k, Tensor v, float scale, {OPTIONS}) -> (Tensor, Tensor)", _fake, opaque=True
+)
+def attention_blocked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    keep: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Causal attention and its log-sum-exp; arguments and results as those of ``mindspeed::attention``.
 
     Args:
@@ -65,7 +76,9 @@ def attention_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
             # The largest weight is 1 / sum(exp(scores - max)), so no second pass over the exponentials is needed.
             lses[:, :, :, rows] = (scores.amax(-1) - weights.amax(-1).log_()).view(*part.lead, -1)
             part.drop(weights, rows, low, high)
-            product = torch.bmm(weights, part.values[:, low:high], out=part.buffer("v", part.n, weights.shape[1], v.shape[-1]))
+            product = torch.bmm(
+                weights, part.values[:, low:high], out=part.buffer("v", part.n, weights.shape[1], v.shape[-1])
+            )
             product = product.div_(1 - p) if p else product
             outs[:, :, :, rows] = product.view(*part.lead, -1, v.shape[-1])
     return out, lse
@@ -76,18 +89,28 @@ def _fake_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=N
 
 
 @operator(
-    f"attention_blocked_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    "attention_blocked_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
     opaque=True,
 )
 def attention_blocked_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
-    """Gradients (dq, dk, dv) of :func:`attention_blocked`, each shaped as its input, stored as [batch, seq, heads, dim].
+    """Gradients (dq, dk, dv) of :func:`attention_blocked`, each shaped as its input, stored as [batch, seq, heads,
+    dim].
 
-    ``out`` and ``lse`` may be of more keys than are given here, as in a step of ring attention: rowsum(dO * O) is made of ``out``.
+    ``out`` and ``lse`` may be of more keys than are given here, as in a step of ring attention: rowsum(dO * O) is made
+    of ``out``.
     """
     grads = _fake_backward(grad, q, k, v, out, lse, scale, window, softcap)
     for b in _batches(q):
-        _backward(*(x[b] for x in (grad, q, k, v, out, lse, *grads)), scale, window, softcap, None if keep is None else keep[b], p)
+        _backward(
+            *(x[b] for x in (grad, q, k, v, out, lse, *grads)),
+            scale,
+            window,
+            softcap,
+            None if keep is None else keep[b],
+            p,
+        )
     return grads
 
 
@@ -121,7 +144,9 @@ def _batches(q: Tensor) -> Iterator[slice]:
 class _Blocks:
     """One part of the batch: its blocks of rows, their scores, and the work buffers. Heads that share keys are one."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, keep: Tensor | None = None) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, keep: Tensor | None = None
+    ) -> None:
         (batch, heads, self.seq, self.dim), kv_heads = q.shape, k.shape[1]
         self.dtype, self.scale, self.window, self.softcap = accumulation_dtype(q.dtype), scale, window, softcap
         self.split = (kv_heads, heads // kv_heads)
@@ -157,7 +182,9 @@ class _Blocks:
         return copy.view(self.n, -1, x.shape[-1])
 
     def scores(self, rows: slice, low: int, high: int, lse: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Masked scores [n, groups * rows, high - low], less ``lse`` if given, and tanh of the soft-cap if there is one."""
+        """Masked scores [n, groups * rows, high - low], less ``lse`` if given, and tanh of the soft-cap if there is
+        one.
+        """
         q, k = self.rows_of("q", self.q, rows, self.scale), self.keys[:, low:high].transpose(1, 2)
         scores, tanh = self.buffer("s", self.n, q.shape[1], high - low), None
         if self.softcap or lse is None:
@@ -173,10 +200,13 @@ class _Blocks:
         count = rows.stop - rows.start
         view = scores.view(self.n, -1, count, high - low)
         view[..., rows.start - low :].add_(self._diagonal[:count, :count])
-        # Row i of the block sees columns from i + first on, which is 0, or less where the window starts before all keys.
+        # Row i of the block sees columns from i + first on, which is 0, or less where the window starts before all
+        # keys.
         first = rows.start - self.window + 1 - low
         if self.window and count - 1 + first > 0:
-            view[..., : count - 1 + first].add_(self.keys.new_full((count, count - 1 + first), float("-inf")).tril_(first - 1))
+            view[..., : count - 1 + first].add_(
+                self.keys.new_full((count, count - 1 + first), float("-inf")).tril_(first - 1)
+            )
         return scores, tanh
 
 

@@ -1,8 +1,10 @@
-"""Flash attention in float32 on CPU, from C++ of our own: causal or not, grouped-query, sliding window, soft-cap, sinks.
+"""Flash attention in float32 on CPU, from C++ of our own: causal or not, grouped-query, sliding window, soft-cap,
+sinks.
 
-ATen's flash kernel multiplies tiles with the BLAS, which unpacks its arguments for each tile, goes through 512 keys at a
-time whatever the diagonal leaves of them, and has neither windows nor soft-caps. Here tiles of 64 by 64 are multiplied
-by oneDNN's small matrix product, tiles that no query sees are skipped, and no score leaves the first-level cache.
+ATen's flash kernel multiplies tiles with the BLAS, which unpacks its arguments for each tile, goes through 512 keys at
+a time whatever the diagonal leaves of them, and has neither windows nor soft-caps. Here tiles of 64 by 64 are
+multiplied by oneDNN's small matrix product, tiles that no query sees are skipped, and no score leaves the first-level
+cache.
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; measured by benchmarks/attention_cpu.py.
 """
 
@@ -26,7 +28,10 @@ TILE = 64
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in "batch heads kv_heads queries keys dim v_dim causal window threads gradient_heads".split()),
+        *(
+            (name, ctypes.c_int64)
+            for name in "batch heads kv_heads queries keys dim v_dim causal window threads gradient_heads".split()
+        ),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
@@ -46,9 +51,24 @@ def _fake(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
     return attention.fake(q, k, v, None, causal, scale)
 
 
-@operator("attention_flash(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window=0, float softcap=0.0, Tensor? sinks=None) -> (Tensor, Tensor)", _fake, opaque=True)
-def attention_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention without a mask; arguments and results as those of ``mindspeed::attention``, whose reference runs where the kernel cannot.
+@operator(
+    "attention_flash(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window=0, float softcap=0.0, Tensor? "
+    "sinks=None) -> (Tensor, Tensor)",
+    _fake,
+    opaque=True,
+)
+def attention_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention without a mask; arguments and results as those of ``mindspeed::attention``, whose reference runs where
+    the kernel cannot.
 
     Args:
         q: [batch, heads, q_seq, dim], float32.
@@ -78,12 +98,15 @@ def _fake_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0
 
 
 @operator(
-    "attention_flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    "attention_flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float "
+    "scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
     opaque=True,
 )
 def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
-    """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads, dim]."""
+    """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads,
+    dim].
+    """
     if supports(q, k, v) or grad.dtype != q.dtype or (kernel := cpp.function("attention_backward")) is None:
         return attention.attention_backward.reference(grad, q, k, v, out, lse, None, causal, scale, window, softcap)
     grad, q, k, v, out = (_rows(x) for x in (grad, q, k, v, out))
@@ -92,7 +115,8 @@ def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, s
     if problem.batch * problem.kv_heads >= problem.threads or problem.heads == problem.kv_heads:
         _call(kernel, problem, grad, q, k, v, out, lse, dq, dk, dv)
         return dq, dk, dv
-    # A thread takes whole heads: where those that share keys are too few, each query head gets gradients of its own first.
+    # A thread takes whole heads: where those that share keys are too few, each query head gets gradients of its own
+    # first.
     problem.gradient_heads = problem.heads
     each = [x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in (k, v)]
     _call(kernel, problem, grad, q, k, v, out, lse, dq, *each)
@@ -107,7 +131,21 @@ def _rows(x: Tensor) -> Tensor:
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, softcap: float) -> _Problem:
     batch, heads, queries, dim = q.shape
-    return _Problem(batch, heads, k.shape[1], queries, k.shape[2], dim, v.shape[3], causal, window if causal else 0, torch.get_num_threads(), k.shape[1], scale, softcap)
+    return _Problem(
+        batch,
+        heads,
+        k.shape[1],
+        queries,
+        k.shape[2],
+        dim,
+        v.shape[3],
+        causal,
+        window if causal else 0,
+        torch.get_num_threads(),
+        k.shape[1],
+        scale,
+        softcap,
+    )
 
 
 def _call(kernel: Any, problem: _Problem, *tensors: Tensor | None) -> None:
@@ -127,7 +165,8 @@ def _ways(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
 @attention_flash_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
     found = [(grads, [o, dq, dk, dv, o, l]) for o, l, dq, dk, dv, *_, grads in attention.ways(q, k, None, causal)]
-    # Some of the keys are enough, as in attention: the log-sum-exp and the result, of which the kernel makes rowsum(dO * O), are of all.
+    # Some of the keys are enough, as in attention: the log-sum-exp and the result, of which the kernel makes rowsum(dO
+    # * O), are of all.
     return found if causal else [*found, ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED])]
 
 

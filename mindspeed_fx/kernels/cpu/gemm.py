@@ -1,9 +1,9 @@
 """Matrix product on CPU through oneDNN: ``a @ b`` in float32.
 
 ``aten.mm`` calls the BLAS that torch was built with; on x86 that is MKL, whose kernels for other vendors' processors
-leave part of the vector units idle. oneDNN's code is chosen by instruction set alone. A transposed ``a``, a weight gradient,
-is :mod:`mindspeed_fx.kernels.cpu.weight_gradient`'s. Source: oneDNN developer guide, inner product primitive; measured in
-benchmarks/results.
+leave part of the vector units idle. oneDNN's code is chosen by instruction set alone. A transposed ``a``, a weight
+gradient, is :mod:`mindspeed_fx.kernels.cpu.weight_gradient`'s. Source: oneDNN developer guide, inner product primitive;
+measured in benchmarks/results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Products with a transposed left operand on CPU, ``a^T b`` in float32: what weight gradients are.
 
 oneDNN copies such an operand before it begins, and MKL's kernels for other vendors' processors leave part of the vector
-units idle; here tiles of it are transposed into the cache and multiplied by oneDNN's small matrix product. Products without a
-transposed operand run as fast in oneDNN itself (:mod:`mindspeed_fx.kernels.cpu.gemm`). Measured by benchmarks/weight_gradient.py.
+units idle; here tiles of it are transposed into the cache and multiplied by oneDNN's small matrix product. Products
+without a transposed operand run as fast in oneDNN itself (:mod:`mindspeed_fx.kernels.cpu.gemm`). Measured by
+benchmarks/weight_gradient.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mindspeed_fx.compat import cpp, dispatcher, symbols
 
 
 def problem(a: Tensor, b: Tensor) -> str | None:
-    """Why ``a.t() @ b`` cannot run here, or not faster than in MKL; None when it can. Begins to build the kernel when it can.
+    """Why ``a.t() @ b`` cannot run here, or not faster than in MKL; None when it can. Begins to build the kernel when
+    it can.
 
     Args:
         a: [k, m], real or fake.
@@ -56,6 +58,15 @@ def weight_gradient(a: Tensor, b: Tensor, out: Tensor | None = None, scale: floa
     packed = torch.empty_like(b)
     size, data = ctypes.c_int64, ctypes.c_void_p
     kernel(
-        size(m), size(n), size(k), data(a.data_ptr()), data(b.data_ptr()), data(out.data_ptr()), data(packed.data_ptr()), ctypes.c_float(scale), size(add), size(torch.get_num_threads())
-    )  # fmt: skip
+        size(m),
+        size(n),
+        size(k),
+        data(a.data_ptr()),
+        data(b.data_ptr()),
+        data(out.data_ptr()),
+        data(packed.data_ptr()),
+        ctypes.c_float(scale),
+        size(add),
+        size(torch.get_num_threads()),
+    )
     return out

@@ -1,7 +1,7 @@
 """NPU kernels of the operators: which call of ``torch.ops.npu`` each becomes, and when it cannot.
 
-One file per family. Every limit that torch_npu's documentation states is checked before a call is made and is named, with
-the value that broke it, where the call is not. Where torch_npu is not installed the calls are emulated on CPU
+One file per family. Every limit that torch_npu's documentation states is checked before a call is made and is named,
+with the value that broke it, where the call is not. Where torch_npu is not installed the calls are emulated on CPU
 (:mod:`mindspeed_fx.kernels.npu.emulation.registry`). The kernels of a real device have been traced, never run.
 """
 
@@ -21,7 +21,9 @@ from mindspeed_fx.kernels.npu.emulation import registry
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def lowering(of: Operator, kernel: str, supports: Callable[..., str | None], needs: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+def lowering(
+    of: Operator, kernel: str, supports: Callable[..., str | None], needs: tuple[str, ...] = ()
+) -> Callable[[Callable], Callable]:
     """Decorator: the function is a kernel of ``of`` on "npu".
 
     Args:
@@ -50,7 +52,9 @@ _acl_graph = False
 
 @contextlib.contextmanager
 def acl_graph(on: bool) -> Iterator[None]:
-    """Graphs that are lowered inside are captured as ACL graphs (codegen "npugraph_ex"), for which some operators take less."""
+    """Graphs that are lowered inside are captured as ACL graphs (codegen "npugraph_ex"), for which some operators take
+    less.
+    """
     global _acl_graph
     before, _acl_graph = _acl_graph, on
     try:

@@ -1,8 +1,9 @@
 """Activations on NPU: quick GELU, squared ReLU, clipped SwiGLU.
 
-torch_npu's ``npu_fast_gelu`` is ``x / (1 + exp(-1.702 x))``: quick GELU, and the gate of gpt-oss' clipped SwiGLU. For squared ReLU it has
-nothing. Its ``npu_clipped_swiglu`` has no gradient and is documented for inference products alone, so that training calls the parts:
-what they are made of has kernels of its own, in the type of the model as the unfused model runs them.
+torch_npu's ``npu_fast_gelu`` is ``x / (1 + exp(-1.702 x))``: quick GELU, and the gate of gpt-oss' clipped SwiGLU. For
+squared ReLU it has nothing. Its ``npu_clipped_swiglu`` has no gradient and is documented for inference products alone,
+so that training calls the parts: what they are made of has kernels of its own, in the type of the model as the unfused
+model runs them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def _quick(op: str, x: Tensor, kind: str, grad: Tensor | None = None) -> str | N
 
 
 def _squared(x: Tensor, kind: str, grad: Tensor | None = None) -> str | None:
-    return first(f"the activation is {kind}; valid: squared_relu" if kind != "squared_relu" else None, typed(x=x, grad=grad))
+    return first(
+        f"the activation is {kind}; valid: squared_relu" if kind != "squared_relu" else None, typed(x=x, grad=grad)
+    )
 
 
 @lowering(activation, "npu_fast_gelu", lambda x, kind: _quick("npu_fast_gelu", x, kind), GELU)
@@ -36,7 +39,12 @@ def _quick_gelu(x, kind):
     return npu.npu_fast_gelu(x).contiguous()
 
 
-@lowering(activation_backward, "npu_fast_gelu_backward", lambda grad, x, kind: _quick("npu_fast_gelu_backward", x, kind, grad), GELU_BACKWARD)
+@lowering(
+    activation_backward,
+    "npu_fast_gelu_backward",
+    lambda grad, x, kind: _quick("npu_fast_gelu_backward", x, kind, grad),
+    GELU_BACKWARD,
+)
 def _quick_gelu_backward(grad, x, kind):
     return npu.npu_fast_gelu_backward(grad, x).contiguous()
 

@@ -11,6 +11,7 @@ from mindspeed_fx.kernels.npu.layer_norm import _supports
 
 npu, aten = torch.ops.npu, torch.ops.aten
 
+
 def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     return (x.new_ones(x.shape[-1]) if weight is None else weight, x.new_zeros(x.shape[-1]) if bias is None else bias)
 

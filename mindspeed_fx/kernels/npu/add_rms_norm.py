@@ -1,4 +1,6 @@
-"""RMSNorm and the addition before it on NPU: ``npu_add_rms_norm``, which has no derivative in torch_npu and serves the forward graph."""
+"""RMSNorm and the addition before it on NPU: ``npu_add_rms_norm``, which has no derivative in torch_npu and serves the
+forward graph.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from mindspeed_fx.kernels.npu.rms_norm import (
 
 npu = torch.ops.npu
 
+
 def _supports_sum(x, residual, weight, eps, cast_first):
     if weight is not None and weight.dtype != x.dtype:
         return f"npu_add_rms_norm: x is {x.dtype}, gamma {weight.dtype}; valid: one type".replace("torch.", "")
@@ -30,7 +33,12 @@ def _add_rms_norm(x, residual, weight, eps, cast_first):
     return y.contiguous(), s.contiguous(), rstd
 
 
-@lowering(add_rms_norm, "addition and npu_rms_norm", lambda x, residual, weight, eps, cast_first: _supports(x, weight, eps, cast_first), FORWARD)
+@lowering(
+    add_rms_norm,
+    "addition and npu_rms_norm",
+    lambda x, residual, weight, eps, cast_first: _supports(x, weight, eps, cast_first),
+    FORWARD,
+)
 def _add_then_norm(x, residual, weight, eps, cast_first):
     s = (x + residual).contiguous()
     y, rstd = _rms_norm(s, weight, eps, cast_first)

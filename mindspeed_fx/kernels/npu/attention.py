@@ -2,10 +2,10 @@
 
 What the operator says in its own words becomes the kernel's: an allowed position is False in ``atten_mask``; a bias is
 ``pse``, divided by the scale, because the kernel adds it before scaling; a causal mask is sparse mode 2 with the fixed
-2048 x 2048 triangle, a window mode 4 with as many keys before as it is wide, and shorter sequences have a mask of their own
-size in mode 0, as the documentation advises. The log-sum-exp replaces the two statistics
-backward: as largest score, with a sum of 1, it gives the same weights, the sinks' share included. The kernel has no soft-cap: such
-attention runs in blocks of rows (:mod:`mindspeed_fx.kernels.cpu.attention_blocked`), where it is causal.
+2048 x 2048 triangle, a window mode 4 with as many keys before as it is wide, and shorter sequences have a mask of their
+own size in mode 0, as the documentation advises. The log-sum-exp replaces the two statistics
+backward: as largest score, with a sum of 1, it gives the same weights, the sinks' share included. The kernel has no
+soft-cap: such attention runs in blocks of rows (:mod:`mindspeed_fx.kernels.cpu.attention_blocked`), where it is causal.
 
 Taken as read, for the documentation does not say it: a sink counts in ``softmax_sum``.
 """
@@ -40,16 +40,22 @@ def _supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None, o
     heads, shared = hint(q.shape[1]), hint(k.shape[1])
     return first(
         typed(q=q, k=k, v=v),
-        f"{op}: q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; valid: one type".replace("torch.", "") if not q.dtype == k.dtype == v.dtype else None,
+        f"{op}: q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; valid: one type".replace("torch.", "")
+        if not q.dtype == k.dtype == v.dtype
+        else None,
         within(f"{op}: head_dim", q.shape[3], 1, 768),
-        f"{op}: head_dim of v is {v.shape[3]}; valid: up to that of k, {k.shape[3]}" if hint(v.shape[3]) > hint(k.shape[3]) else None,
+        f"{op}: head_dim of v is {v.shape[3]}; valid: up to that of k, {k.shape[3]}"
+        if hint(v.shape[3]) > hint(k.shape[3])
+        else None,
         within(f"{op}: heads", heads, 1, 256),
         f"{op}: {heads} heads and {shared} of keys; valid: a multiple" if heads % shared else None,
         within(f"{op}: batch", q.shape[0], 1, 2 * 2**20),
         within(f"{op}: length of q", q.shape[2], 1, 2**20),
         within(f"{op}: length of k", k.shape[2], 1, 2**20),
         _mask_limits(op, q, k, mask, causal, scale, window),
-        f"{op}: sinks are {sinks.dtype}; valid: {', '.join(map(str, (torch.float32, q.dtype)))}".replace("torch.", "") if sinks is not None and sinks.dtype not in (torch.float32, q.dtype) else None,
+        f"{op}: sinks are {sinks.dtype}; valid: {', '.join(map(str, (torch.float32, q.dtype)))}".replace("torch.", "")
+        if sinks is not None and sinks.dtype not in (torch.float32, q.dtype)
+        else None,
     )
 
 
@@ -60,7 +66,10 @@ def _mask_limits(op, q, k, mask, causal, scale, window):
         if scale == 0:
             return f"{op}: a bias with scale 0, by which pse would be divided"
     if window and mask is None and not statically_known_true(q.shape[2] == k.shape[2]):
-        return f"{op}: a window of {window} keys with {q.shape[2]} queries and {k.shape[2]} keys; valid: as many (a band starts at the other corner)"
+        return (
+            f"{op}: a window of {window} keys with {q.shape[2]} queries and {k.shape[2]} keys; valid: as many (a "
+            "band starts at the other corner)"
+        )
     return within(f"{op}: window", window, 0, FULL)
 
 
@@ -81,7 +90,14 @@ def _band(size: int, window: int, device: torch.device) -> Tensor:
 
 def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int) -> dict:
     """The arguments that mask: pse, atten_mask, sparse_mode, pre_tockens, next_tockens, inner_precise."""
-    given = {"pse": None, "atten_mask": None, "sparse_mode": 0, "pre_tockens": FULL, "next_tockens": FULL, "inner_precise": 0}
+    given = {
+        "pse": None,
+        "atten_mask": None,
+        "sparse_mode": 0,
+        "pre_tockens": FULL,
+        "next_tockens": FULL,
+        "inner_precise": 0,
+    }
     if mask is not None and mask.dtype != torch.bool:
         # Not minus infinity: the running maximum of a block that is masked whole would make it NaN.
         given["pse"] = (_bias(mask, q.shape[1]) / scale).clamp(min=torch.finfo(q.dtype).min / 2)
@@ -112,13 +128,16 @@ def _bias(bias: Tensor, heads: int) -> Tensor:
 
 
 def _four(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """A mask of any broadcast shape as [.., .., q_seq, kv_seq]; a bias that is the same for every query, as ALiBi's by keys, as [batch, .., 1, kv_seq]:
+    """A mask of any broadcast shape as [.., .., q_seq, kv_seq]; a bias that is the same for every query, as ALiBi's by
+    keys, as [batch, .., 1, kv_seq]:
     BN1S is the one form without all rows, and there is no 1N1S."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
     by_keys = mask.dtype != torch.bool and hint(mask.shape[2]) == 1 and hint(q.shape[2]) != 1
-    return mask.expand(q.shape[0] if by_keys else mask.shape[0], mask.shape[1], 1 if by_keys else q.shape[2], k.shape[2])
+    return mask.expand(
+        q.shape[0] if by_keys else mask.shape[0], mask.shape[1], 1 if by_keys else q.shape[2], k.shape[2]
+    )
 
 
 # --------------------------------------------------------------------------- layouts
@@ -137,10 +156,15 @@ def _contiguous(x: Tensor, layout: str) -> bool:
 
 
 def _layout(inputs: tuple[Tensor, ...], results: int) -> str:
-    """The layout that copies least: inputs that are stored otherwise, and every result, which is stored BSND. ACL graphs take BNSD alone."""
+    """The layout that copies least: inputs that are stored otherwise, and every result, which is stored BSND. ACL
+    graphs take BNSD alone.
+    """
     if in_acl_graph():
         return "BNSD"
-    return min(ORDERS, key=lambda layout: sum(not _contiguous(x, layout) for x in inputs) + (results if layout != "BSND" else 0))
+    return min(
+        ORDERS,
+        key=lambda layout: sum(not _contiguous(x, layout) for x in inputs) + (results if layout != "BSND" else 0),
+    )
 
 
 def _laid(x: Tensor, layout: str) -> Tensor:
@@ -165,7 +189,9 @@ def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     layout = _layout((q, k, v), 1)
     given = _mask(q, k, _four(mask, q, k), causal, scale, window)
     qkv = (_laid(x, layout) for x in (q, k, v))
-    out, top, total, *_ = npu.npu_fusion_attention_v3(*qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **given)
+    out, top, total, *_ = npu.npu_fusion_attention_v3(
+        *qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **given
+    )
     lse = top[..., 0] + total[..., 0].log()
     if mask is not None:
         lse = lse.masked_fill(~(lse > LOWEST), 0.0)
@@ -179,7 +205,17 @@ def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, 
     top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
     laid = functools.partial(_laid, layout=layout)
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
-        laid(q), laid(k), laid(v), laid(grad), q.shape[1], layout, softmax_max=top, softmax_sum=torch.ones(top.shape, dtype=top.dtype, device=top.device), attention_in=laid(out), scale_value=scale, **given
+        laid(q),
+        laid(k),
+        laid(v),
+        laid(grad),
+        q.shape[1],
+        layout,
+        softmax_max=top,
+        softmax_sum=torch.ones(top.shape, dtype=top.dtype, device=top.device),
+        attention_in=laid(out),
+        scale_value=scale,
+        **given,
     )
     return tuple(_back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))
 

@@ -1,6 +1,8 @@
-"""Attention with dropout on NPU: ``npu_fusion_attention_v3`` with ``keep_prob``, its seed and offset handed to its backward.
+"""Attention with dropout on NPU: ``npu_fusion_attention_v3`` with ``keep_prob``, its seed and offset handed to its
+backward.
 
-Masks, layouts and limits are those of :mod:`mindspeed_fx.kernels.npu.attention`. Version 1 would bake its seed into the graph.
+Masks, layouts and limits are those of :mod:`mindspeed_fx.kernels.npu.attention`. Version 1 would bake its seed into the
+graph.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def _supports(q, k, v, mask, causal, scale, window, p):
 
 
 def _supports_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
-    return plain._supports(q, k, v, mask, causal, scale, window, op="npu_fusion_attention_grad_v3") or typed((q.dtype,), grad=grad, out=out)
+    return plain._supports(q, k, v, mask, causal, scale, window, op="npu_fusion_attention_grad_v3") or typed(
+        (q.dtype,), grad=grad, out=out
+    )
 
 
 @lowering(attention_seeded, "npu_fusion_attention_v3 with keep_prob", _supports, ("npu_fusion_attention_v3",))
@@ -30,21 +34,40 @@ def _attention(q, k, v, mask, causal, scale, window, p):
     layout = plain._layout((q, k, v), 1)
     given = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
     qkv = (plain._laid(x, layout) for x in (q, k, v))
-    out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(*qkv, q.shape[1], layout, scale=scale, keep_prob=1 - p, **given)
+    out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(
+        *qkv, q.shape[1], layout, scale=scale, keep_prob=1 - p, **given
+    )
     lse = top[..., 0] + total[..., 0].log()
     if mask is not None:
         lse = lse.masked_fill(~(lse > plain.LOWEST), 0.0)
     return plain._back(out, layout, q.shape[1]), stored_bsnd(lse), seed, offset
 
 
-@lowering(attention_seeded_backward, "npu_fusion_attention_grad_v3 with keep_prob", _supports_backward, ("npu_fusion_attention_grad_v3",))
+@lowering(
+    attention_seeded_backward,
+    "npu_fusion_attention_grad_v3 with keep_prob",
+    _supports_backward,
+    ("npu_fusion_attention_grad_v3",),
+)
 def _attention_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
     layout = plain._layout((q, k, v, grad, out), 3)
     given = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
     top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
     laid = functools.partial(plain._laid, layout=layout)
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
-        laid(q), laid(k), laid(v), laid(grad), q.shape[1], layout, softmax_max=top, softmax_sum=torch.ones(top.shape, dtype=top.dtype, device=top.device), attention_in=laid(out),
-        scale_value=scale, keep_prob=1 - p, seed=seed, offset=offset, **given,
-    )  # fmt: skip
+        laid(q),
+        laid(k),
+        laid(v),
+        laid(grad),
+        q.shape[1],
+        layout,
+        softmax_max=top,
+        softmax_sum=torch.ones(top.shape, dtype=top.dtype, device=top.device),
+        attention_in=laid(out),
+        scale_value=scale,
+        keep_prob=1 - p,
+        seed=seed,
+        offset=offset,
+        **given,
+    )
     return tuple(plain._back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))

@@ -22,7 +22,14 @@ def _clipped(x, up, alpha, limit, offset, interleaved, grad=None):
 
 
 def _clipped_quick(x, up, alpha, limit, offset, interleaved, grad=None):
-    return f"npu_fast_gelu: alpha is {alpha}; valid: {SLOPE}" if alpha != SLOPE else first(_clipped(x, up, alpha, limit, offset, interleaved, grad), within("npu_fast_gelu: dimensions of x", x.dim(), 1, 8))
+    return (
+        f"npu_fast_gelu: alpha is {alpha}; valid: {SLOPE}"
+        if alpha != SLOPE
+        else first(
+            _clipped(x, up, alpha, limit, offset, interleaved, grad),
+            within("npu_fast_gelu: dimensions of x", x.dim(), 1, 8),
+        )
+    )
 
 
 def _bounded(x: Tensor, up: Tensor | None, limit: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,7 +41,9 @@ def _bounded(x: Tensor, up: Tensor | None, limit: float, interleaved: bool) -> t
 def _joined(dgate: Tensor, dup: Tensor, x: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
     if up is not None:
         return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()
-    return (torch.stack((dgate, dup), -1).flatten(-2) if interleaved else torch.cat((dgate, dup), -1)).to(x.dtype), x.new_empty(0)
+    return (torch.stack((dgate, dup), -1).flatten(-2) if interleaved else torch.cat((dgate, dup), -1)).to(
+        x.dtype
+    ), x.new_empty(0)
 
 
 def _inside(dgate: Tensor, dup: Tensor, gate: Tensor, u: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -47,7 +56,12 @@ def _quick_clipped(x, up, alpha, limit, offset, interleaved):
     return (npu.npu_fast_gelu(g) * (u + offset)).contiguous()
 
 
-@lowering(clipped_swiglu_backward, "npu_fast_gelu and its backward, aten clamps and products", lambda grad, *given: _clipped_quick(*given, grad), GELU + GELU_BACKWARD)
+@lowering(
+    clipped_swiglu_backward,
+    "npu_fast_gelu and its backward, aten clamps and products",
+    lambda grad, *given: _clipped_quick(*given, grad),
+    GELU + GELU_BACKWARD,
+)
 def _quick_clipped_backward(grad, x, up, alpha, limit, offset, interleaved):
     gate, v, g, u = _bounded(x, up, limit, interleaved)
     dgate, dup = npu.npu_fast_gelu_backward((grad * (u + offset)).to(g.dtype), g), grad * npu.npu_fast_gelu(g)

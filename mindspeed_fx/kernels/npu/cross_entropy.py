@@ -1,6 +1,7 @@
 """Cross-entropy of logits on NPU: ``npu_cross_entropy_loss``.
 
-It returns the loss in the type of the logits, so 16-bit logits are widened first, and knows no ignored negative target, so ignored tokens get class 0 and no share."""
+It returns the loss in the type of the logits, so 16-bit logits are widened first, and knows no ignored negative target,
+so ignored tokens get class 0 and no share."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ def _smoothing(op: str, value: float) -> str | None:
 
 
 def _supports(logits, target, ignore_index, label_smoothing, op="npu_cross_entropy_loss"):
-    return first(typed(logits=logits), typed((torch.int64,), target=target), within(f"{op}: tokens", logits.shape[0], 1, 200000), _smoothing(op, label_smoothing))
+    return first(
+        typed(logits=logits),
+        typed((torch.int64,), target=target),
+        within(f"{op}: tokens", logits.shape[0], 1, 200000),
+        _smoothing(op, label_smoothing),
+    )
 
 
 def _ignored(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -48,5 +54,7 @@ def _supports_backward(grad, logits, target, lse, ignore_index, label_smoothing)
 def _cross_entropy_backward(grad, logits, target, lse, ignore_index, label_smoothing):
     ignored, classes = _ignored(target, ignore_index)
     log_prob = (logits - lse.unsqueeze(-1)).contiguous()  # float32
-    dlogits = npu.npu_cross_entropy_loss_backward(grad.masked_fill(ignored, 0.0), log_prob, classes, None, None, None, "none")
+    dlogits = npu.npu_cross_entropy_loss_backward(
+        grad.masked_fill(ignored, 0.0), log_prob, classes, None, None, None, "none"
+    )
     return dlogits.to(logits.dtype)

@@ -1,6 +1,7 @@
 """Dropout on NPU: a kernel of our own, or where it is not taken torch's operator and additions around it.
 
-The mask of ``native_dropout`` is bits there (see passes/fusion/dropout_add_seeded.py), so that its first result, for ones, says what it
+The mask of ``native_dropout`` is bits there (see passes/fusion/dropout_add_seeded.py), so that its first result, for
+ones, says what it
 kept: the numbers are those of the unfused model, the mask is one bool an element.
 """
 
@@ -17,7 +18,11 @@ triton.on_npu(dropout_add_seeded)
 triton.on_npu(dropout_add_seeded_backward)
 
 
-@lowering(dropout_add, "aten native_dropout, products and additions", lambda x, bias, residual, p: typed(x=x, bias=bias, residual=residual))
+@lowering(
+    dropout_add,
+    "aten native_dropout, products and additions",
+    lambda x, bias, residual, p: typed(x=x, bias=bias, residual=residual),
+)
 def _dropout_add(x, bias, residual, p):
     y = x if bias is None else x + bias
     mask = torch.native_dropout(torch.ones_like(y), p, True)[0] != 0

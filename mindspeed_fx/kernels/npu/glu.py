@@ -1,9 +1,9 @@
 """Gated linear units on NPU.
 
-torch_npu's kernels take gate and up as the halves of one tensor. Where they are two tensors, joining them moves more bytes
-than it saves (passes over a tensor of the gate's size: joined 7 forward and 13 backward, activation and product 5 and
-11, one kernel 3 and 5), so a Triton kernel takes them; without triton-ascend the activation and the product are called,
-as the unfused model does.
+torch_npu's kernels take gate and up as the halves of one tensor. Where they are two tensors, joining them moves more
+bytes than it saves (passes over a tensor of the gate's size: joined 7 forward and 13 backward, activation and product 5
+and 11, one kernel 3 and 5), so a Triton kernel takes them; without triton-ascend the activation and the product are
+called, as the unfused model does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def _swiglu(x, up=None):
     return npu.npu_swiglu(x, -1)
 
 
-@lowering(swiglu_backward, "npu_swiglu_backward", lambda grad, x, up=None: first(_packed("npu_swiglu_backward", x, up), typed(grad=grad)), ("npu_swiglu_backward",))
+@lowering(
+    swiglu_backward,
+    "npu_swiglu_backward",
+    lambda grad, x, up=None: first(_packed("npu_swiglu_backward", x, up), typed(grad=grad)),
+    ("npu_swiglu_backward",),
+)
 def _swiglu_backward(grad, x, up=None):
     return npu.npu_swiglu_backward(grad, x, -1).contiguous(), x.new_empty(0)
 
@@ -55,7 +60,12 @@ def _geglu(x, up, activation):
     return npu.npu_geglu(x, -1, APPROXIMATE[activation], True)[0]
 
 
-@lowering(glu_backward, "npu_geglu, npu_geglu_grad", lambda grad, x, up, activation: _supports_geglu("npu_geglu_grad", x, up, activation), ("npu_geglu", "npu_geglu_grad"))
+@lowering(
+    glu_backward,
+    "npu_geglu, npu_geglu_grad",
+    lambda grad, x, up, activation: _supports_geglu("npu_geglu_grad", x, up, activation),
+    ("npu_geglu", "npu_geglu_grad"),
+)
 def _geglu_backward(grad, x, up, activation):
     # The activated half is made again: kept from the forward it would be one more saved tensor.
     approximate = APPROXIMATE[activation]
@@ -67,7 +77,13 @@ def _geglu_backward(grad, x, up, activation):
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:
-    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "relu": torch.relu, "sigmoid": torch.sigmoid}[activation](x)
+    return {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "relu": torch.relu,
+        "sigmoid": torch.sigmoid,
+    }[activation](x)
 
 
 def _slope(grad: Tensor, x: Tensor, activation: str) -> Tensor:
@@ -93,10 +109,16 @@ def _product_backward(grad, x, up, activation):
 
 for _operator in (swiglu, swiglu_backward, glu, glu_backward):
     triton.on_npu(_operator)
-lowering(swiglu, "aten silu and product", lambda x, up=None: typed(x=x, up=up))(lambda x, up=None: _product(x, up, "silu"))
-lowering(swiglu_backward, "aten silu_backward and products", lambda grad, x, up=None: typed(x=x, up=up))(lambda grad, x, up=None: _product_backward(grad, x, up, "silu"))
+lowering(swiglu, "aten silu and product", lambda x, up=None: typed(x=x, up=up))(
+    lambda x, up=None: _product(x, up, "silu")
+)
+lowering(swiglu_backward, "aten silu_backward and products", lambda grad, x, up=None: typed(x=x, up=up))(
+    lambda grad, x, up=None: _product_backward(grad, x, up, "silu")
+)
 lowering(glu, "aten activation and product", lambda x, up, activation: typed(x=x, up=up))(_product)
-lowering(glu_backward, "aten activation's backward and products", lambda grad, x, up, activation: typed(x=x, up=up))(_product_backward)
+lowering(glu_backward, "aten activation's backward and products", lambda grad, x, up, activation: typed(x=x, up=up))(
+    _product_backward
+)
 
 
 # --------------------------------------------------------------------------- SwiGLU times a weight per row
@@ -123,10 +145,21 @@ def _weighted_backward(grad, x, up, weight):
     return *_product_backward(inner, x, up, "silu"), dweight
 
 
-lowering(weighted_swiglu, "npu_swiglu and product", lambda x, up, weight: first(_packed("npu_swiglu", x, up), typed(weight=weight)), ("npu_swiglu",))(_weighted)
 lowering(
-    weighted_swiglu_backward, "npu_swiglu, npu_swiglu_backward and products",
-    lambda grad, x, up, weight: first(_packed("npu_swiglu_backward", x, up), typed(grad=grad, weight=weight)), ("npu_swiglu", "npu_swiglu_backward"),
-)(_weighted_backward)  # fmt: skip
+    weighted_swiglu,
+    "npu_swiglu and product",
+    lambda x, up, weight: first(_packed("npu_swiglu", x, up), typed(weight=weight)),
+    ("npu_swiglu",),
+)(_weighted)
+lowering(
+    weighted_swiglu_backward,
+    "npu_swiglu, npu_swiglu_backward and products",
+    lambda grad, x, up, weight: first(_packed("npu_swiglu_backward", x, up), typed(grad=grad, weight=weight)),
+    ("npu_swiglu", "npu_swiglu_backward"),
+)(_weighted_backward)
 lowering(weighted_swiglu, "aten silu and products", lambda x, up, weight: typed(x=x, up=up, weight=weight))(_weighted)
-lowering(weighted_swiglu_backward, "aten silu_backward and products", lambda grad, x, up, weight: typed(x=x, up=up, grad=grad, weight=weight))(_weighted_backward)
+lowering(
+    weighted_swiglu_backward,
+    "aten silu_backward and products",
+    lambda grad, x, up, weight: typed(x=x, up=up, grad=grad, weight=weight),
+)(_weighted_backward)

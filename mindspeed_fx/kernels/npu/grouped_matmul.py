@@ -24,7 +24,9 @@ INNER = 65535
 def _supports_grouped(x, weight, offsets, op="npu_grouped_matmul"):
     return first(
         typed(x=x, weight=weight),
-        f"{op}: x is {x.dtype}, weight {weight.dtype}; valid: one type".replace("torch.", "") if x.dtype != weight.dtype else None,
+        f"{op}: x is {x.dtype}, weight {weight.dtype}; valid: one type".replace("torch.", "")
+        if x.dtype != weight.dtype
+        else None,
         within(f"{op}: groups", weight.shape[0], 2, 1024),
         within(f"{op}: k", weight.shape[1], 1, INNER),
         within(f"{op}: n", weight.shape[2], 1, INNER),
@@ -32,7 +34,9 @@ def _supports_grouped(x, weight, offsets, op="npu_grouped_matmul"):
 
 
 def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, group_type: int) -> Tensor:
-    return npu.npu_grouped_matmul([x], [weight], group_list=offsets.to(torch.int64), split_item=3, group_type=group_type, group_list_type=0)[0]
+    return npu.npu_grouped_matmul(
+        [x], [weight], group_list=offsets.to(torch.int64), split_item=3, group_type=group_type, group_list_type=0
+    )[0]
 
 
 def _zero_outside(y: Tensor, offsets: Tensor) -> Tensor:
@@ -49,12 +53,19 @@ def _supports_grouped_backward(grad, x, weight, offsets, need_x, need_weight):
     return first(typed((x.dtype,), grad=grad), _supports_grouped(x, weight, offsets))
 
 
-@lowering(grouped_matmul_backward, "npu_grouped_matmul, of groups of rows and of columns", _supports_grouped_backward, ("npu_grouped_matmul",))
+@lowering(
+    grouped_matmul_backward,
+    "npu_grouped_matmul, of groups of rows and of columns",
+    _supports_grouped_backward,
+    ("npu_grouped_matmul",),
+)
 def _grouped_matmul_backward(grad, x, weight, offsets, need_x, need_weight):
     dx, dweight = x.new_empty(0), x.new_empty(0)
     if need_x:
         dx = _zero_outside(_grouped(grad, weight.transpose(1, 2), offsets, 0), offsets)
     if need_weight:
         order = dense_order(weight.stride())
-        dweight = _grouped(x.t(), grad, offsets, 2).permute(order).contiguous().permute([order.index(i) for i in range(3)])  # stored as weight is
+        dweight = (
+            _grouped(x.t(), grad, offsets, 2).permute(order).contiguous().permute([order.index(i) for i in range(3)])
+        )  # stored as weight is
     return dx, dweight

@@ -1,7 +1,7 @@
 """LayerNorm on NPU: ATen's own operator, and ``npu_add_layer_norm`` for the residual addition before it.
 
-The latter's backward has no meta kernel in torch_npu, so that it serves the forward graph alone; its statistics are what
-``native_layer_norm_backward`` needs.
+The latter's backward has no meta kernel in torch_npu, so that it serves the forward graph alone; its statistics are
+what ``native_layer_norm_backward`` needs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from mindspeed_fx.kernels.layer_norm import layer_norm, layer_norm_backward
 from mindspeed_fx.kernels.npu import first, lowering, typed
 
 npu, aten = torch.ops.npu, torch.ops.aten
+
 
 def _supports(x, weight, bias, *rest):
     return first(typed(x=x), typed((x.dtype,), weight=weight, bias=bias))
@@ -35,10 +36,18 @@ def _layer_norm_backward(grad, x, weight, mean, rstd, need_weight, need_bias):
         statistics = mean.to(x.dtype), rstd.to(x.dtype)
     gamma = x.new_ones(x.shape[-1]) if weight is None and need_bias else weight
     beta = gamma if need_bias else None  # only its shape is read
-    dx, dweight, dbias = aten.native_layer_norm_backward(grad, x, x.shape[-1:], *statistics, gamma, beta, [True, need_weight, need_bias])
-    return dx.contiguous(), dweight if need_weight else x.new_empty(0), dbias.to(rstd.dtype) if need_bias else rstd.new_empty(0)
+    dx, dweight, dbias = aten.native_layer_norm_backward(
+        grad, x, x.shape[-1:], *statistics, gamma, beta, [True, need_weight, need_bias]
+    )
+    return (
+        dx.contiguous(),
+        dweight if need_weight else x.new_empty(0),
+        dbias.to(rstd.dtype) if need_bias else rstd.new_empty(0),
+    )
 
 
-lowering(add_layer_norm_backward, "aten native_layer_norm_backward and addition", lambda grad, grad_sum, *rest: _supports_backward(grad, *rest))(
-    lambda grad, grad_sum, *rest: _plus_sum(_layer_norm_backward, grad, grad_sum, *rest)
-)
+lowering(
+    add_layer_norm_backward,
+    "aten native_layer_norm_backward and addition",
+    lambda grad, grad_sum, *rest: _supports_backward(grad, *rest),
+)(lambda grad, grad_sum, *rest: _plus_sum(_layer_norm_backward, grad, grad_sum, *rest))

@@ -1,9 +1,10 @@
 """Cross-entropy on NPU.
 
-Of logits: ``npu_cross_entropy_loss``, which returns the loss in the type of the logits, so 16-bit logits are widened first,
-and which knows no ignored negative target, so ignored tokens get class 0 and no share. Of a linear layer: the three
-operators that torch_npu has for a vocabulary in parts, here with all of it; they keep no logits. What those do not take (float32, a bias,
-smoothing, a z-loss, a soft-cap) runs in chunks of logits, whose losses and gradients one Triton kernel makes.
+Of logits: ``npu_cross_entropy_loss``, which returns the loss in the type of the logits, so 16-bit logits are widened
+first, and which knows no ignored negative target, so ignored tokens get class 0 and no share. Of a linear layer: the
+three operators that torch_npu has for a vocabulary in parts, here with all of it; they keep no logits. What those do
+not take (float32, a bias, smoothing, a z-loss, a soft-cap) runs in chunks of logits, whose losses and gradients one
+Triton kernel makes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def _supports_linear(hidden, weight, bias, target, ignore_index, label_smoothing
     op = LINEAR[0]
     return first(
         typed((torch.float16, torch.bfloat16), hidden=hidden, weight=weight),
-        f"{op}: hidden is {hidden.dtype}, weight {weight.dtype}; valid: one type".replace("torch.", "") if hidden.dtype != weight.dtype else None,
+        f"{op}: hidden is {hidden.dtype}, weight {weight.dtype}; valid: one type".replace("torch.", "")
+        if hidden.dtype != weight.dtype
+        else None,
         typed((torch.int32, torch.int64), target=target),
         f"{op}: a bias; the kernel has none" if bias is not None else None,
         _smoothing(op, label_smoothing),
@@ -58,19 +61,29 @@ def _losses(stats: tuple[Tensor, ...], ignored: Tensor) -> Tensor:
 
 def _gradients(grad: Tensor, hidden: Tensor, weight: Tensor, stats: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     top, total, _, mask, local = stats
-    return npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(grad, hidden, weight, mask, local, 0.0, top, total)
+    return npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
+        grad, hidden, weight, mask, local, 0.0, top, total
+    )
 
 
-@lowering(linear_cross_entropy_total, "npu_fused_linear_online_max_sum and its loss and backward", _supports_linear, (*LINEAR, *LINEAR_BACKWARD[1:]))
+@lowering(
+    linear_cross_entropy_total,
+    "npu_fused_linear_online_max_sum and its loss and backward",
+    _supports_linear,
+    (*LINEAR, *LINEAR_BACKWARD[1:]),
+)
 def _total(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed):
     ignored, classes = _ignored(target, ignore_index)
     stats = _max_sum(hidden, weight, classes)
     total = _losses(stats, ignored).sum()
-    share = 1.0 / (~ignored).sum() if mean else torch.ones((), device=hidden.device)  # without any token: infinity, and a loss of NaN
+    share = (
+        1.0 / (~ignored).sum() if mean else torch.ones((), device=hidden.device)
+    )  # without any token: infinity, and a loss of NaN
     empty = hidden.new_empty(0)
     if not any(needed[:2]):
         return total * share, empty, empty, empty
-    # float16 gradients of a mean underflow before the loss scale: they are scaled in float32, as the operator saves them.
+    # float16 gradients of a mean underflow before the loss scale: they are scaled in float32, as the operator saves
+    # them.
     late = hidden.dtype == torch.float16
     upstream = torch.ones_like(stats[0]) if late else share.clamp(max=1.0).expand(stats[0].shape)
     upstream = upstream.masked_fill(ignored, 0.0)
@@ -95,24 +108,35 @@ def _supports_tokens_backward(grad, *args):
     return _supports_linear(*args)
 
 
-@lowering(linear_cross_entropy_tokens_backward, "npu_fused_linear_online_max_sum and its backward", _supports_tokens_backward, LINEAR_BACKWARD)
+@lowering(
+    linear_cross_entropy_tokens_backward,
+    "npu_fused_linear_online_max_sum and its backward",
+    _supports_tokens_backward,
+    LINEAR_BACKWARD,
+)
 def _tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
     ignored, classes = _ignored(target, ignore_index)
     grads = _gradients(grad.masked_fill(ignored, 0.0), hidden, weight, _max_sum(hidden, weight, classes))
     return *(g if need else hidden.new_empty(0) for g, need in zip(grads, needed)), hidden.new_empty(0)
 
 
-# --------------------------------------------------------------------------- of a linear layer, where torch_npu's operators do not go
+# ---------- of a linear layer, where torch_npu's operators do not go
 
 
 def _supports_chunks(hidden, weight, bias, target, *rest):
-    return first(triton.missing_on_npu(), typed((*triton.DTYPES,), hidden=hidden, weight=weight, bias=bias), typed((torch.int64,), target=target))
+    return first(
+        triton.missing_on_npu(),
+        typed((*triton.DTYPES,), hidden=hidden, weight=weight, bias=bias),
+        typed((torch.int64,), target=target),
+    )
 
 
 CHUNKS = "products and a Triton kernel, chunk by chunk"
 
 
 for _operator, _supported in (
-    (linear_cross_entropy_total, _supports_chunks), (linear_cross_entropy_tokens, _supports_chunks), (linear_cross_entropy_tokens_backward, lambda grad, *args: _supports_chunks(*args)),
-):  # fmt: skip
+    (linear_cross_entropy_total, _supports_chunks),
+    (linear_cross_entropy_tokens, _supports_chunks),
+    (linear_cross_entropy_tokens_backward, lambda grad, *args: _supports_chunks(*args)),
+):
     lowering(_operator, CHUNKS, _supported)(_operator.overload)

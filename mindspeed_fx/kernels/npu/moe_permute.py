@@ -1,4 +1,6 @@
-"""Tokens sorted by expert on NPU: ``npu_moe_token_permute`` and ``npu_moe_token_unpermute``, whose indices are int32."""
+"""Tokens sorted by expert on NPU: ``npu_moe_token_permute`` and ``npu_moe_token_unpermute``, whose indices are
+int32.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,12 @@ npu = torch.ops.npu
 def _supports_permute(tokens, indices):
     op = "npu_moe_token_permute"
     return first(
-        typed(tokens=tokens), typed((torch.int32, torch.int64), indices=indices), within(f"{op}: dimensions of indices", indices.dim(), 1, 2),
-        within(f"{op}: elements of indices", indices.numel(), 0, 16777214), within(f"{op}: choices of a token", hint(indices.numel()) // max(1, hint(tokens.shape[0])), 0, 512),
-    )  # fmt: skip
+        typed(tokens=tokens),
+        typed((torch.int32, torch.int64), indices=indices),
+        within(f"{op}: dimensions of indices", indices.dim(), 1, 2),
+        within(f"{op}: elements of indices", indices.numel(), 0, 16777214),
+        within(f"{op}: choices of a token", hint(indices.numel()) // max(1, hint(tokens.shape[0])), 0, 512),
+    )
 
 
 @lowering(moe_permute, "npu_moe_token_permute", _supports_permute, ("npu_moe_token_permute",))
@@ -37,16 +42,34 @@ def _permute(tokens, indices):
 
 
 def _supports_permute_backward(grad, sorted_indices, tokens):
-    return first(typed(grad=grad), within("npu_moe_token_permute_grad_v2: choices of a token", hint(sorted_indices.shape[0]) // max(1, hint(tokens)), 1, 512))
+    return first(
+        typed(grad=grad),
+        within(
+            "npu_moe_token_permute_grad_v2: choices of a token",
+            hint(sorted_indices.shape[0]) // max(1, hint(tokens)),
+            1,
+            512,
+        ),
+    )
 
 
-@lowering(moe_permute_backward, "npu_moe_token_permute_grad_v2", _supports_permute_backward, ("npu_moe_token_permute_grad_v2",))
+@lowering(
+    moe_permute_backward,
+    "npu_moe_token_permute_grad_v2",
+    _supports_permute_backward,
+    ("npu_moe_token_permute_grad_v2",),
+)
 def _permute_backward(grad, sorted_indices, tokens):
-    return npu.npu_moe_token_permute_grad_v2(grad, sorted_indices.to(torch.int32), tokens, grad.dtype, _choices(sorted_indices, tokens))
+    return npu.npu_moe_token_permute_grad_v2(
+        grad, sorted_indices.to(torch.int32), tokens, grad.dtype, _choices(sorted_indices, tokens)
+    )
 
 
 def _supports_unpermute(permuted, sorted_indices, probs=None, k=1, op="npu_moe_token_unpermute"):
-    return first(typed(permuted=permuted, probs=probs), within(f"{op}: choices of a token", k if probs is None else probs.shape[1], 1, 512))
+    return first(
+        typed(permuted=permuted, probs=probs),
+        within(f"{op}: choices of a token", k if probs is None else probs.shape[1], 1, 512),
+    )
 
 
 def _weights(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None, k: int) -> Tensor | None:
@@ -63,12 +86,21 @@ def _unpermute(permuted, sorted_indices, probs=None, k=1):
 
 
 def _supports_unpermute_backward(grad, permuted, sorted_indices, probs, k):
-    return first(typed(grad=grad), _supports_unpermute(permuted, sorted_indices, probs, k, "npu_moe_token_unpermute_grad_v2"))
+    return first(
+        typed(grad=grad), _supports_unpermute(permuted, sorted_indices, probs, k, "npu_moe_token_unpermute_grad_v2")
+    )
 
 
-@lowering(moe_unpermute_backward, "npu_moe_token_unpermute_grad_v2", _supports_unpermute_backward, ("npu_moe_token_unpermute_grad_v2",))
+@lowering(
+    moe_unpermute_backward,
+    "npu_moe_token_unpermute_grad_v2",
+    _supports_unpermute_backward,
+    ("npu_moe_token_unpermute_grad_v2",),
+)
 def _unpermute_backward(grad, permuted, sorted_indices, probs, k):
     wide = permuted.to(grad.dtype)
     weights = _weights(wide, sorted_indices, probs, k)
-    rows, dprobs = npu.npu_moe_token_unpermute_grad_v2(grad, sorted_indices.to(torch.int32), permuted.shape[0], grad.dtype, weights, False, None, wide)
+    rows, dprobs = npu.npu_moe_token_unpermute_grad_v2(
+        grad, sorted_indices.to(torch.int32), permuted.shape[0], grad.dtype, weights, False, None, wide
+    )
     return rows.to(permuted.dtype), permuted.new_empty(0) if probs is None else dprobs.to(probs.dtype)

@@ -1,6 +1,7 @@
 """Tokens sorted by expert from a routing map on NPU: ``npu_moe_token_permute_with_routing_map`` and its backward.
 
-The way back is :mod:`mindspeed_fx.kernels.npu.grouped_matmul`'s: ``npu_moe_token_unpermute_with_routing_map`` computes the same, by default not deterministically.
+The way back is :mod:`mindspeed_fx.kernels.npu.grouped_matmul`'s: ``npu_moe_token_unpermute_with_routing_map`` computes
+the same, by default not deterministically.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ def _map(op: str, tokens: int, routing_map: Tensor, k: int) -> str | None:
     )  # fmt: skip
 
 
-@lowering(moe_permute_map, "npu_moe_token_permute_with_routing_map", _supports, ("npu_moe_token_permute_with_routing_map",))
+@lowering(
+    moe_permute_map, "npu_moe_token_permute_with_routing_map", _supports, ("npu_moe_token_permute_with_routing_map",)
+)
 def _permute(tokens, routing_map, probs, k):
-    permuted, share, sorted_indices = npu.npu_moe_token_permute_with_routing_map(tokens, routing_map, probs=probs, num_out_tokens=tokens.shape[0] * k)
+    permuted, share, sorted_indices = npu.npu_moe_token_permute_with_routing_map(
+        tokens, routing_map, probs=probs, num_out_tokens=tokens.shape[0] * k
+    )
     return permuted, share, sorted_indices.to(torch.int64)
 
 
@@ -48,6 +53,13 @@ def _supports_backward(grad, grad_probs, sorted_indices, routing_map, k):
     return first(typed(FLOATS, grad=grad), _share(grad, grad_probs), _map(op, routing_map.shape[0], routing_map, k))
 
 
-@lowering(moe_permute_map_backward, "npu_moe_token_permute_with_routing_map_grad", _supports_backward, ("npu_moe_token_permute_with_routing_map_grad",))
+@lowering(
+    moe_permute_map_backward,
+    "npu_moe_token_permute_with_routing_map_grad",
+    _supports_backward,
+    ("npu_moe_token_permute_with_routing_map_grad",),
+)
 def _permute_backward(grad, grad_probs, sorted_indices, routing_map, k):
-    return npu.npu_moe_token_permute_with_routing_map_grad(grad, grad_probs, sorted_indices.to(torch.int32), routing_map, routing_map.shape[1], routing_map.shape[0], False)
+    return npu.npu_moe_token_permute_with_routing_map_grad(
+        grad, grad_probs, sorted_indices.to(torch.int32), routing_map, routing_map.shape[1], routing_map.shape[0], False
+    )

@@ -1,7 +1,9 @@
-"""Merging two attentions on NPU: ``npu_ring_attention_update``, whose pair of largest score and sum of exponentials is (log-sum-exp, 1).
+"""Merging two attentions on NPU: ``npu_ring_attention_update``, whose pair of largest score and sum of exponentials is
+(log-sum-exp, 1).
 
-It takes [seq, batch, heads * dim]; leading dimensions that lie next to one another in memory are folded into one sequence, so that
-no layout of attention's results is copied. The result's log-sum-exp is the largest score plus the logarithm of the sum.
+It takes [seq, batch, heads * dim]; leading dimensions that lie next to one another in memory are folded into one
+sequence, so that no layout of attention's results is copied. The result's log-sum-exp is the largest score plus the
+logarithm of the sum.
 """
 
 from __future__ import annotations
@@ -16,19 +18,25 @@ npu = torch.ops.npu
 COPIES = 8
 """How often the operator wants each number of a row's statistics."""
 LOWEST = -3e38
-"""For rows that see no key: what -inf gives inside the operator is not documented, and its exponential is zero as well."""
+"""For rows that see no key: what -inf gives inside the operator is not documented, and its exponential is zero as
+well.
+"""
 
 
 def _supports(out, lse, block, block_lse):
     op = "npu_ring_attention_update"
     return first(
-        typed(out=out, block=block), typed((torch.float32,), lse=lse, block_lse=block_lse), within(f"{op}: dimensions of out", out.dim(), 4, 4),
+        typed(out=out, block=block),
+        typed((torch.float32,), lse=lse, block_lse=block_lse),
+        within(f"{op}: dimensions of out", out.dim(), 4, 4),
         f"{op}: the last dimension of out is not contiguous in memory" if out.stride(-1) != 1 else None,
-    )  # fmt: skip
+    )
 
 
 def _folded(x: Tensor, order: list[int], heads: bool) -> Tensor:
-    """x [batch, heads, seq, ...] as [seq, batch, heads, ...] of the operator, the dimensions of ``order`` outermost first."""
+    """x [batch, heads, seq, ...] as [seq, batch, heads, ...] of the operator, the dimensions of ``order`` outermost
+    first.
+    """
     x = x.permute(*order, *range(3, x.dim()))
     if order == [2, 0, 1]:
         return x

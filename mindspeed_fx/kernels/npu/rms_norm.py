@@ -1,8 +1,8 @@
 """RMSNorm, alone and with the addition before it, on NPU.
 
-``npu_rms_norm`` multiplies by gamma in float32 and rounds once, wherever the model rounds; x and gamma have one type, so
-that mixed types are widened first. ``npu_add_rms_norm`` has no derivative in torch_npu: it serves the forward graph, after
-autograd, and its three results are what ``npu_rms_norm_backward`` needs.
+``npu_rms_norm`` multiplies by gamma in float32 and rounds once, wherever the model rounds; x and gamma have one type,
+so that mixed types are widened first. ``npu_add_rms_norm`` has no derivative in torch_npu: it serves the forward graph,
+after autograd, and its three results are what ``npu_rms_norm_backward`` needs.
 """
 
 from __future__ import annotations

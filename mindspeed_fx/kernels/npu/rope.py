@@ -2,8 +2,8 @@
 
 The kernel reads x as 4-D in the order in which it lies in memory (BNSD, BSND or SBND), and broadcasts the angles in the
 forms that the documentation lists for each order. Its backward computes the gradients of the angles only where both
-require gradients, which compiled code does not carry, so trained angles are refused. One documented limit is left to the model: cosines and
-sines lie in [-1, 1], which no shape shows, and which tables that are scaled (YaRN) leave.
+require gradients, which compiled code does not carry, so trained angles are refused. One documented limit is left to
+the model: cosines and sines lie in [-1, 1], which no shape shows, and which tables that are scaled (YaRN) leave.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LAYOUTS = {
     "BSND": ((0, 2), ((1,), (0, 1), (0, 1, 2))),
     "SBND": ((1, 2), ((0,), (0, 1), (0, 1, 2))),
 }
-"""Layout -> where batch and heads are, and along which leading dimensions the angles may vary; the first alone where pairs
-are interleaved."""
+"""Layout -> where batch and heads are, and along which leading dimensions the angles may vary; the first alone where
+pairs are interleaved."""
 
 
 class _View(NamedTuple):
@@ -55,8 +55,15 @@ def _supports(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, op: str = 
         return f"{op}: x has {x.dim()} dimensions, the angles {cos.dim()}; valid: 2 to 4, and no more than x"
     dim = x.shape[-1]
     if cos.shape != sin.shape or cos.shape[-1] != dim:
-        return f"{op}: x is {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; valid: angles of one shape, as long as a head"
-    if reason := first(typed(x=x, cos=cos, sin=sin), within(f"{op}: head_dim", dim, 2, LIMIT), f"{op}: head_dim is {dim}; valid: even" if hint(dim) % 2 else None):
+        return (
+            f"{op}: x is {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; valid: angles of one "
+            "shape, as long as a head"
+        )
+    if reason := first(
+        typed(x=x, cos=cos, sin=sin),
+        within(f"{op}: head_dim", dim, 2, LIMIT),
+        f"{op}: head_dim is {dim}; valid: even" if hint(dim) % 2 else None,
+    ):
         return reason
     sizes, angles = ([[*[1] * (4 - t.dim()), *map(hint, t.shape)][i] for i in _view(x).order[:3]] for t in (x, cos))
     free = {i for i in range(3) if sizes[i] == 1}
@@ -69,21 +76,35 @@ def _supports(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, op: str = 
         if reason is None:
             return None
         refused = refused or reason
-    return refused or f"{op}: x is {sizes} in memory and the angles {angles}{', interleaved' * interleaved}; valid: {_valid(interleaved)}"
+    return (
+        refused
+        or f"{op}: x is {sizes} in memory and the angles {angles}{', interleaved' * interleaved}; valid: "
+        f"{_valid(interleaved)}"
+    )
 
 
 def _limits(op: str, layout: str, batch: int, heads: int, row: Any, interleaved: bool) -> str | None:
     if interleaved:
         return within(f"{op}: B * N of interleaved {layout}", batch * heads, 1, 999)
-    unaligned = f"{op}: rows of {hint(row)} bytes in BNSD; valid: multiples of 32 (the documentation advises against others)" if layout == "BNSD" and hint(row) % 32 else None
-    return first(within(f"{op}: B of {layout}", batch, 1, 999), within(f"{op}: N of {layout}", heads, 1, 999), unaligned)
+    unaligned = (
+        f"{op}: rows of {hint(row)} bytes in BNSD; valid: multiples of 32 (the documentation advises against others)"
+        if layout == "BNSD" and hint(row) % 32
+        else None
+    )
+    return first(
+        within(f"{op}: B of {layout}", batch, 1, 999), within(f"{op}: N of {layout}", heads, 1, 999), unaligned
+    )
 
 
 def _valid(interleaved: bool) -> str:
     def spelled(layout: str, form: tuple[int, ...]) -> str:
         return "".join(c if i in (*form, 3) else "1" for i, c in enumerate(layout))
 
-    return ", ".join(spelled(layout, form) for layout, (_, forms) in LAYOUTS.items() for form in (forms[:1] if interleaved else forms))
+    return ", ".join(
+        spelled(layout, form)
+        for layout, (_, forms) in LAYOUTS.items()
+        for form in (forms[:1] if interleaved else forms)
+    )
 
 
 def _angles(view: _View, dtype: torch.dtype, *angles: Tensor) -> list[Tensor]:
@@ -93,12 +114,19 @@ def _angles(view: _View, dtype: torch.dtype, *angles: Tensor) -> list[Tensor]:
 @lowering(rope, "npu_rotary_mul", _supports, ("npu_rotary_mul",))
 def _rope(x, cos, sin, interleaved):
     view, dtype = _view(x), promoted(x, cos)
-    return view.back(npu.npu_rotary_mul(view.of(x.to(dtype)), *_angles(view, dtype, cos, sin), "interleave" if interleaved else "half"))
+    return view.back(
+        npu.npu_rotary_mul(
+            view.of(x.to(dtype)), *_angles(view, dtype, cos, sin), "interleave" if interleaved else "half"
+        )
+    )
 
 
 def _supports_backward(grad, x, cos, sin, interleaved, need_angles):
     if need_angles:
-        return "npu_rotary_mul_backward: the angles need gradients, which it computes only for tensors that say so; compiled graphs do not"
+        return (
+            "npu_rotary_mul_backward: the angles need gradients, which it computes only for tensors that say so; "
+            "compiled graphs do not"
+        )
     return _supports(grad, cos, sin, interleaved, "npu_rotary_mul_backward")
 
 

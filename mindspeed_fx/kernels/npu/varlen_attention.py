@@ -1,7 +1,8 @@
-"""Packed documents on NPU: ``npu_fusion_attention_v3`` and its backward in layout TND, which compute no score between documents.
+"""Packed documents on NPU: ``npu_fusion_attention_v3`` and its backward in layout TND, which compute no score between
+documents.
 
-The kernel takes where documents end (``actual_seq_qlen``, cumulative, without a leading 0); a document of no tokens, an end equal to the
-one before, is nothing.
+The kernel takes where documents end (``actual_seq_qlen``, cumulative, without a leading 0); a document of no tokens, an
+end equal to the one before, is nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def _supports(q, k, v, documents, ends, causal, scale, window=0, op="npu_fusion_
         return f"{op}: where documents end is not known, only the number of each token's document"
     return first(
         f"{op}: layout TND in an ACL graph; valid there: BNSD" if in_acl_graph() else None,
-        f"{op}: batch is {hint(q.shape[0])}; valid: 1, for the ends are those of one row" if hint(q.shape[0]) != 1 else None,
+        f"{op}: batch is {hint(q.shape[0])}; valid: 1, for the ends are those of one row"
+        if hint(q.shape[0]) != 1
+        else None,
         within(f"{op}: tokens", q.shape[2], 1, TOKENS),
         within(f"{op}: documents", ends.shape[0], 1, DOCUMENTS),
         plain._supports(q, k, v, None, causal, scale, window, op=op),
@@ -42,7 +45,12 @@ def _given(q, ends, causal, window) -> dict:
         lengths = lengths.cpu()  # the kernel reads them on the host
     given = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths, "softmax_layout": "TND", "sparse_mode": 0}
     if causal:
-        given.update(atten_mask=plain._band(plain.TRIANGLE, 0, q.device), sparse_mode=4 if window else 3, pre_tockens=window - 1 if window else plain.FULL, next_tockens=0)
+        given.update(
+            atten_mask=plain._band(plain.TRIANGLE, 0, q.device),
+            sparse_mode=4 if window else 3,
+            pre_tockens=window - 1 if window else plain.FULL,
+            next_tockens=0,
+        )
     return given
 
 
@@ -57,15 +65,31 @@ def _back(x):
 
 @lowering(varlen_attention, "npu_fusion_attention_v3 in TND", _supports, ("npu_fusion_attention_v3",))
 def _attention(q, k, v, documents, ends, causal, scale, window=0):
-    out, top, total, *_ = npu.npu_fusion_attention_v3(_tnd(q), _tnd(k), _tnd(v), q.shape[1], "TND", scale=scale, **_given(q, ends, causal, window))
+    out, top, total, *_ = npu.npu_fusion_attention_v3(
+        _tnd(q), _tnd(k), _tnd(v), q.shape[1], "TND", scale=scale, **_given(q, ends, causal, window)
+    )
     return _back(out), stored_bsnd(_back(top[..., 0] + total[..., 0].log()))
 
 
-@lowering(varlen_attention_backward, "npu_fusion_attention_grad_v3 in TND", _supports_backward, ("npu_fusion_attention_grad_v3",))
+@lowering(
+    varlen_attention_backward,
+    "npu_fusion_attention_grad_v3 in TND",
+    _supports_backward,
+    ("npu_fusion_attention_grad_v3",),
+)
 def _attention_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
     top = lse[0].transpose(0, 1).unsqueeze(-1).expand(q.shape[2], q.shape[1], 8).contiguous()
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
-        _tnd(q), _tnd(k), _tnd(v), _tnd(grad), q.shape[1], "TND", softmax_max=top, softmax_sum=torch.ones_like(top), attention_in=_tnd(out), scale_value=scale,
+        _tnd(q),
+        _tnd(k),
+        _tnd(v),
+        _tnd(grad),
+        q.shape[1],
+        "TND",
+        softmax_max=top,
+        softmax_sum=torch.ones_like(top),
+        attention_in=_tnd(out),
+        scale_value=scale,
         **_given(q, ends, causal, window),
-    )  # fmt: skip
+    )
     return tuple(_back(g) for g in (dq, dk, dv))

@@ -4,8 +4,8 @@ The kernels are plain ``tl`` in the subset that triton-ascend shares: a one-dime
 width and tile as compile-time constants, partial sums instead of atomics, scalar 64-bit bases with 32-bit offsets. What
 depends on a device (programs, tile, warps) is chosen by the launchers, with the help of ``launch.py``.
 
-Each kernel is an opaque operator ``mindspeed::<operator>_triton``, so that Inductor calls it as one call, its caches see
-only the call, and the same call runs in Triton's interpreter on CPU tensors.
+Each kernel is an opaque operator ``mindspeed::<operator>_triton``, so that Inductor calls it as one call, its caches
+see only the call, and the same call runs in Triton's interpreter on CPU tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ WIDTH = 2**18
 """Widest row: no kernel was compiled or checked beyond it."""
 
 
-def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, supports: Callable[..., str | None], beats_codegen: bool = True) -> None:
+def kernel(
+    of: Operator,
+    fake: Callable[..., Any],
+    launcher: str,
+    what: str,
+    supports: Callable[..., str | None],
+    beats_codegen: bool = True,
+) -> None:
     """Give ``of`` a Triton kernel on "cuda"; :func:`on_npu` gives it to "npu" too.
 
     Args:
@@ -38,7 +45,8 @@ def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, sup
         fake: the operator's fake.
         launcher: "<file>.<function>" under this package.
         what: the kernel in a few words, for reports.
-        supports: reason why these fake arguments are not for this kernel, or None. That triton is there is checked here.
+        supports: reason why these fake arguments are not for this kernel, or None. That triton is there is checked
+            here.
         beats_codegen: whether to take it where Inductor could generate code that fuses with its neighbours.
     """
     name = of.overload._schema.name
@@ -53,7 +61,9 @@ def kernel(of: Operator, fake: Callable[..., Any], launcher: str, what: str, sup
     made.shard(lambda *args: of.sharding(*args))
     made.costs(lambda *args, **kwargs: of.cost(*args, **kwargs))
     _KERNELS[of.name] = what, supports, beats_codegen, made
-    of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(made.overload)
+    of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(
+        made.overload
+    )
 
 
 _KERNELS: dict[str, tuple] = {}
@@ -67,7 +77,11 @@ def on_npu(of: Operator, only: Callable[..., str | None] = lambda *args, **kwarg
         only: reason why these fake arguments are for torch_npu, or None.
     """
     what, supports, beats_codegen, made = _KERNELS[of.name]
-    of.lower("npu")(f"triton, {what}", lambda *args, **kwargs: missing_on_npu() or only(*args, **kwargs) or supports(*args, **kwargs), beats_codegen)(made.overload)
+    of.lower("npu")(
+        f"triton, {what}",
+        lambda *args, **kwargs: missing_on_npu() or only(*args, **kwargs) or supports(*args, **kwargs),
+        beats_codegen,
+    )(made.overload)
 
 
 @functools.cache
@@ -76,12 +90,16 @@ def missing() -> str | None:
 
 
 STUBBED = "MINDSPEED_FX_STUB"
-"""Set in a process whose torch_npu has stubs for CANN (mindspeed_fx.ascend.stub): graphs are made there for another machine."""
+"""Set in a process whose torch_npu has stubs for CANN (mindspeed_fx.ascend.stub): graphs are made there for another
+machine.
+"""
 
 
 @functools.cache
 def missing_on_npu() -> str | None:
-    """Why a real NPU of this process cannot run Triton; None also where graphs are only made, or run on cpu by references."""
+    """Why a real NPU of this process cannot run Triton; None also where graphs are only made, or run on cpu by
+    references.
+    """
     if "torch_npu" not in sys.modules or STUBBED in os.environ:
         return None
     if importlib.util.find_spec("triton") is None:
@@ -103,7 +121,9 @@ def load(name: str) -> Callable[..., Any]:
 
 
 PARTS = {"linear_cross_entropy_chunk": "linear_cross_entropy.chunk", "adamw": "adamw.step"}
-"""Launchers that are no operator's, or that one calls on its way, by the name that :func:`mindspeed_fx.ascend.kernels.call` gives them."""
+"""Launchers that are no operator's, or that one calls on its way, by the name that
+:func:`mindspeed_fx.ascend.kernels.call` gives them.
+"""
 
 
 def refuse(width: Any, **tensors: Tensor | None) -> str | None:
@@ -111,7 +131,11 @@ def refuse(width: Any, **tensors: Tensor | None) -> str | None:
 
     Each tensor must have one of :data:`DTYPES` and be [..., n] with rows of adjacent elements, the rows evenly spaced.
     """
-    uneven = (f"the rows of {name} are not contiguous or not evenly spaced" for name, x in tensors.items() if x is not None and not _evenly_spaced_rows(x))
+    uneven = (
+        f"the rows of {name} are not contiguous or not evenly spaced"
+        for name, x in tensors.items()
+        if x is not None and not _evenly_spaced_rows(x)
+    )
     return refuse_types(width, **tensors) or next(uneven, None)
 
 
@@ -121,7 +145,11 @@ def refuse_types(width: Any, **tensors: Tensor | None) -> str | None:
         return "the row width is symbolic"
     if not 0 < width <= WIDTH:
         return f"rows of {width} elements, the kernel takes 1 to {WIDTH}"
-    others = (f"{name} is {x.dtype}".replace("torch.", "") for name, x in tensors.items() if x is not None and x.dtype not in DTYPES)
+    others = (
+        f"{name} is {x.dtype}".replace("torch.", "")
+        for name, x in tensors.items()
+        if x is not None and x.dtype not in DTYPES
+    )
     return next(others, None)
 
 

@@ -16,7 +16,23 @@ BLOCK = 2048
 
 
 @triton.jit
-def adamw_step(w_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, count, rate, decay, beta1, beta2, eps, correction, grad_scale, COPY: tl.constexpr, BLOCK: tl.constexpr):
+def adamw_step(
+    w_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    copy_ptr,
+    count,
+    rate,
+    decay,
+    beta1,
+    beta2,
+    eps,
+    correction,
+    grad_scale,
+    COPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     blocks = (count + BLOCK - 1) // BLOCK
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         first = tl.cast(block, tl.int64) * BLOCK
@@ -34,9 +50,18 @@ def adamw_step(w_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, count, rate, decay, beta1, 
             tl.store(copy_ptr + first + cols, w.to(copy_ptr.dtype.element_ty), mask=mask)
 
 
-def step(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None, *numbers: float) -> None:
+def step(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None, *numbers: float
+) -> None:
     """The step of :func:`mindspeed_fx.kernels.adamw.adamw_`, in place; ``numbers`` as its reference takes them."""
     count = len(weight)
     block = min(BLOCK, power_of_two(count))
     args = (weight, grad, exp_avg, exp_avg_sq, weight if copy is None else copy, count, *numbers)
-    launch(adamw_step, programs(weight, -(-count // block), warps(block), 64), *args, num_warps=warps(block), COPY=copy is not None, BLOCK=block)
+    launch(
+        adamw_step,
+        programs(weight, -(-count // block), warps(block), 64),
+        *args,
+        num_warps=warps(block),
+        COPY=copy is not None,
+        BLOCK=block,
+    )

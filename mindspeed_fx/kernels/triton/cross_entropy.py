@@ -1,4 +1,5 @@
-"""Cross-entropy in Triton: the forward reads the logits once with a running maximum, the backward reads and writes once.
+"""Cross-entropy in Triton: the forward reads the logits once with a running maximum, the backward reads and writes
+once.
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax". The running maximum is one number per
 row, not one per lane: one exponential per logit keeps the special function units below the memory's pace.
@@ -18,7 +19,20 @@ BLOCK = 4096
 
 
 @triton.jit
-def cross_entropy_forward(logits_ptr, target_ptr, loss_ptr, lse_ptr, count, target_stride, ignore_index, smoothing, V: tl.constexpr, STRIDE: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
+def cross_entropy_forward(
+    logits_ptr,
+    target_ptr,
+    loss_ptr,
+    lse_ptr,
+    count,
+    target_stride,
+    ignore_index,
+    smoothing,
+    V: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         base = logits_ptr + tl.cast(row, tl.int64) * STRIDE
         # Finite, so that a block of nothing but -inf (a masked vocabulary) leaves the sum at zero instead of NaN.
@@ -45,7 +59,21 @@ def cross_entropy_forward(logits_ptr, target_ptr, loss_ptr, lse_ptr, count, targ
 
 
 @triton.jit
-def cross_entropy_backward(g_ptr, logits_ptr, target_ptr, lse_ptr, d_ptr, count, g_stride, target_stride, ignore_index, smoothing, V: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+def cross_entropy_backward(
+    g_ptr,
+    logits_ptr,
+    target_ptr,
+    lse_ptr,
+    d_ptr,
+    count,
+    g_stride,
+    target_stride,
+    ignore_index,
+    smoothing,
+    V: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
         row = tl.cast(item // BLOCKS, tl.int64)
@@ -60,24 +88,48 @@ def cross_entropy_backward(g_ptr, logits_ptr, target_ptr, lse_ptr, d_ptr, count,
 
 
 def forward(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """``mindspeed::cross_entropy``: loss and log-sum-exp [tokens] float32 of logits [tokens, vocab] and target [tokens]."""
+    """``mindspeed::cross_entropy``: loss and log-sum-exp [tokens] float32 of logits [tokens, vocab] and target
+    [tokens].
+    """
     loss, lse = (logits.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
     logits = rows(logits)
     count, n = logits.shape
     block = min(BLOCK, power_of_two(n))
     grid = programs(logits, count, warps(block), 64)
     args = (logits, target, loss, lse, count, target.stride(0), ignore_index, label_smoothing)
-    launch(cross_entropy_forward, grid, *args, num_warps=warps(block), V=n, STRIDE=logits.stride(0), SMOOTH=bool(label_smoothing), BLOCK=block)
+    launch(
+        cross_entropy_forward,
+        grid,
+        *args,
+        num_warps=warps(block),
+        V=n,
+        STRIDE=logits.stride(0),
+        SMOOTH=bool(label_smoothing),
+        BLOCK=block,
+    )
     return loss, lse
 
 
-def backward(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+def backward(
+    grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
     """``mindspeed::cross_entropy_backward``: gradient of the logits [tokens, vocab], contiguous, in their type."""
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     logits = rows(logits)
     count, n = logits.shape
     block = min(BLOCK, power_of_two(n))
     grid = programs(logits, count * -(-n // block), warps(block), 64)
-    args = (grad, logits, target, lse.contiguous(), d, count, grad.stride(0), target.stride(0), ignore_index, label_smoothing)
+    args = (
+        grad,
+        logits,
+        target,
+        lse.contiguous(),
+        d,
+        count,
+        grad.stride(0),
+        target.stride(0),
+        ignore_index,
+        label_smoothing,
+    )
     launch(cross_entropy_backward, grid, *args, num_warps=warps(block), V=n, STRIDE=logits.stride(0), BLOCK=block)
     return d

@@ -28,7 +28,23 @@ def draw(index, low, high, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def dropout_add_forward(x_ptr, bias_ptr, residual_ptr, seed_ptr, y_ptr, count, least, scale, N: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, BIAS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
+def dropout_add_forward(
+    x_ptr,
+    bias_ptr,
+    residual_ptr,
+    seed_ptr,
+    y_ptr,
+    count,
+    least,
+    scale,
+    N: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     low = tl.load(seed_ptr).to(tl.uint32)
     high = tl.load(seed_ptr + 1).to(tl.uint32)
@@ -46,7 +62,19 @@ def dropout_add_forward(x_ptr, bias_ptr, residual_ptr, seed_ptr, y_ptr, count, l
 
 
 @triton.jit
-def dropout_add_backward(g_ptr, seed_ptr, dx_ptr, count, least, scale, N: tl.constexpr, G_STRIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
+def dropout_add_backward(
+    g_ptr,
+    seed_ptr,
+    dx_ptr,
+    count,
+    least,
+    scale,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     low = tl.load(seed_ptr).to(tl.uint32)
     high = tl.load(seed_ptr + 1).to(tl.uint32)
@@ -56,15 +84,35 @@ def dropout_add_backward(g_ptr, seed_ptr, dx_ptr, count, least, scale, N: tl.con
         first = tl.cast(row * N, tl.uint32)
         number = draw(first + cols.to(tl.uint32), low, high, A, B)
         g = tl.load(g_ptr + row * G_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * N + cols, tl.where(number >= least, g * scale, 0.0).to(dx_ptr.dtype.element_ty), mask=cols < N)
+        tl.store(
+            dx_ptr + row * N + cols,
+            tl.where(number >= least, g * scale, 0.0).to(dx_ptr.dtype.element_ty),
+            mask=cols < N,
+        )
 
 
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor, seed: Tensor, p: float) -> Tensor:
     """``mindspeed::dropout_add_seeded``: [..., hidden] contiguous, in the type of the residual."""
     y = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     lines, others = rows(x), rows(residual)
-    args = (lines, lines if bias is None else bias.contiguous(), others, seed, y, lines.shape[0], float(threshold(p)), 1 / (1 - p))
-    _run(dropout_add_forward, lines, *args, X_STRIDE=lines.stride(0), RESIDUAL_STRIDE=others.stride(0), BIAS=bias is not None)
+    args = (
+        lines,
+        lines if bias is None else bias.contiguous(),
+        others,
+        seed,
+        y,
+        lines.shape[0],
+        float(threshold(p)),
+        1 / (1 - p),
+    )
+    _run(
+        dropout_add_forward,
+        lines,
+        *args,
+        X_STRIDE=lines.stride(0),
+        RESIDUAL_STRIDE=others.stride(0),
+        BIAS=bias is not None,
+    )
     return y
 
 
@@ -79,4 +127,14 @@ def backward(grad: Tensor, seed: Tensor, p: float) -> Tensor:
 def _run(kernel, lines: Tensor, *args, **constants) -> None:
     count, n = lines.shape
     block = min(BLOCK, power_of_two(n))
-    launch(kernel, programs(lines, count * -(-n // block), warps(block), 64), *args, num_warps=warps(block), N=n, **constants, A=FIRST, B=SECOND, BLOCK=block)
+    launch(
+        kernel,
+        programs(lines, count * -(-n // block), warps(block), 64),
+        *args,
+        num_warps=warps(block),
+        N=n,
+        **constants,
+        A=FIRST,
+        B=SECOND,
+        BLOCK=block,
+    )

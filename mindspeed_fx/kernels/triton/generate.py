@@ -1,7 +1,9 @@
-"""A region of pointwise operators and reductions over rows -> one Triton kernel: rows stay in registers, or in an NPU's buffer.
+"""A region of pointwise operators and reductions over rows -> one Triton kernel: rows stay in registers, or in an NPU's
+buffer.
 
-Every value is float32 between its read and its write; a cast to 16 bits in the region rounds there. Regions are those of
-mindspeed_fx/partition/regions.py, which this file knows only by their attributes. Triton reads a kernel's source from a file.
+Every value is float32 between its read and its write; a cast to 16 bits in the region rounds there. Regions are those
+of mindspeed_fx/partition/regions.py, which this file knows only by their attributes. Triton reads a kernel's source
+from a file.
 """
 
 from __future__ import annotations
@@ -24,12 +26,27 @@ TILE = 4096
 
 aten = torch.ops.aten
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_CALLS = {"neg": "-{0}", "exp": "tl.exp({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "(1.0 / tl.sqrt({0}))", "reciprocal": "(1.0 / {0})", "abs": "tl.abs({0})",
-          "sigmoid": "tl.sigmoid({0})", "silu": "({0} * tl.sigmoid({0}))", "relu": "tl.maximum({0}, 0.0)", "erf": "tl.erf({0})", "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})",
-          "where": "tl.where({0}, {1}, {2})", "sum": "tl.sum(tl.where(mask, {0}, 0.0), axis=1)[:, None]", "mean": "(tl.sum(tl.where(mask, {0}, 0.0), axis=1)[:, None] / N)",
-          "amax": "tl.max(tl.where(mask, {0}, float('-inf')), axis=1)[:, None]"}  # fmt: skip
+_CALLS = {
+    "neg": "-{0}",
+    "exp": "tl.exp({0})",
+    "log": "tl.log({0})",
+    "sqrt": "tl.sqrt({0})",
+    "rsqrt": "(1.0 / tl.sqrt({0}))",
+    "reciprocal": "(1.0 / {0})",
+    "abs": "tl.abs({0})",
+    "sigmoid": "tl.sigmoid({0})",
+    "silu": "({0} * tl.sigmoid({0}))",
+    "relu": "tl.maximum({0}, 0.0)",
+    "erf": "tl.erf({0})",
+    "maximum": "tl.maximum({0}, {1})",
+    "minimum": "tl.minimum({0}, {1})",
+    "where": "tl.where({0}, {1}, {2})",
+    "sum": "tl.sum(tl.where(mask, {0}, 0.0), axis=1)[:, None]",
+    "mean": "(tl.sum(tl.where(mask, {0}, 0.0), axis=1)[:, None] / N)",
+    "amax": "tl.max(tl.where(mask, {0}, float('-inf')), axis=1)[:, None]",
+}
 _NARROW = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
-_HEAD = '''import triton
+_HEAD = """import triton
 import triton.language as tl
 
 
@@ -41,16 +58,22 @@ def {name}({pointers}, count, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.con
         base = tl.cast(first, tl.int64)
         there = lines < count - first
         mask = there & (cols < N)
-'''
+"""
 
 
 def source(region: Any, name: str = "region") -> str:
-    """The text of a file with one kernel, ``name``: pointers of the inputs, of the outputs, the number of rows; N, ROWS, BLOCK.
+    """The text of a file with one kernel, ``name``: pointers of the inputs, of the outputs, the number of rows; N,
+    ROWS, BLOCK.
 
     Raises:
         NotImplementedError: the power is not 2, or an operator has no translation.
     """
-    place = {"full": ("base * N + lines * N + cols", "mask"), "row": ("base + lines", "there"), "vector": ("cols", "cols < N"), "one": ("", "")}
+    place = {
+        "full": ("base * N + lines * N + cols", "mask"),
+        "row": ("base + lines", "there"),
+        "vector": ("cols", "cols < N"),
+        "one": ("", ""),
+    }
     known = {n: f"v{i}" for i, n in enumerate((*region.inputs, *region.nodes))}
     pointers = [f"in{i}_ptr" for i in range(len(region.inputs))] + [f"out{i}_ptr" for i in range(len(region.outputs))]
     lines = []
@@ -68,7 +91,9 @@ def source(region: Any, name: str = "region") -> str:
 
 def _expression(node: fx.Node, known: dict[fx.Node, str]) -> str:
     operator = node.target._schema.name.split("::")[1]
-    given = [known[a] if isinstance(a, fx.Node) else repr(float(a)) if isinstance(a, (int, float)) else "" for a in node.args]
+    given = [
+        known[a] if isinstance(a, fx.Node) else repr(float(a)) if isinstance(a, (int, float)) else "" for a in node.args
+    ]
     if operator == "_to_copy":
         narrow = _NARROW.get(node.meta["val"].dtype)
         widened = f"{given[0]}.to(tl.float32)"
@@ -112,7 +137,16 @@ def run(text: str, shape: tuple[int, ...], inputs: list[Tensor], outputs: list[T
     tile = {"ROWS": max(1, TILE // block), "BLOCK": block}
     num_warps = warps(tile["ROWS"] * block)
     like = (*inputs, *outputs)[0]
-    launch(load(text), programs(like, -(-count // tile["ROWS"]), num_warps, 64), *inputs, *outputs, count, num_warps=num_warps, N=width, **tile)
+    launch(
+        load(text),
+        programs(like, -(-count // tile["ROWS"]), num_warps, 64),
+        *inputs,
+        *outputs,
+        count,
+        num_warps=num_warps,
+        N=width,
+        **tile,
+    )
 
 
 def compiled(region: Any) -> Callable[..., tuple[Tensor, ...]]:

@@ -1,6 +1,8 @@
-"""Gated linear units in Triton, SwiGLU among them: one walk over row blocks; gate and up may be strided halves of one tensor.
+"""Gated linear units in Triton, SwiGLU among them: one walk over row blocks; gate and up may be strided halves of one
+tensor.
 
-Source: the formulas of mindspeed_fx/kernels/glu.py and swiglu.py. tanh is written with a sigmoid, which keeps small values and is one
+Source: the formulas of mindspeed_fx/kernels/glu.py and swiglu.py. tanh is written with a sigmoid, which keeps small
+    values and is one
 exponential: 0.5 (1 + tanh(z)) = sigmoid(2 z).
 """
 
@@ -46,7 +48,17 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def glu_forward(gate_ptr, up_ptr, y_ptr, count, N: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def glu_forward(
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    count,
+    N: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    UP_STRIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
         row = tl.cast(item // BLOCKS, tl.int64)
@@ -58,7 +70,22 @@ def glu_forward(gate_ptr, up_ptr, y_ptr, count, N: tl.constexpr, GATE_STRIDE: tl
 
 
 @triton.jit
-def glu_backward(g_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, count, N: tl.constexpr, G_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, DGATE_STRIDE: tl.constexpr, DUP_STRIDE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def glu_backward(
+    g_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    count,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    UP_STRIDE: tl.constexpr,
+    DGATE_STRIDE: tl.constexpr,
+    DUP_STRIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
         row = tl.cast(item // BLOCKS, tl.int64)
@@ -72,17 +99,34 @@ def glu_backward(g_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, count, N: tl.const
 
 
 def forward(x: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
-    """``mindspeed::glu``, and ``mindspeed::swiglu``, which names no activation: [..., ffn] contiguous of gate and up [..., ffn], or of the two packed in x [..., 2 * ffn]."""
+    """``mindspeed::glu``, and ``mindspeed::swiglu``, which names no activation: [..., ffn] contiguous of gate and up
+    [..., ffn], or of the two packed in x [..., 2 * ffn].
+    """
     gate, u = halves(rows(x), up)
     count, n = gate.shape
     y = torch.empty((*x.shape[:-1], n), dtype=torch.promote_types(gate.dtype, u.dtype), device=x.device)
     block, num_warps, grid = tile(gate)
-    launch(glu_forward, grid, gate, u, y, count, num_warps=num_warps, N=n, GATE_STRIDE=gate.stride(0), UP_STRIDE=u.stride(0), ACTIVATION=CODES[activation], BLOCK=block)
+    launch(
+        glu_forward,
+        grid,
+        gate,
+        u,
+        y,
+        count,
+        num_warps=num_warps,
+        N=n,
+        GATE_STRIDE=gate.stride(0),
+        UP_STRIDE=u.stride(0),
+        ACTIVATION=CODES[activation],
+        BLOCK=block,
+    )
     return y
 
 
 def backward(grad: Tensor, x: Tensor, up: Tensor | None = None, activation: str = "silu") -> tuple[Tensor, Tensor]:
-    """``mindspeed::glu_backward`` and ``mindspeed::swiglu_backward``: (dx, dup) contiguous; packed inputs have one packed gradient and an empty dup."""
+    """``mindspeed::glu_backward`` and ``mindspeed::swiglu_backward``: (dx, dup) contiguous; packed inputs have one
+    packed gradient and an empty dup.
+    """
     g = rows(grad)
     gate, u = halves(rows(x), up)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -91,7 +135,17 @@ def backward(grad: Tensor, x: Tensor, up: Tensor | None = None, activation: str 
     block, num_warps, grid = tile(gate)
     tensors = {"G": g, "GATE": gate, "UP": u, "DGATE": dgate, "DUP": du}
     strides = {f"{name}_STRIDE": t.stride(0) for name, t in tensors.items()}
-    launch(glu_backward, grid, *tensors.values(), gate.shape[0], num_warps=num_warps, N=gate.shape[1], **strides, ACTIVATION=CODES[activation], BLOCK=block)
+    launch(
+        glu_backward,
+        grid,
+        *tensors.values(),
+        gate.shape[0],
+        num_warps=num_warps,
+        N=gate.shape[1],
+        **strides,
+        ACTIVATION=CODES[activation],
+        BLOCK=block,
+    )
     return dx, dup
 
 

@@ -28,11 +28,13 @@ def warps(elements: int) -> int:
 
 
 def programs(x: Tensor, work: int, num_warps: int, resident: int) -> int:
-    """Size of the grid: enough programs to put ``resident`` warps on every multiprocessor, no more than pieces of work; on an NPU
-    one for each vector core."""
+    """Size of the grid: enough programs to put ``resident`` warps on every multiprocessor, no more than pieces of work;
+    on an NPU one for each vector core."""
     if x.device.type == "npu":
         return min(work, importlib.import_module("mindspeed_fx.kernels.triton.npu").cores(x.device))
-    return min(work, _multiprocessors(x.device) * max(1, resident // num_warps) if x.device.type == "cuda" else INTERPRETED)
+    return min(
+        work, _multiprocessors(x.device) * max(1, resident // num_warps) if x.device.type == "cuda" else INTERPRETED
+    )
 
 
 @functools.cache

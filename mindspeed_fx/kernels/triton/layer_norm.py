@@ -1,7 +1,8 @@
 """LayerNorm in Triton, alone and of a sum: rows that fit a tile are read once, wider ones in column blocks.
 
-ADD: the row is x + residual, rounded and stored as the model has it. PLUS: another gradient of the row is added to dx. The variance
-is that of centred values, never a difference of two large sums. Gradients of weight and bias are summed per program, in a fixed order,
+ADD: the row is x + residual, rounded and stored as the model has it. PLUS: another gradient of the row is added to dx.
+The variance is that of centred values, never a difference of two large sums. Gradients of weight and bias are summed
+per program, in a fixed order,
 and then over programs: deterministic, no atomics. Source: Triton's layer norm tutorial, for the partial sums.
 """
 
@@ -29,14 +30,40 @@ def load_row(x_ptr, residual_ptr, at, other_at, mask, ADD: tl.constexpr):
 
 
 @triton.jit
-def layer_norm_forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, count, eps, N: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def layer_norm_forward(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    s_ptr,
+    mean_ptr,
+    rstd_ptr,
+    count,
+    eps,
+    N: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     lines = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         base = tl.cast(first, tl.int64)
         there = lines < count - first
         mask = there[:, None] & (cols < N)
-        x = load_row(x_ptr + base * X_STRIDE, residual_ptr + base * RESIDUAL_STRIDE, lines[:, None] * X_STRIDE + cols, lines[:, None] * RESIDUAL_STRIDE + cols, mask, ADD)
+        x = load_row(
+            x_ptr + base * X_STRIDE,
+            residual_ptr + base * RESIDUAL_STRIDE,
+            lines[:, None] * X_STRIDE + cols,
+            lines[:, None] * RESIDUAL_STRIDE + cols,
+            mask,
+            ADD,
+        )
         if ADD:
             tl.store(s_ptr + base * N + lines[:, None] * N + cols, x, mask=mask)
         wide = x.to(tl.float32)
@@ -54,7 +81,25 @@ def layer_norm_forward(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr
 
 
 @triton.jit
-def layer_norm_forward_wide(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, count, eps, N: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def layer_norm_forward_wide(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    s_ptr,
+    mean_ptr,
+    rstd_ptr,
+    count,
+    eps,
+    N: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         base = tl.cast(row, tl.int64)
         x_row, residual_row = x_ptr + base * X_STRIDE, residual_ptr + base * RESIDUAL_STRIDE
@@ -69,7 +114,9 @@ def layer_norm_forward_wide(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mea
         squares = tl.zeros([BLOCK], tl.float32)
         for start in range(0, N, BLOCK):
             cols = start + tl.arange(0, BLOCK)
-            centered = tl.where(cols < N, load_row(x_row, residual_row, cols, cols, cols < N, ADD).to(tl.float32) - mean, 0.0)
+            centered = tl.where(
+                cols < N, load_row(x_row, residual_row, cols, cols, cols < N, ADD).to(tl.float32) - mean, 0.0
+            )
             squares += centered * centered
         rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / N + eps)
         tl.store(mean_ptr + base, mean)
@@ -85,7 +132,28 @@ def layer_norm_forward_wide(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mea
 
 
 @triton.jit
-def layer_norm_backward(g_ptr, plus_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, count, N: tl.constexpr, G_STRIDE: tl.constexpr, PLUS_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, PLUS: tl.constexpr, WEIGHT: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def layer_norm_backward(
+    g_ptr,
+    plus_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    count,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    PLUS_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    PLUS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     lines = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -106,7 +174,9 @@ def layer_norm_backward(g_ptr, plus_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_pt
         along = tl.sum(h * normal, axis=1)[:, None] / N
         dx = rstd * (h - tl.sum(h, axis=1)[:, None] / N - normal * along)
         if PLUS:
-            dx += tl.load(plus_ptr + base * PLUS_STRIDE + lines[:, None] * PLUS_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+            dx += tl.load(plus_ptr + base * PLUS_STRIDE + lines[:, None] * PLUS_STRIDE + cols, mask=mask, other=0.0).to(
+                tl.float32
+            )
         tl.store(dx_ptr + base * N + lines[:, None] * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEED_WEIGHT:
             dw += g * normal
@@ -120,7 +190,23 @@ def layer_norm_backward(g_ptr, plus_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_pt
 
 
 @triton.jit
-def layer_norm_backward_wide(g_ptr, plus_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, count, N: tl.constexpr, G_STRIDE: tl.constexpr, PLUS_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, PLUS: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def layer_norm_backward_wide(
+    g_ptr,
+    plus_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    count,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    PLUS_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    PLUS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         base = tl.cast(row, tl.int64)
         mean, rstd = tl.load(mean_ptr + base), tl.load(rstd_ptr + base)
@@ -149,7 +235,23 @@ def layer_norm_backward_wide(g_ptr, plus_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, 
 
 
 @triton.jit
-def layer_norm_parameter_gradients(g_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, count, chunks, N: tl.constexpr, G_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def layer_norm_parameter_gradients(
+    g_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dw_ptr,
+    db_ptr,
+    count,
+    chunks,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Rows dealt out over ``chunks``: chunk c sums rows c * ROWS, (c + chunks) * ROWS ... of one column block."""
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     lines = tl.arange(0, ROWS)
@@ -164,7 +266,9 @@ def layer_norm_parameter_gradients(g_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_
             mask = there[:, None] & (cols < N)
             g = tl.load(g_ptr + base * G_STRIDE + lines[:, None] * G_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
             if NEED_WEIGHT:
-                x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+                x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0).to(
+                    tl.float32
+                )
                 mean = tl.load(mean_ptr + base + lines, mask=there, other=0.0)[:, None]
                 dw += g * ((x - mean) * tl.load(rstd_ptr + base + lines, mask=there, other=0.0)[:, None])
             if NEED_BIAS:
@@ -182,8 +286,12 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -
     return y, mean, rstd
 
 
-def normalize(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``mindspeed::add_layer_norm``: y and s [..., hidden] contiguous, mean and rstd [..., 1] float32 of s = x + residual; s is x without one."""
+def normalize(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``mindspeed::add_layer_norm``: y and s [..., hidden] contiguous, mean and rstd [..., 1] float32 of s = x +
+    residual; s is x without one.
+    """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     s = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2))
@@ -191,27 +299,67 @@ def normalize(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: T
     count, n = lines.shape
     w, b = (x if p is None else p.contiguous() for p in (weight, bias))
     args = (lines, others, w, b, y, s, mean, rstd, count, eps)
-    constants = {"N": n, "X_STRIDE": lines.stride(0), "RESIDUAL_STRIDE": others.stride(0), "ADD": residual is not None, "WEIGHT": weight is not None, "BIAS": bias is not None}
+    constants = {
+        "N": n,
+        "X_STRIDE": lines.stride(0),
+        "RESIDUAL_STRIDE": others.stride(0),
+        "ADD": residual is not None,
+        "WEIGHT": weight is not None,
+        "BIAS": bias is not None,
+    }
     if n * x.element_size() > FORWARD_WHOLE:
         launch(layer_norm_forward_wide, programs(x, count, 32, 32), *args, num_warps=32, **constants, BLOCK=SPLIT // 2)
     else:
         tile, num_warps = whole_rows(n)
-        launch(layer_norm_forward, programs(x, -(-count // tile["ROWS"]), num_warps, 64), *args, num_warps=num_warps, **constants, **tile)
+        launch(
+            layer_norm_forward,
+            programs(x, -(-count // tile["ROWS"]), num_warps, 64),
+            *args,
+            num_warps=num_warps,
+            **constants,
+            **tile,
+        )
     return y, s, mean, rstd
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_weight: bool, need_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``mindspeed::layer_norm_backward``: dx [..., hidden] contiguous, dweight and dbias [hidden], empty unless needed."""
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_weight: bool, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``mindspeed::layer_norm_backward``: dx [..., hidden] contiguous, dweight and dbias [hidden], empty unless
+    needed.
+    """
     return gradients(grad, None, x, weight, mean, rstd, need_weight, need_bias)
 
 
-def gradients(grad: Tensor, plus: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_weight: bool, need_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(
+    grad: Tensor,
+    plus: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``mindspeed::add_layer_norm_backward``: :func:`backward` with ``plus`` [..., hidden] added to dx."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    g, others, lines, mean, rstd = rows(grad), rows(grad if plus is None else plus), rows(x), mean.contiguous(), rstd.contiguous()
+    g, others, lines, mean, rstd = (
+        rows(grad),
+        rows(grad if plus is None else plus),
+        rows(x),
+        mean.contiguous(),
+        rstd.contiguous(),
+    )
     count, n = lines.shape
     w = x if weight is None else weight.contiguous()
-    constants = {"N": n, "G_STRIDE": g.stride(0), "PLUS_STRIDE": others.stride(0), "X_STRIDE": lines.stride(0), "PLUS": plus is not None, "WEIGHT": weight is not None}
+    constants = {
+        "N": n,
+        "G_STRIDE": g.stride(0),
+        "PLUS_STRIDE": others.stride(0),
+        "X_STRIDE": lines.stride(0),
+        "PLUS": plus is not None,
+        "WEIGHT": weight is not None,
+    }
     needs = {"NEED_WEIGHT": need_weight, "NEED_BIAS": need_bias}
     if n <= BACKWARD_WHOLE:
         tile, num_warps = whole_rows(n)
@@ -219,14 +367,50 @@ def gradients(grad: Tensor, plus: Tensor | None, x: Tensor, weight: Tensor | Non
         grid = programs(x, -(-count // tile["ROWS"]), num_warps, 16)
         dw, db = (x.new_empty((grid if need else 0, n), dtype=torch.float32) for need in (need_weight, need_bias))
         sums = (dw if need_weight else dx, db if need_bias else dx)
-        launch(layer_norm_backward, grid, g, others, lines, w, mean, rstd, dx, *sums, count, num_warps=num_warps, **constants, **needs, **tile)
+        launch(
+            layer_norm_backward,
+            grid,
+            g,
+            others,
+            lines,
+            w,
+            mean,
+            rstd,
+            dx,
+            *sums,
+            count,
+            num_warps=num_warps,
+            **constants,
+            **needs,
+            **tile,
+        )
     else:
-        launch(layer_norm_backward_wide, programs(x, count, 32, 32), g, others, lines, w, mean, rstd, dx, count, num_warps=32, **constants, BLOCK=SPLIT // 2)
+        launch(
+            layer_norm_backward_wide,
+            programs(x, count, 32, 32),
+            g,
+            others,
+            lines,
+            w,
+            mean,
+            rstd,
+            dx,
+            count,
+            num_warps=32,
+            **constants,
+            BLOCK=SPLIT // 2,
+        )
         dw, db = _parameter_gradients(g, lines, mean, rstd, dx, needs)
-    return dx, dw.sum(0).to(weight.dtype) if need_weight else x.new_empty(0), db.sum(0) if need_bias else x.new_empty(0, dtype=torch.float32)
+    return (
+        dx,
+        dw.sum(0).to(weight.dtype) if need_weight else x.new_empty(0),
+        db.sum(0) if need_bias else x.new_empty(0, dtype=torch.float32),
+    )
 
 
-def _parameter_gradients(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, unused: Tensor, needs: dict[str, bool]) -> tuple[Tensor, Tensor]:
+def _parameter_gradients(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, unused: Tensor, needs: dict[str, bool]
+) -> tuple[Tensor, Tensor]:
     """Partial sums [chunks, hidden] of both gradients, where one program cannot hold a whole row of them."""
     count, n = x.shape
     tile = {"ROWS": 4, "BLOCK": TILE // 4}
@@ -236,5 +420,21 @@ def _parameter_gradients(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, unuse
     dw, db = (x.new_empty((chunks if need else 0, n), dtype=torch.float32) for need in needs.values())
     sums = (t if need else unused for t, need in zip((dw, db), needs.values()))
     if any(needs.values()):
-        launch(layer_norm_parameter_gradients, grid, g, x, mean, rstd, *sums, count, chunks, num_warps=num_warps, N=n, G_STRIDE=g.stride(0), X_STRIDE=x.stride(0), **needs, **tile)
+        launch(
+            layer_norm_parameter_gradients,
+            grid,
+            g,
+            x,
+            mean,
+            rstd,
+            *sums,
+            count,
+            chunks,
+            num_warps=num_warps,
+            N=n,
+            G_STRIDE=g.stride(0),
+            X_STRIDE=x.stride(0),
+            **needs,
+            **tile,
+        )
     return dw, db

@@ -1,7 +1,9 @@
-"""One chunk of logits in Triton: losses, and the gradient of the logits in their place; two reads and one write of 16 bits each.
+"""One chunk of logits in Triton: losses, and the gradient of the logits in their place; two reads and one write of 16
+bits each.
 
-The first walk of a row keeps a running maximum and sum, the second writes. Source: Hsu et al. 2024, "Liger Kernel", fused linear
-cross-entropy; Milakov and Gimelshein 2018 for the walk. Formulas: mindspeed_fx/kernels/linear_cross_entropy_chunks.py.
+The first walk of a row keeps a running maximum and sum, the second writes. Source: Hsu et al. 2024, "Liger Kernel",
+fused linear cross-entropy; Milakov and Gimelshein 2018 for the walk. Formulas:
+mindspeed_fx/kernels/linear_cross_entropy_chunks.py.
 """
 
 from __future__ import annotations
@@ -28,7 +30,24 @@ def capped(x, cap, CAP: tl.constexpr):
 
 
 @triton.jit
-def cross_entropy_chunk(logits_ptr, target_ptr, upstream_ptr, loss_ptr, count, upstream_stride, smoothing, z_loss, cap, V: tl.constexpr, STRIDE: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, UPSTREAM: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr):
+def cross_entropy_chunk(
+    logits_ptr,
+    target_ptr,
+    upstream_ptr,
+    loss_ptr,
+    count,
+    upstream_stride,
+    smoothing,
+    z_loss,
+    cap,
+    V: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    CAP: tl.constexpr,
+    UPSTREAM: tl.constexpr,
+    GRADIENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         base = logits_ptr + tl.cast(row, tl.int64) * STRIDE
         target = tl.load(target_ptr + row)
@@ -46,7 +65,12 @@ def cross_entropy_chunk(logits_ptr, target_ptr, upstream_ptr, loss_ptr, count, u
             top = higher
         lse = tl.log(total) + top
         # A block of one: scalars have no hyperbolic functions on Ascend's vector cores.
-        picked = tl.sum(capped(tl.load(base + target + tl.arange(0, 16), mask=tl.arange(0, 16) < 1, other=0.0).to(tl.float32), cap, CAP), axis=0)
+        picked = tl.sum(
+            capped(
+                tl.load(base + target + tl.arange(0, 16), mask=tl.arange(0, 16) < 1, other=0.0).to(tl.float32), cap, CAP
+            ),
+            axis=0,
+        )
         loss = lse - (1.0 - smoothing) * picked + z_loss * lse * lse
         if SMOOTH:
             loss -= smoothing * plain / V
@@ -67,8 +91,17 @@ def cross_entropy_chunk(logits_ptr, target_ptr, upstream_ptr, loss_ptr, count, u
                 tl.store(base + cols, (d * g).to(logits_ptr.dtype.element_ty), mask=cols < V)
 
 
-def chunk(logits: Tensor, target: Tensor, upstream: Tensor | None, label_smoothing: float, z_loss: float, softcap: float, gradients: bool) -> Tensor:
-    """Losses [rows] float32 of ``logits`` [rows, vocab], which with ``gradients`` become those of sum(upstream * losses).
+def chunk(
+    logits: Tensor,
+    target: Tensor,
+    upstream: Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    gradients: bool,
+) -> Tensor:
+    """Losses [rows] float32 of ``logits`` [rows, vocab], which with ``gradients`` become those of sum(upstream *
+    losses).
 
     Args:
         target: [rows], int64, classes; ignored tokens are not in a chunk.
@@ -80,7 +113,31 @@ def chunk(logits: Tensor, target: Tensor, upstream: Tensor | None, label_smoothi
         raise NotImplementedError("linear_cross_entropy: the logits of a chunk are not rows")
     count, n = lines.shape
     block = min(BLOCK, power_of_two(n))
-    args = (lines, target.contiguous(), losses if upstream is None else upstream, losses, count, 1 if upstream is None else upstream.stride(0), label_smoothing, z_loss, softcap or 1.0)
-    constants = {"V": n, "STRIDE": lines.stride(0), "SMOOTH": bool(label_smoothing), "CAP": bool(softcap), "UPSTREAM": upstream is not None, "GRADIENTS": gradients}
-    launch(cross_entropy_chunk, programs(lines, count, warps(block), 64), *args, num_warps=warps(block), **constants, BLOCK=block)
+    args = (
+        lines,
+        target.contiguous(),
+        losses if upstream is None else upstream,
+        losses,
+        count,
+        1 if upstream is None else upstream.stride(0),
+        label_smoothing,
+        z_loss,
+        softcap or 1.0,
+    )
+    constants = {
+        "V": n,
+        "STRIDE": lines.stride(0),
+        "SMOOTH": bool(label_smoothing),
+        "CAP": bool(softcap),
+        "UPSTREAM": upstream is not None,
+        "GRADIENTS": gradients,
+    }
+    launch(
+        cross_entropy_chunk,
+        programs(lines, count, warps(block), 64),
+        *args,
+        num_warps=warps(block),
+        **constants,
+        BLOCK=block,
+    )
     return losses

@@ -1,7 +1,8 @@
-"""The weighted sum over a token's copies in Triton, and its gradients: rows are found by one index each, and read whole.
+"""The weighted sum over a token's copies in Triton, and its gradients: rows are found by one index each, and read
+whole.
 
-Nothing is accumulated in memory: the indices are a permutation, so that every row of the gradient is written once. Source: the
-formulas of mindspeed_fx/kernels/moe_permute.py.
+Nothing is accumulated in memory: the indices are a permutation, so that every row of the gradient is written once.
+Source: the formulas of mindspeed_fx/kernels/moe_permute.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ BLOCK = 4096
 
 
 @triton.jit
-def moe_combine_forward(permuted_ptr, index_ptr, probs_ptr, y_ptr, count, N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PROBS: tl.constexpr, BLOCK: tl.constexpr):
+def moe_combine_forward(
+    permuted_ptr,
+    index_ptr,
+    probs_ptr,
+    y_ptr,
+    count,
+    N: tl.constexpr,
+    STRIDE: tl.constexpr,
+    K: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
         token = tl.cast(item // BLOCKS, tl.int64)
@@ -34,7 +46,21 @@ def moe_combine_forward(permuted_ptr, index_ptr, probs_ptr, y_ptr, count, N: tl.
 
 
 @triton.jit
-def moe_combine_backward(g_ptr, permuted_ptr, index_ptr, probs_ptr, dx_ptr, dprobs_ptr, pairs, N: tl.constexpr, G_STRIDE: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PROBS: tl.constexpr, BLOCK: tl.constexpr):
+def moe_combine_backward(
+    g_ptr,
+    permuted_ptr,
+    index_ptr,
+    probs_ptr,
+    dx_ptr,
+    dprobs_ptr,
+    pairs,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    K: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     for pair in range(tl.program_id(0), pairs, tl.num_programs(0)):
         at = tl.cast(pair, tl.int64)
         token = tl.cast(pair // K, tl.int64)
@@ -55,24 +81,53 @@ def moe_combine_backward(g_ptr, permuted_ptr, index_ptr, probs_ptr, dx_ptr, dpro
 
 def forward(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, k: int = 1) -> Tensor:
     """``mindspeed::moe_unpermute``: [tokens, hidden] contiguous."""
-    k, dtype = (k, permuted.dtype) if probs is None else (probs.shape[1], torch.promote_types(permuted.dtype, probs.dtype))
+    k, dtype = (
+        (k, permuted.dtype) if probs is None else (probs.shape[1], torch.promote_types(permuted.dtype, probs.dtype))
+    )
     lines, n = rows(permuted), permuted.shape[1]
     y = permuted.new_empty((sorted_indices.shape[0] // k, n), dtype=dtype)
     block = min(BLOCK, power_of_two(n))
     grid = programs(lines, y.shape[0] * -(-n // block), warps(block), 64)
     args = (lines, sorted_indices.contiguous(), lines if probs is None else probs.contiguous(), y, y.shape[0])
-    launch(moe_combine_forward, grid, *args, num_warps=warps(block), N=n, STRIDE=lines.stride(0), K=k, PROBS=probs is not None, BLOCK=block)
+    launch(
+        moe_combine_forward,
+        grid,
+        *args,
+        num_warps=warps(block),
+        N=n,
+        STRIDE=lines.stride(0),
+        K=k,
+        PROBS=probs is not None,
+        BLOCK=block,
+    )
     return y
 
 
-def backward(grad: Tensor, permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def backward(
+    grad: Tensor, permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None, k: int
+) -> tuple[Tensor, Tensor]:
     """``mindspeed::moe_unpermute_backward``: (dpermuted, dprobs), dprobs empty without probs."""
     k = k if probs is None else probs.shape[1]
     g, lines, n = rows(grad), rows(permuted), permuted.shape[1]
     dx = torch.empty(permuted.shape, dtype=permuted.dtype, device=permuted.device)
     dprobs = permuted.new_empty(0) if probs is None else probs.new_empty(probs.shape)
     block = min(BLOCK, power_of_two(n))
-    args = (g, lines, sorted_indices.contiguous(), lines if probs is None else probs.contiguous(), dx, dprobs, sorted_indices.shape[0])
+    args = (
+        g,
+        lines,
+        sorted_indices.contiguous(),
+        lines if probs is None else probs.contiguous(),
+        dx,
+        dprobs,
+        sorted_indices.shape[0],
+    )
     constants = {"N": n, "G_STRIDE": g.stride(0), "STRIDE": lines.stride(0), "K": k, "PROBS": probs is not None}
-    launch(moe_combine_backward, programs(lines, sorted_indices.shape[0], warps(block), 64), *args, num_warps=warps(block), **constants, BLOCK=block)
+    launch(
+        moe_combine_backward,
+        programs(lines, sorted_indices.shape[0], warps(block), 64),
+        *args,
+        num_warps=warps(block),
+        **constants,
+        BLOCK=block,
+    )
     return dx, dprobs

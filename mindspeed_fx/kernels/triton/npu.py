@@ -1,7 +1,8 @@
-"""Launches on an NPU: one program for each vector core, and the first tile that fits its buffer. Compiled and checked, never run on one.
+"""Launches on an NPU: one program for each vector core, and the first tile that fits its buffer. Compiled and checked,
+never run on one.
 
-Which tile fits is known to the compiler alone (mindspeed_fx/kernels/triton/tiles.py), which refuses a kernel whose buffers overflow;
-what it took is remembered for the process, and its binaries by triton-ascend's own cache.
+Which tile fits is known to the compiler alone (mindspeed_fx/kernels/triton/tiles.py), which refuses a kernel whose
+buffers overflow; what it took is remembered for the process, and its binaries by triton-ascend's own cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def start(kernel: Any, grid: int, args: tuple, constants: dict[str, Any]) -> Non
     Raises:
         what triton-ascend raises, when it is no overflow or no tile is left.
     """
-    key = (kernel, tuple(sorted(constants.items())), tuple(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in args))
+    key = (
+        kernel,
+        tuple(sorted(constants.items())),
+        tuple(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in args),
+    )
     wanted = [_fitting[key]] if key in _fitting else tiles.candidates(constants)
     for i, tile in enumerate(wanted):
         try:

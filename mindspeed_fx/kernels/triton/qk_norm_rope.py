@@ -1,6 +1,7 @@
 """RMSNorm of heads and their rotation in Triton: a tile is some heads of one token, which share one row of cos and sin.
 
-A head is read as the pairs that turn and the rest that passes. The gradient of the weight is summed per program, in a fixed
+A head is read as the pairs that turn and the rest that passes. The gradient of the weight is summed per program, in a
+fixed
 order, and then over programs. Source: the formulas of mindspeed_fx/kernels/qk_norm_rope.py.
 """
 
@@ -20,9 +21,43 @@ FORWARD_TILE, BACKWARD_TILE = 4096, 2048
 
 
 @triton.jit
-def qk_norm_rope_forward(x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, rstd_ptr, outer, inner, heads, x0, x1, x2, y0, y1, y2, c0, c1, c2, s0, s1, s2, r0, r1, r2, eps, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHT: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
-    """y of x, both [outer, inner, heads, DIM] with strides x0 ... of their own; cos, sin and rstd likewise. SHARED: the heads have one
-    row of angles. HALF, REST: tiles of TURNED / 2 and DIM - TURNED, no REST where that is zero."""
+def qk_norm_rope_forward(
+    x_ptr,
+    w_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    rstd_ptr,
+    outer,
+    inner,
+    heads,
+    x0,
+    x1,
+    x2,
+    y0,
+    y1,
+    y2,
+    c0,
+    c1,
+    c2,
+    s0,
+    s1,
+    s2,
+    r0,
+    r1,
+    r2,
+    eps,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """y of x, both [outer, inner, heads, DIM] with strides x0 ... of their own; cos, sin and rstd likewise. SHARED: the
+    heads have one row of angles. HALF, REST: tiles of TURNED / 2 and DIM - TURNED, no REST where that is zero."""
     tiles = (heads + HEADS - 1) // HEADS
     ANGLES: tl.constexpr = 1 if SHARED else HEADS
     one = tl.arange(0, 1)[:, None]
@@ -60,7 +95,46 @@ def qk_norm_rope_forward(x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, rstd_ptr, outer,
 
 
 @triton.jit
-def qk_norm_rope_backward(g_ptr, x_ptr, w_ptr, rstd_ptr, cos_ptr, sin_ptr, dx_ptr, partial_ptr, outer, inner, heads, g0, g1, g2, d0, d1, d2, x0, x1, x2, c0, c1, c2, s0, s1, s2, r0, r1, r2, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHT: tl.constexpr, NEED_WEIGHT: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
+def qk_norm_rope_backward(
+    g_ptr,
+    x_ptr,
+    w_ptr,
+    rstd_ptr,
+    cos_ptr,
+    sin_ptr,
+    dx_ptr,
+    partial_ptr,
+    outer,
+    inner,
+    heads,
+    g0,
+    g1,
+    g2,
+    d0,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    c0,
+    c1,
+    c2,
+    s0,
+    s1,
+    s2,
+    r0,
+    r1,
+    r2,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
     """dx [outer, inner, heads, DIM] of the gradient g, and a row of partial [programs, DIM]."""
     tiles = (heads + HEADS - 1) // HEADS
     ANGLES: tl.constexpr = 1 if SHARED else HEADS
@@ -111,12 +185,16 @@ def qk_norm_rope_backward(g_ptr, x_ptr, w_ptr, rstd_ptr, cos_ptr, sin_ptr, dx_pt
             tl.store(dx + TURNED + cols, (rstd * (hc - nc * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
     if NEED_WEIGHT:
         row = partial_ptr + tl.program_id(0) * DIM
-        store_pairs(row + one, tl.sum(dwa, axis=0)[None, :], tl.sum(dwb, axis=0)[None, :], one < 1, TURNED, INTERLEAVED, 1, HALF)
+        store_pairs(
+            row + one, tl.sum(dwa, axis=0)[None, :], tl.sum(dwb, axis=0)[None, :], one < 1, TURNED, INTERLEAVED, 1, HALF
+        )
         if REST:
             tl.store(row + TURNED + cols, tl.sum(dwc, axis=0)[None, :], mask=cols < DIM - TURNED)
 
 
-def forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, cast_first: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, cast_first: bool, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """``mindspeed::qk_norm_rope``: y in the layout of x, and rstd [..., 1] float32."""
     x, cos, sin = _rows(x, cos, sin)
     y = torch.empty_like(x, dtype=result_dtype(x, weight, cos, cast_first))
@@ -126,11 +204,37 @@ def forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: flo
     tile, num_warps = _tile(heads, constants, FORWARD_TILE)
     grid = programs(x, outer * inner * -(-heads // tile["HEADS"]), num_warps, 64)
     w = x if weight is None else weight.contiguous()
-    launch(qk_norm_rope_forward, grid, x, w, cos, sin, y, rstd, outer, inner, heads, *strides, eps, num_warps=num_warps, **constants, **tile)
+    launch(
+        qk_norm_rope_forward,
+        grid,
+        x,
+        w,
+        cos,
+        sin,
+        y,
+        rstd,
+        outer,
+        inner,
+        heads,
+        *strides,
+        eps,
+        num_warps=num_warps,
+        **constants,
+        **tile,
+    )
     return y, rstd
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """``mindspeed::qk_norm_rope_backward``: dx in the layout of x, dweight [dim] (empty unless ``need_weight``)."""
     grad, x, cos, sin = _rows(grad, x, cos, sin)
     dx = torch.empty_like(x)
@@ -151,7 +255,13 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def _constants(x: Tensor, weight: Tensor | None, cos: Tensor, interleaved: bool, shared: bool) -> dict[str, int]:
-    return {"DIM": x.shape[-1], "TURNED": cos.shape[-1], "INTERLEAVED": interleaved, "WEIGHT": weight is not None, "SHARED": shared}
+    return {
+        "DIM": x.shape[-1],
+        "TURNED": cos.shape[-1],
+        "INTERLEAVED": interleaved,
+        "WEIGHT": weight is not None,
+        "SHARED": shared,
+    }
 
 
 def _tile(heads: int, constants: dict[str, int], most: int) -> tuple[dict[str, int], int]:

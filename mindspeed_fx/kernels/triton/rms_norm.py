@@ -1,4 +1,5 @@
-"""RMSNorm in Triton, alone and of a sum: rows that fit a tile are read once; wider ones are walked in column blocks, twice.
+"""RMSNorm in Triton, alone and of a sum: rows that fit a tile are read once; wider ones are walked in column blocks,
+twice.
 
 ADD: the row is x + residual, rounded and stored as the model has it. PLUS: another gradient of the row is added to dx.
 
@@ -19,15 +20,34 @@ TILE = 4096
 """Elements that a tile of narrow rows aims at."""
 
 FORWARD_WHOLE, BACKWARD_WHOLE = 2**16, 8192
-"""Bytes and elements of the widest row kept in registers: wider ones spill on sm_80 or sm_90 (tests/kernels/test_triton.py)."""
+"""Bytes and elements of the widest row kept in registers: wider ones spill on sm_80 or sm_90
+(tests/kernels/test_triton.py).
+"""
 
 SPLIT = 16384
-"""Column block of wider rows: one program of 32 warps per multiprocessor, so that the rows in flight stay in the L2 cache
-between the two walks."""
+"""Column block of wider rows: one program of 32 warps per multiprocessor, so that the rows in flight stay in the L2
+cache between the two walks."""
 
 
 @triton.jit
-def rms_norm_forward(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, count, eps, N: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_forward(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    count,
+    eps,
+    N: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     lines = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
@@ -36,7 +56,9 @@ def rms_norm_forward(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, count, 
         mask = there[:, None] & (cols < N)
         x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0)
         if ADD:
-            residual = tl.load(residual_ptr + base * RESIDUAL_STRIDE + lines[:, None] * RESIDUAL_STRIDE + cols, mask=mask, other=0.0)
+            residual = tl.load(
+                residual_ptr + base * RESIDUAL_STRIDE + lines[:, None] * RESIDUAL_STRIDE + cols, mask=mask, other=0.0
+            )
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
             tl.store(s_ptr + base * N + lines[:, None] * N + cols, x, mask=mask)
         wide = x.to(tl.float32)
@@ -51,7 +73,23 @@ def rms_norm_forward(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, count, 
 
 
 @triton.jit
-def rms_norm_forward_wide(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, count, eps, N: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_forward_wide(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    count,
+    eps,
+    N: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         base = tl.cast(row, tl.int64)
         squares = tl.zeros([BLOCK], tl.float32)
@@ -59,7 +97,10 @@ def rms_norm_forward_wide(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, co
             cols = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + base * X_STRIDE + cols, mask=cols < N, other=0.0)
             if ADD:
-                x = (x.to(tl.float32) + tl.load(residual_ptr + base * RESIDUAL_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)).to(x.dtype)
+                x = (
+                    x.to(tl.float32)
+                    + tl.load(residual_ptr + base * RESIDUAL_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
+                ).to(x.dtype)
                 tl.store(s_ptr + base * N + cols, x, mask=cols < N)
             wide = x.to(tl.float32)
             squares += wide * wide
@@ -69,7 +110,10 @@ def rms_norm_forward_wide(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, co
             cols = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + base * X_STRIDE + cols, mask=cols < N, other=0.0)
             if ADD:  # made again: what this program stored may not be readable yet
-                x = (x.to(tl.float32) + tl.load(residual_ptr + base * RESIDUAL_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)).to(x.dtype)
+                x = (
+                    x.to(tl.float32)
+                    + tl.load(residual_ptr + base * RESIDUAL_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
+                ).to(x.dtype)
             y = x.to(tl.float32) * rstd
             if WEIGHT:
                 if CAST_FIRST:
@@ -79,7 +123,26 @@ def rms_norm_forward_wide(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, co
 
 
 @triton.jit
-def rms_norm_backward(g_ptr, plus_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, partial_ptr, count, N: tl.constexpr, G_STRIDE: tl.constexpr, PLUS_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, PLUS: tl.constexpr, WEIGHT: tl.constexpr, NEED_WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_backward(
+    g_ptr,
+    plus_ptr,
+    x_ptr,
+    w_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    count,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    PLUS_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    PLUS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     lines = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -98,7 +161,9 @@ def rms_norm_backward(g_ptr, plus_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, partial_p
         mean = tl.sum(h * normal, axis=1)[:, None] / N
         dx = rstd * (h - normal * mean)
         if PLUS:
-            dx += tl.load(plus_ptr + base * PLUS_STRIDE + lines[:, None] * PLUS_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+            dx += tl.load(plus_ptr + base * PLUS_STRIDE + lines[:, None] * PLUS_STRIDE + cols, mask=mask, other=0.0).to(
+                tl.float32
+            )
         tl.store(dx_ptr + base * N + lines[:, None] * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEED_WEIGHT:
             if CAST_FIRST:
@@ -110,7 +175,22 @@ def rms_norm_backward(g_ptr, plus_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, partial_p
 
 
 @triton.jit
-def rms_norm_backward_wide(g_ptr, plus_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, count, N: tl.constexpr, G_STRIDE: tl.constexpr, PLUS_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, PLUS: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_backward_wide(
+    g_ptr,
+    plus_ptr,
+    x_ptr,
+    w_ptr,
+    rstd_ptr,
+    dx_ptr,
+    count,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    PLUS_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    PLUS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         base = tl.cast(row, tl.int64)
         rstd = tl.load(rstd_ptr + base)
@@ -136,7 +216,20 @@ def rms_norm_backward_wide(g_ptr, plus_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, coun
 
 
 @triton.jit
-def rms_norm_weight_gradient(g_ptr, x_ptr, rstd_ptr, partial_ptr, count, chunks, N: tl.constexpr, G_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_weight_gradient(
+    g_ptr,
+    x_ptr,
+    rstd_ptr,
+    partial_ptr,
+    count,
+    chunks,
+    N: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Rows dealt out over ``chunks``: chunk c sums rows c * ROWS, (c + chunks) * ROWS ... of one column block."""
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     lines = tl.arange(0, ROWS)
@@ -164,8 +257,12 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool) -> t
     return y, rstd
 
 
-def normalize(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, cast_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``mindspeed::add_rms_norm``: y and s [..., hidden] contiguous and rstd [..., 1] float32 of s = x + residual; s is x without one."""
+def normalize(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, cast_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``mindspeed::add_rms_norm``: y and s [..., hidden] contiguous and rstd [..., 1] float32 of s = x + residual; s is
+    x without one.
+    """
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and cast_first else x.dtype
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     s = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -173,27 +270,60 @@ def normalize(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: fl
     lines, others = rows(x), rows(x if residual is None else residual)
     count, n = lines.shape
     args = (lines, others, x if weight is None else weight.contiguous(), y, s, rstd, count, eps)
-    constants = {"N": n, "X_STRIDE": lines.stride(0), "RESIDUAL_STRIDE": others.stride(0), "ADD": residual is not None, "WEIGHT": weight is not None, "CAST_FIRST": cast_first}
+    constants = {
+        "N": n,
+        "X_STRIDE": lines.stride(0),
+        "RESIDUAL_STRIDE": others.stride(0),
+        "ADD": residual is not None,
+        "WEIGHT": weight is not None,
+        "CAST_FIRST": cast_first,
+    }
     if n * x.element_size() > FORWARD_WHOLE:
         launch(rms_norm_forward_wide, programs(x, count, 32, 32), *args, num_warps=32, **constants, BLOCK=SPLIT)
         return y, s, rstd
     tile, num_warps = whole_rows(n)
-    launch(rms_norm_forward, programs(x, -(-count // tile["ROWS"]), num_warps, 64), *args, num_warps=num_warps, **constants, **tile)
+    launch(
+        rms_norm_forward,
+        programs(x, -(-count // tile["ROWS"]), num_warps, 64),
+        *args,
+        num_warps=num_warps,
+        **constants,
+        **tile,
+    )
     return y, s, rstd
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cast_first: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
-    """``mindspeed::rms_norm_backward``: dx [..., hidden] contiguous, dweight [hidden] (empty unless ``need_weight``)."""
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, cast_first: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """``mindspeed::rms_norm_backward``: dx [..., hidden] contiguous, dweight [hidden] (empty unless
+    ``need_weight``).
+    """
     return gradients(grad, None, x, weight, rstd, cast_first, need_weight)
 
 
-def gradients(grad: Tensor, plus: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, cast_first: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+def gradients(
+    grad: Tensor,
+    plus: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    cast_first: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """``mindspeed::add_rms_norm_backward``: :func:`backward` with ``plus`` [..., hidden] added to dx."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, others, lines, rstd = rows(grad), rows(grad if plus is None else plus), rows(x), rstd.contiguous()
     count, n = lines.shape
     w = x if weight is None else weight.contiguous()
-    constants = {"N": n, "G_STRIDE": g.stride(0), "PLUS_STRIDE": others.stride(0), "X_STRIDE": lines.stride(0), "PLUS": plus is not None, "WEIGHT": weight is not None}
+    constants = {
+        "N": n,
+        "G_STRIDE": g.stride(0),
+        "PLUS_STRIDE": others.stride(0),
+        "X_STRIDE": lines.stride(0),
+        "PLUS": plus is not None,
+        "WEIGHT": weight is not None,
+    }
     # Three rows of 32 bits on their way take more shared memory than some devices have.
     if n * (2 if plus is not None and x.element_size() == 4 else 1) <= BACKWARD_WHOLE:
         tile, num_warps = whole_rows(n)
@@ -201,9 +331,31 @@ def gradients(grad: Tensor, plus: Tensor | None, x: Tensor, weight: Tensor | Non
         grid = programs(x, -(-count // tile["ROWS"]), num_warps, 16)
         partial = x.new_empty((grid if need_weight else 0, n), dtype=torch.float32)
         args = (g, others, lines, w, rstd, dx, partial if need_weight else dx, count)
-        launch(rms_norm_backward, grid, *args, num_warps=num_warps, **constants, NEED_WEIGHT=need_weight, CAST_FIRST=cast_first, **tile)
+        launch(
+            rms_norm_backward,
+            grid,
+            *args,
+            num_warps=num_warps,
+            **constants,
+            NEED_WEIGHT=need_weight,
+            CAST_FIRST=cast_first,
+            **tile,
+        )
         return dx, partial.sum(0).to(weight.dtype) if need_weight else x.new_empty(0)
-    launch(rms_norm_backward_wide, programs(x, count, 32, 32), g, others, lines, w, rstd, dx, count, num_warps=32, **constants, BLOCK=SPLIT)
+    launch(
+        rms_norm_backward_wide,
+        programs(x, count, 32, 32),
+        g,
+        others,
+        lines,
+        w,
+        rstd,
+        dx,
+        count,
+        num_warps=32,
+        **constants,
+        BLOCK=SPLIT,
+    )
     return dx, _weight_gradient(g, lines, rstd, cast_first).to(weight.dtype) if need_weight else x.new_empty(0)
 
 
@@ -216,7 +368,22 @@ def _weight_gradient(g: Tensor, x: Tensor, rstd: Tensor, cast_first: bool) -> Te
     # Rounded down: a chunk too many would keep a few programs busy twice as long as the rest.
     chunks = max(1, grid // blocks)
     partial = x.new_empty((chunks, n), dtype=torch.float32)
-    launch(rms_norm_weight_gradient, grid, g, x, rstd, partial, count, chunks, num_warps=num_warps, N=n, G_STRIDE=g.stride(0), X_STRIDE=x.stride(0), CAST_FIRST=cast_first, **tile)
+    launch(
+        rms_norm_weight_gradient,
+        grid,
+        g,
+        x,
+        rstd,
+        partial,
+        count,
+        chunks,
+        num_warps=num_warps,
+        N=n,
+        G_STRIDE=g.stride(0),
+        X_STRIDE=x.stride(0),
+        CAST_FIRST=cast_first,
+        **tile,
+    )
     return partial.sum(0)
 
 

@@ -1,6 +1,7 @@
 """Rotary position embedding in Triton: a tile is some heads of one token, which share one row of cos and sin.
 
-The gradient is the rotation the other way, so one kernel serves both; see mindspeed_fx/kernels/rope.py for the formulas.
+The gradient is the rotation the other way, so one kernel serves both; see mindspeed_fx/kernels/rope.py for the
+formulas.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def load_pairs(rows, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES:
 
 
 @triton.jit
-def store_pairs(rows, a, b, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES: tl.constexpr, HALF: tl.constexpr):
+def store_pairs(
+    rows, a, b, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES: tl.constexpr, HALF: tl.constexpr
+):
     """Writes what :func:`load_pairs` reads, in the type of the rows."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * HALF)[None, :]
@@ -45,17 +48,51 @@ def store_pairs(rows, a, b, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 
 @triton.jit
 def place(item, inner, heads, HEADS: tl.constexpr):
-    """(outer and inner index, first head, lines [HEADS, 1] from it, heads that are left) of a tile of [outer, inner, heads]."""
+    """(outer and inner index, first head, lines [HEADS, 1] from it, heads that are left) of a tile of [outer, inner,
+    heads].
+    """
     tiles = (heads + HEADS - 1) // HEADS
     first = (item % tiles) * HEADS
     lines = tl.arange(0, HEADS)[:, None]
-    return tl.cast(item // tiles // inner, tl.int64), tl.cast((item // tiles) % inner, tl.int64), tl.cast(first, tl.int64), lines, heads - first
+    return (
+        tl.cast(item // tiles // inner, tl.int64),
+        tl.cast((item // tiles) % inner, tl.int64),
+        tl.cast(first, tl.int64),
+        lines,
+        heads - first,
+    )
 
 
 @triton.jit
-def rope_rotate(x_ptr, cos_ptr, sin_ptr, y_ptr, outer, inner, heads, x0, x1, x2, y0, y1, y2, c0, c1, c2, s0, s1, s2, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """y of x, both [outer, inner, heads, DIM] with strides x0 ... of their own; cos and sin likewise, with strides 0 where
-    they are broadcast. SHARED: they are broadcast over the heads. HALF: tile of DIM / 2."""
+def rope_rotate(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    outer,
+    inner,
+    heads,
+    x0,
+    x1,
+    x2,
+    y0,
+    y1,
+    y2,
+    c0,
+    c1,
+    c2,
+    s0,
+    s1,
+    s2,
+    DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """y of x, both [outer, inner, heads, DIM] with strides x0 ... of their own; cos and sin likewise, with strides 0
+    where they are broadcast. SHARED: they are broadcast over the heads. HALF: tile of DIM / 2."""
     tiles = (heads + HEADS - 1) // HEADS
     ANGLES: tl.constexpr = 1 if SHARED else HEADS
     for item in range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0)):
@@ -82,7 +119,9 @@ def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return y
 
 
-def backward(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, need_angles: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, need_angles: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """``mindspeed::rope_backward`` without gradients of the angles: (dx, empty, empty), dx in the layout of grad."""
     assert not need_angles
     dx = torch.empty_like(grad, dtype=x.dtype)
@@ -101,12 +140,20 @@ def _run(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, interleaved: bool, back
     block = min(power_of_two(heads), max(1, TILE // (2 * half)))
     num_warps = warps(2 * half * block)
     grid = programs(x, outer * inner * -(-heads // block), num_warps, 64)
-    constants = {"DIM": dim, "INTERLEAVED": interleaved, "BACKWARD": backward, "SHARED": shared, "HEADS": block, "HALF": half}
+    constants = {
+        "DIM": dim,
+        "INTERLEAVED": interleaved,
+        "BACKWARD": backward,
+        "SHARED": shared,
+        "HEADS": block,
+        "HALF": half,
+    }
     launch(rope_rotate, grid, x, cos, sin, y, outer, inner, heads, *strides, num_warps=num_warps, **constants)
 
 
 def leading(x: Tensor, y: Tensor, *others: Tensor) -> tuple[list[int], list[int]]:
-    """Three leading dimensions, outermost in the memory of ``y`` first: their sizes, and their strides in x, y and each of the others.
+    """Three leading dimensions, outermost in the memory of ``y`` first: their sizes, and their strides in x, y and each
+    of the others.
 
     Dimensions of size one are dropped, and neighbours that every tensor strides over as over one are merged.
 

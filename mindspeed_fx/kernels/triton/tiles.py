@@ -1,9 +1,9 @@
 """Which tiles of a Triton kernel are worth trying on an NPU, and which of those that compiled is best.
 
-The launchers of :mod:`mindspeed_fx.kernels.triton` choose tiles for CUDA: powers of two that fit registers. A vector core
-has 192 KiB of buffer and takes tiles of any width; a tile as wide as the row has no masked tail, so that its transfers
-have a fixed size. How much of the buffer a kernel needs is not a formula (the compiler changes its strategy), so tiles
-are compiled, widest first.
+The launchers of :mod:`mindspeed_fx.kernels.triton` choose tiles for CUDA: powers of two that fit registers. A vector
+core has 192 KiB of buffer and takes tiles of any width; a tile as wide as the row has no masked tail, so that its
+transfers have a fixed size. How much of the buffer a kernel needs is not a formula (the compiler changes its strategy),
+so tiles are compiled, widest first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, int], ...]]] = {
     **{name: ("rms_norm", _THRESHOLDS) for name in ("rms_norm", "add_rms_norm")},
     **{name: ("layer_norm", _THRESHOLDS) for name in ("layer_norm", "add_layer_norm")},
 }
-"""Operator -> launcher file, and settings of its thresholds that lead to another kernel, in order of preference: whole rows, then
-column blocks."""
+"""Operator -> launcher file, and settings of its thresholds that lead to another kernel, in order of preference: whole
+rows, then column blocks."""
 
 TRIES = 5
 """Tiles of a kernel that are compiled at most."""
@@ -43,7 +43,9 @@ def candidates(constants: dict[str, Any]) -> list[dict[str, int]]:
     if width is None:
         return [{"BLOCK": b} for b in (8192, 4096, 2048, 1024, 512)]
     if "ROWS" in constants and constants["BLOCK"] >= width:
-        return [{"ROWS": r, "BLOCK": width} for r in _powers(16) if r * width <= _TOGETHER][:TRIES] or [{"ROWS": 1, "BLOCK": width}]
+        return [{"ROWS": r, "BLOCK": width} for r in _powers(16) if r * width <= _TOGETHER][:TRIES] or [
+            {"ROWS": 1, "BLOCK": width}
+        ]
     blocks = list(_blocks(width))
     if "ROWS" in constants:
         return [{"ROWS": 4, "BLOCK": b} for b in blocks if 4 * b <= _TOGETHER][:TRIES]
@@ -51,7 +53,9 @@ def candidates(constants: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def _blocks(width: int) -> Iterator[int]:
-    """Column blocks, widest first: divisors of the width in whole vectors of 16 elements, and 8192, 4096 and 2048 beside them."""
+    """Column blocks, widest first: divisors of the width in whole vectors of 16 elements, and 8192, 4096 and 2048
+    beside them.
+    """
     divisors = {width // n for n in range(1, 33) if width % n == 0 and width // n % 16 == 0}
     powers = {b for b in (8192, 4096, 2048) if b < width}
     found = sorted((b for b in divisors | powers if 1024 <= b <= _WIDEST), reverse=True)
@@ -92,4 +96,8 @@ def cycles(found: dict[str, Any], constants: dict[str, Any]) -> float:
 def best(tried: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Of tiles that compiled, the one with fewest :func:`cycles`: double-buffered and without scalar loops first."""
     usable = [t for t in tried if t["outcome"] in ("ok", "single-buffered")]
-    return min(usable, key=lambda t: (t["outcome"] != "ok", t["scalar_loops"], t["cycles"], -sum(t["on_chip"].values())), default=None)
+    return min(
+        usable,
+        key=lambda t: (t["outcome"] != "ok", t["scalar_loops"], t["cycles"], -sum(t["on_chip"].values())),
+        default=None,
+    )

@@ -38,7 +38,12 @@ def autograd_function(gm: fx.GraphModule, context: Context) -> PassReport:
         operands = node.args[2:]
         # torch 2.11 returns intermediate results of the body too, for nobody; their gradient is zero.
         used = tuple(sorted({user.args[1] for user in node.users}))
-        key = (forward.code, backward.code, used, tuple(fake_compat.layout_key(a.meta["val"]) if isinstance(a, fx.Node) else repr(a) for a in operands))
+        key = (
+            forward.code,
+            backward.code,
+            used,
+            tuple(fake_compat.layout_key(a.meta["val"]) if isinstance(a, fx.Node) else repr(a) for a in operands),
+        )
         if key not in verdicts:
             reason = _not_inlinable(node, forward, backward)
             verdicts[key] = reason or _not_derivative(forward, backward, operands, used)
@@ -63,8 +68,16 @@ def _not_inlinable(node: fx.Node, forward: fx.GraphModule, backward: fx.GraphMod
     for n in forward.graph.nodes:
         if n.op == "get_attr":
             return "its forward holds a constant tensor"
-        if n.op == "call_function" and not tracing.is_grad_mode_switch(n.target) and getattr(n.target, "__name__", "") != "getitem":
-            plain = isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten" and not n.target._schema.is_mutable
+        if (
+            n.op == "call_function"
+            and not tracing.is_grad_mode_switch(n.target)
+            and getattr(n.target, "__name__", "") != "getitem"
+        ):
+            plain = (
+                isinstance(n.target, torch._ops.OpOverload)
+                and n.target.namespace == "aten"
+                and not n.target._schema.is_mutable
+            )
             if not plain or torch.Tag.nondeterministic_seeded in n.target.tags:
                 return f"its forward calls {n.target}, which cannot be evaluated at compile time"
     values = [a.meta["val"] for a in node.args[2:] if isinstance(a, fx.Node)]
@@ -81,7 +94,9 @@ def _elements(value: torch.Tensor) -> int:
     return total
 
 
-def _not_derivative(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple, used: tuple[int, ...]) -> str | None:
+def _not_derivative(
+    forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple, used: tuple[int, ...]
+) -> str | None:
     try:
         with tracing.without_fake_mode(), tracing.outside_tracing(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -109,7 +124,11 @@ def _compare(forward: fx.GraphModule, backward: fx.GraphModule, values: list[Any
     outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     if not all(isinstance(outputs[i], torch.Tensor) and outputs[i].requires_grad for i in used):
         return other
-    weights = [torch.randn_like(o) if i in used else torch.zeros_like(o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
+    weights = [
+        torch.randn_like(o) if i in used else torch.zeros_like(o)
+        for i, o in enumerate(outputs)
+        if isinstance(o, torch.Tensor)
+    ]
     outputs = [o for o in outputs if isinstance(o, torch.Tensor)]
     inputs = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
     followed = [(o, w) for o, w in zip(outputs, weights) if o.requires_grad]

@@ -1,8 +1,9 @@
 """GELU written out in elementary functions becomes ``aten.gelu``.
 
-The tanh form ``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` of GPT-2 and the normal distribution's ``x * Phi(x)`` by erf, erfc
-or ndtr, factors in any order and association. Every target has a kernel for the operator, forward and backward, and its backward
-keeps x alone. Safe because it is the same formula. Other arguments of tanh or erf are near misses.
+The tanh form ``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` of GPT-2 and the normal distribution's ``x * Phi(x)``
+by erf, erfc or ndtr, factors in any order and association. Every target has a kernel for the operator, forward and
+backward, and its backward keeps x alone. Safe because it is the same formula. Other arguments of tanh or erf are near
+misses.
 """
 
 from __future__ import annotations
@@ -20,4 +21,11 @@ APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh", "": ""}
 @register(NAME)
 def gelu(gm: fx.GraphModule, context: Context) -> PassReport:
     """GELU in elementary functions becomes aten.gelu."""
-    return activations.fuse(gm, NAME, OPERATOR, lambda found: (aten.gelu.default, (), {"approximate": APPROXIMATE[found.kind]}) if found.kind in APPROXIMATE else None)
+    return activations.fuse(
+        gm,
+        NAME,
+        OPERATOR,
+        lambda found: (
+            (aten.gelu.default, (), {"approximate": APPROXIMATE[found.kind]}) if found.kind in APPROXIMATE else None
+        ),
+    )

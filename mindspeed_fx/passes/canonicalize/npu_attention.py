@@ -1,7 +1,8 @@
 """User code that calls torch_npu's fusion attention of version 1 gets version 3.
 
-Version 1 returns the seed of its dropout mask as Python integers, which a graph bakes in: the backward then draws another mask
-than the forward, without an error. It is for eager mode only, says the documentation; version 3 computes the same and returns
+Version 1 returns the seed of its dropout mask as Python integers, which a graph bakes in: the backward then draws
+another mask than the forward, without an error. It is for eager mode only, says the documentation; version 3 computes
+the same and returns
 tensors. Source: torch_npu 2.13, whose own pass of this kind runs with its Triton code generation alone.
 """
 
@@ -69,7 +70,9 @@ def _constant(gm: fx.GraphModule, before: fx.Node, value: torch.Tensor) -> fx.No
         made = gm.graph.get_attr(name)
     with fake.fake_like(before.meta.get("val")) as mode:
         made.meta = {"val": mode.from_tensor(value), "mutated": False, "needs_grad": False}
-    return rewrite.insert(gm, before, torch.ops.aten.lift_fresh_copy.default, (made,))  # what tracing makes of a constant
+    return rewrite.insert(
+        gm, before, torch.ops.aten.lift_fresh_copy.default, (made,)
+    )  # what tracing makes of a constant
 
 
 def _named(node: fx.Node) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Softmax, its logarithm and its log-sum-exp, written out, become ATen's, which the passes for attention and losses read.
+"""Softmax, its logarithm and its log-sum-exp, written out, become ATen's, which the passes for attention and losses
+read.
 
-``exp(x - m) / exp(x - m).sum(dim)`` with any ``m`` of one number per row or none, as a quotient, as a product with the reciprocal, or after the product
-with values that the weights are for; some of them set to zero first; ``exp(log_softmax(x))``; ``log(softmax(x))``, also of picked probabilities;
-``log(exp(x).sum(dim))``, ``m + log(exp(x - m).sum(dim))``; ``x - logsumexp(x)``; ``softmax(x - m)``.
+``exp(x - m) / exp(x - m).sum(dim)`` with any ``m`` of one number per row or none, as a quotient, as a product with the
+reciprocal, or after the product with values that the weights are for; some of them set to zero first;
+``exp(log_softmax(x))``; ``log(softmax(x))``, also of picked probabilities; ``log(exp(x).sum(dim))``, ``m + log(exp(x -
+m).sum(dim))``; ``x - logsumexp(x)``; ``softmax(x - m)``.
 
-Safe because each is the same function with the same gradient: a row's softmax does not change when the row is moved as a whole, so that ``m`` and what it
-is made of have no part in either. In numbers ATen's is the safer one: without the maximum, exp overflows (in float16 from 11 on).
+Safe because each is the same function with the same gradient: a row's softmax does not change when the row is moved as
+a whole, so that ``m`` and what it is made of have no part in either. In numbers ATen's is the safer one: without the
+maximum, exp overflows (in float16 from 11 on).
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ def softmax(gm: fx.GraphModule, context: Context) -> PassReport:
         if not node.users or not match.is_float(node):
             continue
         found = _RULES[node.target](node)
-        reason = found if isinstance(found, str) else found and (match.unsafe([node, *found.region], [found.x, *(m for _, m in found.hidden)]) or _rewrite(gm, node, found, made))
+        reason = (
+            found
+            if isinstance(found, str)
+            else found
+            and (
+                match.unsafe([node, *found.region], [found.x, *(m for _, m in found.hidden)])
+                or _rewrite(gm, node, found, made)
+            )
+        )
         if reason:
             report.skipped.append(skip("softmax", node, reason))
     rewrite.finish(gm)
@@ -43,7 +54,11 @@ def softmax(gm: fx.GraphModule, context: Context) -> PassReport:
 def _rewrite(gm: fx.GraphModule, node: fx.Node, found: Found, made: dict) -> str | None:
     x, rank = found.x, match.value(found.x).dim()
     for kind, hidden in found.hidden:
-        hidden = hidden if match.value(hidden).dtype == torch.bool else rewrite.insert(gm, node, aten.to.dtype, (hidden, torch.bool))
+        hidden = (
+            hidden
+            if match.value(hidden).dtype == torch.bool
+            else rewrite.insert(gm, node, aten.to.dtype, (hidden, torch.bool))
+        )
         hidden = rewrite.insert(gm, node, aten.logical_not.default, (hidden,)) if kind == "keep" else hidden
         x = rewrite.insert(gm, node, aten.masked_fill.Scalar, (x, hidden, -math.inf))
     if found.target is LOG_SUM_EXP:
@@ -55,7 +70,9 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, found: Found, made: dict) -> str
         before = next(a for a in call.all_input_nodes if match.is_float(a))
         if call.target in PRODUCTS and match.value(new).dtype != match.value(before).dtype:
             new = rewrite.insert(gm, node, aten.to.dtype, (new, match.value(before).dtype))
-        new = rewrite.insert(gm, node, call.target, tuple(new if a is before else a for a in call.args), dict(call.kwargs))
+        new = rewrite.insert(
+            gm, node, call.target, tuple(new if a is before else a for a in call.args), dict(call.kwargs)
+        )
     reason = rewrite.substitute(gm, node, new)
     if reason is None:
         made[first] = site(str(found.target), node, [node, *found.region])

@@ -1,7 +1,8 @@
 """``torch.nn.attention.varlen.varlen_attn`` becomes ``mindspeed::varlen_attention``.
 
-torch has kernels of it for CUDA alone. q, k and v lie packed, [tokens, heads, dim]; the cumulative lengths say which document a token is
-of. Documents of queries and keys must be the same; windows that look ahead, paged keys and the log-sum-exp as a result stay with torch.
+torch has kernels of it for CUDA alone. q, k and v lie packed, [tokens, heads, dim]; the cumulative lengths say which
+document a token is of. Documents of queries and keys must be the same; windows that look ahead, paged keys and the
+log-sum-exp as a result stay with torch.
 """
 
 from __future__ import annotations
@@ -23,14 +24,24 @@ def varlen_attention(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     target = dispatcher.varlen_attention_of_torch()
     for node in calls(gm, target) if target else ():
-        reason = "torch's own kernel runs on cuda" if context.options.target == "cuda" else _rewrite(gm, node, context.options.target)
-        (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node)))
+        reason = (
+            "torch's own kernel runs on cuda"
+            if context.options.target == "cuda"
+            else _rewrite(gm, node, context.options.target)
+        )
+        (
+            report.skipped.append(skip(OPERATOR, node, reason))
+            if reason
+            else report.rewrites.append(site(OPERATOR, node))
+        )
     rewrite.finish(gm)
     return report
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, target: str) -> str | None:
-    q, k, v, limits, keys, causal, scale = (match.argument(node, n) for n in ("query", "key", "value", "cu_seq_q", "cu_seq_k", "is_causal", "scale"))
+    q, k, v, limits, keys, causal, scale = (
+        match.argument(node, n) for n in ("query", "key", "value", "cu_seq_q", "cu_seq_k", "is_causal", "scale")
+    )
     left, right = match.argument(node, "window_size") or (-1, -1)
     for name in ("seqused_k", "block_table"):
         if match.argument(node, name) is not None:
@@ -49,8 +60,18 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, target: str) -> str | None:
     numbers = rewrite.insert(gm, node, aten.searchsorted.Tensor, (limits, places), {"right": True})
     numbers = rewrite.insert(gm, node, aten.unsqueeze.default, (numbers, 0))
     ends = rewrite.insert(gm, node, aten.slice.Tensor, (limits, 0, 1, match.END)) if target == "npu" else None
-    qkv = [rewrite.insert(gm, node, aten.unsqueeze.default, (rewrite.insert(gm, node, aten.transpose.int, (x, 0, 1)), 0)) for x in (q, k, v)]
-    arguments = (*qkv, numbers, ends, causal, float(dim**-0.5 if scale is None else scale), left + 1 if left != -1 else 0)
+    qkv = [
+        rewrite.insert(gm, node, aten.unsqueeze.default, (rewrite.insert(gm, node, aten.transpose.int, (x, 0, 1)), 0))
+        for x in (q, k, v)
+    ]
+    arguments = (
+        *qkv,
+        numbers,
+        ends,
+        causal,
+        float(dim**-0.5 if scale is None else scale),
+        left + 1 if left != -1 else 0,
+    )
     if target == "npu":
         kernel, reasons = operator.choose("npu", fx.map_arg(arguments, match.value), {})
         if kernel is None:

@@ -1,8 +1,9 @@
 """Squared ReLU and quick GELU become ``mindspeed::activation``, whose backward keeps its input alone.
 
-``relu(x) ** 2`` in any spelling of square and relu (``clamp(min=0)``, ``maximum`` with zero, ``where``, ``relu(x) * x``);
-``x * sigmoid(1.702 x)`` in any spelling of the logistic function. Safe because the operator evaluates the same formula in at least
-the same precision; where the spellings of relu differ, in the gradient at zero, that of the square is zero.
+``relu(x) ** 2`` in any spelling of square and relu (``clamp(min=0)``, ``maximum`` with zero, ``where``, ``relu(x) *
+x``); ``x * sigmoid(1.702 x)`` in any spelling of the logistic function. Safe because the operator evaluates the same
+formula in at least the same precision; where the spellings of relu differ, in the gradient at zero, that of the square
+is zero.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def activation(gm: fx.GraphModule, context: Context) -> PassReport:
         if reason is None and match.value(x).dtype != match.value(node).dtype:
             reason = f"the input is {match.value(x).dtype} and the result {match.value(node).dtype}"
         if reason is None:
-            reason = rewrite.substitute(gm, node, rewrite.insert(gm, node, torch.ops.mindspeed.activation.default, (x, "squared_relu")))
+            reason = rewrite.substitute(
+                gm, node, rewrite.insert(gm, node, torch.ops.mindspeed.activation.default, (x, "squared_relu"))
+            )
         if reason:
             report.skipped.append(skip(OPERATOR, node, reason))
         else:
@@ -53,7 +56,11 @@ def _quick_gelu(found: activations_analysis.SelfGated) -> tuple | None:
 def _squared_relu(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     """(x, nodes) when ``node`` is relu(x)^2: a square, or the product of relu(x) with itself or with x."""
     inner = match.squared(node)
-    if (masked := _masked(node)) and (x := match.squared(match.uncast(masked[0]))) is not None and _step(masked[1], x) is not False:
+    if (
+        (masked := _masked(node))
+        and (x := match.squared(match.uncast(masked[0]))) is not None
+        and _step(masked[1], x) is not False
+    ):
         return x, [match.uncast(masked[0])]
     pairs = [(inner, inner)] if inner is not None else match.operands(node, aten.mul.Tensor)
     for a, b in pairs:
@@ -67,12 +74,18 @@ def _squared_relu(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
 
 
 def positive_part(n: fx.Node) -> tuple[fx.Node, list[fx.Node], str | None] | None:
-    """(x, nodes, how much of the gradient passes at x = 0 where it is some) when ``n`` is max(x, 0) in any spelling; relu passes none."""
+    """(x, nodes, how much of the gradient passes at x = 0 where it is some) when ``n`` is max(x, 0) in any spelling;
+    relu passes none.
+    """
     if not isinstance(n, fx.Node) or n.op != "call_function":
         return None
     if match.is_call(n, aten.relu.default):
         return n.args[0], [n], None
-    if match.is_call(n, aten.clamp_min.default, aten.clamp.default) and match.number(match.argument(n, "min")) == 0 and match.argument(n, "max") is None:
+    if (
+        match.is_call(n, aten.clamp_min.default, aten.clamp.default)
+        and match.number(match.argument(n, "min")) == 0
+        and match.argument(n, "max") is None
+    ):
         return n.args[0], [n], "all"
     if match.is_call(n, aten.threshold.default) and [match.number(a) for a in n.args[1:3]] == [0, 0]:
         return n.args[0], [n], None
@@ -88,7 +101,14 @@ def _masked(n: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(x, condition) when ``n`` is x where a comparison holds, else zero."""
     if match.is_call(n, aten.where.self, aten.where.ScalarOther):
         return (n.args[1], n.args[0]) if match.is_zeros(n.args[2]) else None
-    return next(((x, _unconverted(m)) for x, m in match.operands(n, aten.mul.Tensor) if match.is_call(_unconverted(m), *GREATER)), None)
+    return next(
+        (
+            (x, _unconverted(m))
+            for x, m in match.operands(n, aten.mul.Tensor)
+            if match.is_call(_unconverted(m), *GREATER)
+        ),
+        None,
+    )
 
 
 def _unconverted(n: object) -> object:

@@ -1,8 +1,8 @@
 """Residual addition before LayerNorm: ``s = x + residual; y = layer_norm(s)`` becomes ``mindspeed::add_layer_norm``.
 
 The sum stays a result for whoever else reads it, the next residual most of all. Safe because it is the same sum and the
-same norm; only sums of two tensors of one shape and type are taken. On cpu the operator is lowered to the sum, which generated
-code joins with its neighbours, and ATen's norm, so that it costs what the two cost.
+same norm; only sums of two tensors of one shape and type are taken. On cpu the operator is lowered to the sum, which
+generated code joins with its neighbours, and ATen's norm, so that it costs what the two cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def add_layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, torch.ops.mindspeed.layer_norm.default):
         total = node.args[0]
         if match.is_call(total, aten.add.Tensor) and all(isinstance(a, fx.Node) for a in total.args):
-            reason = norms.fuse_sum(gm, report, node, list(node.args[1:3]), OPERATOR, torch.ops.mindspeed.add_layer_norm.default, (0, 2, 3))
+            reason = norms.fuse_sum(
+                gm, report, node, list(node.args[1:3]), OPERATOR, torch.ops.mindspeed.add_layer_norm.default, (0, 2, 3)
+            )
             if reason:
                 report.skipped.append(skip(OPERATOR, node, reason))
         elif reason := norms_analysis.widened_sum(total):

@@ -26,9 +26,14 @@ def add_rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
         total = node.args[0]
         if match.is_call(total, aten.add.Tensor) and all(isinstance(a, fx.Node) for a in total.args):
             if context.left_to_inductor(NAME):
-                reason = f'on cpu the code that Inductor generates for the sum and the norm was measured no slower; put "{NAME}" in enable to fuse all the same'
+                reason = (
+                    "on cpu the code that Inductor generates for the sum and the norm was measured no slower; "
+                    f'put "{NAME}" in enable to fuse all the same'
+                )
             else:
-                reason = norms.fuse_sum(gm, report, node, [node.args[1]], OPERATOR, torch.ops.mindspeed.add_rms_norm.default, (0, 2))
+                reason = norms.fuse_sum(
+                    gm, report, node, [node.args[1]], OPERATOR, torch.ops.mindspeed.add_rms_norm.default, (0, 2)
+                )
             if reason:
                 report.skipped.append(skip(OPERATOR, node, reason))
         elif reason := norms_analysis.widened_sum(total):

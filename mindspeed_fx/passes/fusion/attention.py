@@ -1,16 +1,17 @@
 """Attention: ``softmax(scale * q k^T + mask) v`` becomes ``mindspeed::attention``.
 
 Matched from the softmax outward, by meaning: scores through scales, casts, views and masks back to the product
-(``matmul``, ``bmm``, ``baddbmm``, ``einsum``), weights through casts, views and a dropout of zero on to the product with v. Repeated
-heads are followed back to the grouped ones. A mask that is causal for every size, or causal with a sliding window, is
-recognized, any other stays an argument. So are soft-caps (``cap * tanh(scores / cap)``) and attention sinks (a column of
-one score per head joined to the scores and cut off after the softmax). ``scaled_dot_product_attention`` itself becomes
-the same operator. Dropout on the weights becomes ``mindspeed::attention_dropout``, whose mask is drawn where the model drops, so
-that a seed gives the same numbers; on npu ``mindspeed::attention_seeded``, whose kernel draws numbers of its own, as torch_npu's
-``scaled_dot_product_attention`` does. On cuda, where torch chooses among flash kernels behind ``scaled_dot_product_attention``, those calls
-stay and composed attention becomes one of them.
-Safe because the operator computes the softmax in float32 or better; rows that are masked whole by a finite fill value such as -10000 get the
-mean of the values, which the model's uniform weights make of them (``hidden_rows.py``).
+(``matmul``, ``bmm``, ``baddbmm``, ``einsum``), weights through casts, views and a dropout of zero on to the product
+with v. Repeated heads are followed back to the grouped ones. A mask that is causal for every size, or causal with a
+sliding window, is recognized, any other stays an argument. So are soft-caps (``cap * tanh(scores / cap)``) and
+attention sinks (a column of one score per head joined to the scores and cut off after the softmax).
+``scaled_dot_product_attention`` itself becomes the same operator. Dropout on the weights becomes
+``mindspeed::attention_dropout``, whose mask is drawn where the model drops, so that a seed gives the same numbers; on
+npu ``mindspeed::attention_seeded``, whose kernel draws numbers of its own, as torch_npu's
+``scaled_dot_product_attention`` does. On cuda, where torch chooses among flash kernels behind
+``scaled_dot_product_attention``, those calls stay and composed attention becomes one of them. Safe because the operator
+computes the softmax in float32 or better; rows that are masked whole by a finite fill value such as -10000 get the mean
+of the values, which the model's uniform weights make of them (``hidden_rows.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from mindspeed_fx.passes.fusion.emit import einsum
 from mindspeed_fx.passes.fusion.emit.attention import Emit, emitter
 
 NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
-CONTRACTIONS = (aten.matmul.default, aten.bmm.default, aten.einsum.default, aten.tensordot.default, aten.sum.dim_IntList)
+CONTRACTIONS = (
+    aten.matmul.default,
+    aten.bmm.default,
+    aten.einsum.default,
+    aten.tensordot.default,
+    aten.sum.dim_IntList,
+)
 NOT = (aten.logical_not.default, aten.bitwise_not.default)
 
 
@@ -79,7 +86,14 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     k, v = (kv_heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
     if match.value(k).shape[1] != match.value(v).shape[1]:
         k, v = match.argument(node, "key"), match.argument(node, "value")
-    return node, emit(gm, node, Scores(q, k, float(scale), masks, [node], causal=causal, drop=node if p else None, p=float(p)), q, k, v)
+    return node, emit(
+        gm,
+        node,
+        Scores(q, k, float(scale), masks, [node], causal=causal, drop=node if p else None, p=float(p)),
+        q,
+        k,
+        v,
+    )
 
 
 # --------------------------------------------------------------------------- softmax(q k^T) v
@@ -89,7 +103,9 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     if not match.is_float(node.args[0]):
         return None, []
     if node.args[1] % match.rank(node) != match.value(node).dim() - 1:
-        if with_sinks(node.args[0]) is not None and any(match.is_call(u, aten.matmul.default, aten.bmm.default) for u in node.users):
+        if with_sinks(node.args[0]) is not None and any(
+            match.is_call(u, aten.matmul.default, aten.bmm.default) for u in node.users
+        ):
             raise Miss(f"the softmax is over dimension {node.args[1]}; attention's is over the last, the keys")
         return None, []
     einsum.as_matmul(gm, node)
@@ -103,7 +119,9 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
             return None, []  # the softmax of something that is not a product
         raise Miss(f"the scores are more than a product of q and k with scales and masks: {blamed}")
     if (scores.sinks is not None) != cut:
-        raise Miss("the attention weights lose a column that is not a sink's" if cut else "the weights of the sinks are used")
+        raise Miss(
+            "the attention weights lose a column that is not a sink's" if cut else "the weights of the sinks are used"
+        )
     if cleared is not None and not any(_drops(kind, m, cleared) for kind, m, _ in scores.masks):
         raise Miss("the attention weights are set to zero elsewhere than where the scores are masked")
     lead = list(match.value(node).shape[:-2]) or [1]
@@ -119,9 +137,16 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     q, k = scores.q, _transposed(gm, root, scores.k_transposed)
     weights = next(n for n in after if match.is_call(n, aten.matmul.default, aten.bmm.default)).args[0]
     product = [torch.broadcast_shapes(*(match.value(x).shape[:-2] for x in pair)) for pair in ((q, k), (weights, v))]
-    alone = _shared(list(product[0]), *(list(match.value(x).shape[:-2]) for x in (k, v))) if product[0] == product[1] == match.value(node).shape[:-2] else None
+    alone = (
+        _shared(list(product[0]), *(list(match.value(x).shape[:-2]) for x in (k, v)))
+        if product[0] == product[1] == match.value(node).shape[:-2]
+        else None
+    )
     if alone is not None:
-        k, v = (rewrite.insert(gm, root, aten.reshape.default, (x, [lead[0], alone, *match.value(x).shape[-2:]])) for x in (k, v))
+        k, v = (
+            rewrite.insert(gm, root, aten.reshape.default, (x, [lead[0], alone, *match.value(x).shape[-2:]]))
+            for x in (k, v)
+        )
         return root, emit(gm, root, scores, whole(_expanded(gm, root, q, product[0])), k, v)
     q, k, v = (whole(_expanded(gm, root, x, shape)) for x, shape in zip((q, k, v), (product[0], *product)))
     grouped = [kv_heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
@@ -131,7 +156,9 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
 
 
 def _shared(lead: list, k: list, v: list) -> Any:
-    """How many heads of keys and values there are, where each serves several queries in a row, [..., kv_heads, 1 ...] of [..., kv_heads, group ...]; else None."""
+    """How many heads of keys and values there are, where each serves several queries in a row, [..., kv_heads, 1 ...]
+    of [..., kv_heads, group ...]; else None.
+    """
     for i in range(1, len(lead)):
         if k == v == [*lead[:i], *[1] * (len(lead) - i)] and k != lead:
             return math.prod(lead[1:i])
@@ -150,7 +177,12 @@ def _drops(kind: str, m: fx.Node, cleared: tuple[str, fx.Node]) -> bool:
     m, zeros = (x if match.value(x).dtype == torch.bool else _boolean(x) for x in (m, zeros))
     if kind == other:
         return match.same(m, zeros)
-    return {kind, other} == {"keep", "drop"} and (match.is_call(zeros, *NOT) and match.same(zeros.args[0], m) or match.is_call(m, *NOT) and match.same(m.args[0], zeros))
+    return {kind, other} == {"keep", "drop"} and (
+        match.is_call(zeros, *NOT)
+        and match.same(zeros.args[0], m)
+        or match.is_call(m, *NOT)
+        and match.same(m.args[0], zeros)
+    )
 
 
 def _boolean(n: fx.Node) -> fx.Node:
@@ -160,9 +192,11 @@ def _boolean(n: fx.Node) -> fx.Node:
     return n
 
 
-def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool, fx.Node | None, fx.Node | None]:
-    """(product with v, v, nodes between, whether the last column is cut off, dropout, where weights are set to zero) after the softmax
-    ``node``; the product includes a view back to 4 dimensions."""
+def _weighted_sum(
+    node: fx.Node,
+) -> tuple[fx.Node | None, fx.Node | None, list[fx.Node], bool, fx.Node | None, fx.Node | None]:
+    """(product with v, v, nodes between, whether the last column is cut off, dropout, where weights are set to zero)
+    after the softmax ``node``; the product includes a view back to 4 dimensions."""
     n, path, drop, cut, cleared = node, [], None, False, None
     while True:
         users = [u for u in n.users if u.op != "output"]
@@ -172,14 +206,29 @@ def _weighted_sum(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, list[f
                 raise Miss(_used_elsewhere(n))
             root, v = products[0], products[0].args[1]
             user = next(iter(root.users)) if len(root.users) == 1 else None
-            if match.is_call(user, *match.VIEWS) and match.value(user).dim() == 4 and match.value(user).shape[-2:] == match.value(root).shape[-2:]:
+            if (
+                match.is_call(user, *match.VIEWS)
+                and match.value(user).dim() == 4
+                and match.value(user).shape[-2:] == match.value(root).shape[-2:]
+            ):
                 if list(match.value(user).shape[:2]) == list(match.value(node).shape[:-2]):
                     return user, v, [*path, root, user], cut, drop, cleared
             return root, v, [*path, root], cut, drop, cleared
-        following = [u for u in users if match.is_call(u, aten.to.dtype, aten.dropout.default, aten.clone.default, aten.contiguous.default, *match.VIEWS) or match.part(u) or (cleared is None and _clears(u, n))]
+        following = [
+            u
+            for u in users
+            if match.is_call(
+                u, aten.to.dtype, aten.dropout.default, aten.clone.default, aten.contiguous.default, *match.VIEWS
+            )
+            or match.part(u)
+            or (cleared is None and _clears(u, n))
+        ]
         if len(following) != 1:
             if any(_from_a_stream(u) for u in users) and culprit(node.args[0]):
-                raise Miss("dropout on the attention weights from a stream of Megatron's tracker, whose numbers no kernel draws")
+                raise Miss(
+                    "dropout on the attention weights from a stream of Megatron's tracker, whose numbers no kernel "
+                    "draws"
+                )
             if any(match.is_call(u, aten.einsum.default) for u in users) and culprit(node.args[0]):
                 raise Miss("the product with v is an einsum that is no product of matrices")
             if (changes := _changes(users, n)) and culprit(node.args[0]):
@@ -213,16 +262,33 @@ def _changes(users: list[fx.Node], n: fx.Node) -> str | None:
         seen, now = {u}, [u]
         for _ in range(3):
             if any(match.is_call(x, *CONTRACTIONS) for x in now):
-                how = "enter" if u in now and match.is_call(u, *CONTRACTIONS) else "are changed before the product with v:"
-                return f"the attention weights {how} {u.target}" + (", which is no product of matrices with v on the right" if how == "enter" else "")
-            now = [x for y in now for x in y.users if x not in seen and match.is_float(x) and not match.is_call(x, match.operator.getitem, aten.gather.default, aten.index.Tensor)]
+                how = (
+                    "enter"
+                    if u in now and match.is_call(u, *CONTRACTIONS)
+                    else "are changed before the product with v:"
+                )
+                return f"the attention weights {how} {u.target}" + (
+                    ", which is no product of matrices with v on the right" if how == "enter" else ""
+                )
+            now = [
+                x
+                for y in now
+                for x in y.users
+                if x not in seen
+                and match.is_float(x)
+                and not match.is_call(x, match.operator.getitem, aten.gather.default, aten.index.Tensor)
+            ]
             seen.update(now)
     return None
 
 
 def _used_elsewhere(n: fx.Node) -> str:
     if any(u.op == "output" for u in n.users):
-        return "the attention weights leave the graph: the model returns them, or a graph break follows while they are alive"
+        return (
+            "the attention weights leave the graph: the model returns them, or a graph break follows while they "
+            "are "
+            "alive"
+        )
     return "the attention weights are used elsewhere in the model"
 
 

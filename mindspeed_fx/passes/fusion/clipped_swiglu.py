@@ -1,8 +1,9 @@
-"""Clipped SwiGLU: ``g * sigmoid(alpha g) * (u + offset)`` of a clamped gate and up becomes ``mindspeed::clipped_swiglu``.
+"""Clipped SwiGLU: ``g * sigmoid(alpha g) * (u + offset)`` of a clamped gate and up becomes
+``mindspeed::clipped_swiglu``.
 
-Gate and up may be two tensors, the halves of one, or its alternating columns (gpt-oss); silu, or any alpha; any offset or none. Where
-only one of the two is clamped, or by different limits, the site is skipped. Safe because the operator evaluates the same formula,
-gradients at the limits included, in at least the same precision.
+Gate and up may be two tensors, the halves of one, or its alternating columns (gpt-oss); silu, or any alpha; any offset
+or none. Where only one of the two is clamped, or by different limits, the site is skipped. Safe because the operator
+evaluates the same formula, gradients at the limits included, in at least the same precision.
 """
 
 from __future__ import annotations
@@ -49,7 +50,15 @@ def _gated(node: fx.Node) -> activations.SelfGated | None:
         if at is None:
             return None
         silu = flat.over[at]
-        found = activations.SelfGated(match.uncast(silu.args[0]), "swish", 1.0, flat.number, [*flat.over[:at], *flat.over[at + 1 :]], flat.under, [*flat.nodes, silu])
+        found = activations.SelfGated(
+            match.uncast(silu.args[0]),
+            "swish",
+            1.0,
+            flat.number,
+            [*flat.over[:at], *flat.over[at + 1 :]],
+            flat.under,
+            [*flat.nodes, silu],
+        )
     alone = len(found.over) == 1 and not found.under and math.isclose(found.number, 1.0, rel_tol=1e-6)
     return found._replace(x=match.uncast(found.x)) if alone and found.kind == "swish" else None
 
@@ -77,14 +86,22 @@ def _rewrite(gm, report, root, gated, limit, up, offset, other) -> str | None:
     if match.value(gate).shape != match.value(v).shape or match.value(gate).shape != match.value(root).shape:
         return f"gate and up have different shapes, {tuple(match.value(gate).shape)} and {tuple(match.value(v).shape)}"
     if not match.value(gate).dtype == match.value(v).dtype == match.value(root).dtype:
-        return f"gate and up are {match.value(gate).dtype} and {match.value(v).dtype}, the model goes on in {match.value(root).dtype}"
+        return (
+            f"gate and up are {match.value(gate).dtype} and {match.value(v).dtype}, the model goes on in "
+            f"{match.value(root).dtype}"
+        )
     region = [root, other, *gated.nodes, clamped, up]
     reason = match.unsafe(region, [gate, v])
     if reason:
         return reason
     source, columns = gates.packed(gate, v), _columns(gate, v)
     x, second = (source or columns, None) if source or columns else (gate, v)
-    new = rewrite.insert(gm, root, torch.ops.mindspeed.clipped_swiglu.default, (x, second, alpha, float(limit), offset, columns is not None and source is None))
+    new = rewrite.insert(
+        gm,
+        root,
+        torch.ops.mindspeed.clipped_swiglu.default,
+        (x, second, alpha, float(limit), offset, columns is not None and source is None),
+    )
     report.rewrites.append(site(OPERATOR, root, region))
     return rewrite.replace(gm, root, new)
 
@@ -92,7 +109,13 @@ def _rewrite(gm, report, root, gated, limit, up, offset, other) -> str | None:
 def _columns(gate: fx.Node, up: fx.Node) -> fx.Node | None:
     """The tensor whose columns alternate gate, up."""
     a, b = match.part(gate), match.part(up)
-    if a and b and match.same(a.source, b.source) and a.step == b.step == 2 and a.dim == b.dim == match.value(a.source).dim() - 1:
+    if (
+        a
+        and b
+        and match.same(a.source, b.source)
+        and a.step == b.step == 2
+        and a.dim == b.dim == match.value(a.source).dim() - 1
+    ):
         width = match.value(a.source).shape[-1]
         if (a.start, b.start) == (0, 1) and a.stop == b.stop == width and width % 2 == 0:
             return a.source

@@ -1,9 +1,10 @@
 """Cross-entropy: ``cross_entropy(logits.float(), target)`` becomes ``mindspeed::cross_entropy``.
 
-Matches ``aten.cross_entropy_loss`` and ``nll_loss(log_softmax(x))``, any reduction, ignore index and label smoothing, and losses written
-out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.analysis.nll`) or with one-hot targets (:mod:`mindspeed_fx.passes.fusion.analysis.targets`). A log-sum-exp of the same logits (a z-loss) is the operator's second result.
-The widening cast of 16-bit logits moves into the operator, so that no float32 copy of them exists; the reduction stays
-outside as plain sums. Safe because the operator's formula is the definition, computed in float32.
+Matches ``aten.cross_entropy_loss`` and ``nll_loss(log_softmax(x))``, any reduction, ignore index and label smoothing,
+and losses written out with ``gather`` (:mod:`mindspeed_fx.passes.fusion.analysis.nll`) or with one-hot targets
+(:mod:`mindspeed_fx.passes.fusion.analysis.targets`). A log-sum-exp of the same logits (a z-loss) is the operator's
+second result. The widening cast of 16-bit logits moves into the operator, so that no float32 copy of them exists; the
+reduction stays outside as plain sums. Safe because the operator's formula is the definition, computed in float32.
 """
 
 from __future__ import annotations
@@ -37,23 +38,39 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
                 continue  # a loss on probabilities made some other way
             region.append(softmax)
             if softmax.args[1] % (rank := match.rank(softmax)) != (rank - 1 if logits is not None else 1):
-                report.skipped.append(skip(OPERATOR, node, f"log_softmax is over dimension {softmax.args[1]}, the classes are in dimension 1"))
+                report.skipped.append(
+                    skip(
+                        OPERATOR,
+                        node,
+                        f"log_softmax is over dimension {softmax.args[1]}, the classes are in dimension 1",
+                    )
+                )
                 continue
             logits = softmax.args[0] if logits is not None else _classes_last(softmax.args[0])
-        reason = _unsupported(node) or match.unsafe(region, [node.args[0] if logits is None else logits, match.argument(node, "target")])
+        reason = _unsupported(node) or match.unsafe(
+            region, [node.args[0] if logits is None else logits, match.argument(node, "target")]
+        )
         if reason is None and logits is None:
             given, rank = region[-1].args[0], match.value(node.args[0]).dim()
             logits = rewrite.insert(gm, node, aten.permute.default, (given, [0, *range(2, rank), 1]))
         if reason is None:
             reason = rewrite.substitute(gm, node, _insert(gm, node, logits))
-        (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
+        (
+            report.skipped.append(skip(OPERATOR, node, reason))
+            if reason
+            else report.rewrites.append(site(OPERATOR, node, region))
+        )
     for found in likelihoods(gm):
         if isinstance(found, Likelihood):
             reason = _written_out(gm, found)
             node, region = found.root, found.region
         else:
             node, reason = found
-        (report.skipped.append(skip(OPERATOR, node, reason)) if reason else report.rewrites.append(site(OPERATOR, node, region)))
+        (
+            report.skipped.append(skip(OPERATOR, node, reason))
+            if reason
+            else report.rewrites.append(site(OPERATOR, node, region))
+        )
     rewrite.finish(gm)
     _share_log_sum_exp(gm, report)
     return report
@@ -61,7 +78,11 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
     """``logsumexp`` of logits whose loss is known, as in a z-loss, reads them no second time."""
-    sums = [n for n in calls(gm, aten.logsumexp.default) if [d % match.rank(n.args[0]) for d in n.args[1]] == [match.value(n.args[0]).dim() - 1]]
+    sums = [
+        n
+        for n in calls(gm, aten.logsumexp.default)
+        if [d % match.rank(n.args[0]) for d in n.args[1]] == [match.value(n.args[0]).dim() - 1]
+    ]
     for node in calls(gm, torch.ops.mindspeed.cross_entropy.default) if sums else ():
         order = {n: i for i, n in enumerate(gm.graph.nodes)}
         for n in sums:
@@ -73,14 +94,25 @@ def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
                 n.append(node)  # the loss is computed where the log-sum-exp was
                 order = {m: i for i, m in enumerate(gm.graph.nodes)}
             elif early:
-                reason = "the log-sum-exp is used before the loss is computed; compute the loss first to read the logits once"
+                reason = (
+                    "the log-sum-exp is used before the loss is computed; compute the loss first to read the "
+                    "logits once"
+                )
             if match.value(n).dtype.itemsize > match.value(node)[1].dtype.itemsize:
                 reason = f"the log-sum-exp is computed in {match.value(n).dtype}"
             if reason is None:
                 after = node.next
                 lse = rewrite.insert(gm, after, match.operator.getitem, (node, 1))
-                lse = lse if match.value(lse).shape == match.value(n).shape else rewrite.insert(gm, after, aten.reshape.default, (lse, list(match.value(n).shape)))
-                lse = lse if match.value(lse).dtype == match.value(n).dtype else rewrite.insert(gm, after, aten.to.dtype, (lse, match.value(n).dtype))
+                lse = (
+                    lse
+                    if match.value(lse).shape == match.value(n).shape
+                    else rewrite.insert(gm, after, aten.reshape.default, (lse, list(match.value(n).shape)))
+                )
+                lse = (
+                    lse
+                    if match.value(lse).dtype == match.value(n).dtype
+                    else rewrite.insert(gm, after, aten.to.dtype, (lse, match.value(n).dtype))
+                )
                 n.replace_all_uses_with(lse)
                 report.rewrites.append(site(f"{OPERATOR}, its log-sum-exp", node, [n]))
             else:
@@ -90,7 +122,11 @@ def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
 
 def _tokens(n: fx.Node) -> fx.Node:
     """The logits that ``n`` holds, in another type or with its tokens in other dimensions."""
-    while match.is_call(n, aten.to.dtype, *match.VIEWS) and match.is_float(n.args[0]) and match.value(n).shape[-1] == match.value(n.args[0]).shape[-1]:
+    while (
+        match.is_call(n, aten.to.dtype, *match.VIEWS)
+        and match.is_float(n.args[0])
+        and match.value(n).shape[-1] == match.value(n.args[0]).shape[-1]
+    ):
         n = n.args[0]
     return n
 
@@ -106,9 +142,20 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
     # What reads the log-probabilities before the targets are there keeps them.
     leaves = [leaf for leaf in found.leaves if order[leaf] > order[target]]
     first = min((root, *leaves), key=order.__getitem__)
-    logits = found.logits if match.value(found.logits).dim() == 2 else rewrite.insert(gm, first, aten.reshape.default, (found.logits, [-1, classes]))
-    target = target if match.value(target).dim() == 1 else rewrite.insert(gm, first, aten.reshape.default, (target, [-1]))
-    both = rewrite.insert(gm, first, torch.ops.mindspeed.cross_entropy.default, (_narrow(gm, first, logits), target, -100, found.smoothing))
+    logits = (
+        found.logits
+        if match.value(found.logits).dim() == 2
+        else rewrite.insert(gm, first, aten.reshape.default, (found.logits, [-1, classes]))
+    )
+    target = (
+        target if match.value(target).dim() == 1 else rewrite.insert(gm, first, aten.reshape.default, (target, [-1]))
+    )
+    both = rewrite.insert(
+        gm,
+        first,
+        torch.ops.mindspeed.cross_entropy.default,
+        (_narrow(gm, first, logits), target, -100, found.smoothing),
+    )
     loss = rewrite.insert(gm, first, match.operator.getitem, (both, 0))
     loss = loss if found.factor == 1.0 else rewrite.insert(gm, root, aten.mul.Tensor, (loss, found.factor))
     loss = again(gm, root, loss, found.steps)
@@ -125,12 +172,17 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
 
 
 def _classes_last(n: fx.Node) -> fx.Node | None:
-    """The tensor [..., classes] that ``n``, [tokens, classes] or [batch, classes, ...], is a view of; None when there is none."""
+    """The tensor [..., classes] that ``n``, [tokens, classes] or [batch, classes, ...], is a view of; None when there
+    is none.
+    """
     rank, inner = match.value(n).dim(), match.uncast(n)
     if rank == 2:
         return n
     moved = match.is_call(inner, aten.transpose.int) and rank == 3 and {d % 3 for d in inner.args[1:3]} == {1, 2}
-    moved = moved or (match.is_call(inner, aten.permute.default) and [d % rank for d in inner.args[1]] == [0, rank - 1, *range(1, rank - 1)])
+    moved = moved or (
+        match.is_call(inner, aten.permute.default)
+        and [d % rank for d in inner.args[1]] == [0, rank - 1, *range(1, rank - 1)]
+    )
     return inner.args[0] if moved and match.value(inner).dtype == match.value(n).dtype else None
 
 
@@ -139,7 +191,10 @@ def _unsupported(node: fx.Node) -> str | None:
     if match.argument(node, "weight") is not None:
         return "class weights are not supported"
     if match.value(node.args[0]).dim() < 2:
-        return f"logits have {match.value(node.args[0]).dim()} dimension; the operator takes rows of them, [tokens, classes]"
+        return (
+            f"logits have {match.value(node.args[0]).dim()} dimension; the operator takes rows of them, [tokens, "
+            "classes]"
+        )
     if match.value(target).dtype.is_floating_point:
         return "targets are probabilities, not class indices"
     return None
@@ -153,7 +208,11 @@ def _narrow(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
     source = match.uncast(n)
     if source is n or match.value(source).itemsize != 2 or source.meta["mutated"] or match.unsafe([node, n], [source]):
         return logits
-    return source if match.value(source).shape == shape else rewrite.insert(gm, node, aten.reshape.default, (source, list(shape)))
+    return (
+        source
+        if match.value(source).shape == shape
+        else rewrite.insert(gm, node, aten.reshape.default, (source, list(shape)))
+    )
 
 
 def _insert(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
@@ -164,7 +223,10 @@ def _insert(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
     shape = list(match.value(target).shape)
     if len(shape) > 1:
         logits, target = call(aten.reshape.default, logits, [-1, classes]), call(aten.reshape.default, target, [-1])
-    ignore, smoothing = int(match.argument(node, "ignore_index", -100)), float(match.argument(node, "label_smoothing", 0.0) or 0.0)
+    ignore, smoothing = (
+        int(match.argument(node, "ignore_index", -100)),
+        float(match.argument(node, "label_smoothing", 0.0) or 0.0),
+    )
     reduction = match.argument(node, "reduction", MEAN)
     both = call(torch.ops.mindspeed.cross_entropy.default, _narrow(gm, node, logits), target, ignore, smoothing)
     loss = call(match.operator.getitem, both, 0)

@@ -1,8 +1,8 @@
 """Dropout before a residual addition: ``residual + dropout(x + bias)`` becomes ``mindspeed::dropout_add``.
 
-The operator draws what the dropout drew, at its place among the other random operators, so that a seed gives the same mask:
-the result is bitwise that of the unfused model where no code is generated. Generated code, which draws numbers of its own and
-adds in the same loop, keeps the dropout; so does a sum that is fused with the norm after it.
+The operator draws what the dropout drew, at its place among the other random operators, so that a seed gives the same
+mask: the result is bitwise that of the unfused model where no code is generated. Generated code, which draws numbers of
+its own and adds in the same loop, keeps the dropout; so does a sum that is fused with the norm after it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ def dropout_add(gm: fx.GraphModule, context: Context) -> PassReport:
     for drop in calls(gm, aten.dropout.default):
         root = norms.only_user(drop)
         if match.is_call(root, *norms_of_sums):
-            report.skipped.append(skip(OPERATOR, root, "the sum is fused with the norm after it; no target has one kernel for the three"))
+            report.skipped.append(
+                skip(OPERATOR, root, "the sum is fused with the norm after it; no target has one kernel for the three")
+            )
         elif match.operands(root, aten.add.Tensor):
             if context.options.codegen == "inductor" and NAME not in context.options.enable:
-                reason = f'generated code draws the numbers and adds in one loop; put "{NAME}" in enable to fuse all the same'
+                reason = (
+                    f'generated code draws the numbers and adds in one loop; put "{NAME}" in enable to fuse all '
+                    "the same"
+                )
             else:
                 reason = _rewrite(gm, report, drop, root)
             if reason:
@@ -37,11 +42,25 @@ def dropout_add(gm: fx.GraphModule, context: Context) -> PassReport:
         elif any(match.is_call(u, aten.add.Tensor) for u in drop.users):
             report.skipped.append(skip(OPERATOR, drop, "the dropped value is used elsewhere in the model"))
         elif (by := algebra.step(root)) and by[2] == 0 and match.is_call(norms.only_user(root), aten.add.Tensor):
-            report.skipped.append(skip(OPERATOR, root, f"the dropped value is multiplied by {by[1]:g} before the addition"))
+            report.skipped.append(
+                skip(OPERATOR, root, f"the dropped value is multiplied by {by[1]:g} before the addition")
+            )
     for drop in calls(gm, aten.dropout_.default, aten.native_dropout.default):
-        users = [u for d in (drop, *drop.users) for u in d.users] if drop.target is aten.native_dropout.default else [*drop.users, *drop.args[0].users]
+        users = (
+            [u for d in (drop, *drop.users) for u in d.users]
+            if drop.target is aten.native_dropout.default
+            else [*drop.users, *drop.args[0].users]
+        )
         if any(match.is_call(u, aten.add.Tensor) for u in users):
-            report.skipped.append(skip(OPERATOR, drop, "the value is dropped in place" if drop.target is aten.dropout_.default else "drawn by native_dropout, whose mask is a result"))
+            report.skipped.append(
+                skip(
+                    OPERATOR,
+                    drop,
+                    "the value is dropped in place"
+                    if drop.target is aten.dropout_.default
+                    else "drawn by native_dropout, whose mask is a result",
+                )
+            )
     rewrite.finish(gm)
     return report
 
@@ -51,7 +70,9 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, drop: fx.Node, root: fx.Nod
     if not match.is_float(residual) or any(match.value(residual).dtype != match.value(n).dtype for n in (drop, root)):
         return "what is added is of another type"
     if match.value(residual).shape != match.value(drop).shape:
-        return f"the summands differ in shape: {tuple(match.value(residual).shape)} and {tuple(match.value(drop).shape)}"
+        return (
+            f"the summands differ in shape: {tuple(match.value(residual).shape)} and {tuple(match.value(drop).shape)}"
+        )
     if drop.args[1] == 1:
         return "everything is dropped"
     before = _place(gm, drop, root, residual)
@@ -89,7 +110,11 @@ def _place(gm: fx.GraphModule, drop: fx.Node, root: fx.Node, residual: fx.Node) 
 
 
 def _draws(n: fx.Node) -> bool:
-    return n.op == "call_function" and not (isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in n.target.tags) and n.target is not match.operator.getitem
+    return (
+        n.op == "call_function"
+        and not (isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in n.target.tags)
+        and n.target is not match.operator.getitem
+    )
 
 
 def _bias(n: fx.Node) -> tuple[fx.Node, fx.Node | None, list[fx.Node]]:
@@ -97,6 +122,9 @@ def _bias(n: fx.Node) -> tuple[fx.Node, fx.Node | None, list[fx.Node]]:
     for x, given in match.operands(n, aten.add.Tensor) if len(n.users) == 1 else []:
         vector = given.args[0] if match.is_call(given, aten.expand.default, aten.expand_as.default) else given
         if match.is_float(x) and match.is_float(vector) and match.value(x).shape == match.value(n).shape:
-            if norms.is_vector(vector, match.value(n).shape[-1]) and match.value(x).dtype == match.value(vector).dtype == match.value(n).dtype:
+            if (
+                norms.is_vector(vector, match.value(n).shape[-1])
+                and match.value(x).dtype == match.value(vector).dtype == match.value(n).dtype
+            ):
                 return x, vector, [n, given] if given is not vector else [n]
     return n, None, []

@@ -1,8 +1,9 @@
-"""On npu ``mindspeed::dropout_add`` becomes ``mindspeed::dropout_add_seeded``: two drawn numbers and a mask that is never stored.
+"""On npu ``mindspeed::dropout_add`` becomes ``mindspeed::dropout_add_seeded``: two drawn numbers and a mask that is
+never stored.
 
-torch_npu's ``native_dropout`` keeps its mask as bits, eight elements in a byte (its own meta kernels say so; ATen's, which graphs are
-made with, say one bool each), so that what reads the mask of a graph must be the operator that wrote it. The kernel draws numbers of
-its own, as torch_npu's attention does for its dropout.
+torch_npu's ``native_dropout`` keeps its mask as bits, eight elements in a byte (its own meta kernels say so; ATen's,
+which graphs are made with, say one bool each), so that what reads the mask of a graph must be the operator that wrote
+it. The kernel draws numbers of its own, as torch_npu's attention does for its dropout.
 """
 
 from __future__ import annotations
@@ -43,9 +44,17 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, context: Context, report: PassRe
     if any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users):
         return "the mask is used elsewhere in the model"
     like = match.value(residual)
-    drawn = rewrite.insert(gm, node, torch.ops.aten.randint.default, (2**31 - 1, [2]), {"dtype": torch.int32, "device": like.device, "pin_memory": False})
+    drawn = rewrite.insert(
+        gm,
+        node,
+        torch.ops.aten.randint.default,
+        (2**31 - 1, [2]),
+        {"dtype": torch.int32, "device": like.device, "pin_memory": False},
+    )
     args = (x, bias, residual, drawn, p)
-    _, reasons = find(torch.ops.mindspeed.dropout_add_seeded.default).choose("npu", *fx.map_arg((args, {}), match.value))
+    _, reasons = find(torch.ops.mindspeed.dropout_add_seeded.default).choose(
+        "npu", *fx.map_arg((args, {}), match.value)
+    )
     if reasons:
         gm.graph.erase_node(drawn)
         return reasons[0]

@@ -1,8 +1,10 @@
-"""A matrix of its own for every row, gathered by expert: ``bmm(weight[expert], x)`` -> rows sorted by expert, ``mindspeed::grouped_matmul``.
+"""A matrix of its own for every row, gathered by expert: ``bmm(weight[expert], x)`` -> rows sorted by expert,
+``mindspeed::grouped_matmul``.
 
-Hugging Face's "batched_mm" experts and other plain models copy each token's expert weights, [rows, n, k] numbers, and their
-gradient adds those copies up again. Sorted by expert, the rows of one expert share one product and nothing is copied but
-rows. Safe because the row products are the same. The experts' numbers must come from topk, sort or argmax, which are
+Hugging Face's "batched_mm" experts and other plain models copy each token's expert weights, [rows, n, k] numbers, and
+their gradient adds those copies up again. Sorted by expert, the rows of one expert share one product and nothing is
+copied but rows. Safe because the row products are the same. The experts' numbers must come from topk, sort or argmax,
+which are
 never negative: a negative index would count from the last expert.
 """
 
@@ -20,7 +22,16 @@ from mindspeed_fx.passes.fusion.moe_permute import repeated
 
 NAME, OPERATOR = "fusion.gathered_experts", "mindspeed::grouped_matmul"
 CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable)
-SAME = (*match.VIEWS, aten.clone.default, aten.contiguous.default, aten.squeeze.dim, aten.unsqueeze.default, aten.slice.Tensor, aten.select.int, aten.to.dtype)
+SAME = (
+    *match.VIEWS,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.to.dtype,
+)
 
 
 class Rows(NamedTuple):
@@ -51,8 +62,13 @@ def gathered_experts(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _rows(node: fx.Node) -> Rows | None:
-    """What ``node`` [rows, 1, n] or [rows, n, 1] computes, when one operand is gathered matrices and the other single rows."""
-    for transposed, matrices, vectors, one in ((True, node.args[0], node.args[1], 2), (False, node.args[1], node.args[0], 1)):
+    """What ``node`` [rows, 1, n] or [rows, n, 1] computes, when one operand is gathered matrices and the other single
+    rows.
+    """
+    for transposed, matrices, vectors, one in (
+        (True, node.args[0], node.args[1], 2),
+        (False, node.args[1], node.args[0], 1),
+    ):
         gathered = _gathered(matrices)
         if gathered is not None and match.value(vectors).dim() == 3 and match.value(vectors).shape[one] == 1:
             region = [node, matrices, vectors]
@@ -74,13 +90,18 @@ def _never_negative(n: fx.Node) -> bool:
         n = n.args[0]
     if match.is_call(n, aten.clamp.default):
         return isinstance(match.argument(n, "min"), int) and match.argument(n, "min") >= 0
-    return match.is_call(n, aten.argmax.default) or (match.is_call(n, match.operator.getitem) and n.args[1] == 1 and match.is_call(n.args[0], *CHOSEN))
+    return match.is_call(n, aten.argmax.default) or (
+        match.is_call(n, match.operator.getitem) and n.args[1] == 1 and match.is_call(n.args[0], *CHOSEN)
+    )
 
 
 def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Rows) -> str | None:
     x, weight, expert, transposed, region = found
     if not _never_negative(expert):
-        return f"the experts' numbers ({expert.name}) come from no topk, sort or argmax and may be negative, counting from the last expert"
+        return (
+            f"the experts' numbers ({expert.name}) come from no topk, sort or argmax and may be negative, counting "
+            "from the last expert"
+        )
     if match.value(x).dtype != match.value(weight).dtype:
         return f"rows are {match.value(x).dtype}, matrices {match.value(weight).dtype}"
     reason = match.unsafe(region, [x, weight, expert])
@@ -94,14 +115,30 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Rows)
     copies = repeated(x)
     both = rewrite.insert(gm, node, ops.moe_permute.default, (copies[0] if copies else x, expert))
     permuted, sorted_indices = (rewrite.insert(gm, node, getitem, (both, i)) for i in (0, 1))
-    product = rewrite.insert(gm, node, ops.grouped_matmul.default, (permuted, weight, _ends(gm, node, expert, match.value(weight).shape[0])))
+    product = rewrite.insert(
+        gm, node, ops.grouped_matmul.default, (permuted, weight, _ends(gm, node, expert, match.value(weight).shape[0]))
+    )
     rows = rewrite.insert(gm, node, ops.moe_unpermute.default, (product, sorted_indices, None, 1))
     report.rewrites.append(site(OPERATOR, node, region))
-    return rewrite.substitute(gm, node, rewrite.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1)))
+    return rewrite.substitute(
+        gm, node, rewrite.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1))
+    )
 
 
 def _ends(gm: fx.GraphModule, node: fx.Node, expert: fx.Node, experts: int) -> fx.Node:
     """Where each expert's rows end: the number of rows whose expert is it or one before it."""
-    numbers = rewrite.insert(gm, node, aten.arange.default, (experts,), {"dtype": match.value(expert).dtype, "device": match.value(expert).device})
+    numbers = rewrite.insert(
+        gm,
+        node,
+        aten.arange.default,
+        (experts,),
+        {"dtype": match.value(expert).dtype, "device": match.value(expert).device},
+    )
     column = rewrite.insert(gm, node, aten.unsqueeze.default, (expert, 1))
-    return rewrite.insert(gm, node, aten.sum.dim_IntList, (rewrite.insert(gm, node, aten.le.Tensor, (column, numbers)), [0]), {"dtype": torch.int32})
+    return rewrite.insert(
+        gm,
+        node,
+        aten.sum.dim_IntList,
+        (rewrite.insert(gm, node, aten.le.Tensor, (column, numbers)), [0]),
+        {"dtype": torch.int32},
+    )

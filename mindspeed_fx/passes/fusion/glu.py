@@ -1,9 +1,9 @@
 """GeGLU, ReGLU and GLU: ``activation(gate) * up`` becomes ``mindspeed::glu``.
 
-The activation is gelu (erf or tanh), relu or sigmoid; gate and up may be two tensors or the halves of one, as for SwiGLU.
-A sigmoid or relu times something is a gated linear unit only where both come from matrix products of the same input;
-other products (a router's gate, an attention gate) are left alone. Safe because the operator evaluates the same formula
-in at least the same precision.
+The activation is gelu (erf or tanh), relu or sigmoid; gate and up may be two tensors or the halves of one, as for
+SwiGLU. A sigmoid or relu times something is a gated linear unit only where both come from matrix products of the same
+input; other products (a router's gate, an attention gate) are left alone. Safe because the operator evaluates the same
+formula in at least the same precision.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ NAME, OPERATOR = "fusion.glu", "mindspeed::glu"
 @register(NAME)
 def glu(gm: fx.GraphModule, context: Context) -> PassReport:
     """gelu, relu or sigmoid of a gate times up becomes one operator."""
-    report = gated.fuse(gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_belong)
-    report.skipped += [skip(OPERATOR, node, "F.glu is one operator already, and so is its gradient") for node in calls(gm, aten.glu.default)]
+    report = gated.fuse(
+        gm, NAME, OPERATOR, _activation, torch.ops.mindspeed.glu.default, packed_up=(None,), accept=_belong
+    )
+    report.skipped += [
+        skip(OPERATOR, node, "F.glu is one operator already, and so is its gradient")
+        for node in calls(gm, aten.glu.default)
+    ]
     for node in calls(gm, aten.mul.Tensor):
         for a, b in match.operands(node, aten.mul.Tensor):
             part = positive_part(match.uncast(a))
             if part is not None and part[2] and isinstance(b, fx.Node) and _belong((part[0], ("relu",)), b):
-                report.skipped.append(skip(OPERATOR, node, f"where the gate is zero {part[2]} of the gradient passes, and none passes relu"))
+                report.skipped.append(
+                    skip(
+                        OPERATOR, node, f"where the gate is zero {part[2]} of the gradient passes, and none passes relu"
+                    )
+                )
     return report
 
 

@@ -1,4 +1,5 @@
-"""Grouped matrix products: ``aten._grouped_mm``, its stand-in of Hugging Face, loops over slices -> ``mindspeed::grouped_matmul``.
+"""Grouped matrix products: ``aten._grouped_mm``, its stand-in of Hugging Face, loops over slices ->
+``mindspeed::grouped_matmul``.
 
 A loop is ``cat([x[0:a] @ w[0], x[a:b] @ w[1], ...])`` with sizes known before the run and weights that are parts of one
 tensor. Safe because each form is the same product per group of rows; rows after the last group are zero, where
@@ -30,17 +31,26 @@ def grouped_matmul(gm: fx.GraphModule, context: Context) -> PassReport:
         found = _one_call(node, context.options.target) if node.target in single else _loop(gm, node, context)
         if isinstance(found, tuple):
             region, arguments = found
-            found = match.unsafe(region, [a for a in arguments if isinstance(a, fx.Node)]) or _rewrite(gm, report, node, region, arguments)
+            found = match.unsafe(region, [a for a in arguments if isinstance(a, fx.Node)]) or _rewrite(
+                gm, report, node, region, arguments
+            )
         if found:
             report.skipped.append(skip(OPERATOR, node, found))
     rewrite.finish(gm)
     return report
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, region: list[fx.Node], arguments: tuple) -> str | None:
+def _rewrite(
+    gm: fx.GraphModule, report: PassReport, node: fx.Node, region: list[fx.Node], arguments: tuple
+) -> str | None:
     x, weight, offsets = arguments
     if isinstance(offsets, list):
-        ends = [rewrite.insert(gm, node, aten.scalar_tensor.default, (end,), {"dtype": torch.int32, "device": match.value(x).device}) for end in offsets]
+        ends = [
+            rewrite.insert(
+                gm, node, aten.scalar_tensor.default, (end,), {"dtype": torch.int32, "device": match.value(x).device}
+            )
+            for end in offsets
+        ]
         offsets = rewrite.insert(gm, node, aten.stack.default, (ends,))
     new = rewrite.insert(gm, node, torch.ops.mindspeed.grouped_matmul.default, (x, weight, offsets))
     report.rewrites.append(site(OPERATOR, node, region))
@@ -53,7 +63,9 @@ def _one_call(node: fx.Node, target: str) -> tuple[list[fx.Node], tuple] | str:
     x, weight, offsets = (match.argument(node, name) for name in names)
     shapes = [tuple(match.value(n).shape) for n in (x, weight)]
     if [len(s) for s in shapes] != [2, 3] or offsets is None:
-        return f"operands {shapes[0]} and {shapes[1]} are not groups of rows [tokens, k] with a matrix each [groups, k, n]"
+        return (
+            f"operands {shapes[0]} and {shapes[1]} are not groups of rows [tokens, k] with a matrix each [groups, k, n]"
+        )
     if match.value(x).dtype != match.value(weight).dtype:
         return f"rows are {match.value(x).dtype}, matrices {match.value(weight).dtype}"
     if node.target is aten._grouped_mm.default:
@@ -72,7 +84,12 @@ def _one_call(node: fx.Node, target: str) -> tuple[list[fx.Node], tuple] | str:
 def _loop(gm: fx.GraphModule, node: fx.Node, context: Context) -> tuple[list[fx.Node], tuple] | str | None:
     """(nodes, (x, weight, ends)) of a joined list of products of slices; why it stays; None for another ``cat``."""
     products = [_product(p) for p in node.args[0]]
-    if len(products) < 2 or None in products or match.argument(node, "dim", 0) % match.value(node).dim() or match.value(node).dim() != 2:
+    if (
+        len(products) < 2
+        or None in products
+        or match.argument(node, "dim", 0) % match.value(node).dim()
+        or match.value(node).dim() != 2
+    ):
         return None
     parts = [match.part(x) for x, _, _ in products]
     if None in parts or any(p.dim or p.step != 1 or not match.same(p.source, parts[0].source) for p in parts):
@@ -81,12 +98,22 @@ def _loop(gm: fx.GraphModule, node: fx.Node, context: Context) -> tuple[list[fx.
     if [p.start for p in parts] != [0, *ends[:-1]] or ends[-1] != match.value(parts[0].source).shape[0]:
         return "the slices do not cover the rows one after another"
     sources = [_matrix(w) for _, w, _ in products]
-    if None in sources or len({s for s, _ in sources}) > 1 or [i for _, i in sources] != list(range(match.value(sources[0][0]).shape[0])):
-        return "the weights are not the parts of one tensor [groups, ...] in order; stacking them would copy them at every step"
+    if (
+        None in sources
+        or len({s for s, _ in sources}) > 1
+        or [i for _, i in sources] != list(range(match.value(sources[0][0]).shape[0]))
+    ):
+        return (
+            "the weights are not the parts of one tensor [groups, ...] in order; stacking them would copy them at "
+            "every step"
+        )
     if len({transposed for _, _, transposed in products}) > 1:
         return "some weights are transposed and some are not"
     if context.options.target != "npu" and NAME not in context.options.enable:
-        return f"the sizes of the groups are known, and one product each is as fast on {context.options.target}; name {NAME} in enable to fuse it all the same"
+        return (
+            f"the sizes of the groups are known, and one product each is as fast on {context.options.target}; name "
+            f"{NAME} in enable to fuse it all the same"
+        )
     weight = sources[0][0]
     if products[0][2]:
         weight = rewrite.insert(gm, node, aten.transpose.int, (weight, 1, 2))
@@ -99,15 +126,26 @@ def _product(n: Any) -> tuple[fx.Node, fx.Node, bool] | None:
         return n.args[0], n.args[1], True
     if match.is_call(n, aten.mm.default, aten.matmul.default):
         w = n.args[1]
-        turned = match.is_call(w, aten.t.default) or (match.is_call(w, aten.transpose.int) and match.value(w).dim() == 2 and w.args[1] % 2 != w.args[2] % 2)
+        turned = match.is_call(w, aten.t.default) or (
+            match.is_call(w, aten.transpose.int) and match.value(w).dim() == 2 and w.args[1] % 2 != w.args[2] % 2
+        )
         return n.args[0], w.args[0] if turned else w, turned
     return None
 
 
 def _matrix(n: fx.Node) -> tuple[fx.Node, int] | None:
     """(weight, index) when ``n`` is ``weight[index]``."""
-    if match.is_call(n, aten.select.int) and n.args[1] == 0 and isinstance(n.args[2], int) and match.value(n.args[0]).dim() == 3:
+    if (
+        match.is_call(n, aten.select.int)
+        and n.args[1] == 0
+        and isinstance(n.args[2], int)
+        and match.value(n.args[0]).dim() == 3
+    ):
         return n.args[0], n.args[2] % match.value(n.args[0]).shape[0]
-    if match.is_call(n, match.operator.getitem) and match.is_call(n.args[0], aten.unbind.int) and match.argument(n.args[0], "dim", 0) == 0:
+    if (
+        match.is_call(n, match.operator.getitem)
+        and match.is_call(n.args[0], aten.unbind.int)
+        and match.argument(n.args[0], "dim", 0) == 0
+    ):
         return n.args[0].args[0], n.args[1]
     return None

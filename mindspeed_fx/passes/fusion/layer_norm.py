@@ -1,9 +1,11 @@
 """LayerNorm: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` becomes ``mindspeed::layer_norm``.
 
-Matched by meaning: the variance as a mean of squares, as ``var``, ``std`` or ``var_mean``, as ``mean(x^2) - mean(x)^2``, of n or of
-n - 1 elements (then the weight takes the factor); any spelling of the root, the product in any association; any eps inside the root; a
-weight and a bias or none; also multiplied out; or ``aten.layer_norm`` itself, or ``aten.group_norm`` of rows in one group. A result that returns to 16 bits before its weight keeps the weight outside,
-where the model rounds. Safe because the operator computes the same statistics and products in at least the precision of the subgraph.
+Matched by meaning: the variance as a mean of squares, as ``var``, ``std`` or ``var_mean``, as ``mean(x^2) -
+mean(x)^2``, of n or of n - 1 elements (then the weight takes the factor); any spelling of the root, the product in any
+association; any eps inside the root; a weight and a bias or none; also multiplied out; or ``aten.layer_norm`` itself,
+or ``aten.group_norm`` of rows in one group. A result that returns to 16 bits before its weight keeps the weight
+outside, where the model rounds. Safe because the operator computes the same statistics and products in at least the
+precision of the subgraph.
 An eps beside the root is a near miss: no operator has it there.
 """
 
@@ -50,7 +52,9 @@ def layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _called(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
-    x, shape, weight, bias, eps = (match.argument(node, a) for a in ("input", "normalized_shape", "weight", "bias", "eps"))
+    x, shape, weight, bias, eps = (
+        match.argument(node, a) for a in ("input", "normalized_shape", "weight", "bias", "eps")
+    )
     if len(shape) != 1:
         raise Miss(f"normalizes over {len(shape)} dimensions; only the last one is supported")
     root, narrow = _narrowed(node, x)
@@ -66,16 +70,30 @@ def _one_group(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
 
 
 def _gather(gm: fx.GraphModule) -> None:
-    """``x * r + (b - mean(x) * r)``, as TensorFlow writes it, becomes ``(x - mean(x)) * r + b``, the form that is matched, where r holds the root of a variance of x."""
+    """``x * r + (b - mean(x) * r)``, as TensorFlow writes it, becomes ``(x - mean(x)) * r + b``, the form that is
+    matched, where r holds the root of a variance of x.
+    """
     for node in calls(gm, *match.ADD, aten.sub.Tensor):
         for scaled, shifted, bias in _differences(node):
-            found = next(((x, r, mean) for x, r in match.operands(scaled, aten.mul.Tensor) for mean, same in match.operands(shifted, aten.mul.Tensor) if same is r and _is_mean(mean, x, r)), None)
+            found = next(
+                (
+                    (x, r, mean)
+                    for x, r in match.operands(scaled, aten.mul.Tensor)
+                    for mean, same in match.operands(shifted, aten.mul.Tensor)
+                    if same is r and _is_mean(mean, x, r)
+                ),
+                None,
+            )
             if found is None or not all(match.is_float(n) for n in found):
                 continue
             x, r, mean = found
             if match.unsafe([node, scaled, shifted], [x, r, mean, bias]) is None:
-                new = rewrite.insert(gm, node, aten.mul.Tensor, (rewrite.insert(gm, node, aten.sub.Tensor, (x, mean)), r))
-                rewrite.replace(gm, node, new if bias is None else rewrite.insert(gm, node, aten.add.Tensor, (new, bias)))
+                new = rewrite.insert(
+                    gm, node, aten.mul.Tensor, (rewrite.insert(gm, node, aten.sub.Tensor, (x, mean)), r)
+                )
+                rewrite.replace(
+                    gm, node, new if bias is None else rewrite.insert(gm, node, aten.add.Tensor, (new, bias))
+                )
             break
 
 
@@ -92,8 +110,15 @@ def _is_mean(n: fx.Node, x: fx.Node, r: fx.Node) -> bool:
     mean = moments.mean_of(n) if isinstance(n, fx.Node) and match.is_float(n) else None
     if mean is None or not match.same(match.uncast(mean[0]), match.uncast(x)):
         return False
-    centered = [(found.of, found.variance) for _, found in norms.roots(algebra_analysis.product(r)) if found.dims == mean[1]]
-    return any(match.same(match.uncast(of), match.uncast(x)) if variance else (both := _difference(match.uncast(of))) is not None and match.same(match.uncast(both[0]), match.uncast(x)) for of, variance in centered)
+    centered = [
+        (found.of, found.variance) for _, found in norms.roots(algebra_analysis.product(r)) if found.dims == mean[1]
+    ]
+    return any(
+        match.same(match.uncast(of), match.uncast(x))
+        if variance
+        else (both := _difference(match.uncast(of))) is not None and match.same(match.uncast(both[0]), match.uncast(x))
+        for of, variance in centered
+    )
 
 
 def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[fx.Node]) -> None:
@@ -110,7 +135,11 @@ def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[
     hidden, number = match.value(x).shape[-1], 1.0 if math.isclose(found.number, 1.0, rel_tol=1e-12) else found.number
     first = next((n for n in found.over if norms.is_vector(n, hidden)), None)
     over = [n for n in found.over if n is not first]
-    if over or found.under or (number != 1 and first is None and not any(norms.is_vector(w, hidden) for w in _factors_of_user(node))):
+    if (
+        over
+        or found.under
+        or (number != 1 and first is None and not any(norms.is_vector(w, hidden) for w in _factors_of_user(node)))
+    ):
         weight, bias, root = first, None, node  # what else multiplies comes before a bias
         narrow = x
     else:
@@ -126,7 +155,9 @@ def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[
 
 
 def _factors_of_user(node: fx.Node) -> list[fx.Node]:
-    return [w for v, w in match.operands(norms.only_user(node), aten.mul.Tensor) if v is node and isinstance(w, fx.Node)]
+    return [
+        w for v, w in match.operands(norms.only_user(node), aten.mul.Tensor) if v is node and isinstance(w, fx.Node)
+    ]
 
 
 def _is_centered(n: fx.Node, root: moments.Spread) -> bool:
@@ -134,7 +165,13 @@ def _is_centered(n: fx.Node, root: moments.Spread) -> bool:
     n, of = match.uncast(n), match.uncast(root.of)
     x, less = _difference(n) or (None, None)
     mean = moments.mean_of(less)
-    if mean is None or mean[1] != root.dims or len(root.dims) != 1 or not moments.keeps(less, x, mean[1]) or not match.same(match.uncast(mean[0]), match.uncast(x)):
+    if (
+        mean is None
+        or mean[1] != root.dims
+        or len(root.dims) != 1
+        or not moments.keeps(less, x, mean[1])
+        or not match.same(match.uncast(mean[0]), match.uncast(x))
+    ):
         return False
     return match.same(of, n) or (root.variance and match.same(of, match.uncast(x)))
 
@@ -143,10 +180,19 @@ def _difference(n: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(x, y) when ``n`` is x - y."""
     if match.is_call(n, aten.sub.Tensor) and not n.kwargs and all(match.is_float(a) for a in n.args):
         return n.args
-    return next(((x, y.args[0]) for x, y in match.operands(n, aten.add.Tensor) if match.is_call(y, aten.neg.default) and match.is_float(x)), None)
+    return next(
+        (
+            (x, y.args[0])
+            for x, y in match.operands(n, aten.add.Tensor)
+            if match.is_call(y, aten.neg.default) and match.is_float(x)
+        ),
+        None,
+    )
 
 
-def _parameters(node: fx.Node, hidden: int, weight: fx.Node | None = None) -> tuple[fx.Node | None, fx.Node | None, fx.Node]:
+def _parameters(
+    node: fx.Node, hidden: int, weight: fx.Node | None = None
+) -> tuple[fx.Node | None, fx.Node | None, fx.Node]:
     """(weight, bias, last node), following the only use of each value; ``weight`` where it came first."""
     first, bias = weight, None
     last, user = node, norms.only_user(node)
@@ -162,7 +208,9 @@ def _parameters(node: fx.Node, hidden: int, weight: fx.Node | None = None) -> tu
 
 
 def _narrowed(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(root, x): the 16-bit input and the cast back to it, where there are both; else ``last`` and ``x`` in its type."""
+    """(root, x): the 16-bit input and the cast back to it, where there are both; else ``last`` and ``x`` in its
+    type.
+    """
     narrow, down = norms.unwidened(x), norms.only_user(last)
     if narrow is not x and match.is_call(down, aten.to.dtype) and match.value(down).dtype == match.value(narrow).dtype:
         return down, narrow
@@ -175,7 +223,12 @@ def _rewrite(gm, report, root, region, x, weight, bias, eps, number=1.0, rest=((
     weight, bias = (p if p is None else norms.unwidened(p) for p in (weight, bias))
     if number != 1 and weight is not None:
         wide = match.value(weight).itemsize > 2
-        weight = rewrite.insert(gm, root, aten.mul.Tensor, (weight if wide else rewrite.insert(gm, root, aten.to.dtype, (weight, torch.float32)), number))
+        weight = rewrite.insert(
+            gm,
+            root,
+            aten.mul.Tensor,
+            (weight if wide else rewrite.insert(gm, root, aten.to.dtype, (weight, torch.float32)), number),
+        )
         number = 1.0
     three = rewrite.insert(gm, root, torch.ops.mindspeed.layer_norm.default, (x, weight, bias, eps))
     new = algebra.multiplied(gm, root, rewrite.insert(gm, root, match.operator.getitem, (three, 0)), number, *rest)

@@ -1,11 +1,13 @@
-"""Linear into cross-entropy: ``cross_entropy(linear(hidden, weight), target)`` becomes ``mindspeed::linear_cross_entropy``.
+"""Linear into cross-entropy: ``cross_entropy(linear(hidden, weight), target)`` becomes
+``mindspeed::linear_cross_entropy``.
 
 Starts from what ``fusion.cross_entropy`` leaves, which runs before (by name) and has one spelling for every loss. From
 its logits back to the linear it steps over casts, views, slices and transposes of tokens (the shift of a language
-model), scales (Granite, Cohere; a trained temperature; one for each token), a bias, a slice of the classes (a padded vocabulary) and a soft-cap, and applies them
-to the hidden states, the bias and the weight instead. From the losses on it steps over signs, numbers and masks of zeros and ones, whose tokens become ignored
-ones. Safe because each acts on rows alone or on all of them alike, and nobody else may read the logits. Saves the logits and their gradient, the largest tensors of a
-large vocabulary.
+model), scales (Granite, Cohere; a trained temperature; one for each token), a bias, a slice of the classes (a padded
+vocabulary) and a soft-cap, and applies them to the hidden states, the bias and the weight instead. From the losses on
+it steps over signs, numbers and masks of zeros and ones, whose tokens become ignored ones. Safe because each acts on
+rows alone or on all of them alike, and nobody else may read the logits. Saves the logits and their gradient, the
+largest tensors of a large vocabulary.
 """
 
 from __future__ import annotations
@@ -28,17 +30,20 @@ from mindspeed_fx.passes.fusion.emit.loss_head import inputs
 NAME, OPERATOR = "fusion.linear_cross_entropy", "mindspeed::linear_cross_entropy"
 
 SMALLEST = 128 * 2**20
-"""Bytes of logits, in the type the loss is computed in, below which the unfused form is faster where torch's operators make
-the chunks. Measured against this backend with the pass off (AMD EPYC, one core, float32, hidden 512): 1.01 to 1.13 of its time
-at up to 64 MiB, 1.01 to 1.03 at 128, 1.01 at 256."""
+"""Bytes of logits, in the type the loss is computed in, below which the unfused form is faster where torch's operators
+make the chunks. Measured against this backend with the pass off (AMD EPYC, one core, float32, hidden 512): 1.01 to 1.13
+of its time at up to 64 MiB, 1.01 to 1.03 at 128, 1.01 at 256."""
 
 SMALLEST_CPP = 24 * 2**20
-"""The same where the function in C++ does: 0.93 to 1.07 of the time at 16 MiB, where nothing of the memory is saved, 0.93 to 0.97 from
-32 MiB on at a vocabulary of 8192, 1.00 to 1.04 at 32768 (benchmarks/linear_cross_entropy.py, two cores)."""
+"""The same where the function in C++ does: 0.93 to 1.07 of the time at 16 MiB, where nothing of the memory is saved,
+0.93 to 0.97 from 32 MiB on at a vocabulary of 8192, 1.00 to 1.04 at 32768 (benchmarks/linear_cross_entropy.py, two
+cores)."""
 
 
 class Reduction(NamedTuple):
-    """``root`` is ``factor`` times the losses of the tokens that ``masks`` keep, reduced to their "sum" or "mean"; "none": the losses as they are."""
+    """``root`` is ``factor`` times the losses of the tokens that ``masks`` keep, reduced to their "sum" or "mean";
+    "none": the losses as they are.
+    """
 
     kind: str
     root: fx.Node
@@ -76,16 +81,25 @@ def _refused(head: Head, node: fx.Node, named: bool, target: str) -> str | None:
             if user.op == "output":
                 return "the logits are returned by the compiled function; compile a function that returns only the loss"
             if user is not node and user not in head.region:
-                return f"the logits are also read by {user.name} ({user.target}), so they must exist; compute it from the hidden states, or detached in a function of its own"
+                return (
+                    f"the logits are also read by {user.name} ({user.target}), so they must exist; compute it from "
+                    "the hidden states, or detached in a function of its own"
+                )
     x, w, b, _ = product(head.product)
     dtype, computed = match.value(head.product).dtype, match.value(node)[0].dtype
     if computed.itemsize > accumulation_dtype(dtype).itemsize:
-        return f"the loss of {dtype} logits is computed in {computed}, the operator computes it in {accumulation_dtype(dtype)}"
+        return (
+            f"the loss of {dtype} logits is computed in {computed}, the operator computes it in "
+            f"{accumulation_dtype(dtype)}"
+        )
     logits = match.value(node.args[0])
     size = fake.hint(logits.shape[0]) * fake.hint(logits.shape[1]) * computed.itemsize
     smallest = SMALLEST_CPP if in_cpp(dtype, target) is None else SMALLEST
     if size < smallest and not named:
-        return f'the logits take {size / 2**20:.1f} MiB; below {smallest >> 20} MiB the unfused form is faster; put "{NAME}" in enable to save their memory all the same'
+        return (
+            f"the logits take {size / 2**20:.1f} MiB; below {smallest >> 20} MiB the unfused form is faster; put "
+            f'"{NAME}" in enable to save their memory all the same'
+        )
     return match.unsafe([*head.region, node], [x, w, b, node.args[1]])
 
 
@@ -93,16 +107,26 @@ def _refused(head: Head, node: fx.Node, named: bool, target: str) -> str | None:
 
 
 def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, named: bool) -> str | None:
-    losses, sums = (next((u for u in node.users if match.is_call(u, match.operator.getitem) and u.args[1] == i), None) for i in (0, 1))
+    losses, sums = (
+        next((u for u in node.users if match.is_call(u, match.operator.getitem) and u.args[1] == i), None)
+        for i in (0, 1)
+    )
     if losses is None:
         return "only the log-sum-exp of the tokens is used, which the chunks do not give"
     found = _reduction(losses, node)
     reduction, old = found.kind, found.root
     times, masks, factor = found.factor, found.masks, 0.0
     if sums is not None:
-        found = _z_loss(sums, node, reduction, old) if times == 1.0 and not masks else "the losses are masked or scaled before they are reduced"
+        found = (
+            _z_loss(sums, node, reduction, old)
+            if times == 1.0 and not masks
+            else "the losses are masked or scaled before they are reduced"
+        )
         if isinstance(found, str):
-            return f"the log-sum-exp of the tokens is used too (a z-loss), which the chunks do not give; the logits exist, and are read once: {found}"
+            return (
+                "the log-sum-exp of the tokens is used too (a z-loss), which the chunks do not give; the logits "
+                f"exist, and are read once: {found}"
+            )
         factor, end = found
     trains = torch.is_grad_enabled() and head.product.meta["needs_grad"]  # a whole compilation may stand under no_grad
     if reduction == "none" and trains and not named:
@@ -116,7 +140,12 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, 
     if reason := match.unsafe([old], [m for _, m, _ in masks]):
         return reason
     target = _kept(gm, old, target, ignore, masks)
-    new = rewrite.insert(gm, old, torch.ops.mindspeed.linear_cross_entropy.default, (hidden, weight, bias, target, ignore, smoothing, factor, softcap, reduction))
+    new = rewrite.insert(
+        gm,
+        old,
+        torch.ops.mindspeed.linear_cross_entropy.default,
+        (hidden, weight, bias, target, ignore, smoothing, factor, softcap, reduction),
+    )
     if match.is_call(old, aten.mean.default):
         new = rewrite.insert(gm, old, aten.div.Tensor, (new, match.value(losses).shape[0]))
     if times != 1.0:
@@ -128,27 +157,50 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, 
 
 
 def _reduction(losses: fx.Node, node: fx.Node) -> Reduction:
-    """How the losses are reduced: "none" unless they are used in one sum or mean alone, which may be of their multiples, where a mask leaves them."""
+    """How the losses are reduced: "none" unless they are used in one sum or mean alone, which may be of their
+    multiples, where a mask leaves them.
+    """
     n, factor, masks = losses, 1.0, []
     while len(n.users) == 1:
         user = next(iter(n.users))
         if user.op != "call_function":
             break
-        inner, by = (n, -1.0) if match.is_call(user, aten.neg.default) else match.unscalings(user)[min(1, len(match.unscalings(user)) - 1)]
+        inner, by = (
+            (n, -1.0)
+            if match.is_call(user, aten.neg.default)
+            else match.unscalings(user)[min(1, len(match.unscalings(user)) - 1)]
+        )
         given = _mask(user, n)
         if inner is n and inner is not user:
             factor *= by
         elif given is not None:
             masks.append((*given, n))
-        elif not match.is_call(user, *PLAIN, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int) or not symbols.statically_known_true(match.value(user).numel() == match.value(n).numel()):
+        elif not match.is_call(
+            user, *PLAIN, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int
+        ) or not symbols.statically_known_true(match.value(user).numel() == match.value(n).numel()):
             break
         n = user
-    if len(n.users) != 1 or not match.is_call(user, aten.sum.default, aten.mean.default) or match.value(user).dtype != match.value(losses).dtype:
+    if (
+        len(n.users) != 1
+        or not match.is_call(user, aten.sum.default, aten.mean.default)
+        or match.value(user).dtype != match.value(losses).dtype
+    ):
         return Reduction("none", losses)
     count = next(iter(user.users), None)
-    if factor == 1.0 and not masks and len(user.users) == 1 and match.is_call(user, aten.sum.default) and match.is_call(count, aten.div.Tensor) and count.args[0] is user:
+    if (
+        factor == 1.0
+        and not masks
+        and len(user.users) == 1
+        and match.is_call(user, aten.sum.default)
+        and match.is_call(count, aten.div.Tensor)
+        and count.args[0] is user
+    ):
         kept = count.args[1]
-        if match.is_call(kept, aten.sum.default) and match.is_call(kept.args[0], aten.ne.Scalar) and tuple(kept.args[0].args) == (node.args[1], node.args[2]):
+        if (
+            match.is_call(kept, aten.sum.default)
+            and match.is_call(kept.args[0], aten.ne.Scalar)
+            and tuple(kept.args[0].args) == (node.args[1], node.args[2])
+        ):
             return Reduction("mean", count)
     return Reduction("sum", user, factor, tuple(masks))
 
@@ -157,11 +209,26 @@ def _mask(user: fx.Node, n: fx.Node) -> tuple[str, fx.Node] | None:
     """("keep" | "drop", mask) when ``user`` is ``n`` with some losses set to zero."""
     if not match.is_float(user) or match.value(user).shape != match.value(n).shape:
         return None
-    if match.is_call(user, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and user.args[0] is n and match.number(user.args[2]) == 0:
+    if (
+        match.is_call(user, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+        and user.args[0] is n
+        and match.number(user.args[2]) == 0
+    ):
         return "drop", user.args[1]
-    if match.is_call(user, aten.where.self, aten.where.ScalarOther) and user.args[1] is n and match.number(user.args[2]) == 0:
+    if (
+        match.is_call(user, aten.where.self, aten.where.ScalarOther)
+        and user.args[1] is n
+        and match.number(user.args[2]) == 0
+    ):
         return "keep", user.args[0]
-    return next((("keep", m) for x, m in match.operands(user, aten.mul.Tensor) if x is n and isinstance(m, fx.Node) and mask.binary(m)), None)
+    return next(
+        (
+            ("keep", m)
+            for x, m in match.operands(user, aten.mul.Tensor)
+            if x is n and isinstance(m, fx.Node) and mask.binary(m)
+        ),
+        None,
+    )
 
 
 def _kept(gm: fx.GraphModule, before: fx.Node, target: fx.Node, ignore: int, masks: tuple) -> fx.Node:
@@ -177,7 +244,9 @@ def _kept(gm: fx.GraphModule, before: fx.Node, target: fx.Node, ignore: int, mas
 
 
 def _z_loss(sums: fx.Node, node: fx.Node, reduction: str, old: fx.Node) -> tuple[float, fx.Node] | str:
-    """(factor, loss + factor * z) where the loss ``old`` and the squares of ``sums``, reduced alike, meet; what is in the way."""
+    """(factor, loss + factor * z) where the loss ``old`` and the squares of ``sums``, reduced alike, meet; what is in
+    the way.
+    """
     n, factor, squared, masked, summed, divided = sums, 1.0, False, False, False, False
     while True:
         user = next(iter(n.users), None)
@@ -190,23 +259,49 @@ def _z_loss(sums: fx.Node, node: fx.Node, reduction: str, old: fx.Node) -> tuple
             pass
         elif match.is_call(user, *match.MUL) and match.number(other) is not None:
             factor *= match.number(other) ** (1 if squared else 2)
-        elif match.is_call(user, aten.mul.Tensor) and not summed and _counts(other, node) and match.value(user).numel() == match.value(n).numel():
+        elif (
+            match.is_call(user, aten.mul.Tensor)
+            and not summed
+            and _counts(other, node)
+            and match.value(user).numel() == match.value(n).numel()
+        ):
             masked = True
         elif match.is_call(user, aten.sum.default) and not summed:
             summed = True
         elif match.is_call(user, *match.DIV) and user.args[0] is n and match.number(other) is not None:
             factor /= match.number(other) ** (1 if squared else 2)
-        elif match.is_call(user, aten.div.Tensor) and user.args[0] is n and summed and not divided and match.is_call(uncount := match.uncast(other), aten.sum.default) and _counts(uncount.args[0], node):
+        elif (
+            match.is_call(user, aten.div.Tensor)
+            and user.args[0] is n
+            and summed
+            and not divided
+            and match.is_call(uncount := match.uncast(other), aten.sum.default)
+            and _counts(uncount.args[0], node)
+        ):
             divided = True
         elif match.operands(user, aten.add.Tensor) and isinstance(other, fx.Node) and match.uncast(other) is old:
-            if not squared or reduction == "none" or match.value(user).itemsize > match.value(old).itemsize or len(old.users) != 1 or len(other.users) != 1:
+            if (
+                not squared
+                or reduction == "none"
+                or match.value(user).itemsize > match.value(old).itemsize
+                or len(old.users) != 1
+                or len(other.users) != 1
+            ):
                 return "it is not squared and added to the mean or sum of the losses"
             if not (masked and summed and divided == (reduction == "mean")) or match.is_call(old, aten.mean.default):
-                return "it is not reduced over the tokens of the loss; multiply by (target != ignore_index), and divide by its sum where the loss is a mean"
+                return (
+                    "it is not reduced over the tokens of the loss; multiply by (target != ignore_index), and "
+                    "divide by its sum where the loss is a mean"
+                )
             return float(factor), user
         else:
             averaged = match.is_call(user, aten.mean.default, aten.mean.dim)
-            return "its mean is over all tokens, those included that the loss ignores; multiply by (target != ignore_index) and divide by its sum" if averaged else f"{user.name} ({user.target})"
+            return (
+                "its mean is over all tokens, those included that the loss ignores; multiply by (target != "
+                "ignore_index) and divide by its sum"
+                if averaged
+                else f"{user.name} ({user.target})"
+            )
         n = user
 
 

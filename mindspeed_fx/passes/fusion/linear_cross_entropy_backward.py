@@ -1,10 +1,11 @@
-"""The gradient of the logits, a tile at a time: the two or three products that read ``mindspeed::cross_entropy_backward``
-become ``mindspeed::linear_cross_entropy_backward``.
+"""The gradient of the logits, a tile at a time: the two or three products that read
+``mindspeed::cross_entropy_backward`` become ``mindspeed::linear_cross_entropy_backward``.
 
-For the losses that ``fusion.linear_cross_entropy`` leaves because the logits are returned (as Hugging Face models do), so
-that their gradient cannot be written over them. Works on the joint graph, where the backward is there to be read, whatever the model returns. Between the
-gradient and the products only the rows of tokens may be viewed, transposed or padded; the forward must have made the logits
-by the same steps, so that a row's gradient needs nothing but that row. Another gradient of the logits is added tile by tile.
+For the losses that ``fusion.linear_cross_entropy`` leaves because the logits are returned (as Hugging Face models do),
+so that their gradient cannot be written over them. Works on the joint graph, where the backward is there to be read,
+whatever the model returns. Between the gradient and the products only the rows of tokens may be viewed, transposed or
+padded; the forward must have made the logits by the same steps, so that a row's gradient needs nothing but that row.
+Another gradient of the logits is added tile by tile.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ FILL = {"grad": 0.0, "lse": float("inf")}
 
 
 class Products(NamedTuple):
-    """What reads the gradient [tokens, vocab]: for each gradient that is computed, its node and whether it comes transposed."""
+    """What reads the gradient [tokens, vocab]: for each gradient that is computed, its node and whether it comes
+    transposed.
+    """
 
     hidden: fx.Node | None
     weight: tuple[fx.Node, bool] | None
@@ -57,12 +60,19 @@ def _gated(node: fx.Node, context: Context) -> str | None:
     if NAME in context.options.enable:
         return None
     if context.options.target != "cpu":
-        return f'not measured on {context.options.target}; put "{NAME}" in enable to save the memory of the gradient of the logits'
+        return (
+            f'not measured on {context.options.target}; put "{NAME}" in enable to save the memory of the gradient '
+            "of the logits"
+        )
     if context.options.codegen == "inductor" and not _outlives(node.args[1]):
         return "nobody else reads the logits, so that generated code writes their gradient over them"
     value = match.value(node)
     size = fake.hint(value.shape[0]) * fake.hint(value.shape[1]) * value.itemsize
-    return f"the gradient of the logits takes {size / 2**20:.1f} MiB; below {SMALLEST >> 20} MiB nothing is gained" if size < SMALLEST else None
+    return (
+        f"the gradient of the logits takes {size / 2**20:.1f} MiB; below {SMALLEST >> 20} MiB nothing is gained"
+        if size < SMALLEST
+        else None
+    )
 
 
 def _outlives(logits: fx.Node) -> bool:
@@ -100,8 +110,8 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> str | Non
 
 
 def _path(node: fx.Node) -> tuple[fx.Node, list[fx.Node], fx.Node | None, str | None]:
-    """The last node that is the gradient [tokens, vocab], the row steps that lead to it, the other gradient that is added on
-    the way, and why that fails."""
+    """The last node that is the gradient [tokens, vocab], the row steps that lead to it, the other gradient that is
+    added on the way, and why that fails."""
     n, steps, extra = node, [], None
     while len(n.users) == 1:
         user = next(iter(n.users))
@@ -120,13 +130,25 @@ def _path(node: fx.Node) -> tuple[fx.Node, list[fx.Node], fx.Node | None, str | 
 
 
 def _same_type(a: Any, b: Any) -> bool:
-    return isinstance(a, fx.Node) and isinstance(b, fx.Node) and match.value(a).shape == match.value(b).shape and match.value(a).dtype == match.value(b).dtype
+    return (
+        isinstance(a, fx.Node)
+        and isinstance(b, fx.Node)
+        and match.value(a).shape == match.value(b).shape
+        and match.value(a).dtype == match.value(b).dtype
+    )
 
 
 def _is_row_step(user: fx.Node, n: fx.Node) -> bool:
-    """True when ``user`` is ``n`` with its tokens viewed, transposed, copied or padded with zeros; classes stay last."""
+    """True when ``user`` is ``n`` with its tokens viewed, transposed, copied or padded with zeros; classes stay
+    last.
+    """
     before, after = match.value(n), match.value(user)
-    if not isinstance(after, torch.Tensor) or after.dtype != before.dtype or after.dim() < 2 or before.shape[-1] != after.shape[-1]:
+    if (
+        not isinstance(after, torch.Tensor)
+        or after.dtype != before.dtype
+        or after.dim() < 2
+        or before.shape[-1] != after.shape[-1]
+    ):
         return False
     last = before.dim() - 1
     if match.is_call(user, *match.VIEWS, *COPIES, aten.transpose.int, aten.permute.default):
@@ -134,7 +156,9 @@ def _is_row_step(user: fx.Node, n: fx.Node) -> bool:
     if match.is_call(user, aten.slice_backward.default):
         return user.args[0] is n and user.args[2] % (last + 1) != last
     if match.is_call(user, aten.slice_scatter.default):
-        return user.args[1] is n and match.argument(user, "dim", 0) % (last + 1) != last and match.is_zeros(user.args[0])
+        return (
+            user.args[1] is n and match.argument(user, "dim", 0) % (last + 1) != last and match.is_zeros(user.args[0])
+        )
     return False
 
 
@@ -147,10 +171,21 @@ def _products(end: fx.Node) -> Products | str:
             hidden = user
         elif match.is_call(user, aten.mm.default) and user.args[1] is end and weight is None:
             weight = (user, True)
-        elif match.is_call(user, *match.TRANSPOSES) and len(user.users) == 1 and match.is_call(product := next(iter(user.users)), aten.mm.default) and product.args[0] is user and weight is None:
+        elif (
+            match.is_call(user, *match.TRANSPOSES)
+            and len(user.users) == 1
+            and match.is_call(product := next(iter(user.users)), aten.mm.default)
+            and product.args[0] is user
+            and weight is None
+        ):
             weight = (product, False)
             region.append(user)
-        elif match.is_call(user, aten.sum.dim_IntList) and list(user.args[1]) == [0] and match.argument(user, "dtype") is None and bias is None:
+        elif (
+            match.is_call(user, aten.sum.dim_IntList)
+            and list(user.args[1]) == [0]
+            and match.argument(user, "dtype") is None
+            and bias is None
+        ):
             bias = user
         else:
             return f"the gradient of the logits is also read by {user.name} ({user.target})"
@@ -200,7 +235,17 @@ def _later(gm: fx.GraphModule, inputs: list[fx.Node | None], end: fx.Node) -> st
 # --------------------------------------------------------------------------- the rewrite
 
 
-def _insert(gm: fx.GraphModule, node: fx.Node, end: fx.Node, steps: list[fx.Node], extra: fx.Node | None, found: Products, hidden: fx.Node, weight: tuple[fx.Node, bool], product: fx.Node) -> None:
+def _insert(
+    gm: fx.GraphModule,
+    node: fx.Node,
+    end: fx.Node,
+    steps: list[fx.Node],
+    extra: fx.Node | None,
+    found: Products,
+    hidden: fx.Node,
+    weight: tuple[fx.Node, bool],
+    product: fx.Node,
+) -> None:
     def call(target: Any, *args: Any) -> fx.Node:
         new = rewrite.insert(gm, end, target, args)
         new.meta |= {k: node.meta[k] for k in ("partitioner_tag", "seq_nr", "autograd_backward") if k in node.meta}
@@ -218,7 +263,19 @@ def _insert(gm: fx.GraphModule, node: fx.Node, end: fx.Node, steps: list[fx.Node
             extra = call(step.target, extra, *step.args[1:])
     needed = [found.hidden is not None, found.weight is not None, found.bias is not None]
     matrix = weight[0] if weight[1] else call(aten.t.default, weight[0])
-    both = call(torch.ops.mindspeed.linear_cross_entropy_backward.default, rows["grad"], product, rows["target"], rows["lse"], extra, hidden, matrix, ignore, smoothing, needed)
+    both = call(
+        torch.ops.mindspeed.linear_cross_entropy_backward.default,
+        rows["grad"],
+        product,
+        rows["target"],
+        rows["lse"],
+        extra,
+        hidden,
+        matrix,
+        ignore,
+        smoothing,
+        needed,
+    )
     for index, (old, swapped) in enumerate(((found.hidden, False), found.weight or (None, False), (found.bias, False))):
         if old is None:
             continue
@@ -246,6 +303,9 @@ def _on_rows(call: Any, step: fx.Node, vector: fx.Node, fill: float | int) -> fx
     if match.is_call(step, aten.slice_backward.default):
         _, _, dim, start, stop, by = step.args
     else:
-        dim, start, stop, by = (match.argument(step, name, default) for name, default in (("dim", 0), ("start", None), ("end", None), ("step", 1)))
+        dim, start, stop, by = (
+            match.argument(step, name, default)
+            for name, default in (("dim", 0), ("start", None), ("end", None), ("step", 1))
+        )
     base = call(aten.new_full.default, vector, list(match.value(step).shape[:-1]), fill)
     return call(aten.slice_scatter.default, base, vector, dim % dims, start, stop, by)

@@ -1,12 +1,14 @@
-"""Linear layers of one input (query, key and value; gate and up) become one product: the weights are joined in the graph.
+"""Linear layers of one input (query, key and value; gate and up) become one product: the weights are joined in the
+graph.
 
     q, k, v = linear(x, wq), linear(x, wk), linear(x, wv)   ->   linear(x, cat(wq, wk, wv)), and slices of it
 
-The parameters stay as they are, each with a gradient of its own, so that checkpoints and optimizers see nothing of it; the price is that
-their bytes are copied in every step, forward and backward, and that the gradients of the parts are joined. What it saves are launches,
-reads of the input, and the sums of its gradients. Which is more is asked of the cost model for every group of layers (wide weights and
-few tokens lose, narrow layers win), so that it needs a device that the model knows. On request alone: no device has measured it, and on
-cpu it was measured not to pay. Exact up to the order of the sums in the products.
+The parameters stay as they are, each with a gradient of its own, so that checkpoints and optimizers see nothing of it;
+the price is that their bytes are copied in every step, forward and backward, and that the gradients of the parts are
+joined. What it saves are launches, reads of the input, and the sums of its gradients. Which is more is asked of the
+cost model for every group of layers (wide weights and few tokens lose, narrow layers win), so that it needs a device
+that the model knows. On request alone: no device has measured it, and on cpu it was measured not to pay. Exact up to
+the order of the sums in the products.
 """
 
 from __future__ import annotations
@@ -25,7 +27,17 @@ from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 
 NAME, OPERATOR = "fusion.merged_linear", "aten.linear"
-POINTWISE = (*match.ADD, *match.MUL, aten.to.dtype, aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default, aten.pow.Tensor_Scalar)
+POINTWISE = (
+    *match.ADD,
+    *match.MUL,
+    aten.to.dtype,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.relu.default,
+    aten.sigmoid.default,
+    aten.tanh.default,
+    aten.pow.Tensor_Scalar,
+)
 """Readers that take a slice as well as what is dense."""
 
 
@@ -34,7 +46,9 @@ def merged_linear(gm: fx.GraphModule, context: Context) -> PassReport:
     """Linear layers that read one input become one product with their weights joined in the graph."""
     report, options = PassReport(NAME), context.options
     if options.target == "cpu":
-        return report.note_reason("on cpu one product for several was measured no faster: 0.97 to 1.08 of the time apart")
+        return report.note_reason(
+            "on cpu one product for several was measured no faster: 0.97 to 1.08 of the time apart"
+        )
     if context.sharding:
         return report.note_reason("the model is parallelized: parts of a joined weight would not be parts of each")
     name, why = (options.hardware, "") if options.hardware else detect(options.target)
@@ -52,7 +66,9 @@ def merged_linear(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _groups(gm: fx.GraphModule) -> Iterator[list[fx.Node]]:
-    """Linear layers of one input, two or more, in the order of the graph; weights of one layer used twice make no group."""
+    """Linear layers of one input, two or more, in the order of the graph; weights of one layer used twice make no
+    group.
+    """
     by_input: dict[fx.Node, list[fx.Node]] = {}
     for node in calls(gm, aten.linear.default):
         found = by_input.setdefault(node.args[0], [])
@@ -68,11 +84,16 @@ def _bias(node: fx.Node) -> Any:
 def _refused(group: Sequence[fx.Node]) -> str | None:
     weights, biases = [n.args[1] for n in group], [_bias(n) for n in group]
     if len({match.value(w).dtype for w in weights}) > 1 or any(match.value(w).dim() != 2 for w in weights):
-        return f"the weights are {', '.join(f'{match.value(w).dtype} {tuple(match.value(w).shape)}' for w in weights)}; matrices of one type can be joined".replace("torch.", "")
+        return f"the weights are {', '.join(f'{match.value(w).dtype} {tuple(match.value(w).shape)}' for w in weights)}; matrices of one type can be joined".replace(
+            "torch.", ""
+        )
     if any(b is None for b in biases) != all(b is None for b in biases):
         return "some have a bias and some none"
     if any(w.meta["needs_grad"] != weights[0].meta["needs_grad"] for w in weights):
-        return "some weights are trained and some are not: the gradient of those that are not would be computed for nothing"
+        return (
+            "some weights are trained and some are not: the gradient of those that are not would be computed for "
+            "nothing"
+        )
     early = {n for n in group[0].graph.nodes if n.op in ("placeholder", "get_attr")}
     if not all(p is None or p in early for p in (*weights, *biases)):
         return "a weight is computed in the graph, maybe after the first layer reads its input"
@@ -81,11 +102,18 @@ def _refused(group: Sequence[fx.Node]) -> str | None:
     offset, total = 0, sum(match.value(w).shape[0] for w in weights)
     for node in group:
         y = match.value(node)
-        part = torch.empty((*y.shape[:-1], total), dtype=y.dtype, device="meta")[..., offset : offset + y.shape[-1]] if not _symbolic(y) else None
+        part = (
+            torch.empty((*y.shape[:-1], total), dtype=y.dtype, device="meta")[..., offset : offset + y.shape[-1]]
+            if not _symbolic(y)
+            else None
+        )
         offset += y.shape[-1]
         needs = next((u for u in node.users if not _takes(u, part)), None)
         if needs is not None:
-            return f"{needs.name} ({needs.target}) reads {node.name} as it lies in memory, and a part of a joined result would be copied for it"
+            return (
+                f"{needs.name} ({needs.target}) reads {node.name} as it lies in memory, and a part of a joined "
+                "result would be copied for it"
+            )
     return None
 
 
@@ -95,7 +123,9 @@ def _symbolic(y: torch.Tensor) -> bool:
 
 def _takes(user: fx.Node, part: torch.Tensor | None) -> bool:
     """Whether ``user`` reads a slice ``part`` of a row as well as a tensor of its own."""
-    if match.is_call(user, *POINTWISE, aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.linear.default):
+    if match.is_call(
+        user, *POINTWISE, aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.linear.default
+    ):
         return True
     if isinstance(user.target, torch._ops.OpOverload) and user.target.namespace == "mindspeed":
         return True
@@ -106,17 +136,27 @@ def _takes(user: fx.Node, part: torch.Tensor | None) -> bool:
             return False
         return True
     # Of an unknown length: heads made of the last dimension.
-    return match.is_call(user, *match.VIEWS) and part is None and match.value(user).dim() == match.value(user.args[0]).dim() + 1
+    return (
+        match.is_call(user, *match.VIEWS)
+        and part is None
+        and match.value(user).dim() == match.value(user.args[0]).dim() + 1
+    )
 
 
 def _unpaid(group: Sequence[fx.Node], device: Hardware) -> str | None:
     """Why the cost model prefers the layers apart."""
     apart, together = (sum(c.seconds(device) for c in costs) for costs in costs_of(group))
-    return None if together < apart else f"modelled on {device.name}: {together * 1e6:.0f} us joined, {apart * 1e6:.0f} us apart"
+    return (
+        None
+        if together < apart
+        else f"modelled on {device.name}: {together * 1e6:.0f} us joined, {apart * 1e6:.0f} us apart"
+    )
 
 
 def costs_of(group: Sequence[fx.Node]) -> tuple[list[Cost], list[Cost]]:
-    """Kernels of the layers apart, and of the product that they become: forward, and the gradients that are asked for."""
+    """Kernels of the layers apart, and of the product that they become: forward, and the gradients that are asked
+    for.
+    """
     y = match.value(group[0])
     tokens, width = 1, match.value(group[0].args[1]).shape[1]
     for n in y.shape[:-1]:
@@ -126,13 +166,22 @@ def costs_of(group: Sequence[fx.Node]) -> tuple[list[Cost], list[Cost]]:
     def spec(*shape: int) -> Spec:
         return Spec(shape, str(y.dtype).removeprefix("torch."), y.dtype.itemsize)
 
-    x, ws, ys, w, out = spec(tokens, width), [spec(n, width) for n in sizes], [spec(tokens, n) for n in sizes], spec(sum(sizes), width), spec(tokens, sum(sizes))
+    x, ws, ys, w, out = (
+        spec(tokens, width),
+        [spec(n, width) for n in sizes],
+        [spec(tokens, n) for n in sizes],
+        spec(sum(sizes), width),
+        spec(tokens, sum(sizes)),
+    )
     apart, together = [product(o, width, x, i) for o, i in zip(ys, ws)], [once(w, *ws), product(out, width, x, w)]
     to_x, to_w = group[0].args[0].meta["needs_grad"], group[0].args[1].meta["needs_grad"]
     if to_x or to_w:
         together.append(once(out, *ys))
     if to_x:
-        apart += [*(product(x, n, o, i) for n, o, i in zip(sizes, ys, ws)), *[once(x, x, spec(tokens, width), vector=x.numel)] * (len(group) - 1)]
+        apart += [
+            *(product(x, n, o, i) for n, o, i in zip(sizes, ys, ws)),
+            *[once(x, x, spec(tokens, width), vector=x.numel)] * (len(group) - 1),
+        ]
         together += [once(w, *ws), product(x, sum(sizes), out, w)]
     if to_w:
         apart += [product(i, tokens, o, x) for o, i in zip(ys, ws)]

@@ -2,9 +2,10 @@
 
 ``order`` is the sort of the flattened choices of experts [tokens * k]. The way there is ``tokens[order // k]``, or
 ``order`` applied to each token repeated k times. The way back is the sum over a token's rows, with or without
-probabilities, applied to sorted rows or afterwards: rows gathered by the inverse of ``order`` (made by a second sort or by
-writing 0, 1, 2 ... to the places of ``order``), rows written to the places of ``order``, or rows added up by ``order // k``, to zeros or to what
-a shared expert gave. Rows are taken and added by an index of rows or by one that names it in every column (torchtitan), summed by ``sum``, ``bmm`` or ``einsum``.
+probabilities, applied to sorted rows or afterwards: rows gathered by the inverse of ``order`` (made by a second sort or
+by writing 0, 1, 2 ... to the places of ``order``), rows written to the places of ``order``, or rows added up by ``order
+// k``, to zeros or to what a shared expert gave. Rows are taken and added by an index of rows or by one that names it
+in every column (torchtitan), summed by ``sum``, ``bmm`` or ``einsum``.
 
 Safe because the rows and the sums are the same; a sort that may order equal experts at will is made stable, so that the
 operator, which sorts by itself, and what is left of the model agree. Why it pays: the gradient of a gather adds
@@ -65,7 +66,16 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
             found = _rewrite_permute(gm, report, node, *found, inverses)
         if found:
             report.skipped.append(skip(PERMUTE, node, found))
-    for node in calls(gm, aten.sum.dim_IntList, aten.index_add.default, aten.scatter_add.default, aten.index_put.default, aten.bmm.default, aten.matmul.default, aten.einsum.default):
+    for node in calls(
+        gm,
+        aten.sum.dim_IntList,
+        aten.index_add.default,
+        aten.scatter_add.default,
+        aten.index_put.default,
+        aten.bmm.default,
+        aten.matmul.default,
+        aten.einsum.default,
+    ):
         combined = _combined(node)
         if combined is not None:
             seen.update(combined.region)
@@ -75,14 +85,28 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
                 report.skipped.append(skip(UNPERMUTE, node, reason))
     for node in calls(gm, *GATHERS):
         found = match.indexed_rows(node) if node not in seen and node.users else None
-        if found is not None and match.value(node).dim() == 2 and match.is_float(node) and (sort := _sort_behind(found[1])) is not None:
-            report.skipped.append(skip(PERMUTE, node, f"rows are taken in an order that comes of a sort ({sort.name}), but neither k of each token sorted by expert nor back to be summed"))
+        if (
+            found is not None
+            and match.value(node).dim() == 2
+            and match.is_float(node)
+            and (sort := _sort_behind(found[1])) is not None
+        ):
+            report.skipped.append(
+                skip(
+                    PERMUTE,
+                    node,
+                    f"rows are taken in an order that comes of a sort ({sort.name}), but neither k of each token "
+                    "sorted by expert nor back to be summed",
+                )
+            )
     rewrite.finish(gm)
     return report
 
 
 def _left(gm: fx.GraphModule, context: Context) -> bool:
-    """Whether Inductor's code is to be preferred for few choices; never where a plan sends tokens to their experts, and knows them by this operator."""
+    """Whether Inductor's code is to be preferred for few choices; never where a plan sends tokens to their experts, and
+    knows them by this operator.
+    """
     return context.left_to_inductor(NAME) and not (context.sharding is not None and context.sharding.plan.travels)
 
 
@@ -92,7 +116,11 @@ def _left(gm: fx.GraphModule, context: Context) -> bool:
 def _sorted(n: Any) -> fx.Node | None:
     """The sort that ``n`` is the order of: n[i] is where the i-th smallest of a list of integers stands."""
     found = None
-    if match.is_call(n, match.operator.getitem) and n.args[1] == 1 and match.is_call(n.args[0], aten.sort.default, aten.sort.stable):
+    if (
+        match.is_call(n, match.operator.getitem)
+        and n.args[1] == 1
+        and match.is_call(n.args[0], aten.sort.default, aten.sort.stable)
+    ):
         found = n.args[0]
     elif match.is_call(n, aten.argsort.default, aten.argsort.stable):
         found = n
@@ -108,7 +136,9 @@ def _sort_behind(n: Any, depth: int = 3) -> fx.Node | None:
 
 def _divided(n: Any) -> tuple[fx.Node, int] | None:
     """(order, k) when ``n`` is order // k."""
-    floor = match.is_call(n, aten.floor_divide.default) or (match.is_call(n, aten.div.Tensor_mode) and n.kwargs.get("rounding_mode") == "floor")
+    floor = match.is_call(n, aten.floor_divide.default) or (
+        match.is_call(n, aten.div.Tensor_mode) and n.kwargs.get("rounding_mode") == "floor"
+    )
     return (n.args[0], n.args[1]) if floor and isinstance(n.args[1], int) and n.args[1] > 0 else None
 
 
@@ -138,7 +168,9 @@ def _written(n: Any) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
-    """(tokens, order) when ``node`` is the tokens in the order of their experts; why it stays; None for another gather."""
+    """(tokens, order) when ``node`` is the tokens in the order of their experts; why it stays; None for another
+    gather.
+    """
     found = match.indexed_rows(node)
     if found is None or match.value(node).dim() != 2 or not match.is_float(node):
         return None
@@ -157,23 +189,37 @@ def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
     if _sorted(order) is None:
         return None
     if not symbols.statically_known_true(match.value(order).shape[0] == match.value(tokens).shape[0] * k):
-        return f"{match.value(order).shape[0]} sorted choices are not {k} for each of {match.value(tokens).shape[0]} tokens"
+        return (
+            f"{match.value(order).shape[0]} sorted choices are not {k} for each of {match.value(tokens).shape[0]} "
+            "tokens"
+        )
     return tokens, order
 
 
 def repeated(n: fx.Node) -> tuple[fx.Node, int] | None:
     """(x, k) when ``n`` is [tokens * k, hidden] with each row of x k times in a row."""
-    if match.is_call(n, aten.repeat_interleave.self_int) and match.argument(n, "dim") == 0 and isinstance(n.args[1], int):
+    if (
+        match.is_call(n, aten.repeat_interleave.self_int)
+        and match.argument(n, "dim") == 0
+        and isinstance(n.args[1], int)
+    ):
         return n.args[0], n.args[1]
     if match.is_call(n, *match.VIEWS, aten.clone.default) and match.value(n).dim() == 2:
         while match.is_call(n, *match.VIEWS, aten.clone.default):
             n = n.args[0]
-        if match.is_call(n, aten.expand.default) and match.is_call(n.args[0], aten.unsqueeze.default) and n.args[0].args[1] == 1 and match.value(n).dim() == 3:
+        if (
+            match.is_call(n, aten.expand.default)
+            and match.is_call(n.args[0], aten.unsqueeze.default)
+            and n.args[0].args[1] == 1
+            and match.value(n).dim() == 3
+        ):
             return n.args[0].args[0], match.value(n).shape[1]
     return None
 
 
-def _rewrite_permute(gm: fx.GraphModule, report: PassReport, node: fx.Node, tokens: fx.Node, order: fx.Node, inverses: dict) -> str | None:
+def _rewrite_permute(
+    gm: fx.GraphModule, report: PassReport, node: fx.Node, tokens: fx.Node, order: fx.Node, inverses: dict
+) -> str | None:
     sort = _sorted(order)
     indices = sort.args[0]
     reason = match.unsafe([node], [tokens, order, indices])
@@ -232,7 +278,11 @@ def _multiplied(node: fx.Node) -> Combined | None:
             return None
     else:
         probs, copies = node.args
-        if match.value(probs).dim() != 3 or match.value(copies).dim() != 3 or not symbols.statically_known_true(match.value(probs).shape[1] == 1):
+        if (
+            match.value(probs).dim() != 3
+            or match.value(copies).dim() != 3
+            or not symbols.statically_known_true(match.value(probs).shape[1] == 1)
+        ):
             return None
     copies = match.uncast(copies)
     return _gathered(copies, probs, match.value(copies), [node]) if match.is_float(copies) else None
@@ -241,11 +291,20 @@ def _multiplied(node: fx.Node) -> Combined | None:
 def _summed(node: fx.Node) -> Combined | None:
     """The sum over the second of [tokens, k, hidden]."""
     whole = match.value(node.args[0])
-    if whole.dim() != 3 or [d % 3 for d in node.args[1] or ()] != [1] or match.argument(node, "keepdim", False) or match.argument(node, "dtype") is not None:
+    if (
+        whole.dim() != 3
+        or [d % 3 for d in node.args[1] or ()] != [1]
+        or match.argument(node, "keepdim", False)
+        or match.argument(node, "dtype") is not None
+    ):
         return None
     copies, probs, region = match.uncast(node.args[0]), None, [node]
     for a, b in match.operands(copies, aten.mul.Tensor):
-        if isinstance(a, fx.Node) and match.is_call(match.uncast(b), aten.unsqueeze.default) and match.value(b).shape == (*whole.shape[:2], 1):
+        if (
+            isinstance(a, fx.Node)
+            and match.is_call(match.uncast(b), aten.unsqueeze.default)
+            and match.value(b).shape == (*whole.shape[:2], 1)
+        ):
             region.append(copies)
             probs, copies = match.uncast(b).args[0], match.uncast(a)
             break
@@ -272,7 +331,9 @@ def _gathered(copies: fx.Node, probs: fx.Node | None, whole: torch.Tensor, regio
 
 
 def _weighted(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list[fx.Node]]:
-    """(rows, probabilities in the order of the tokens, nodes) when ``n`` is rows times sorted probabilities; else (n, None, [])."""
+    """(rows, probabilities in the order of the tokens, nodes) when ``n`` is rows times sorted probabilities; else (n,
+    None, []).
+    """
     n = match.uncast(n)
     for rows, share in match.operands(n, aten.mul.Tensor):
         if not isinstance(share, fx.Node) or match.value(share).shape != (match.value(n).shape[0], 1):
@@ -287,10 +348,14 @@ def _weighted(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list
     return n, None, []
 
 
-def _rewrite_unpermute(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Combined, inverses: dict) -> str | None:
+def _rewrite_unpermute(
+    gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Combined, inverses: dict
+) -> str | None:
     rows, probs, k, order, region, base = found
     shape, root = match.value(rows).shape, match.value(node)
-    if not symbols.statically_known_true(shape[0] == root.shape[0] * k) or not symbols.statically_known_true(shape[0] == match.value(order).shape[0]):
+    if not symbols.statically_known_true(shape[0] == root.shape[0] * k) or not symbols.statically_known_true(
+        shape[0] == match.value(order).shape[0]
+    ):
         return f"{shape[0]} rows are not {k} for each of {root.shape[0]} tokens"
     reason = match.unsafe(region, [rows, order, probs, base])
     if reason:
@@ -301,12 +366,20 @@ def _rewrite_unpermute(gm: fx.GraphModule, report: PassReport, node: fx.Node, fo
         inverse = rewrite.insert(gm, node, match.operator.getitem, (sort, 1))
     if probs is not None:
         probs = rewrite.insert(gm, node, aten.reshape.default, (probs, [root.shape[0], k]))
-    dtype = match.value(rows).dtype if probs is None else torch.promote_types(match.value(rows).dtype, match.value(probs).dtype)
+    dtype = (
+        match.value(rows).dtype
+        if probs is None
+        else torch.promote_types(match.value(rows).dtype, match.value(probs).dtype)
+    )
     if torch.promote_types(dtype, root.dtype) != dtype:
         rows = rewrite.insert(gm, node, aten.to.dtype, (rows, root.dtype))  # the model adds up in a wider type
     new = rewrite.insert(gm, node, torch.ops.mindspeed.moe_unpermute.default, (rows, inverse, probs, k))
     new = new if base is None else rewrite.insert(gm, node, aten.add.Tensor, (base, new))
-    new = new if match.value(new).dim() == root.dim() else rewrite.insert(gm, node, aten.reshape.default, (new, list(root.shape)))
+    new = (
+        new
+        if match.value(new).dim() == root.dim()
+        else rewrite.insert(gm, node, aten.reshape.default, (new, list(root.shape)))
+    )
     report.rewrites.append(site(UNPERMUTE, node, region))
     return rewrite.substitute(gm, node, new)
 

@@ -1,12 +1,13 @@
 """Products with one-hot masks become gathers and scatters of rows.
 
 GShard's dispatch ``einsum("sec,sm->ecm", mask, x)`` puts each token at a place of an expert, and its combine
-``einsum("sec,ecm->sm", weights, y)`` takes it back from there, both as products with a tensor [tokens, experts, capacity] that is
-zero but for one or two places per token. Where the mask can be read as such (:mod:`mindspeed_fx.passes.fusion.analysis.one_hot`) the rows
-are added at their places and read from them; gradients reach the weights, the tokens and the experts. Token dimensions may be
-groups and tokens; the product may be an ``einsum`` in any order of letters, or a matrix product with the mask viewed as a matrix, as
-DeepSpeed writes both. Cost: tokens x hidden elements moved instead of
-tokens x experts x capacity x hidden multiplied. Source: MindSpeed's token rearrangement; Lepikhin et al. 2020, "GShard".
+``einsum("sec,ecm->sm", weights, y)`` takes it back from there, both as products with a tensor [tokens, experts,
+capacity] that is zero but for one or two places per token. Where the mask can be read as such
+(:mod:`mindspeed_fx.passes.fusion.analysis.one_hot`) the rows are added at their places and read from them; gradients
+reach the weights, the tokens and the experts. Token dimensions may be groups and tokens; the product may be an
+``einsum`` in any order of letters, or a matrix product with the mask viewed as a matrix, as
+DeepSpeed writes both. Cost: tokens x hidden elements moved instead of tokens x experts x capacity x hidden multiplied.
+Source: MindSpeed's token rearrangement; Lepikhin et al. 2020, "GShard".
 """
 
 from __future__ import annotations
@@ -39,21 +40,34 @@ def one_hot_dispatch(gm: fx.GraphModule, context: Context) -> PassReport:
             if sparse is None or any(p is None for t in sparse.terms for p in t.places):
                 unread = weights if _has_one_hot(weights) else unread
                 continue
-            reason = match.unsafe([node, *reader.region], [other]) or _rewrite(reader, node, sparse, letters, weights, other, result)
+            reason = match.unsafe([node, *reader.region], [other]) or _rewrite(
+                reader, node, sparse, letters, weights, other, result
+            )
             if reason:
                 report.skipped.append(skip("gather and scatter", node, reason))
             else:
-                report.rewrites.append(site(COMBINE if set(letters[0][sparse.tokens :]) & set(letters[1]) else DISPATCH, node, [node]))
+                report.rewrites.append(
+                    site(COMBINE if set(letters[0][sparse.tokens :]) & set(letters[1]) else DISPATCH, node, [node])
+                )
             break
         else:
             if unread is not None:
-                report.skipped.append(skip("gather and scatter", node, f"{unread.name} is made of one-hot vectors, but not as products, weights and sums of them that are read"))
+                report.skipped.append(
+                    skip(
+                        "gather and scatter",
+                        node,
+                        f"{unread.name} is made of one-hot vectors, but not as products, weights and sums of them that "
+                        "are read",
+                    )
+                )
     rewrite.finish(gm)
     return report
 
 
 def _roles(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, fx.Node, str]]:
-    """((letters of the weights, letters of the rows), weights, rows, letters of the result) for each operand that may move the other's rows."""
+    """((letters of the weights, letters of the rows), weights, rows, letters of the result) for each operand that may
+    move the other's rows.
+    """
     if node.target != aten.einsum.default:
         yield from _matrix_product(node)
         return
@@ -62,13 +76,19 @@ def _roles(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, fx.Node, s
         return
     for i in (0, 1):
         w, x, result = words[0][i], words[0][1 - i], words[1]
-        if len(w) >= 3 and len(set(x) - set(w)) == 1 and set(result) <= set(w) | set(x) and match.is_float(node.args[1][1 - i]):
+        if (
+            len(w) >= 3
+            and len(set(x) - set(w)) == 1
+            and set(result) <= set(w) | set(x)
+            and match.is_float(node.args[1][1 - i])
+        ):
             yield (w, x), node.args[1][i], node.args[1][1 - i], result
 
 
 def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, fx.Node, str]]:
-    """The same for ``view(weights, [a, b]) @ rows`` and ``view(weights, [a, b]).t() @ rows``. The letters of what the view joined
-    are those of the weights' dimensions; rows and result have them joined, and ``_rewrite`` takes them apart."""
+    """The same for ``view(weights, [a, b]) @ rows`` and ``view(weights, [a, b]).t() @ rows``. The letters of what the
+    view joined are those of the weights' dimensions; rows and result have them joined, and ``_rewrite`` takes them
+    apart."""
     matrix, rows = node.args
     if match.value(matrix).dim() != 2 or match.value(rows).dim() != 2 or not match.is_float(rows):
         return
@@ -77,7 +97,9 @@ def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, f
         return
     weights = matrix.args[0]
     shape, width = match.value(weights).shape, match.value(matrix).shape[1]
-    count = next((k for k in range(1, len(shape)) if symbols.statically_known_true(math.prod(shape[k:]) == width)), None)
+    count = next(
+        (k for k in range(1, len(shape)) if symbols.statically_known_true(math.prod(shape[k:]) == width)), None
+    )
     if len(shape) < 3 or count is None:
         return
     letters = "abcdefgh"[: len(shape)]
@@ -85,16 +107,26 @@ def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, f
     yield (letters, inner + "z"), weights, rows, outer + "z"
 
 
-def _rewrite(r: Reader, node: fx.Node, sparse: Sparse, letters: tuple[str, str], weights: fx.Node, rows: fx.Node, result: str) -> str | None:
+def _rewrite(
+    r: Reader, node: fx.Node, sparse: Sparse, letters: tuple[str, str], weights: fx.Node, rows: fx.Node, result: str
+) -> str | None:
     w, x = letters
     (hidden,) = set(x) - set(w)
     tokens, places = w[: sparse.tokens], w[sparse.tokens :]
     if node.target != aten.einsum.default:
-        rows = r.make(aten.reshape.default, rows, [*(match.value(weights).shape[w.index(letter)] for letter in x[:-1]), match.value(rows).shape[-1]])
+        rows = r.make(
+            aten.reshape.default,
+            rows,
+            [*(match.value(weights).shape[w.index(letter)] for letter in x[:-1]), match.value(rows).shape[-1]],
+        )
     size = {letter: n for word, t in ((w, weights), (x, rows)) for letter, n in zip(word, match.value(t).shape)}
     dispatching = set(x) == {*tokens, hidden}
     groups = [t for t in tokens if t in (result if dispatching else x)]
-    if not dispatching and set(x) != {*groups, *places, hidden} or set(result) != ({*groups, *places, hidden} if dispatching else {*tokens, hidden}):
+    if (
+        not dispatching
+        and set(x) != {*groups, *places, hidden}
+        or set(result) != ({*groups, *places, hidden} if dispatching else {*tokens, hidden})
+    ):
         return f"{_named(node)} is neither a dispatch of rows nor a combination"
     if groups != list(tokens[: len(groups)]) or len(groups) >= len(tokens) or len(groups) > 1:
         return f"{_named(node)}: tokens may have one dimension of groups before the one that moves"
@@ -108,7 +140,9 @@ def _rewrite(r: Reader, node: fx.Node, sparse: Sparse, letters: tuple[str, str],
     for g in reversed(groups):
         # The places of one group after those of another.
         shape = [size[g] if t == g else 1 for t in tokens] + [1]
-        number = r.make(aten.reshape.default, r.make(aten.arange.default, size[g], device=match.value(flat).device), shape)
+        number = r.make(
+            aten.reshape.default, r.make(aten.arange.default, size[g], device=match.value(flat).device), shape
+        )
         flat = r.make(aten.add.Tensor, flat, r.make(aten.mul.Tensor, number, count))
         count = count * size[g]
     flat = r.make(aten.reshape.default, flat, [-1])
@@ -119,7 +153,11 @@ def _rewrite(r: Reader, node: fx.Node, sparse: Sparse, letters: tuple[str, str],
         rows = _ordered(r, rows, x, [*tokens, hidden])
         rows = r.make(aten.unsqueeze.default, rows, -2)
         choices = match.value(index[0]).shape[-1]
-        rows = r.make(aten.mul.Tensor, rows, weight) if weight is not None else r.make(aten.expand.default, rows, [*(size[t] for t in tokens), choices, size[hidden]])
+        rows = (
+            r.make(aten.mul.Tensor, rows, weight)
+            if weight is not None
+            else r.make(aten.expand.default, rows, [*(size[t] for t in tokens), choices, size[hidden]])
+        )
         rows = r.make(aten.reshape.default, rows, [-1, size[hidden]])
         rows = rows if match.value(rows).dtype == dtype else r.make(aten.to.dtype, rows, dtype)
         empty = r.make(aten.zeros.default, [count, size[hidden]], dtype=dtype, device=match.value(rows).device)
@@ -131,7 +169,9 @@ def _rewrite(r: Reader, node: fx.Node, sparse: Sparse, letters: tuple[str, str],
         rows = r.make(aten.reshape.default, rows, [*match.value(index[0]).shape, size[hidden]])
         wide = accumulation_dtype(dtype)
         if weight is not None:
-            rows, weight = (t if match.value(t).dtype == wide else r.make(aten.to.dtype, t, wide) for t in (rows, weight))
+            rows, weight = (
+                t if match.value(t).dtype == wide else r.make(aten.to.dtype, t, wide) for t in (rows, weight)
+            )
             rows = r.make(aten.mul.Tensor, rows, weight)
         out = r.make(aten.sum.dim_IntList, rows, [-2])
         out = out if match.value(out).dtype == dtype else r.make(aten.to.dtype, out, dtype)

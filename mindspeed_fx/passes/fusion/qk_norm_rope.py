@@ -1,11 +1,12 @@
 """RMSNorm of queries or keys per head and their rotation: ``rope(rms_norm(x))`` becomes ``mindspeed::qk_norm_rope``.
 
-It reads what the passes before it found, so that every spelling of the norm and of the rotation is here too; between the two
-heads may be transposed, viewed and cast, and of each head only the first elements may turn (partial rotary). Safe because the
-operator computes the same formulas, without the rounding between them. Where it pays: norm and rotation apart read and write every
-head twice in each direction, the operator once; that needs a kernel of the target that does both. On cpu generated code fuses
-the two operators by itself: one core, forward and backward, 512 to 2048 tokens of 8 to 32 heads, the operator's reference took 1.16 to
-1.5 of the time of the two apart in float32 and 1.03 to 1.2 in bfloat16.
+It reads what the passes before it found, so that every spelling of the norm and of the rotation is here too; between
+the two heads may be transposed, viewed and cast, and of each head only the first elements may turn (partial rotary).
+Safe because the operator computes the same formulas, without the rounding between them. Where it pays: norm and
+rotation apart read and write every head twice in each direction, the operator once; that needs a kernel of the target
+that does both. On cpu generated code fuses
+the two operators by itself: one core, forward and backward, 512 to 2048 tokens of 8 to 32 heads, the operator's
+reference took 1.16 to 1.5 of the time of the two apart in float32 and 1.03 to 1.2 in bfloat16.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def _found(rope: fx.Node) -> Found | str | None:
 
 
 def _normalized(n: fx.Node) -> bool:
-    return match.is_call(n, match.operator.getitem) and n.args[1] == 0 and match.is_call(n.args[0], ops.rms_norm.default)
+    return (
+        match.is_call(n, match.operator.getitem) and n.args[1] == 0 and match.is_call(n.args[0], ops.rms_norm.default)
+    )
 
 
 def _keeps_heads(move: fx.Node, dim: int) -> bool:
@@ -110,11 +113,22 @@ def _joined(rope: fx.Node, whole: fx.Node, part: match.Pieces, dim: int) -> tupl
     while len(way[-1].users) == 1 and match.is_call(user := next(iter(way[-1].users)), aten.to.dtype):
         way.append(user)
     cat = next(iter(way[-1].users)) if len(way[-1].users) == 1 else None
-    if not match.is_call(cat, aten.cat.default) or part.start or part.step != 1 or len(cat.args[0]) != 2 or cat.args[0][0] is not way[-1]:
+    if (
+        not match.is_call(cat, aten.cat.default)
+        or part.start
+        or part.step != 1
+        or len(cat.args[0]) != 2
+        or cat.args[0][0] is not way[-1]
+    ):
         return None
     given, rest = cat.args[0][1], match.uncast(cat.args[0][1])
     other, axis = match.part(rest), match.argument(cat, "dim", 0)
-    if other is None or other.source is not whole or (other.dim, other.start, other.stop, other.step) != (part.dim, part.stop, dim, 1) or axis % match.value(cat).dim() != part.dim:
+    if (
+        other is None
+        or other.source is not whole
+        or (other.dim, other.start, other.stop, other.step) != (part.dim, part.stop, dim, 1)
+        or axis % match.value(cat).dim() != part.dim
+    ):
         return None
     while given is not rest:
         way.append(given)
@@ -131,7 +145,10 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, found: Found
     for move in moves:
         if match.is_call(move, *RESHAPES):
             if not match.value(x).is_contiguous():
-                return "heads that are parts of a larger tensor are viewed between the norm and the rotation, which would copy them"
+                return (
+                    "heads that are parts of a larger tensor are viewed between the norm and the rotation, which "
+                    "would copy them"
+                )
             x = rewrite.insert(gm, root, aten.view.default, (x, list(match.value(move).shape)))
         elif match.is_call(move, *SWAPS):
             x = rewrite.insert(gm, root, move.target, (x, *move.args[1:]))
@@ -139,7 +156,9 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, found: Found
     made = rewrite.insert(gm, root, ops.qk_norm_rope.default, args)
     new = rewrite.insert(gm, root, match.operator.getitem, (made, 0))
     if match.value(new).dtype != match.value(rope).dtype:
-        return f"the rotation is computed in {match.value(rope).dtype} from a norm in {match.value(norm)[0].dtype}".replace("torch.", "")
+        return f"the rotation is computed in {match.value(rope).dtype} from a norm in {match.value(norm)[0].dtype}".replace(
+            "torch.", ""
+        )
     if reason := _unpaid(args, made, context):
         return reason
     report.rewrites.append(site(OPERATOR, root, region))
@@ -150,14 +169,21 @@ def _unpaid(args: tuple, made: fx.Node, context: Context) -> str | None:
     """Why norm and rotation are better apart on the target."""
     options = context.options
     if context.left_to_inductor(NAME):
-        return f'on cpu the code that Inductor generates for the norm and the rotation was measured no slower (the operator took 1.0 to 1.5 of its time); put "{NAME}" in enable to fuse all the same'
+        return (
+            "on cpu the code that Inductor generates for the norm and the rotation was measured no slower (the "
+            f'operator took 1.0 to 1.5 of its time); put "{NAME}" in enable to fuse all the same'
+        )
     if options.target == "cpu" or NAME in options.enable:
         return None
     x, weight, cos, sin, *_, interleaved = fx.map_arg(args, match.value)
     y, rstd = match.value(made)
     backward = (y, x, weight, rstd, cos, sin, interleaved, weight is not None)
-    for operator, given in ((ops.qk_norm_rope, fx.map_arg(args, match.value)), (ops.qk_norm_rope_backward, backward))[: 2 if made.meta["needs_grad"] else 1]:
-        kernel, reasons = find(operator.default).choose(options.target, given, {}, codegen=options.codegen == "inductor")
+    for operator, given in ((ops.qk_norm_rope, fx.map_arg(args, match.value)), (ops.qk_norm_rope_backward, backward))[
+        : 2 if made.meta["needs_grad"] else 1
+    ]:
+        kernel, reasons = find(operator.default).choose(
+            options.target, given, {}, codegen=options.codegen == "inductor"
+        )
         if kernel is None:
             return f"no kernel for both: {reasons[-1] if reasons else f'{options.target} has none'}"
     return None

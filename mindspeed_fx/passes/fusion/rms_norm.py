@@ -1,9 +1,10 @@
 """RMSNorm: ``x * rsqrt(mean(x^2) + eps) * weight`` becomes ``mindspeed::rms_norm``.
 
-Matched by meaning: the root of a mean or a sum of squares, or a norm, and numbers that make a mean of it (``F.normalize(x) *
-sqrt(d) * w``); the product in any association; any eps inside the root; a weight or none, before or after the down-cast, with an
-offset (``1 + w`` is just another weight); or ``aten.rms_norm`` itself. Safe because the operator computes the same mean and product
-in at least the precision of the subgraph. An eps beside the root is a near miss: no operator has it there.
+Matched by meaning: the root of a mean or a sum of squares, or a norm, and numbers that make a mean of it
+(``F.normalize(x) * sqrt(d) * w``); the product in any association; any eps inside the root; a weight or none, before or
+after the down-cast, with an offset (``1 + w`` is just another weight); or ``aten.rms_norm`` itself. Safe because the
+operator computes the same mean and product in at least the precision of the subgraph. An eps beside the root is a near
+miss: no operator has it there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, aten.rms_norm.default):
         x, shape, weight, eps = (match.argument(node, a) for a in ("input", "normalized_shape", "weight", "eps"))
         if len(shape) != 1:
-            report.skipped.append(skip(OPERATOR, node, f"normalizes over {len(shape)} dimensions; only the last one is supported"))
+            report.skipped.append(
+                skip(OPERATOR, node, f"normalizes over {len(shape)} dimensions; only the last one is supported")
+            )
             continue
         # Without an eps torch takes that of the type it computes in.
         eps = torch.finfo(accumulation_dtype(match.value(x).dtype)).eps if eps is None else eps
@@ -56,7 +59,12 @@ def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[
     end, number, passed = norms.scaled_on(node, found.number, None if beside else hidden)
     if beside:
         root, cast_first, down = end, False, norms.only_user(end)
-        if not over and not found.under and match.is_call(down, aten.to.dtype) and match.value(down).dtype == match.value(x).dtype:
+        if (
+            not over
+            and not found.under
+            and match.is_call(down, aten.to.dtype)
+            and match.value(down).dtype == match.value(x).dtype
+        ):
             root = down
         weight = match.uncast(weight)
     else:
@@ -92,13 +100,24 @@ def _is_x(n: fx.Node, root: moments.Spread) -> bool:
 
 
 def _with_weight(node: fx.Node, x: fx.Node, end: fx.Node) -> tuple[fx.Node, fx.Node | None, bool, bool]:
-    """(last node, weight, whether the down-cast comes before the weight, whether ``end`` was reached), following the only use of each
-    value; on the way to ``end`` numbers are passed."""
+    """(last node, weight, whether the down-cast comes before the weight, whether ``end`` was reached), following the
+    only use of each value; on the way to ``end`` numbers are passed."""
     dtype, hidden = match.value(x).dtype, match.value(x).shape[-1]
     last, weight, cast_first, wide, reached = node, None, True, False, end is node
     while (user := norms.only_user(last)) is not None:
-        vector = next((w for v, w in match.operands(user, aten.mul.Tensor) if v is last and isinstance(w, fx.Node) and norms.is_vector(w, hidden)), None)
-        if match.is_call(user, aten.to.dtype) and match.value(user).dtype == dtype != match.value(last).dtype and (weight is None or wide):
+        vector = next(
+            (
+                w
+                for v, w in match.operands(user, aten.mul.Tensor)
+                if v is last and isinstance(w, fx.Node) and norms.is_vector(w, hidden)
+            ),
+            None,
+        )
+        if (
+            match.is_call(user, aten.to.dtype)
+            and match.value(user).dtype == dtype != match.value(last).dtype
+            and (weight is None or wide)
+        ):
             cast_first = weight is None
         elif vector is not None and weight is None:
             weight, wide = vector, match.value(last).dtype != dtype

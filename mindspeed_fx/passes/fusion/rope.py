@@ -1,11 +1,12 @@
 """Rotary position embedding: ``x * cos + rotate(x) * sin`` becomes ``mindspeed::rope``.
 
 A rotation adds, to every element times one angle, its partner times another. Which element is whose partner, and with
-which sign, is read off the sums that the elements are made of (:mod:`mindspeed_fx.passes.fusion.analysis.element_exprs`), so that the
+which sign, is read off the sums that the elements are made of
+(:mod:`mindspeed_fx.passes.fusion.analysis.element_exprs`), so that the
 spelling does not matter: halves or neighbours turned by ``cat``, ``stack``, ``roll``, ``flip`` or views, the minus as a
 negation, a subtraction, a vector of signs or inside the sine's table, both parts of the pairs apart (DeepSeek reads
-neighbours and joins halves, which rotates the reordered tensor), angles given once or twice. Complex products are
-read as they are. cos and sin may be cached or made in the graph. Elements beside the rotated ones pass (partial rotary).
+neighbours and joins halves, which rotates the reordered tensor), angles given once or twice. Complex products are read
+as they are. cos and sin may be cached or made in the graph. Elements beside the rotated ones pass (partial rotary).
 Exact algebra: any two sums over the same pairs are what the operator computes, with the signs moved into its tables.
 """
 
@@ -29,9 +30,27 @@ OPAQUE = (aten.index.Tensor, aten.index_select.default, aten.gather.default, ate
 KINDS = {
     "sum": SUMS,
     "product": (*match.MUL, aten.addcmul.default),
-    "move": (aten.cat.default, aten.stack.default, aten.flip.default, aten.roll.default, aten.slice.Tensor, aten.select.int, aten.narrow.default, match.operator.getitem, *OPAQUE),
+    "move": (
+        aten.cat.default,
+        aten.stack.default,
+        aten.flip.default,
+        aten.roll.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.narrow.default,
+        match.operator.getitem,
+        *OPAQUE,
+    ),
 }
-BETWEEN = (aten.to.dtype, aten.neg.default, aten.clone.default, aten.contiguous.default, aten.unsqueeze.default, aten.transpose.int, *match.VIEWS)
+BETWEEN = (
+    aten.to.dtype,
+    aten.neg.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.unsqueeze.default,
+    aten.transpose.int,
+    *match.VIEWS,
+)
 
 
 class Miss(Exception):
@@ -69,7 +88,11 @@ def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     for half, x in apart.items():
         partner = next((h for h, y in apart.items() if h is not half and match.same(x, y)), None)
         if partner is not None and half.name < partner.name and not half._erased:
-            report.skipped.append(skip(OPERATOR, half, f"the two parts of the pairs, {half.name} and {partner.name}, are not joined again"))
+            report.skipped.append(
+                skip(
+                    OPERATOR, half, f"the two parts of the pairs, {half.name} and {partner.name}, are not joined again"
+                )
+            )
     rewrite.finish(gm)
     return report
 
@@ -141,14 +164,19 @@ def _rotation(lanes: Lanes, apart: dict[fx.Node, fx.Node]) -> Rotation | None:
         found = _ordered(lanes, tensor, sums, pairs, known)
         if found is not None:
             x, angles, interleaved = found
-            return Rotation(low, high, tensor, [((1.0, ((tensor, lane),)),) for lane in x], angles[0], angles[1], interleaved)
+            return Rotation(
+                low, high, tensor, [((1.0, ((tensor, lane),)),) for lane in x], angles[0], angles[1], interleaved
+            )
         partner = {}
         for a, b in pairs:
             partner.setdefault(a, set()).add(b)
             partner.setdefault(b, set()).add(a)
         if all(len(others) == 1 for others in partner.values()):
             a, b = pairs[0]
-            raise Miss(f"element {min(a, b)} of each head turns with element {max(a, b)}: pairs are halves or neighbours, in the order that they have or the other's")
+            raise Miss(
+                f"element {min(a, b)} of each head turns with element {max(a, b)}: pairs are halves or neighbours, in "
+                "the order that they have or the other's"
+            )
     if lanes.split:  # the last try
         _complain(lanes, sums)
     return None
@@ -185,15 +213,30 @@ def _angle(term, tensor: int, sign: float) -> Sum:
 
 
 def _complain(lanes: Lanes, sums: list[Sum]) -> None:
-    """A near miss where x is added to what moved its elements, each with a factor of its own, and the move was not read."""
+    """A near miss where x is added to what moved its elements, each with a factor of its own, and the move was not
+    read.
+    """
     for t, (moved, _) in enumerate(lanes.tensors):
         for x, (n, _) in enumerate(lanes.tensors):
-            if x == t or not all(len(s) == 2 and {_degree(s[0], x), _degree(s[1], x)} == {0, 1} == {_degree(s[0], t), _degree(s[1], t)} and all(len(f) > 1 for _, f in s) for s in sums):
+            if x == t or not all(
+                len(s) == 2
+                and {_degree(s[0], x), _degree(s[1], x)} == {0, 1} == {_degree(s[0], t), _degree(s[1], t)}
+                and all(len(f) > 1 for _, f in s)
+                for s in sums
+            ):
                 continue
-            if match.is_call(moved, *OPAQUE) and match.is_float(moved.args[0]) and match.same(match.uncast(moved.args[0]), match.uncast(n)) and match.value(n).shape == match.value(moved).shape:
+            if (
+                match.is_call(moved, *OPAQUE)
+                and match.is_float(moved.args[0])
+                and match.same(match.uncast(moved.args[0]), match.uncast(n))
+                and match.value(n).shape == match.value(moved).shape
+            ):
                 raise Miss(f"the elements are moved by {moved.target}, whose table or matrix is not read")
             if not lanes.is_leaf(moved) and _lanes_of(lanes, moved) == _lanes_of(lanes, n):
-                raise Miss(f"{moved.name} has the elements of {n.name}, and is multiplied by angles over more dimensions than those are read along")
+                raise Miss(
+                    f"{moved.name} has the elements of {n.name}, and is multiplied by angles over more dimensions than "
+                    "those are read along"
+                )
 
 
 def _lanes_of(lanes: Lanes, n: fx.Node) -> list[Sum]:
@@ -207,7 +250,16 @@ def _lanes_of(lanes: Lanes, n: fx.Node) -> list[Sum]:
 def _rewrite_lanes(gm: fx.GraphModule, lanes: Lanes, rotation: Rotation) -> list[fx.Node]:
     root, dims = lanes.root, lanes.of(lanes.root).dim()
     shape = list(match.value(root).shape)
-    region = [n for n in lanes.read if any(f[0] == rotation.tensor for i in lanes.read[n].flatten().unique().tolist() for _, fs in lanes.sums[i] for f in fs)]
+    region = [
+        n
+        for n in lanes.read
+        if any(
+            f[0] == rotation.tensor
+            for i in lanes.read[n].flatten().unique().tolist()
+            for _, fs in lanes.sums[i]
+            for f in fs
+        )
+    ]
     turned, _ = lanes.tensors[rotation.tensor]
     region = [n for n in region if n is not turned and not lanes.is_leaf(n)]
     inputs = [n for n, _ in lanes.tensors]
@@ -227,10 +279,15 @@ def _rewrite_lanes(gm: fx.GraphModule, lanes: Lanes, rotation: Rotation) -> list
     if rotation.high - rotation.low < total:
         sums = lanes.lanes()
         dtype = match.value(new).dtype
-        beside = [lanes.build(gm, root, part) if part else None for part in (sums[: rotation.low], sums[rotation.high :])]
+        beside = [
+            lanes.build(gm, root, part) if part else None for part in (sums[: rotation.low], sums[rotation.high :])
+        ]
         if any(made is None for made, part in zip(beside, (sums[: rotation.low], sums[rotation.high :])) if part):
             raise Miss("what passes beside the rotated elements is not made of a few parts of tensors")
-        before, after = (b if b is None or match.value(b).dtype == dtype else rewrite.insert(gm, root, aten.to.dtype, (b, dtype)) for b in beside)
+        before, after = (
+            b if b is None or match.value(b).dtype == dtype else rewrite.insert(gm, root, aten.to.dtype, (b, dtype))
+            for b in beside
+        )
         new = rewrite.insert(gm, root, aten.cat.default, ([n for n in (before, new, after) if n is not None], -1))
     if dims != 1:
         new = rewrite.insert(gm, root, aten.reshape.default, (new, shape))
@@ -244,11 +301,15 @@ def _operator(gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: 
     if match.value(cos).shape[-1] != size or match.value(sin).shape[-1] != size:
         raise Miss(f"cos and sin have last dimension {match.value(cos).shape[-1]}, the rotated tensor {size}")
     wide = torch.promote_types(match.value(cos).dtype, match.value(sin).dtype)
-    cos, sin = (a if match.value(a).dtype == wide else rewrite.insert(gm, root, aten.to.dtype, (a, wide)) for a in (cos, sin))
+    cos, sin = (
+        a if match.value(a).dtype == wide else rewrite.insert(gm, root, aten.to.dtype, (a, wide)) for a in (cos, sin)
+    )
     return rewrite.insert(gm, root, torch.ops.mindspeed.rope.default, (x, cos, sin, interleaved))
 
 
-def _rewrite(gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node, interleaved: bool, region: list[fx.Node]) -> list[fx.Node]:
+def _rewrite(
+    gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node, interleaved: bool, region: list[fx.Node]
+) -> list[fx.Node]:
     if reason := match.unsafe(region, [x, cos, sin]):
         raise Miss(reason)
     if reason := rewrite.substitute(gm, root, _operator(gm, root, x, cos, sin, interleaved)):

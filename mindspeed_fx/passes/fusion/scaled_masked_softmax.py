@@ -1,9 +1,10 @@
 """Softmax of scaled and masked scores that ``fusion.attention`` left: ``mindspeed::scaled_masked_softmax``.
 
-For attention whose weights must exist, because the model returns or drops them in a way that no attention kernel has. On npu alone: elsewhere
-generated code makes one kernel of it as it is. Matched from the softmax inward over casts, one boolean mask with a value of -10000 or less, and
-scales; a cast back to the type of the scores belongs to it. Safe because exp(-10000) is zero next to an ordinary score; rows that are masked
-whole differ only where the model used minus infinity, which makes them NaN.
+For attention whose weights must exist, because the model returns or drops them in a way that no attention kernel has.
+On npu alone: elsewhere generated code makes one kernel of it as it is. Matched from the softmax inward over casts, one
+boolean mask with a value of -10000 or less, and scales; a cast back to the type of the scores belongs to it. Safe
+because exp(-10000) is zero next to an ordinary score; rows that are masked whole differ only where the model used minus
+infinity, which makes them NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def scaled_masked_softmax(gm: fx.GraphModule, context: Context) -> PassReport:
         if found is None:
             continue
         if context.options.target != "npu" and NAME not in context.options.enable:
-            reason = f'one kernel already where code is generated, and no kernel on {context.options.target}; put "{NAME}" in enable to fuse all the same'
+            reason = (
+                f"one kernel already where code is generated, and no kernel on {context.options.target}; put "
+                f'"{NAME}" in enable to fuse all the same'
+            )
         else:
             reason = _rewrite(gm, report, node, found, context.options.target)
         if reason:
@@ -62,7 +66,11 @@ def _scores(node: fx.Node) -> Scores | None:
         n = n.args[0]
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask_analysis.blocks(n.args[2]):
         inner, given, masked = n.args[0], n.args[1], True
-    elif match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask_analysis.blocks(n.args[2]) and isinstance(n.args[1], fx.Node):
+    elif (
+        match.is_call(n, aten.where.self, aten.where.ScalarOther)
+        and mask_analysis.blocks(n.args[2])
+        and isinstance(n.args[1], fx.Node)
+    ):
         inner, given, masked = n.args[1], n.args[0], False
     else:
         return None

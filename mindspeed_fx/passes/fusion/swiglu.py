@@ -1,7 +1,8 @@
 """SwiGLU: ``silu(gate) * up`` becomes ``mindspeed::swiglu``.
 
 Gate and up may be two tensors (two linears) or the halves of one (chunk, split, slices); a SiLU written out is found by
-canonicalize.silu. Two halves in the order [gate | up] use the packed form, whose gradient is one tensor. Safe because the operator evaluates the same formula in at least the same precision.
+canonicalize.silu. Two halves in the order [gate | up] use the packed form, whose gradient is one tensor. Safe because
+the operator evaluates the same formula in at least the same precision.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SwiGLU times a weight per token: ``(silu(gate) * up * weight).to(dtype)`` becomes ``mindspeed::weighted_swiglu``.
 
-The weight has one element per row, [..., 1]: the router's probabilities in Megatron's experts. It may multiply the activated gate, up or
-their product. The backward keeps gate, up and the
-weights, not the product. Safe because the operator evaluates the same formula in at least the same precision.
+The weight has one element per row, [..., 1]: the router's probabilities in Megatron's experts. It may multiply the
+activated gate, up or their product. The backward keeps gate, up and the weights, not the product. Safe because the
+operator evaluates the same formula in at least the same precision.
 """
 
 from __future__ import annotations
@@ -26,13 +26,32 @@ def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, torch.ops.mindspeed.swiglu.default):
         silu = match.past_copy(node)
         product = norms.only_user(silu)
-        if product is None and any(match.is_float(w) and _per_row(w, node) for u in silu.users for v, w in match.operands(u, aten.mul.Tensor) if v is silu):
+        if product is None and any(
+            match.is_float(w) and _per_row(w, node)
+            for u in silu.users
+            for v, w in match.operands(u, aten.mul.Tensor)
+            if v is silu
+        ):
             report.skipped.append(skip(OPERATOR, node, "the product without the weight is used elsewhere in the model"))
         product = norms.only_user(product) if match.is_call(product, aten.to.dtype) else product
         gate, up = node.args if len(node.args) > 1 else (node.args[0], None)
-        found = next(((product, up, w) for v, w in match.operands(product, aten.mul.Tensor) if match.uncast(v) is silu and match.is_float(w) and _per_row(w, node)), None)
+        found = next(
+            (
+                (product, up, w)
+                for v, w in match.operands(product, aten.mul.Tensor)
+                if match.uncast(v) is silu and match.is_float(w) and _per_row(w, node)
+            ),
+            None,
+        )
         # Up may bear the weight: silu(gate) * (up * weight).
-        inside = ((node, v, w) for v, w in match.operands(up, aten.mul.Tensor) if match.is_float(v) and match.is_float(w) and _per_row(w, node) and match.value(v).shape == match.value(node).shape)
+        inside = (
+            (node, v, w)
+            for v, w in match.operands(up, aten.mul.Tensor)
+            if match.is_float(v)
+            and match.is_float(w)
+            and _per_row(w, node)
+            and match.value(v).shape == match.value(node).shape
+        )
         found = found or next(inside, None)
         if found is not None:
             reason = _rewrite(gm, report, node, gate, *found)
@@ -47,7 +66,15 @@ def _per_row(weight: fx.Node, node: fx.Node) -> bool:
     return len(shape) == len(whole) > 1 and shape[-1] == 1 and shape[:-1] == whole[:-1]
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, gate: fx.Node, product: fx.Node, up: fx.Node | None, weight: fx.Node) -> str | None:
+def _rewrite(
+    gm: fx.GraphModule,
+    report: PassReport,
+    node: fx.Node,
+    gate: fx.Node,
+    product: fx.Node,
+    up: fx.Node | None,
+    weight: fx.Node,
+) -> str | None:
     dtype = torch.promote_types(match.value(gate).dtype, match.value(gate if up is None else up).dtype)
     root = product
     if match.value(product).dtype != dtype:

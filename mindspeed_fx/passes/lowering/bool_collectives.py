@@ -1,8 +1,8 @@
 """Truth values go over the network as bytes.
 
-Inductor (torch 2.13) takes the type of a collective's input from what it was computed of: a comparison of integers that is gathered becomes a
-buffer of int64 in its code, where the graph, and whoever reads the result, says bool. Sent as uint8 it is what the graph says, in as many bytes.
-Without generated code nothing is wrong, and nothing is rewritten.
+Inductor (torch 2.13) takes the type of a collective's input from what it was computed of: a comparison of integers that
+is gathered becomes a buffer of int64 in its code, where the graph, and whoever reads the result, says bool. Sent as
+uint8 it is what the graph says, in as many bytes. Without generated code nothing is wrong, and nothing is rewritten.
 """
 
 from __future__ import annotations

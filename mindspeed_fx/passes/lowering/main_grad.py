@@ -1,8 +1,9 @@
 """``lowering.main_grad``: weight gradients are added to Megatron's ``main_grad`` where it lies.
 
-AOTAutograd makes of the operator that adds to an input (megatron/main_grad.py) one that makes a new buffer, which is copied back at the end of
-the graph: a copy of the float32 gradient of every weight, all of them alive at once. Each is made to write in place again. (Inductor does
-the same to its graphs by itself.)
+AOTAutograd makes of the operator that adds to an input (megatron/main_grad.py) one that makes a new buffer, which is
+copied back at the end of
+the graph: a copy of the float32 gradient of every weight, all of them alive at once. Each is made to write in place
+again. (Inductor does the same to its graphs by itself.)
 """
 
 from __future__ import annotations
@@ -25,5 +26,10 @@ def main_grad(gm: fx.GraphModule, context: Context) -> PassReport:
         return report.note_reason("nothing is added to a main_grad in this graph")
     if context.options.codegen == "inductor":
         return report.note_reason("Inductor lets operators write in place by itself")
-    write_in_place(gm, calls, lambda node, bases: (bases[node.kwargs["_main_grad_base_index"]], node.kwargs["grad"], node.kwargs["x"]), report)
+    write_in_place(
+        gm,
+        calls,
+        lambda node, bases: (bases[node.kwargs["_main_grad_base_index"]], node.kwargs["grad"], node.kwargs["x"]),
+        report,
+    )
     return report

@@ -1,8 +1,8 @@
 """float32 matrix products on CPU go to oneDNN where it is the faster library.
 
-Measured (AMD EPYC 9004, two cores, float32, benchmarks/results): forward ``x w^T`` and input gradients ``g w`` run
-8 to 15 % faster than in MKL; weight gradients ``g^T x`` do not, and go to a kernel of our own on oneDNN's small product,
-5 to 17 % faster.
+Measured (AMD EPYC 9004, two cores, float32, benchmarks/results): forward ``x w^T`` and input gradients ``g w`` run 8 to
+15 % faster than in MKL; weight gradients ``g^T x`` do not, and go to a kernel of our own on oneDNN's small product, 5
+to 17 % faster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""``overlap.bucket``: small collectives of one kind and group become one, where the model says that the step gets shorter.
+"""``overlap.bucket``: small collectives of one kind and group become one, where the model says that the step gets
+shorter.
 
-Members are handed over as a list (``all_reduce_coalesced`` and its like): nothing is copied, and every tensor is reduced
-as it would be alone, so results are bitwise the same for any number of ranks. (The reduction of one concatenated buffer
+Members are handed over as a list (``all_reduce_coalesced`` and its like): nothing is copied, and every tensor is
+reduced as it would be alone, so results are bitwise the same for any number of ranks. (The reduction of one
+concatenated buffer
 is not: a ring sums an element over the ranks in an order that depends on where in the buffer it lies.)
 
 Gradients' all_reduce and reduce_scatter, parameters' all_gather: whatever does not depend on each other. The size of a
@@ -52,9 +54,16 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     if hardware is None:
         report.skipped += [skip(kind(n), n, f"no cost model: {why}") for n in starts]
         return report
-    work = priced(gm, context, lambda: cost_of(gm, hardware, context.options.codegen == "inductor"), saved_activation if context.side == "backward" else None)
+    work = priced(
+        gm,
+        context,
+        lambda: cost_of(gm, hardware, context.options.codegen == "inductor"),
+        saved_activation if context.side == "backward" else None,
+    )
     members = set(starts)
-    candidates = [_candidate(i, n, hardware) for i, n in enumerate(work.nodes) if n in members and n.target in _COALESCED]
+    candidates = [
+        _candidate(i, n, hardware) for i, n in enumerate(work.nodes) if n in members and n.target in _COALESCED
+    ]
     peak = simulate(work.tasks).peak
     if context.overlap.limit is None:
         context.overlap.limit = peak + context.options.overlap_memory
@@ -67,12 +76,18 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
         for bucket in chosen:
             nodes = [work.nodes[c.task] for c in bucket]
             new = _coalesce(gm, nodes)
-            report.rewrites.append(site(f"{kind(new)} of {len(nodes)}, {sum(c.bytes for c in bucket) / 2**20:.2f} MiB", nodes[0], nodes))
+            report.rewrites.append(
+                site(f"{kind(new)} of {len(nodes)}, {sum(c.bytes for c in bucket) / 2**20:.2f} MiB", nodes[0], nodes)
+            )
         report.rewrites += [site(f"one step of {len(step.args[0])} parameters", step, [step]) for step in joined(gm)]
         recompile(gm)
     for c in candidates:
         if c.task not in inside:
-            alone = "no other collective of its kind, group and type is independent of it" if not _partners(c, candidates) else "the model finds no shorter step with it in a bucket"
+            alone = (
+                "no other collective of its kind, group and type is independent of it"
+                if not _partners(c, candidates)
+                else "the model finds no shorter step with it in a bucket"
+            )
             report.skipped.append(skip(c.key[0], work.nodes[c.task], alone))
     return report
 
@@ -82,7 +97,15 @@ def choose(work: GraphTasks, candidates: list[Candidate], allowance: int) -> tup
     graph = work.tasks
     sizes = []
     for times in (1,) if len(graph) > LARGE else (0.5, 1, 2, 4):
-        found = [b for key in {c.key: None for c in candidates} for b in buckets(graph, [c for c in candidates if c.key == key], int(times * _cap([c for c in candidates if c.key == key])))]
+        found = [
+            b
+            for key in {c.key: None for c in candidates}
+            for b in buckets(
+                graph,
+                [c for c in candidates if c.key == key],
+                int(times * _cap([c for c in candidates if c.key == key])),
+            )
+        ]
         if found := acyclic(graph, sorted(found, key=lambda b: b[0].task)):
             sizes.append(found)
     if not sizes:

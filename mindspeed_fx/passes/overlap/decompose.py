@@ -1,17 +1,18 @@
-"""``overlap.decompose``: a product and the collective next to it in chunks, one chunk's communication under another's product.
+"""``overlap.decompose``: a product and the collective next to it in chunks, one chunk's communication under another's
+product.
 
 all_gather and the products that read it, products and the reduce_scatter or all_reduce they go into (MindSpeed's CoC in
-script mode; Wang et al. 2023, "Overlap communication with dependent computation via decomposition"), forward and backward,
-whoever put the collectives there. A weight gradient is added up over the chunks that its input gradient's collective moves,
-and what is read whole is put together from them: nothing is gathered twice. See region.py for how far chunks reach, cuts.py for which rows a chunk has:
-a rank keeps the rows it had.
+script mode; Wang et al. 2023, "Overlap communication with dependent computation via decomposition"), forward and
+backward, whoever put the collectives there. A weight gradient is added up over the chunks that its input gradient's
+collective moves, and what is read whole is put together from them: nothing is gathered twice. See region.py for how far
+chunks reach, cuts.py for which rows a chunk has: a rank keeps the rows it had.
 
-There is no ring of sends: on the networks of the cost tables an all_gather uses every link of a mesh at once and a port of a
-switch both ways, so a ring of one direction or of two moves the same bytes over fewer links or with more launches.
+There is no ring of sends: on the networks of the cost tables an all_gather uses every link of a mesh at once and a port
+of a switch both ways, so a ring of one direction or of two moves the same bytes over fewer links or with more launches.
 
-Every element is the same dot product and the same sum over ranks as before; but a library may sum K in another order for
-fewer rows, a ring may begin an element's sum at another rank, and gradients of weights become sums over chunks, 0 + 1 + ...
-So the pass is not exact, and off under ``torch.use_deterministic_algorithms``.
+Every element is the same dot product and the same sum over ranks as before; but a library may sum K in another order
+for fewer rows, a ring may begin an element's sum at another rank, and gradients of weights become sums over chunks, 0 +
+1 + ... So the pass is not exact, and off under ``torch.use_deterministic_algorithms``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     for region, parts in found.regions:
         inside |= set(region.starts)
         label = " and ".join(dict.fromkeys(f"{kind(s)}" for s in region.starts))
-        report.rewrites.append(site(f"{label} with {len(region.products)} products in {_told(parts)}", region.starts[0], list(region.cuts)))
+        report.rewrites.append(
+            site(f"{label} with {len(region.products)} products in {_told(parts)}", region.starts[0], list(region.cuts))
+        )
     for n in starts:
         if n not in inside:
             report.skipped.append(skip(kind(n), n, found.untried.get(n) or _why(n, found.cuttable)))
@@ -92,7 +95,16 @@ def _why(start: fx.Node, cuttable: set[fx.Node]) -> str:
         return "its sizes are known at run time only (dynamic shapes)"
     grown = [r for reach in REACHES for r in regions(start, reach)]
     if grown:
-        shape = tuple((start.meta["val"] if kind(start) == "reduce_scatter_tensor" else start.args[0].meta["val"]).shape)
-        return f"its shape {shape} has no dimension that {PARTS[0]} chunks divide evenly" if not any(r.most_parts(PARTS) for r in grown) else "its chunks would share nodes with another collective's"
-    beside = {"all_gather_into_tensor": "no product of matrices reads its rows", "all_to_all_single": "no product of matrices works on its rows, or its splits are not equal"}
+        shape = tuple(
+            (start.meta["val"] if kind(start) == "reduce_scatter_tensor" else start.args[0].meta["val"]).shape
+        )
+        return (
+            f"its shape {shape} has no dimension that {PARTS[0]} chunks divide evenly"
+            if not any(r.most_parts(PARTS) for r in grown)
+            else "its chunks would share nodes with another collective's"
+        )
+    beside = {
+        "all_gather_into_tensor": "no product of matrices reads its rows",
+        "all_to_all_single": "no product of matrices works on its rows, or its splits are not equal",
+    }
     return beside.get(kind(start), "what it reduces is made by no product of matrices, row by row")

@@ -1,12 +1,13 @@
-"""``overlap.mc2``: on npu, a product and its collective become one operator of torch_npu that overlaps them tile by tile.
+"""``overlap.mc2``: on npu, a product and its collective become one operator of torch_npu that overlaps them tile by
+tile.
 
     all_gather -> product       npu_all_gather_base_mm       (the gathered input comes out too, where others read it)
     product -> reduce_scatter   npu_mm_reduce_scatter_base
     product -> all_reduce       npu_mm_all_reduce_base       (documented for inference: graphs without a backward alone)
 
-Their limits, from torch_npu's documentation, are checked by :func:`refused`, which names the one that is broken. Taken where
-the modelled step is shorter than whole and than in chunks. An operator sums over tiles and ranks in an order of its own, so the pass is
-not exact. Traced and modelled; nothing has run on a device.
+Their limits, from torch_npu's documentation, are checked by :func:`refused`, which names the one that is broken. Taken
+where the modelled step is shorter than whole and than in chunks. An operator sums over tiles and ranks in an order of
+its own, so the pass is not exact. Traced and modelled; nothing has run on a device.
 """
 
 from __future__ import annotations
@@ -37,10 +38,16 @@ from mindspeed_fx.passes.overlap.model.costs import FUSED, device, ranks_of
 
 NAME = "overlap.mc2"
 aten = torch.ops.aten
-OPERATORS = {"all_gather_into_tensor": "npu_all_gather_base_mm", "reduce_scatter_tensor": "npu_mm_reduce_scatter_base", "all_reduce": "npu_mm_all_reduce_base"}
+OPERATORS = {
+    "all_gather_into_tensor": "npu_all_gather_base_mm",
+    "reduce_scatter_tensor": "npu_mm_reduce_scatter_base",
+    "all_reduce": "npu_mm_all_reduce_base",
+}
 _LINEAR, _MM = torch.ops.mindspeed.linear.default, aten.mm.default
 _domain: set[str] = set()
-"""The communication domain of this process's fused operators: a limit of A2 that holds for the model, not for the graph."""
+"""The communication domain of this process's fused operators: a limit of A2 that holds for the model, not for the
+graph.
+"""
 
 
 class Pair(NamedTuple):
@@ -55,7 +62,14 @@ class Pair(NamedTuple):
 def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
     """A product and its collective in one operator of torch_npu, where its limits allow and the model says it pays."""
     names = {k: f"npu::{name}" for k, name in OPERATORS.items()}
-    library = Library("torch_npu", "npu", "torch_npu has these operators", names, lambda pair, hardware: refused(pair, hardware.name, hardware.node, context.side), fuse)
+    library = Library(
+        "torch_npu",
+        "npu",
+        "torch_npu has these operators",
+        names,
+        lambda pair, hardware: refused(pair, hardware.name, hardware.node, context.side),
+        fuse,
+    )
     report, fused = one_operator(gm, context, NAME, library)
     _domain.update(pair.group for pair in fused)
     return report
@@ -75,7 +89,9 @@ class Library(NamedTuple):
 
 
 def one_operator(gm: fx.GraphModule, context: Context, name: str, library: Library) -> tuple[PassReport, list[Pair]]:
-    """Collectives and the products beside them by ``library``, where it refuses nothing and the step is modelled shorter than whole and than in chunks; which ones."""
+    """Collectives and the products beside them by ``library``, where it refuses nothing and the step is modelled
+    shorter than whole and than in chunks; which ones.
+    """
     report, names = PassReport(name), library.operators
     if context.options.target != library.target:
         return report.note_reason(f'{library.has}; the target is "{context.options.target}"'), []
@@ -102,7 +118,12 @@ def one_operator(gm: fx.GraphModule, context: Context, name: str, library: Libra
     trials = Trials(gm, context, hardware)
     fused = seconds_fused(trials, pairs, library.fuse)
     best(trials, starts)
-    told = f"modelled step {trials.plain.seconds * 1e3:.3f} ms whole, {trials.seconds * 1e3:.3f} ms at best in chunks, {fused * 1e3:.3f} ms with {len(pairs)} fused" if fused is not None else "fused operators need more memory than is allowed"
+    told = (
+        f"modelled step {trials.plain.seconds * 1e3:.3f} ms whole, {trials.seconds * 1e3:.3f} ms at best in chunks, "
+        f"{fused * 1e3:.3f} ms with {len(pairs)} fused"
+        if fused is not None
+        else "fused operators need more memory than is allowed"
+    )
     report.notes.append(told)
     if fused is None or fused > trials.plain.seconds * (1 - GAIN) or fused > trials.seconds:
         report.skipped += [skip(names[kind(p.start)], p.start, told) for p in pairs]
@@ -121,13 +142,21 @@ def beside(start: fx.Node) -> Pair | str:
         return "its sizes are known at run time only (dynamic shapes)"
     if kind(start) == "all_gather_into_tensor":
         found = [path[-1] for path in _paths(start)]
-        return Pair(start, max(found, key=lambda n: value(n).numel()), group_of(start)) if found else "no product of matrices reads its rows as they are gathered"
+        return (
+            Pair(start, max(found, key=lambda n: value(n).numel()), group_of(start))
+            if found
+            else "no product of matrices reads its rows as they are gathered"
+        )
     node, alone = start.args[0], len(start.args[0].users) == 1
     while _keeps_rows(node):
         node = node.args[0]
         alone = alone and len(node.users) == 1
     if node.target not in (_LINEAR, _MM):
-        return "no product of matrices makes its rows as they are scattered" if kind(start) == "reduce_scatter_tensor" else "no product of matrices makes what it reduces"
+        return (
+            "no product of matrices makes its rows as they are scattered"
+            if kind(start) == "reduce_scatter_tensor"
+            else "no product of matrices makes what it reduces"
+        )
     return Pair(start, node, group_of(start)) if alone else "the product is read by others too, before it is reduced"
 
 
@@ -157,23 +186,46 @@ def refused(pair: Pair, hardware: str, machine: int, side: str) -> str | None:
     b, ranks = pair.product.args[1], ranks_of(start)
     k, rows = value(pair.product.args[0]).shape[-1], value(a).numel() // value(a).shape[-1]
     reduces = name == "npu_mm_all_reduce_base"
-    worlds = (2, 4, 8) if hardware.startswith("ascend910b") else (2, 4, 8, 16) if hardware.startswith("ascend910c") and not reduces else ()
+    worlds = (
+        (2, 4, 8)
+        if hardware.startswith("ascend910b")
+        else (2, 4, 8, 16)
+        if hardware.startswith("ascend910c") and not reduces
+        else ()
+    )
     stored = value(b)
     return npu.first(
         npu.missing((name,)),
         None if worlds else f"documented for Atlas A2{' and A3' * (not reduces)}; the hardware is {hardware}",
         None if len(ranks) in worlds else f"{len(ranks)} ranks; valid on {hardware}: {', '.join(map(str, worlds))}",
-        None if len({r // machine for r in ranks}) == 1 or not hardware.startswith("ascend910b") else "the ranks are in several machines; on Atlas A2 the operator works within one",
-        None if not _domain - {group_of(start)} or not hardware.startswith("ascend910b") else f"on Atlas A2 the fused operators of a model share one communication domain, and group \"{min(_domain)}\" has it",
+        None
+        if len({r // machine for r in ranks}) == 1 or not hardware.startswith("ascend910b")
+        else "the ranks are in several machines; on Atlas A2 the operator works within one",
+        None
+        if not _domain - {group_of(start)} or not hardware.startswith("ascend910b")
+        else f'on Atlas A2 the fused operators of a model share one communication domain, and group "{min(_domain)}" '
+        "has it",
         npu.typed((torch.float16, torch.bfloat16), x=value(a), weight=stored),
-        None if value(a).dtype == stored.dtype else f"x is {value(a).dtype}, weight {stored.dtype}; valid: one type".replace("torch.", ""),
+        None
+        if value(a).dtype == stored.dtype
+        else f"x is {value(a).dtype}, weight {stored.dtype}; valid: one type".replace("torch.", ""),
         npu.within("k", k, *((1, 2**31 - 1) if reduces else (256, 65534))),
-        None if rows % len(ranks) == 0 or name != "npu_mm_reduce_scatter_base" else f"{rows} rows, which {len(ranks)} ranks do not divide",
+        None
+        if rows % len(ranks) == 0 or name != "npu_mm_reduce_scatter_base"
+        else f"{rows} rows, which {len(ranks)} ranks do not divide",
         None if value(a).is_contiguous() else "x is a transposed view",
-        None if stored.is_contiguous() or stored.t().is_contiguous() else "the weight is neither stored whole nor a transposed view",
-        None if argument(start, "reduce_op", "sum") == "sum" or kind(start) == "all_gather_into_tensor" else f'reduces by "{argument(start, "reduce_op")}"; valid: sum',
-        "it has a bias" if pair.product.target is _LINEAR and len(pair.product.args) > 2 and pair.product.args[2] is not None else None,
-        None if not reduces or side == "inference" else "documented for inference, and this graph belongs to a training step",
+        None
+        if stored.is_contiguous() or stored.t().is_contiguous()
+        else "the weight is neither stored whole nor a transposed view",
+        None
+        if argument(start, "reduce_op", "sum") == "sum" or kind(start) == "all_gather_into_tensor"
+        else f'reduces by "{argument(start, "reduce_op")}"; valid: sum',
+        "it has a bias"
+        if pair.product.target is _LINEAR and len(pair.product.args) > 2 and pair.product.args[2] is not None
+        else None,
+        None
+        if not reduces or side == "inference"
+        else "documented for inference, and this graph belongs to a training step",
     )
 
 
@@ -190,8 +242,12 @@ class Call(NamedTuple):
     """Whether somebody else reads what is gathered."""
 
 
-def fuse(gm: fx.GraphModule, pair: Pair, called: Callable[[Call], tuple[fx.Node, fx.Node | None]] | None = None) -> None:
-    """Put an operator, by default torch_npu's, in the place of the pair; ``called`` gives (product, what is gathered if others read it)."""
+def fuse(
+    gm: fx.GraphModule, pair: Pair, called: Callable[[Call], tuple[fx.Node, fx.Node | None]] | None = None
+) -> None:
+    """Put an operator, by default torch_npu's, in the place of the pair; ``called`` gives (product, what is gathered if
+    others read it).
+    """
     put = functools.partial(insert, gm)
     start, product, group = pair
     gathers = kind(start) == "all_gather_into_tensor"
@@ -212,14 +268,20 @@ def fuse(gm: fx.GraphModule, pair: Pair, called: Callable[[Call], tuple[fx.Node,
     for wait in _waits(start):
         if whole is not None:
             wait.replace_all_uses_with(whole)
-    for node in (product, *reversed([v for v in views if not is_wait(v)]), *reversed(_waits(start)), start) if gathers else (*reversed(_waits(start)), start, *views, product):
+    for node in (
+        (product, *reversed([v for v in views if not is_wait(v)]), *reversed(_waits(start)), start)
+        if gathers
+        else (*reversed(_waits(start)), start, *views, product)
+    ):
         if not node.users:
             gm.graph.erase_node(node)
 
 
 def _of_torch_npu(c: Call) -> tuple[fx.Node, fx.Node | None]:
     name, gathers, group = OPERATORS[kind(c.start)], kind(c.start) == "all_gather_into_tensor", group_of(c.start)
-    args = (c.rows, c.weight, npu_compat.hcom(group)) + ((len(ranks_of(c.start)),) if kind(c.start) != "all_reduce" else ())
+    args = (c.rows, c.weight, npu_compat.hcom(group)) + (
+        (len(ranks_of(c.start)),) if kind(c.start) != "all_reduce" else ()
+    )
     new = c.put(c.at, getattr(torch.ops.npu, name).default, args, {"gather_output": c.others} if gathers else None)
     new.meta[FUSED] = (kind(c.start), group)
     if not gathers:
@@ -236,7 +298,9 @@ def _views_before(start: fx.Node, product: fx.Node) -> list[fx.Node]:
 
 
 def seconds_fused(trials: Trials, pairs: Sequence[Any], fuse: Callable[[fx.GraphModule, Any], None]) -> float | None:
-    """Modelled seconds of the step with all of ``pairs``, tuples with nodes of the graph, put together by ``fuse``; None when it does not fit."""
+    """Modelled seconds of the step with all of ``pairs``, tuples with nodes of the graph, put together by ``fuse``;
+    None when it does not fit.
+    """
 
     def all_fused(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
         for p in [p._make(at(x) if isinstance(x, fx.Node) else x for x in p) for p in pairs]:
@@ -247,7 +311,9 @@ def seconds_fused(trials: Trials, pairs: Sequence[Any], fuse: Callable[[fx.Graph
 
 
 def in_order(gm: fx.GraphModule) -> None:
-    """Readers of a gathered input may stand before the product that now gathers it: every node goes behind what it reads."""
+    """Readers of a gathered input may stand before the product that now gathers it: every node goes behind what it
+    reads.
+    """
     place = {n: k for k, n in enumerate(gm.graph.nodes)}
     missing = {n: len(n.all_input_nodes) for n in place}
     ready = [(k, n) for n, k in place.items() if not missing[n] and n.op != "output"]

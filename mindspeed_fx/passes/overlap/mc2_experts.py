@@ -1,13 +1,15 @@
-"""``overlap.mc2_experts``: on Ascend A3, an all-to-all of tokens and the experts' product next to it become one operator of torch_npu.
+"""``overlap.mc2_experts``: on Ascend A3, an all-to-all of tokens and the experts' product next to it become one
+operator of torch_npu.
 
-    all_to_all -> tokens by expert -> bmm     npu_alltoallv_gmm   (the tokens by expert come out too, where others read them)
-    bmm -> tokens by rank -> all_to_all       npu_gmm_alltoallv
+    all_to_all -> tokens by expert -> bmm     npu_alltoallv_gmm   (the tokens by expert come out too, where others read
+    them) bmm -> tokens by rank -> all_to_all       npu_gmm_alltoallv
 
-The operators take how many tokens each rank sends to each expert as numbers, so that they serve experts of a fixed capacity, [ranks,
-experts, capacity, hidden], forward and backward. Of what a router decides while the program runs, the host knows the splits of the
-all-to-all, a number for each rank; the counts for each expert of each rank are on the device, and torch_npu documents its arguments that
-would take them there (``send_counts_tensor``, ``recv_counts_tensor``) as not yet supported. So dropless routing stays apart. Their limits,
-from torch_npu's documentation, are checked by :func:`refused`. Taken where the modelled step is shorter. Traced, emulated and modelled;
+The operators take how many tokens each rank sends to each expert as numbers, so that they serve experts of a fixed
+capacity, [ranks, experts, capacity, hidden], forward and backward. Of what a router decides while the program runs, the
+host knows the splits of the all-to-all, a number for each rank; the counts for each expert of each rank are on the
+device, and torch_npu documents its arguments that would take them there (``send_counts_tensor``,
+``recv_counts_tensor``) as not yet supported. So dropless routing stays apart. Their limits, from torch_npu's
+documentation, are checked by :func:`refused`. Taken where the modelled step is shorter. Traced, emulated and modelled;
 nothing has run on a device.
 """
 
@@ -39,10 +41,18 @@ aten = torch.ops.aten
 DISPATCH, COMBINE = "npu_alltoallv_gmm", "npu_gmm_alltoallv"
 WORLDS = (8, 16, 32, 64)
 UNKNOWN = (
-    "how much each rank sends is known only when the program runs, and the host knows it by rank; the operator takes a list of numbers for every expert of every rank, "
+    "how much each rank sends is known only when the program runs, and the host knows it by rank; the operator takes a "
+    "list of numbers for every expert of every rank, "
     "and torch_npu documents its counts as tensors as not yet supported"
 )
-MOVES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.clone.default)
+MOVES = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.clone.default,
+)
 
 
 class Found(NamedTuple):
@@ -57,7 +67,9 @@ class Found(NamedTuple):
 
 @register(NAME)
 def overlap_mc2_experts(gm: fx.GraphModule, context: Context) -> PassReport:
-    """An all-to-all and the experts' product in one operator of torch_npu, where its limits allow and the model says it pays."""
+    """An all-to-all and the experts' product in one operator of torch_npu, where its limits allow and the model says it
+    pays.
+    """
     report = PassReport(NAME)
     if context.options.target != "npu":
         return report.note_reason(f'torch_npu has these operators; the target is "{context.options.target}"')
@@ -81,7 +93,11 @@ def overlap_mc2_experts(gm: fx.GraphModule, context: Context) -> PassReport:
         return report
     trials = Trials(gm, context, hardware)
     fused = seconds_fused(trials, pairs, fuse)
-    told = f"modelled step {trials.plain.seconds * 1e3:.3f} ms apart, {fused * 1e3:.3f} ms with {len(pairs)} fused" if fused is not None else "fused operators need more memory than is allowed"
+    told = (
+        f"modelled step {trials.plain.seconds * 1e3:.3f} ms apart, {fused * 1e3:.3f} ms with {len(pairs)} fused"
+        if fused is not None
+        else "fused operators need more memory than is allowed"
+    )
     report.notes.append(told)
     if fused is None or fused > trials.plain.seconds * (1 - GAIN):
         report.skipped += [skip(p.operator, p.start, told) for p in pairs]
@@ -116,7 +132,11 @@ def beside(start: fx.Node) -> Found | str:
         if products and path:
             product = products[0]
             ordered = _by_expert(path, ranks, value(node))
-            return Found(start, product, DISPATCH, node) if ordered else "the tokens are not put in the order [experts, ranks, capacity] between"
+            return (
+                Found(start, product, DISPATCH, node)
+                if ordered
+                else "the tokens are not put in the order [experts, ranks, capacity] between"
+            )
         break
     node, path = start.args[0], []
     while node.target in MOVES and len(node.users) == 1:
@@ -126,7 +146,11 @@ def beside(start: fx.Node) -> Found | str:
         return rest
     if len(node.users) != 1:
         return "the product is read by others too, before it is sent"
-    return Found(start, node, COMBINE, node) if _by_rank(path, ranks, value(node)) else "the tokens are not put in the order [ranks, experts, capacity] between"
+    return (
+        Found(start, node, COMBINE, node)
+        if _by_rank(path, ranks, value(node))
+        else "the tokens are not put in the order [ranks, experts, capacity] between"
+    )
 
 
 def _dead(node: fx.Node) -> bool:
@@ -137,25 +161,39 @@ def _by_expert(path: list[fx.Node], ranks: int, tokens: torch.Tensor) -> bool:
     """Received [ranks, experts, capacity, width], read as [experts, ranks, capacity, width] and stored so."""
     experts, rows, width = tokens.shape
     capacity = rows // ranks
-    return _reordered(path, (experts, ranks, capacity, width), (capacity * width, experts * capacity * width, width, 1), tokens)
+    return _reordered(
+        path, (experts, ranks, capacity, width), (capacity * width, experts * capacity * width, width, 1), tokens
+    )
 
 
 def _by_rank(path: list[fx.Node], ranks: int, tokens: torch.Tensor) -> bool:
     """Made [experts, ranks, capacity, width], sent as [ranks, experts, capacity, width]."""
     experts, rows, width = tokens.shape
     capacity = rows // ranks
-    return _reordered(path, (ranks, experts, capacity, width), (capacity * width, ranks * capacity * width, width, 1), value(path[-1]))
+    return _reordered(
+        path, (ranks, experts, capacity, width), (capacity * width, ranks * capacity * width, width, 1), value(path[-1])
+    )
 
 
 def _reordered(path: list[fx.Node], shape: tuple[int, ...], strides: tuple[int, ...], last: torch.Tensor) -> bool:
-    """Whether ``path`` views what is contiguous as ``shape`` with ``strides``, copies that once, and only views it then."""
+    """Whether ``path`` views what is contiguous as ``shape`` with ``strides``, copies that once, and only views it
+    then.
+    """
     copies = [i for i, n in enumerate(path) if n.target is aten.clone.default and not value(n.args[0]).is_contiguous()]
-    kept = all(value(n).is_contiguous() for n in path if n.target is aten.clone.default or is_wait(n)) and last.is_contiguous()
+    kept = (
+        all(value(n).is_contiguous() for n in path if n.target is aten.clone.default or is_wait(n))
+        and last.is_contiguous()
+    )
     if not copies:  # one expert or one rank: nothing is moved
         return kept and all(value(n).is_contiguous() for n in path) and 1 in shape[:2]
     found = value(path[copies[0]].args[0])
     plain = [(n, s) for n, s in zip(found.shape, found.stride()) if n != 1]
-    return kept and len(copies) == 1 and plain == [(n, s) for n, s in zip(shape, strides) if n != 1] and all(value(n).is_contiguous() for n in path[copies[0] :])
+    return (
+        kept
+        and len(copies) == 1
+        and plain == [(n, s) for n, s in zip(shape, strides) if n != 1]
+        and all(value(n).is_contiguous() for n in path[copies[0] :])
+    )
 
 
 def refused(found: Found, hardware: str) -> str | None:
@@ -169,7 +207,9 @@ def refused(found: Found, hardware: str) -> str | None:
         None if len(ranks) in WORLDS else f"{len(ranks)} ranks; valid: {', '.join(map(str, WORLDS))}",
         npu.within("characters of the communicator's name", len(name), 1, 127),
         npu.typed((torch.float16, torch.bfloat16), x=x, weight=value(weight)),
-        None if x.dtype == value(weight).dtype else f"x is {x.dtype}, weight {value(weight).dtype}; valid: one type".replace("torch.", ""),
+        None
+        if x.dtype == value(weight).dtype
+        else f"x is {x.dtype}, weight {value(weight).dtype}; valid: one type".replace("torch.", ""),
         None if x.is_contiguous() else "the tokens are not stored by expert",
     )
 
@@ -179,7 +219,12 @@ def refused(found: Found, hardware: str) -> str | None:
 
 def _stored(weight: fx.Node) -> tuple[fx.Node, bool]:
     """The weight as it is stored, and whether the product reads it transposed."""
-    transposes = weight.target is aten.permute.default and list(weight.args[1]) == [0, 2, 1] or weight.target is aten.transpose.int and {d % 3 for d in weight.args[1:]} == {1, 2}
+    transposes = (
+        weight.target is aten.permute.default
+        and list(weight.args[1]) == [0, 2, 1]
+        or weight.target is aten.transpose.int
+        and {d % 3 for d in weight.args[1:]} == {1, 2}
+    )
     return (weight.args[0], True) if transposes and value(weight).dim() == 3 else (weight, False)
 
 
@@ -194,8 +239,20 @@ def fuse(gm: fx.GraphModule, found: Found) -> None:
     counts = [rows // ranks] * (experts * ranks)
     weight, transposed = _stored(product.args[1])
     others = name == DISPATCH and any(u is not product for u in tokens.users)
-    args = (put(at, aten.view.default, (dense(put, at, x), [-1, value(x).shape[-1]])), dense(put, at, weight), npu_compat.hcom(group_of(start)), ranks, counts, counts)
-    new = put(at, getattr(torch.ops.npu, name).default, args, {"trans_gmm_weight": transposed, **({"permute_out_flag": others} if name == DISPATCH else {})})
+    args = (
+        put(at, aten.view.default, (dense(put, at, x), [-1, value(x).shape[-1]])),
+        dense(put, at, weight),
+        npu_compat.hcom(group_of(start)),
+        ranks,
+        counts,
+        counts,
+    )
+    new = put(
+        at,
+        getattr(torch.ops.npu, name).default,
+        args,
+        {"trans_gmm_weight": transposed, **({"permute_out_flag": others} if name == DISPATCH else {})},
+    )
     new.meta[FUSED] = (kind(start), group_of(start))
     made = put(at, operator.getitem, (new, 0))
     if name == DISPATCH:

@@ -30,7 +30,13 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     for node in gm.graph.nodes:
         if is_blocking(node) and FUSED not in node.meta:
-            report.skipped.append(skip(str(node.target), node, "it starts and ends in one operator; only functional collectives can be overlapped"))
+            report.skipped.append(
+                skip(
+                    str(node.target),
+                    node,
+                    "it starts and ends in one operator; only functional collectives can be overlapped",
+                )
+            )
     if not any(is_start(n) for n in gm.graph.nodes):
         return report.note_reason("no functional collectives")
     hardware, why = device(context.options)
@@ -38,11 +44,20 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
         starts = [n for n in gm.graph.nodes if is_start(n)]
         report.skipped += [skip(str(n.target), n, f"no cost model: {why}") for n in starts]
         return report
-    work = priced(gm, context, lambda: cost_of(gm, hardware, context.options.codegen == "inductor"), saved_activation if context.side == "backward" else None)
+    work = priced(
+        gm,
+        context,
+        lambda: cost_of(gm, hardware, context.options.codegen == "inductor"),
+        saved_activation if context.side == "backward" else None,
+    )
     context.overlap.tasks = (None, None)
     before = simulate(work.tasks)
     limit = context.overlap.limit if context.overlap.limit is not None else before.peak + context.options.overlap_memory
-    after = _known(context, gm, work, limit) or schedule(work.tasks, allowance=max(limit - before.peak, 0), work=None if len(work.tasks) <= LARGE else 2 * len(work.tasks))
+    after = _known(context, gm, work, limit) or schedule(
+        work.tasks,
+        allowance=max(limit - before.peak, 0),
+        work=None if len(work.tasks) <= LARGE else 2 * len(work.tasks),
+    )
     if after.order != before.order:
         work.apply(after.order)
     _tell(report, work, before, after)
@@ -64,15 +79,27 @@ def _tell(report: PassReport, work: GraphTasks, before: Timeline, after: Timelin
     graph = work.tasks
     place = {i: k for k, i in enumerate(after.order)}
     for k, i in enumerate(before.order):
-        if graph.tasks[i].resource != "compute" and (place[i] != k or after.exposed.get(i, 0.0) != before.exposed.get(i, 0.0)):
-            report.rewrites.append(site(f"{graph.tasks[i].kind}: exposed {before.exposed.get(i, 0.0) * 1e3:.3f} -> {after.exposed.get(i, 0.0) * 1e3:.3f} ms", work.nodes[i]))
+        if graph.tasks[i].resource != "compute" and (
+            place[i] != k or after.exposed.get(i, 0.0) != before.exposed.get(i, 0.0)
+        ):
+            report.rewrites.append(
+                site(
+                    f"{graph.tasks[i].kind}: exposed {before.exposed.get(i, 0.0) * 1e3:.3f} -> "
+                    f"{after.exposed.get(i, 0.0) * 1e3:.3f} ms",
+                    work.nodes[i],
+                )
+            )
     # what memory costs is only worth a second search when something is exposed
-    unlimited = schedule(graph, allowance=None, work=len(graph)) if after.exposed_seconds > WORTH * after.seconds else None
+    unlimited = (
+        schedule(graph, allowance=None, work=len(graph)) if after.exposed_seconds > WORTH * after.seconds else None
+    )
     for i, why in reasons(after, unlimited).items():
         report.skipped.append(skip(graph.tasks[i].kind, work.nodes[i], why))
     report.notes.append(
-        f"modelled step {before.seconds * 1e3:.3f} -> {after.seconds * 1e3:.3f} ms (bound {graph.bound() * 1e3:.3f}), exposed communication "
-        f"{before.exposed_seconds * 1e3:.3f} -> {after.exposed_seconds * 1e3:.3f} ms, {_shares(after)}peak {before.peak / 2**20:.1f} -> {after.peak / 2**20:.1f} MiB"
+        f"modelled step {before.seconds * 1e3:.3f} -> {after.seconds * 1e3:.3f} ms (bound {graph.bound() * 1e3:.3f}), "
+        "exposed communication "
+        f"{before.exposed_seconds * 1e3:.3f} -> {after.exposed_seconds * 1e3:.3f} ms, {_shares(after)}peak "
+        f"{before.peak / 2**20:.1f} -> {after.peak / 2**20:.1f} MiB"
     )
     both = {"before": before, "after": after}
     report.files["timeline.json"] = chrome_trace(both)
@@ -81,4 +108,9 @@ def _tell(report: PassReport, work: GraphTasks, before: Timeline, after: Timelin
 
 def _shares(after: Timeline) -> str:
     share = share_hidden(after)
-    return "" if share is None else f"{share:.1%} of what could be hidden ({(sum(after.graph.busy().values()) - after.graph.highest_bound) * 1e3:.3f} ms) is, "
+    return (
+        ""
+        if share is None
+        else f"{share:.1%} of what could be hidden "
+        f"({(sum(after.graph.busy().values()) - after.graph.highest_bound) * 1e3:.3f} ms) is, "
+    )

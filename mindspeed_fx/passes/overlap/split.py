@@ -1,8 +1,8 @@
 """``overlap.split``: where a graph communicates, the backward of a linear layer becomes two products.
 
-``linear_backward`` makes the gradients of input and weight in one call. As two, the input's goes on to its collective and
-the weight's, which nobody waits for, runs under it. The products are the same, so results are bitwise the same. (Where
-Inductor generates code the operator has been inlined already.)
+``linear_backward`` makes the gradients of input and weight in one call. As two, the input's goes on to its collective
+and the weight's, which nobody waits for, runs under it. The products are the same, so results are bitwise the same.
+(Where Inductor generates code the operator has been inlined already.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ aten = torch.ops.aten
 
 @register(NAME)
 def overlap_split(gm: fx.GraphModule, context: Context) -> PassReport:
-    """Gradients of a linear layer's input and weight as two products, so that one can run under the other's collective."""
+    """Gradients of a linear layer's input and weight as two products, so that one can run under the other's
+    collective.
+    """
     report = PassReport(NAME)
     if not any(is_start(n) for n in gm.graph.nodes):
         return report.note_reason("no functional collectives")
@@ -46,7 +48,9 @@ def overlap_split(gm: fx.GraphModule, context: Context) -> PassReport:
             gone += [*node.users, node]
             report.rewrites.append(site("two products", made[0], [node]))
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-        output.args = fx.map_arg(output.args, lambda n: products.get(n, n))  # all at once: each change goes through all of its arguments
+        output.args = fx.map_arg(
+            output.args, lambda n: products.get(n, n)
+        )  # all at once: each change goes through all of its arguments
         for old, new in products.items():
             old.replace_all_uses_with(new)
         for node in gone:
@@ -62,5 +66,7 @@ def _products(put: Put, node: fx.Node) -> list[fx.Node | None]:
     dx = put(node, torch.ops.mindspeed.linear.default, (grad, put(node, aten.t.default, (weight,))))
     rows = lambda t: put(node, aten.view.default, (dense(put, node, t), [-1, value(t).shape[-1]]))
     by_row = rows(grad) if read & {1, 2} else None
-    dw = put(node, aten.mm.default, (put(node, aten.t.default, (by_row,)), rows(x))) if needed[1] and 1 in read else None
+    dw = (
+        put(node, aten.mm.default, (put(node, aten.t.default, (by_row,)), rows(x))) if needed[1] and 1 in read else None
+    )
     return [dx, dw, put(node, aten.sum.dim_IntList, (by_row, [0])) if needed[2] and 2 in read else None]

@@ -1,7 +1,10 @@
-"""``overlap.step``: steps of the optimizer write their parameters in place, and those of one bucket of gradients are one call.
+"""``overlap.step``: steps of the optimizer write their parameters in place, and those of one bucket of gradients are
+one call.
 
-AOTAutograd lets a call that writes its arguments make new tensors, copied back at the end of the graph: two copies of every weight and
-moment. Each is made to write where it stands again, behind its gradient and the last node that reads what it writes, so that a gradient lives no longer than until its step. (Inductor does the same to its graphs by itself.)
+AOTAutograd lets a call that writes its arguments make new tensors, copied back at the end of the graph: two copies of
+every weight and moment. Each is made to write where it stands again, behind its gradient and the last node that reads
+what it writes, so that a gradient lives no longer than until its step. (Inductor does the same to its graphs by
+itself.)
 """
 
 from __future__ import annotations
@@ -43,8 +46,14 @@ def overlap_step(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def write_in_place(gm: fx.GraphModule, calls: Sequence[fx.Node], arguments: Callable[[fx.Node, list[fx.Node]], tuple], report: PassReport) -> None:
-    """Calls that AOTAutograd made functional write where they did: each as soon as what it reads is there and nobody reads what it writes.
+def write_in_place(
+    gm: fx.GraphModule,
+    calls: Sequence[fx.Node],
+    arguments: Callable[[fx.Node, list[fx.Node]], tuple],
+    report: PassReport,
+) -> None:
+    """Calls that AOTAutograd made functional write where they did: each as soon as what it reads is there and nobody
+    reads what it writes.
 
     Args:
         calls: ``auto_functionalized`` nodes.
@@ -62,9 +71,18 @@ def write_in_place(gm: fx.GraphModule, calls: Sequence[fx.Node], arguments: Call
         writes, bases = auto_functionalized.mutable_operator(node), auto_functionalized.bases_of(node)
         ends = _ends(node, bases or [])
         if bases is None or ends is None:
-            report.skipped.append(skip(str(writes), node, "what it writes is a part of an input, or is read afterwards; it goes through copies"))
+            report.skipped.append(
+                skip(
+                    str(writes),
+                    node,
+                    "what it writes is a part of an input, or is read afterwards; it goes through copies",
+                )
+            )
             continue
-        last = max([*node.all_input_nodes, *(readers[m] for b in bases for m in memories[b] if m in readers)], key=place.__getitem__)
+        last = max(
+            [*node.all_input_nodes, *(readers[m] for b in bases for m in memories[b] if m in readers)],
+            key=place.__getitem__,
+        )
         with gm.graph.inserting_after(last):
             new = gm.graph.call_function(writes, arguments(node, bases))
         new.meta = {**{k: v for k, v in node.meta.items() if k != "val"}, "val": None}
@@ -83,14 +101,20 @@ def _ends(node: fx.Node, bases: list[fx.Node]) -> list[fx.Node] | None:
         if item.target is not operator.getitem:
             return None
         for user in item.users:
-            if user.target is not torch.ops.aten.copy_.default or user.users or user.args[0] is not bases[item.args[1] - 1]:
+            if (
+                user.target is not torch.ops.aten.copy_.default
+                or user.users
+                or user.args[0] is not bases[item.args[1] - 1]
+            ):
                 return None
         found += [item, *item.users]
     return found[::-1]
 
 
 def joined(gm: fx.GraphModule) -> list[fx.Node]:
-    """Steps whose gradients come from one bucket become one call, where the last of them stands; returns those calls."""
+    """Steps whose gradients come from one bucket become one call, where the last of them stands; returns those
+    calls.
+    """
     buckets: dict[fx.Node, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         if node.target is STEP and len({_bucket(g) for g in node.args[4]} - {None}) == 1:

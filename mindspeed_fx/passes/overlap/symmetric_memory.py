@@ -1,12 +1,14 @@
-"""``overlap.symmetric_memory``: on cuda, a product and its collective become one operator of torch that overlaps them over symmetric memory.
+"""``overlap.symmetric_memory``: on cuda, a product and its collective become one operator of torch that overlaps them
+over symmetric memory.
 
-    all_gather -> product       symm_mem.fused_all_gather_matmul      (the gathered input comes out too, where others read it)
-    product -> reduce_scatter   symm_mem.fused_matmul_reduce_scatter
+    all_gather -> product       symm_mem.fused_all_gather_matmul      (the gathered input comes out too, where others
+    read it) product -> reduce_scatter   symm_mem.fused_matmul_reduce_scatter
 
-torch's operators (``torch.distributed._symmetric_memory``) copy the shards of other ranks while they multiply those that are there. Each
-rank's memory has to be open to the others: groups for which ``enable_symm_mem_for_group`` was called, within one machine. Taken where the
-modelled step is shorter than whole and than in chunks. A reduce_scatter sums over ranks in an order of its own, so the pass is not exact.
-Traced and modelled; torch's own fallback of the operators, a collective and a product, gives the same values; nothing has run on a GPU.
+torch's operators (``torch.distributed._symmetric_memory``) copy the shards of other ranks while they multiply those
+that are there. Each rank's memory has to be open to the others: groups for which ``enable_symm_mem_for_group`` was
+called, within one machine. Taken where the modelled step is shorter than whole and than in chunks. A reduce_scatter
+sums over ranks in an order of its own, so the pass is not exact. Traced and modelled; torch's own fallback of the
+operators, a collective and a product, gives the same values; nothing has run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,23 +28,42 @@ from mindspeed_fx.passes.overlap.mc2 import Call, Library, Pair, fuse, one_opera
 from mindspeed_fx.passes.overlap.model.costs import FUSED, ranks_of
 
 NAME = "overlap.symmetric_memory"
-OPERATORS = {"all_gather_into_tensor": "symm_mem::fused_all_gather_matmul", "reduce_scatter_tensor": "symm_mem::fused_matmul_reduce_scatter"}
+OPERATORS = {
+    "all_gather_into_tensor": "symm_mem::fused_all_gather_matmul",
+    "reduce_scatter_tensor": "symm_mem::fused_matmul_reduce_scatter",
+}
 SUMS = ("sum", "avg")
 
 
 @register(NAME)
 def overlap_symmetric_memory(gm: fx.GraphModule, context: Context) -> PassReport:
-    """A product and its collective in one operator of torch, where symmetric memory is enabled and the model says it pays."""
-    library = Library("torch", "cuda", "torch has these operators on cuda", OPERATORS, refused, functools.partial(fuse, called=_of_torch))
+    """A product and its collective in one operator of torch, where symmetric memory is enabled and the model says it
+    pays.
+    """
+    library = Library(
+        "torch",
+        "cuda",
+        "torch has these operators on cuda",
+        OPERATORS,
+        refused,
+        functools.partial(fuse, called=_of_torch),
+    )
     return one_operator(gm, context, NAME, library)[0]
 
 
 def refused(pair: Pair, hardware: Hardware) -> str | None:
     """Why torch's operator does not take the pair, or None."""
     start, product = pair.start, pair.product
-    a, b, ranks = value(start if kind(start) == "all_gather_into_tensor" else product.args[0]), value(product.args[1]), ranks_of(start)
+    a, b, ranks = (
+        value(start if kind(start) == "all_gather_into_tensor" else product.args[0]),
+        value(product.args[1]),
+        ranks_of(start),
+    )
     if not distributed.has_symmetric_memory(pair.group):
-        return f'symmetric memory is not enabled for group "{pair.group}": torch.distributed._symmetric_memory.enable_symm_mem_for_group("{pair.group}")'
+        return (
+            f'symmetric memory is not enabled for group "{pair.group}": '
+            f'torch.distributed._symmetric_memory.enable_symm_mem_for_group("{pair.group}")'
+        )
     if len({r // hardware.node for r in ranks}) > 1:
         return "the ranks are in several machines; symmetric memory is open within one"
     if a.dtype != b.dtype:
@@ -60,10 +81,16 @@ def refused(pair: Pair, hardware: Hardware) -> str | None:
 def _of_torch(c: Call) -> tuple[fx.Node, fx.Node | None]:
     group = group_of(c.start)
     if kind(c.start) == "reduce_scatter_tensor":
-        new = c.put(c.at, torch.ops.symm_mem.fused_matmul_reduce_scatter.default, (c.rows, c.weight, argument(c.start, "reduce_op", "sum"), 0, group))
+        new = c.put(
+            c.at,
+            torch.ops.symm_mem.fused_matmul_reduce_scatter.default,
+            (c.rows, c.weight, argument(c.start, "reduce_op", "sum"), 0, group),
+        )
         new.meta[FUSED] = (kind(c.start), group)
         return new, None
-    new = c.put(c.at, torch.ops.symm_mem.fused_all_gather_matmul.default, (c.rows, [c.weight], 0, group), {"return_A": c.others})
+    new = c.put(
+        c.at, torch.ops.symm_mem.fused_all_gather_matmul.default, (c.rows, [c.weight], 0, group), {"return_A": c.others}
+    )
     new.meta[FUSED] = (kind(c.start), group)
     products = c.put(c.at, operator.getitem, (new, 1))
     return c.put(c.at, operator.getitem, (products, 0)), c.put(c.at, operator.getitem, (new, 0)) if c.others else None

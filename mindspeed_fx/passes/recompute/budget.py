@@ -1,9 +1,10 @@
 """``memory_budget``: the step fits, at little extra time.
 
-Bytes: the modelled peak, inputs included, is at most the budget less :data:`UNSEEN`. A fraction f: the modelled peak is at most
-least + f * (most - least), where *most* is the peak of the plan without a budget and *least* the smallest peak of any plan on the
-hull of time against memory; 1.0 is that plan itself. "min": the least. Plans are found by :mod:`search`, certified by :mod:`bound`;
-times are the cost model's (:mod:`mindspeed_fx.cost`). Deterministic, so that all ranks of one model find the same plan.
+Bytes: the modelled peak, inputs included, is at most the budget less :data:`UNSEEN`. A fraction f: the modelled peak is
+at most least + f * (most - least), where *most* is the peak of the plan without a budget and *least* the smallest peak
+of any plan on the hull of time against memory; 1.0 is that plan itself. "min": the least. Plans are found by
+:mod:`search`, certified by :mod:`bound`; times are the cost model's (:mod:`mindspeed_fx.cost`). Deterministic, so that
+all ranks of one model find the same plan.
 
 The peak counts everything the graph holds at once: its inputs (parameters, batch), activations, gradients. Optimizer
 states and other graphs of the model are not in it.
@@ -32,8 +33,8 @@ from mindspeed_fx.report.memory import pareto
 NAME = "recompute.budget"
 
 UNSEEN = 1 / 32
-"""Part of a budget in bytes kept free for workspaces of other libraries' kernels, which :mod:`step` does not see (measured: up to 3 %
-of a small Llama's step on cpu)."""
+"""Part of a budget in bytes kept free for workspaces of other libraries' kernels, which :mod:`step` does not see
+(measured: up to 3 % of a small Llama's step on cpu)."""
 
 ROUNDS_WORK = 400_000
 """Nodes times minimum cuts spent on the certificate, between 10 and 40 cuts."""
@@ -51,14 +52,26 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     step = _step(gm, context, tape)
     if isinstance(step, str):
         if isinstance(asked, float):
-            report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{step}; torch's knapsack decides, which bounds the bytes that are saved and not the peak"))
+            report.skipped.append(
+                skip(
+                    "",
+                    next(iter(gm.graph.nodes)),
+                    f"{step}; torch's knapsack decides, which bounds the bytes that are saved and not the peak",
+                )
+            )
             return report
-        raise OptionError(f'option "memory_budget" is {asked!r}, but the memory of this graph cannot be planned: {step}; valid here: a fraction')
+        raise OptionError(
+            f'option "memory_budget" is {asked!r}, but the memory of this graph cannot be planned: {step}; valid here: '
+            "a fraction"
+        )
     decided = fixed(tape, context.options.recompute or {}, context.options.strict, report)
     _fix(step, decided)
     search = Layers(step.schedule, step.unplanned)
     if search.empty:
-        raise OptionError(f'option "memory_budget" is {asked!r}, but this graph\'s backward needs values that can be neither saved nor made again')
+        raise OptionError(
+            f'option "memory_budget" is {asked!r}, but this graph\'s backward needs values that can be neither saved '
+            "nor made again"
+        )
     moves = offloads(step, search, context.options, decided, report) if context.options.offload else None
     least = moves.least() if moves else search.least
     limit = _limit(asked, search, least, step.inputs)
@@ -72,11 +85,31 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
         raise OptionError(_infeasible(int(asked), least, step))
     report.moves = places(step, plan)
     for v in moves.left(plan) if moves else ():
-        report.skipped.append(skip("", step.nodes[v], f"{module_path(step.nodes[v]) or 'the model'}: is not moved to host memory, since nothing in the backward reads it"))
+        report.skipped.append(
+            skip(
+                "",
+                step.nodes[v],
+                f"{module_path(step.nodes[v]) or 'the model'}: is not moved to host memory, since nothing in the "
+                "backward reads it",
+            )
+        )
     report.saved = saved_names(gm.graph, context.nodes, {step.nodes[i] for i in plan.saved})
-    report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]] + [site("offloaded", step.nodes[v]) for v, _, _ in plan.ways]
-    report.notes = [_peaks(plan, search, least, step), _times(plan, search, step, limit, proved), *([moves.told(plan)] if moves else []), *report.notes]
-    activation_table.show(report, step, {"saving everything": search.richest, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=True)
+    report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]] + [
+        site("offloaded", step.nodes[v]) for v, _, _ in plan.ways
+    ]
+    report.notes = [
+        _peaks(plan, search, least, step),
+        _times(plan, search, step, limit, proved),
+        *([moves.told(plan)] if moves else []),
+        *report.notes,
+    ]
+    activation_table.show(
+        report,
+        step,
+        {"saving everything": search.richest, "this plan": plan},
+        {step.number[v.node]: why for v, why in decided.why.items()},
+        planned=True,
+    )
     report.pareto = [(step.seconds + seconds, bytes_ + step.inputs) for seconds, bytes_ in search.points()]
     report.files["pareto.txt"] = pareto(report.pareto)
     return report
@@ -93,7 +126,9 @@ def _step(gm: fx.GraphModule, context: Context, tape: Tape | str) -> Step | str:
 
 
 def _fix(step: Step, decided: Fixed) -> None:
-    """What the user decided is no choice: what is to be made again cannot be saved, what is to be saved must not run again."""
+    """What the user decided is no choice: what is to be made again cannot be saved, what is to be saved must not run
+    again.
+    """
     for v in decided.again:
         step.schedule.forced[step.number[v.node]] = True
         if step.unplanned[step.number[v.made_by.node]] == math.inf:
@@ -115,14 +150,19 @@ def _limit(asked: float | int | str, search: Search, least: Plan, inputs: int) -
 def _infeasible(asked: int, least: Plan, step: Step) -> str:
     smallest, node = int(least.bytes / (1 - UNSEEN)) + 1 + step.inputs, step.nodes[least.at]
     return (
-        f'option "memory_budget" is {asked} bytes ({asked / MIB:.1f} MiB); the smallest this graph can do is {smallest} bytes ({smallest / MIB:.1f} MiB): '
-        f"{step.inputs / MIB:.1f} MiB of parameters and inputs, and {least.bytes / MIB:.1f} MiB at {node.name} ({node.target}) of {module_path(node) or 'the model'}"
+        f'option "memory_budget" is {asked} bytes ({asked / MIB:.1f} MiB); the smallest this graph can do is '
+        f"{smallest} bytes ({smallest / MIB:.1f} MiB): "
+        f"{step.inputs / MIB:.1f} MiB of parameters and inputs, and {least.bytes / MIB:.1f} MiB at {node.name} "
+        f"({node.target}) of {module_path(node) or 'the model'}"
     )
 
 
 def _peaks(plan: Plan, search: Search, least: Plan, step: Step) -> str:
     mib = lambda p: f"{(p.bytes + step.inputs) / MIB:.1f} MiB"  # noqa: E731
-    return f"modelled peak {mib(plan)}, of which {step.inputs / MIB:.1f} MiB parameters and inputs; saving everything takes {mib(search.richest)}; the least is {mib(least)}"
+    return (
+        f"modelled peak {mib(plan)}, of which {step.inputs / MIB:.1f} MiB parameters and inputs; saving everything "
+        f"takes {mib(search.richest)}; the least is {mib(least)}"
+    )
 
 
 def _certified(search: Layers, limit: int, plan: Plan, step: Step, report: PassReport) -> tuple[Plan, float | None]:
@@ -130,16 +170,35 @@ def _certified(search: Layers, limit: int, plan: Plan, step: Step, report: PassR
     try:
         better, proved = search.certified(limit, plan)
     except ImportError:
-        raise OptionError('option "certify" is True, but scipy, whose HiGHS solves its programs, is not installed: pip install "mindspeed-fx[plans]"')
+        raise OptionError(
+            'option "certify" is True, but scipy, whose HiGHS solves its programs, is not installed: pip install '
+            '"mindspeed-fx[plans]"'
+        )
     if proved is None:
-        report.skipped.append(skip("certify", step.nodes[plan.at], f"not certified by integer programs: the step has {len(search.small.values)} values, and they are solved for up to {FEW}"))
+        report.skipped.append(
+            skip(
+                "certify",
+                step.nodes[plan.at],
+                f"not certified by integer programs: the step has {len(search.small.values)} values, and they are "
+                f"solved for up to {FEW}",
+            )
+        )
     return better, proved
 
 
 def _times(plan: Plan, search: Search, step: Step, limit: int, proved: float | None = None) -> str:
     """Modelled time of the plan, what no plan under the limit can beat, and the gap between the two."""
     if plan.ways:
-        return f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again and for copies that nothing hides; nothing takes less than {step.seconds * 1e3:.3f} ms, so this plan is at most {plan.seconds / step.seconds * 100:.2f} % from the optimum"
+        return (
+            f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for "
+            "what is made again and for copies that nothing hides; nothing takes less than "
+            f"{step.seconds * 1e3:.3f} ms, so this plan is at most {plan.seconds / step.seconds * 100:.2f} % from "
+            "the optimum"
+        )
     bound = max(search.bound(limit, max(10, min(40, ROUNDS_WORK // len(step.nodes)))) or 0.0, proved or 0.0)
     whole, least = step.seconds + plan.seconds, step.seconds + min(bound, plan.seconds)
-    return f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again; no plan within this peak takes less than {least * 1e3:.3f} ms, so this one is at most {(whole / least - 1) * 100:.2f} % from the optimum"
+    return (
+        f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again; no plan "
+        f"within this peak takes less than {least * 1e3:.3f} ms, so this one is at most "
+        f"{(whole / least - 1) * 100:.2f} % from the optimum"
+    )

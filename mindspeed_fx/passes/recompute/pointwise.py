@@ -27,9 +27,15 @@ def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
     options, wishes = context.options, context.options.recompute
     policy = wishes if isinstance(wishes, str) else (wishes or {}).get("policy", "auto")
     if options.memory_budget is not None or policy != "auto":
-        return report.note_reason("memory_budget decides" if options.memory_budget is not None else f'the policy "{policy}" of option "recompute" decides')
+        return report.note_reason(
+            "memory_budget decides"
+            if options.memory_budget is not None
+            else f'the policy "{policy}" of option "recompute" decides'
+        )
     if (options.target, options.codegen) != ("cpu", "inductor"):
-        return report.note_reason(f'torch\'s min-cut decides for target "{options.target}" with codegen "{options.codegen}"')
+        return report.note_reason(
+            f'torch\'s min-cut decides for target "{options.target}" with codegen "{options.codegen}"'
+        )
     tape = record(gm.graph, context.nodes)
     if isinstance(tape, str):
         report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{tape}; torch's min-cut decides"))
@@ -40,7 +46,17 @@ def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
     again, keep, written = prices(tape)
     decided = fixed(tape, wishes or {}, context.options.strict, report)
     kept = {v.made_by for v in decided.keep}
-    saved = cheapest(tape, lambda o: math.inf if o in kept else again(o) if not any(v in decided.again for v in o.outputs) else min(again(o), 1.0), lambda v: math.inf if v in decided.again else keep(v))
+    saved = cheapest(
+        tape,
+        lambda o: (
+            math.inf
+            if o in kept
+            else again(o)
+            if not any(v in decided.again for v in o.outputs)
+            else min(again(o), 1.0)
+        ),
+        lambda v: math.inf if v in decided.again else keep(v),
+    )
     report.saved = saved_names(gm.graph, context.nodes, {v.node for v in saved})
     report.rewrites = [site("recomputed", v.node) for v in _made_again(tape, saved) if written[v]]
     return report

@@ -1,4 +1,6 @@
-"""Option ``recompute`` without a budget: a named policy, or wishes for single modules, decides what the forward saves."""
+"""Option ``recompute`` without a budget: a named policy, or wishes for single modules, decides what the forward
+saves.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,17 @@ def policy_of(asked: Any) -> str:
 
 @register(NAME)
 def named(gm: fx.GraphModule, context: Context) -> PassReport:
-    """Named recompute policies and per-module wishes: what they name is made again in the backward, the rest is saved."""
+    """Named recompute policies and per-module wishes: what they name is made again in the backward, the rest is
+    saved.
+    """
     report, options = PassReport(NAME), context.options
     asked, policy = options.recompute, policy_of(options.recompute)
-    if asked in (None, "auto") or options.memory_budget is not None or policy == "auto" and context.left_to_inductor(POINTWISE):
+    if (
+        asked in (None, "auto")
+        or options.memory_budget is not None
+        or policy == "auto"
+        and context.left_to_inductor(POINTWISE)
+    ):
         return report  # a planner takes the wishes as they are
     tape = record(gm.graph, context.nodes)
     if isinstance(tape, str):
@@ -41,13 +50,28 @@ def named(gm: fx.GraphModule, context: Context) -> PassReport:
     decided = fixed(tape, asked, options.strict, report)
     saved = kept(tape, decided)
     report.saved = saved_names(gm.graph, context.nodes, {v.node for v in saved})
-    step = Step(gm, context.nodes, tape, hardware(options.hardware) if options.hardware else None, options.codegen == "inductor", options.target)
+    step = Step(
+        gm,
+        context.nodes,
+        tape,
+        hardware(options.hardware) if options.hardware else None,
+        options.codegen == "inductor",
+        options.target,
+    )
     plan = step.schedule.evaluate({step.number[v.node] for v in saved})
     schedule = step.schedule
-    everything = schedule.evaluate({r for i in schedule.needed if not schedule.given[r := schedule.root[i]] and schedule.savable[r]})
+    everything = schedule.evaluate(
+        {r for i in schedule.needed if not schedule.given[r := schedule.root[i]] and schedule.savable[r]}
+    )
     if plan is not None:
         report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]]
-        activation_table.show(report, step, {"saving everything": everything, "this plan": plan}, {step.number[v.node]: why for v, why in decided.why.items()}, planned=False)
+        activation_table.show(
+            report,
+            step,
+            {"saving everything": everything, "this plan": plan},
+            {step.number[v.node]: why for v, why in decided.why.items()},
+            planned=False,
+        )
     return report
 
 

@@ -1,8 +1,9 @@
 """A plan's edges -> ``place`` calls in the captured graph.
 
-``place(x, (("tp", "S(1)"),))`` is the identity on whole tensors. Run on DTensors (``program.py``) it redistributes ``x``, and
-its gradient back to the placement ``x`` had: an edge fixes both directions, also where nothing moves forward (the input of
-a column-parallel linear is whole, and the parts of its gradient are summed there, once for all its users).
+``place(x, (("tp", "S(1)"),))`` is the identity on whole tensors. Run on DTensors (``program.py``) it redistributes
+``x``, and its gradient back to the placement ``x`` had: an edge fixes both directions, also where nothing moves forward
+(the input of a column-parallel linear is whole, and the parts of its gradient are summed there, once for all its
+users).
 
 Placing whole a value that went through views is moved before the views: to flatten batch and a divided sequence would
 leave parts that are not contiguous in the whole.
@@ -30,7 +31,16 @@ aten = torch.ops.aten
 NAME = "sharding.constraint"
 
 
-VIEWS = (aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.contiguous.default, aten._unsafe_view.default)
+VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.contiguous.default,
+    aten._unsafe_view.default,
+)
 
 
 @register(NAME)
@@ -40,7 +50,11 @@ def place_edges(gm: fx.GraphModule, context: Context) -> PassReport:
     sharding = context.sharding
     if sharding is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
-    parameters = {n: sharding.inputs[n.name].rpartition(".")[0] for n in gm.graph.nodes if n.op == "placeholder" and n.name in sharding.inputs}
+    parameters = {
+        n: sharding.inputs[n.name].rpartition(".")[0]
+        for n in gm.graph.nodes
+        if n.op == "placeholder" and n.name in sharding.inputs
+    }
     for graph in (gm, *bodies(gm)):  # an edge right behind a value that is filled later would place it unfilled
         make_writes_functional(graph)
     _Edges(gm, sharding, report).insert(parameters)
@@ -53,7 +67,9 @@ class _Edges:
 
     def __init__(self, gm: fx.GraphModule, sharding: Any, report: PassReport):
         self.gm, self.plan, self.prefix, self.report = gm, sharding.plan, sharding.prefix, report
-        self.boundaries = {name: edge for name in sharding.modules if (edge := _combined(self.plan.modules, name)) is not None}
+        self.boundaries = {
+            name: edge for name in sharding.modules if (edge := _combined(self.plan.modules, name)) is not None
+        }
         self.seen: set[str] = set()
 
     def insert(self, parameters: dict[fx.Node, str]) -> None:
@@ -64,13 +80,23 @@ class _Edges:
         """Each operator pattern has to be met once in the graph, unless one of its alternatives is ("a|b")."""
         for pattern in self.plan.operators:
             if not any(matching(pattern.split("|"), name) for name in self.seen):
-                self.report.skipped.append(Skip(pattern, f'plan "{self.plan.name}" places the edges of "{pattern}", which this graph does not call{nearest(pattern, self.seen)}'))
+                self.report.skipped.append(
+                    Skip(
+                        pattern,
+                        f'plan "{self.plan.name}" places the edges of "{pattern}", which this graph does not '
+                        f"call{nearest(pattern, self.seen)}",
+                    )
+                )
 
     def _graph(self, gm: fx.GraphModule, parameters: dict[fx.Node, str]) -> None:
         self.made: dict[tuple[fx.Node, Any], fx.Node] = {}
         for node in reversed(gm.graph.nodes):
             # Its tag says that it draws random numbers, so that nobody else removes what fusion left behind.
-            if node.target is aten.scaled_dot_product_attention.default and not node.users and not _argument(node, "dropout_p", 0.0):
+            if (
+                node.target is aten.scaled_dot_product_attention.default
+                and not node.users
+                and not _argument(node, "dropout_p", 0.0)
+            ):
                 gm.graph.erase_node(node)
         for node in list(gm.graph.nodes):
             if node.op != "call_function":
@@ -99,7 +125,12 @@ class _Edges:
         edge = self.boundaries[module]
         if edge.input:
             for a in node.all_input_nodes:
-                if _is_activation(a) and a not in parameters and not self._inside(a, module) and not (a.target is place and a.args[1] == _key(edge.input)):
+                if (
+                    _is_activation(a)
+                    and a not in parameters
+                    and not self._inside(a, module)
+                    and not (a.target is place and a.args[1] == _key(edge.input))
+                ):
                     self._before(gm, node, a, edge.input)
         if edge.output and isinstance(node.meta.get("val"), torch.Tensor):
             outer = [u for u in node.users if not self._inside(u, module)]
@@ -117,20 +148,34 @@ class _Edges:
         names = [a.name for a in node.target._schema.arguments]
         for pattern in edge.arguments:
             if not set(pattern.split("|")) & set(names):
-                raise ShardingError(f'plan "{self.plan.name}" names no argument of {name}: "{pattern}"{nearest(pattern, names)}; valid: {", ".join(names)}')
+                raise ShardingError(
+                    f'plan "{self.plan.name}" names no argument of {name}: "{pattern}"{nearest(pattern, names)}; '
+                    f"valid: {', '.join(names)}"
+                )
         for i, a in enumerate(list(node.args)):
-            placed = next((p for pattern, p in edge.arguments.items() if names[i] in pattern.split("|")), None) or (edge.input if isinstance(a, fx.Node) and _is_activation(a) and a not in parameters else None)
+            placed = next((p for pattern, p in edge.arguments.items() if names[i] in pattern.split("|")), None) or (
+                edge.input if isinstance(a, fx.Node) and _is_activation(a) and a not in parameters else None
+            )
             if isinstance(a, fx.Node) and placed:
                 self._before(gm, node, a, placed)
         if edge.output:
-            tensor = node if isinstance(node.meta.get("val"), torch.Tensor) else next((u for u in node.users if u.args[1:] == (0,)), None)
+            tensor = (
+                node
+                if isinstance(node.meta.get("val"), torch.Tensor)
+                else next((u for u in node.users if u.args[1:] == (0,)), None)
+            )
             if tensor is not None:
                 self._after(gm, tensor, list(tensor.users), edge.output)
 
     def _before(self, gm: fx.GraphModule, node: fx.Node, source: fx.Node, placed: Placed) -> None:
         key = _key(placed)
         if all(word == "R" for word in placed.values()):
-            while source.op == "call_function" and source.target in VIEWS and len(source.users) == 1 and isinstance(source.args[0], fx.Node):
+            while (
+                source.op == "call_function"
+                and source.target in VIEWS
+                and len(source.users) == 1
+                and isinstance(source.args[0], fx.Node)
+            ):
                 node, source = source, source.args[0]
         if source.meta.get("mutated"):  # it may be written between here and there
             node.replace_input_with(source, self._insert(gm, source, key, node, at=node))
@@ -144,7 +189,9 @@ class _Edges:
         for user in users:
             user.replace_input_with(node, new)
 
-    def _insert(self, gm: fx.GraphModule, source: fx.Node, key: tuple, origin: fx.Node, at: fx.Node | None = None) -> fx.Node:
+    def _insert(
+        self, gm: fx.GraphModule, source: fx.Node, key: tuple, origin: fx.Node, at: fx.Node | None = None
+    ) -> fx.Node:
         """A placement behind ``source``, or before ``at``."""
         if at is None and source.op == "placeholder":
             at = next(n for n in gm.graph.nodes if n.op != "placeholder")
@@ -162,7 +209,9 @@ def _combined(section: Mapping[str, Boundary], name: str) -> Boundary | None:
     if not found:
         return None
     arguments = {k: v for edge in found for k, v in edge.arguments.items()}
-    return Boundary({k: v for e in found for k, v in e.input.items()}, {k: v for e in found for k, v in e.output.items()}, arguments)
+    return Boundary(
+        {k: v for e in found for k, v in e.input.items()}, {k: v for e in found for k, v in e.output.items()}, arguments
+    )
 
 
 def _argument(node: fx.Node, name: str, default: Any) -> Any:

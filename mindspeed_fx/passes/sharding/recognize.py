@@ -1,7 +1,8 @@
-"""Which plan the collectives of a graph amount to: for models that are parallel by hand, such as Megatron-core's, and as a check of our own.
+"""Which plan the collectives of a graph amount to: for models that are parallel by hand, such as Megatron-core's, and
+as a check of our own.
 
-Nothing is rewritten. A collective belongs to the layer whose module made it; what every layer does over one group of ranks is the pattern
-that is named. Data parallelism of Megatron reduces gradients outside of the graph and is not seen.
+Nothing is rewritten. A collective belongs to the layer whose module made it; what every layer does over one group of
+ranks is the pattern that is named. Data parallelism of Megatron reduces gradients outside of the graph and is not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from mindspeed_fx.sharding.audit import alternatives
 
 NAME = "sharding.recognize"
 LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks|block)\.\d+)(?:\.|$)")
-SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "shard_dim_alltoall": "all_to_all"}
+SHORT = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+}
 EXPERTS = re.compile(r"experts|\bmoe\b|token_dispatcher|router")
 
 
@@ -49,7 +55,10 @@ def kind_of(node: fx.Node) -> tuple[str, str] | None:
     """The word for a collective and the name of its group; None for other nodes, and over one rank."""
     if str(node.target) == "mindspeed.expert_exchange.default":
         return "all_to_all", node.args[4]
-    if not (is_start(node) or (is_blocking(node) and kind(node) in SHORT)) or len(distributed.ranks_of(group_of(node))) < 2:
+    if (
+        not (is_start(node) or (is_blocking(node) and kind(node) in SHORT))
+        or len(distributed.ranks_of(group_of(node))) < 2
+    ):
         return None
     word = kind(node).removesuffix("_").removesuffix("_coalesced")
     return SHORT.get(word, word), group_of(node)
@@ -59,7 +68,11 @@ def sent(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]:
     """The collectives of ``gm``, in order, over more than one rank, each with its node."""
     for n in gm.graph.nodes:
         if (found := kind_of(n)) is not None:
-            size = sum(fake.hint(v.numel()) * v.dtype.itemsize for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor))
+            size = sum(
+                fake.hint(v.numel()) * v.dtype.itemsize
+                for a in n.all_input_nodes
+                if isinstance(v := a.meta.get("val"), torch.Tensor)
+            )
             yield n, Collective(*found, size, module_path(n))
 
 
@@ -73,8 +86,13 @@ def per_layer(collectives: Sequence[Collective]) -> dict[str, tuple[int, Counter
     layers: dict[str, dict[str, Counter]] = {}
     for c in collectives:
         if c.layer:
-            layers.setdefault(c.group, {}).setdefault(c.layer, Counter())["experts' " * bool(EXPERTS.search(c.module)) + c.kind] += 1
-    return {group: (len(by), Counter(dict(Counter(tuple(sorted(x.items())) for x in by.values()).most_common(1)[0][0]))) for group, by in layers.items()}
+            layers.setdefault(c.group, {}).setdefault(c.layer, Counter())[
+                "experts' " * bool(EXPERTS.search(c.module)) + c.kind
+            ] += 1
+    return {
+        group: (len(by), Counter(dict(Counter(tuple(sorted(x.items())) for x in by.values()).most_common(1)[0][0])))
+        for group, by in layers.items()
+    }
 
 
 def amounts_to(counts: Counter) -> str:
@@ -83,7 +101,11 @@ def amounts_to(counts: Counter) -> str:
     expert, name = set(counts) - set(dense), ""
     if dense == {"all_reduce": 2}:
         name = "tp"
-    elif dense in ({"all_gather": 2, "reduce_scatter": 2}, {"all_gather": 4, "reduce_scatter": 2}, {"all_gather": 2, "reduce_scatter": 4}):
+    elif dense in (
+        {"all_gather": 2, "reduce_scatter": 2},
+        {"all_gather": 4, "reduce_scatter": 2},
+        {"all_gather": 2, "reduce_scatter": 4},
+    ):
         name = "tp_sp"  # four gathers: the inputs of linear layers are gathered again in the backward instead of kept
     elif dense == {"all_to_all": 4}:
         name = "ulysses"
@@ -108,7 +130,9 @@ def recognize(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _compared(gm: fx.GraphModule, collectives: Sequence[Collective], context: Context) -> list[str]:
-    """What other plans over the same ranks would cost, where tensor parallelism was recognized and there is a cost model."""
+    """What other plans over the same ranks would cost, where tensor parallelism was recognized and there is a cost
+    model.
+    """
     hardware, why = device(context.options)
     lines = []
     for group, (_, counts) in per_layer(collectives).items():
@@ -117,7 +141,15 @@ def _compared(gm: fx.GraphModule, collectives: Sequence[Collective], context: Co
             continue
         if hardware is None:
             lines.append(f"no other plan is compared: no cost model: {why}")
-        elif (layer := alternatives.layer_of(gm, {c.layer for c in collectives if c.layer and c.group == group}, ranks, name.startswith("tp_sp"), hardware)) is not None:
+        elif (
+            layer := alternatives.layer_of(
+                gm,
+                {c.layer for c in collectives if c.layer and c.group == group},
+                ranks,
+                name.startswith("tp_sp"),
+                hardware,
+            )
+        ) is not None:
             lines += alternatives.told(name, alternatives.rivals(layer, ranks, hardware), ranks, hardware)
     return lines
 
@@ -130,7 +162,10 @@ def described(collectives: Sequence[Collective], side: str) -> list[str]:
         name = amounts_to(counts)
         each = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
         amount = sum(c.bytes for c in collectives if c.group == group and c.layer) / max(layers, 1) / 2**20
-        lines.append(f"{side}, {ranks} ranks of group {group}: {each} per layer ({layers} layers, {amount:.3g} MiB each) amount to " + (f'plan "{name}"' if name else "no named plan"))
+        lines.append(
+            f"{side}, {ranks} ranks of group {group}: {each} per layer ({layers} layers, {amount:.3g} MiB each) amount "
+            "to " + (f'plan "{name}"' if name else "no named plan")
+        )
     outside = Counter(c.kind for c in collectives if not c.layer)
     if outside:
         lines.append(f"{side}, outside of layers: " + ", ".join(f"{n} {word}" for word, n in sorted(outside.items())))

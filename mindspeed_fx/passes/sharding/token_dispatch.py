@@ -1,8 +1,9 @@
-"""The mixtures of a captured graph whose tokens can travel: -> the calls of :mod:`dispatch`, for plans that say ``experts: {dispatch: all_to_all}``.
+"""The mixtures of a captured graph whose tokens can travel: -> the calls of :mod:`dispatch`, for plans that say
+``experts: {dispatch: all_to_all}``.
 
-A mixture is rows sorted by expert (``mindspeed::moe_permute``), products and whatever works row by row, and the way back
-(``mindspeed::moe_unpermute``). Its numbers of rows per expert must be counts of the same choices that sort it: then every rank may sort and count its
-own. Equal on one device; nothing is moved here.
+A mixture is rows sorted by expert (``mindspeed::moe_permute``), products and whatever works row by row, and the way
+back (``mindspeed::moe_unpermute``). Its numbers of rows per expert must be counts of the same choices that sort it:
+then every rank may sort and count its own. Equal on one device; nothing is moved here.
 """
 
 from __future__ import annotations
@@ -21,10 +22,22 @@ from mindspeed_fx.sharding.plan import ShardingError
 
 NAME = "sharding.token_dispatch"
 aten, ops = torch.ops.aten, torch.ops.mindspeed
-SAME = frozenset((
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten._to_copy.default,
-    aten.squeeze.dim, aten.unsqueeze.default, aten.detach.default, place,
-))  # fmt: skip
+SAME = frozenset(
+    (
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.to.dtype,
+        aten._to_copy.default,
+        aten.squeeze.dim,
+        aten.unsqueeze.default,
+        aten.detach.default,
+        place,
+    )
+)
 """Operators that keep a list of choices, but for its shape and type."""
 SORTS = frozenset((aten.sort.default, aten.sort.stable))
 
@@ -37,14 +50,20 @@ def travel(gm: fx.GraphModule, context: Context) -> PassReport:
     if sharding is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
     if not sharding.plan.travels:
-        return report.note_reason(f'plan "{sharding.plan.name}" does not send tokens to experts (experts: {{dispatch: all_to_all}})')
+        return report.note_reason(
+            f'plan "{sharding.plan.name}" does not send tokens to experts (experts: {{dispatch: all_to_all}})'
+        )
     for graph in _graphs(gm):
         for node in [n for n in graph.graph.nodes if n.target is ops.moe_permute.default]:
             _rewrite(node, report)
         graph.graph.eliminate_dead_code()
         graph.recompile()
     if not report.rewrites:
-        raise ShardingError(f'plan "{sharding.plan.name}" sends tokens to experts, and no mixture was found in this graph: rows sorted by expert (fusion.moe_permute) or weights gathered by expert (fusion.gathered_experts), both of level 1; plan "ep" gathers tokens instead')
+        raise ShardingError(
+            f'plan "{sharding.plan.name}" sends tokens to experts, and no mixture was found in this graph: rows sorted '
+            "by expert (fusion.moe_permute) or weights gathered by expert (fusion.gathered_experts), both of level 1; "
+            'plan "ep" gathers tokens instead'
+        )
     return report
 
 
@@ -77,7 +96,9 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             elif user.target in ROWWISE or user.target in BY_DIMENSION:
                 pending.append(user)
             else:
-                raise _refused(user, f"{user.target} reads rows that are sorted by expert, and does not work row by row")
+                raise _refused(
+                    user, f"{user.target} reads rows that are sorted by expert, and does not work row by row"
+                )
     for reader in (u for o in order for u in o.users):
         if reader not in ends:
             raise _refused(reader, f"{reader.target} reads the order of the rows that are sorted by expert")
@@ -87,17 +108,29 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             raise _refused(product, "where the rows of each expert end is not counted from the choices that sort them")
     for product in products:
         with node.graph.inserting_before(product):
-            made = node.graph.call_function(token_dispatch.ends, (node.args[1], counts(product.args[2])[1], product.args[2].meta["val"].dtype))
-        made.meta = {**{k: v for k, v in product.meta.items() if k in ("stack_trace", "nn_module_stack", "grad_enabled")}, "val": product.args[2].meta["val"], "mutated": False}
+            made = node.graph.call_function(
+                token_dispatch.ends, (node.args[1], counts(product.args[2])[1], product.args[2].meta["val"].dtype)
+            )
+        made.meta = {
+            **{k: v for k, v in product.meta.items() if k in ("stack_trace", "nn_module_stack", "grad_enabled")},
+            "val": product.args[2].meta["val"],
+            "mutated": False,
+        }
         product.args = (*product.args[:2], made)
     node.target = token_dispatch.permuted
     for end in ends:
-        end.target, end.args, end.kwargs = token_dispatch.unpermuted, (*end.args, *(None, 1)[len(end.args) - 2 :]) if len(end.args) < 4 else end.args, {}
+        end.target, end.args, end.kwargs = (
+            token_dispatch.unpermuted,
+            (*end.args, *(None, 1)[len(end.args) - 2 :]) if len(end.args) < 4 else end.args,
+            {},
+        )
     report.rewrites.append(site("tokens travel to experts", node, [node, *products, *ends]))
 
 
 def _refused(node: fx.Node, why: str) -> ShardingError:
-    return ShardingError(f'module "{module_path(node)}": tokens cannot travel to their experts: {why}; plan "ep" gathers tokens instead')
+    return ShardingError(
+        f'module "{module_path(node)}": tokens cannot travel to their experts: {why}; plan "ep" gathers tokens instead'
+    )
 
 
 def choices(n: Any) -> Any:
@@ -113,7 +146,9 @@ def choices(n: Any) -> Any:
 
 
 def counts(n: Any) -> tuple[Any, int] | None:
-    """(choices, experts) when ``n`` is where the rows of each expert end: sums of counts, or counts of what is not larger."""
+    """(choices, experts) when ``n`` is where the rows of each expert end: sums of counts, or counts of what is not
+    larger.
+    """
     n = _plain(n)
     if not isinstance(n, fx.Node):
         return None
@@ -124,12 +159,21 @@ def counts(n: Any) -> tuple[Any, int] | None:
             return (choices(x), bins) if low == 0 and high == bins - 1 else None
     if n.target is aten.sum.dim_IntList and list(n.args[1]) == [0]:
         compared = _plain(n.args[0])
-        if compared.target is aten.le.Tensor and compared.args[1].target is aten.arange.default and len(compared.args[1].args) == 1:
+        if (
+            compared.target is aten.le.Tensor
+            and compared.args[1].target is aten.arange.default
+            and len(compared.args[1].args) == 1
+        ):
             return choices(compared.args[0]), compared.args[1].args[0]
     return None
 
 
 def _plain(n: Any) -> Any:
-    while isinstance(n, fx.Node) and n.target in (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default):
+    while isinstance(n, fx.Node) and n.target in (
+        aten.to.dtype,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.contiguous.default,
+    ):
         n = n.args[0]
     return n

@@ -1,12 +1,16 @@
-"""The pass ``sharding.verify``: no collective of one rank's program is redundant, and nothing is computed whole that the plan did not ask for.
+"""The pass ``sharding.verify``: no collective of one rank's program is redundant, and nothing is computed whole that
+the plan did not ask for.
 
-Read off the joint graph, before anything buckets or chunks its collectives; nothing is rewritten. A finding is a near miss of the pass, with
+Read off the joint graph, before anything buckets or chunks its collectives; nothing is rewritten. A finding is a near
+miss of the pass, with
 module and line: ``report.skipped("sharding.verify")``, the log, the HTML page. What is looked for:
 
-* an all-gather of which a rank reads its own part alone, or whose result is scattered again; a reduce-scatter that is only gathered again
+* an all-gather of which a rank reads its own part alone, or whose result is scattered again; a reduce-scatter that is
+  only gathered again
 * a collective that is made twice of one value
 * an operator that is computed alike on every rank though what it reads is divided, without an edge of the plan
-* an operator whose gradient is computed on more than the operator was, as if what the forward divides were whole (:mod:`backwards`)
+* an operator whose gradient is computed on more than the operator was, as if what the forward divides were whole
+  (:mod:`backwards`)
 * more collectives, or more bytes, than the plan's edges need (:mod:`traffic`)
 """
 
@@ -52,16 +56,56 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
     made = collectives(gm, mesh)
     places = {mesh.mesh_dim_names[i]: mesh.get_local_rank(i) for i in range(mesh.ndim)}
     report.skipped += [*undone(made, places), *repeated(made), *beyond(made, traffic.sends)]
-    report.skipped += [Skip(w.operator, f'computed whole on every rank of "{w.dim}" though what it reads is divided, and the plan names no edge for that', w.module, w.source) for w in traffic.wholes]
+    report.skipped += [
+        Skip(
+            w.operator,
+            f'computed whole on every rank of "{w.dim}" though what it reads is divided, and the plan names no edge '
+            "for that",
+            w.module,
+            w.source,
+        )
+        for w in traffic.wholes
+    ]
     larger, compared = grown(gm, forward_of(gm), min((n for n in mesh.shape if n > 1), default=2))
-    report.skipped += [skip(str(g.node.target), g.node, f"the backward computes {g.times:.3g} times what the forward has of it here: a gradient is whole on every rank, and the plan names no edge for that") for g in larger]
-    report.notes += [*told(made, traffic.sends), f"{compared} operators of the backward compared with what the forward has of them here"]
-    report.files["collectives.json"] = json.dumps([{"kind": m.collective.kind, "dimension": m.dim, "bytes": m.collective.bytes, "backward": m.backward, "module": m.collective.module} for m in made], indent=1)
+    report.skipped += [
+        skip(
+            str(g.node.target),
+            g.node,
+            f"the backward computes {g.times:.3g} times what the forward has of it here: a gradient is whole on every "
+            "rank, and the plan names no edge for that",
+        )
+        for g in larger
+    ]
+    report.notes += [
+        *told(made, traffic.sends),
+        f"{compared} operators of the backward compared with what the forward has of them here",
+    ]
+    report.files["collectives.json"] = json.dumps(
+        [
+            {
+                "kind": m.collective.kind,
+                "dimension": m.dim,
+                "bytes": m.collective.bytes,
+                "backward": m.backward,
+                "module": m.collective.module,
+            }
+            for m in made
+        ],
+        indent=1,
+    )
     names = mesh.mesh_dim_names
-    at_rest = {v.name: {names[i]: f"S({p.dim})" for i, p in enumerate(v.placements) if p.is_shard()} for v in found.program.values if v is not None and v.parameter}
-    report.files["plan.svg"] = picture(at_rest, {d: g for d, g in found.plan.gather.items() if g != "never"}, traffic.sends)
+    at_rest = {
+        v.name: {names[i]: f"S({p.dim})" for i, p in enumerate(v.placements) if p.is_shard()}
+        for v in found.program.values
+        if v is not None and v.parameter
+    }
+    report.files["plan.svg"] = picture(
+        at_rest, {d: g for d, g in found.plan.gather.items() if g != "never"}, traffic.sends
+    )
     if not report.skipped:
-        report.notes.append(f"{len(made)} collectives, none of them redundant; nothing is computed whole that the plan wants divided")
+        report.notes.append(
+            f"{len(made)} collectives, none of them redundant; nothing is computed whole that the plan wants divided"
+        )
     return report
 
 
@@ -78,7 +122,8 @@ def forward_of(gm: fx.GraphModule) -> set[fx.Node]:
     for n in gm.graph.nodes:
         if n.op == "placeholder" and "tangents" in str(n.target) or any(a in later for a in n.all_input_nodes):
             later.add(n)
-    # What the results need is forward; what gradients need alone is backward, though it may not wait for a gradient (keys that go round again).
+    # What the results need is forward; what gradients need alone is backward, though it may not wait for a gradient
+    # (keys that go round again).
     output = next(n for n in gm.graph.nodes if n.op == "output")
     forward: set[fx.Node] = set()
     pending = [a for a in output.all_input_nodes if a not in later]
@@ -101,7 +146,12 @@ def undone(made: Sequence[Made], places: dict[str, int]) -> Iterator[Skip]:
         size, again = m.node.meta["val"].numel(), SCATTER if word == GATHER else GATHER
         back = [_is(user, again, m) and _whole(layout, size) for user, layout in ends]
         if all(back):
-            yield skip(word, m.node, f'its result over "{m.dim}" is only {"scattered" if word == GATHER else "gathered"} again' + ("" if word == GATHER else ": one all_reduce does both"))
+            yield skip(
+                word,
+                m.node,
+                f'its result over "{m.dim}" is only {"scattered" if word == GATHER else "gathered"} again'
+                + ("" if word == GATHER else ": one all_reduce does both"),
+            )
         elif word == GATHER:
             part = size * m.node.meta["val"].dtype.itemsize // (m.collective.bytes or 1)
             own = size // max(part, 1)
@@ -129,8 +179,8 @@ def repeated(made: Sequence[Made]) -> Iterator[Skip]:
 
 
 def beyond(made: Sequence[Made], sends: Sequence[Send]) -> Iterator[Skip]:
-    """Collectives that no edge of the plan needs. One may be smaller than what is allowed for: a gradient that was scattered over another dimension
-    before, or that is gathered because the ranks have parts of it and no sums."""
+    """Collectives that no edge of the plan needs. One may be smaller than what is allowed for: a gradient that was
+    scattered over another dimension before, or that is gathered because the ranks have parts of it and no sums."""
     spare: dict[tuple[bool, str, str], list[int]] = {}
     for s in sorted(sends, key=lambda s: -s.bytes):
         spare.setdefault((s.backward, s.dim, s.kind), []).append(s.bytes)
@@ -143,7 +193,12 @@ def beyond(made: Sequence[Made], sends: Sequence[Send]) -> Iterator[Skip]:
                 allowed.pop(fits)  # the smallest that is large enough
                 break
         else:
-            yield skip(m.collective.kind, m.node, f'{"backward" if m.backward else "forward"}: {m.collective.bytes} bytes over "{m.dim}" that no edge of the plan needs')
+            yield skip(
+                m.collective.kind,
+                m.node,
+                f'{"backward" if m.backward else "forward"}: {m.collective.bytes} bytes over "{m.dim}" that no edge of '
+                "the plan needs",
+            )
 
 
 def told(made: Sequence[Made], sends: Sequence[Send]) -> list[str]:
@@ -155,6 +210,15 @@ def told(made: Sequence[Made], sends: Sequence[Send]) -> list[str]:
             least = [s for s in sends if s.backward == back and s.dim == dim]
             layers = {found.group(1) for c in mine if (found := LAYER.match(c.module))}
             each = Counter(c.kind for c in mine if c.layer)
-            per = f"; per layer {', '.join(f'{n / len(layers):g} {k}' for k, n in sorted(each.items()))}, {sum(c.bytes for c in mine if c.layer) / len(layers) / 2**20:.4g} MiB" if layers else ""
-            lines.append(f'{"backward" if back else "forward"}, "{dim}": {len(mine)} collectives of {sum(c.bytes for c in mine) / 2**20:.4g} MiB; the edges of the plan need {len(least)} of {sum(s.bytes for s in least) / 2**20:.4g} MiB, and a few numbers{per}')
+            per = (
+                f"; per layer {', '.join(f'{n / len(layers):g} {k}' for k, n in sorted(each.items()))}, "
+                f"{sum(c.bytes for c in mine if c.layer) / len(layers) / 2**20:.4g} MiB"
+                if layers
+                else ""
+            )
+            lines.append(
+                f'{"backward" if back else "forward"}, "{dim}": {len(mine)} collectives of '
+                f"{sum(c.bytes for c in mine) / 2**20:.4g} MiB; the edges of the plan need {len(least)} of "
+                f"{sum(s.bytes for s in least) / 2**20:.4g} MiB, and a few numbers{per}"
+            )
     return lines

@@ -4,8 +4,10 @@
 * ``axes.py``: which dimensions of which tensors are the same thing; ``ways.py``: how an operator is computed in parts
 * ``graph.py``: the problem: one of each kind of layer, operators, values and the edges between them
 * ``layouts.py``: how the world is factored; ``price.py``: seconds and bytes of each choice
-* ``flows.py``: which combinations there are, shared by layouts; ``highs.py``: linear programs; ``solve.py``: the integer program of one layout; ``search.py``: over all layouts, with the bound
-* ``emit.py``: a solution as a plan; ``rivals.py``: a plan as a restriction; ``found.py``: the plan with its numbers and reasons
+* ``flows.py``: which combinations there are, shared by layouts; ``highs.py``: linear programs; ``solve.py``: the
+  integer program of one layout; ``search.py``: over all layouts, with the bound
+* ``emit.py``: a solution as a plan; ``rivals.py``: a plan as a restriction; ``found.py``: the plan with its numbers and
+  reasons
 """
 
 from __future__ import annotations
@@ -24,17 +26,32 @@ from mindspeed_fx.sharding.plan import ShardingError
 DIMENSIONS = ("pp", "dp", "cp", "ep", "tp")
 
 
-def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, *, devices: int | None = None, mesh: Any = None, hardware: str | None = None, memory: Any = None, keep: int = 5, optimizer: str = "adam", pipeline: bool = True) -> Any:
-    """The plan with the least modelled step time that fits in memory, over placements of every operator and over meshes.
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    devices: int | None = None,
+    mesh: Any = None,
+    hardware: str | None = None,
+    memory: Any = None,
+    keep: int = 5,
+    optimizer: str = "adam",
+    pipeline: bool = True,
+) -> Any:
+    """The plan with the least modelled step time that fits in memory, over placements of every operator and over
+    meshes.
 
-    Nothing runs: parameters and arguments may be on the meta device, and no process group is needed. The space, and what is
+    Nothing runs: parameters and arguments may be on the meta device, and no process group is needed. The space, and
+        what is
     assumed: docs/sharding.md.
 
     Args:
         model: a training step: returns the loss, or something whose sum is differentiated.
         args, kwargs: of the model, with the whole batch of a step.
         devices: how many; or
-        mesh: their mesh, a ``DeviceMesh`` or dimension -> ranks, with names among "pp", "dp", "cp", "ep", "tp": its sizes are kept.
+        mesh: their mesh, a ``DeviceMesh`` or dimension -> ranks, with names among "pp", "dp", "cp", "ep", "tp": its
+            sizes are kept.
         hardware: name of a device of the cost model; default: the one at hand.
         memory: of one device, "60GiB" or bytes; default: nine tenths of what it has.
         keep: how many meshes are reported.
@@ -42,8 +59,8 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | No
         pipeline: whether pipeline stages are considered (:func:`mindspeed_fx.pipeline_stage` runs them).
 
     Returns:
-        :class:`~mindspeed_fx.planning.search.searched_plan.SearchedPlan`: a :class:`~mindspeed_fx.Plan` with ``seconds``, ``memory``, ``gap``,
-        ``alternatives``, ``explain(...)``, ``diff(...)``; printed, a table.
+        :class:`~mindspeed_fx.planning.search.searched_plan.SearchedPlan`: a :class:`~mindspeed_fx.Plan` with
+        ``seconds``, ``memory``, ``gap``, ``alternatives``, ``explain(...)``, ``diff(...)``; printed, a table.
 
     Raises:
         ShardingError, OptionError: nothing fits; a wrong name or size; scipy is missing.
@@ -71,10 +88,14 @@ def plan(model: nn.Module, args: Sequence[Any] = (), kwargs: dict[str, Any] | No
     hw = device(hardware)
     limit = memory_of(memory, hw)
     settings = {"optimizer": optimizer, "pipeline": pipeline, "fixed": fixed}
-    with no_gc(True):  # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
+    with no_gc(
+        True
+    ):  # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
         problem = trace(model, args, kwargs or {})
         outcome = search(problem, hw, devices, limit, keep=keep, **settings)
-    return SearchedPlan.of(Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings), outcome.solutions[0])
+    return SearchedPlan.of(
+        Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings), outcome.solutions[0]
+    )
 
 
 def _fixed(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:
@@ -87,11 +108,15 @@ def _fixed(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:
     if isinstance(mesh, DeviceMesh):
         mesh = dict(zip(mesh.mesh_dim_names or ("",), mesh.shape))
         if "" in mesh:
-            raise ShardingError(f"plan: the mesh has no names: give init_device_mesh mesh_dim_names, of {', '.join(DIMENSIONS)}")
+            raise ShardingError(
+                f"plan: the mesh has no names: give init_device_mesh mesh_dim_names, of {', '.join(DIMENSIONS)}"
+            )
     sizes = arguments.check_sizes("plan", mesh)
     for name in sizes:
         if name not in DIMENSIONS:
-            raise ShardingError(f'plan: mesh dimension "{name}"{nearest(name, DIMENSIONS)}; valid: {", ".join(DIMENSIONS)}')
+            raise ShardingError(
+                f'plan: mesh dimension "{name}"{nearest(name, DIMENSIONS)}; valid: {", ".join(DIMENSIONS)}'
+            )
     count = math.prod(sizes.values())
     if devices is not None:
         arguments.check_whole("plan", "devices", devices)

@@ -1,7 +1,7 @@
 """Named axes: which dimensions of which tensors are the same thing.
 
-Every dimension of every tensor is an ordered product of atoms. Operators tie atoms together (a linear layer keeps those of
-the rows, an addition those of both sides), reshapes split and merge them. So "heads", "sequence" or "hidden" is one
+Every dimension of every tensor is an ordered product of atoms. Operators tie atoms together (a linear layer keeps those
+of the rows, an addition those of both sides), reshapes split and merge them. So "heads", "sequence" or "hidden" is one
 number throughout a model, a view costs nothing and needs no choice, and a placement is the atom that is divided.
 
 Source of the idea: named-dimension analysis, TOAST (arXiv 2508.15010).

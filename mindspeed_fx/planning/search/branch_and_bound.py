@@ -1,8 +1,8 @@
 """The search over layouts: every way to factor the world, each with its best choice for every operator.
 
-Exact for the model: a layout is left out only when its lower bound (compute, inner collectives and optimizer alone, then the
-linear relaxation) is above the best few found, or when no choice in it fits in memory. More recomputation, or more
-microbatches without a pipeline, is not tried where the same layout without it fits: it only costs time.
+Exact for the model: a layout is left out only when its lower bound (compute, inner collectives and optimizer alone,
+then the linear relaxation) is above the best few found, or when no choice in it fits in memory. More recomputation, or
+more microbatches without a pipeline, is not tried where the same layout without it fits: it only costs time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,21 @@ class Outcome:
         return max(0.0, self.solutions[0].seconds / self.bound - 1)
 
 
-def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed: dict[str, int] | None = None, keep: int = 5, optimizer: str = "adam", pipeline: bool = True, zero: tuple[str, ...] = ZERO, recompute: tuple[str, ...] = RECOMPUTE, allowed: Allowed | None = None, ways: tuple[str, ...] = ()) -> Outcome:
+def search(
+    problem: Problem,
+    hw: Hardware,
+    devices: int,
+    memory: float,
+    *,
+    fixed: dict[str, int] | None = None,
+    keep: int = 5,
+    optimizer: str = "adam",
+    pipeline: bool = True,
+    zero: tuple[str, ...] = ZERO,
+    recompute: tuple[str, ...] = RECOMPUTE,
+    allowed: Allowed | None = None,
+    ways: tuple[str, ...] = (),
+) -> Outcome:
     """The fastest ``keep`` meshes with the best plan of each.
 
     Args:
@@ -69,12 +83,23 @@ def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed
     experts = min((axes.size[e] for e in problem.experts.values()), default=0)
     layers = sum(map(len, problem.runs))
     if not experts and (fixed or {}).get("ep", 1) > 1:
-        raise ShardingError('mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products; experts that are a list of modules are not divided. Name the dimension "dp", or stack their weights')
+        raise ShardingError(
+            'mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products; '
+            'experts that are a list of modules are not divided. Name the dimension "dp", or stack their weights'
+        )
     factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline, hw.node))
     if not factored:
-        raise ShardingError(f"{devices} devices cannot share a batch of {rows} and a sequence of {length}{f' with {fixed}' if fixed else ''}; give a larger batch")
+        raise ShardingError(
+            f"{devices} devices cannot share a batch of {rows} and a sequence of "
+            f"{length}{f' with {fixed}' if fixed else ''}; give a larger batch"
+        )
     state = _State(prices, memory, keep, allowed)
-    offered = [(Layout(*mesh, m, z, recompute[0]), zero[2:] if z == "zero2" else ()) for mesh in factored for m in microbatches(mesh[0], rows // (mesh[1] * mesh[3])) for z in (zero[:2] if mesh[1] * mesh[2] * mesh[3] > 1 else ("never",))]
+    offered = [
+        (Layout(*mesh, m, z, recompute[0]), zero[2:] if z == "zero2" else ())
+        for mesh in factored
+        for m in microbatches(mesh[0], rows // (mesh[1] * mesh[3]))
+        for z in (zero[:2] if mesh[1] * mesh[2] * mesh[3] > 1 else ("never",))
+    ]
     for layout, more in sorted(offered, key=lambda o: _cut(o[0])):  # a bound is one for finer cuts too
         state.offer(layout, recompute, more)
     state.run()
@@ -82,7 +107,9 @@ def search(problem: Problem, hw: Hardware, devices: int, memory: float, *, fixed
     if not state.best:
         raise ShardingError(f"no plan for {devices} {hw.name} fits in {memory / 2**30:.1f} GiB; {state.nearest()}")
     found = sorted(state.best.values(), key=lambda s: s.seconds)[:keep]
-    return Outcome(found, min(*state.bounds, found[0].seconds), len(factored), state.solved, state.too_large, state.times)
+    return Outcome(
+        found, min(*state.bounds, found[0].seconds), len(factored), state.solved, state.too_large, state.times
+    )
 
 
 def _cut(layout: Layout) -> int:
@@ -129,8 +156,14 @@ class _State:
         self.times = {"prices": 0.0, "programs": 0.0}
         self.number = itertools.count()
         self.weights: dict[int, dict[int, float]] = {}
-        self.bounds_of = (lambda x: self.least_work(x), lambda x: self.least_work(x, self.core(x, known=True)), lambda x: self.least_work(x, self.core(x)))
-        """Bounds in the order in which they are asked, each of more work than the one before; the first, in :meth:`offer`, is made of known ones."""
+        self.bounds_of = (
+            lambda x: self.least_work(x),
+            lambda x: self.least_work(x, self.core(x, known=True)),
+            lambda x: self.least_work(x, self.core(x)),
+        )
+        """Bounds in the order in which they are asked, each of more work than the one before; the first, in
+        :meth:`offer`, is made of known ones.
+        """
 
     def offer(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
         """Put a layout in line by the compute and the states that its parts of the work have at least."""
@@ -141,7 +174,12 @@ class _State:
             if zero:  # recomputing changes nothing about states
                 self.offer(dataclasses.replace(layout, zero=zero[0]), recompute, zero[1:])
         else:
-            heapq.heappush(self.heap, _Waiting(updates + self.least_work(layout, known=True), next(self.number), layout, recompute, zero, updates))
+            heapq.heappush(
+                self.heap,
+                _Waiting(
+                    updates + self.least_work(layout, known=True), next(self.number), layout, recompute, zero, updates
+                ),
+            )
         self.times["prices"] += time.perf_counter() - start
 
     def better(self, waiting: _Waiting) -> bool:
@@ -150,7 +188,12 @@ class _State:
             return False
         start = time.perf_counter()
         bound = waiting.updates + self.bounds_of[waiting.asked](waiting.layout)
-        heapq.heappush(self.heap, dataclasses.replace(waiting, bound=max(waiting.bound, bound), number=next(self.number), asked=waiting.asked + 1))
+        heapq.heappush(
+            self.heap,
+            dataclasses.replace(
+                waiting, bound=max(waiting.bound, bound), number=next(self.number), asked=waiting.asked + 1
+            ),
+        )
         self.times["prices"] += time.perf_counter() - start
         return True
 
@@ -167,7 +210,10 @@ class _State:
             table, parts = tables.setdefault(cut, self._worked(layout)), 1
         turns, full, weights = layout.microbatches + layout.pp - 1, layout.recompute == "full", self._weights(layout.pp)
         layers = sum(map(len, self.prices.problem.runs))
-        flat = max(sum(weights[r] * w[0] for r, w in table.items()) / parts, (-(-layers // layout.pp) / layers if layers else 1.0) * core)
+        flat = max(
+            sum(weights[r] * w[0] for r, w in table.items()) / parts,
+            (-(-layers // layout.pp) / layers if layers else 1.0) * core,
+        )
         return turns * (flat + full * sum(weights[r] * w[1] for r, w in table.items() if r >= 0) / parts)
 
     def _worked(self, layout: Layout) -> Table:
@@ -181,7 +227,17 @@ class _State:
 
     def least_stored(self, layout: Layout) -> tuple[float, float]:
         """Seconds of the optimizer and bytes of states at least."""
-        p, key = self.prices, (layout.tp, layout.ep, layout.dp * layout.cp, layout.ranks_per_node("data", self.prices.hw.node), layout.ranks_per_node("expert", self.prices.hw.node), layout.zero)
+        p, key = (
+            self.prices,
+            (
+                layout.tp,
+                layout.ep,
+                layout.dp * layout.cp,
+                layout.ranks_per_node("data", self.prices.hw.node),
+                layout.ranks_per_node("expert", self.prices.hw.node),
+                layout.zero,
+            ),
+        )
         if key not in self.store:
             table = self.store[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
             choices = p.choices(layout, self.allowed)
@@ -224,13 +280,18 @@ class _State:
     def limit(self, mesh: tuple) -> float:
         """Bounds from here on can change nothing: the mesh has a better plan, or there are enough better meshes."""
         times = sorted(s.seconds for s in self.best.values())
-        return min(times[self.keep - 1] if len(times) >= self.keep else float("inf"), getattr(self.best.get(mesh), "seconds", float("inf")))
+        return min(
+            times[self.keep - 1] if len(times) >= self.keep else float("inf"),
+            getattr(self.best.get(mesh), "seconds", float("inf")),
+        )
 
     def run(self) -> None:
         while self.heap:
             waiting = heapq.heappop(self.heap)
             layout, program, recompute, zero = waiting.layout, waiting.program, waiting.recompute, waiting.zero
-            if waiting.bound >= self.limit(layout.mesh) or (layout.pp == 1 and (layout.mesh, layout.zero, layout.recompute) in self.done):
+            if waiting.bound >= self.limit(layout.mesh) or (
+                layout.pp == 1 and (layout.mesh, layout.zero, layout.recompute) in self.done
+            ):
                 continue
             if self.better(waiting):
                 continue
@@ -244,7 +305,12 @@ class _State:
                         self._refuse(layout, memory)
                         self.more(layout, recompute, zero)
                     elif seconds < self.limit(layout.mesh):
-                        heapq.heappush(self.heap, dataclasses.replace(waiting, bound=max(waiting.bound, seconds), number=next(self.number), program=program))
+                        heapq.heappush(
+                            self.heap,
+                            dataclasses.replace(
+                                waiting, bound=max(waiting.bound, seconds), number=next(self.number), program=program
+                            ),
+                        )
                 self.times["prices"] += time.perf_counter() - start
                 continue
             start = time.perf_counter()
@@ -275,7 +341,9 @@ class _State:
         self.refused.append((least, next(self.number), layout))
 
     def nearest(self, tried: int = 12) -> str:
-        """What the least demanding layout needs, and what for: of the layouts that do not fit, those with the lowest bounds are tried."""
+        """What the least demanding layout needs, and what for: of the layouts that do not fit, those with the lowest
+        bounds are tried.
+        """
         best: Solution | None = None
         for _, _, layout in heapq.nsmallest(tried, self.refused):
             program = Program(self.prices, layout, self.memory, self.allowed)
@@ -290,10 +358,17 @@ class _State:
         sizes = ", ".join(str(tuple(u.shape)) for u in node.uses[:2])
         module = f' of module "{node.module}"' if node.module else ""
         where = f"{node.op}{module} ({sizes} in the whole model)"
-        advice = {"states": "use more devices", "kept": "use more devices or shorter sequences", "operator": "shorter sequences would help, more devices if their dimensions divide it", "gathered": "use larger tp or ep"}
+        advice = {
+            "states": "use more devices",
+            "kept": "use more devices or shorter sequences",
+            "operator": "shorter sequences would help, more devices if their dimensions divide it",
+            "gathered": "use larger tp or ep",
+        }
         return (
-            f"the least demanding that was tried ({best.layout}) needs {best.memory / 2**30:.1f} GiB: {shown['states']} of parameters, gradients and optimizer states, "
-            f"{shown['kept']} of activations kept, {shown['gathered']} of gathered parameters, {shown['operator']} while {where} runs backward; "
+            f"the least demanding that was tried ({best.layout}) needs {best.memory / 2**30:.1f} GiB: "
+            f"{shown['states']} of parameters, gradients and optimizer states, "
+            f"{shown['kept']} of activations kept, {shown['gathered']} of gathered parameters, {shown['operator']} "
+            f"while {where} runs backward; "
             f"{advice[max(best.bytes, key=best.bytes.get)]}"
         )
 
@@ -303,7 +378,9 @@ class _State:
             self.best[solution.layout.mesh] = solution
 
     def close(self, seconds: float = 3.0) -> None:
-        """Solve in integers what rounding left open, most promising first, for this long; the bound stands in any case."""
+        """Solve in integers what rounding left open, most promising first, for this long; the bound stands in any
+        case.
+        """
         start = time.perf_counter()
         for bound, _, program, place in sorted(self.open, key=lambda o: o[:2]):
             left = seconds - (time.perf_counter() - start)
@@ -335,8 +412,8 @@ def memory_of(given: Any, hw: Hardware) -> float:
 def _coarser(known: dict[int, Any], cut: int) -> tuple[Any, int]:
     """The finest of ``known`` of which ``cut`` is a multiple, and the multiple; (None, 1) where there is none.
 
-    An n-th of a microbatch takes at least an n-th of its time: launches and weights are the same, local sizes no smaller than an
-    n-th, and no operator has more ways.
+    An n-th of a microbatch takes at least an n-th of its time: launches and weights are the same, local sizes no
+    smaller than an n-th, and no operator has more ways.
     """
     found = max((c for c in known if cut % c == 0), default=0)
     return (known[found], cut // found) if found else (None, 1)

@@ -1,4 +1,6 @@
-"""A plan that somebody wrote, as a restriction of the search: what it says is kept, what it leaves open is chosen best."""
+"""A plan that somebody wrote, as a restriction of the search: what it says is kept, what it leaves open is chosen
+best.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ ARGUMENTS = {"attention": ("q", "k", "v"), "moe_permute": ("tokens",)}
 
 
 def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
-    """The strategies that agree with ``plan`` on mesh dimension ``dim``: parameters at rest, and edges of modules and operators."""
+    """The strategies that agree with ``plan`` on mesh dimension ``dim``: parameters at rest, and edges of modules and
+    operators.
+    """
     wanted: dict[tuple[Node, int], Any] = {}
     for parameter in problem.parameters:
         word = placement_of(plan.parameters, parameter.name, "parameter").get(dim, "R")
@@ -29,13 +33,21 @@ def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
             if word := _edge(plan, module, "input").get(dim):
                 wanted[reader, edge.argument] = word
         for pattern, boundary in plan.operators.items():
-            if (known := ARGUMENTS.get(reader.op)) and matching(pattern.split("|"), f"mindspeed.{reader.op}") and edge.argument < len(known):
+            if (
+                (known := ARGUMENTS.get(reader.op))
+                and matching(pattern.split("|"), f"mindspeed.{reader.op}")
+                and edge.argument < len(known)
+            ):
                 for names, placed in boundary.arguments.items():
                     if known[edge.argument] in names.split("|") and dim in placed:
                         wanted[reader, edge.argument] = placed[dim]
 
     def allowed(node: Node, strategy: Strategy) -> bool:
-        return all(agrees(strategy.ins[i], wanted[node, i], node.uses[i].dims) for i in range(len(node.uses)) if (node, i) in wanted)
+        return all(
+            agrees(strategy.ins[i], wanted[node, i], node.uses[i].dims)
+            for i in range(len(node.uses))
+            if (node, i) in wanted
+        )
 
     return allowed
 
@@ -63,4 +75,6 @@ def _owners(node: Node) -> list[str]:
 
 
 def _edge(plan: Plan, module: str, side: str) -> Placed:
-    return {k: v for pattern, b in plan.modules.items() if matching([pattern], module) for k, v in getattr(b, side).items()}
+    return {
+        k: v for pattern, b in plan.modules.items() if matching([pattern], module) for k, v in getattr(b, side).items()
+    }

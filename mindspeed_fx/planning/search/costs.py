@@ -1,9 +1,9 @@
 """Seconds and bytes of every choice, for one layout on one device, by the cost model (``mindspeed_fx.cost``).
 
-Assumptions, beside those of the cost model: the backward of an edge is the edge backwards (as plans execute it); a product
-costs twice its forward in the backward, other operators read what they read and wrote and write what they read; gathers of
-parameters hide behind the forward of the same kind of layer and reductions of gradients behind its backward, every other
-collective is waited for; experts get equal numbers of tokens.
+Assumptions, beside those of the cost model: the backward of an edge is the edge backwards (as plans execute it); a
+product costs twice its forward in the backward, other operators read what they read and wrote and write what they read;
+gathers of parameters hide behind the forward of the same kind of layer and reductions of gradients behind its backward,
+every other collective is waited for; experts get equal numbers of tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,18 @@ OPTIMIZERS = {"adam": 8, "sgd": 0, "momentum": 4}
 """Bytes of optimizer state for each parameter; 16-bit parameters have a float32 copy on top."""
 
 
-BY_SHAPE = frozenset(("attention", "scaled_dot_product_attention", "rope", "qk_norm_rope", "moe_permute", "moe_unpermute", "grouped_matmul", "cumsum"))
+BY_SHAPE = frozenset(
+    (
+        "attention",
+        "scaled_dot_product_attention",
+        "rope",
+        "qk_norm_rope",
+        "moe_permute",
+        "moe_unpermute",
+        "grouped_matmul",
+        "cumsum",
+    )
+)
 """Operators whose price is not a matter of the number of tokens alone."""
 
 
@@ -90,8 +101,12 @@ class Prices:
         self._sizes: dict[tuple, tuple[float, float]] = {}
         self.moves: list | None = None
         self.flows: dict[int, Any] = {}
-        """Of the programs of this problem (``solve.py``): values on their way; id of :meth:`choices` -> rows and columns."""
-        self.stores = {n.name: [i for i, u in enumerate(n.uses) if u.value.parameter is not None] for n in problem.nodes}
+        """Of the programs of this problem (``solve.py``): values on their way; id of :meth:`choices` -> rows and
+        columns.
+        """
+        self.stores = {
+            n.name: [i for i, u in enumerate(n.uses) if u.value.parameter is not None] for n in problem.nodes
+        }
         self.line, self._passes = functools.cache(self._line), functools.cache(self._passed)
         self.expert_atoms = set(problem.experts.values())
 
@@ -120,7 +135,9 @@ class Prices:
             return layout.cp
         return layout.ep if atom in self.expert_atoms else 1
 
-    def local(self, dims: list, shape: tuple[int, ...], layout: Layout, labels: dict[Label, int], without: str = "") -> tuple[int, ...]:
+    def local(
+        self, dims: list, shape: tuple[int, ...], layout: Layout, labels: dict[Label, int], without: str = ""
+    ) -> tuple[int, ...]:
         """Local shape: cut by the layout, and by ``labels`` (atom -> ranks). A size never falls below 1."""
         made = []
         for dim, n in zip(dims, shape):
@@ -133,22 +150,33 @@ class Prices:
 
     def nbytes(self, value: Value, layout: Layout, label: Label = R, without: str = "") -> float:
         n = float(value.itemsize)
-        for s in self.local(value.dims, value.shape, layout, {label: layout.tp} if isinstance(label, int) else {}, without):
+        for s in self.local(
+            value.dims, value.shape, layout, {label: layout.tp} if isinstance(label, int) else {}, without
+        ):
             n *= s
         return n
 
     # ---------------------------------------------------------------- strategies
 
     def kind(self, layout: Layout) -> tuple:
-        """Layouts of one kind have the same strategies: ranks of tp, which of the atoms that a layout cuts tp can cut further, whether cp cuts."""
+        """Layouts of one kind have the same strategies: ranks of tp, which of the atoms that a layout cuts tp can cut
+        further, whether cp cuts.
+        """
         atoms = (self.problem.batch, self.problem.sequence, *self.expert_atoms)
-        return layout.tp, layout.cp > 1, tuple(a is not None and (self.axes.size[a] // self.parts(layout, a)) % layout.tp == 0 for a in atoms)
+        return (
+            layout.tp,
+            layout.cp > 1,
+            tuple(a is not None and (self.axes.size[a] // self.parts(layout, a)) % layout.tp == 0 for a in atoms),
+        )
 
     def choices(self, layout: Layout, allowed: Any = None) -> dict[Node, list[Strategy]]:
         """The strategies of every node that ``allowed(node, strategy)``; one object for all layouts of a kind."""
         key = self.kind(layout), allowed
         if key not in self._choices:
-            self._choices[key] = {n: [s for s in self.strategies(n, layout) if allowed is None or allowed(n, s)] for n in self.problem.nodes}
+            self._choices[key] = {
+                n: [s for s in self.strategies(n, layout) if allowed is None or allowed(n, s)]
+                for n in self.problem.nodes
+            }
         return self._choices[key]
 
     def strategies(self, node: Node, layout: Layout) -> list[Strategy]:
@@ -163,7 +191,8 @@ class Prices:
                         seen.add((made.ins, made.outs))
                         found.append(made)
             if node.op in ("linear_cross_entropy", "cross_entropy") and layout.cp > 1 and len(found) > 1:
-                # DTensor takes whole tokens in parts here because that is free, and then has no gradient for parts of parts.
+                # DTensor takes whole tokens in parts here because that is free, and then has no gradient for parts of
+                # parts.
                 found = [x for x in found if self._by_class(node, x)] or found
             if any(x.ins[1:2] and x.ins[1] in self.expert_atoms for x in found if node.op == "grouped_matmul"):
                 found = [x for x in found if not self.inside(node, x)]
@@ -172,10 +201,16 @@ class Prices:
 
     def inside(self, node: Node, strategy: Strategy) -> bool:
         """Whether experts are divided inside, which is modelled alone."""
-        return node.op == "grouped_matmul" and isinstance(strategy.ins[1], int) and strategy.ins[1] not in self.expert_atoms
+        return (
+            node.op == "grouped_matmul"
+            and isinstance(strategy.ins[1], int)
+            and strategy.ins[1] not in self.expert_atoms
+        )
 
     def _strided(self, node: Node, made: Strategy) -> bool:
-        """Divided by sequence inside tokens [batch * sequence]: DTensor has no gradient for that where cp divides it too."""
+        """Divided by sequence inside tokens [batch * sequence]: DTensor has no gradient for that where cp divides it
+        too.
+        """
         s = self.problem.sequence
         pairs = [*zip(made.ins, (u.dims for u in node.uses)), *zip(made.outs, (v.dims for v in node.outs))]
         return any(x == s and any(s in atoms[1:] for atoms in dims) for x, dims in pairs)
@@ -184,7 +219,9 @@ class Prices:
         """The node's rows in atoms, for ``ranks`` ranks; ``size(atom)`` is what is left of it."""
         for outs, ins in node.rows or ():
             ins = [*ins, *[R] * (len(node.uses) - len(ins))]
-            placed = [(u.dims, p) for u, p in zip(node.uses, ins) if not isinstance(p, str)] + [(v.dims, p) for v, p in zip(node.outs, outs) if not isinstance(p, str)]
+            placed = [(u.dims, p) for u, p in zip(node.uses, ins) if not isinstance(p, str)] + [
+                (v.dims, p) for v, p in zip(node.outs, outs) if not isinstance(p, str)
+            ]
             for atom in self._candidates(node, placed, by_expert(node.op, outs, ins)):
                 label = {}
                 for i, (dims, p) in enumerate(placed):
@@ -197,8 +234,17 @@ class Prices:
                 else:
                     it = iter(range(len(placed)))
                     ins_ = [label[next(it)] if not isinstance(p, str) else R for p in ins]
-                    outs_ = [label[next(it)] if not isinstance(p, str) else P if p == "partial" else R for p in [*outs, *["replicated"] * len(node.outs)][: len(node.outs)]]
-                    yield Strategy(tuple(SUMMED if x == R and u.value.floating and not u.value.free else x for x, u in zip(ins_, node.uses)), tuple(outs_))
+                    outs_ = [
+                        label[next(it)] if not isinstance(p, str) else P if p == "partial" else R
+                        for p in [*outs, *["replicated"] * len(node.outs)][: len(node.outs)]
+                    ]
+                    yield Strategy(
+                        tuple(
+                            SUMMED if x == R and u.value.floating and not u.value.free else x
+                            for x, u in zip(ins_, node.uses)
+                        ),
+                        tuple(outs_),
+                    )
 
     def _candidates(self, node: Node, placed: list, expert_rows: bool) -> list[int]:
         if expert_rows:
@@ -207,7 +253,12 @@ class Prices:
         dims, p = placed[0] if placed else ([], 0)
         atoms = dims[int(p)] if int(p) < len(dims) else ()
         data = [a for a in atoms if a in (self.problem.batch, self.problem.sequence)]
-        expert = [e for a in atoms if (e := self.problem.experts.get(a)) is not None and node.op not in ("grouped_matmul", "moe_permute", "moe_unpermute")]
+        expert = [
+            e
+            for a in atoms
+            if (e := self.problem.experts.get(a)) is not None
+            and node.op not in ("grouped_matmul", "moe_permute", "moe_unpermute")
+        ]
         return data + list(atoms[:1] if not data else ()) + expert
 
     # ---------------------------------------------------------------- operators
@@ -216,12 +267,33 @@ class Prices:
         """What ``node`` costs by ``strategy``, once per microbatch (the optimizer and reductions: once per step)."""
         base, (kept, transient) = self.activations(node, strategy, layout), self.sizes(node, strategy, layout)
         stored = self.stored(node, strategy, layout) if self.stores[node.name] else NOTHING
-        return NodePrice(base.forward, base.backward, base.moved, stored.gather, stored.reduce, stored.update, stored.state, stored.gathered, kept, transient, base.how)
+        return NodePrice(
+            base.forward,
+            base.backward,
+            base.moved,
+            stored.gather,
+            stored.reduce,
+            stored.update,
+            stored.state,
+            stored.gathered,
+            kept,
+            transient,
+            base.how,
+        )
 
     def stored(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
-        """The part of :meth:`price` that has to do with parameters alone: a matter of the ranks that hold copies, however they are factored."""
+        """The part of :meth:`price` that has to do with parameters alone: a matter of the ranks that hold copies,
+        however they are factored.
+        """
         node_size = self.hw.node
-        key = (strategy, layout.tp, layout.ep, layout.ranks_per_node("data", node_size), layout.ranks_per_node("expert", node_size), layout.zero)
+        key = (
+            strategy,
+            layout.tp,
+            layout.ep,
+            layout.ranks_per_node("data", node_size),
+            layout.ranks_per_node("expert", node_size),
+            layout.zero,
+        )
         if (found := self._stored.get(key)) is None:
             found = self._stored[key] = NodePrice()
             for i in self.stores[node.name]:
@@ -229,7 +301,9 @@ class Prices:
         return found
 
     def activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
-        """The seconds of :meth:`price` that have nothing to do with parameters; often a matter of tokens and tp alone."""
+        """The seconds of :meth:`price` that have nothing to do with parameters; often a matter of tokens and tp
+        alone.
+        """
         key = self._key(node, strategy, layout)
         if (found := self._prices.get(key)) is None:
             found = self._prices[key] = self._activations(node, strategy, layout)
@@ -244,7 +318,9 @@ class Prices:
 
     def _key(self, node: Node, strategy: Strategy, layout: Layout) -> tuple:
         rows = layout.dp * layout.microbatches * layout.ep * layout.cp
-        alone = node.op not in BY_SHAPE and (layout.cp == 1 or self.problem.sequence is None or self._passes(node, self.problem.sequence, layout.cp))
+        alone = node.op not in BY_SHAPE and (
+            layout.cp == 1 or self.problem.sequence is None or self._passes(node, self.problem.sequence, layout.cp)
+        )
         return (strategy, layout.tp, rows) if alone else (strategy, layout.tp, layout.ep, layout.cp, rows)
 
     def _activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
@@ -262,7 +338,12 @@ class Prices:
         labels = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
         kept = 0.0
         shapes = [self.nbytes(v, layout, x) for v, x in zip(node.outs, strategy.outs)]
-        transient = 2 * (sum(shapes) + sum(self.nbytes(u.value, layout, x) for u, x in zip(node.uses, strategy.ins) if u.value.producer is not None))
+        transient = 2 * (
+            sum(shapes)
+            + sum(
+                self.nbytes(u.value, layout, x) for u, x in zip(node.uses, strategy.ins) if u.value.producer is not None
+            )
+        )
         if node.op == "attention" and len(shapes) > 1:
             kept = shapes[1]
         if node.op == "linear_cross_entropy":
@@ -270,15 +351,28 @@ class Prices:
             kept = tokens * width * node.uses[0].value.itemsize  # logits are made in chunks, divided or not
         return kept, transient
 
-    def _time(self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str) -> tuple[float, float]:
+    def _time(
+        self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str
+    ) -> tuple[float, float]:
         b, s = layout.dp * layout.ep * layout.microbatches, layout.cp
         rows = (b, s) if node.op in BY_SHAPE else (b * s,)
-        key = (node.name, strategy.ins, strategy.outs, layout.tp, rows, layout.ep if node.op == "grouped_matmul" else 1, tag, layout.cp if tag else 1)
+        key = (
+            node.name,
+            strategy.ins,
+            strategy.outs,
+            layout.tp,
+            rows,
+            layout.ep if node.op == "grouped_matmul" else 1,
+            tag,
+            layout.cp if tag else 1,
+        )
         if key not in self._compute:
             self._compute[key] = self._timed(node, strategy, layout, other, without, tag)
         return self._compute[key]
 
-    def _timed(self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str) -> tuple[float, float]:
+    def _timed(
+        self, node: Node, strategy: Strategy, layout: Layout, other: Strategy | None, without: str, tag: str
+    ) -> tuple[float, float]:
         if node.call.kind == "free":
             return 0.0, 0.0
         outs = [Use(v, v.dims, v.shape) for v in node.outs]
@@ -292,7 +386,9 @@ class Prices:
         def size(use: Any, spec: Spec) -> Spec:
             if not isinstance(use, Use):
                 return spec
-            return dataclasses.replace(spec, shape=self.local(use.dims, use.shape, layout, labels.get(id(use), {}), without), expanded=())
+            return dataclasses.replace(
+                spec, shape=self.local(use.dims, use.shape, layout, labels.get(id(use), {}), without), expanded=()
+            )
 
         args = localized(node.args, node.call.args, size)
         out = localized(outs[0] if isinstance(node.call.out, Spec) else outs, node.call.out, size)
@@ -317,16 +413,30 @@ class Prices:
                 grads = known.cost((q, k, v), call.out[0], q, k, v, *call.out[:2], *call.args[3:8][:5])
                 return float(grads.seconds(self.hw))
         if cost.matrix:
-            trained = sum(1 for u in node.uses if u.value.floating and (u.value.producer is not None or (u.value.parameter is not None and u.value.parameter.trained)) and len(u.shape) > 1)
+            trained = sum(
+                1
+                for u in node.uses
+                if u.value.floating
+                and (u.value.producer is not None or (u.value.parameter is not None and u.value.parameter.trained))
+                and len(u.shape) > 1
+            )
             return max(1, min(2, trained)) * forward
-        write = sum(s.bytes for s in call.reads[: len(node.uses)]) if node.op != "embedding" else call.reads[0].bytes + cost.write
-        return float(Cost(vector=2 * cost.vector, read=cost.read + cost.write, write=write, wide=cost.wide).seconds(self.hw))
+        write = (
+            sum(s.bytes for s in call.reads[: len(node.uses)])
+            if node.op != "embedding"
+            else call.reads[0].bytes + cost.write
+        )
+        return float(
+            Cost(vector=2 * cost.vector, read=cost.read + cost.write, write=write, wide=cost.wide).seconds(self.hw)
+        )
 
     def _inside(self, node: Node, strategy: Strategy, layout: Layout) -> float:
         """Collectives that the operator itself makes: three numbers for each token where classes are divided."""
         if self._by_class(node, strategy):
             tokens = self.local(node.uses[0].dims, node.uses[0].shape, layout, {})[0]
-            return self.seconds("all_reduce", 4 * tokens, layout, "tp") + self.seconds("all_reduce", 8 * tokens, layout, "tp")
+            return self.seconds("all_reduce", 4 * tokens, layout, "tp") + self.seconds(
+                "all_reduce", 8 * tokens, layout, "tp"
+            )
         return 0.0
 
     @staticmethod
@@ -338,22 +448,32 @@ class Prices:
 
     # ---------------------------------------------------------------- dimensions without a choice of their own
 
-    def _around(self, node: Node, strategy: Strategy, layout: Layout) -> Iterator[tuple[str, Strategy | None, str, float, str]]:
-        """Ways on cp: name, what is divided instead of the sequence, "cp" if something is, seconds of the exchange there and
-        back, and a word for all that."""
+    def _around(
+        self, node: Node, strategy: Strategy, layout: Layout
+    ) -> Iterator[tuple[str, Strategy | None, str, float, str]]:
+        """Ways on cp: name, what is divided instead of the sequence, "cp" if something is, seconds of the exchange
+        there and back, and a word for all that."""
         moved = self._exchange(node, strategy, layout)
         if layout.cp == 1 or self.problem.sequence is None or self._passes(node, self.problem.sequence, layout.cp):
             yield "", None, "", moved, ""
             return
         taken = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
-        for other in self.labelled(node, layout.cp, lambda a: self.axes.size[a] // (self.parts(layout, a, "cp") * taken.get(a, 1))):
+        for other in self.labelled(
+            node, layout.cp, lambda a: self.axes.size[a] // (self.parts(layout, a, "cp") * taken.get(a, 1))
+        ):
             by = {x for x in (*other.ins, *other.outs) if isinstance(x, int)}
             if self.problem.batch in by:
                 continue
             heads = self.problem.sequence not in by
             if self.ways and ("ulysses" if heads else "kv_allgather") not in self.ways:
                 continue
-            yield ("ulysses" if heads else "kv_allgather"), other, "cp", moved + self._there_and_back(node, strategy, other, layout), f"cp{sorted(by)}"
+            yield (
+                ("ulysses" if heads else "kv_allgather"),
+                other,
+                "cp",
+                moved + self._there_and_back(node, strategy, other, layout),
+                f"cp{sorted(by)}",
+            )
         whole = Strategy((R,) * len(node.uses), (R,) * len(node.outs))
         yield "whole", whole, "cp", moved + self._there_and_back(node, strategy, whole, layout), "cp whole"
 
@@ -367,7 +487,11 @@ class Prices:
         if not any(touched[0]) and not any(touched[1]):
             return True
         for made in self.labelled(node, ranks, lambda a: self.axes.size[a]):
-            if all((x == atom) == has(u.dims) for x, u in zip(made.ins, node.uses) if not u.value.free and u.value.parameter is None) and all(x == atom or x == P or not has(v.dims) for x, v in zip(made.outs, node.outs)):
+            if all(
+                (x == atom) == has(u.dims)
+                for x, u in zip(made.ins, node.uses)
+                if not u.value.free and u.value.parameter is None
+            ) and all(x == atom or x == P or not has(v.dims) for x, v in zip(made.outs, node.outs)):
                 return True
         return False
 
@@ -377,8 +501,16 @@ class Prices:
             if use.value.producer is None or not any(s in d for d in use.dims) or x == s:
                 continue
             n = self.nbytes(use.value, layout, mine, without="cp")
-            kinds = ("all_to_all", "all_to_all") if isinstance(x, int) else ("all_gather", "reduce_scatter") if x == SUMMED else ("all_gather", None)
-            total += sum(self.seconds(k, n, layout, "cp") for k in kinds if k and (use.value.floating or k == "all_gather"))
+            kinds = (
+                ("all_to_all", "all_to_all")
+                if isinstance(x, int)
+                else ("all_gather", "reduce_scatter")
+                if x == SUMMED
+                else ("all_gather", None)
+            )
+            total += sum(
+                self.seconds(k, n, layout, "cp") for k in kinds if k and (use.value.floating or k == "all_gather")
+            )
         for value, x, mine in zip(node.outs[:1], other.outs, strategy.outs):
             if isinstance(x, int) and x != s:
                 total += 2 * self.seconds("all_to_all", self.nbytes(value, layout, mine, without="cp"), layout, "cp")
@@ -390,7 +522,9 @@ class Prices:
         """The exchange of tokens before and after the experts on ep, forward and backward."""
         if layout.ep == 1 or node.op not in ("moe_permute", "moe_unpermute"):
             return 0.0
-        value, label = (node.outs[0], strategy.outs[0]) if node.op == "moe_permute" else (node.uses[0].value, strategy.ins[0])
+        value, label = (
+            (node.outs[0], strategy.outs[0]) if node.op == "moe_permute" else (node.uses[0].value, strategy.ins[0])
+        )
         return 2 * self.seconds("all_to_all", self.nbytes(value, layout, label), layout, "ep")
 
     # ---------------------------------------------------------------- parameters
@@ -405,7 +539,11 @@ class Prices:
         share = n / (ranks if zero != "never" else 1)
         if parameter.users[0][0] is node or len(parameter.users) == 1:
             count = share / parameter.itemsize
-            states = count * (self.state_bytes + (4 if parameter.itemsize == 2 and self.state_bytes else 0)) if parameter.trained else 0
+            states = (
+                count * (self.state_bytes + (4 if parameter.itemsize == 2 and self.state_bytes else 0))
+                if parameter.trained
+                else 0
+            )
             made.state += share + states + (share if parameter.trained else 0) + (n if zero == "zero2" else 0)
             if parameter.trained:
                 made.update += (2 * states + 3 * share) / self.hw.memory_rate

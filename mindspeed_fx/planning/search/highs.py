@@ -1,9 +1,9 @@
 """Linear programs by HiGHS, which scipy brings along.
 
-scipy's own door to it, ``optimize.milp``, takes longer around programs of a thousand columns than HiGHS takes to solve them (1.1 of
-1.9 s in a search for DeepSeek-V3 over 609 meshes) and starts every program anew. Where scipy has HiGHS's classes (1.15 and newer;
-they are private) these are called instead: a program whose costs alone have changed goes on from where it was, which halves the
-iterations. Else ``milp`` it is, with the same optima.
+scipy's own door to it, ``optimize.milp``, takes longer around programs of a thousand columns than HiGHS takes to solve
+them (1.1 of 1.9 s in a search for DeepSeek-V3 over 609 meshes) and starts every program anew. Where scipy has HiGHS's
+classes (1.15 and newer; they are private) these are called instead: a program whose costs alone have changed goes on
+from where it was, which halves the iterations. Else ``milp`` it is, with the same optima.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 from mindspeed_fx.sharding.plan import ShardingError
 
 RELAXED = {"presolve": False}
-"""Of a linear relaxation: presolving these takes several times as long as solving them (measured for DeepSeek-V3 on 512 devices)."""
+"""Of a linear relaxation: presolving these takes several times as long as solving them (measured for DeepSeek-V3 on 512
+devices).
+"""
 
 
 def milp() -> Any:
@@ -37,7 +39,11 @@ def classes() -> Any:
         from scipy.optimize._highspy import _core
     except ImportError:
         return None
-    return _core if all(hasattr(_core, n) for n in ("_Highs", "HighsLp", "HighsOptions", "HighsModelStatus", "MatrixFormat")) else None
+    return (
+        _core
+        if all(hasattr(_core, n) for n in ("_Highs", "HighsLp", "HighsOptions", "HighsModelStatus", "MatrixFormat"))
+        else None
+    )
 
 
 class Linear:
@@ -58,7 +64,12 @@ class Linear:
         """Optimum and a place of it [columns]; None where nothing satisfies the rows."""
         if self._core is None:
             optimize, _ = milp()
-            made = optimize.milp(cost, constraints=optimize.LinearConstraint(self.matrix, self._low, self._up), bounds=optimize.Bounds(0, np.inf), options=RELAXED)
+            made = optimize.milp(
+                cost,
+                constraints=optimize.LinearConstraint(self.matrix, self._low, self._up),
+                bounds=optimize.Bounds(0, np.inf),
+                options=RELAXED,
+            )
             return (float(made.fun), made.x) if made.x is not None else None
         if self._solver is None:
             self._solver = self._made(cost)
@@ -78,7 +89,11 @@ class Linear:
         program.col_cost_ = np.asarray(cost, dtype=float)
         program.col_lower_, program.col_upper_ = np.zeros(columns), np.full(columns, np.inf)
         program.row_lower_, program.row_upper_ = self._low, self._up
-        program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = self.matrix.indptr, self.matrix.indices, self.matrix.data
+        program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = (
+            self.matrix.indptr,
+            self.matrix.indices,
+            self.matrix.data,
+        )
         solver, options = h._Highs(), h.HighsOptions()
         options.output_flag, options.presolve = False, "on" if RELAXED["presolve"] else "off"
         solver.passOptions(options)

@@ -1,9 +1,10 @@
 """Layers that repeat, told from the module tree, so that two of each kind are traced however deep the model is.
 
-Neighbours in a ``ModuleList`` are of one kind when class, code, settings, submodules and the shapes and types of parameters
-and buffers are equal. A setting that is the layer's own number counts as equal and is noted: code that asked it something
-else than "which layer am I" would not be seen. The trace is the proof of the rest: both traced layers must have become the
-same operators on the same sizes, the second fed by the first (``graph.py``); else the whole model is traced.
+Neighbours in a ``ModuleList`` are of one kind when class, code, settings, submodules and the shapes and types of
+parameters and buffers are equal. A setting that is the layer's own number counts as equal and is noted: code that asked
+it something else than "which layer am I" would not be seen. The trace is the proof of the rest: both traced layers must
+have become the same operators on the same sizes, the second fed by the first (``graph.py``); else the whole model is
+traced.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def repetition(model: nn.Module) -> Repetition:
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[id(p)] = owners.get(id(p), 0) + 1
     kept: dict[str, list[int]] = {}
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > TRACED]
+    lists = [
+        (n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > TRACED
+    ]
     for path, layers in lists:
         if any(path.startswith(f"{outer}.") for outer in kept) or any(owners[id(p)] > 1 for p in layers.parameters()):
             continue
@@ -94,12 +97,26 @@ def _signature(module: nn.Module, number: int, notes: list[str]) -> Any:
     for key, value in sorted(vars(module).items()):
         if key in _SKIPPED:
             continue
-        if type(value) is int and value in (number, number + 1) and key.strip("_").endswith(("idx", "index", "number", "layer_id", "layer")):
+        if (
+            type(value) is int
+            and value in (number, number + 1)
+            and key.strip("_").endswith(("idx", "index", "number", "layer_id", "layer"))
+        ):
             notes.append(f"layers are taken as alike though each knows its own number ({key})")
             value = "its own number"
         settings.append((key, _plain(value)))
-    tensors = [(n, tuple(t.shape), t.dtype, t.requires_grad) for held in (module._parameters, module._buffers) for n, t in held.items() if t is not None]
-    return type(module), tuple(settings), tuple(tensors), tuple((n, _signature(m, number, notes)) for n, m in module._modules.items() if m is not None)
+    tensors = [
+        (n, tuple(t.shape), t.dtype, t.requires_grad)
+        for held in (module._parameters, module._buffers)
+        for n, t in held.items()
+        if t is not None
+    ]
+    return (
+        type(module),
+        tuple(settings),
+        tuple(tensors),
+        tuple((n, _signature(m, number, notes)) for n, m in module._modules.items() if m is not None),
+    )
 
 
 def _plain(value: Any) -> Any:

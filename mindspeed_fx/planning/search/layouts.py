@@ -1,4 +1,6 @@
-"""How the world is factored: a layout says how many ranks each mesh dimension has, and what holds for the whole model."""
+"""How the world is factored: a layout says how many ranks each mesh dimension has, and what holds for the whole
+model.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +42,32 @@ class Layout:
 
     @functools.lru_cache(maxsize=4096)
     def ranks_per_node(self, dim: str, node: int) -> tuple[int, int]:
-        """Size of the group along ``dim``, and how many of it are in one machine. "data" are all ranks that hold a copy of a
-        parameter (dp, cp, ep), "expert" those that hold a copy of an expert (dp, cp)."""
+        """Size of the group along ``dim``, and how many of it are in one machine. "data" are all ranks that hold a copy
+        of a parameter (dp, cp, ep), "expert" those that hold a copy of an expert (dp, cp)."""
         inside, size = {
-            "tp": (1, self.tp), "ep": (self.tp, self.ep), "cp": (self.tp * self.ep, self.cp), "dp": (self.tp * self.ep * self.cp, self.dp), "pp": (self.devices // self.pp, self.pp),
-            "data": (self.tp, self.dp * self.cp * self.ep), "expert": (self.tp * self.ep, self.dp * self.cp),
-        }[dim]  # fmt: skip
+            "tp": (1, self.tp),
+            "ep": (self.tp, self.ep),
+            "cp": (self.tp * self.ep, self.cp),
+            "dp": (self.tp * self.ep * self.cp, self.dp),
+            "pp": (self.devices // self.pp, self.pp),
+            "data": (self.tp, self.dp * self.cp * self.ep),
+            "expert": (self.tp * self.ep, self.dp * self.cp),
+        }[dim]
         near = max(1, min(size, node // inside))
         while size % near:
             near -= 1
         return size, near
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{n}={getattr(self, n)}" for n in ("pp", "dp", "cp", "ep", "tp") if getattr(self, n) > 1) or "one device"
-        more = [f"{self.microbatches} microbatches"] * (self.microbatches > 1) + [self.zero] * (self.zero != "never") + [f"{self.recompute} recompute"] * (self.recompute != "none")
+        sizes = (
+            " ".join(f"{n}={getattr(self, n)}" for n in ("pp", "dp", "cp", "ep", "tp") if getattr(self, n) > 1)
+            or "one device"
+        )
+        more = (
+            [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
+            + [self.zero] * (self.zero != "never")
+            + [f"{self.recompute} recompute"] * (self.recompute != "none")
+        )
         return ", ".join([sizes, *more])
 
 
@@ -61,9 +75,19 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def meshes(devices: int, batch: int, sequence: int, layers: int, experts: int, fixed: dict[str, int], pipeline: bool = True, node: int = 0) -> Iterator[tuple[int, ...]]:
-    """(pp, dp, cp, ep, tp) with these many devices: parts of batch and sequence are even, stages have layers, and expert
-    groups divide the experts. ``fixed`` names dimensions with their sizes; tp else stays inside a machine of ``node`` ranks."""
+def meshes(
+    devices: int,
+    batch: int,
+    sequence: int,
+    layers: int,
+    experts: int,
+    fixed: dict[str, int],
+    pipeline: bool = True,
+    node: int = 0,
+) -> Iterator[tuple[int, ...]]:
+    """(pp, dp, cp, ep, tp) with these many devices: parts of batch and sequence are even, stages have layers, and
+    expert groups divide the experts. ``fixed`` names dimensions with their sizes; tp else stays inside a machine of
+    ``node`` ranks."""
 
     def choices(name: str, left: int) -> list[int]:
         return [fixed[name]] if name in fixed and left % fixed[name] == 0 else [] if name in fixed else divisors(left)
@@ -90,8 +114,8 @@ MOST = 16
 
 
 def microbatches(pp: int, batch: int) -> list[int]:
-    """Numbers of microbatches to consider for ``batch`` rows of one rank: all that divide it evenly, or ``MOST`` of them; for a pipeline
-    the smallest that fills it with two from twice the one before on, and the largest."""
+    """Numbers of microbatches to consider for ``batch`` rows of one rank: all that divide it evenly, or ``MOST`` of
+    them; for a pipeline the smallest that fills it with two from twice the one before on, and the largest."""
     fit = divisors(batch)
     if pp == 1:
         for apart in (1.25, 1.5, 2, 4):
@@ -104,7 +128,9 @@ def microbatches(pp: int, batch: int) -> list[int]:
 
 
 def _apart(numbers: list[int], times: float) -> list[int]:
-    """The first and the last of rising ``numbers``, and of the others those that are at least so many times the one before."""
+    """The first and the last of rising ``numbers``, and of the others those that are at least so many times the one
+    before.
+    """
     found = numbers[:1]
     for n in numbers[1:]:
         if n >= times * found[-1]:

@@ -1,4 +1,5 @@
-"""The part of an integer program that prices do not change: columns for choices and for values on their way, and the rows that tie them.
+"""The part of an integer program that prices do not change: columns for choices and for values on their way, and the
+rows that tie them.
 
 Layouts in which every operator has the same choices share one :class:`Flows`: what is left for each is its costs.
 """
@@ -46,7 +47,9 @@ def moves(problem: Problem) -> list[Move]:
         made = found.setdefault((e.value, e.where), Move(e.value, e.where, []))
         made.readers.append(e)
         run, more = e.count
-        made.times, made.staged = (float(max(0, len(problem.runs[run]) + more)), True) if run >= 0 else (float(more), False)
+        made.times, made.staged = (
+            (float(max(0, len(problem.runs[run]) + more)), True) if run >= 0 else (float(more), False)
+        )
     return list(found.values())
 
 
@@ -73,7 +76,10 @@ def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
     if edge.node.op in EXPERTS and edge.argument:
         return True  # choices, their weights and counts go where the rows are
     if made.op in EXPERTS and made.op != UNPERMUTE:
-        return p in (P, R) and t in (R, SUMMED)  # rows stay where they were sorted until they are back; experts divided inside make sums
+        return p in (P, R) and t in (
+            R,
+            SUMMED,
+        )  # rows stay where they were sorted until they are back; experts divided inside make sums
     if edge.node.op in EXPERTS and edge.node.op != PERMUTE:
         return False
     return (p in (P, R) and t in (R, SUMMED)) or leaves(made, move.value, t) or expressible(edge)
@@ -116,7 +122,9 @@ class Flows:
         kinds = {k: i for i, k in enumerate(KINDS)}
         words = [there_and_back(moves[a.move], a.p, a.t) for a in self.pairs]
         self.there, self.back = (np.array([kinds[w[i]] for w in words], dtype=int) for i in (0, 1))
-        self.of, self.at = (np.array([x(a) for a in self.pairs], dtype=int) for x in (lambda a: a.move, lambda a: a.column))
+        self.of, self.at = (
+            np.array([x(a) for a in self.pairs], dtype=int) for x in (lambda a: a.move, lambda a: a.column)
+        )
         self.layered = np.array([moves[a.move].layered for a in self.pairs], dtype=bool)
         self.times = np.array([moves[a.move].times for a in self.pairs])
         self.linear = Linear(self.rows, self.low, self.up, self.columns)
@@ -148,7 +156,9 @@ class Flows:
         pairs = {}
         for p in sources:
             for t in dict.fromkeys(t for found in targets for t in found):
-                if kind(p, t) != "never" and any(sayable(move, p, t, e) for e, found in zip(move.readers, targets) if t in found):
+                if kind(p, t) != "never" and any(
+                    sayable(move, p, t, e) for e, found in zip(move.readers, targets) if t in found
+                ):
                     pairs[p, t] = self._column()
                     self.pairs.append(Pair(number, p, t, pairs[p, t]))
         for edge, found in zip(move.readers, targets):
@@ -162,9 +172,19 @@ class Flows:
                     mine[p, t] = self._column()
                     self._row([y, mine[p, t]], [1.0, -1.0], 0, np.inf)
             for p, columns in sources.items():  # a reader that p cannot reach forbids p
-                self._row([c for (q, _), c in mine.items() if q == p] + columns, [1.0] * sum(q == p for q, _ in mine) + [-1.0] * len(columns), 0, 0)
+                self._row(
+                    [c for (q, _), c in mine.items() if q == p] + columns,
+                    [1.0] * sum(q == p for q, _ in mine) + [-1.0] * len(columns),
+                    0,
+                    0,
+                )
             for t, columns in found.items():
-                self._row([c for (_, u), c in mine.items() if u == t] + columns, [1.0] * sum(u == t for _, u in mine) + [-1.0] * len(columns), 0, 0)
+                self._row(
+                    [c for (_, u), c in mine.items() if u == t] + columns,
+                    [1.0] * sum(u == t for _, u in mine) + [-1.0] * len(columns),
+                    0,
+                    0,
+                )
 
     def _tied(self) -> None:
         """A parameter that two operators use is stored in one placement: the dimension that is divided must be one."""
@@ -183,4 +203,8 @@ class Flows:
 def _dim(node: Node, i: int, s: Strategy) -> int | None:
     """The dimension of the parameter that is divided."""
     label = s.ins[i]
-    return next((d for d, atoms in enumerate(node.uses[i].value.dims) if label in atoms), None) if isinstance(label, int) else None
+    return (
+        next((d for d, atoms in enumerate(node.uses[i].value.dims) if label in atoms), None)
+        if isinstance(label, int)
+        else None
+    )

@@ -52,7 +52,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Prob
     return problem(*_captured(model, args, kwargs), model, short)
 
 
-def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], named: Any = None) -> tuple[fx.GraphModule, list[str | None]]:
+def _captured(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], named: Any = None
+) -> tuple[fx.GraphModule, list[str | None]]:
     """The graph of ``model`` and the names of its inputs; a break is told within ``named``."""
     from mindspeed_fx.backend import Compilation
 
@@ -63,13 +65,24 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], nam
     buffers = {id(b) for b in model.buffers()}
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        if reason := Compilation(Options.parse({"disable": list(UNFUSED), "enable": list(FUSED)}).resolve("cpu")).capture(gm):
+        if reason := Compilation(
+            Options.parse({"disable": list(UNFUSED), "enable": list(FUSED)}).resolve("cpu")
+        ).capture(gm):
             wrong.append(f"{reason}, so that no plan can be searched for it")
         for n in gm.graph.nodes:
             if n.op == "placeholder" and "example_value" in n.meta:
                 n.meta.setdefault("val", n.meta["example_value"])
-            if any(isinstance(size, torch.SymInt) for t in pytree.tree_leaves(n.meta.get("val")) if isinstance(t, torch.Tensor) for size in t.shape):
-                wrong.append(f'module "{module_path(n)}", {source_line(n)}: the sizes of {n.target} are data, and a search needs fixed ones; a mixture as a loop over its experts can be planned as grouped products of stacked weights [experts, ., .]')
+            if any(
+                isinstance(size, torch.SymInt)
+                for t in pytree.tree_leaves(n.meta.get("val"))
+                if isinstance(t, torch.Tensor)
+                for size in t.shape
+            ):
+                wrong.append(
+                    f'module "{module_path(n)}", {source_line(n)}: the sizes of {n.target} are data, and a search '
+                    "needs fixed ones; a mixture as a loop over its experts can be planned as grouped products of "
+                    "stacked weights [experts, ., .]"
+                )
         made.append(gm)
 
         def run(*given: Any) -> Any:

@@ -1,8 +1,9 @@
 """A model as the search sees it: one of each kind of layer, operators with their ways, values with named axes.
 
 The captured graph of the shortened model (``repeat.py``) becomes :class:`Problem`. Views, constants and inputs make no
-choices: views carry axes on, and what is whole on every rank anyway can be taken in parts for nothing. The second traced
-layer of a run is checked against the first and then dropped: its edges say what lies between two layers of the run.
+choices: views carry axes on, and what is whole on every rank anyway can be taken in parts for nothing. The second
+traced layer of a run is checked against the first and then dropped: its edges say what lies between two layers of the
+run.
 """
 
 from __future__ import annotations
@@ -26,14 +27,52 @@ from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
 
 RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
-VIEWS = RESHAPES | frozenset(("transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "contiguous", "detach", "alias", "clone", "chunk", "slice", "select", "narrow", "numpy_T"))
+VIEWS = RESHAPES | frozenset(
+    (
+        "transpose",
+        "t",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "contiguous",
+        "detach",
+        "alias",
+        "clone",
+        "chunk",
+        "slice",
+        "select",
+        "narrow",
+        "numpy_T",
+    )
+)
 SAVES = frozenset(
     "add sub neg sum mean rope cat embedding dropout moe_permute slice to where"
-    " split split_with_sizes chunk gather scatter scatter_add slice_scatter select_scatter index_select flip roll zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full".split()
+    " split split_with_sizes chunk gather scatter scatter_add slice_scatter select_scatter index_select flip roll "
+    "zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full".split()
 )
 """Operators whose backward needs none of their floating inputs; all others keep them."""
-CHEAP = frozenset(("rms_norm", "layer_norm", "swiglu", "glu", "gelu", "silu", "activation", "weighted_swiglu", "add", "mul", "to", "clipped_swiglu", "rope", "qk_norm_rope"))
-"""Operators that are redone rather than kept under recompute of norms and activation functions, where their inputs are kept anyway."""
+CHEAP = frozenset(
+    (
+        "rms_norm",
+        "layer_norm",
+        "swiglu",
+        "glu",
+        "gelu",
+        "silu",
+        "activation",
+        "weighted_swiglu",
+        "add",
+        "mul",
+        "to",
+        "clipped_swiglu",
+        "rope",
+        "qk_norm_rope",
+    )
+)
+"""Operators that are redone rather than kept under recompute of norms and activation functions, where their inputs are
+kept anyway.
+"""
 
 
 @dataclass(eq=False)
@@ -108,7 +147,9 @@ class Edge:
     node: Node
     argument: int
     where: tuple
-    """What else moves with it: edges of one value and one ``where`` share redistributions. ("in", run), ("between", run) ..."""
+    """What else moves with it: edges of one value and one ``where`` share redistributions. ("in", run), ("between",
+    run) ...
+    """
     count: tuple[int, int]
     """How often in the model: run and what to add to its number of layers; (-1, n) is n times."""
     expressible: bool | None = None
@@ -181,10 +222,14 @@ class _Builder:
         self.names = dict(zip(placeholders, names, strict=True))
         self.values: dict[fx.Node, Any] = {}
         self.nodes: list[Node] = []
-        self.found = Problem(self.axes, [], [], [], [whole for whole, _ in repeated.runs], None, None, [], notes=list(repeated.notes))
+        self.found = Problem(
+            self.axes, [], [], [], [whole for whole, _ in repeated.runs], None, None, [], notes=list(repeated.notes)
+        )
         self.parameters: dict[str, Parameter] = {}
         self.unknown: dict[str, str] = {}
-        self.layer_of = {name: (run, i) for run, (_, traced) in enumerate(repeated.runs) for i, name in enumerate(traced)}
+        self.layer_of = {
+            name: (run, i) for run, (_, traced) in enumerate(repeated.runs) for i, name in enumerate(traced)
+        }
 
     def build(self) -> Problem:
         live = _live(self.gm.graph)
@@ -199,10 +244,16 @@ class _Builder:
                 self._function(node)
         for op, where in self.unknown.items():
             self.found.notes.append(f"{op} has no sharding rule: computed whole on every rank ({where})")
-        inputs = [v for v, n in self.names.items() if n is None and isinstance(self.values.get(v), Use) and len(self.values[v].shape) >= 1]
+        inputs = [
+            v
+            for v, n in self.names.items()
+            if n is None and isinstance(self.values.get(v), Use) and len(self.values[v].shape) >= 1
+        ]
         if not inputs:
             raise ShardingError("the model has no tensor input whose batch could be divided")
-        self.found.inputs = [(n.name, self.values[n].shape, [self.axes.atoms(d) for d in self.values[n].dims]) for n in inputs]
+        self.found.inputs = [
+            (n.name, self.values[n].shape, [self.axes.atoms(d) for d in self.values[n].dims]) for n in inputs
+        ]
         first = max((self.values[n] for n in inputs), key=lambda u: len(u.shape) >= 2)
         self.found.batch = next(iter(self.axes.atoms(first.dims[0])), None)
         self.found.sequence = next(iter(self.axes.atoms(first.dims[1])), None) if len(first.shape) >= 2 else None
@@ -247,10 +298,15 @@ class _Builder:
             self.values[node] = value
             return
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise ShardingError(f'module "{module_path(node)}": {node.target} cannot be searched; plan the model without checkpointed regions, the plan says what to recompute')
+            raise ShardingError(
+                f'module "{module_path(node)}": {node.target} cannot be searched; plan the model without checkpointed '
+                "regions, the plan says what to recompute"
+            )
         uses = [self.values[a] for a in tensor_arguments(node)]
         if name in VIEWS and isinstance(value, torch.Tensor) and len(uses) == 1:
-            self.values[node] = Use(uses[0].value, self._viewed(node, name, uses[0], value), tuple(int(n) for n in value.shape))
+            self.values[node] = Use(
+                uses[0].value, self._viewed(node, name, uses[0], value), tuple(int(n) for n in value.shape)
+            )
             return
         if all(u.value.free for u in uses):
             self._constant(node, uses, value)
@@ -274,7 +330,9 @@ class _Builder:
             del dims[node.args[1] % len(dims)]
             return dims
         lead = len(shape) - len(dims)
-        return [self.axes.new(n) if i < lead or use.shape[i - lead] != n else dims[i - lead] for i, n in enumerate(shape)]
+        return [
+            self.axes.new(n) if i < lead or use.shape[i - lead] != n else dims[i - lead] for i, n in enumerate(shape)
+        ]
 
     def _constant(self, node: fx.Node, uses: list[Use], value: Any) -> None:
         """Made from inputs and constants alone, without a gradient: every rank makes what it needs."""
@@ -287,7 +345,18 @@ class _Builder:
         outs = [made] if isinstance(made, Use) else [u for u in made if isinstance(u, Use)]
         call = self.calls.get(node.name)
         layer = self._layer(node)
-        here = Node(node.name, name, self.repeated.whole_name(module_path(node)), source_line(node), layer[0], call or Call(node.name, name, "free", None, (), {}), (), uses, [u.value for u in outs], rows(node))
+        here = Node(
+            node.name,
+            name,
+            self.repeated.whole_name(module_path(node)),
+            source_line(node),
+            layer[0],
+            call or Call(node.name, name, "free", None, (), {}),
+            (),
+            uses,
+            [u.value for u in outs],
+            rows(node),
+        )
         here.args = fx.map_arg(tuple(node.args), lambda a: self.values.get(a))
         if here.rows is None:
             self.unknown.setdefault(name, f'module "{here.module}"')
@@ -302,7 +371,9 @@ class _Builder:
         self.nodes.append(here)
 
     def _layer(self, node: fx.Node) -> tuple[int, int]:
-        """Run and number in it; an operator outside of every layer that only layers' code could reach is around them."""
+        """Run and number in it; an operator outside of every layer that only layers' code could reach is around
+        them.
+        """
         path = self.repeated.whole_name(module_path(node))
         parts = path.split(".")
         for end in range(len(parts), 0, -1):
@@ -348,7 +419,9 @@ class _Builder:
                 rows_, experts = self.axes.atoms(node.uses[0].dims[0]), node.uses[1].dims[0]
                 if rows_ and rows_[-1] in {a for c in self.found.choices for a in self.axes.atoms((c,))}:
                     self.axes.unify(sorted_by.setdefault(rows_[-1], experts), experts)
-        self.found.experts = {rows_: atoms[0] for rows_, experts in sorted_by.items() if (atoms := self.axes.atoms(experts))}
+        self.found.experts = {
+            rows_: atoms[0] for rows_, experts in sorted_by.items() if (atoms := self.axes.atoms(experts))
+        }
 
     # ---------------------------------------------------------------- one of each kind
 
@@ -400,17 +473,31 @@ class _Builder:
 
     def _sign(self, n: Node) -> tuple:
         others = tuple(str(a) for a in n.args if not isinstance(a, (Use, tuple, list)))
-        return n.op, tuple(u.shape for u in n.uses), tuple(o.shape for o in n.outs), others, tuple(u.value.parameter is not None for u in n.uses)
+        return (
+            n.op,
+            tuple(u.shape for u in n.uses),
+            tuple(o.shape for o in n.outs),
+            others,
+            tuple(u.value.parameter is not None for u in n.uses),
+        )
 
     def _same_wiring(self, first: dict[Node, Node]) -> None:
-        """Inside a layer, arguments come from the same places; from outside, from the layer before or from what all share."""
+        """Inside a layer, arguments come from the same places; from outside, from the layer before or from what all
+        share.
+        """
         for theirs, mine in first.items():
             for a, b in zip(theirs.uses, mine.uses):
                 p, q = a.value.producer, b.value.producer
                 if p is None or q is None:
                     if (p is None) != (q is None):
                         raise NotRepeated(f"{theirs.name} and {mine.name} read different things")
-                elif first.get(p) is not q and p is not q and not (p.run == theirs.run and p.copy == theirs.copy - 1 and (q.run, q.copy) != (mine.run, mine.copy)):
+                elif (
+                    first.get(p) is not q
+                    and p is not q
+                    and not (
+                        p.run == theirs.run and p.copy == theirs.copy - 1 and (q.run, q.copy) != (mine.run, mine.copy)
+                    )
+                ):
                     raise NotRepeated(f"{theirs.name} is not fed by the layer before it")
 
 
@@ -420,7 +507,9 @@ def localized(args: Any, call_args: Any, size: Any) -> Any:
         return size(args, call_args)
     if isinstance(call_args, (tuple, list)):
         given = list(args) if isinstance(args, (tuple, list)) else []
-        return type(call_args)(localized(given[i] if i < len(given) else None, c, size) for i, c in enumerate(call_args))
+        return type(call_args)(
+            localized(given[i] if i < len(given) else None, c, size) for i, c in enumerate(call_args)
+        )
     return call_args
 
 

@@ -11,7 +11,14 @@ from typing import Any
 from mindspeed_fx.planning.search.costs import SUMMED, P, R
 
 ROW, WIDTH, LEFT = 26, 1080, 330
-COLORS = {"whole": "#d9d9d9", "batch": "#8dd3c7", "sequence": "#80b1d3", "heads": "#fdb462", "experts": "#bc80bd", "width": "#fb8072"}
+COLORS = {
+    "whole": "#d9d9d9",
+    "batch": "#8dd3c7",
+    "sequence": "#80b1d3",
+    "heads": "#fdb462",
+    "experts": "#bc80bd",
+    "width": "#fb8072",
+}
 
 
 def picture(plan: Any) -> str:
@@ -22,14 +29,24 @@ def picture(plan: Any) -> str:
     for move, p, t, seconds, _ in solution.moves:
         if seconds:
             there, back = plan.collective_words(move, p, t)
-            moved.setdefault(move.value.producer, []).append(f"{there or 'nothing'} forward, {back or 'nothing'} backward: {seconds * 1e3:.2f} ms")
+            moved.setdefault(move.value.producer, []).append(
+                f"{there or 'nothing'} forward, {back or 'nothing'} backward: {seconds * 1e3:.2f} ms"
+            )
     for run in [-1, *range(len(problem.runs))]:
         nodes = [n for n in problem.nodes if n.run == run]
         title = "around the layers" if run < 0 else f"{problem.runs[run][0]}, {len(problem.runs[run])} times"
         rows.append((title, "", "", 0.0, []))
         for n in nodes:
             price = solution.prices[n]
-            rows.append((n.module or "(model)", n.op + (f" ({price.how} over cp)" if price.how else ""), _kind(plan, solution.strategies[n]), price.forward + price.backward, moved.get(n, [])))
+            rows.append(
+                (
+                    n.module or "(model)",
+                    n.op + (f" ({price.how} over cp)" if price.how else ""),
+                    _kind(plan, solution.strategies[n]),
+                    price.forward + price.backward,
+                    moved.get(n, []),
+                )
+            )
     slowest = max((r[3] for r in rows), default=1.0) or 1.0
     body, y = [], 10
     for module, op, kind, seconds, words in rows:
@@ -37,11 +54,20 @@ def picture(plan: Any) -> str:
             body.append(f'<text x="10" y="{y + 18}" class="head">{html.escape(module)}</text>')
         else:
             width = max(4, (WIDTH - LEFT - 380) * seconds / slowest)
-            body.append(f'<text x="20" y="{y + 17}">{html.escape(module)}</text><rect x="{LEFT}" y="{y + 3}" width="{width:.1f}" height="{ROW - 6}" fill="{COLORS[kind]}"><title>{html.escape(f"{module} {op}: {kind}, {seconds * 1e3:.3f} ms")}</title></rect>')
-            body.append(f'<text x="{LEFT + width + 6:.1f}" y="{y + 17}">{html.escape(op)}, {seconds * 1e3:.2f} ms</text>')
+            body.append(
+                f'<text x="20" y="{y + 17}">{html.escape(module)}</text><rect x="{LEFT}" y="{y + 3}" '
+                f'width="{width:.1f}" height="{ROW - 6}" '
+                f'fill="{COLORS[kind]}"><title>{html.escape(f"{module} {op}: {kind}, {seconds * 1e3:.3f} ms")}</title></rect>'
+            )
+            body.append(
+                f'<text x="{LEFT + width + 6:.1f}" y="{y + 17}">{html.escape(op)}, {seconds * 1e3:.2f} ms</text>'
+            )
         y += ROW
         for text in words:
-            body.append(f'<path d="M{LEFT - 12} {y - 6} v14 h10" class="edge"/><text x="{LEFT + 6}" y="{y + 13}" class="move">{html.escape(text)}</text>')
+            body.append(
+                f'<path d="M{LEFT - 12} {y - 6} v14 h10" class="edge"/><text x="{LEFT + 6}" y="{y + 13}" '
+                f'class="move">{html.escape(text)}</text>'
+            )
             y += ROW - 6
     legend = "".join(f'<span style="background:{c}">{k}</span>' for k, c in COLORS.items())
     return f"""<!doctype html><meta charset="utf-8"><title>plan {html.escape(plan.name)}</title>

@@ -34,7 +34,9 @@ class Searched:
 
 
 class SearchedPlan(Plan):
-    """A :class:`Plan` that the search found: ``parallelize`` takes it (with pp ``pipeline_stage``), unless :attr:`unsupported` says why not."""
+    """A :class:`Plan` that the search found: ``parallelize`` takes it (with pp ``pipeline_stage``), unless
+    :attr:`unsupported` says why not.
+    """
 
     searched: Searched
     solution: Solution
@@ -87,20 +89,31 @@ class SearchedPlan(Plan):
     @property
     def alternatives(self) -> list["SearchedPlan"]:
         """The best plan of each of the best meshes, this one's first."""
-        return [self if s is self.solution else SearchedPlan.of(self.searched, s) for s in self.searched.outcome.solutions]
+        return [
+            self if s is self.solution else SearchedPlan.of(self.searched, s) for s in self.searched.outcome.solutions
+        ]
 
     def layers(self) -> list[dict[str, Any]]:
-        """Time and memory by kind of layer: layer, count, compute, collectives (seconds of one), state, kept (bytes of one)."""
+        """Time and memory by kind of layer: layer, count, compute, collectives (seconds of one), state, kept (bytes of
+        one).
+        """
         problem, s, found = self.searched.problem, self.solution, []
         for run in [-1, *range(len(problem.runs))]:
             nodes = [n for n in problem.nodes if n.run == run]
             mine = [(m, sec, kept) for m, _, _, sec, kept in s.moves if m.value.producer.run == run]
             turns = s.layout.microbatches
-            found.append({
-                "layer": "around the layers" if run < 0 else f"{problem.runs[run][0]} ... {problem.runs[run][-1].rpartition('.')[2]}", "count": problem.layers(run),
-                "compute": turns * sum(s.prices[n].forward + s.prices[n].backward for n in nodes), "collectives": turns * (sum(s.prices[n].moved for n in nodes) + sum(sec for _, sec, _ in mine)),
-                "state": sum(s.prices[n].state for n in nodes), "kept": sum(kept for m, _, kept in mine if m.times),
-            })  # fmt: skip
+            found.append(
+                {
+                    "layer": "around the layers"
+                    if run < 0
+                    else f"{problem.runs[run][0]} ... {problem.runs[run][-1].rpartition('.')[2]}",
+                    "count": problem.layers(run),
+                    "compute": turns * sum(s.prices[n].forward + s.prices[n].backward for n in nodes),
+                    "collectives": turns * (sum(s.prices[n].moved for n in nodes) + sum(sec for _, sec, _ in mine)),
+                    "state": sum(s.prices[n].state for n in nodes),
+                    "kept": sum(kept for m, _, kept in mine if m.times),
+                }
+            )
         return found
 
     def collectives(self) -> list[dict[str, Any]]:
@@ -109,7 +122,24 @@ class SearchedPlan(Plan):
         for move, p, t, seconds, _ in self.solution.moves:
             if seconds or (p == R) != (t in (R, SUMMED)):
                 there, back = self.collective_words(move, p, t)
-                rows.append({"value": move.value.producer.op, "module": move.value.producer.module, "to": sorted({e.node.module for e in move.readers if self.solution.strategies[e.node].ins[e.argument] == t}), "from": self.say(p), "as": self.say(t), "forward": there, "backward": back, "seconds": seconds})
+                rows.append(
+                    {
+                        "value": move.value.producer.op,
+                        "module": move.value.producer.module,
+                        "to": sorted(
+                            {
+                                e.node.module
+                                for e in move.readers
+                                if self.solution.strategies[e.node].ins[e.argument] == t
+                            }
+                        ),
+                        "from": self.say(p),
+                        "as": self.say(t),
+                        "forward": there,
+                        "backward": back,
+                        "seconds": seconds,
+                    }
+                )
         return rows
 
     @staticmethod
@@ -118,12 +148,17 @@ class SearchedPlan(Plan):
         return there_and_back(move, p, t)
 
     def say(self, label: Label) -> str:
-        return {R: "R", SUMMED: "R", P: "sum"}.get(label, "") if not isinstance(label, int) else f"by {self.searched.problem.label(label)}"
+        return (
+            {R: "R", SUMMED: "R", P: "sum"}.get(label, "")
+            if not isinstance(label, int)
+            else f"by {self.searched.problem.label(label)}"
+        )
 
     # ---------------------------------------------------------------- reasons
 
     def explain(self, name: str, placements: Sequence[Any] | str | None = None) -> str:
-        """Why parameter ``name`` (or the weight of module ``name``) is placed as it is on tp, and what another placement would cost.
+        """Why parameter ``name`` (or the weight of module ``name``) is placed as it is on tp, and what another
+        placement would cost.
 
         Args:
             name: in the whole model.
@@ -150,7 +185,9 @@ class SearchedPlan(Plan):
         program = Program(self.searched.prices, self.layout, self.searched.memory, allowed)
         if not program.possible:
             size = parameter.shape[d] if d is not None else 0
-            return f"{head}: not possible: no way to compute {node.op} so on {self.layout.tp} ranks" + (f" ({size} elements, heads or groups of them, do not divide)" if d is not None else "")
+            return f"{head}: not possible: no way to compute {node.op} so on {self.layout.tp} ranks" + (
+                f" ({size} elements, heads or groups of them, do not divide)" if d is not None else ""
+            )
         program.priced()
         made = program.solve(integral=True, seconds=5.0)
         if made is None:
@@ -164,7 +201,16 @@ class SearchedPlan(Plan):
         for tp in (n for n in divisors(self.searched.devices) if 2 <= n <= self.searched.prices.hw.node):
             fixed = {**dict.fromkeys(("pp", "cp", "ep"), 1), "tp": tp, "dp": self.searched.devices // tp}
             try:
-                made = search(self.searched.problem, self.searched.prices.hw, self.searched.devices, self.searched.memory, keep=1, allowed=allowed, fixed=fixed, **settings).solutions[0]
+                made = search(
+                    self.searched.problem,
+                    self.searched.prices.hw,
+                    self.searched.devices,
+                    self.searched.memory,
+                    keep=1,
+                    allowed=allowed,
+                    fixed=fixed,
+                    **settings,
+                ).solutions[0]
             except ShardingError as e:
                 why = why or str(e)
                 continue
@@ -177,7 +223,10 @@ class SearchedPlan(Plan):
         """The difference in words: this plan against one that is slower."""
         parts = [(rival.parts[k] - self.solution.parts[k], k) for k in rival.parts]
         why = ", ".join(f"{k} {x * 1e3:+.1f} ms" for x, k in sorted(parts, key=lambda p: -abs(p[0])) if abs(x) > 5e-5)
-        return f"{_ms(rival.seconds - self.seconds)} of {_ms(self.seconds)}: {why or 'nothing differs'}; memory {(rival.memory - self.memory) / GiB:+.1f} GiB"
+        return (
+            f"{_ms(rival.seconds - self.seconds)} of {_ms(self.seconds)}: {why or 'nothing differs'}; memory "
+            f"{(rival.memory - self.memory) / GiB:+.1f} GiB"
+        )
 
     def _parameter(self, name: str) -> Any:
         known = {}
@@ -192,12 +241,15 @@ class SearchedPlan(Plan):
         inside = [n for n in known if n.rpartition(".")[0] == name]
         weight = [n for n in inside if n.endswith(".weight")] or inside
         if not weight:
-            raise ShardingError(f'explain: no parameter or module with parameters is named "{name}"{nearest(name, [*known, *{n.rpartition(".")[0] for n in known}])}')
+            raise ShardingError(
+                "explain: no parameter or module with parameters is named "
+                f'"{name}"{nearest(name, [*known, *{n.rpartition(".")[0] for n in known}])}'
+            )
         return known[weight[0]]
 
     def price(self, other: Plan, sizes: dict[str, int] | None = None) -> Solution:
-        """``other`` under the same model, on the same mesh or one of ``sizes``; what it leaves open (recompute, microbatches,
-        ZeRO stage where it says nothing, attention on cp) is chosen best.
+        """``other`` under the same model, on the same mesh or one of ``sizes``; what it leaves open (recompute,
+        microbatches, ZeRO stage where it says nothing, attention on cp) is chosen best.
 
         Raises:
             ShardingError: it does not fit the devices or the memory.
@@ -205,15 +257,31 @@ class SearchedPlan(Plan):
         if isinstance(other, SearchedPlan):
             return other.solution
         fixed = {d: (sizes or self.sizes).get(d, 1) for d in ("pp", "dp", "cp", "ep", "tp")}
-        zero = tuple(sorted({"zero2" if z == "zero1" else z for z in other.gather.values() if z != "never"})) or ("never",)
-        found = search(self.searched.problem, self.searched.prices.hw, self.searched.devices, self.searched.memory, keep=1, fixed=fixed, zero=zero, allowed=constraints.following(other, self.searched.problem), **{k: v for k, v in self.searched.settings.items() if k != "fixed"})
+        zero = tuple(sorted({"zero2" if z == "zero1" else z for z in other.gather.values() if z != "never"})) or (
+            "never",
+        )
+        found = search(
+            self.searched.problem,
+            self.searched.prices.hw,
+            self.searched.devices,
+            self.searched.memory,
+            keep=1,
+            fixed=fixed,
+            zero=zero,
+            allowed=constraints.following(other, self.searched.problem),
+            **{k: v for k, v in self.searched.settings.items() if k != "fixed"},
+        )
         return found.solutions[0]
 
     def diff(self, other: Plan) -> str:
         """As :meth:`Plan.diff`, below what the change costs under the same model."""
         try:
             rival = self.price(other)
-            cost = f"{self.name} -> {other.name}: {_ms(self.seconds)} -> {_ms(rival.seconds)}, {self.memory / GiB:.1f} -> {rival.memory / GiB:.1f} GiB; it loses {self._against(rival)}"
+            cost = (
+                f"{self.name} -> {other.name}: {_ms(self.seconds)} -> {_ms(rival.seconds)}, "
+                f"{self.memory / GiB:.1f} "
+                f"-> {rival.memory / GiB:.1f} GiB; it loses {self._against(rival)}"
+            )
         except ShardingError as e:
             cost = f"{self.name} -> {other.name}: {e}"
         return f"{cost}\n{super().diff(other)}"
@@ -224,20 +292,48 @@ class SearchedPlan(Plan):
         """Plain values for JSON."""
         o = self.searched.outcome
         return {
-            "devices": self.searched.devices, "hardware": self.searched.prices.hw.name, "memory_limit": self.searched.memory, "modelled": True, "gap": self.gap, "layouts": o.layouts, "programs_solved": o.solved,
-            "plans": [p.row() for p in self.alternatives], "layers": self.layers(), "collectives": self.collectives(), "notes": self.searched.problem.notes, "unsupported": self.unsupported, "plan": self.as_dict(),
-        }  # fmt: skip
+            "devices": self.searched.devices,
+            "hardware": self.searched.prices.hw.name,
+            "memory_limit": self.searched.memory,
+            "modelled": True,
+            "gap": self.gap,
+            "layouts": o.layouts,
+            "programs_solved": o.solved,
+            "plans": [p.row() for p in self.alternatives],
+            "layers": self.layers(),
+            "collectives": self.collectives(),
+            "notes": self.searched.problem.notes,
+            "unsupported": self.unsupported,
+            "plan": self.as_dict(),
+        }
 
     def row(self) -> dict[str, Any]:
         """One line of the table: sizes, time, memory, exposed communication."""
         L = self.layout
         data = L.dp * L.ep
-        sp = any(isinstance(t, int) and t == self.searched.problem.sequence for _, _, t, _, _ in self.solution.moves) and L.tp > 1
+        sp = (
+            any(isinstance(t, int) and t == self.searched.problem.sequence for _, _, t, _, _ in self.solution.moves)
+            and L.tp > 1
+        )
         hows = sorted({p.how for p in self.solution.prices.values() if p.how})
         return {
-            "tp": L.tp, "sp": sp, "cp": L.cp, "attention": hows[0] if hows else "", "dp": data, "ep": L.ep, "pp": L.pp, "microbatches": L.microbatches, "zero": L.zero, "recompute": L.recompute,
-            "seconds": self.seconds, "bytes": self.memory, "exposed_seconds": self.exposed, "parts": self.solution.parts, "executable": not self.unsupported, "runs": self._runs(),
-        }  # fmt: skip
+            "tp": L.tp,
+            "sp": sp,
+            "cp": L.cp,
+            "attention": hows[0] if hows else "",
+            "dp": data,
+            "ep": L.ep,
+            "pp": L.pp,
+            "microbatches": L.microbatches,
+            "zero": L.zero,
+            "recompute": L.recompute,
+            "seconds": self.seconds,
+            "bytes": self.memory,
+            "exposed_seconds": self.exposed,
+            "parts": self.solution.parts,
+            "executable": not self.unsupported,
+            "runs": self._runs(),
+        }
 
     def _runs(self) -> str:
         """Who runs the plan."""
@@ -249,15 +345,38 @@ class SearchedPlan(Plan):
 
     def __str__(self) -> str:
         o, p = self.searched.outcome, self.searched.problem
-        head = f"modelled for {self.searched.devices} x {self.searched.prices.hw.name}, at most {self.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by more than {100 * self.gap:.2f} %"
-        lines = [head, f"{'tp':>4} {'sp':>3} {'cp':>3} {'dp':>4} {'ep':>3} {'pp':>3} {'micro':>5} {'zero':>6} {'recompute':>24} {'step ms':>9} {'GiB':>6} {'exposed ms':>10}  runs"]
+        head = (
+            f"modelled for {self.searched.devices} x {self.searched.prices.hw.name}, at most "
+            f"{self.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by "
+            f"more than {100 * self.gap:.2f} %"
+        )
+        lines = [
+            head,
+            f"{'tp':>4} {'sp':>3} {'cp':>3} {'dp':>4} {'ep':>3} {'pp':>3} {'micro':>5} {'zero':>6} {'recompute':>24} "
+            f"{'step ms':>9} {'GiB':>6} {'exposed ms':>10}  runs",
+        ]
         for row in (a.row() for a in self.alternatives):
             cp = f"{row['cp']}" + (row["attention"][:1] if row["cp"] > 1 else "")
-            lines.append(f"{row['tp']:>4} {'yes' if row['sp'] else 'no':>3} {cp:>3} {row['dp']:>4} {row['ep']:>3} {row['pp']:>3} {row['microbatches']:>5} {row['zero']:>6} {row['recompute']:>24} {row['seconds'] * 1e3:>9.1f} {row['bytes'] / GiB:>6.1f} {row['exposed_seconds'] * 1e3:>10.1f}  {row['runs']}")
-        lines += ["", f"{'layer':<28} {'count':>5} {'compute ms':>10} {'collectives ms':>14} {'state GiB':>9} {'kept GiB':>8}"]
-        lines += [f"{r['layer']:<28} {r['count']:>5} {r['compute'] * 1e3:>10.3f} {r['collectives'] * 1e3:>14.3f} {r['state'] / GiB:>9.3f} {r['kept'] / GiB:>8.3f}" for r in self.layers()]
+            lines.append(
+                f"{row['tp']:>4} {'yes' if row['sp'] else 'no':>3} {cp:>3} {row['dp']:>4} {row['ep']:>3} "
+                f"{row['pp']:>3} {row['microbatches']:>5} {row['zero']:>6} {row['recompute']:>24} "
+                f"{row['seconds'] * 1e3:>9.1f} {row['bytes'] / GiB:>6.1f} {row['exposed_seconds'] * 1e3:>10.1f}  "
+                f"{row['runs']}"
+            )
+        lines += [
+            "",
+            f"{'layer':<28} {'count':>5} {'compute ms':>10} {'collectives ms':>14} {'state GiB':>9} {'kept GiB':>8}",
+        ]
+        lines += [
+            f"{r['layer']:<28} {r['count']:>5} {r['compute'] * 1e3:>10.3f} {r['collectives'] * 1e3:>14.3f} "
+            f"{r['state'] / GiB:>9.3f} {r['kept'] / GiB:>8.3f}"
+            for r in self.layers()
+        ]
         for c in self.collectives():
-            lines.append(f"  {c['module']} {c['value']}: {c['from']} -> {c['as']}, forward {c['forward'] or 'nothing'}, backward {c['backward'] or 'nothing'}, {c['seconds'] * 1e3:.3f} ms")
+            lines.append(
+                f"  {c['module']} {c['value']}: {c['from']} -> {c['as']}, forward {c['forward'] or 'nothing'}, "
+                f"backward {c['backward'] or 'nothing'}, {c['seconds'] * 1e3:.3f} ms"
+            )
         if not self.unsupported and self.microbatches > 1:
             lines.append(f"to run it: {self._loop()}")
         lines += [f"note: {n}" for n in p.notes] + [f"not executable yet: {u}" for u in self.unsupported]
@@ -266,8 +385,15 @@ class SearchedPlan(Plan):
     def _loop(self) -> str:
         """What the caller's loop does about microbatches."""
         if self.layout.pp > 1:
-            return f"stage = mindspeed_fx.pipeline_stage(...), and a schedule of torch.distributed.pipelining with {self.microbatches} microbatches"
-        return f"loss = mindspeed_fx.accumulate(step, *args, microbatches={self.microbatches}) in your loop instead of step(*args) and loss.backward()"
+            return (
+                "stage = mindspeed_fx.pipeline_stage(...), and a schedule of torch.distributed.pipelining with "
+                f"{self.microbatches} microbatches"
+            )
+        return (
+            f"loss = mindspeed_fx.accumulate(step, *args, microbatches={self.microbatches}) in your loop instead "
+            "of "
+            "step(*args) and loss.backward()"
+        )
 
     def to_json(self) -> str:
         return json.dumps(self.summary(), indent=1)
@@ -285,7 +411,10 @@ def _word(placements: Any) -> str:
         return placements
     given = list(placements)
     if len(given) != 1:
-        raise ShardingError(f"explain: {len(given)} placements; one is expected, that on tp: the other dimensions have no choice of their own")
+        raise ShardingError(
+            f"explain: {len(given)} placements; one is expected, that on tp: the other dimensions have no choice of "
+            "their own"
+        )
     p = given[0]
     return p if isinstance(p, str) else "R" if p.is_replicate() else f"S({p.dim})"
 

@@ -1,7 +1,7 @@
 """The best choice for every operator in one layout: an integer program, its linear relaxation the bound.
 
-Variables: x[n, s], operator n is computed by strategy s; y[v, p, t], value v is made at placement p and moved to t, once for
-all its readers; r[v, reader, p, t], the same for one reader. Constraints:
+Variables: x[n, s], operator n is computed by strategy s; y[v, p, t], value v is made at placement p and moved to t,
+once for all its readers; r[v, reader, p, t], the same for one reader. Constraints:
 
     sum_s x[n, s] = 1
     sum_t r[v, c, p, t] = sum of x over the strategies of v's producer that make p
@@ -85,7 +85,9 @@ class Program:
 
     def priced(self) -> None:
         """Everything that is linear in the choices."""
-        self.price = {(n, i): self.prices.price(n, s, self.layout) for n in self.nodes for i, s in enumerate(self.choices[n])}
+        self.price = {
+            (n, i): self.prices.price(n, s, self.layout) for n in self.nodes for i, s in enumerate(self.choices[n])
+        }
         self._moved()
 
     def _moved(self) -> None:
@@ -94,7 +96,9 @@ class Program:
             self.prices.moves = moves(self.problem)
         self.moves = self.prices.moves
         ranks, near = self.layout.ranks_per_node("tp", self.prices.hw.node)
-        self.lines = {k: self.prices.line(k, ranks, near) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")} | {"": (0.0, 0.0)}
+        self.lines = {
+            k: self.prices.line(k, ranks, near) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        } | {"": (0.0, 0.0)}
         self.bytes = {m.value: self.prices.nbytes(m.value, self.layout) for m in self.moves}
 
     @property
@@ -106,16 +110,21 @@ class Program:
         return self.prices.flows[key]
 
     def core(self) -> float:
-        """Seconds of one microbatch in all layers, whatever is hidden, stored or made again: a bound for every layout with
-        these parts of batch and sequence. Needs no :meth:`priced`."""
+        """Seconds of one microbatch in all layers, whatever is hidden, stored or made again: a bound for every layout
+        with these parts of batch and sequence. Needs no :meth:`priced`."""
         self._moved()
         f, fixed, each = self.flows, *np.array([self.lines[k] for k in KINDS]).T
         cost = np.zeros(f.columns)
         for n in self.nodes:
             if n.run >= 0:
-                cost[f.first[n] : f.first[n] + len(self.choices[n])] = [self.weight(n.run) / self.share * (p.forward + p.backward + p.moved) for p in (self.prices.activations(n, s, self.layout) for s in self.choices[n])]
+                cost[f.first[n] : f.first[n] + len(self.choices[n])] = [
+                    self.weight(n.run) / self.share * (p.forward + p.backward + p.moved)
+                    for p in (self.prices.activations(n, s, self.layout) for s in self.choices[n])
+                ]
         nbytes = np.array([self.bytes[m.value] for m in self.moves])[f.of]
-        cost[f.at] = f.layered * f.times * (fixed[f.there] + each[f.there] * nbytes + fixed[f.back] + each[f.back] * nbytes)
+        cost[f.at] = (
+            f.layered * f.times * (fixed[f.there] + each[f.there] * nbytes + fixed[f.back] + each[f.back] * nbytes)
+        )
         made = f.linear.minimum(cost)
         return made[0] if made is not None else float("inf")
 
@@ -138,7 +147,10 @@ class Program:
         memory += max(min(self.price[n, i].transient for i in range(len(self.choices[n]))) for n in self.nodes)
         for move in self.moves:
             n = self.bytes[move.value] / self.layout.tp
-            kept = min(self.keeps(move, R, SUMMED, 0.0, n)[0], self.keeps(move, move.value.dims[0][0] if move.value.dims and move.value.dims[0] else R, R, 0.0, n)[0])
+            kept = min(
+                self.keeps(move, R, SUMMED, 0.0, n)[0],
+                self.keeps(move, move.value.dims[0][0] if move.value.dims and move.value.dims[0] else R, R, 0.0, n)[0],
+            )
             memory += move.weight(self.share) * self.in_flight * min(n, kept)
         often = self.layout.microbatches if self.layout.zero == "zero3" else 1
         return seconds + often * sum(max(0.0, x) for pair in hide.values() for x in pair), memory
@@ -159,12 +171,22 @@ class Program:
         mode, value = self.layout.recompute, move.value
         inside = value.producer.run >= 0 and move.where[0] == "inside"
         if mode == "full" and not inside and any(e.node.run >= 0 for e in move.readers):
-            return (min(nbytes, self.prices.nbytes(value, self.layout, p) if p != P else nbytes), there if p != P else 0.0)
+            return (
+                min(nbytes, self.prices.nbytes(value, self.layout, p) if p != P else nbytes),
+                there if p != P else 0.0,
+            )
         if mode == "full" and inside:
             return 0.0, there
         if not wanted:
             return 0.0, 0.0
-        if mode == NORMS_AND_ACTIVATIONS and value.producer.op in CHEAP and value.producer.op != "rope" and value.floating and inside and _inputs_kept(value.producer):
+        if (
+            mode == NORMS_AND_ACTIVATIONS
+            and value.producer.op in CHEAP
+            and value.producer.op != "rope"
+            and value.floating
+            and inside
+            and _inputs_kept(value.producer)
+        ):
             return 0.0, there
         if mode == NORMS_AND_ACTIVATIONS and isinstance(p, int) and p != t:
             return nbytes / self.layout.tp, there
@@ -179,7 +201,14 @@ class Program:
     def _computed_again(self, node: Node) -> bool:
         if self.layout.recompute == "full":
             return node.run >= 0
-        return self.layout.recompute == NORMS_AND_ACTIVATIONS and node.run >= 0 and node.op in CHEAP and node.op != "rope" and _inputs_kept(node) and any(_saves(e) for e in self.problem.edges if e.value.producer is node)
+        return (
+            self.layout.recompute == NORMS_AND_ACTIVATIONS
+            and node.run >= 0
+            and node.op in CHEAP
+            and node.op != "rope"
+            and _inputs_kept(node)
+            and any(_saves(e) for e in self.problem.edges if e.value.producer is node)
+        )
 
     # ---------------------------------------------------------------- the program
 
@@ -190,7 +219,13 @@ class Program:
         if integral:
             optimize, sparse = milp()
             matrix = sparse.csr_matrix((rows[2], (rows[0], rows[1])), shape=(len(lower), n))
-            made = optimize.milp(c, constraints=optimize.LinearConstraint(matrix, lower, upper), bounds=optimize.Bounds(0, np.inf), integrality=integrality, options={"mip_rel_gap": 1e-4, "time_limit": seconds})
+            made = optimize.milp(
+                c,
+                constraints=optimize.LinearConstraint(matrix, lower, upper),
+                bounds=optimize.Bounds(0, np.inf),
+                integrality=integrality,
+                options={"mip_rel_gap": 1e-4, "time_limit": seconds},
+            )
             self.infeasible = made.status == 2
             if made.x is None:
                 return None
@@ -221,7 +256,9 @@ class Program:
         upper[last] = np.inf
         if (optimum := Linear(rows, lower, upper, n).minimum(cost)) is None:
             return None
-        chosen = {node: int(np.argmax(optimum[1][first[node] : first[node] + len(self.choices[node])])) for node in self.nodes}
+        chosen = {
+            node: int(np.argmax(optimum[1][first[node] : first[node] + len(self.choices[node])])) for node in self.nodes
+        }
         try:
             return self.evaluate(chosen, 0.0)
         except Unsayable:
@@ -275,12 +312,23 @@ class Program:
         cost.append(0.0)
         for n in self.nodes:
             size = len(self.choices[n])
-            row([*range(first[n], first[n] + size), largest], [-self.price[n, i].transient / GiB for i in range(size)] + [1.0], 0, np.inf)
+            row(
+                [*range(first[n], first[n] + size), largest],
+                [-self.price[n, i].transient / GiB for i in range(size)] + [1.0],
+                0,
+                np.inf,
+            )
         if L.zero == "zero3":
             whole = len(cost)
             cost.append(0.0)
             for run in segments:
-                mine = [(first[n] + i, -2 * self.price[n, i].gathered / GiB) for n in self.nodes if n.run == run for i in range(len(self.choices[n])) if self.price[n, i].gathered]
+                mine = [
+                    (first[n] + i, -2 * self.price[n, i].gathered / GiB)
+                    for n in self.nodes
+                    if n.run == run
+                    for i in range(len(self.choices[n]))
+                    if self.price[n, i].gathered
+                ]
                 row([c for c, _ in mine] + [whole], [v for _, v in mine] + [1.0], 0, np.inf)
             memory_columns.append(whole)
             memory_values.append(GiB)
@@ -295,7 +343,10 @@ class Program:
 
     def evaluate(self, chosen: dict[Node, int], bound: float) -> Solution:
         """The modelled step of one choice, added up by itself and not taken from the solver."""
-        L, parts = self.layout, dict.fromkeys(("compute", "recompute", "collectives", "exposed", "update", "bubble"), 0.0)
+        L, parts = (
+            self.layout,
+            dict.fromkeys(("compute", "recompute", "collectives", "exposed", "update", "bubble"), 0.0),
+        )
         state = kept = 0.0
         widest = max(chosen, key=lambda n: self.price[n, chosen[n]].transient)
         gathered: dict[int, float] = {}
@@ -328,10 +379,28 @@ class Program:
         parts["collectives"] += self.between_stages()
         steady = parts["compute"] + parts["recompute"] + parts["collectives"]
         parts["bubble"] = steady * (L.pp - 1) / L.microbatches
-        parts["exposed"] = sum(max(0.0, x) for pair in hide.values() for x in pair) * (L.microbatches if L.zero == "zero3" else 1)
-        stored = {"states": state, "kept": self.in_flight * kept, "operator": self.price[widest, chosen[widest]].transient, "gathered": max(gathered.values())}
+        parts["exposed"] = sum(max(0.0, x) for pair in hide.values() for x in pair) * (
+            L.microbatches if L.zero == "zero3" else 1
+        )
+        stored = {
+            "states": state,
+            "kept": self.in_flight * kept,
+            "operator": self.price[widest, chosen[widest]].transient,
+            "gathered": max(gathered.values()),
+        }
         memory, seconds = sum(stored.values()), sum(parts.values())
-        return Solution(L, strategies, {n: self.price[n, i] for n, i in chosen.items()}, moved, seconds, bound, memory, parts, stored, widest)
+        return Solution(
+            L,
+            strategies,
+            {n: self.price[n, i] for n, i in chosen.items()},
+            moved,
+            seconds,
+            bound,
+            memory,
+            parts,
+            stored,
+            widest,
+        )
 
     def between_stages(self) -> float:
         """Seconds of a step in which a stage waits for its neighbours, without the bubble."""

@@ -1,8 +1,8 @@
 """How an operator may be computed in parts, as rows of (dimensions of results, dimensions of tensor arguments).
 
-``mindspeed::`` operators have their rules in their own files; here are those of ATen's, and the rows that the program of a
-plan adds to both (``sharding/spmd/operators.py``, ``sharding/spmd/vocabulary.py``). A number is the dimension that is divided, ``REPLICATED``
-the whole, ``PARTIAL`` a sum; the whole on every rank is always a way and is not listed.
+``mindspeed::`` operators have their rules in their own files; here are those of ATen's, and the rows that the program
+of a plan adds to both (``sharding/spmd/operators.py``, ``sharding/spmd/vocabulary.py``). A number is the dimension that
+is divided, ``REPLICATED`` the whole, ``PARTIAL`` a sum; the whole on every rank is always a way and is not listed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,66 @@ from mindspeed_fx.kernels.sharding import ways as declared
 R, P = REPLICATED, PARTIAL
 Row = tuple[list[Any], list[Any]]
 
-POINTWISE_COPIES = frozenset("to _to_copy clone contiguous copy where masked_fill dropout fill type_as convert_element_type native_dropout".split())
-ALONG_DIM = {"softmax": 1, "_softmax": 1, "log_softmax": 1, "cumsum": 1, "sort": 1, "argsort": 1, "topk": 2, "_safe_softmax": 1}
-"""Operators that work along one dimension, and where among the arguments that is; every other dimension may be divided."""
-PARTS = {"split": 2, "split_with_sizes": 2, "chunk": 2, "gather": 1, "scatter": 1, "scatter_add": 1, "slice": 1, "narrow": 1, "slice_scatter": 2, "select_scatter": 2, "index_select": 1, "flip": 1, "roll": 2}
-"""Operators that take or put pieces along one dimension, or several, and where among the arguments that is: every other dimension that all have in
-common may be divided."""
-LIKE = frozenset(("zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"))
-SUMS = frozenset(("sum", "mean", "amax", "amin", "prod", "count_nonzero", "all", "any", "argmax", "argmin", "logsumexp"))
+POINTWISE_COPIES = frozenset(
+    "to _to_copy clone contiguous copy where masked_fill dropout fill type_as convert_element_type "
+    "native_dropout".split()
+)
+ALONG_DIM = {
+    "softmax": 1,
+    "_softmax": 1,
+    "log_softmax": 1,
+    "cumsum": 1,
+    "sort": 1,
+    "argsort": 1,
+    "topk": 2,
+    "_safe_softmax": 1,
+}
+"""Operators that work along one dimension, and where among the arguments that is; every other dimension may be
+divided.
+"""
+PARTS = {
+    "split": 2,
+    "split_with_sizes": 2,
+    "chunk": 2,
+    "gather": 1,
+    "scatter": 1,
+    "scatter_add": 1,
+    "slice": 1,
+    "narrow": 1,
+    "slice_scatter": 2,
+    "select_scatter": 2,
+    "index_select": 1,
+    "flip": 1,
+    "roll": 2,
+}
+"""Operators that take or put pieces along one dimension, or several, and where among the arguments that is: every other
+dimension that all have in common may be divided."""
+LIKE = frozenset(
+    ("zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
+)
+SUMS = frozenset(
+    ("sum", "mean", "amax", "amin", "prod", "count_nonzero", "all", "any", "argmax", "argmin", "logsumexp")
+)
 LINEAR_SUMS = frozenset(("sum", "count_nonzero"))
 COUNTS = frozenset(("bincount", "histc", "one_hot_sum"))
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments of ``node`` that are tensors, in order; lists are looked into."""
-    return [a for a in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+    return [
+        a
+        for a in pytree.tree_leaves((node.args, node.kwargs))
+        if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)
+    ]
 
 
 def name_of(node: fx.Node) -> str:
-    """"linear", "attention" ...: the operator without namespace and overload."""
-    return str(getattr(node.target, "overloadpacket", getattr(node.target, "__name__", node.target))).rpartition(".")[2].removesuffix("_")
+    """ "linear", "attention" ...: the operator without namespace and overload."""
+    return (
+        str(getattr(node.target, "overloadpacket", getattr(node.target, "__name__", node.target)))
+        .rpartition(".")[2]
+        .removesuffix("_")
+    )
 
 
 def rows(node: fx.Node) -> list[Row] | None:
@@ -55,7 +95,11 @@ def rows(node: fx.Node) -> list[Row] | None:
     if name in PARTS:
         return _pieces(node, name, out, values)
     if name in LIKE and isinstance(out, torch.Tensor):
-        return [([d], [d]) for d in range(out.ndim) if out.shape[d] == values[0].shape[d]] if out.ndim == values[0].ndim else None
+        return (
+            [([d], [d]) for d in range(out.ndim) if out.shape[d] == values[0].shape[d]]
+            if out.ndim == values[0].ndim
+            else None
+        )
     if not isinstance(out, torch.Tensor):
         return _along(node, out[0], values) if name in ALONG_DIM and isinstance(out, (tuple, list)) else None
     if name in ALONG_DIM:
@@ -87,7 +131,10 @@ def _added(name: str, node: fx.Node, values: Sequence[torch.Tensor]) -> list[Row
 
 def _linear(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
     last, more = values[0].ndim - 1, len(values) - 2
-    return [([d], [d, R, *[R] * more]) for d in range(last)] + [([last], [R, 0, *[0] * more]), ([P], [last, 1, *[R] * more])]
+    return [([d], [d, R, *[R] * more]) for d in range(last)] + [
+        ([last], [R, 0, *[0] * more]),
+        ([P], [last, 1, *[R] * more]),
+    ]
 
 
 def _matmul(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
@@ -121,12 +168,20 @@ def _along(node: fx.Node, out: torch.Tensor, values: Sequence[torch.Tensor]) -> 
 def _pieces(node: fx.Node, name: str, out: Any, values: Sequence[torch.Tensor]) -> list[Row]:
     """Along the dimensions that an operator leaves as they are, and that results and arguments have in common."""
     results = list(out) if isinstance(out, (tuple, list)) else [out]
-    given = node.args[PARTS[name]] if len(node.args) > PARTS[name] else node.kwargs.get("dims" if name in ("flip", "roll") else "dim", 0)
+    given = (
+        node.args[PARTS[name]]
+        if len(node.args) > PARTS[name]
+        else node.kwargs.get("dims" if name in ("flip", "roll") else "dim", 0)
+    )
     touched = {d % values[0].ndim for d in ([given] if isinstance(given, int) else given)}
     found: list[Row] = []
     for d in range(values[0].ndim):
         tensors = [*results, *(v for v in values if name != "index_select" or v is values[0])]
-        if d in touched or any(t.ndim <= d or t.shape[d] != values[0].shape[d] for t in tensors if name != "select_scatter" or t.ndim == values[0].ndim):
+        if d in touched or any(
+            t.ndim <= d or t.shape[d] != values[0].shape[d]
+            for t in tensors
+            if name != "select_scatter" or t.ndim == values[0].ndim
+        ):
             continue
         ins = [_beside(name, i, v, d, touched, values[0].ndim) for i, v in enumerate(values)]
         found.append(([d] * len(results), ins))
@@ -143,8 +198,19 @@ def _beside(name: str, i: int, value: torch.Tensor, d: int, touched: set[int], n
 
 
 def _reduction(node: fx.Node, name: str, x: torch.Tensor, out: torch.Tensor) -> list[Row]:
-    dims = next((a for a in (node.args[1] if len(node.args) > 1 else None, node.kwargs.get("dim")) if isinstance(a, (int, list, tuple)) and not isinstance(a, bool)), None)
-    gone = {d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)} if dims not in (None, [], ()) else set(range(x.ndim))
+    dims = next(
+        (
+            a
+            for a in (node.args[1] if len(node.args) > 1 else None, node.kwargs.get("dim"))
+            if isinstance(a, (int, list, tuple)) and not isinstance(a, bool)
+        ),
+        None,
+    )
+    gone = (
+        {d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+        if dims not in (None, [], ())
+        else set(range(x.ndim))
+    )
     keep = out.ndim == x.ndim
     left = [d for d in range(x.ndim) if d not in gone]
     found: list[Row] = [([d if keep else left.index(d)], [d]) for d in left]
@@ -159,7 +225,9 @@ def _cat(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> li
 
 
 def _permute(node: fx.Node, values: Sequence[torch.Tensor], out: Any) -> list[Row]:
-    """Each rank sorts its own tokens by expert, as expert-parallel programs do; or all tokens, and has the rows of its own experts."""
+    """Each rank sorts its own tokens by expert, as expert-parallel programs do; or all tokens, and has the rows of its
+    own experts.
+    """
     return [([0, 0], [0, 0]), ([0, 0], [R, R])]
 
 
@@ -170,17 +238,30 @@ def _unpermute(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor)
 
 
 def _grouped(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
-    """By token with every expert's weight; by expert with the tokens that chose it; inside the experts, by column and by summand, for which no program is made
-    (``Prices.inside``)."""
+    """By token with every expert's weight; by expert with the tokens that chose it; inside the experts, by column and
+    by summand, for which no program is made (``Prices.inside``)."""
     return [([0], [0, R, R]), ([0], [0, 0, R]), ([1], [R, 2, R]), ([P], [1, 1, R])]
 
 
 def by_expert(op: str, outs: Sequence[Any], ins: Sequence[Any]) -> bool:
     """Whether this way of an operator of a mixture has rows by expert and not by token."""
-    return {"moe_permute": ins[0] == R, "moe_unpermute": outs[0] == P, "grouped_matmul": ins[1] == 0}.get(op, False) if len(ins) > 1 else False
+    return (
+        {"moe_permute": ins[0] == R, "moe_unpermute": outs[0] == P, "grouped_matmul": ins[1] == 0}.get(op, False)
+        if len(ins) > 1
+        else False
+    )
 
 
 _OWN = {
-    "linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _matmul, "embedding": _embedding, "cat": _cat, "linear_cross_entropy": _loss,
-    "moe_permute": _permute, "moe_unpermute": _unpermute, "grouped_matmul": _grouped,
-}  # fmt: skip
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _matmul,
+    "bmm": _matmul,
+    "addmm": _matmul,
+    "embedding": _embedding,
+    "cat": _cat,
+    "linear_cross_entropy": _loss,
+    "moe_permute": _permute,
+    "moe_unpermute": _unpermute,
+    "grouped_matmul": _grouped,
+}

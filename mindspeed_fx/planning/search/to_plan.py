@@ -23,7 +23,9 @@ def emit(problem: Problem, solution: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def names_of(problem: Problem, name: str, run: int) -> list[str]:
-    """``name``, a parameter or module of the first layer of a run, in every layer of it; a glob where the run is a whole list."""
+    """``name``, a parameter or module of the first layer of a run, in every layer of it; a glob where the run is a
+    whole list.
+    """
     if run < 0:
         return [name]
     layers = problem.runs[run]
@@ -32,7 +34,7 @@ def names_of(problem: Problem, name: str, run: int) -> list[str]:
         return [name]
     parent = head.rpartition(".")[0]
     if sum(m.rpartition(".")[0] == parent for m in problem.module_names) == len(layers):
-        return [f"{parent}.*{name[len(head):]}"]
+        return [f"{parent}.*{name[len(head) :]}"]
     return [layer + name[len(head) :] for layer in layers]
 
 
@@ -51,37 +53,69 @@ class _Emitter:
         if L.pp > 1:
             for parameter in self.problem.parameters:
                 if len(ops := {n.op for n, _ in parameter.users}) > 1 and "embedding" in ops:
-                    self.wrong.append(f'pp={L.pp}: parameter "{parameter.name}" is tied, of the first stage and the last, whose gradients are not summed')
+                    self.wrong.append(
+                        f'pp={L.pp}: parameter "{parameter.name}" is tied, of the first stage and the last, whose '
+                        "gradients are not summed"
+                    )
         if L.tp > 1:
             self._edges()
         self._parameters()
         self._sequence()
         inputs = {}
         for name, _, dims in self.problem.inputs:
-            placed = {d: f"S({i})" for d, atom in (("dp", self.problem.batch), ("ep", self.problem.batch), ("cp", self.problem.sequence)) if getattr(L, d) > 1 for i, atoms in enumerate(dims) if atom in atoms}
+            placed = {
+                d: f"S({i})"
+                for d, atom in (("dp", self.problem.batch), ("ep", self.problem.batch), ("cp", self.problem.sequence))
+                if getattr(L, d) > 1
+                for i, atoms in enumerate(dims)
+                if atom in atoms
+            }
             if (word := self._input(name, dims)) is not None:
                 placed["tp"] = word
             if placed and (argument := argument_name(SimpleNamespace(name=name))) is not None:
                 inputs[argument] = placed
         edges = [d for d in ("pp", "dp", "cp", "ep", "tp") if getattr(L, d) > 1] or ["dp"]
-        gather = {d: L.zero for d in DATA if getattr(L, d) > 1 and L.zero != "never" and any(d in placed for placed in self.parameters.values())}
+        gather = {
+            d: L.zero
+            for d in DATA
+            if getattr(L, d) > 1 and L.zero != "never" and any(d in placed for placed in self.parameters.values())
+        }
         made = {
-            "mesh": tuple(edges), "parameters": self.parameters, "inputs": inputs, "experts": self._mixtures(),
-            "modules": {name: Boundary(**parts) for name, parts in self.modules.items()}, "operators": self.operators, "gather": gather,
-            "recompute": L.recompute if L.recompute != "none" else None, "microbatches": L.microbatches,
-        }  # fmt: skip
+            "mesh": tuple(edges),
+            "parameters": self.parameters,
+            "inputs": inputs,
+            "experts": self._mixtures(),
+            "modules": {name: Boundary(**parts) for name, parts in self.modules.items()},
+            "operators": self.operators,
+            "gather": gather,
+            "recompute": L.recompute if L.recompute != "none" else None,
+            "microbatches": L.microbatches,
+        }
         return made, list(dict.fromkeys(self.wrong))
 
     def _mixtures(self) -> dict[str, Any]:
         """Tokens travel: that is what is modelled."""
         if self.layout.devices == 1 or not any(n.op == "moe_permute" for n in self.problem.nodes):
             return {}
-        return {"dispatch": "all_to_all", **({"parameters": self.experts} if self.experts and self.layout.zero != "never" else {})}
+        return {
+            "dispatch": "all_to_all",
+            **({"parameters": self.experts} if self.experts and self.layout.zero != "never" else {}),
+        }
 
     def _input(self, name: str, dims: list) -> str | None:
         """Placement of an input on tp, where all its readers want it in the same parts."""
-        labels = {self.solution.strategies[n].ins[i] for n in self.problem.nodes for i, u in enumerate(n.uses) if u.value.free and u.value.name == name}
-        wanted = {next((f"S({d})" for d, atoms in enumerate(dims) if label in atoms[:1]), "R") if isinstance(label, int) else "R" for label in labels}
+        labels = {
+            self.solution.strategies[n].ins[i]
+            for n in self.problem.nodes
+            for i, u in enumerate(n.uses)
+            if u.value.free and u.value.name == name
+        }
+        wanted = {
+            next((f"S({d})" for d, atoms in enumerate(dims) if label in atoms[:1]), "R")
+            if isinstance(label, int)
+            else "R"
+            for label in labels
+        }
         if len(wanted) > 1 and wanted - {"R"}:
             self.wrong.append(f'input "{name}" is wanted whole by one operator and in parts by another')
         return wanted.pop() if len(wanted) == 1 and wanted != {"R"} else None
@@ -95,7 +129,14 @@ class _Emitter:
             label = self.solution.strategies[node].ins[i]
             placed: dict[str, str] = {}
             left = list(parameter.shape)
-            expert = next((d for d, atoms in enumerate(node.uses[i].value.dims) if any(a in self.problem.experts.values() for a in atoms)), None)
+            expert = next(
+                (
+                    d
+                    for d, atoms in enumerate(node.uses[i].value.dims)
+                    if any(a in self.problem.experts.values() for a in atoms)
+                ),
+                None,
+            )
             names = names_of(self.problem, parameter.name, node.run)
             if expert is not None:
                 self.experts += names
@@ -103,7 +144,11 @@ class _Emitter:
                     placed["ep"] = f"S({expert})"
                     left[expert] //= L.ep
             if isinstance(label, int) and expert is not None and label not in self.problem.experts.values():
-                self.wrong.append(f'parameter "{parameter.name}": ep={L.ep} tp={L.tp} are too many ranks for {parameter.shape[expert]} experts, which are modelled as divided inside; no program is made for that yet')
+                self.wrong.append(
+                    f'parameter "{parameter.name}": ep={L.ep} tp={L.tp} are too many ranks for '
+                    f"{parameter.shape[expert]} experts, which are modelled as divided inside; no program is made for "
+                    "that yet"
+                )
             if isinstance(label, int):
                 d = self._dimension(node, i, label, parameter)
                 placed["tp"] = f"S({d})"
@@ -147,7 +192,9 @@ class _Emitter:
                 # Readers without parameters take what the module gives; the others may have it placed again.
                 made = next(iter(bare), wanted[0][0])
                 if value.producer.op == UNPERMUTE:
-                    self._operator(value.producer, f"mindspeed.{UNPERMUTE}", None, self._word(value.dims, made, value.producer))
+                    self._operator(
+                        value.producer, f"mindspeed.{UNPERMUTE}", None, self._word(value.dims, made, value.producer)
+                    )
                 else:
                     self._place(owner(value.producer), "output", value.dims, made, value.producer.run)
             for word, t, move in wanted:
@@ -163,17 +210,27 @@ class _Emitter:
         if expressible(edge) and owner(edge.node):
             self._place(owner(edge.node), "input", use.dims, t, edge.node.run)
         elif expressible(edge):
-            name, argument = (ATTENTION, QKV[edge.argument]) if edge.node.op != PERMUTE else (f"mindspeed.{PERMUTE}", "tokens")
+            name, argument = (
+                (ATTENTION, QKV[edge.argument]) if edge.node.op != PERMUTE else (f"mindspeed.{PERMUTE}", "tokens")
+            )
             self._operator(edge.node, name, argument, self._word(use.dims, t, edge.node))
-        elif p != t and not (p == P and t == R) and edge.node.op not in EXPERTS:  # choices and their weights go where the rows are
-            self.wrong.append(f'module "{edge.node.module}": {edge.node.op} takes {edge.value.producer.op} as {self._say(t)}, made as {self._say(p)}; a plan can say that of modules with parameters, of attention and of mixtures of experts alone')
+        elif (
+            p != t and not (p == P and t == R) and edge.node.op not in EXPERTS
+        ):  # choices and their weights go where the rows are
+            self.wrong.append(
+                f'module "{edge.node.module}": {edge.node.op} takes {edge.value.producer.op} as {self._say(t)}, made '
+                f"as {self._say(p)}; a plan can say that of modules with parameters, of attention and of mixtures of "
+                "experts alone"
+            )
 
     def _operator(self, node: Node, pattern: str, argument: str | None, word: str, dim: str = "tp") -> None:
         """An edge of all operators of one name: of an argument, or of the result."""
         edge = self.operators.setdefault(pattern, Boundary({}, {}, {}))
         placed = edge.output if argument is None else edge.arguments.setdefault(argument, {})
         if placed.setdefault(dim, word) != word:
-            self.wrong.append(f'module "{node.module}": layers whose {node.op} is placed differently cannot be told apart in a plan')
+            self.wrong.append(
+                f'module "{node.module}": layers whose {node.op} is placed differently cannot be told apart in a plan'
+            )
 
     def _place(self, module: str, side: str, dims: list, t: Label, run: int) -> None:
         word = self._word(dims, t, None)
@@ -187,12 +244,19 @@ class _Emitter:
             return "R"
         found = next((i for i, atoms in enumerate(dims) if t in atoms), None)
         if found is None or dims[found][0] != t:
-            self.wrong.append(f"a value would be divided along its {self.problem.label(t)}, which is no dimension of it" + (f' at module "{node.module}"' if node else ""))
+            self.wrong.append(
+                f"a value would be divided along its {self.problem.label(t)}, which is no dimension of it"
+                + (f' at module "{node.module}"' if node else "")
+            )
             return "R"
         return f"S({found})"
 
     def _say(self, t: Label) -> str:
-        return {R: "whole", SUMMED: "whole", P: "a sum over ranks"}.get(t, "") if not isinstance(t, int) else f"divided by {self.problem.label(t)}"
+        return (
+            {R: "whole", SUMMED: "whole", P: "a sum over ranks"}.get(t, "")
+            if not isinstance(t, int)
+            else f"divided by {self.problem.label(t)}"
+        )
 
     # ---------------------------------------------------------------- attention on cp
 
@@ -200,12 +264,16 @@ class _Emitter:
         hows = {n: p.how for n, p in self.solution.prices.items() if p.how}
         for node, how in hows.items():
             if node.op not in ("attention", "scaled_dot_product_attention"):
-                self.wrong.append(f'module "{node.module}": {node.op} needs the whole sequence, which no plan gathers for it')
+                self.wrong.append(
+                    f'module "{node.module}": {node.op} needs the whole sequence, which no plan gathers for it'
+                )
         kinds = {how for n, how in hows.items() if n.op in ("attention", "scaled_dot_product_attention")}
         if len(kinds) > 1:
             self.wrong.append("attention layers that divide the sequence differently cannot be told apart in a plan")
         for how in kinds:
-            words = {"ulysses": ("S(1)", "S(1)", "S(1)"), "kv_allgather": ("S(2)", "R", "R"), "whole": ("R", "R", "R")}[how]
+            words = {"ulysses": ("S(1)", "S(1)", "S(1)"), "kv_allgather": ("S(2)", "R", "R"), "whole": ("R", "R", "R")}[
+                how
+            ]
             for argument, word in zip((*QKV, None), (*words, "S(2)")):
                 self._operator(next(n for n, h in hows.items() if h == how), ATTENTION, argument, word, "cp")
 
@@ -213,20 +281,32 @@ class _Emitter:
 def owner(node: Node) -> str:
     """The module whose parameter the operator uses; "" for none."""
     if node.owner is None:  # asked a million times in a search
-        node.owner = next((u.value.parameter.name.rpartition(".")[0] for u in node.uses if u.value.parameter is not None), "")
+        node.owner = next(
+            (u.value.parameter.name.rpartition(".")[0] for u in node.uses if u.value.parameter is not None), ""
+        )
     return node.owner
 
 
 def leaves(node: Node, value: Any, t: Label) -> bool:
-    """Whether a plan can place the value where it is made: at the output of a module with parameters, or where rows are back."""
+    """Whether a plan can place the value where it is made: at the output of a module with parameters, or where rows are
+    back.
+    """
     if node.op == UNPERMUTE:
         return not isinstance(t, int) or any(t in atoms[:1] for atoms in value.dims)
     return bool(owner(node))
 
 
 def expressible(edge: Edge) -> bool:
-    """Whether a plan can place the value before this reader: at the input of a module with parameters, of attention, or where rows are sorted."""
+    """Whether a plan can place the value before this reader: at the input of a module with parameters, of attention, or
+    where rows are sorted.
+    """
     if edge.expressible is None:
         attention, sorts = edge.node.op in ("attention", "scaled_dot_product_attention"), edge.node.op == PERMUTE
-        edge.expressible = edge.argument < 3 if attention else edge.argument == 0 if sorts else bool(owner(edge.node)) and sum(u.value.producer is not None for u in edge.node.uses) == 1
+        edge.expressible = (
+            edge.argument < 3
+            if attention
+            else edge.argument == 0
+            if sorts
+            else bool(owner(edge.node)) and sum(u.value.producer is not None for u in edge.node.uses) == 1
+        )
     return edge.expressible

@@ -1,8 +1,9 @@
 """Where the elements of a gathered value go: followed through operators that only move them.
 
-A value that was gathered is, before anything is computed with it, an arrangement of the elements that each rank gave. :class:`Layout`
-is that arrangement as strides into the gathered buffer, a dimension being several (size, stride) factors, so that a concatenation of
-parts and a view of it need no copy. What no strides can say is unknown, and then nothing is claimed.
+A value that was gathered is, before anything is computed with it, an arrangement of the elements that each rank gave.
+:class:`Layout` is that arrangement as strides into the gathered buffer, a dimension being several (size, stride)
+factors, so that a concatenation of parts and a view of it need no copy. What no strides can say is unknown, and then
+nothing is claimed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ aten = torch.ops.aten
 Dim = tuple[tuple[int, int], ...]
 """(size, stride) factors of one dimension, outermost first; () for a dimension of size 1."""
 
-SAME = frozenset((WAIT, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default))
+SAME = frozenset(
+    (
+        WAIT,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten._to_copy.default,
+        torch.ops.prims.convert_element_type.default,
+    )
+)
 """Every element stays where it is in the logical order."""
 RESHAPES = frozenset((aten.view.default, aten.reshape.default, aten._unsafe_view.default))
 PARTS = frozenset((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int))
@@ -81,7 +92,14 @@ class Layout:
             if start % inner == 0 and length % inner == 0:
                 made.append((length // inner, s))
                 offset += start // inner * s
-                return Layout((*self.dims[:dim], tuple(f for f in (*made, *factors[k + 1 :]) if f[0] != 1), *self.dims[dim + 1 :]), offset)
+                return Layout(
+                    (
+                        *self.dims[:dim],
+                        tuple(f for f in (*made, *factors[k + 1 :]) if f[0] != 1),
+                        *self.dims[dim + 1 :],
+                    ),
+                    offset,
+                )
             if start // inner != (start + length - 1) // inner:
                 return None
             offset += start // inner * s
@@ -95,12 +113,19 @@ class Layout:
         steps = {b.offset - a.offset for a, b in zip(parts, parts[1:])}
         if any(p.dims != first.dims for p in parts) or len(steps) > 1:
             return None
-        return Layout((*first.dims[:dim], ((len(parts), steps.pop()), *first.dims[dim]), *first.dims[dim + 1 :]), first.offset) if steps else first
+        return (
+            Layout(
+                (*first.dims[:dim], ((len(parts), steps.pop()), *first.dims[dim]), *first.dims[dim + 1 :]), first.offset
+            )
+            if steps
+            else first
+        )
 
 
 def followed(gathered: fx.Node) -> Iterator[tuple[fx.Node, Layout | None]]:
-    """The ends of the ways that the elements of ``gathered`` take: nodes that compute with them (or return them), each with the layout of what it
-    reads; None where that is unknown. A part of a value that is read by a computation ends there as the part."""
+    """The ends of the ways that the elements of ``gathered`` take: nodes that compute with them (or return them), each
+    with the layout of what it reads; None where that is unknown. A part of a value that is read by a computation ends
+    there as the part."""
     known: dict[fx.Node, Any] = {gathered: Layout.whole(_shape(gathered))}
     pending = [gathered]
     ends: list[tuple[fx.Node, Layout | None]] = []
@@ -120,7 +145,12 @@ def followed(gathered: fx.Node) -> Iterator[tuple[fx.Node, Layout | None]]:
                 known[user] = made
                 pending.append(user)
     # concatenations that were never complete compute with what they read
-    ends += [(u, known[n] if isinstance(known[n], Layout) else None) for n in known for u in n.users if u not in known and not any(e is u for e, _ in ends)]
+    ends += [
+        (u, known[n] if isinstance(known[n], Layout) else None)
+        for n in known
+        for u in n.users
+        if u not in known and not any(e is u for e, _ in ends)
+    ]
     return iter(ends)
 
 
@@ -129,7 +159,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _moved(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """The layout of ``node``'s result, a tuple of them, "later" for a concatenation that misses a part; None where it is not known."""
+    """The layout of ``node``'s result, a tuple of them, "later" for a concatenation that misses a part; None where it
+    is not known.
+    """
     if node.op != "call_function":
         return None
     target, args = node.target, node.args
@@ -138,7 +170,11 @@ def _moved(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         parts, dim = args[0], (args[1] if len(args) > 1 else node.kwargs.get("dim", 0))
         if any(p not in known for p in parts):
             return "later"
-        return Layout.joined([known[p] for p in parts], dim % len(known[parts[0]].dims)) if all(isinstance(known[p], Layout) for p in parts) else None
+        return (
+            Layout.joined([known[p] for p in parts], dim % len(known[parts[0]].dims))
+            if all(isinstance(known[p], Layout) for p in parts)
+            else None
+        )
     if target is operator.getitem:
         return x[args[1]] if isinstance(x, tuple) else None
     if not isinstance(x, Layout):
@@ -178,7 +214,9 @@ def _parts(node: fx.Node, x: Layout, rank: int) -> tuple | None:
     for value in node.meta["val"]:
         length = 1 if unbind else int(value.shape[dim])
         part = x.sliced(dim, start, length)
-        made.append(part if part is None or not unbind else Layout((*part.dims[:dim], *part.dims[dim + 1 :]), part.offset))
+        made.append(
+            part if part is None or not unbind else Layout((*part.dims[:dim], *part.dims[dim + 1 :]), part.offset)
+        )
         start += length
     return tuple(made)
 

@@ -1,7 +1,9 @@
-"""Whether a backward computes whole what the forward divides: read off the joint graph of one rank, operator by operator.
+"""Whether a backward computes whole what the forward divides: read off the joint graph of one rank, operator by
+operator.
 
-What an operator's gradient reads and makes is what the operator read and made, or their gradients: no tensor of it is larger than those of the forward
-have here. Where one is, by the ranks of a mesh dimension or more, the gradient was made whole before and every rank computes it alike.
+What an operator's gradient reads and makes is what the operator read and made, or their gradients: no tensor of it is
+larger than those of the forward have here. Where one is, by the ranks of a mesh dimension or more, the gradient was
+made whole before and every rank computes it alike.
 """
 
 from __future__ import annotations
@@ -21,12 +23,40 @@ class Grown(NamedTuple):
     times: float
 
 
-FREE = frozenset(("view", "reshape", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "clone", "slice", "select", "split", "cat", "getitem", "unsqueeze", "squeeze", "zeros", "zeros_like", "full", "empty", "new_zeros", "new_empty", "wait_tensor"))
+FREE = frozenset(
+    (
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "detach",
+        "alias",
+        "clone",
+        "slice",
+        "select",
+        "split",
+        "cat",
+        "getitem",
+        "unsqueeze",
+        "squeeze",
+        "zeros",
+        "zeros_like",
+        "full",
+        "empty",
+        "new_zeros",
+        "new_empty",
+        "wait_tensor",
+    )
+)
 """Operators that compute nothing: what follows a gather, and what a collective is fed."""
 
 
 def grown(gm: fx.GraphModule, forward: set[fx.Node], ranks: int) -> tuple[list[Grown], int]:
-    """Nodes of the backward with a tensor ``ranks`` times as large as any that their operator had in the forward, and how many were compared.
+    """Nodes of the backward with a tensor ``ranks`` times as large as any that their operator had in the forward, and
+    how many were compared.
 
     Args:
         gm: a joint graph whose nodes know the call of autograd that they belong to.
@@ -49,7 +79,11 @@ def grown(gm: fx.GraphModule, forward: set[fx.Node], ranks: int) -> tuple[list[G
 
 def _computes(n: fx.Node) -> bool:
     target: Any = n.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "mindspeed") and target._schema.name.split("::")[1] not in FREE
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in ("aten", "mindspeed")
+        and target._schema.name.split("::")[1] not in FREE
+    )
 
 
 def _size(n: fx.Node) -> int:

@@ -1,1 +1,3 @@
-"""The captured graph run on DTensors, which is the local program of one rank, and the operators that need collectives inside."""
+"""The captured graph run on DTensors, which is the local program of one rank, and the operators that need collectives
+inside.
+"""

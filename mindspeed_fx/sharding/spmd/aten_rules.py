@@ -1,8 +1,8 @@
 """How every ATen operator runs on divided values.
 
-DTensor runs those that it is known to compute rightly, forward and backward (:data:`TRUSTED`); others that work element by
-element, or along some of their dimensions, run on each rank's parts (:func:`strategies`); everything else, also what is not
-known here, runs on whole values. A sum over ranks that is not yet made goes only into what is linear in it.
+DTensor runs those that it is known to compute rightly, forward and backward (:data:`TRUSTED`); others that work element
+by element, or along some of their dimensions, run on each rank's parts (:func:`strategies`); everything else, also what
+is not known here, runs on whole values. A sum over ranks that is not yet made goes only into what is linear in it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,50 @@ from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.kernels.sharding import along
 from mindspeed_fx.sharding.spmd.parts import Strategy, run_in_parts
 
-LINEAR = frozenset("add sub neg mul div to _to_copy sum clone contiguous alias detach view reshape _unsafe_view flatten unflatten transpose permute t mT movedim unsqueeze squeeze expand expand_as".split())
+LINEAR = frozenset(
+    "add sub neg mul div to _to_copy sum clone contiguous alias detach view reshape _unsafe_view flatten unflatten "
+    "transpose permute t mT movedim unsqueeze squeeze expand expand_as".split()
+)
 """Operators whose arguments may be sums over ranks that are not yet made: linear in each of them."""
 
-TRUSTED = frozenset([
-    *LINEAR, *"view_as reshape_as swapaxes swapdims numpy_T matrix_H adjoint ravel".split(),
-    *"slice select narrow split split_with_sizes chunk tensor_split unbind cat concat stack hstack vstack tile repeat broadcast_tensors broadcast_to unsafe_chunk".split(),
-    *"mm bmm matmul addmm baddbmm einsum linear dot mv embedding mean where masked_fill type_as float double half bfloat16 long int bool".split(),
-    *"eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isnan isinf sign floor ceil round".split(),
-    *"abs exp log log2 log1p expm1 sqrt rsqrt pow square reciprocal sin cos tanh sigmoid relu silu gelu rsub clamp clamp_min clamp_max maximum minimum".split(),
-    *"zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split(),
-])  # fmt: skip
-"""Names of operators that DTensor computes rightly on divided values, forward and backward (tests/sharding/loss_cases.py)."""
+TRUSTED = frozenset(
+    [
+        *LINEAR,
+        *"view_as reshape_as swapaxes swapdims numpy_T matrix_H adjoint ravel".split(),
+        *"slice select narrow split split_with_sizes chunk tensor_split unbind cat concat stack hstack vstack tile "
+        "repeat broadcast_tensors broadcast_to unsafe_chunk".split(),
+        *"mm bmm matmul addmm baddbmm einsum linear dot mv embedding mean where masked_fill type_as float double half "
+        "bfloat16 long int bool".split(),
+        *"eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isnan "
+        "isinf sign floor ceil round".split(),
+        *"abs exp log log2 log1p expm1 sqrt rsqrt pow square reciprocal sin cos tanh sigmoid relu silu gelu rsub clamp "
+        "clamp_min clamp_max maximum minimum".split(),
+        *"zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split(),
+    ]
+)
+"""Names of operators that DTensor computes rightly on divided values, forward and backward
+(tests/sharding/loss_cases.py).
+"""
 
 ALONG = {
-    **dict.fromkeys("sort argsort topk kthvalue mode softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin flip roll glu diff index_select unfold".split(), True),
-    **dict.fromkeys("median nanmedian max min amax amin aminmax argmax argmin logsumexp std var std_mean var_mean norm linalg_vector_norm prod nansum nanmean any all count_nonzero quantile nanquantile".split(), False),
-}  # fmt: skip
+    **dict.fromkeys(
+        "sort argsort topk kthvalue mode softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax "
+        "cummin flip roll glu diff index_select unfold".split(),
+        True,
+    ),
+    **dict.fromkeys(
+        "median nanmedian max min amax amin aminmax argmax argmin logsumexp std var std_mean var_mean norm "
+        "linalg_vector_norm prod nansum nanmean any all count_nonzero quantile nanquantile".split(),
+        False,
+    ),
+}
 """Operators that work along the dimensions named by an argument, and whether these stay."""
 
-SPATIAL = {f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool", "conv", "conv_transpose")}
+SPATIAL = {
+    f"{kind}{n}d": n
+    for n in (1, 2, 3)
+    for kind in ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool", "conv", "conv_transpose")
+}
 """Operators of [batch, channels, ...], and how many dimensions follow."""
 
 
@@ -57,8 +81,8 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def is_sized_by_data(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether an argument has a size that is known only when the program runs (``x[mask]``). Such values are whole, and DTensor
-    cannot place what is made of them: their operators run on whole values, whichever they are."""
+    """Whether an argument has a size that is known only when the program runs (``x[mask]``). Such values are whole, and
+    DTensor cannot place what is made of them: their operators run on whole values, whichever they are."""
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
     return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
@@ -98,7 +122,9 @@ def _summed_for(name: str, tensors: list[DTensor]) -> Callable[[DTensor], DTenso
 # ------------------------------------------------------------------ rules
 
 
-def strategies(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], tensors: list[DTensor]) -> list[Strategy]:
+def strategies(
+    target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], tensors: list[DTensor]
+) -> list[Strategy]:
     """How ``target`` may be divided; empty: not at all."""
     name, given = name_of(target), bound(target, args, kwargs)
     x, rest = tensors[0], tensors[1:]
@@ -107,7 +133,11 @@ def strategies(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any
         kept = ALONG[name] or bool(given.get("keepdim"))
         return [] if over is None else by_other_dimensions(x.ndim, over, kept, len(rest))
     if name in ("gather", "scatter", "scatter_add", "scatter_reduce"):
-        own = [d for d in range(x.ndim) if d != given["dim"] % x.ndim and all(t.ndim == x.ndim and t.shape[d] == x.shape[d] for t in rest)]
+        own = [
+            d
+            for d in range(x.ndim)
+            if d != given["dim"] % x.ndim and all(t.ndim == x.ndim and t.shape[d] == x.shape[d] for t in rest)
+        ]
         return [(d, [d] * len(tensors)) for d in own]
     if name in ("slice_scatter", "select_scatter"):
         at = given["dim"] % x.ndim
@@ -173,7 +203,9 @@ def bound(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) ->
     """Arguments by name in the schema's order, defaults among them."""
     schema = target._schema.arguments
     positional = {a.name: v for a, v in zip(schema, args)} | kwargs
-    return {a.name: positional.get(a.name, a.default_value) for a in schema if a.name in positional or a.has_default_value()}
+    return {
+        a.name: positional.get(a.name, a.default_value) for a in schema if a.name in positional or a.has_default_value()
+    }
 
 
 def dimensions(given: dict[str, Any], ndim: int) -> list[int] | None:

@@ -1,12 +1,13 @@
 """Which rank computes which block of scores, and when, for a mask that leaves some blocks of queries by keys empty.
 
-The sequence is cut into blocks, as many on every rank. A rank computes the blocks of queries that it is given, whole rows of
-scores; the keys that they need come from the ranks that hold them, in stages, and what is empty is neither sent nor computed.
-Every rank computes as many pairs (block of queries, block of keys) in every stage and sends and receives as many blocks, so that the
-programs of all ranks differ in numbers alone; where they would not, fillers make them.
+The sequence is cut into blocks, as many on every rank. A rank computes the blocks of queries that it is given, whole
+rows of scores; the keys that they need come from the ranks that hold them, in stages, and what is empty is neither sent
+nor computed. Every rank computes as many pairs (block of queries, block of keys) in every stage and sends and receives
+as many blocks, so that the programs of all ranks differ in numbers alone; where they would not, fillers make them.
 
-Source: the assignment is the one of MagiAttention's dispatch (equal numbers of blocks, the largest work smallest), found by exchange of
-blocks from where they are; MindSpeed's adaptive context parallelism groups rows by clustering instead.
+Source: the assignment is the one of MagiAttention's dispatch (equal numbers of blocks, the largest work smallest),
+found by exchange of blocks from where they are; MindSpeed's adaptive context parallelism groups rows by clustering
+instead.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Stage:
     counts: tuple[tuple[int, ...], ...]
     """[from][to]: how many of them."""
     pairs: tuple[tuple[tuple[int, int, int], ...], ...]
-    """(place among the rank's blocks of queries, place among its own and then the received blocks of keys, block of keys); the last
-    is -1 for a filler."""
+    """(place among the rank's blocks of queries, place among its own and then the received blocks of keys, block of
+    keys); the last is -1 for a filler."""
 
     @property
     def received(self) -> int:
@@ -78,7 +79,13 @@ class Schedule:
 
 def needed(blocks: int, rows: int, causal: bool, window: int) -> Needed:
     """What causal attention with a window (0: none) needs, in blocks of ``rows`` queries by as many keys."""
-    return tuple(tuple(not causal or (j <= i and not (window and i > j and (i - j - 1) * rows + 1 >= window)) for j in range(blocks)) for i in range(blocks))
+    return tuple(
+        tuple(
+            not causal or (j <= i and not (window and i > j and (i - j - 1) * rows + 1 >= window))
+            for j in range(blocks)
+        )
+        for i in range(blocks)
+    )
 
 
 def coarse(fine: Needed, by: int) -> Needed:
@@ -89,7 +96,8 @@ def coarse(fine: Needed, by: int) -> Needed:
 
 
 def best(fine: Needed, ranks: int, rows: int) -> Schedule:
-    """The schedule with the number of blocks per rank at which the ranks are done first, as :data:`OVERHEAD` prices pairs.
+    """The schedule with the number of blocks per rank at which the ranks are done first, as :data:`OVERHEAD` prices
+    pairs.
 
     Args:
         fine: in blocks of ``rows`` rows, some multiple of ``ranks`` of them.
@@ -110,18 +118,28 @@ def scheduled(need: Needed, ranks: int) -> Schedule:
     lists = []
     for r in range(ranks):
         # From the rank itself backwards: in every stage the ranks ask different others.
-        wanted = [((r - j // per_rank) % ranks, j, place) for place, i in enumerate(queries[r]) for j in range(len(need)) if need[i][j]]
+        wanted = [
+            ((r - j // per_rank) % ranks, j, place)
+            for place, i in enumerate(queries[r])
+            for j in range(len(need))
+            if need[i][j]
+        ]
         lists.append([(place, j) for _, j, place in sorted(wanted)])
     most = max(map(len, lists), default=0) or 1
     stages = min(ranks, most)
     local = all(j // per_rank == r for r, pairs in enumerate(lists) for _, j in pairs)
     size = -(-most // (1 if local else stages))
-    made = tuple(_stage([pairs[at : min(at + size, most)] for pairs in lists], min(size, most - at), per_rank) for at in range(0, most, size))
+    made = tuple(
+        _stage([pairs[at : min(at + size, most)] for pairs in lists], min(size, most - at), per_rank)
+        for at in range(0, most, size)
+    )
     return Schedule(per_rank, queries, made, tuple(map(len, lists)))
 
 
 def assigned(work: Sequence[int], ranks: int) -> list[int]:
-    """By block: the rank that computes it. Every rank gets as many blocks, and the largest sum of ``work`` is made small."""
+    """By block: the rank that computes it. Every rank gets as many blocks, and the largest sum of ``work`` is made
+    small.
+    """
     per_rank = len(work) // ranks
     near = _exchanged([i // per_rank for i in range(len(work))], work, ranks)
     if _imbalance(near, work, ranks) <= NEAR:
@@ -141,7 +159,9 @@ def _imbalance(owners: Sequence[int], work: Sequence[int], ranks: int) -> float:
 
 
 def _exchanged(owners: list[int], work: Sequence[int], ranks: int) -> list[int]:
-    """``owners`` after the best exchanges of a block of the rank with the most work for one of another, until none helps."""
+    """``owners`` after the best exchanges of a block of the rank with the most work for one of another, until none
+    helps.
+    """
     owners, loads = list(owners), [0] * ranks
     for i, r in enumerate(owners):
         loads[r] += work[i]
@@ -150,7 +170,10 @@ def _exchanged(owners: list[int], work: Sequence[int], ranks: int) -> list[int]:
         most = loads.index(top)
         mine = {work[i]: i for i in reversed(range(len(work))) if owners[i] == most}
         others = {(owners[i], work[i]): i for i in reversed(range(len(work))) if owners[i] != most}
-        found = min(((max(top - w + v, loads[r] + w - v), i, j) for w, i in mine.items() for (r, v), j in others.items()), default=(top, 0, 0))
+        found = min(
+            ((max(top - w + v, loads[r] + w - v), i, j) for w, i in mine.items() for (r, v), j in others.items()),
+            default=(top, 0, 0),
+        )
         if found[0] >= top:
             break
         _, i, j = found
@@ -163,7 +186,10 @@ def _exchanged(owners: list[int], work: Sequence[int], ranks: int) -> list[int]:
 def _stage(lists: list[list[tuple[int, int]]], size: int, per_rank: int) -> Stage:
     ranks = len(lists)
     wanted = [sorted({j for _, j in pairs if j // per_rank != r}) for r, pairs in enumerate(lists)]
-    flows = [[[j % per_rank for j in wanted[to] if j // per_rank == source] for to in range(ranks)] for source in range(ranks)]
+    flows = [
+        [[j % per_rank for j in wanted[to] if j // per_rank == source] for to in range(ranks)]
+        for source in range(ranks)
+    ]
     sent, received = [sum(map(len, f)) for f in flows], [len(w) for w in wanted]
     degree = max(sent + received)
     for source in range(ranks):  # fillers: a rank that could send more to one that could receive more
@@ -174,6 +200,16 @@ def _stage(lists: list[list[tuple[int, int]]], size: int, per_rank: int) -> Stag
     slots = []
     for r in range(ranks):
         arrived = [source * per_rank + j for source in range(ranks) for j in flows[source][r]]
-        slots.append({j: per_rank + place for place, j in reversed(list(enumerate(arrived)))} | {r * per_rank + i: i for i in range(per_rank)})
-    pairs = tuple((*((place, slots[r][j], j) for place, j in lists[r]), *[(0, 0, -1)] * (size - len(lists[r]))) for r in range(ranks))
-    return Stage(tuple(tuple(j for f in flows[r] for j in f) for r in range(ranks)), tuple(tuple(map(len, f)) for f in flows), pairs)
+        slots.append(
+            {j: per_rank + place for place, j in reversed(list(enumerate(arrived)))}
+            | {r * per_rank + i: i for i in range(per_rank)}
+        )
+    pairs = tuple(
+        (*((place, slots[r][j], j) for place, j in lists[r]), *[(0, 0, -1)] * (size - len(lists[r])))
+        for r in range(ranks)
+    )
+    return Stage(
+        tuple(tuple(j for f in flows[r] for j in f) for r in range(ranks)),
+        tuple(tuple(map(len, f)) for f in flows),
+        pairs,
+    )

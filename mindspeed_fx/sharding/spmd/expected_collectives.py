@@ -1,9 +1,10 @@
-"""What a plan's edges need to be sent: the fewest collectives that a placement of every value allows, read off the placements that the values
-of one rank's program have.
+"""What a plan's edges need to be sent: the fewest collectives that a placement of every value allows, read off the
+placements that the values of one rank's program have.
 
-A value that is a sum over ranks and wanted whole needs an all-reduce, wanted in parts a reduce-scatter; parts wanted whole an all-gather;
-parts of one dimension wanted as parts of another an all-to-all; whatever is whole, nothing. The gradient takes the way backwards: it is a
-sum over ranks where a value that is whole meets something divided. One of each for a value and all its readers.
+A value that is a sum over ranks and wanted whole needs an all-reduce, wanted in parts a reduce-scatter; parts wanted
+whole an all-gather; parts of one dimension wanted as parts of another an all-to-all; whatever is whole, nothing. The
+gradient takes the way backwards: it is a sum over ranks where a value that is whole meets something divided. One of
+each for a value and all its readers.
 
 :mod:`verify` holds the local program to this.
 """
@@ -68,7 +69,8 @@ class Traffic:
 
         Args:
             graph: captured, with ``place`` calls.
-            parameters: placeholder -> name, value at rest, and for mesh dimensions over which it is made whole "zero1", "zero2" or "zero3".
+            parameters: placeholder -> name, value at rest, and for mesh dimensions over which it is made whole "zero1",
+                "zero2" or "zero3".
         """
         for i in (i for i in range(self.mesh.ndim) if self.mesh.size(i) > 1):
             for node in self.values:
@@ -93,7 +95,14 @@ class Traffic:
             return
         p, t = x.placements[i], y.placements[i]
         for word in _sends(p, t):
-            self._add(word, i, self._bytes(x) * self._gathered_before(x.placements, y.placements, i), False, node, "edge of the plan")
+            self._add(
+                word,
+                i,
+                self._bytes(x) * self._gathered_before(x.placements, y.placements, i),
+                False,
+                node,
+                "edge of the plan",
+            )
         if x.requires_grad:
             back = p if p.is_shard() else None
             if t.is_shard():
@@ -101,17 +110,28 @@ class Traffic:
                 for word in ["all_gather"] if back is None else ["all_to_all"] if back != t else []:
                     self._add(word, i, size, True, node, "gradient of an edge of the plan")
             elif self.is_sum(node, i):
-                self._add("all_reduce" if back is None else "reduce_scatter", i, self._bytes(y), True, node, "gradient of an edge of the plan")
+                self._add(
+                    "all_reduce" if back is None else "reduce_scatter",
+                    i,
+                    self._bytes(y),
+                    True,
+                    node,
+                    "gradient of an edge of the plan",
+                )
 
     def _gathered_before(self, old: Any, new: Any, i: int) -> int:
-        """How many times as large a value is when mesh dimension ``i`` has its turn: DTensor gathers over inner dimensions first."""
+        """How many times as large a value is when mesh dimension ``i`` has its turn: DTensor gathers over inner
+        dimensions first.
+        """
         times = 1
         for j in range(i + 1, self.mesh.ndim):
             times *= self.mesh.size(j) if old[j].is_shard() and not new[j].is_shard() else 1
         return times
 
     def is_sum(self, node: fx.Node, i: int) -> bool:
-        """Whether the gradient of a value that is whole along mesh dimension ``i`` is a sum over the ranks: something divided meets it."""
+        """Whether the gradient of a value that is whole along mesh dimension ``i`` is a sum over the ranks: something
+        divided meets it.
+        """
         for user in node.users:
             if user.op != "call_function" or user.target is place:
                 continue
@@ -121,11 +141,24 @@ class Traffic:
             if isinstance(value, tuple) and any(getattr(v, "is_sum", lambda _: False)(i) for v in value):
                 return True  # tokens on their way to experts
             if tracing.is_higher_order(user.target):
-                if any(self.is_sum(p, i) for body, given in operands(user.graph.owning_module, user) for p, a in given.items() if a is node):
+                if any(
+                    self.is_sum(p, i)
+                    for body, given in operands(user.graph.owning_module, user)
+                    for p, a in given.items()
+                    if a is node
+                ):
                     return True
                 continue
-            found = [v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, DTensor) and v.requires_grad]
-            if any(not v.placements[i].is_replicate() for v in found) or (found and self._divided_inside(user, i)) or (found and self.is_sum(user, i)):
+            found = [
+                v
+                for v in (value if isinstance(value, (tuple, list)) else (value,))
+                if isinstance(v, DTensor) and v.requires_grad
+            ]
+            if (
+                any(not v.placements[i].is_replicate() for v in found)
+                or (found and self._divided_inside(user, i))
+                or (found and self.is_sum(user, i))
+            ):
                 return True
         return False
 
@@ -161,10 +194,16 @@ class Traffic:
                 self._summed.add((a, i))
                 self._add("all_reduce", i, self._bytes(x), False, node, f"{node.target} needs its argument summed")
             elif p.is_shard() and whole:
-                self.wholes.append(Whole(str(node.target), self.mesh.mesh_dim_names[i], module_path(node), source_line(node)))
+                self.wholes.append(
+                    Whole(str(node.target), self.mesh.mesh_dim_names[i], module_path(node), source_line(node))
+                )
 
     def _loss(self, node: fx.Node, logits: DTensor, i: int) -> None:
-        tokens = dtensor.local_numel(logits) // logits.shape[-1] * (self.mesh.size(i) if logits.placements[i] == Shard(logits.ndim - 1) else 1)
+        tokens = (
+            dtensor.local_numel(logits)
+            // logits.shape[-1]
+            * (self.mesh.size(i) if logits.placements[i] == Shard(logits.ndim - 1) else 1)
+        )
         wide = max(4, logits.dtype.itemsize)
         smoothing = any(isinstance(a, float) and a for a in node.args[-2:])
         for numbers in (1, 3 if smoothing else 2):
@@ -184,7 +223,16 @@ class Traffic:
         if gathered:
             found.append(Send("all_gather", dim, self._bytes(p), False, name, "a divided parameter is made whole"))
         if p.requires_grad and self.is_sum(node, i):
-            found.append(Send("reduce_scatter" if gathered and stage != "zero1" else "all_reduce", dim, self._bytes(whole), True, name, "gradient of a parameter that every rank uses"))
+            found.append(
+                Send(
+                    "reduce_scatter" if gathered and stage != "zero1" else "all_reduce",
+                    dim,
+                    self._bytes(whole),
+                    True,
+                    name,
+                    "gradient of a parameter that every rank uses",
+                )
+            )
         self.sends += [s for s in found if s.bytes > NUMBER]
 
     # ---------------------------------------------------------------- small things

@@ -1,9 +1,11 @@
-"""A mixture of experts whose experts are divided over ranks: each rank computes the rows of its own, in tensors of fixed size.
+"""A mixture of experts whose experts are divided over ranks: each rank computes the rows of its own, in tensors of
+fixed size.
 
-Tokens are gathered, and each rank computes of the rows sorted by expert those that are for its experts; where several ranks hold the same
-experts (data parallelism), each takes an equal share of every expert's rows. Its rows come first in a tensor as long as all of them, and
-between the grouped products whatever works row by row works on that. What leaves is zero but for a rank's rows: a sum over ranks, which a
-plan's next edge scatters. The number of rows is data; nothing waits for it on the host, and no token is dropped.
+Tokens are gathered, and each rank computes of the rows sorted by expert those that are for its experts; where several
+ranks hold the same experts (data parallelism), each takes an equal share of every expert's rows. Its rows come first in
+a tensor as long as all of them, and between the grouped products whatever works row by row works on that. What leaves
+is zero but for a rank's rows: a sum over ranks, which a plan's next edge scatters. The number of rows is data; nothing
+waits for it on the host, and no token is dropped.
 
 Source: Megatron-core's "allgather" token dispatcher; for its "alltoall" one see :mod:`dispatch`.
 """
@@ -24,9 +26,25 @@ from mindspeed_fx.compat import dtensor
 aten, ops = torch.ops.aten, torch.ops.mindspeed
 
 ROWWISE = {
-    ops.swiglu.default, ops.glu.default, ops.clipped_swiglu.default, ops.weighted_swiglu.default, aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
-    aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar, aten.clamp.default, aten.to.dtype, operator.getitem,
-}  # fmt: skip
+    ops.swiglu.default,
+    ops.glu.default,
+    ops.clipped_swiglu.default,
+    ops.weighted_swiglu.default,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.relu.default,
+    aten.sigmoid.default,
+    aten.tanh.default,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.div.Tensor,
+    aten.pow.Tensor_Scalar,
+    aten.clamp.default,
+    aten.to.dtype,
+    operator.getitem,
+}
 """Operators each of whose rows of results is made of the same row of the arguments."""
 
 BY_DIMENSION = {aten.chunk.default: 2, aten.split.Tensor: 2, aten.slice.Tensor: 1, aten.narrow.default: 1}
@@ -51,11 +69,20 @@ class Routing:
     """[own experts]: where each one's rows end here."""
 
     def local(self, x: DTensor) -> DTensor:
-        """Rows of ``x`` that are this rank's. Called whole over the shared dimensions, where ranks then hold different rows."""
-        placements = [Replicate() if i in self.shared or dtensor.is_divided(p, 0) else p for i, p in enumerate(x.placements)]
+        """Rows of ``x`` that are this rank's. Called whole over the shared dimensions, where ranks then hold different
+        rows.
+        """
+        placements = [
+            Replicate() if i in self.shared or dtensor.is_divided(p, 0) else p for i, p in enumerate(x.placements)
+        ]
         x = x.redistribute(placements=placements)
         gradient = [Partial() if i in self.shared else p for i, p in enumerate(placements)]
-        return _made(_Moved.apply(x.to_local(grad_placements=gradient), self.take, self.taken, self.put, self.mine), x, placements, x.shape)
+        return _made(
+            _Moved.apply(x.to_local(grad_placements=gradient), self.take, self.taken, self.put, self.mine),
+            x,
+            placements,
+            x.shape,
+        )
 
     def back(self, x: DTensor) -> DTensor:
         """The inverse: a sum over the shared dimensions."""
@@ -106,7 +133,9 @@ def grouped_matmul(x: DTensor | OwnRows, weight: DTensor, offsets: DTensor, data
     if not over and not isinstance(x, OwnRows):
         return ops.grouped_matmul(x, weight, offsets)
     if not isinstance(x, OwnRows):
-        divided = [i for i, p in enumerate(x.placements) if dtensor.is_divided(p, 0)]  # by a sequence: those ranks share the rows too
+        divided = [
+            i for i, p in enumerate(x.placements) if dtensor.is_divided(p, 0)
+        ]  # by a sequence: those ranks share the rows too
         shared = (*over, *(i for i in sorted({*data, *divided}) if i not in over))
         routing = _routing(x.shape[0], weight, offsets, over, shared)
         x = OwnRows(routing.local(x), routing)
@@ -115,7 +144,9 @@ def grouped_matmul(x: DTensor | OwnRows, weight: DTensor, offsets: DTensor, data
     placements = [Replicate() if i in shared else p for i, p in enumerate(weight.placements)]
     own = weight.to_local(grad_placements=gradient)
     own = _made(own, weight, placements, torch.Size((own.shape[0], *weight.shape[1:])))
-    ends = DTensor.from_local(x.routing.ends.to(offsets.dtype), weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False)
+    ends = DTensor.from_local(
+        x.routing.ends.to(offsets.dtype), weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False
+    )
     return OwnRows(ops.grouped_matmul(x.value, own, ends), x.routing)
 
 
@@ -149,16 +180,24 @@ def _routing(rows: int, weight: DTensor, offsets: DTensor, over: Sequence[int], 
 
 
 def with_own_rows(run: Callable, target: Any, args: tuple, kwargs: dict) -> Any:
-    """``run(target, args, kwargs)`` where some arguments may be own rows: on those rows if the operator works row by row, else after
-    they are whole tensors again."""
+    """``run(target, args, kwargs)`` where some arguments may be own rows: on those rows if the operator works row by
+    row, else after they are whole tensors again."""
     found = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, OwnRows)]
     if not found:
         return run(target, args, kwargs)
     routing = found[0].routing
     along = _argument(args, kwargs, BY_DIMENSION[target]) if target in BY_DIMENSION else None
-    if all(f.routing is routing for f in found) and (target in ROWWISE or (along is not None and along % found[0].value.ndim)):
+    if all(f.routing is routing for f in found) and (
+        target in ROWWISE or (along is not None and along % found[0].value.ndim)
+    ):
         rows, width = found[0].value.shape[0], found[0].value.ndim
-        local = lambda a: a.value if isinstance(a, OwnRows) else routing.local(a) if isinstance(a, DTensor) and a.ndim == width and a.shape[0] == rows else a
+        local = lambda a: (
+            a.value
+            if isinstance(a, OwnRows)
+            else routing.local(a)
+            if isinstance(a, DTensor) and a.ndim == width and a.shape[0] == rows
+            else a
+        )
         results = run(target, *pytree.tree_map(local, (args, kwargs)))
         return pytree.tree_map_only(DTensor, lambda x: OwnRows(x, routing), results)
     return run(target, *pytree.tree_map(whole, (args, kwargs)))

@@ -1,7 +1,8 @@
-"""Losses and reductions whose DTensor rules are wrong or gather everything: elements or rows on each rank's parts, then our mean or sum.
+"""Losses and reductions whose DTensor rules are wrong or gather everything: elements or rows on each rank's parts, then
+our mean or sum.
 
-DTensor (2.13) gives each rank's part to the loss's own backward, which divides by the elements of the part (``mse_loss``), and
-makes a rank's own mean the whole's where the divisor is a sum of weights (``nll_loss``).
+DTensor (2.13) gives each rank's part to the loss's own backward, which divides by the elements of the part
+(``mse_loss``), and makes a rank's own mean the whole's where the divisor is a sum of weights (``nll_loss``).
 """
 
 from __future__ import annotations
@@ -59,14 +60,20 @@ def _cosine_rows(tensors: list[DTensor]) -> list[Strategy]:
 
 
 def _classes(target: Any) -> Callable:
-    """``target``: nll_loss or cross_entropy_loss of x [N, C, ...]; a mean's divisor counts the weights of all ranks' targets."""
+    """``target``: nll_loss or cross_entropy_loss of x [N, C, ...]; a mean's divisor counts the weights of all ranks'
+    targets.
+    """
 
     def loss(*args: Any, **kwargs: Any) -> DTensor:
         given = bound(target, args, kwargs)
         reduction, x, labels, weight = given.pop("reduction"), given["self"], given["target"], given.get("weight")
         shift = 0 if labels.is_floating_point() else 1
         weights = [REPLICATED] * (weight is not None)
-        found = [] if x.ndim < 2 else [(0, [0, 0, *weights]), *((d - 1, [d, d - shift, *weights]) for d in range(2, x.ndim))]
+        found = (
+            []
+            if x.ndim < 2
+            else [(0, [0, 0, *weights]), *((d - 1, [d, d - shift, *weights]) for d in range(2, x.ndim))]
+        )
         losses = run_in_parts(lambda **local: target(**local, reduction=NONE), (), given, found)
         if reduction == NONE or (shift == 0 and reduction == MEAN):
             # of probabilities the mean is over all rows, whatever their weights
@@ -97,7 +104,9 @@ def _top(x: DTensor, dims: list[int]) -> DTensor:
     placements = [Partial("max") if dtensor.is_divided(p) and p.dim in dims else p for p in x.placements]
     divided = [p if not p.is_partial() else Replicate() for p in placements]
     top = from_parts(x.to_local().amax(dims, keepdim=True), x.device_mesh, divided)
-    top = DTensor.from_local(top.to_local(), x.device_mesh, placements, run_check=False, shape=top.shape, stride=top.stride())
+    top = DTensor.from_local(
+        top.to_local(), x.device_mesh, placements, run_check=False, shape=top.shape, stride=top.stride()
+    )
     top = top.redistribute(placements=divided)
     return torch.where(top.abs() == float("inf"), torch.zeros_like(top), top)
 
@@ -139,16 +148,36 @@ def log_softmax(x: DTensor, dim: int, dtype: torch.dtype | None = None) -> DTens
 
 
 HANDLERS: dict[Any, Callable] = {
-    **{op: _loss(op, pointwise_strategies) for op in (
-        aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.binary_cross_entropy.default, aten.kl_div.default,
-        aten.binary_cross_entropy_with_logits.default, aten.poisson_nll_loss.default, aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default, aten.soft_margin_loss.default,
-    )},
+    **{
+        op: _loss(op, pointwise_strategies)
+        for op in (
+            aten.mse_loss.default,
+            aten.l1_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.kl_div.default,
+            aten.binary_cross_entropy_with_logits.default,
+            aten.poisson_nll_loss.default,
+            aten.hinge_embedding_loss.default,
+            aten.margin_ranking_loss.default,
+            aten.soft_margin_loss.default,
+        )
+    },
     aten.multi_margin_loss.default: _loss(aten.multi_margin_loss.default, _margin_rows),
     aten.multilabel_margin_loss.default: _loss(aten.multilabel_margin_loss.default, _margin_rows),
     aten.cosine_embedding_loss.default: _loss(aten.cosine_embedding_loss.default, _cosine_rows),
     aten.triplet_margin_loss.default: _loss(aten.triplet_margin_loss.default, _by_leading),
-    **{op: _classes(op) for op in (aten.nll_loss.default, aten.nll_loss_nd.default, aten.nll_loss2d.default, aten.cross_entropy_loss.default)},
+    **{
+        op: _classes(op)
+        for op in (
+            aten.nll_loss.default,
+            aten.nll_loss_nd.default,
+            aten.nll_loss2d.default,
+            aten.cross_entropy_loss.default,
+        )
+    },
     aten.logsumexp.default: logsumexp,
     aten.softmax.int: softmax,
     aten.log_softmax.int: log_softmax,
-}  # fmt: skip
+}

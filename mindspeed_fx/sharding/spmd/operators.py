@@ -1,4 +1,6 @@
-"""Operators that keep rows divided where DTensor alone would gather them: linear layers, dropout, attention by query."""
+"""Operators that keep rows divided where DTensor alone would gather them: linear layers, dropout, attention by
+query.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,39 @@ def rms_norm(x: DTensor, weight: DTensor | None, eps: float, cast_first: bool) -
     over = [i for i, p in enumerate(x.placements) if p == Shard(x.ndim - 1)]
     local = None
     if weight is not None:
-        tokens = [Partial() if p.is_shard() and i not in over else Shard(0) if i in over else Replicate() for i, p in enumerate(x.placements)]
-        local = weight.redistribute(placements=[Shard(0) if i in over else Replicate() for i in range(x.device_mesh.ndim)]).to_local(grad_placements=tokens)
+        tokens = [
+            Partial() if p.is_shard() and i not in over else Shard(0) if i in over else Replicate()
+            for i, p in enumerate(x.placements)
+        ]
+        local = weight.redistribute(
+            placements=[Shard(0) if i in over else Replicate() for i in range(x.device_mesh.ndim)]
+        ).to_local(grad_placements=tokens)
     y, rstd = _DividedNorm.apply(x.to_local(), local, x.device_mesh, over, x.shape[-1], eps, cast_first)
     placed = [Replicate() if i in over else p for i, p in enumerate(x.placements)]
-    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()), DTensor.from_local(rstd, x.device_mesh, placed, run_check=False)
+    return DTensor.from_local(
+        y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    ), DTensor.from_local(rstd, x.device_mesh, placed, run_check=False)
 
 
 class _DividedNorm(torch.autograd.Function):
     """RMSNorm of rows of which each rank has a part: one number per row is summed over the ranks, forward and backward.
 
-    With n = x rstd and h = dy w: dx = rstd (h - n mean(h n)), dw = sum of dy n over rows. Written for local tensors: of partial
-    sums that autograd makes of rstd's gradient, DTensor would expand each to the whole width before it adds them up.
+    With n = x rstd and h = dy w: dx = rstd (h - n mean(h n)), dw = sum of dy n over rows. Written for local tensors: of
+    partial sums that autograd makes of rstd's gradient, DTensor would expand each to the whole width before it adds
+    them up.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, mesh: Any, over: list[int], width: int, eps: float, cast_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        mesh: Any,
+        over: list[int],
+        width: int,
+        eps: float,
+        cast_first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = x.to(accumulation_dtype(x.dtype))
         rstd = torch.rsqrt(dtensor.all_reduce((wide * wide).sum(-1, keepdim=True), mesh, over) / width + eps)
         ctx.save_for_backward(x, weight, rstd)
@@ -66,9 +85,15 @@ class _DividedNorm(torch.autograd.Function):
         if weight is None:
             scaled = grad.to(wide)
         elif ctx.cast_first:
-            scaled, dweight = (grad * weight).to(wide), (grad * normed.to(x.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
+            scaled, dweight = (
+                (grad * weight).to(wide),
+                (grad * normed.to(x.dtype)).flatten(0, -2).sum(0).to(weight.dtype),
+            )
         else:
-            scaled, dweight = grad.to(wide) * weight.to(wide), (grad.to(wide) * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            scaled, dweight = (
+                grad.to(wide) * weight.to(wide),
+                (grad.to(wide) * normed).flatten(0, -2).sum(0).to(weight.dtype),
+            )
         mean = dtensor.all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.mesh, ctx.over) / ctx.width
         return (rstd * (scaled - normed * mean)).to(x.dtype), dweight, None, None, None, None, None
 
@@ -88,9 +113,13 @@ def add_rms_norm(x: DTensor, residual: DTensor, weight: DTensor | None, eps: flo
 
 
 def mean(x: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> DTensor:
-    """``aten.mean``. Of a mean over what ranks share, autograd expands the gradient to the whole and divides that, on every rank; here it is divided
-    first, and every rank expands its part."""
-    dims = list(range(x.ndim)) if dim is None or dim == [] else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    """``aten.mean``. Of a mean over what ranks share, autograd expands the gradient to the whole and divides that, on
+    every rank; here it is divided first, and every rank expands its part."""
+    dims = (
+        list(range(x.ndim))
+        if dim is None or dim == []
+        else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    )
     if any(map(dtensor.is_strided, x.placements)) or not any(p.is_shard() and p.dim in dims for p in x.placements):
         return torch.mean(x, dims, keepdim, dtype=dtype)
     return _Mean.apply(x, dims, keepdim, dtype)
@@ -100,7 +129,11 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.like, ctx.dims, ctx.keepdim = (x.shape, x.dtype, [Replicate() if p.is_partial() else p for p in x.placements]), dims, keepdim
+        ctx.like, ctx.dims, ctx.keepdim = (
+            (x.shape, x.dtype, [Replicate() if p.is_partial() else p for p in x.placements]),
+            dims,
+            keepdim,
+        )
         return torch.mean(x, dims, keepdim, dtype=dtype)
 
     @staticmethod
@@ -115,21 +148,32 @@ class _Mean(torch.autograd.Function):
 
 
 def locally(target: Any) -> Any:
-    """``target`` on each rank's own part, for operators of one tensor that work along one dimension (position 1, or 2 for top-k).
+    """``target`` on each rank's own part, for operators of one tensor that work along one dimension (position 1, or 2
+    for top-k).
 
-    Tokens of [batch, sequence] that two mesh dimensions divide are parts of parts once they are flattened: DTensor (2.13) does not keep them
-    for top-k and the like, and what it gathers instead is wrong on a mesh of three dimensions.
+    Tokens of [batch, sequence] that two mesh dimensions divide are parts of parts once they are flattened: DTensor
+    (2.13) does not keep them for top-k and the like, and what it gathers instead is wrong on a mesh of three
+    dimensions.
     """
 
     def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         dim = kwargs.get("dim", args[at] if len(args) > at else -1) % x.ndim
-        if not any(map(dtensor.is_strided, x.placements)) or any(p.is_partial() or dtensor.is_divided(p, dim) for p in x.placements):
+        if not any(map(dtensor.is_strided, x.placements)) or any(
+            p.is_partial() or dtensor.is_divided(p, dim) for p in x.placements
+        ):
             return target(x, *args, **kwargs)
         results = target(x.to_local(), *args, **kwargs)
 
         def made(local: torch.Tensor) -> DTensor:
             shape = torch.Size((*x.shape[:dim], local.shape[dim], *x.shape[dim + 1 :]))
-            return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
+            return DTensor.from_local(
+                local,
+                x.device_mesh,
+                x.placements,
+                run_check=False,
+                shape=shape,
+                stride=torch.empty(shape, device="meta").stride(),
+            )
 
         return made(results) if isinstance(results, torch.Tensor) else tuple(map(made, results))
 
@@ -154,40 +198,78 @@ def dropout(x: DTensor, p: float, train: bool) -> DTensor:
 
 
 def attention(
-    q: DTensor, k: DTensor, v: DTensor, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None, known: torch.Tensor | None = None, inner: Mapping[int, int] | None = None
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    mask: DTensor | None,
+    causal: bool,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: DTensor | None = None,
+    known: torch.Tensor | None = None,
+    inner: Mapping[int, int] | None = None,
 ) -> Any:
-    """``mindspeed::attention``. Where the sequences of all three are divided, keys and values go round; where only the queries
-    are, causal means a mask of this rank's rows.
+    """``mindspeed::attention``. Where the sequences of all three are divided, keys and values go round; where only the
+    queries are, causal means a mask of this rank's rows.
 
     Args:
         known: see :func:`ring.attention`.
         inner: mesh dimension -> ranks of an inner ring.
     """
     if (dim := ring.over(q, k, v)) is not None:
-        return ring.attention(q, k, v, dim, mask, causal, scale, window, softcap, sinks, known, (inner or {}).get(dim, 0)), None  # no pass reads the log-sum-exp, which would have to be sent back too
+        return ring.attention(
+            q, k, v, dim, mask, causal, scale, window, softcap, sinks, known, (inner or {}).get(dim, 0)
+        ), None  # no pass reads the log-sum-exp, which would have to be sent back too
     if causal and _queries_divided(q, k):
         mask, causal, window = _rows_of_causal(q, k, mask, window), False, 0
     return torch.ops.mindspeed.attention(q, k, v, mask, causal, scale, window, softcap, sinks)
 
 
 def varlen_attention(
-    q: DTensor, k: DTensor, v: DTensor, documents: DTensor, ends: DTensor | None, causal: bool, scale: float, window: int = 0, known: torch.Tensor | None = None, inner: Mapping[int, int] | None = None
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    documents: DTensor,
+    ends: DTensor | None,
+    causal: bool,
+    scale: float,
+    window: int = 0,
+    known: torch.Tensor | None = None,
+    inner: Mapping[int, int] | None = None,
 ) -> Any:
     """``mindspeed::varlen_attention``; where the sequence is divided, attention with a mask of the documents."""
     if not any(p == Shard(2) for p in q.placements):
         return torch.ops.mindspeed.varlen_attention(q, k, v, documents, ends, causal, scale, window)
     documents = documents.redistribute(placements=[Replicate() if p == Shard(1) else p for p in documents.placements])
-    return attention(q, k, v, (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1), causal, scale, window, known=known)
+    return attention(
+        q, k, v, (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1), causal, scale, window, known=known
+    )
 
 
-def scaled_dot_product_attention(q: DTensor, k: DTensor, v: DTensor, attn_mask: DTensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, known: torch.Tensor | None = None, inner: Mapping[int, int] | None = None) -> DTensor:
+def scaled_dot_product_attention(
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    attn_mask: DTensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    known: torch.Tensor | None = None,
+    inner: Mapping[int, int] | None = None,
+) -> DTensor:
     """``aten.scaled_dot_product_attention``, which DTensor would take apart; dropout stays with DTensor."""
     if dropout_p:
-        return aten.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return aten.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     lead = q.ndim - 4
     if lead < 0:
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    out = attention(q, k, v, attn_mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, known=known, inner=inner)[0]
+    out = attention(
+        q, k, v, attn_mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, known=known, inner=inner
+    )[0]
     return out.squeeze(0) if lead < 0 else out
 
 
@@ -196,7 +278,11 @@ def _queries_divided(q: DTensor, k: DTensor) -> bool:
 
 
 def _rows_of_causal(q: DTensor, k: DTensor, mask: DTensor | None, window: int) -> DTensor:
-    rows = whole(torch.arange(q.shape[2], device=q.device), q).redistribute(placements=[Shard(0) if p == Shard(2) else Replicate() for p in q.placements]).unsqueeze(1)
+    rows = (
+        whole(torch.arange(q.shape[2], device=q.device), q)
+        .redistribute(placements=[Shard(0) if p == Shard(2) else Replicate() for p in q.placements])
+        .unsqueeze(1)
+    )
     columns = whole(torch.arange(k.shape[2], device=q.device), q).unsqueeze(0)
     keep = rows >= columns
     if window:

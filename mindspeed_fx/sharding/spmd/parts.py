@@ -73,7 +73,9 @@ def from_parts(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) 
 
 
 def _choose(tensors: Sequence[DTensor], i: int, strategies: Sequence[Strategy]) -> tuple[Strategy, Placement] | None:
-    """The strategy that keeps the most bytes where they are on mesh dimension ``i``, and a placement that it keeps; None: whole."""
+    """The strategy that keeps the most bytes where they are on mesh dimension ``i``, and a placement that it keeps;
+    None: whole.
+    """
     best, most = None, 0
     for strategy in strategies:
         kept, model = 0, None
@@ -99,8 +101,8 @@ def _as_placed(model: Placement, wanted: Any) -> Placement:
 
 
 def _is_ambiguous(chosen: Sequence[Any]) -> bool:
-    """Whether several mesh dimensions divide, one of them in several pieces: DTensor (2.13) reads such placements of a local
-    tensor as an order of mesh dimensions, and would gather elements in another order."""
+    """Whether several mesh dimensions divide, one of them in several pieces: DTensor (2.13) reads such placements of a
+    local tensor as an order of mesh dimensions, and would gather elements in another order."""
     return sum(c is not None for c in chosen) > 1 and any(c is not None and dtensor.is_strided(c[1]) for c in chosen)
 
 

@@ -1,7 +1,8 @@
 """The captured graph run on DTensors: what AOTAutograd traces here is the local program of one rank.
 
-Parameters enter as the shards that stand for the whole, inputs as this rank's part, and every operator runs on DTensors,
-which insert the collectives, forward and backward; ``place`` calls redistribute where the plan says. The results are whole.
+Parameters enter as the shards that stand for the whole, inputs as this rank's part, and every operator runs on
+DTensors, which insert the collectives, forward and backward; ``place`` calls redistribute where the plan says. The
+results are whole.
 """
 
 from __future__ import annotations
@@ -71,7 +72,14 @@ class Program(torch.nn.Module):
         with fx.traceback.preserve_node_meta(), traffic.listening():
             results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic).run(*given)
         placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
-        traffic.read(self.graph, {n: (v.name, self._at_rest(x, v), self.stages) for n, x, v in zip(placeholders, local, self.values) if v is not None and v.parameter})
+        traffic.read(
+            self.graph,
+            {
+                n: (v.name, self._at_rest(x, v), self.stages)
+                for n, x, v in zip(placeholders, local, self.values)
+                if v is not None and v.parameter
+            },
+        )
         results = pytree.tree_map_only(DTensor, self._leave, results)
         return tuple(results) if isinstance(results, (tuple, list)) else results
 
@@ -95,7 +103,9 @@ class Program(torch.nn.Module):
         return made
 
     def _at_rest(self, x: torch.Tensor, value: Value) -> DTensor:
-        return DTensor.from_local(x, self.mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride)
+        return DTensor.from_local(
+            x, self.mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride
+        )
 
     def _leave(self, x: DTensor) -> torch.Tensor:
         return x.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
@@ -104,9 +114,24 @@ class Program(torch.nn.Module):
 class _Planned(fx.Interpreter):
     """Runs a captured graph on DTensors; names the user's module and line where an operator cannot be divided."""
 
-    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, known: dict[fx.Node, torch.Tensor], data: list[int], traffic: Traffic):
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        plan: Plan,
+        mesh: DeviceMesh,
+        known: dict[fx.Node, torch.Tensor],
+        data: list[int],
+        traffic: Traffic,
+    ):
         super().__init__(graph, garbage_collect_values=False)
-        self.extra_traceback, self.plan, self.mesh, self.known, self.data, self.traffic = False, plan, mesh, known, data, traffic
+        self.extra_traceback, self.plan, self.mesh, self.known, self.data, self.traffic = (
+            False,
+            plan,
+            mesh,
+            known,
+            data,
+            traffic,
+        )
         self.inner = {mesh.mesh_dim_names.index(name): ranks for name, ranks in plan.rings.items()}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -124,7 +149,9 @@ class _Planned(fx.Interpreter):
             raise ShardingError(f"{self._at(n)}: {e}") from None
         except Exception as e:
             given = ", ".join(f"{a.name} {_shown(self.env.get(a))}" for a in n.all_input_nodes)
-            raise ShardingError(f"{self._at(n)}: {n.target} cannot be computed in parts from {given} ({_line(e)}); {REMEDY}") from e
+            raise ShardingError(
+                f"{self._at(n)}: {n.target} cannot be computed in parts from {given} ({_line(e)}); {REMEDY}"
+            ) from e
 
     def _at(self, n: fx.Node) -> str:
         return f'plan "{self.plan.name}", {_where(n)}'
@@ -135,7 +162,11 @@ class _Planned(fx.Interpreter):
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor made inside the graph, such as positions or a mask, is whole on every rank."""
-        return x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        return (
+            x
+            if isinstance(x, DTensor)
+            else DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        )
 
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -143,7 +174,9 @@ class _Planned(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if tracing.is_checkpoint(target):
-            return dtensor.checkpointed(lambda body: _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic), args, kwargs)
+            return dtensor.checkpointed(
+                lambda body: _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic), args, kwargs
+            )
         if target is token_dispatch.unpermuted:
             return token_dispatch.unpermuted(*args)
         if target is torch.ops.mindspeed.grouped_matmul.default and token_dispatch.travels(args[0]):
@@ -239,4 +272,3 @@ def _line(error: BaseException) -> str:
 
 def _shown(value: Any) -> str:
     return f"{tuple(value.shape)} {value.placements}" if isinstance(value, DTensor) else type(value).__name__
-

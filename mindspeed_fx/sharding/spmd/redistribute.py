@@ -41,14 +41,16 @@ def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
 
 
 def placed_at(x: DTensor, placements: Any) -> DTensor:
-    """``x`` at ``placements``, one for every mesh dimension; as it is where it is there. The gradient comes back as ``x`` is."""
+    """``x`` at ``placements``, one for every mesh dimension; as it is where it is there. The gradient comes back as
+    ``x`` is.
+    """
     return x if list(x.placements) == list(placements) else _Redistribute.apply(x, tuple(placements))
 
 
 class _Redistribute(torch.autograd.Function):
     """DTensor's ``redistribute`` whose local results are stored in the order of dimensions that the whole has: what
-    collectives return is contiguous, and a view that is right for the whole would fail on it. Parts of one dimension become parts
-    of another by :func:`exchanged`."""
+    collectives return is contiguous, and a view that is right for the whole would fail on it. Parts of one dimension
+    become parts of another by :func:`exchanged`."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
@@ -83,8 +85,8 @@ def _exchangeable(x: DTensor, placements: tuple[Placement, ...], i: int) -> bool
 
 
 def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
-    """One all-to-all over mesh dimension ``i``. DTensor (2.13) has an operator of its own for it, which ends where it starts and so hides behind
-    nothing, and on CPU gathers everything to keep a part: n times the bytes."""
+    """One all-to-all over mesh dimension ``i``. DTensor (2.13) has an operator of its own for it, which ends where it
+    starts and so hides behind nothing, and on CPU gathers everything to keep a part: n times the bytes."""
     old, new, mesh = x.placements[i].dim, placements[i].dim, x.device_mesh
     n = mesh.size(i)
     given = x.to_local().unflatten(new, (n, -1)).movedim(new, 0)
@@ -95,11 +97,12 @@ def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
 
 def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
     """``aten.view`` and ``aten.reshape``. What is divided by strided shards, before or after, is viewed by
-    :func:`placements_as`: DTensor (2.13) cannot part a dimension that several mesh dimensions divide, or takes other pieces
-    for a rank's.
+    :func:`placements_as`: DTensor (2.13) cannot part a dimension that several mesh dimensions divide, or takes other
+    pieces for a rank's.
 
     Raises:
-        ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot share.
+        ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot
+            share.
     """
     whole = torch.empty(x.shape, device="meta").reshape(shape).shape
     placements = placements_as(x, whole)
@@ -115,17 +118,27 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
         if "unevenly" not in str(e):
             raise
         mesh = x.device_mesh
-        cut = ", ".join(f"dimension {p.dim} over {mesh.size(i)} ranks" + (f' of "{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else "") for i, p in enumerate(x.placements) if dtensor.is_divided(p))
-        raise ShardingError(f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; choose another number of ranks, or keep it whole (R)") from e
+        cut = ", ".join(
+            f"dimension {p.dim} over {mesh.size(i)} ranks"
+            + (f' of "{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else "")
+            for i, p in enumerate(x.placements)
+            if dtensor.is_divided(p)
+        )
+        raise ShardingError(
+            f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; "
+            "choose another number of ranks, or keep it whole (R)"
+        ) from e
 
 
 def placements_as(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | None:
-    """Placements of ``x`` viewed as ``shape`` when each rank keeps its elements; None where a rank's part is none of the view's.
+    """Placements of ``x`` viewed as ``shape`` when each rank keeps its elements; None where a rank's part is none of
+    the view's.
 
-    A rank has a part of each of so many pieces: as many as there are elements before the divided dimension, times those of
-    a strided shard. Of the dimensions after the view, the one is divided before which there are as many elements, or a
-    divisor: then its parts are strided again. Tokens [batch * sequence] whose sequence is divided are so many pieces as a
-    rank has sequences.
+    A rank has a part of each of so many pieces: as many as there are elements before the divided dimension, times those
+    of a strided shard. Of the dimensions after the view, the one is divided before which there are as many elements, or
+    a
+    divisor: then its parts are strided again. Tokens [batch * sequence] whose sequence is divided are so many pieces as
+    a rank has sequences.
     """
     placements = list(x.placements)
     for old, new in _groups(x.shape, shape):
@@ -176,7 +189,9 @@ def flatten(x: DTensor, start_dim: int = 0, end_dim: int = -1) -> DTensor:
     if not x.ndim:
         return reshape(x, [1])
     start, end = start_dim % x.ndim, end_dim % x.ndim
-    return x if start == end else reshape(x, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+    return (
+        x if start == end else reshape(x, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+    )
 
 
 def unflatten(x: DTensor, dim: int, sizes: list[int]) -> DTensor:
@@ -208,7 +223,9 @@ def _viewed(x: DTensor, placements: Sequence[Placement], shape: torch.Size, stri
     for i, p in enumerate(placements):
         if dtensor.is_divided(p):
             sizes[p.dim] //= x.device_mesh.size(i)
-    return DTensor.from_local(x.to_local().reshape(sizes), x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        x.to_local().reshape(sizes), x.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _without_sums(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -221,7 +238,14 @@ def _stored_alike(x: DTensor) -> DTensor:
     if 0 in x.stride() or local.permute(order).is_contiguous():
         return x
     back = sorted(range(x.ndim), key=order.__getitem__)
-    return DTensor.from_local(local.permute(order).contiguous().permute(back), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    return DTensor.from_local(
+        local.permute(order).contiguous().permute(back),
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
 
 
 def even(shape: torch.Size, placements: Any, mesh: DeviceMesh, where: str) -> None:
@@ -238,4 +262,7 @@ def even(shape: torch.Size, placements: Any, mesh: DeviceMesh, where: str) -> No
         n = math.prod(mesh.size(i) for i in mine)
         if shape[dim] % n:
             names = ", ".join(f'"{mesh.mesh_dim_names[i]}"' for i in mine) if mesh.mesh_dim_names else str(mine)
-            raise ShardingError(f"{where}: dimension {dim} has {shape[dim]} elements, which {n} ranks of {names} cannot share evenly; pad it, choose another number of ranks, or keep it whole (R)")
+            raise ShardingError(
+                f"{where}: dimension {dim} has {shape[dim]} elements, which {n} ranks of {names} cannot share evenly; "
+                "pad it, choose another number of ranks, or keep it whole (R)"
+            )

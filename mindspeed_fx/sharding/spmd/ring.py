@@ -1,17 +1,21 @@
-"""Ring attention: queries, keys and values divided by sequence; keys and values pass from rank to rank while attention is computed.
+"""Ring attention: queries, keys and values divided by sequence; keys and values pass from rank to rank while attention
+is computed.
 
-Source: Liu et al. 2023, "Ring Attention"; the balance is Megatron's zig-zag: the sequence is cut into two chunks per rank, and
-while it is in attention, rank r of n works on chunks r and 2n-1-r. After its own keys a rank then computes two blocks of a chunk
-by a chunk with the keys of every other rank: the same number of scores on every rank in every step, and no mask. Elsewhere the sequence stays divided in order, so that nothing else of the model needs to know.
+Source: Liu et al. 2023, "Ring Attention"; the balance is Megatron's zig-zag: the sequence is cut into two chunks per
+rank, and while it is in attention, rank r of n works on chunks r and 2n-1-r. After its own keys a rank then computes
+two blocks of a chunk by a chunk with the keys of every other rank: the same number of scores on every rank in every
+step, and no mask. Elsewhere the sequence stays divided in order, so that nothing else of the model needs to know.
 
 With a mask or a window there is no ring: :mod:`blocks` says which rank computes what, and :mod:`ring_blocks` does it.
 
-The next keys and values are sent before this step's attention, and waited for after it. The backward sends them round again,
-and the gradients of keys and values with them, a step behind; what it needs besides is the log-sum-exp over all keys.
+The next keys and values are sent before this step's attention, and waited for after it. The backward sends them round
+again, and the gradients of keys and values with them, a step behind; what it needs besides is the log-sum-exp over all
+keys.
 
-With a window of w ranks there are two rings (Gu et al. 2024, "LoongTrain": double-ring attention; MindSpeed's cp-window-size): keys and values go round w
-neighbours, an inner ring, and while they do, those that the round began with are on their way to the next window, so that a message between machines
-has w steps of attention to hide behind instead of one. Gradients go round the inner ring, and their sums from window to window, a round behind.
+With a window of w ranks there are two rings (Gu et al. 2024, "LoongTrain": double-ring attention; MindSpeed's
+cp-window-size): keys and values go round w neighbours, an inner ring, and while they do, those that the round began
+with are on their way to the next window, so that a message between machines has w steps of attention to hide behind
+instead of one. Gradients go round the inner ring, and their sums from window to window, a round behind.
 """
 
 from __future__ import annotations
@@ -36,38 +40,64 @@ ops = torch.ops.mindspeed
 
 
 def over(q: DTensor, k: DTensor, v: DTensor) -> int | None:
-    """The mesh dimension over which the sequences of q, k and v [batch, heads, sequence, dim] are divided; None: they are not.
+    """The mesh dimension over which the sequences of q, k and v [batch, heads, sequence, dim] are divided; None: they
+    are not.
 
     Raises:
         ShardingError: over several, as if one ring went through two mesh dimensions.
     """
-    found = [i for i, placed in enumerate(zip(q.placements, k.placements, v.placements)) if all(p == Shard(2) for p in placed) and q.device_mesh.size(i) > 1]
+    found = [
+        i
+        for i, placed in enumerate(zip(q.placements, k.placements, v.placements))
+        if all(p == Shard(2) for p in placed) and q.device_mesh.size(i) > 1
+    ]
     if len(found) > 1:
         names = q.device_mesh.mesh_dim_names
-        raise ShardingError(f"ring attention goes round one mesh dimension, and the sequence is divided over {', '.join(names[i] for i in found)}")
+        raise ShardingError(
+            "ring attention goes round one mesh dimension, and the sequence is divided over "
+            f"{', '.join(names[i] for i in found)}"
+        )
     return found[0] if found else None
 
 
 def attention(
-    q: DTensor, k: DTensor, v: DTensor, dim: int, mask: DTensor | None, causal: bool, scale: float, window: int = 0, softcap: float = 0.0, sinks: DTensor | None = None, known: Tensor | None = None, inner: int = 0
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    dim: int,
+    mask: DTensor | None,
+    causal: bool,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: DTensor | None = None,
+    known: Tensor | None = None,
+    inner: int = 0,
 ) -> DTensor:
     """The result of ``mindspeed::attention``, the sequences of all three divided over mesh dimension ``dim``.
 
-    Without a mask and a window a ring; else by :mod:`ring_blocks`, which leaves out the blocks that a window empties, or ``known``.
+    Without a mask and a window a ring; else by :mod:`ring_blocks`, which leaves out the blocks that a window empties,
+    or ``known``.
 
     Args:
-        known: the mask's values where they are known while compiling: broadcast to [queries, keys], True where any head attends.
+        known: the mask's values where they are known while compiling: broadcast to [queries, keys], True where any head
+            attends.
         inner: ranks of an inner ring; 0: there is one ring. No matter where there is none.
 
     Raises:
-        ShardingError: queries and keys of different lengths, causal without a mask and a rank's part of odd length, windows that do not divide the
-            ranks, an additive mask that needs a gradient, or a sink for each query.
+        ShardingError: queries and keys of different lengths, causal without a mask and a rank's part of odd length,
+            windows that do not divide the ranks, an additive mask that needs a gradient, or a sink for each query.
     """
     size = q.shape[2]
     if mask is not None and mask.requires_grad:
-        raise ShardingError("attention over a divided sequence gives an additive mask no gradient; divide heads or the batch")
+        raise ShardingError(
+            "attention over a divided sequence gives an additive mask no gradient; divide heads or the batch"
+        )
     if sinks is not None and sinks.ndim > 1:
-        raise ShardingError("attention over a divided sequence takes one sink for each head, and here is one for each query; divide heads or the batch")
+        raise ShardingError(
+            "attention over a divided sequence takes one sink for each head, and here is one for each query; divide "
+            "heads or the batch"
+        )
     if k.shape[2] != size:
         raise ShardingError(f"ring attention needs as many queries as keys; here {size} and {k.shape[2]}")
     ranks = q.device_mesh.size(dim)
@@ -76,26 +106,44 @@ def attention(
     local.append(None if sinks is None else sinks.to_local(grad_placements=_gradient(sinks, q, 1)))
     if mask is None and not window:
         if causal and size % (2 * ranks):
-            raise ShardingError(f'causal ring attention cuts the sequence into two chunks per rank: {size} elements do not divide into {2 * ranks}, for {ranks} ranks of "{q.device_mesh.mesh_dim_names[dim]}"')
+            raise ShardingError(
+                f"causal ring attention cuts the sequence into two chunks per rank: {size} elements do not divide into "
+                f'{2 * ranks}, for {ranks} ranks of "{q.device_mesh.mesh_dim_names[dim]}"'
+            )
         if inner and ranks % inner:
-            raise ShardingError(f'an inner ring of {inner} ranks does not divide the {ranks} of mesh dimension "{q.device_mesh.mesh_dim_names[dim]}"; valid: {", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}')
+            raise ShardingError(
+                f"an inner ring of {inner} ranks does not divide the {ranks} of mesh dimension "
+                f'"{q.device_mesh.mesh_dim_names[dim]}"; valid: '
+                f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+            )
         made = Ring(q.device_mesh, dim, ranks, causal, scale, softcap, inner or ranks)
         made.announced(q, k, v)
         out = _Ring.apply(q.to_local(), *local, made)
     else:
         schedule = schedule_for(size, ranks, causal, window, known)
-        by = Exchange(q.device_mesh, dim, ranks, size // (ranks * schedule.per_rank), schedule, causal, window, scale, softcap)
+        by = Exchange(
+            q.device_mesh, dim, ranks, size // (ranks * schedule.per_rank), schedule, causal, window, scale, softcap
+        )
         by.announced(q, k, v)
         whole = None if mask is None else _beside(mask[(None,) * (4 - mask.ndim)], q, {0: 0, 1: 1}).to_local()
         out = ScheduledAttention.apply(q.to_local(), *local[:2], whole, local[2], by)
     b, n, s, _ = q.shape
-    stored = torch.empty((b, s, n, v.shape[3]), device="meta").transpose(1, 2)  # as mindspeed::attention stores its result
-    return DTensor.from_local(stored_bsnd(out), q.device_mesh, q.placements, run_check=False, shape=stored.shape, stride=stored.stride())
+    stored = torch.empty((b, s, n, v.shape[3]), device="meta").transpose(
+        1, 2
+    )  # as mindspeed::attention stores its result
+    return DTensor.from_local(
+        stored_bsnd(out), q.device_mesh, q.placements, run_check=False, shape=stored.shape, stride=stored.stride()
+    )
 
 
 def _gradient(x: DTensor, q: DTensor, keep: int) -> list[Placement]:
-    """What a rank's gradient of ``x`` is. Heads or rows of queries that are divided where x is not: the part that they have in it."""
-    return [Partial() if p.is_replicate() and mine.is_shard() and not (keep and mine == Shard(keep)) else p for p, mine in zip(x.placements, q.placements)]
+    """What a rank's gradient of ``x`` is. Heads or rows of queries that are divided where x is not: the part that they
+    have in it.
+    """
+    return [
+        Partial() if p.is_replicate() and mine.is_shard() and not (keep and mine == Shard(keep)) else p
+        for p, mine in zip(x.placements, q.placements)
+    ]
 
 
 def _beside(x: DTensor, q: DTensor, dims: dict[int, int]) -> DTensor:
@@ -112,7 +160,14 @@ def schedule_for(size: int, ranks: int, causal: bool, window: int, known: Tensor
     need = needed(blocks, rows, causal, window)
     if known is not None:
         with tracing.outside_tracing():
-            there = known.expand(size, size).unflatten(1, (blocks, rows)).any(2).unflatten(0, (blocks, rows)).any(1).tolist()
+            there = (
+                known.expand(size, size)
+                .unflatten(1, (blocks, rows))
+                .any(2)
+                .unflatten(0, (blocks, rows))
+                .any(1)
+                .tolist()
+            )
         need = tuple(tuple(a and b for a, b in zip(*lines)) for lines in zip(need, there))
     return best(need, ranks, rows)
 
@@ -145,13 +200,26 @@ class Ring:
         return (r // w - round_) % self.rounds * w + (r - step) % w
 
     def announced(self, q: DTensor, k: DTensor, v: DTensor) -> None:
-        """Says what a ring sends (:mod:`traffic`): keys and values n - 1 times, in the backward again and their gradients once round every ring, in the type that
-        sums are made in; if causal also the exchange of chunks before and after."""
+        """Says what a ring sends (:mod:`traffic`): keys and values n - 1 times, in the backward again and their
+        gradients once round every ring, in the type that sums are made in; if causal also the exchange of chunks before
+        and after."""
         numel, wide = dtensor.local_numel, accumulation_dtype(q.dtype).itemsize
-        keys, gradients, out = (numel(k) + numel(v)) * k.dtype.itemsize, (numel(k) + numel(v)) * wide, numel(q) // q.shape[3] * v.shape[3] * q.dtype.itemsize
-        everything, hops = numel(q) * q.dtype.itemsize + keys, self.ranks * (self.window > 1) + self.rounds * (self.rounds > 1)
+        keys, gradients, out = (
+            (numel(k) + numel(v)) * k.dtype.itemsize,
+            (numel(k) + numel(v)) * wide,
+            numel(q) // q.shape[3] * v.shape[3] * q.dtype.itemsize,
+        )
+        everything, hops = (
+            numel(q) * q.dtype.itemsize + keys,
+            self.ranks * (self.window > 1) + self.rounds * (self.rounds > 1),
+        )
         for backward in (False, True):
-            for nbytes, times in ((keys, self.ranks - 1), (gradients, hops * backward), (everything, int(self.causal)), (out, int(self.causal))):
+            for nbytes, times in (
+                (keys, self.ranks - 1),
+                (gradients, hops * backward),
+                (everything, int(self.causal)),
+                (out, int(self.causal)),
+            ):
                 for _ in range(times):
                     sends_inside("all_to_all", self.dim, nbytes, backward, "ring attention")
 
@@ -160,29 +228,47 @@ class Ring:
         return dtensor.by_coordinate(self.mesh, self.dim, value)
 
     def exchange(self, x: Tensor, sends: Callable[[int, int], int], receives: Callable[[int, int], int]) -> Tensor:
-        """Rows of ``x`` to every rank, to be waited for; ``sends(rank, other)`` and ``receives(rank, other)`` count them."""
+        """Rows of ``x`` to every rank, to be waited for; ``sends(rank, other)`` and ``receives(rank, other)`` count
+        them.
+        """
         n = range(self.ranks)
-        return dtensor.all_to_all(x, [self.by_rank(lambda r, j=j: receives(r, j)) for j in n], [self.by_rank(lambda r, j=j: sends(r, j)) for j in n], self.mesh, self.dim)
+        return dtensor.all_to_all(
+            x,
+            [self.by_rank(lambda r, j=j: receives(r, j)) for j in n],
+            [self.by_rank(lambda r, j=j: sends(r, j)) for j in n],
+            self.mesh,
+            self.dim,
+        )
 
     def passed_on(self, *tensors: Tensor, far: bool = False) -> "_Sent":
-        """Each tensor to the next rank of the inner ring, or, ``far``, to the one at the same place of the next window; in one message."""
+        """Each tensor to the next rank of the inner ring, or, ``far``, to the one at the same place of the next window;
+        in one message.
+        """
         flat = torch.cat([t.reshape(-1) for t in tensors])
         size, n, w = flat.shape[0], self.ranks, self.window
         to = (lambda r, by: (r + by * w) % n) if far else (lambda r, by: r // w * w + (r + by) % w)
-        return _Sent(self.exchange(flat, lambda r, j: size * (j == to(r, 1)), lambda r, j: size * (j == to(r, -1))), [t.shape for t in tensors])
+        return _Sent(
+            self.exchange(flat, lambda r, j: size * (j == to(r, 1)), lambda r, j: size * (j == to(r, -1))),
+            [t.shape for t in tensors],
+        )
 
     def balanced(self, *tensors: Tensor) -> list[Tensor]:
         """Of each [batch, heads, sequence / ranks, ...], chunks 2r and 2r+1 become chunks r and 2n-1-r; one message."""
         if not self.causal:
             return list(tensors)
         chunks = self._in_order(_chunks(tensors))
-        return _joined(dtensor.waited(self.exchange(chunks, self._chunks_from_to, lambda r, j: self._chunks_from_to(j, r))), tensors)
+        return _joined(
+            dtensor.waited(self.exchange(chunks, self._chunks_from_to, lambda r, j: self._chunks_from_to(j, r))),
+            tensors,
+        )
 
     def restored(self, *tensors: Tensor) -> list[Tensor]:
         """The inverse of :meth:`balanced`."""
         if not self.causal:
             return list(tensors)
-        chunks = dtensor.waited(self.exchange(_chunks(tensors), lambda r, j: self._chunks_from_to(j, r), self._chunks_from_to))
+        chunks = dtensor.waited(
+            self.exchange(_chunks(tensors), lambda r, j: self._chunks_from_to(j, r), self._chunks_from_to)
+        )
         return _joined(self._in_order(chunks), tensors)
 
     def _owner(self, chunk: int) -> int:
@@ -198,8 +284,9 @@ class Ring:
         return torch.cat([chunks.narrow(0, first, 1), chunks.narrow(0, second, 1)])
 
     def blocks(self, round_: int, step: int, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Two pairs (first query, first key) of what a rank computes with the keys that it has then: its second
-        chunk sees their first, and then, if they come from before, its first chunk sees their first, else its second their second."""
+        """Two pairs (first query, first key) of what a rank computes with the keys that it has then: its second chunk
+        sees their first, and then, if they come from before, its first chunk sees their first, else its second their
+        second."""
         other = self.by_rank(lambda r: 0 if self.owner(r, round_, step) < r else half)
         return (half, 0), (other, other)
 
@@ -225,8 +312,9 @@ def _joined(chunks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _taken(x: Tensor, starts: Sequence[int], half: int) -> Tensor:
-    """Two chunks of x [batch, heads, sequence, dim], one behind the other along the batch. The first one is the same on every
-    rank and is taken by another operator than the second: where both are equal, one rank's graph would else have a node less."""
+    """Two chunks of x [batch, heads, sequence, dim], one behind the other along the batch. The first one is the same on
+    every rank and is taken by another operator than the second: where both are equal, one rank's graph would else have
+    a node less."""
     return torch.cat([x.chunk(2, 2)[starts[0] // half], x.narrow(2, starts[1], half)])
 
 
@@ -235,8 +323,8 @@ def _put(x: Tensor, chunk: Tensor, start: int) -> Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """On local tensors, [batch, heads, sequence / ranks, dim]. The graphs of all ranks differ in numbers alone, so that what is
-    decided about them (saving, order) is the same everywhere."""
+    """On local tensors, [batch, heads, sequence / ranks, dim]. The graphs of all ranks differ in numbers alone, so that
+    what is decided about them (saving, order) is the same everywhere."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
@@ -247,12 +335,25 @@ class _Ring(torch.autograd.Function):
         for at in ring.steps():
             k, v = travel.on(*at)
             if not ring.causal:
-                out, lse = ops.ring_attention_update(out, lse, *ops.attention(q, k, v, None, False, ring.scale, 0, ring.softcap))
+                out, lse = ops.ring_attention_update(
+                    out, lse, *ops.attention(q, k, v, None, False, ring.scale, 0, ring.softcap)
+                )
                 continue
             rows, columns = zip(*ring.blocks(*at, half))
-            blocks = ops.attention(_taken(q, rows, half), _taken(k, columns, half), _taken(v, columns, half), None, False, ring.scale, 0, ring.softcap)
+            blocks = ops.attention(
+                _taken(q, rows, half),
+                _taken(k, columns, half),
+                _taken(v, columns, half),
+                None,
+                False,
+                ring.scale,
+                0,
+                ring.softcap,
+            )
             for start, block, block_lse in zip(rows, *(x.chunk(2) for x in blocks)):
-                new, new_lse = ops.ring_attention_update(out.narrow(2, start, half), lse.narrow(2, start, half), block, block_lse)
+                new, new_lse = ops.ring_attention_update(
+                    out.narrow(2, start, half), lse.narrow(2, start, half), block, block_lse
+                )
                 out, lse = _put(out, new, start), _put(lse, new_lse, start)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
@@ -266,19 +367,31 @@ class _Ring(torch.autograd.Function):
         dtypes, wide, half = (k.dtype, v.dtype), accumulation_dtype(q.dtype), q.shape[2] // 2
         (grad,) = ring.balanced(grad)
         travel, home = _Keys(ring, k, v), _Gradients(ring)
-        dq, *gradients = (g.to(wide) for g in ops.attention_backward(grad, q, k, v, out, lse, None, ring.causal, ring.scale, 0, ring.softcap))
+        dq, *gradients = (
+            g.to(wide)
+            for g in ops.attention_backward(grad, q, k, v, out, lse, None, ring.causal, ring.scale, 0, ring.softcap)
+        )
         for at in ring.steps():
-            behind = home.sent(gradients, *at)  # arrive, as the keys that they belong to did, while this step is computed
+            behind = home.sent(
+                gradients, *at
+            )  # arrive, as the keys that they belong to did, while this step is computed
             k, v = travel.on(*at)
             if ring.causal:
                 rows, columns = zip(*ring.blocks(*at, half))
-                given = [_taken(x, starts, half) for x, starts in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))]
+                given = [
+                    _taken(x, starts, half)
+                    for x, starts in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))
+                ]
                 blocks = ops.attention_backward(*given, None, False, ring.scale, 0, ring.softcap)
                 before = behind() or [torch.zeros_like(g) for g in gradients]
-                dq, *gradients = (_added(x, starts, b, half) for x, starts, b in zip((dq, *before), (rows, columns, columns), blocks))
+                dq, *gradients = (
+                    _added(x, starts, b, half) for x, starts, b in zip((dq, *before), (rows, columns, columns), blocks)
+                )
             else:
                 blocks = ops.attention_backward(grad, q, k, v, out, lse, None, False, ring.scale, 0, ring.softcap)
-                dq, *gradients = (b.to(wide) if x is None else x + b for x, b in zip((dq, *(behind() or [None, None])), blocks))
+                dq, *gradients = (
+                    b.to(wide) if x is None else x + b for x, b in zip((dq, *(behind() or [None, None])), blocks)
+                )
         dk, dv = home.arrived(gradients)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), dsinks, None
@@ -314,7 +427,9 @@ class _Gradients:
         self.far: _Sent | None = None
 
     def sent(self, gradients: Sequence[Tensor], round_: int, step: int) -> Callable[[], list[Tensor] | None]:
-        """Sends those of the step before; what it returns gives the ones that this step adds to, or None where a round begins."""
+        """Sends those of the step before; what it returns gives the ones that this step adds to, or None where a round
+        begins.
+        """
         near = self.ring.passed_on(*gradients) if self.ring.window > 1 else None
         if step:
             return near.received

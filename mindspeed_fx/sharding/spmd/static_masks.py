@@ -16,13 +16,18 @@ MOST = 2**28
 
 aten = torch.ops.aten
 VARLEN = torch.ops.mindspeed.varlen_attention.default
-ATTENTION = {torch.ops.mindspeed.attention.default: "mask", VARLEN: "documents", aten.scaled_dot_product_attention.default: "attn_mask"}
+ATTENTION = {
+    torch.ops.mindspeed.attention.default: "mask",
+    VARLEN: "documents",
+    aten.scaled_dot_product_attention.default: "attn_mask",
+}
 """Operator -> its argument that is the mask, or numbers the documents [batch or 1, sequence]."""
 
 
 def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> dict[fx.Node, torch.Tensor]:
-    """Attention node -> bool [queries, keys], each 1 where the mask is broadcast: where any batch and head attends. Nodes of checkpointed
-    regions are among them; masks that depend on an input, are drawn, or are larger than :data:`MOST` are not.
+    """Attention node -> bool [queries, keys], each 1 where the mask is broadcast: where any batch and head attends.
+    Nodes of checkpointed regions are among them; masks that depend on an input, are drawn, or are larger than
+    :data:`MOST` are not.
 
     Args:
         given: values of placeholders that are known.
@@ -34,13 +39,21 @@ def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> 
             continue
         if node.target in ATTENTION:
             mask = _argument(node, ATTENTION[node.target])
-            if isinstance(mask, fx.Node) and isinstance(value := _value(mask, values), torch.Tensor) and value.ndim >= 2:
+            if (
+                isinstance(mask, fx.Node)
+                and isinstance(value := _value(mask, values), torch.Tensor)
+                and value.ndim >= 2
+            ):
                 value = value.unsqueeze(2) == value.unsqueeze(1) if node.target is VARLEN else value
                 allowed = value if value.dtype == torch.bool else value != -math.inf
                 found[node] = allowed.flatten(0, -3).any(0) if value.ndim > 2 else allowed
         elif tracing.is_higher_order(node.target):
             for body, inner in operands(gm, node):
-                known = {p: v for p, a in inner.items() if isinstance(a, fx.Node) and isinstance(v := _value(a, values), torch.Tensor)}
+                known = {
+                    p: v
+                    for p, a in inner.items()
+                    if isinstance(a, fx.Node) and isinstance(v := _value(a, values), torch.Tensor)
+                }
                 found |= known_masks(body, known)
     return found
 
@@ -76,7 +89,9 @@ def _computable(n: fx.Node) -> bool:
     elif n.target.__module__ not in ("_operator", f"{__package__}.place"):
         return False
     value = n.meta.get("val")
-    return not isinstance(value, torch.Tensor) or (all(isinstance(s, int) for s in value.shape) and value.numel() <= MOST)
+    return not isinstance(value, torch.Tensor) or (
+        all(isinstance(s, int) for s in value.shape) and value.numel() <= MOST
+    )
 
 
 def _computed(n: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -1,18 +1,21 @@
-"""A mixture of experts whose tokens travel: each rank sorts its own tokens by expert and sends every copy to the rank that holds the expert.
+"""A mixture of experts whose tokens travel: each rank sorts its own tokens by expert and sends every copy to the rank
+that holds the expert.
 
-Tokens stay divided, as the batch is; experts are divided over the same mesh dimension. A rank counts the copies for each expert, the counts are
-exchanged, then the rows; they are put in the order of the receiver's experts, and between the grouped products whatever works row by row works on
-them. The results go the same way back. Where experts are divided over a further dimension over which tokens are whole (tensor parallelism:
-MindSpeed's TP-extends-EP), a rank sends the copies for the experts at its own place along it, and what comes back is a sum over that dimension.
+Tokens stay divided, as the batch is; experts are divided over the same mesh dimension. A rank counts the copies for
+each expert, the counts are exchanged, then the rows; they are put in the order of the receiver's experts, and between
+the grouped products whatever works row by row works on them. The results go the same way back. Where experts are
+divided over a further dimension over which tokens are whole (tensor parallelism: MindSpeed's TP-extends-EP), a rank
+sends the copies for the experts at its own place along it, and what comes back is a sum over that dimension.
 
 What a rank receives is data. Rows come in a tensor of fixed size, and two forms differ in what is sent:
 
-* by counts (no ``capacity``): the rows and nothing else, by one operator whose splits are read when it runs (:func:`expert_exchange`); the tensor has
-  room for every copy of all ranks, so that nothing can be dropped
-* by ``capacity``: to every rank ``capacity`` times the mean, padded; a plain all-to-all of fixed splits that hides behind compute and waits for no count.
-  More copies than that stop the program with an error; none is dropped
+* by counts (no ``capacity``): the rows and nothing else, by one operator whose splits are read when it runs
+  (:func:`expert_exchange`); the tensor has room for every copy of all ranks, so that nothing can be dropped
+* by ``capacity``: to every rank ``capacity`` times the mean, padded; a plain all-to-all of fixed splits that hides
+  behind compute and waits for no count. More copies than that stop the program with an error; none is dropped
 
-Source: Megatron-core's "alltoall" token dispatcher (by counts), and its capacity padding (``moe_pad_expert_input_to_capacity``).
+Source: Megatron-core's "alltoall" token dispatcher (by counts), and its capacity padding
+    (``moe_pad_expert_input_to_capacity``).
 """
 
 from __future__ import annotations
@@ -57,13 +60,19 @@ def _exchange(rows: Tensor, sends: Tensor, receives: Tensor, size: int, group: s
     """
     given, taken = sends.tolist(), receives.tolist()
     if sum(taken) > size:
-        raise RuntimeError(f"{sum(taken)} rows come to this rank's experts, and the plan has room for {size}; give the plan's experts more capacity")
+        raise RuntimeError(
+            f"{sum(taken)} rows come to this rank's experts, and the plan has room for {size}; give the plan's experts "
+            "more capacity"
+        )
     come = torch.ops._c10d_functional.all_to_all_single(rows[: sum(given)].contiguous(), taken, given, group)
     come = torch.ops._c10d_functional.wait_tensor(come)
     return torch.cat([come, come.new_zeros(size - come.shape[0], *come.shape[1:])])
 
 
-LIBRARY.define("expert_exchange(Tensor rows, Tensor sends, Tensor receives, SymInt size, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define(
+    "expert_exchange(Tensor rows, Tensor sends, Tensor receives, SymInt size, str group) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 LIBRARY.impl("expert_exchange", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("mindspeed::expert_exchange", _fake, lib=LIBRARY)
 expert_exchange = ops.expert_exchange.default
@@ -84,7 +93,9 @@ def permuted(tokens: Any, indices: Any) -> Any:
 
 
 def unpermuted(rows: Any, order: Any, probs: Any, k: int) -> Any:
-    """``mindspeed::moe_unpermute`` of what :func:`permuted` sorted: results back to their tokens, and a token's added up."""
+    """``mindspeed::moe_unpermute`` of what :func:`permuted` sorted: results back to their tokens, and a token's added
+    up.
+    """
     if not isinstance(order, Sorted):
         return ops.moe_unpermute(rows, order, probs, k)
     if not isinstance(rows, OwnRows):
@@ -95,11 +106,15 @@ def unpermuted(rows: Any, order: Any, probs: Any, k: int) -> Any:
         probs = probs.redistribute(placements=order.tokens.placements).to_local(grad_placements=placements)
     out = ops.moe_unpermute(local, order.rows(masked)[1], probs, k)
     shape = torch.Size((order.pairs // (k if probs is None else probs.shape[1]), out.shape[1]))
-    return DTensor.from_local(out, order.tokens.device_mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
+    return DTensor.from_local(
+        out, order.tokens.device_mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
 
 
 def ends(indices: Any, experts: int, dtype: torch.dtype) -> Any:
-    """[experts]: where the rows of each expert end among all; nothing where tokens travel, since every rank counts its own then."""
+    """[experts]: where the rows of each expert end among all; nothing where tokens travel, since every rank counts its
+    own then.
+    """
     if isinstance(indices, DTensor):
         return None
     return counted(indices.reshape(-1), experts).cumsum(0).to(dtype)
@@ -120,7 +135,9 @@ def grouped_matmul(x: "Sorted | OwnRows", weight: DTensor, capacity: float | Non
     """``mindspeed::grouped_matmul`` of rows that are sent to the experts of ``weight`` first, or are there."""
     over = tuple(i for i, p in enumerate(weight.placements) if p == Shard(0) and weight.device_mesh.size(i) > 1)
     if any(p.is_shard() and p != Shard(0) for p in weight.placements):
-        raise ShardingError(f"experts are divided by number and not inside: {weight.placements}; tokens travel to whole experts")
+        raise ShardingError(
+            f"experts are divided by number and not inside: {weight.placements}; tokens travel to whole experts"
+        )
     by = x.routing if isinstance(x, OwnRows) else x.to(over, weight.shape[0], capacity)
     value = x.value.to_local() if isinstance(x, OwnRows) else x.arrived(by)
     divided = [i for i, p in enumerate(by.tokens.placements) if dtensor.is_divided(p) and i not in over]
@@ -148,9 +165,13 @@ class Sorted:
     _arrived: dict["Dispatch", Tensor] = field(default_factory=dict)
 
     def rows(self, masked: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """The copies, and where each pair of token and choice is among them; the gradient is a sum over mesh dimensions ``masked``."""
+        """The copies, and where each pair of token and choice is among them; the gradient is a sum over mesh dimensions
+        ``masked``.
+        """
         if masked not in self._rows:
-            local = self.tokens.to_local(grad_placements=[Partial() if i in masked else p for i, p in enumerate(self.tokens.placements)])
+            local = self.tokens.to_local(
+                grad_placements=[Partial() if i in masked else p for i, p in enumerate(self.tokens.placements)]
+            )
             self._rows[masked] = ops.moe_permute(local, self.chosen)
         return self._rows[masked]
 
@@ -164,7 +185,10 @@ class Sorted:
             sent = [i for i in over if dtensor.is_divided(self.tokens.placements[i])]
             if len(sent) > 1:
                 names = self.tokens.device_mesh.mesh_dim_names
-                raise ShardingError(f'tokens and experts are both divided over {" and ".join(names[i] for i in sent)}; tokens travel over one mesh dimension: let the plan make them whole over the others')
+                raise ShardingError(
+                    f"tokens and experts are both divided over {' and '.join(names[i] for i in sent)}; tokens travel "
+                    "over one mesh dimension: let the plan make them whole over the others"
+                )
             self.ways[over] = Dispatch.of(self, over, sent[0] if sent else None, experts, capacity)
         return self.ways[over]
 
@@ -204,7 +228,9 @@ class Dispatch:
     """[own experts]: where each one's rows end here."""
 
     @classmethod
-    def of(cls, chosen: Sorted, over: tuple[int, ...], dim: int | None, experts: int, capacity: float | None) -> "Dispatch":
+    def of(
+        cls, chosen: Sorted, over: tuple[int, ...], dim: int | None, experts: int, capacity: float | None
+    ) -> "Dispatch":
         mesh, pairs = chosen.tokens.device_mesh, chosen.chosen.shape[0]
         ranks = 1 if dim is None else mesh.size(dim)
         masked, own = tuple(i for i in over if i != dim), experts // math.prod(mesh.size(i) for i in over)
@@ -219,7 +245,9 @@ class Dispatch:
             x = x.view(*(mesh.size(i) for i in over), own)
             for at, i in reversed([*enumerate(over)]):
                 if i in masked:
-                    x = x.index_select(at, dtensor.entry_by_coordinate(mesh, i, list(range(mesh.size(i))), device).view(1)).squeeze(at)
+                    x = x.index_select(
+                        at, dtensor.entry_by_coordinate(mesh, i, list(range(mesh.size(i))), device).view(1)
+                    ).squeeze(at)
             return x.reshape(ranks, own)
 
         sent = here(counts)
@@ -233,12 +261,20 @@ class Dispatch:
         by_expert = come.t().reshape(-1)
         sort = _gathers(starts, by_expert, by_expert.cumsum(0) - by_expert, size, size, ordered=False)
         if slot is not None:
-            aten._assert_async.msg((lengths <= slot).all(), f"more rows go to one rank's experts than the {slot} that the plan's capacity of {capacity} has room for")
-        return cls(chosen.tokens, dim, masked, ranks, slot, size, out, sort, lengths, receives, come.sum(0).cumsum(0))._announced(length, sent)
+            aten._assert_async.msg(
+                (lengths <= slot).all(),
+                f"more rows go to one rank's experts than the {slot} that the plan's capacity of {capacity} has room "
+                "for",
+            )
+        return cls(
+            chosen.tokens, dim, masked, ranks, slot, size, out, sort, lengths, receives, come.sum(0).cumsum(0)
+        )._announced(length, sent)
 
     def _announced(self, length: int, counts: Tensor) -> "Dispatch":
         if self.dim is not None:
-            sends_inside("all_to_all", self.dim, self.ranks * (counts.shape[1]) * 8, False, "numbers of tokens for experts")
+            sends_inside(
+                "all_to_all", self.dim, self.ranks * (counts.shape[1]) * 8, False, "numbers of tokens for experts"
+            )
         return self
 
     def sent(self, rows: Tensor) -> Tensor:
@@ -255,25 +291,40 @@ class Dispatch:
         if self.dim is not None:
             width = math.prod(rows.shape[1:]) * rows.dtype.itemsize
             for backward in (False, True):
-                sends_inside("all_to_all", self.dim, self.size * width + 16 * self.ranks, backward, "tokens to experts and back")
+                sends_inside(
+                    "all_to_all", self.dim, self.size * width + 16 * self.ranks, backward, "tokens to experts and back"
+                )
 
     def exchanged(self, rows: Tensor, sends: Tensor, receives: Tensor, size: int) -> Tensor:
         """The message itself."""
         if self.dim is None:
             return rows if rows.shape[0] == size else rows.narrow(0, 0, size)
         if self.slot is not None:
-            return dtensor.waited(dtensor.all_to_all(rows, [self.slot] * self.ranks, [self.slot] * self.ranks, self.tokens.device_mesh, self.dim))
+            return dtensor.waited(
+                dtensor.all_to_all(
+                    rows, [self.slot] * self.ranks, [self.slot] * self.ranks, self.tokens.device_mesh, self.dim
+                )
+            )
         return dtensor.all_to_all_by_counts(rows, sends, receives, size, self.tokens.device_mesh, self.dim)
 
     def local(self, x: DTensor) -> DTensor:
-        raise ShardingError(f"a value of {tuple(x.shape)} meets rows that were sent to their experts, and was not sent with them; plan \"ep\" gathers tokens instead")
+        raise ShardingError(
+            f"a value of {tuple(x.shape)} meets rows that were sent to their experts, and was not sent with them; plan "
+            '"ep" gathers tokens instead'
+        )
 
     def back(self, x: DTensor) -> DTensor:
-        raise ShardingError('rows that were sent to their experts are read by an operator that does not work row by row; plan "ep" gathers tokens instead')
+        raise ShardingError(
+            'rows that were sent to their experts are read by an operator that does not work row by row; plan "ep" '
+            "gathers tokens instead"
+        )
 
 
-def _gathers(starts: Tensor, lengths: Tensor, bases: Tensor, rows: int, places: int, ordered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs of rows to other places, as gathers both ways: ``lengths[g]`` rows from ``starts[g]`` on are at ``bases[g]``.
+def _gathers(
+    starts: Tensor, lengths: Tensor, bases: Tensor, rows: int, places: int, ordered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Runs of rows to other places, as gathers both ways: ``lengths[g]`` rows from ``starts[g]`` on are at
+    ``bases[g]``.
 
     Args:
         starts, lengths, bases: [runs]; bases ascending.
@@ -286,7 +337,9 @@ def _gathers(starts: Tensor, lengths: Tensor, bases: Tensor, rows: int, places: 
     def found(first: Tensor, other: Tensor, count: int, ordered: bool) -> tuple[Tensor, Tensor]:
         length = lengths
         if not ordered:
-            order = torch.argsort(2 * first + (length > 0))  # of runs from one row on, those without rows first: ends ascend too
+            order = torch.argsort(
+                2 * first + (length > 0)
+            )  # of runs from one row on, those without rows first: ends ascend too
             first, other, length = (x.index_select(0, order) for x in (first, other, length))
         at = torch.arange(count, device=first.device)
         run = torch.searchsorted(first + length, at, right=True).clamp(max=first.shape[0] - 1)

@@ -1,8 +1,8 @@
 """A vocabulary that is divided over ranks: embedding and cross-entropy without ever gathering logits or embedding.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3. The embedding's ranks sum their rows; the cross-entropy exchanges
-two numbers per token after the largest: the sum of exponentials and the target's logit, in one all-reduce. The same exchange
-serves the linear layer and the cross-entropy in chunks, where not even a rank's own logits are whole.
+two numbers per token after the largest: the sum of exponentials and the target's logit, in one all-reduce. The same
+exchange serves the linear layer and the cross-entropy in chunks, where not even a rank's own logits are whole.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ def divided(x: DTensor, dim: int) -> list[int]:
     return [i for i, p in enumerate(x.placements) if isinstance(p, Shard) and p.dim == dim]
 
 
-def embedding(weight: DTensor, ids: DTensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> DTensor:
-    """``aten.embedding``; with rows of ``weight`` divided, a partial sum to which each rank gives the tokens it has rows for."""
+def embedding(
+    weight: DTensor, ids: DTensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> DTensor:
+    """``aten.embedding``; with rows of ``weight`` divided, a partial sum to which each rank gives the tokens it has
+    rows for.
+    """
     over = divided(weight, 0)
     if not over or scale_grad_by_freq or sparse:
         return torch.ops.aten.embedding(weight, ids, padding_idx, scale_grad_by_freq, sparse)
     ids = ids.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(ids.placements)])
     # Each rank's gradient is of its own tokens: a sum wherever the tokens are divided.
-    gradient = [Partial() if p.is_replicate() and q.is_shard() else p for p, q in zip(weight.placements, ids.placements)]
+    gradient = [
+        Partial() if p.is_replicate() and q.is_shard() else p for p, q in zip(weight.placements, ids.placements)
+    ]
     local, own = weight.to_local(grad_placements=gradient), ids.to_local()
     index, mine = _own(own, whole(torch.arange(weight.shape[0], device=own.device), weight), over)
     padding = torch.where(mine, own == padding_idx, False) if padding_idx >= 0 else None
@@ -47,25 +53,36 @@ def _merged(placements: list[Placement], weight: DTensor) -> list[Placement]:
 
 def _own(index: torch.Tensor, rows: DTensor, over: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Index into this rank's rows, and whether it has that row."""
-    mine = rows.redistribute(placements=[Shard(0) if i in over else Replicate() for i in range(rows.device_mesh.ndim)]).to_local()
+    mine = rows.redistribute(
+        placements=[Shard(0) if i in over else Replicate() for i in range(rows.device_mesh.ndim)]
+    ).to_local()
     own = (index >= mine[0]) & (index <= mine[-1])
     return torch.where(own, index - mine[0], 0), own
 
 
-def cross_entropy(logits: DTensor, target: DTensor, ignore_index: int, label_smoothing: float) -> tuple[DTensor, DTensor]:
+def cross_entropy(
+    logits: DTensor, target: DTensor, ignore_index: int, label_smoothing: float
+) -> tuple[DTensor, DTensor]:
     """``mindspeed::cross_entropy``, also of logits [tokens, vocab] whose classes are divided."""
     over = divided(logits, 1)
     if not over:
         return torch.ops.mindspeed.cross_entropy(logits, target, ignore_index, label_smoothing)
-    mesh, tokens = logits.device_mesh, [Replicate() if i in over or p.is_partial() else p for i, p in enumerate(logits.placements)]
-    logits = logits.redistribute(placements=[p if i in over else q for i, (p, q) in enumerate(zip(logits.placements, tokens))])
+    mesh, tokens = (
+        logits.device_mesh,
+        [Replicate() if i in over or p.is_partial() else p for i, p in enumerate(logits.placements)],
+    )
+    logits = logits.redistribute(
+        placements=[p if i in over else q for i, (p, q) in enumerate(zip(logits.placements, tokens))]
+    )
     target = target.redistribute(placements=tokens).to_local()
     classes = logits.shape[1]
     local = logits.to_local()
     wide = local.to(accumulation_dtype(local.dtype))
 
     top = _over_ranks(wide.detach().amax(-1), "max", mesh, tokens, over)
-    index, own = _own(target.where(target != ignore_index, -1), whole(torch.arange(classes, device=local.device), logits), over)
+    index, own = _own(
+        target.where(target != ignore_index, -1), whole(torch.arange(classes, device=local.device), logits), over
+    )
     picked = torch.where(own, wide.gather(-1, index.unsqueeze(-1)).squeeze(-1) - top, 0.0)
     numbers = [(wide - top.unsqueeze(-1)).exp().sum(-1), picked]
     if label_smoothing:
@@ -79,14 +96,30 @@ def cross_entropy(logits: DTensor, target: DTensor, ignore_index: int, label_smo
     return tuple(DTensor.from_local(x, mesh, tokens, run_check=False) for x in (loss, below + top))
 
 
-def _over_ranks(x: torch.Tensor, operation: str, mesh: DeviceMesh, tokens: list[Placement], over: list[int]) -> torch.Tensor:
-    """``x`` [..., tokens] of each rank combined over the mesh dimensions ``over``; its gradient is whole on every rank."""
-    parts = [Partial(operation) if i in over else (Shard(x.ndim - 1) if p.is_shard() else p) for i, p in enumerate(tokens)]
+def _over_ranks(
+    x: torch.Tensor, operation: str, mesh: DeviceMesh, tokens: list[Placement], over: list[int]
+) -> torch.Tensor:
+    """``x`` [..., tokens] of each rank combined over the mesh dimensions ``over``; its gradient is whole on every
+    rank.
+    """
+    parts = [
+        Partial(operation) if i in over else (Shard(x.ndim - 1) if p.is_shard() else p) for i, p in enumerate(tokens)
+    ]
     made = DTensor.from_local(x, mesh, parts, run_check=False)
     return made.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(parts)]).to_local()
 
 
-def linear_cross_entropy(hidden: DTensor, weight: DTensor, bias: DTensor | None, target: DTensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, reduction: str = "mean") -> DTensor:
+def linear_cross_entropy(
+    hidden: DTensor,
+    weight: DTensor,
+    bias: DTensor | None,
+    target: DTensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    reduction: str = "mean",
+) -> DTensor:
     """``mindspeed::linear_cross_entropy``; a mean divides by the number of tokens that count on all ranks."""
     settings = (ignore_index, label_smoothing, z_loss, softcap)
     if divided(weight, 0):
@@ -102,11 +135,22 @@ def linear_cross_entropy(hidden: DTensor, weight: DTensor, bias: DTensor | None,
 
 
 def _at(x: DTensor, placements: list[Placement]) -> DTensor:
-    """``x`` at ``placements``. Where it is, ``redistribute`` would sum a partial gradient that its producer wants scattered."""
+    """``x`` at ``placements``. Where it is, ``redistribute`` would sum a partial gradient that its producer wants
+    scattered.
+    """
     return x if list(x.placements) == placements else x.redistribute(placements=placements)
 
 
-def _losses(hidden: DTensor, weight: DTensor, bias: DTensor | None, target: DTensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float) -> DTensor:
+def _losses(
+    hidden: DTensor,
+    weight: DTensor,
+    bias: DTensor | None,
+    target: DTensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> DTensor:
     """Loss of each token where the classes of ``weight`` are divided: each rank has chunks of its own logits."""
     over, mesh, classes = divided(weight, 0), weight.device_mesh, weight.shape[0]
     tokens = [p if i not in over and p == Shard(0) else Replicate() for i, p in enumerate(hidden.placements)]
@@ -120,7 +164,9 @@ def _losses(hidden: DTensor, weight: DTensor, bias: DTensor | None, target: DTen
     index, own = _own(target, whole(torch.arange(classes, device=target.device), weight), over)
     index = torch.where(own, index, torch.where((target >= 0) & (target < classes), ELSEWHERE, INVALID))
     counts = target != ignore_index
-    lse, picked, sums = torch.ops.mindspeed.linear_logsumexp(x, w, b, torch.where(counts, index, IGNORED), softcap, bool(label_smoothing))
+    lse, picked, sums = torch.ops.mindspeed.linear_logsumexp(
+        x, w, b, torch.where(counts, index, IGNORED), softcap, bool(label_smoothing)
+    )
     top = _over_ranks(lse.detach(), "max", mesh, tokens, over)
     numbers = [(lse - top).exp(), picked, *([sums] if label_smoothing else [])]
     exponentials, picked, *total = _over_ranks(torch.stack(numbers), "sum", mesh, tokens, over).unbind(0)

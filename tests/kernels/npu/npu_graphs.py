@@ -1,5 +1,5 @@
-"""Compiling for the target "npu" on CPU tensors, where the lowered graphs run through emulated operators: what was called,
-whether it computes what the model computes, and whether any gradient got lost."""
+"""Compiling for the target "npu" on CPU tensors, where the lowered graphs run through emulated operators: what was
+called, whether it computes what the model computes, and whether any gradient got lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Graphs(list):
 
     def unlowered(self) -> list[str]:
         """Fused operators that no kernel of the target runs, and why."""
-        return [f"{r['operator']}: {r['reason']}" for r in self.rows() if r["kernel"].startswith(("reference", "its own"))]
+        return [
+            f"{r['operator']}: {r['reason']}" for r in self.rows() if r["kernel"].startswith(("reference", "its own"))
+        ]
 
     def left(self) -> list[str]:
         """``mindspeed::`` calls in the final graphs."""
@@ -45,7 +47,11 @@ def lowered():
     def finish(self, gm, side):
         before = len(self.record.lowered)
         original(self, gm, side)
-        calls = Counter(str(n.target).removesuffix(".default") for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload))
+        calls = Counter(
+            str(n.target).removesuffix(".default")
+            for n in gm.graph.nodes
+            if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)
+        )
         graphs.append((side, calls, self.record.lowered[before:]))
 
     backend.Compilation.finish_side = finish
@@ -56,7 +62,9 @@ def lowered():
 
 
 def step(run, model, args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of one step of ``model``, called as ``run``; a parameter or input without a gradient is an error."""
+    """Loss and gradients of one step of ``model``, called as ``run``; a parameter or input without a gradient is an
+    error.
+    """
     model.zero_grad(set_to_none=True)
     given = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
     out = run(*given)
@@ -72,7 +80,9 @@ def step(run, model, args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def assert_no_gradient_vanished(expected: dict, have: dict) -> None:
     """Whatever has a gradient in the eager model has one here, not all zeros where that is not, and finite."""
     for name, grad in expected.items():
-        assert (have[name] is None) == (grad is None), f"the gradient of {name} {'disappeared' if have[name] is None else 'appeared'}"
+        assert (have[name] is None) == (grad is None), (
+            f"the gradient of {name} {'disappeared' if have[name] is None else 'appeared'}"
+        )
         if grad is not None and grad.any():
             assert have[name].any(), f"the gradient of {name} is zero"
             assert have[name].isfinite().all(), f"the gradient of {name} is not finite"
@@ -84,20 +94,30 @@ def distance(have: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def trains_alike(model, *args, dtype=torch.float32, tolerance=1e-5, **options) -> Graphs:
-    """One step of ``model`` compiled for "npu" against the eager one: float32 to ``tolerance``, 16-bit types to twice the
-    eager model's own error, which a float64 copy of the model shows. Returns the lowered graphs."""
+    """One step of ``model`` compiled for "npu" against the eager one: float32 to ``tolerance``, 16-bit types to twice
+    the eager model's own error, which a float64 copy of the model shows. Returns the lowered graphs."""
     model = model.to(dtype)
     args = [a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    truth_args = [a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    truth_args = [
+        a.detach().double().requires_grad_(a.requires_grad)
+        if isinstance(a, torch.Tensor) and a.is_floating_point()
+        else a
+        for a in args
+    ]
     truth_model = copy.deepcopy(model).double()
     truth_loss, truth = step(truth_model, truth_model, truth_args)
     loss, expected = step(model, model, args)
     torch._dynamo.reset()
     with lowered() as graphs:
-        have_loss, have = step(torch.compile(model, backend="mindspeed", fullgraph=True, options={**OPTIONS, **options}), model, args)
+        have_loss, have = step(
+            torch.compile(model, backend="mindspeed", fullgraph=True, options={**OPTIONS, **options}), model, args
+        )
     assert_no_gradient_vanished(expected, have)
     floor = 1e-3 * max(g.abs().max().item() for g in truth.values() if g is not None)
-    for name, a, b, c in [("loss", have_loss, loss, truth_loss), *((n, have[n], expected[n], truth[n]) for n in truth if truth[n] is not None)]:
+    for name, a, b, c in [
+        ("loss", have_loss, loss, truth_loss),
+        *((n, have[n], expected[n], truth[n]) for n in truth if truth[n] is not None),
+    ]:
         if c.abs().max() < floor and name != "loss":
             assert a.abs().max() <= max(2 * b.abs().max(), 2 * floor), name  # everything cancels: rounding
             continue

@@ -1,5 +1,5 @@
-"""The emulated operators on the inputs and tolerances of MindSpeed's own unit tests, against references written out here; and for every
-test of theirs, whatever it is about, where it stands here or why it does not."""
+"""The emulated operators on the inputs and tolerances of MindSpeed's own unit tests, against references written out
+here; and for every test of theirs, whatever it is about, where it stands here or why it does not."""
 
 import pathlib
 import re
@@ -12,7 +12,9 @@ from mindspeed_fx.kernels.npu.emulation import registry
 
 registry.define()
 npu = torch.ops.npu
-HALF = pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 1e-3), (torch.bfloat16, 4e-3)], ids=["float16", "bfloat16"])
+HALF = pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float16, 1e-3), (torch.bfloat16, 4e-3)], ids=["float16", "bfloat16"]
+)
 
 
 def close(have, want, tolerance):
@@ -41,7 +43,11 @@ def test_swiglu(dtype, tolerance):
     close(torch.autograd.grad(npu.npu_swiglu(x, -1), x, grad)[0], torch.autograd.grad(want, x, grad)[0], 4 * tolerance)
 
 
-TYPES = pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float16, 1e-3), (torch.bfloat16, 5e-3)], ids=["float32", "float16", "bfloat16"])
+TYPES = pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float32, 1e-4), (torch.float16, 1e-3), (torch.bfloat16, 5e-3)],
+    ids=["float32", "float16", "bfloat16"],
+)
 
 
 @TYPES
@@ -50,7 +56,11 @@ TYPES = pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (tor
 def test_rotary(mode, shape, angles, dtype, tolerance):
     x, cos, sin = (torch.randn(s).to(dtype) for s in (shape, angles, angles))
     wide, c, s = x.float(), cos.float(), sin.float()
-    turned = torch.cat((-wide[..., 64:], wide[..., :64]), -1) if mode == "half" else torch.stack((-wide[..., 1::2], wide[..., ::2]), -1).flatten(-2)
+    turned = (
+        torch.cat((-wide[..., 64:], wide[..., :64]), -1)
+        if mode == "half"
+        else torch.stack((-wide[..., 1::2], wide[..., ::2]), -1).flatten(-2)
+    )
     close(npu.npu_rotary_mul(x, cos, sin, mode), (wide * c + turned * s).to(dtype), tolerance)
 
 
@@ -87,9 +97,14 @@ def test_permuted_and_back(k, experts):
 @TYPES
 @pytest.mark.parametrize("heads", [32, 64])
 def test_ring_attention_update(heads, dtype, tolerance):
-    """Two attentions over different keys, [seq, batch, hidden], statistics eight times: the sequence is 64 here, 8192 and more there."""
+    """Two attentions over different keys, [seq, batch, hidden], statistics eight times: the sequence is 64 here, 8192
+    and more there.
+    """
     outs = [torch.randn(64, 1, heads * 128).to(dtype) for _ in range(2)]
-    tops, sums = ([x.unsqueeze(-1).expand(-1, -1, -1, 8).contiguous() for x in made] for made in ([torch.randn(1, heads, 64) for _ in range(2)], [1 + torch.rand(1, heads, 64) for _ in range(2)]))
+    tops, sums = (
+        [x.unsqueeze(-1).expand(-1, -1, -1, 8).contiguous() for x in made]
+        for made in ([torch.randn(1, heads, 64) for _ in range(2)], [1 + torch.rand(1, heads, 64) for _ in range(2)])
+    )
     out, top, total = npu.npu_ring_attention_update(outs[0], tops[0], sums[0], outs[1], tops[1], sums[1])
     both = torch.maximum(*tops)
     shares = [s * (m - both).exp() for s, m in zip(sums, tops)]
@@ -109,7 +124,12 @@ def test_product_added_in_float32():
 
 
 def test_grouped_products_added_in_float32():
-    x, grad, ends, into = torch.randn(64, 128).bfloat16(), torch.randn(64, 32).bfloat16(), torch.tensor([31, 64]), torch.randn(2, 128, 32)
+    x, grad, ends, into = (
+        torch.randn(64, 128).bfloat16(),
+        torch.randn(64, 32).bfloat16(),
+        torch.tensor([31, 64]),
+        torch.randn(2, 128, 32),
+    )
     want = into + torch.stack([x[i:j].float().t() @ grad[i:j].float() for i, j in ((0, 31), (31, 64))])
     npu.npu_grouped_matmul_add_(into, x, grad, ends)
     close(into, want, 5e-3)
@@ -118,7 +138,11 @@ def test_grouped_products_added_in_float32():
 @HALF
 def test_sum_and_norm(dtype, tolerance):
     """``npu_dropout_add_rms_norm`` where nothing is dropped: the norm of the sum and the sum, eps 1e-5."""
-    x, residual, weight = torch.randn(6, 60, 1024, dtype=dtype), torch.randn(6, 60, 1024, dtype=dtype), torch.randn(1024).to(dtype)
+    x, residual, weight = (
+        torch.randn(6, 60, 1024, dtype=dtype),
+        torch.randn(6, 60, 1024, dtype=dtype),
+        torch.randn(1024).to(dtype),
+    )
     y, rstd, total = npu.npu_add_rms_norm(x, residual, weight, 1e-5)
     wide = x.float() + residual.float()
     close(total, wide.to(dtype), tolerance)
@@ -126,14 +150,19 @@ def test_sum_and_norm(dtype, tolerance):
 
 
 def test_reduced_product_sum_and_norm(ranks):
-    """``npu_mm_all_reduce_add_rms_norm`` as torch_npu's two operators, on two ranks of which each has half of what is summed."""
+    """``npu_mm_all_reduce_add_rms_norm`` as torch_npu's two operators, on two ranks of which each has half of what is
+    summed.
+    """
     from torch.distributed._local_tensor import LocalTensor
 
     x, w, residual, weight = torch.randn(24, 16), torch.randn(16, 8), torch.randn(24, 8), torch.randn(8)
     with ranks(2), torch.no_grad():
         parts = (LocalTensor(dict(enumerate(t.contiguous() for t in given))) for given in (x.chunk(2, 1), w.chunk(2)))
         y = registry.EMULATIONS["npu_mm_all_reduce_base"].run(*parts, "0")
-        summed = [registry.EMULATIONS["npu_add_rms_norm"].run(part, residual, weight, 1e-5) for part in y._local_tensors.values()]
+        summed = [
+            registry.EMULATIONS["npu_add_rms_norm"].run(part, residual, weight, 1e-5)
+            for part in y._local_tensors.values()
+        ]
     wide = x @ w + residual
     for have, _, total in summed:
         close(total, wide, 1e-4)
@@ -148,42 +177,78 @@ def test_pairs_of_products():
 
 
 def test_fused_products_count_as_products():
-    """``--op-cal-tflops``: an operator that also communicates has the FLOP of its product, and every version of attention the same."""
+    """``--op-cal-tflops``: an operator that also communicates has the FLOP of its product, and every version of
+    attention the same.
+    """
     from mindspeed_fx.cost import aten
     from mindspeed_fx.cost.operators import Spec
 
     make = lambda *shape: Spec(shape, "bfloat16", 2)  # noqa: E731
     product = aten.cost("mm", make(64, 48), (make(64, 32), make(32, 48)), {}).flops
-    assert aten.cost("npu_mm_reduce_scatter_base", make(8, 48), (make(64, 32), make(32, 48), "0", 8), {}).flops == product
-    assert aten.cost("npu_all_gather_base_mm", (make(64, 48), make(64, 32)), (make(8, 32), make(32, 48), "0", 8), {}).flops == product
+    assert (
+        aten.cost("npu_mm_reduce_scatter_base", make(8, 48), (make(64, 32), make(32, 48), "0", 8), {}).flops == product
+    )
+    assert (
+        aten.cost("npu_all_gather_base_mm", (make(64, 48), make(64, 32)), (make(8, 32), make(32, 48), "0", 8), {}).flops
+        == product
+    )
     q = make(2, 8, 64, 16)
-    counts = {aten.cost(name, out, (q, q, q, 8, "BNSD"), {}).flops for name, out in (("npu_fusion_attention", [q, q, q]), ("npu_fusion_attention_v3", [q, q, q]))}
+    counts = {
+        aten.cost(name, out, (q, q, q, 8, "BNSD"), {}).flops
+        for name, out in (("npu_fusion_attention", [q, q, q]), ("npu_fusion_attention_v3", [q, q, q]))
+    }
     assert counts == {aten.cost("scaled_dot_product_attention", q, (q, q, q), {}).flops}
 
 
 UPSTREAM = {
-    "adaptive_recomputing": ["recompute/test_recompute_upstream.py::test_within_the_budget_and_never_worse_than_upstream"],
-    "adaptive_memory_solver": ["recompute/test_recompute_offload.py", "recompute/test_recompute_budget.py"],  # ours plans values, not its nine policies per layer
-    "ringattn kv cache by layer": "the backward of a ring asks for the keys again (sharding/spmd/ring.py); no layer keeps those of other ranks",
+    "adaptive_recomputing": [
+        "recompute/test_recompute_upstream.py::test_within_the_budget_and_never_worse_than_upstream"
+    ],
+    "adaptive_memory_solver": [
+        "recompute/test_recompute_offload.py",
+        "recompute/test_recompute_budget.py",
+    ],  # ours plans values, not its nine policies per layer
+    "ringattn kv cache by layer": "the backward of a ring asks for the keys again (sharding/spmd/ring.py); no layer "
+    "keeps those of other ranks",
     "npu_rms_norm": ["::test_thirty_norms"],
     "npu_swiglu": ["::test_swiglu"],
     "npu_rotary_position_embedding": ["::test_rotary"],
     "fused_rotary": ["::test_rotary"],
-    "ring_attention_update": ["::test_ring_attention_update", "sharding/test_ring.py::test_update_joins_two_sets_of_keys"],
+    "ring_attention_update": [
+        "::test_ring_attention_update",
+        "sharding/test_ring.py::test_update_joins_two_sets_of_keys",
+    ],
     "fusion_attention": ["::test_attention_of_flat_heads"],
     "gmm": ["::test_grouped_products"],
     "permute, unpermute": ["::test_permuted_and_back", "kernels/test_moe_permute_operator.py::test_there_and_back"],
-    "matmul_add": ["::test_product_added_in_float32", "megatron/test_main_grad.py::test_weight_gradients_are_added_to_main_grad"],
+    "matmul_add": [
+        "::test_product_added_in_float32",
+        "megatron/test_main_grad.py::test_weight_gradients_are_added_to_main_grad",
+    ],
     "groupmatmul_add": ["::test_grouped_products_added_in_float32"],
     "mm_all_reduce_add_rms_norm": ["::test_reduced_product_sum_and_norm"],
     "grouped_mat_mul_all_reduce": ["::test_pairs_of_products"],
     "a2a_ag_bmm, bmm_rs_a2a": ["overlap/test_overlap_mc2_experts.py::test_emulated_values_on_every_rank"],
-    "ring, Ulysses, adaptive CP": ["sharding/test_ring.py::test_equals_one_device", "sharding/test_ring_masks.py::test_equals_one_device", "sharding/test_simulated.py::test_plan_equals_one_device_with_the_fewest_collectives"],
-    "mc2, coc, unaligned": ["overlap/test_overlap_mc2.py::test_emulated_values", "overlap/test_overlap_decompose.py::test_every_rank_has_the_rows_it_had", "sharding/test_simulated.py::test_sizes_that_do_not_fit"],
+    "ring, Ulysses, adaptive CP": [
+        "sharding/test_ring.py::test_equals_one_device",
+        "sharding/test_ring_masks.py::test_equals_one_device",
+        "sharding/test_simulated.py::test_plan_equals_one_device_with_the_fewest_collectives",
+    ],
+    "mc2, coc, unaligned": [
+        "overlap/test_overlap_mc2.py::test_emulated_values",
+        "overlap/test_overlap_decompose.py::test_every_rank_has_the_rows_it_had",
+        "sharding/test_simulated.py::test_sizes_that_do_not_fit",
+    ],
     "lcal_coc": ["overlap/test_overlap_decompose.py::test_every_rank_has_the_rows_it_had"],
-    "layernorm2d, rmsnorm2d": ["sharding/test_simulated.py::test_plan_equals_one_device_with_the_fewest_collectives", "sharding/test_operator_rules.py::test_every_way_gives_the_whole_result"],
-    "recomputing activation, norm": ["recompute/test_recompute_policy.py::test_a_policy_makes_its_own_again_and_changes_no_bit"],
-    "reuse optimizer": "float32 weights that share memory with their 16-bit copy are not built; the weights of kernels/adamw.py have buffers of their own",
+    "layernorm2d, rmsnorm2d": [
+        "sharding/test_simulated.py::test_plan_equals_one_device_with_the_fewest_collectives",
+        "sharding/test_operator_rules.py::test_every_way_gives_the_whole_result",
+    ],
+    "recomputing activation, norm": [
+        "recompute/test_recompute_policy.py::test_a_policy_makes_its_own_again_and_changes_no_bit"
+    ],
+    "reuse optimizer": "float32 weights that share memory with their 16-bit copy are not built; the weights of "
+    "kernels/adamw.py have buffers of their own",
     "token rearrange": ["passes/fusion/test_one_hot_dispatch.py::test_dispatch_and_combine"],
     "dropout_add_rms_norm": ["::test_sum_and_norm"],
     "tflops": ["::test_fused_products_count_as_products"],

@@ -1,5 +1,5 @@
-"""Models compiled for the target "npu": which kernels their graphs call, that nothing is left unlowered, and that the lowered
-graphs, run through emulated operators, train as the models do."""
+"""Models compiled for the target "npu": which kernels their graphs call, that nothing is left unlowered, and that the
+lowered graphs, run through emulated operators, train as the models do."""
 
 import itertools
 
@@ -17,10 +17,21 @@ TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=la
 @TYPES
 def test_llama(dtype):
     graphs = npu_graphs.trains_alike(models.Llama(), *models.tokens(), dtype=dtype)
-    assert graphs.npu("forward") == {"npu_rms_norm": 1, "npu_add_rms_norm": 4, "npu_rotary_mul": 4, "npu_fusion_attention_v3": 2, "npu_swiglu": 2, "npu_cross_entropy_loss": 1}
+    assert graphs.npu("forward") == {
+        "npu_rms_norm": 1,
+        "npu_add_rms_norm": 4,
+        "npu_rotary_mul": 4,
+        "npu_fusion_attention_v3": 2,
+        "npu_swiglu": 2,
+        "npu_cross_entropy_loss": 1,
+    }
     assert graphs.npu("backward") == {
-        "npu_rms_norm_backward": 5, "npu_rotary_mul_backward": 4, "npu_fusion_attention_grad_v3": 2, "npu_swiglu_backward": 2, "npu_cross_entropy_loss_backward": 1,
-    }  # fmt: skip
+        "npu_rms_norm_backward": 5,
+        "npu_rotary_mul_backward": 4,
+        "npu_fusion_attention_grad_v3": 2,
+        "npu_swiglu_backward": 2,
+        "npu_cross_entropy_loss_backward": 1,
+    }
     assert graphs.unlowered() == [] and graphs.left() == []
     masks = [sum(calls.get("aten.triu", 0) for side, calls, _ in graphs if side == s) for s in ("forward", "backward")]
     assert masks == [1, 1], "each layer makes its own mask"
@@ -35,7 +46,9 @@ def test_llama_of_any_length():
             loss, expected = npu_graphs.step(model, model, args)
             have_loss, have = npu_graphs.step(compiled, model, args)
             npu_graphs.assert_no_gradient_vanished(expected, have)
-            assert all(npu_graphs.distance(have[n], expected[n]) < 1e-4 for n in expected) and abs(loss - have_loss) < 1e-5
+            assert (
+                all(npu_graphs.distance(have[n], expected[n]) < 1e-4 for n in expected) and abs(loss - have_loss) < 1e-5
+            )
     assert len(graphs) == 2 and graphs.unlowered() == [] and graphs.npu()["npu_fusion_attention_v3"] == 2
 
 
@@ -46,11 +59,16 @@ class QueriesAndKeys(nn.Module):
         super().__init__()
         self.dim, self.counts, self.whole = hidden // heads, (heads, kv_heads, kv_heads), whole
         self.qkv = nn.ModuleList(nn.Linear(hidden, n * self.dim, bias=False) for n in self.counts)
-        self.norms, self.out = nn.ModuleList(models.RMSNorm(n * self.dim if whole else self.dim) for n in self.counts[:2]), nn.Linear(hidden, hidden, bias=False)
+        self.norms, self.out = (
+            nn.ModuleList(models.RMSNorm(n * self.dim if whole else self.dim) for n in self.counts[:2]),
+            nn.Linear(hidden, hidden, bias=False),
+        )
 
     def forward(self, x):
         b, s, _ = x.shape
-        angles = torch.outer(torch.arange(s, device=x.device).float(), torch.tensor([1.0, 0.3, 0.1, 0.03], device=x.device)).repeat(1, 2)
+        angles = torch.outer(
+            torch.arange(s, device=x.device).float(), torch.tensor([1.0, 0.3, 0.1, 0.03], device=x.device)
+        ).repeat(1, 2)
         q, k, v = (layer(x) for layer in self.qkv)
         if self.whole:
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k)))
@@ -58,20 +76,29 @@ class QueriesAndKeys(nn.Module):
         if not self.whole:
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k)))
         q, k = (models.rotate(t.transpose(1, 2), angles.cos().to(x.dtype), angles.sin().to(x.dtype)) for t in (q, k))
-        return self.out(F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 @TYPES
 def test_norms_of_queries_and_keys(dtype):
     graphs = npu_graphs.trains_alike(QueriesAndKeys(), torch.randn(2, 9, 32, requires_grad=True), dtype=dtype)
     ours = [(r["operator"], r["side"]) for r in graphs.rows() if r["kernel"].startswith("triton, ")]
-    assert sorted(ours) == sorted([("mindspeed.qk_norm_rope", "forward"), ("mindspeed.qk_norm_rope_backward", "backward")] * 2)
+    assert sorted(ours) == sorted(
+        [("mindspeed.qk_norm_rope", "forward"), ("mindspeed.qk_norm_rope_backward", "backward")] * 2
+    )
     assert not {"npu_rms_norm", "npu_rotary_mul"} & {*graphs.npu()} and graphs.unlowered() == []
 
 
 def test_a_norm_over_all_heads_stays_an_operator_of_its_own():
     graphs = npu_graphs.trains_alike(QueriesAndKeys(whole=True), torch.randn(2, 9, 32, requires_grad=True))
-    assert graphs.npu("forward")["npu_rms_norm"] == graphs.npu("forward")["npu_rotary_mul"] == 2 and graphs.unlowered() == []
+    assert (
+        graphs.npu("forward")["npu_rms_norm"] == graphs.npu("forward")["npu_rotary_mul"] == 2
+        and graphs.unlowered() == []
+    )
 
 
 class Gpt2(nn.Module):
@@ -79,7 +106,12 @@ class Gpt2(nn.Module):
         super().__init__()
         self.heads, self.embed, self.positions = heads, nn.Embedding(vocab, hidden), nn.Embedding(64, hidden)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(hidden) for _ in range(3))
-        self.qkv, self.proj, self.up, self.down = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.qkv, self.proj, self.up, self.down = (
+            nn.Linear(hidden, 3 * hidden),
+            nn.Linear(hidden, hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
 
     def forward(self, ids, labels):
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
@@ -92,7 +124,13 @@ class Gpt2(nn.Module):
 @TYPES
 def test_gpt2(dtype):
     graphs = npu_graphs.trains_alike(Gpt2(), *models.tokens(), dtype=dtype)
-    assert graphs.npu() == {"npu_add_layer_norm": 2, "npu_fusion_attention_v3": 1, "npu_fusion_attention_grad_v3": 1, "npu_cross_entropy_loss": 1, "npu_cross_entropy_loss_backward": 1}
+    assert graphs.npu() == {
+        "npu_add_layer_norm": 2,
+        "npu_fusion_attention_v3": 1,
+        "npu_fusion_attention_grad_v3": 1,
+        "npu_cross_entropy_loss": 1,
+        "npu_cross_entropy_loss_backward": 1,
+    }
     assert graphs.unlowered() == []
 
 
@@ -102,7 +140,10 @@ class Experts(nn.Module):
     def __init__(self, hidden=16, ffn=24, experts=4, k=2):
         super().__init__()
         self.k, self.router = k, nn.Linear(hidden, experts, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(experts, hidden, 2 * ffn) / 4), nn.Parameter(torch.randn(experts, ffn, hidden) / 5)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(experts, hidden, 2 * ffn) / 4),
+            nn.Parameter(torch.randn(experts, ffn, hidden) / 5),
+        )
 
     def forward(self, x):
         probs, chosen = self.router(x).softmax(-1).topk(self.k, -1)
@@ -115,8 +156,18 @@ class Experts(nn.Module):
 
 def test_experts():
     graphs = npu_graphs.trains_alike(Experts(), torch.randn(13, 16, requires_grad=True))
-    assert graphs.npu("forward") == {"npu_moe_token_permute": 1, "npu_grouped_matmul": 2, "npu_swiglu": 1, "npu_moe_token_unpermute": 1}
-    assert graphs.npu("backward") == {"npu_moe_token_unpermute_grad_v2": 1, "npu_grouped_matmul": 4, "npu_swiglu_backward": 1, "npu_moe_token_permute_grad_v2": 1}
+    assert graphs.npu("forward") == {
+        "npu_moe_token_permute": 1,
+        "npu_grouped_matmul": 2,
+        "npu_swiglu": 1,
+        "npu_moe_token_unpermute": 1,
+    }
+    assert graphs.npu("backward") == {
+        "npu_moe_token_unpermute_grad_v2": 1,
+        "npu_grouped_matmul": 4,
+        "npu_swiglu_backward": 1,
+        "npu_moe_token_permute_grad_v2": 1,
+    }
     assert graphs.unlowered() == []
 
 
@@ -133,7 +184,13 @@ class Head(nn.Module):
 def test_linear_cross_entropy(reduction):
     labels = torch.randint(0, 150, (11,))
     labels[3], labels[7] = -1, 149
-    graphs = npu_graphs.trains_alike(Head(reduction), torch.randn(11, 16, requires_grad=True), labels, dtype=torch.bfloat16, enable=["fusion.linear_cross_entropy"])
+    graphs = npu_graphs.trains_alike(
+        Head(reduction),
+        torch.randn(11, 16, requires_grad=True),
+        labels,
+        dtype=torch.bfloat16,
+        enable=["fusion.linear_cross_entropy"],
+    )
     assert graphs.npu()["npu_fused_linear_cross_entropy_loss_with_max_sum_backward"] == 1
     assert graphs.npu()["npu_fused_linear_online_max_sum"] == (2 if reduction == "none" else 1)
     assert graphs.unlowered() == []
@@ -154,7 +211,9 @@ def test_z_loss(dtype):
     labels = torch.randint(0, 40, (11,))
     labels[3] = -1
     graphs = npu_graphs.trains_alike(ZLoss(), torch.randn(11, 16, requires_grad=True), labels, dtype=dtype)
-    assert graphs.npu() == {"npu_cross_entropy_loss": 1, "npu_cross_entropy_loss_backward": 1} and graphs.unlowered() == []
+    assert (
+        graphs.npu() == {"npu_cross_entropy_loss": 1, "npu_cross_entropy_loss_backward": 1} and graphs.unlowered() == []
+    )
 
 
 def test_frozen_parameters_and_no_gradient():
@@ -192,6 +251,7 @@ class HuggingFace(nn.Module):
         super().__init__()
         pytest.importorskip("transformers")
         from tests.zoo import architectures
+
         model, inputs = architectures.build(name, "sdpa" if name != "gpt_oss" else "eager")
         self.model, self.ids, self.name = model.float(), inputs["input_ids"], name
         self.model.loss_type = "ForCausalLM"  # unset for GPT-2, about which it would warn, once and outside any graph
@@ -213,7 +273,9 @@ def test_hugging_face(name):
     with npu_graphs.lowered() as graphs:
         run = HuggingFace(name)
         loss, expected = npu_graphs.step(run, run, (run.ids,))
-        have_loss, have = npu_graphs.step(torch.compile(run, backend="mindspeed", options=npu_graphs.OPTIONS), run, (run.ids,))
+        have_loss, have = npu_graphs.step(
+            torch.compile(run, backend="mindspeed", options=npu_graphs.OPTIONS), run, (run.ids,)
+        )
     npu_graphs.assert_no_gradient_vanished(expected, have)
     floor = 1e-3 * max(g.abs().max() for g in expected.values() if g is not None)
     for n, g in itertools.chain([("loss", loss)], expected.items()):

@@ -1,4 +1,6 @@
-"""Every NPU lowering, run through the emulated torch_npu operators, against the operator's reference: values, types, strides."""
+"""Every NPU lowering, run through the emulated torch_npu operators, against the operator's reference: values, types,
+strides.
+"""
 
 import pytest
 import torch
@@ -43,9 +45,15 @@ def test_a_lowering_is_its_reference(family, dtype):
         operator = find(op.default)
         lowering, reasons = operator.choose("npu", args, {})
         assert lowering is not None and lowering.kernel == kernel, f"{name}: {lowering and lowering.kernel}, {reasons}"
-        found = (results_of(run, op, given) for run, given in ((lowering.build, args), (operator.reference, args), (operator.reference, exact(args))))
+        found = (
+            results_of(run, op, given)
+            for run, given in ((lowering.build, args), (operator.reference, args), (operator.reference, exact(args)))
+        )
         for i, (have, want, truth) in enumerate(zip(*found, strict=True)):
-            assert have.dtype == want.dtype and have.shape == want.shape and layout(have) == layout(want), f"{name}, result {i}: {have.dtype}, {have.shape}, {have.stride()} instead of {want.dtype}, {want.shape}, {want.stride()}"
+            assert have.dtype == want.dtype and have.shape == want.shape and layout(have) == layout(want), (
+                f"{name}, result {i}: {have.dtype}, {have.shape}, {have.stride()} instead of {want.dtype}, "
+                f"{want.shape}, {want.stride()}"
+            )
             if want.numel() == 0:
                 continue
             if not want.is_floating_point():
@@ -53,7 +61,9 @@ def test_a_lowering_is_its_reference(family, dtype):
                 continue
             have, want, truth = (finite(x).double() for x in (have, want, truth))
             error, own = ((x - truth).abs().max() for x in (have, want))
-            assert error <= max(2 * own, TOLERANCE[dtype] * truth.abs().max()), f"{name}, result {i}: off by {error:.3g}, the reference by {own:.3g}"
+            assert error <= max(2 * own, TOLERANCE[dtype] * truth.abs().max()), (
+                f"{name}, result {i}: off by {error:.3g}, the reference by {own:.3g}"
+            )
             assert have.isfinite().all(), name
 
 
@@ -66,20 +76,31 @@ def test_a_lowering_costs_the_products_that_its_operator_does():
             if (operator.name, kernel) in seen or "causal" in name:
                 continue
             seen.add((operator.name, kernel))
-            own = operator.cost(*pytree.tree_map(lambda a: spec(a) if isinstance(a, torch.Tensor) else a, (operator.reference(*args) if op.default._schema.returns else None, *args)))
+            own = operator.cost(
+                *pytree.tree_map(
+                    lambda a: spec(a) if isinstance(a, torch.Tensor) else a,
+                    (operator.reference(*args) if op.default._schema.returns else None, *args),
+                )
+            )
             tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
             leaves, tree = pytree.tree_flatten(args)
 
             def run(*values):
                 given = iter(values)
-                return operator.choose("npu", args, {})[0].build(*pytree.tree_unflatten([next(given) if isinstance(a, torch.Tensor) else a for a in leaves], tree))
+                return operator.choose("npu", args, {})[0].build(
+                    *pytree.tree_unflatten([next(given) if isinstance(a, torch.Tensor) else a for a in leaves], tree)
+                )
 
             gm = make_fx_decomposed(run, tensors, None)
             for node in gm.graph.nodes:
                 node.meta.setdefault("val", None)
             made = estimate(gm, "ascend910b2", fused=False)
-            extra = kernel.startswith("npu_fused_linear") and "total" in operator.name  # the logits again for the backward
-            assert own.flops <= made.flops <= own.flops * (2 if extra else 1.4) + 1, f"{name}: {made.flops} FLOP by {kernel}, {own.flops} of the operator"
+            extra = (
+                kernel.startswith("npu_fused_linear") and "total" in operator.name
+            )  # the logits again for the backward
+            assert own.flops <= made.flops <= own.flops * (2 if extra else 1.4) + 1, (
+                f"{name}: {made.flops} FLOP by {kernel}, {own.flops} of the operator"
+            )
 
 
 def test_a_bias_by_keys_is_not_written_out_for_every_query():
@@ -87,6 +108,11 @@ def test_a_bias_by_keys_is_not_written_out_for_every_query():
     from mindspeed_fx.kernels.npu import attention
 
     q = torch.empty(3, 32, 4096, 64, device="meta", dtype=torch.bfloat16)
-    for shape, wanted in (((1, 32, 1, 4096), (3, 32, 1, 4096)), ((3, 1, 1, 4096), (3, 32, 1, 4096)), ((1, 32, 4096, 4096), (1, 32, 4096, 4096)), ((4096, 4096), (1, 32, 4096, 4096))):
+    for shape, wanted in (
+        ((1, 32, 1, 4096), (3, 32, 1, 4096)),
+        ((3, 1, 1, 4096), (3, 32, 1, 4096)),
+        ((1, 32, 4096, 4096), (1, 32, 4096, 4096)),
+        ((4096, 4096), (1, 32, 4096, 4096)),
+    ):
         bias = torch.empty(shape, device="meta", dtype=torch.bfloat16)
         assert attention._mask(q, q, attention._four(bias, q, q), False, 0.5, 0)["pse"].shape == wanted

@@ -1,5 +1,5 @@
-"""What torch_npu itself says: its schemas, the shapes its meta kernels give to every lowering, and a model's training step on
-fake npu tensors. In a process of its own, over stub libraries (mindspeed-fx toolchain install)."""
+"""What torch_npu itself says: its schemas, the shapes its meta kernels give to every lowering, and a model's training
+step on fake npu tensors. In a process of its own, over stub libraries (mindspeed-fx toolchain install)."""
 
 import functools
 import json
@@ -13,7 +13,10 @@ import pytest
 from mindspeed_fx.ascend import stub, toolchain
 
 HERE = pathlib.Path(__file__).parent
-pytestmark = [pytest.mark.npu, pytest.mark.skipif(toolchain.missing("torch_npu") is not None, reason=str(toolchain.missing("torch_npu")))]
+pytestmark = [
+    pytest.mark.npu,
+    pytest.mark.skipif(toolchain.missing("torch_npu") is not None, reason=str(toolchain.missing("torch_npu"))),
+]
 
 
 @functools.cache
@@ -36,5 +39,8 @@ def test_every_lowering_has_the_same_shapes_on_npu():
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
 def test_a_model_calls_the_same_kernels_on_npu_and_loses_no_gradient(dtype):
     model = found()["model"][dtype]
-    assert model["calls"]["npu"] == model["calls"]["cpu"] and model["calls"]["npu"]["backward"]["npu_fusion_attention_grad_v3"] == 2
+    assert (
+        model["calls"]["npu"] == model["calls"]["cpu"]
+        and model["calls"]["npu"]["backward"]["npu_fusion_attention_grad_v3"] == 2
+    )
     assert model["unlowered"] == [] and model["lost"] == []

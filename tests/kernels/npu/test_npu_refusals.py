@@ -25,12 +25,26 @@ def attention(q=None, k=None, v=None, mask=None, causal=False, scale=0.5, window
 
 def linear(hidden=None, weight=None, bias=None, target=None, smoothing=0.0, z_loss=0.0, softcap=0.0):
     hidden, weight = t(8, 16) if hidden is None else hidden, t(128, 16) if weight is None else weight
-    return ops.linear_cross_entropy_tokens, (hidden, weight, bias, t(8, dtype=torch.int64) if target is None else target, -100, smoothing, z_loss, softcap)
+    return ops.linear_cross_entropy_tokens, (
+        hidden,
+        weight,
+        bias,
+        t(8, dtype=torch.int64) if target is None else target,
+        -100,
+        smoothing,
+        z_loss,
+        softcap,
+    )
 
 
 def routed(tokens=None, marked=None, probs=None, k=2):
     tokens = t(8, 4) if tokens is None else tokens
-    return ops.moe_permute_map, (tokens, t(8, 4, dtype=torch.bool) if marked is None else marked, t(8, 4) if probs is None else probs, k)
+    return ops.moe_permute_map, (
+        tokens,
+        t(8, 4, dtype=torch.bool) if marked is None else marked,
+        t(8, 4) if probs is None else probs,
+        k,
+    )
 
 
 def packed(q=None, ends=torch.empty(3, dtype=torch.int64, device="meta")):
@@ -39,15 +53,31 @@ def packed(q=None, ends=torch.empty(3, dtype=torch.int64, device="meta")):
 
 
 REFUSED = [
-    (ops.ring_attention_update, (t(1, 2, 4, 8, dtype=F64), t(1, 2, 4, dtype=F64), t(1, 2, 4, 8), t(1, 2, 4, dtype=F64)), "out is float64"),
-    (ops.ring_attention_update, (t(1, 2, 4, 8), t(1, 2, 4, dtype=F64), t(1, 2, 4, 8), t(1, 2, 4, dtype=F32)), "lse is float64; valid: float32"),
-    (ops.ring_attention_update, (t(1, 2, 8, 4).mT, t(1, 2, 4, dtype=F32), t(1, 2, 4, 8), t(1, 2, 4, dtype=F32)), "last dimension of out is not contiguous"),
+    (
+        ops.ring_attention_update,
+        (t(1, 2, 4, 8, dtype=F64), t(1, 2, 4, dtype=F64), t(1, 2, 4, 8), t(1, 2, 4, dtype=F64)),
+        "out is float64",
+    ),
+    (
+        ops.ring_attention_update,
+        (t(1, 2, 4, 8), t(1, 2, 4, dtype=F64), t(1, 2, 4, 8), t(1, 2, 4, dtype=F32)),
+        "lse is float64; valid: float32",
+    ),
+    (
+        ops.ring_attention_update,
+        (t(1, 2, 8, 4).mT, t(1, 2, 4, dtype=F32), t(1, 2, 4, 8), t(1, 2, 4, dtype=F32)),
+        "last dimension of out is not contiguous",
+    ),
     (ops.rms_norm, (t(4, 8, dtype=F64), None, 1e-5, True), "x is float64; valid: float16, bfloat16, float32"),
     (ops.rms_norm, (t(8), None, 1e-5, True), "dimensions of x is 1; valid: 2 to 8"),
     (ops.rms_norm, (t(*[1] * 8, 8), None, 1e-5, True), "dimensions of x is 9; valid: 2 to 8"),
     (ops.rms_norm, (t(4, 8), t(8, dtype=F64), 1e-5, True), "weight is float64"),
     (ops.rms_norm_backward, (t(4, 8, dtype=F64), t(4, 8), None, t(4, 1, dtype=F32), True, False), "grad is float64"),
-    (ops.add_rms_norm, (t(4, 8), t(4, 8), t(8, dtype=F32), 1e-5, True), "npu_add_rms_norm: x is bfloat16, gamma float32; valid: one type"),
+    (
+        ops.add_rms_norm,
+        (t(4, 8), t(4, 8), t(8, dtype=F32), 1e-5, True),
+        "npu_add_rms_norm: x is bfloat16, gamma float32; valid: one type",
+    ),
     (ops.layer_norm, (t(4, 8), t(8, dtype=F32), None, 1e-5), "weight is float32; valid: bfloat16"),
     (ops.add_layer_norm, (t(8), t(8), None, None, 1e-5), "dimensions of x is 1; valid: 2 to 8"),
     (ops.swiglu, (t(4, 8), t(4, 8)), "npu_swiglu: gate and up are two tensors"),
@@ -62,10 +92,26 @@ REFUSED = [
     (ops.clipped_swiglu, (t(4, 8), None, 1.5, 7.0, 1.0, True), "npu_fast_gelu: alpha is 1.5; valid: 1.702"),
     (ops.clipped_swiglu, (t(4, 8), t(4, 8, dtype=F64), 1.702, 7.0, 1.0, False), "up is float64"),
     (ops.dropout_add, (t(4, 8, dtype=F64), None, t(4, 8, dtype=F64), 0.1), "x is float64"),
-    (ops.scaled_masked_softmax, (t(2, 4, 48, 64), t(1, 1, 48, 64, dtype=torch.bool), 0.5), "npu_scaled_masked_softmax: rows is 48; valid: multiples of 32"),
-    (ops.scaled_masked_softmax, (t(2, 4, 64, 8192), t(1, 1, 64, 8192, dtype=torch.bool), 0.5), "columns is 8192; valid: 32 to 4096"),
-    (ops.scaled_masked_softmax, (t(4, 64, 64), t(1, 64, 64, dtype=torch.bool), 0.5), "dimensions of x is 3; valid: 4 to 4"),
-    (ops.scaled_masked_softmax_backward, (t(2, 4, 64, 64, dtype=F32), t(2, 4, 64, 64), t(1, 1, 64, 64, dtype=torch.bool), 0.5), "grad is float32; valid: bfloat16"),
+    (
+        ops.scaled_masked_softmax,
+        (t(2, 4, 48, 64), t(1, 1, 48, 64, dtype=torch.bool), 0.5),
+        "npu_scaled_masked_softmax: rows is 48; valid: multiples of 32",
+    ),
+    (
+        ops.scaled_masked_softmax,
+        (t(2, 4, 64, 8192), t(1, 1, 64, 8192, dtype=torch.bool), 0.5),
+        "columns is 8192; valid: 32 to 4096",
+    ),
+    (
+        ops.scaled_masked_softmax,
+        (t(4, 64, 64), t(1, 64, 64, dtype=torch.bool), 0.5),
+        "dimensions of x is 3; valid: 4 to 4",
+    ),
+    (
+        ops.scaled_masked_softmax_backward,
+        (t(2, 4, 64, 64, dtype=F32), t(2, 4, 64, 64), t(1, 1, 64, 64, dtype=torch.bool), 0.5),
+        "grad is float32; valid: bfloat16",
+    ),
     (ops.rope, (t(2, 4, 6, 896), t(6, 896), t(6, 896), False), "head_dim is 896; valid: 2 to 895"),
     (ops.rope, (t(2, 4, 6, 32, dtype=F64), t(6, 32), t(6, 32), False), "x is float64"),
     (ops.rope, (t(2, 4, 6, 30), t(6, 30), t(6, 30), False), "rows of 60 bytes in BNSD; valid: multiples of 32"),
@@ -73,7 +119,11 @@ REFUSED = [
     (ops.rope, (t(2, 1000, 6, 32), t(6, 32), t(6, 32), False), "N of BNSD is 1000; valid: 1 to 999"),
     (ops.rope, (t(25, 40, 6, 32), t(6, 32), t(6, 32), True), "B * N of interleaved BNSD is 1000; valid: 1 to 999"),
     (ops.rope, (t(2, 4, 6, 32), t(2, 1, 6, 32), t(2, 1, 6, 32), True), "valid: 11SD, 1S1D, S11D"),
-    (ops.rope, (t(2, 4, 6, 32), t(4, 6, 32), t(4, 6, 32), False), "valid: 11SD, B1SD, BNSD, 1S1D, BS1D, BSND, S11D, SB1D, SBND"),
+    (
+        ops.rope,
+        (t(2, 4, 6, 32), t(4, 6, 32), t(4, 6, 32), False),
+        "valid: 11SD, B1SD, BNSD, 1S1D, BS1D, BSND, S11D, SB1D, SBND",
+    ),
     (ops.rope, (t(2, 2, 4, 6, 32), t(6, 32), t(6, 32), False), "x has 5 dimensions"),
     (ops.rope, (t(2, 4, 6, 32), t(6, 16), t(6, 16), False), "as long as a head"),
     (ops.rope_backward, (t(2, 4, 6, 32), t(2, 4, 6, 32), t(6, 32), t(6, 32), False, True), "the angles need gradients"),
@@ -85,13 +135,20 @@ REFUSED = [
     (*attention(bsnd(1, 1, 2**20 + 1, 1)), "length of q is 1048577; valid: 1 to 1048576"),
     (*attention(bsnd(1, 2, 4, 16), bsnd(1, 2, 2**20 + 1, 16)), "length of k is 1048577"),
     (*attention(bsnd(1, 2, 4, 16, dtype=F64)), "q is float64"),
-    (*attention(bsnd(1, 2, 4, 16), bsnd(1, 2, 4, 16, dtype=F32)), "q, k and v are bfloat16, float32, float32; valid: one type"),
+    (
+        *attention(bsnd(1, 2, 4, 16), bsnd(1, 2, 4, 16, dtype=F32)),
+        "q, k and v are bfloat16, float32, float32; valid: one type",
+    ),
     (*attention(mask=t(8, 8, dtype=F32)), "the bias is float32; valid: the type of q, bfloat16"),
     (*attention(mask=t(8, 8), scale=0.0), "a bias with scale 0"),
     (*attention(k=bsnd(2, 4, 9, 16), causal=True, window=3), "a window of 3 keys with 8 queries and 9 keys"),
     (*attention(causal=True, softcap=30.0), "a soft-cap of 30.0; the kernel has none"),
     (*attention(sinks=t(4, dtype=F64)), "sinks are float64; valid: float32, bfloat16"),
-    (ops.cross_entropy, (t(200001, 8), t(200001, dtype=torch.int64), -100, 0.0), "tokens is 200001; valid: 1 to 200000"),
+    (
+        ops.cross_entropy,
+        (t(200001, 8), t(200001, dtype=torch.int64), -100, 0.0),
+        "tokens is 200001; valid: 1 to 200000",
+    ),
     (ops.cross_entropy, (t(4, 8), t(4, dtype=torch.int64), -100, 0.1), "label_smoothing is 0.1; valid in training: 0"),
     (ops.cross_entropy, (t(4, 8), t(4, dtype=torch.int32), -100, 0.0), "target is int32; valid: int64"),
     (ops.cross_entropy, (t(4, 8, dtype=F64), t(4, dtype=torch.int64), -100, 0.0), "logits is float64"),
@@ -107,10 +164,22 @@ REFUSED = [
     (ops.grouped_matmul, (t(8, 4), t(1, 4, 4), t(1, dtype=torch.int64)), "groups is 1; valid: 2 to 1024"),
     (ops.grouped_matmul, (t(8, 65536), t(2, 65536, 4), t(2, dtype=torch.int64)), "k is 65536; valid: 1 to 65535"),
     (ops.grouped_matmul, (t(8, 4), t(2, 4, 65536), t(2, dtype=torch.int64)), "n is 65536; valid: 1 to 65535"),
-    (ops.grouped_matmul, (t(8, 4), t(2, 4, 4, dtype=F32), t(2, dtype=torch.int64)), "x is bfloat16, weight float32; valid: one type"),
-    (ops.grouped_matmul_backward, (t(8, 4, dtype=F32), t(8, 4), t(2, 4, 4), t(2, dtype=torch.int64), True, True), "grad is float32; valid: bfloat16"),
+    (
+        ops.grouped_matmul,
+        (t(8, 4), t(2, 4, 4, dtype=F32), t(2, dtype=torch.int64)),
+        "x is bfloat16, weight float32; valid: one type",
+    ),
+    (
+        ops.grouped_matmul_backward,
+        (t(8, 4, dtype=F32), t(8, 4), t(2, 4, 4), t(2, dtype=torch.int64), True, True),
+        "grad is float32; valid: bfloat16",
+    ),
     (ops.moe_permute, (t(8, 4, dtype=F64), t(8, 2, dtype=torch.int64)), "tokens is float64"),
-    (ops.moe_permute, (t(2**23, 1), t(2**23, 2, dtype=torch.int64)), "elements of indices is 16777216; valid: 0 to 16777214"),
+    (
+        ops.moe_permute,
+        (t(2**23, 1), t(2**23, 2, dtype=torch.int64)),
+        "elements of indices is 16777216; valid: 0 to 16777214",
+    ),
     (ops.moe_permute, (t(8, 4), t(8, 2, dtype=torch.int16)), "indices is int16; valid: int32, int64"),
     (ops.moe_permute, (t(2, 4), t(2, 513, dtype=torch.int64)), "choices of a token is 513; valid: 0 to 512"),
     (*routed(probs=t(8, 4, dtype=F64)), "probs is float64; valid: bfloat16, float32"),
@@ -118,8 +187,15 @@ REFUSED = [
     (*routed(t(8, 4, dtype=F64), probs=t(8, 4, dtype=F64)), "tokens is float64"),
     (*routed(marked=t(8, 4, dtype=torch.int32)), "routing_map is int32; valid: bool, int8"),
     (*routed(k=512), "choices of a token is 512; valid: 1 to 511"),
-    (*routed(t(2**23, 1), t(2**23, 4, dtype=torch.bool), t(2**23, 4)), "copies of tokens is 16777216; valid: 0 to 16777214"),
-    (ops.moe_permute_map_backward, (t(16, 4), t(16, dtype=F64), t(16, dtype=torch.int64), t(8, 4, dtype=torch.bool), 2), "probs is float64"),
+    (
+        *routed(t(2**23, 1), t(2**23, 4, dtype=torch.bool), t(2**23, 4)),
+        "copies of tokens is 16777216; valid: 0 to 16777214",
+    ),
+    (
+        ops.moe_permute_map_backward,
+        (t(16, 4), t(16, dtype=F64), t(16, dtype=torch.int64), t(8, 4, dtype=torch.bool), 2),
+        "probs is float64",
+    ),
     (*packed(ends=None), "where documents end is not known"),
     (*packed(bsnd(2, 4, 16, 16)), "batch is 2; valid: 1"),
     (*packed(bsnd(1, 1, 2**20 + 1, 8)), "tokens is 1048577; valid: 1 to 1048576"),
@@ -128,12 +204,18 @@ REFUSED = [
     (*attention(sinks=t(2, 4, 8, dtype=F32)), "a sink for each query; valid: one for each head"),
     (ops.attention_seeded, (*[bsnd(2, 257, 8, 16)] * 3, None, True, 0.5, 0, 0.1), "heads is 257; valid: 1 to 256"),
     (ops.moe_permute_backward, (t(513, 4), t(513, dtype=torch.int64), 1), "choices of a token is 513; valid: 1 to 512"),
-    (ops.moe_unpermute, (t(513, 4), t(513, dtype=torch.int64), t(1, 513), 1), "choices of a token is 513; valid: 1 to 512"),
+    (
+        ops.moe_unpermute,
+        (t(513, 4), t(513, dtype=torch.int64), t(1, 513), 1),
+        "choices of a token is 513; valid: 1 to 512",
+    ),
     (ops.moe_unpermute, (t(8, 4), t(8, dtype=torch.int64), t(4, 2, dtype=F64), 2), "probs is float64"),
 ]
 
 
-@pytest.mark.parametrize("op, args, reason", REFUSED, ids=[f"{r[0]._qualified_op_name.split('::')[1]}-{i}" for i, r in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    "op, args, reason", REFUSED, ids=[f"{r[0]._qualified_op_name.split('::')[1]}-{i}" for i, r in enumerate(REFUSED)]
+)
 def test_what_is_refused_and_why(op, args, reason):
     lowering, reasons = REGISTRY[op.default].choose("npu", args, {})
     assert any(reason in r for r in reasons), (lowering and lowering.kernel, reasons)
@@ -148,7 +230,10 @@ def test_what_an_acl_graph_does_not_take():
     q = bsnd(2, 4, 8, 16)
     assert REGISTRY[op.default].choose("npu", args, {})[1] == [] and plain._layout((q, q, q), 1) == "BSND"
     with acl_graph(True):
-        assert any("layout TND in an ACL graph; valid there: BNSD" in r for r in REGISTRY[op.default].choose("npu", args, {})[1])
+        assert any(
+            "layout TND in an ACL graph; valid there: BNSD" in r
+            for r in REGISTRY[op.default].choose("npu", args, {})[1]
+        )
         assert plain._layout((q, q, q), 1) == "BNSD"
     assert plain._layout((q, q, q), 1) == "BSND"
 

@@ -1,4 +1,6 @@
-"""Runs where torch_npu is imported, over stub libraries and on fake tensors of device npu:0; prints what it found as JSON."""
+"""Runs where torch_npu is imported, over stub libraries and on fake tensors of device npu:0; prints what it found as
+JSON.
+"""
 
 import json
 
@@ -25,7 +27,14 @@ def schema_differences():
 
 
 def on_npu(args):
-    return pytree.tree_map(lambda a: torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="npu:0") if isinstance(a, torch.Tensor) else a, args)
+    return pytree.tree_map(
+        lambda a: (
+            torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="npu:0")
+            if isinstance(a, torch.Tensor)
+            else a
+        ),
+        args,
+    )
 
 
 def layout(x):
@@ -37,7 +46,9 @@ def describe(results):
 
 
 def case_differences():
-    """Cases whose lowering gives another shape, type or layout on npu, by torch_npu's meta kernels, than on CPU, emulated."""
+    """Cases whose lowering gives another shape, type or layout on npu, by torch_npu's meta kernels, than on CPU,
+    emulated.
+    """
     found, count = [], 0
     for family in npu_cases.FAMILIES:
         for dtype in (torch.float32, torch.bfloat16):
@@ -59,26 +70,35 @@ def case_differences():
 
 
 def fused_differences():
-    """Operators that multiply and communicate in one, which no lowering calls but overlap.mc2: shapes and types by torch_npu's meta kernels and by ours."""
+    """Operators that multiply and communicate in one, which no lowering calls but overlap.mc2: shapes and types by
+    torch_npu's meta kernels and by ours.
+    """
     found = []
     for name, shapes, args, kwargs in (
-        ("npu_all_gather_base_mm", ((64, 256), (256, 96)), ("group", 8), {"gather_output": True}), ("npu_mm_reduce_scatter_base", ((64, 256), (256, 96)), ("group", 8), {}),
+        ("npu_all_gather_base_mm", ((64, 256), (256, 96)), ("group", 8), {"gather_output": True}),
+        ("npu_mm_reduce_scatter_base", ((64, 256), (256, 96)), ("group", 8), {}),
         ("npu_mm_all_reduce_base", ((64, 256), (256, 96)), ("group",), {}),
         ("npu_alltoallv_gmm", ((64, 32), (2, 32, 48)), ("group", 8, [4] * 16, [4] * 16), {"permute_out_flag": True}),
         ("npu_alltoallv_gmm", ((64, 32), (2, 48, 32)), ("group", 8, [4] * 16, [4] * 16), {"trans_gmm_weight": True}),
         ("npu_gmm_alltoallv", ((64, 32), (2, 32, 48)), ("group", 8, [4] * 16, [4] * 16), {}),
-    ):  # fmt: skip
+    ):
         with FakeTensorMode():
             tensors = [torch.empty(s, dtype=torch.bfloat16, device="npu:0") for s in shapes]
             have = describe(getattr(torch.ops.npu, name)(*tensors, *args, **kwargs))
-        want = describe(registry.EMULATIONS[name].fake(*(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes), *args, **kwargs))
+        want = describe(
+            registry.EMULATIONS[name].fake(
+                *(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes), *args, **kwargs
+            )
+        )
         if have != [w for w in want if w[1] != [0]]:  # what is not asked for: nothing there, empty here
             found.append(f"{name}: npu {have}, cpu {want}")
     return found
 
 
 def model_calls(dtype):
-    """npu calls of a Llama's forward and backward, on fake npu tensors and on CPU tensors, and parameters without gradients."""
+    """npu calls of a Llama's forward and backward, on fake npu tensors and on CPU tensors, and parameters without
+    gradients.
+    """
     from tests import models
 
     calls = {}
@@ -95,13 +115,26 @@ def model_calls(dtype):
         torch.set_default_dtype(torch.float32)
         _, grads = npu_graphs.step(torch.compile(model, backend="mindspeed", fullgraph=True), model, ids)
     calls["npu"] = {side: graphs.npu(side) for side in ("forward", "backward")}
-    return {"calls": calls, "unlowered": graphs.unlowered() + graphs.left(), "lost": [n for n, g in grads.items() if g is None]}
+    return {
+        "calls": calls,
+        "unlowered": graphs.unlowered() + graphs.left(),
+        "lost": [n for n, g in grads.items() if g is None],
+    }
 
 
 def main():
     registry.register()
     differences, count = case_differences()
-    print(json.dumps({"schemas": schema_differences(), "cases": differences + fused_differences(), "count": count, "model": {str(d): model_calls(d) for d in (torch.float32, torch.bfloat16)}}))
+    print(
+        json.dumps(
+            {
+                "schemas": schema_differences(),
+                "cases": differences + fused_differences(),
+                "count": count,
+                "model": {str(d): model_calls(d) for d in (torch.float32, torch.bfloat16)},
+            }
+        )
+    )
 
 
 main()

@@ -61,7 +61,9 @@ class Rounded(torch.autograd.Function):
 
 
 def inputs():
-    return torch.randn(3, 8, dtype=torch.double, requires_grad=True), torch.randn(3, 8, dtype=torch.double, requires_grad=True)
+    return torch.randn(3, 8, dtype=torch.double, requires_grad=True), torch.randn(
+        3, 8, dtype=torch.double, requires_grad=True
+    )
 
 
 def test_a_derivative_is_inlined_and_then_fused():
@@ -69,7 +71,14 @@ def test_a_derivative_is_inlined_and_then_fused():
     assert report.counts[NAME] == 1 and report.counts["fusion.swiglu"] == 1
 
 
-@pytest.mark.parametrize("f", [lambda x, w: Scaled.apply(x, 0.5) * w, lambda x, w: Dropped.apply(x, w) + w * x, lambda x, w: Rounded.apply(x) * w])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: Scaled.apply(x, 0.5) * w,
+        lambda x, w: Dropped.apply(x, w) + w * x,
+        lambda x, w: Rounded.apply(x) * w,
+    ],
+)
 def test_anything_else_stays_whole_with_the_reason(f):
     report = function_agrees(f, *inputs())
     assert report.counts[NAME] == 0

@@ -1,5 +1,6 @@
-"""Version 1 of torch_npu's fusion attention, as users call it, becomes version 3, with its dropout and its packed sequences."""
-
+"""Version 1 of torch_npu's fusion attention, as users call it, becomes version 3, with its dropout and its packed
+sequences.
+"""
 
 import pytest
 import torch
@@ -20,14 +21,26 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (2, 24)).split(8, -1)
         layout = self.given.get("layout", "BSND")
-        return npu.npu_fusion_attention(q, k, v, 2, layout, scale=0.35, **{k: v for k, v in self.given.items() if k != "layout"})[0].flatten(-2)
+        return npu.npu_fusion_attention(
+            q, k, v, 2, layout, scale=0.35, **{k: v for k, v in self.given.items() if k != "layout"}
+        )[0].flatten(-2)
 
 
 CASES = {
     "plain": ({}, (2, 6, 16)),
     "causal": ({"atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1), "sparse_mode": 3}, (2, 6, 16)),
     "packed": ({"layout": "TND", "actual_seq_qlen": [2, 7, 12], "actual_seq_kvlen": [2, 7, 12]}, (12, 16)),
-    "packed causal": ({"layout": "TND", "actual_seq_qlen": [5, 12], "actual_seq_kvlen": [5, 12], "atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1), "sparse_mode": 3, "softmax_layout": "TND"}, (12, 16)),
+    "packed causal": (
+        {
+            "layout": "TND",
+            "actual_seq_qlen": [5, 12],
+            "actual_seq_kvlen": [5, 12],
+            "atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1),
+            "sparse_mode": 3,
+            "softmax_layout": "TND",
+        },
+        (12, 16),
+    ),
 }
 
 

@@ -69,7 +69,9 @@ def call_of(report, name, operator):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_spelling(name, dtype):
     x = torch.randn(4, 8, dtype=torch.double).to(dtype).requires_grad_()
-    report = function_agrees(ACTIVATIONS[name], x, tolerance=1e-9 if dtype == torch.float64 else 4 * torch.finfo(dtype).eps)
+    report = function_agrees(
+        ACTIVATIONS[name], x, tolerance=1e-9 if dtype == torch.float64 else 4 * torch.finfo(dtype).eps
+    )
     assert report.counts[ONE] == 1 and not report.skipped(ONE)
 
 
@@ -78,7 +80,15 @@ def test_more_spellings():
     assert report.counts[ONE] == len(IN_ONE_GRAPH) and not report.skipped(ONE)
 
 
-@pytest.mark.parametrize("f", [lambda x: F.relu(x) ** 3, lambda x: x * torch.sigmoid(1.5 * x), lambda x: torch.clamp(x, min=0, max=6) ** 2, lambda x: x.cos() * torch.sigmoid(1.702 * x)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: F.relu(x) ** 3,
+        lambda x: x * torch.sigmoid(1.5 * x),
+        lambda x: torch.clamp(x, min=0, max=6) ** 2,
+        lambda x: x.cos() * torch.sigmoid(1.702 * x),
+    ],
+)
 def test_others_are_left_alone(f):
     report = function_agrees(f, double(4, 8))
     assert report.counts[ONE] == 0 and not report.skipped(ONE)
@@ -120,7 +130,11 @@ def halves_with_offset(x):
 def test_clipped(f, call, dtype):
     x = torch.randn(4, 5, 16, dtype=torch.double).to(dtype).requires_grad_()
     report = function_agrees(f, x, tolerance=1e-9 if dtype == torch.float64 else 3e-2)
-    assert report.counts[CLIPPED] == 1 and report.counts[SWIGLU] == 0 and call in call_of(report, CLIPPED, "clipped_swiglu")
+    assert (
+        report.counts[CLIPPED] == 1
+        and report.counts[SWIGLU] == 0
+        and call in call_of(report, CLIPPED, "clipped_swiglu")
+    )
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
@@ -163,10 +177,22 @@ def weighted(x, w):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("f", [weighted, lambda x, w: (w * (F.silu(x[..., :8]) * x[..., 8:])).to(x.dtype), lambda x, w: (F.silu(x[..., 8:]) * x[..., :8] * w).to(x.dtype)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        weighted,
+        lambda x, w: (w * (F.silu(x[..., :8]) * x[..., 8:])).to(x.dtype),
+        lambda x, w: (F.silu(x[..., 8:]) * x[..., :8] * w).to(x.dtype),
+    ],
+)
 def test_weighted(f, dtype):
     x, w = torch.randn(6, 16, dtype=torch.double).to(dtype).requires_grad_(), torch.rand(6, 1, requires_grad=True)
-    report = function_agrees(f, x, w.double().detach().requires_grad_() if dtype == torch.float64 else w, tolerance=1e-9 if dtype == torch.float64 else 3e-2)
+    report = function_agrees(
+        f,
+        x,
+        w.double().detach().requires_grad_() if dtype == torch.float64 else w,
+        tolerance=1e-9 if dtype == torch.float64 else 3e-2,
+    )
     assert report.counts[WEIGHTED] == 1
 
 
@@ -181,13 +207,18 @@ WEIGHT_INSIDE = {
 
 
 def test_a_weight_inside():
-    report = function_agrees(lambda g, u, w: tuple(f(g, u, w) for f in WEIGHT_INSIDE.values()), double(4, 8), double(4, 8), double(4, 1))
+    report = function_agrees(
+        lambda g, u, w: tuple(f(g, u, w) for f in WEIGHT_INSIDE.values()), double(4, 8), double(4, 8), double(4, 1)
+    )
     assert report.counts[WEIGHTED] == len(WEIGHT_INSIDE) and not report.skipped(WEIGHTED) and not report.skipped(SWIGLU)
 
 
 @pytest.mark.parametrize("frozen", ["x", "w"])
 def test_weighted_with_one_of_them_frozen(frozen):
-    assert function_agrees(weighted, double(6, 16, grad=frozen != "x"), double(6, 1, grad=frozen != "w")).counts[WEIGHTED] == 1
+    assert (
+        function_agrees(weighted, double(6, 16, grad=frozen != "x"), double(6, 1, grad=frozen != "w")).counts[WEIGHTED]
+        == 1
+    )
 
 
 @pytest.mark.parametrize("f, reason", [
@@ -196,7 +227,9 @@ def test_weighted_with_one_of_them_frozen(frozen):
     (lambda x, w: F.silu(x[..., :8]) * x[..., 8:] * x[..., 8:].cos(), None),
 ])  # fmt: skip
 def test_what_is_not_weighted(f, reason):
-    report = function_agrees(f, torch.randn(6, 16, requires_grad=True), torch.rand(6, 1, requires_grad=True), tolerance=1e-5)
+    report = function_agrees(
+        f, torch.randn(6, 16, requires_grad=True), torch.rand(6, 1, requires_grad=True), tolerance=1e-5
+    )
     assert report.counts[WEIGHTED] == 0 and report.counts[SWIGLU] == 1
     assert [reason in s.reason for s in report.skipped(WEIGHTED)] == ([True] if reason else [])
 

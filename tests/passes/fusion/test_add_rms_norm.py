@@ -62,7 +62,12 @@ def test_skips_say_why(f, reason):
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
-@given(st.sampled_from([torch.float64, torch.bfloat16, torch.float16]), st.booleans(), st.sampled_from(["x", "residual", "weight", "none"]), st.booleans())
+@given(
+    st.sampled_from([torch.float64, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.sampled_from(["x", "residual", "weight", "none"]),
+    st.booleans(),
+)
 def test_variants(dtype, weighted, frozen, chained):
     torch._dynamo.reset()
     x, r, w = (torch.randn(*s).to(dtype).requires_grad_() for s in ((2, 3, 8), (2, 3, 8), (8,)))
@@ -83,7 +88,11 @@ def test_generated_code_on_cpu_is_left_alone_unless_the_pass_is_named():
         s = x + r
         return norm(s, w), s
 
-    inputs = [torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)]
+    inputs = [
+        torch.randn(3, 8, requires_grad=True),
+        torch.randn(3, 8, requires_grad=True),
+        torch.randn(8, requires_grad=True),
+    ]
     report = function_agrees(f, *inputs, codegen="inductor", tolerance=1e-5)
     assert report.counts[NAME] == 0 and "Inductor generates" in report.skipped(NAME)[0].reason
     torch._dynamo.reset()

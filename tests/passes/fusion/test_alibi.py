@@ -20,13 +20,17 @@ def apart():
 
 
 def added_to_a_mask(q, k, v):
-    bias = SLOPES[:, None, None] * apart() + torch.zeros(SEQ, SEQ, dtype=q.dtype).masked_fill(~triangle(), float("-inf"))
+    bias = SLOPES[:, None, None] * apart() + torch.zeros(SEQ, SEQ, dtype=q.dtype).masked_fill(
+        ~triangle(), float("-inf")
+    )
     return (q @ k.mT * 0.5 + bias).softmax(-1) @ v
 
 
 def filled(q, k, v):
     bias = -SLOPES.view(1, HEADS, 1, 1) * apart().abs()
-    return F.scaled_dot_product_attention(q, k, v, bias.masked_fill(torch.triu(torch.ones(SEQ, SEQ), 1).bool(), float("-inf")), scale=0.5)
+    return F.scaled_dot_product_attention(
+        q, k, v, bias.masked_fill(torch.triu(torch.ones(SEQ, SEQ), 1).bool(), float("-inf")), scale=0.5
+    )
 
 
 def one_after_the_other(q, k, v):
@@ -52,7 +56,13 @@ def pairs(f, *inputs):
     return max(found)
 
 
-@pytest.mark.parametrize("form", [pytest.param(f, id=f.__name__, marks=() if f is added_to_a_mask else pytest.mark.slow) for f in (added_to_a_mask, filled, one_after_the_other, forward_and_back)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(f, id=f.__name__, marks=() if f is added_to_a_mask else pytest.mark.slow)
+        for f in (added_to_a_mask, filled, one_after_the_other, forward_and_back)
+    ],
+)
 def test_no_bias_for_pairs(form):
     inputs = [double(2, HEADS, SEQ, 8) for _ in range(3)]
     report = function_agrees(form, *inputs)
@@ -86,4 +96,9 @@ def test_looking_both_ways_and_narrow_types_keep_the_bias():
     assert function_agrees(both_ways, *inputs).counts[NAME] == 1
     assert pairs(both_ways, *inputs) >= HEADS * SEQ * SEQ
     narrow = [x.detach().bfloat16() for x in inputs]
-    assert explain(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, SLOPES[:, None, None].bfloat16() * apart()), *narrow).counts[NAME] == 1
+    assert (
+        explain(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, SLOPES[:, None, None].bfloat16() * apart()), *narrow
+        ).counts[NAME]
+        == 1
+    )

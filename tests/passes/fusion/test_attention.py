@@ -34,8 +34,13 @@ CAUSAL = {
     "minus ten thousand": lambda a, s: a.masked_fill(torch.triu(torch.ones(s, s), diagonal=1).bool(), -10000.0),
     "additive": lambda a, s: a + torch.full((s, s), float("-inf"), dtype=a.dtype).triu(1),
     "tril, where": lambda a, s: torch.where(torch.ones(s, s).tril() == 1, a, torch.finfo(a.dtype).min),
-    "tril, where, tensor": lambda a, s: torch.where(torch.ones(s, s).tril() == 1, a, torch.tensor(torch.finfo(a.dtype).min, dtype=a.dtype)),
-    "bounded from below": lambda a, s: torch.max(a + torch.full((s, s), torch.finfo(a.dtype).min, dtype=a.dtype).triu(1), torch.tensor(torch.finfo(a.dtype).min, dtype=a.dtype)),
+    "tril, where, tensor": lambda a, s: torch.where(
+        torch.ones(s, s).tril() == 1, a, torch.tensor(torch.finfo(a.dtype).min, dtype=a.dtype)
+    ),
+    "bounded from below": lambda a, s: torch.max(
+        a + torch.full((s, s), torch.finfo(a.dtype).min, dtype=a.dtype).triu(1),
+        torch.tensor(torch.finfo(a.dtype).min, dtype=a.dtype),
+    ),
     "tril == 0": lambda a, s: a.masked_fill(torch.tril(torch.ones(s, s)) == 0, float("-inf")),
     "positions": lambda a, s: a.masked_fill(~positions_le(s), float("-inf")),
     "positions, additive": lambda a, s: a + torch.where(positions_le(s), 0.0, -1e9).to(a.dtype),
@@ -60,7 +65,9 @@ def test_a_bound_below_is_kept_where_a_row_may_have_no_key():
         return F.softmax((q @ k.transpose(-1, -2) + hidden).clamp_min(torch.finfo(q.dtype).min), -1) @ v
 
     report = function_agrees(f, *qkv())
-    assert report.counts[NAME] == 0 and [s.reason for s in report.skipped(NAME)] == ["the scores are bounded from below, and a mask may hide a whole row"]
+    assert report.counts[NAME] == 0 and [s.reason for s in report.skipped(NAME)] == [
+        "the scores are bounded from below, and a mask may hide a whole row"
+    ]
 
 
 def test_few_rows_are_left_to_generated_code_with_the_reason():
@@ -72,7 +79,9 @@ def test_few_rows_are_left_to_generated_code_with_the_reason():
 
     given = qkv(dtype=torch.float32)
     report = explain(f, *given, codegen="inductor")
-    assert [s.reason for s in report.skipped(NAME)] == ['6 rows with a mask: generated code is as fast below 256; put "fusion.attention" in enable to fuse all the same']
+    assert [s.reason for s in report.skipped(NAME)] == [
+        '6 rows with a mask: generated code is as fast below 256; put "fusion.attention" in enable to fuse all the same'
+    ]
     assert explain(f, *given, codegen="inductor", enable=[NAME]).counts[NAME] == 1
 
 
@@ -104,7 +113,9 @@ def test_other_masks_stay_masks(name):
 
 
 WINDOWS = {
-    "two comparisons": lambda s: ~((torch.arange(s)[None] <= torch.arange(s)[:, None]) & (torch.arange(s)[None] > torch.arange(s)[:, None] - 3)),
+    "two comparisons": lambda s: (
+        ~((torch.arange(s)[None] <= torch.arange(s)[:, None]) & (torch.arange(s)[None] > torch.arange(s)[:, None] - 3))
+    ),
     "tril and triu": lambda s: ~torch.ones(s, s, dtype=torch.bool).tril().triu(-2),
 }
 
@@ -134,7 +145,9 @@ def test_half_a_plane_from_one_mask_and_half_from_another_are_a_window(by):
     def f(q, k, v):
         recent = torch.ones(6, 6, dtype=torch.bool).triu(-2)
         if by == "causal last":
-            return F.softmax((q @ k.mT).masked_fill(~recent, float("-inf")).masked_fill(causal(6), float("-inf")), -1) @ v
+            return (
+                F.softmax((q @ k.mT).masked_fill(~recent, float("-inf")).masked_fill(causal(6), float("-inf")), -1) @ v
+            )
         return F.softmax((q @ k.mT).masked_fill(causal(6), float("-inf")).masked_fill(~recent, float("-inf")), -1) @ v
 
     assert ", None, True, 1.0, 3)" in call_of(function_agrees(f, *qkv()))
@@ -155,7 +168,9 @@ def test_scale_after_softcap_is_skipped_with_the_reason():
     report = function_agrees(lambda q, k, v: (2 * (3 + torch.tanh(q @ k.transpose(-1, -2)))).softmax(-1) @ v, *qkv())
     assert report.counts[NAME] == 0
     torch._dynamo.reset()
-    report = function_agrees(lambda q, k, v: (torch.relu(torch.tanh(q @ k.transpose(-1, -2))) * 2).softmax(-1) @ v, *qkv())
+    report = function_agrees(
+        lambda q, k, v: (torch.relu(torch.tanh(q @ k.transpose(-1, -2))) * 2).softmax(-1) @ v, *qkv()
+    )
     assert report.counts[NAME] == 0 and "aten.relu" in report.skipped(NAME)[0].reason
 
 
@@ -175,7 +190,9 @@ def test_additive_bias_of_a_batched_product(lead, seen):
 
     def f(q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        scores = torch.baddbmm(bias.expand(8, 1, 6) if lead == "all" else bias, q, k.transpose(1, 2), beta=1.0, alpha=0.5)
+        scores = torch.baddbmm(
+            bias.expand(8, 1, 6) if lead == "all" else bias, q, k.transpose(1, 2), beta=1.0, alpha=0.5
+        )
         weights = F.softmax(scores, -1) if seen == "3" else F.softmax(scores.view(2, 4, 6, 6), -1).view(8, 6, 6)
         return (weights @ v).view(2, 4, 6, 8)
 
@@ -185,7 +202,9 @@ def test_additive_bias_of_a_batched_product(lead, seen):
 def test_product_of_batched_queries_with_zeros_added_and_values_by_head():
     def f(q, k, v):
         zeros = torch.zeros(8, 6, 6, dtype=q.dtype)
-        scores = torch.baddbmm(zeros, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=1.0, alpha=0.5).view(2, 4, 6, 6)
+        scores = torch.baddbmm(zeros, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=1.0, alpha=0.5).view(
+            2, 4, 6, 6
+        )
         return F.softmax(scores.masked_fill(causal(6), float("-inf")), -1) @ v
 
     report = function_agrees(f, *qkv())
@@ -206,12 +225,18 @@ def test_on_cuda_composed_attention_becomes_scaled_dot_product_attention(masked,
 
     report = function_agrees(f, *qkv(kv_heads=kv_heads), target="cuda")
     run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
-    assert report.counts[NAME] == 1 and "aten.scaled_dot_product_attention" in run.after and "mindspeed.attention" not in run.after
+    assert (
+        report.counts[NAME] == 1
+        and "aten.scaled_dot_product_attention" in run.after
+        and "mindspeed.attention" not in run.after
+    )
     assert ("True, scale" in run.after) == (masked == "causal") and ("enable_gqa" in run.after) == (kv_heads != 4)
 
 
 def test_on_cuda_what_flash_cannot_do_is_left_with_the_reason():
-    report = function_agrees(lambda q, k, v: (torch.tanh(q @ k.transpose(-1, -2)) * 2).softmax(-1) @ v, *qkv(), target="cuda")
+    report = function_agrees(
+        lambda q, k, v: (torch.tanh(q @ k.transpose(-1, -2)) * 2).softmax(-1) @ v, *qkv(), target="cuda"
+    )
     assert report.counts[NAME] == 0 and "soft-cap" in report.skipped(NAME)[0].reason
     torch._dynamo.reset()
     report = function_agrees(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), *qkv(), target="cuda")
@@ -231,7 +256,10 @@ def test_boolean_mask_of_a_batched_product():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_keys_written_in_pieces(late):
-    """Multi-head latent attention fills its keys part by part; one that is changed after it was read must not be read late."""
+    """Multi-head latent attention fills its keys part by part; one that is changed after it was read must not be read
+    late.
+    """
+
     def f(q, k, v, rest):
         keys = k.new_empty(*k.shape[:-1], 8)
         keys[..., :4] = k
@@ -271,7 +299,16 @@ def test_a_column_that_is_no_sink_is_skipped_with_the_reason():
     assert report.counts[NAME] == 0 and "not a sink" in report.skipped(NAME)[0].reason
 
 
-@pytest.mark.parametrize("scale", [lambda q, k: (q * 0.3) @ k.transpose(-1, -2), lambda q, k: q @ (k.transpose(-1, -2) * 0.3), lambda q, k: 0.3 * (q @ k.transpose(-1, -2)), lambda q, k: torch.matmul(q / 2, k.transpose(2, 3)) * 0.6, lambda q, k: torch.matmul(q, k.mT).mul(0.3)])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda q, k: (q * 0.3) @ k.transpose(-1, -2),
+        lambda q, k: q @ (k.transpose(-1, -2) * 0.3),
+        lambda q, k: 0.3 * (q @ k.transpose(-1, -2)),
+        lambda q, k: torch.matmul(q / 2, k.transpose(2, 3)) * 0.6,
+        lambda q, k: torch.matmul(q, k.mT).mul(0.3),
+    ],
+)
 def test_scales(scale):
     report = function_agrees(lambda q, k, v: scale(q, k).softmax(-1) @ v, *qkv())
     assert report.counts[NAME] == 1 and "0.3" in call_of(report)
@@ -279,7 +316,11 @@ def test_scales(scale):
 
 REPEATS = {
     "repeat_interleave": lambda k, n: k.repeat_interleave(n, dim=1),
-    "expand": lambda k, n: k[:, :, None].expand(k.shape[0], k.shape[1], n, k.shape[2], k.shape[3]).reshape(k.shape[0], -1, k.shape[2], k.shape[3]),
+    "expand": lambda k, n: (
+        k[:, :, None]
+        .expand(k.shape[0], k.shape[1], n, k.shape[2], k.shape[3])
+        .reshape(k.shape[0], -1, k.shape[2], k.shape[3])
+    ),
 }
 
 
@@ -297,7 +338,9 @@ def test_grouped_heads_are_not_repeated(name, kv_heads):
 
 
 def test_tiled_heads_are_another_order_and_stay_repeated():
-    report = function_agrees(lambda q, k, v: (q @ k.repeat(1, 2, 1, 1).transpose(-1, -2)).softmax(-1) @ v.repeat(1, 2, 1, 1), *qkv(4, 2))
+    report = function_agrees(
+        lambda q, k, v: (q @ k.repeat(1, 2, 1, 1).transpose(-1, -2)).softmax(-1) @ v.repeat(1, 2, 1, 1), *qkv(4, 2)
+    )
     assert report.counts[NAME] == 1 and "repeat" in report.graphs[0].runs[1].after
 
 
@@ -306,7 +349,13 @@ def megatron(q, k, v, mask):
     s, b, n, d = q.shape
     k, v = (t.repeat_interleave(n // t.shape[2], dim=2) for t in (k, v))
     q, k = q.reshape(s, b * n, d), k.view(s, b * n, d)
-    scores = torch.baddbmm(torch.empty(b * n, s, s, dtype=q.dtype), q.transpose(0, 1), k.transpose(0, 1).transpose(1, 2), beta=0.0, alpha=0.5)
+    scores = torch.baddbmm(
+        torch.empty(b * n, s, s, dtype=q.dtype),
+        q.transpose(0, 1),
+        k.transpose(0, 1).transpose(1, 2),
+        beta=0.0,
+        alpha=0.5,
+    )
     weights = torch.softmax(mask(scores.view(b, n, s, s), s), -1).view(b * n, s, s)
     context = torch.bmm(weights, v.view(s, b * n, d).transpose(0, 1)).view(b, n, s, d)
     return context.permute(2, 0, 1, 3).contiguous().view(s, b, n * d)
@@ -320,7 +369,10 @@ def test_megatron_core_attention():
 
 @pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"scale": 0.2}, {"enable_gqa": True}])
 def test_scaled_dot_product_attention(arguments):
-    report = function_agrees(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **arguments), *qkv(4, 2 if "enable_gqa" in arguments else 4))
+    report = function_agrees(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **arguments),
+        *qkv(4, 2 if "enable_gqa" in arguments else 4),
+    )
     assert report.counts[NAME] == 1
 
 
@@ -336,7 +388,14 @@ def test_sdpa_with_a_causal_mask_and_with_a_padding_mask():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_with_a_float32_softmax(dtype):
     def f(q, k, v):
-        return F.softmax(CAUSAL["triu, masked_fill"]((q @ k.transpose(-1, -2)).float() * 0.35, q.shape[-2]), -1, dtype=torch.float32).to(q.dtype) @ v
+        return (
+            F.softmax(
+                CAUSAL["triu, masked_fill"]((q @ k.transpose(-1, -2)).float() * 0.35, q.shape[-2]),
+                -1,
+                dtype=torch.float32,
+            ).to(q.dtype)
+            @ v
+        )
 
     assert function_agrees(f, *[t.detach().to(dtype).requires_grad_() for t in qkv()], tolerance=5e-2).counts[NAME] == 1
 
@@ -346,11 +405,16 @@ def test_half_precision_with_a_float32_softmax(dtype):
     [
         (lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, w), "leave the graph"),
         (lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, w.sum(-1)), "used elsewhere"),
-        (lambda q, k, v: torch.tensordot((q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0], ([1], [0])), "no product of matrices with v on the right"),
-        (lambda q, k, v: (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1).softmax(-1) @ v, "summed over products of single elements"),
-        (lambda q, k, v: ((q @ k.mT).softmax(-1) * q[..., :1, :1].sigmoid()) @ v, "changed before the product with v: aten.mul"),
+        (lambda q, k, v: torch.tensordot((q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0], ([1], [0])), "no product of "
+                                                                                                   "matrices with v on "
+                                                                                                   "the right"),
+        (lambda q, k, v: (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1).softmax(-1) @ v, "summed over products of single "
+                                                                                      "elements"),
+        (lambda q, k, v: ((q @ k.mT).softmax(-1) * q[..., :1, :1].sigmoid()) @ v, "changed before the product with v: "
+                                                                                  "aten.mul"),
         (lambda q, k, v: ((q @ k.mT) * q.mean((0, 2, 3)).view(4, 1, 1) + causal(6) * q.mean()).mul(q.mean()).softmax(-1) @ v, "after a mask; scale them before"),
-        (lambda q, k, v: torch.tanh((q @ k.mT) - (q @ k.mT).amax(-1, True)).softmax(-1) @ v, "subtracted from the scores before a soft-cap"),
+        (lambda q, k, v: torch.tanh((q @ k.mT) - (q @ k.mT).amax(-1, True)).softmax(-1) @ v, "subtracted from the "
+                                                                                             "scores before a soft-cap"),
     ],
 )  # fmt: skip
 def test_near_misses_say_why(f, reason):
@@ -372,7 +436,10 @@ def test_softmax_of_something_else_is_left():
 
 def test_multihead_attention_module():
     attention = nn.MultiheadAttention(16, 4, batch_first=True, bias=False).double()
-    report = function_agrees(lambda x: attention(x, x, x, need_weights=False)[0], torch.randn(2, 5, 16, dtype=torch.double, requires_grad=True))
+    report = function_agrees(
+        lambda x: attention(x, x, x, need_weights=False)[0],
+        torch.randn(2, 5, 16, dtype=torch.double, requires_grad=True),
+    )
     assert report.counts[NAME] == 1
 
 

@@ -1,4 +1,6 @@
-"""Attention whose scores are more than a product with one mask: trained biases, several masks, sinks of each query, cleared weights."""
+"""Attention whose scores are more than a product with one mask: trained biases, several masks, sinks of each query,
+cleared weights.
+"""
 
 import pytest
 import torch
@@ -24,9 +26,17 @@ def scaled(q, k, bias):
 
 FORMS = {
     "by head": ((4, 6, 6), lambda q, k, b: q @ k.mT * 0.3 + b),
-    "of every score, causal": ((2, 4, 6, 6), lambda q, k, b: (q @ k.mT + b).masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), INF)),
+    "of every score, causal": (
+        (2, 4, 6, 6),
+        lambda q, k, b: (q @ k.mT + b).masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), INF),
+    ),
     "by key, scaled": ((2, 1, 1, 6), scaled),
-    "with a second bias and a boolean mask": ((6, 6), lambda q, k, b: (scaled(q, k, b) + torch.arange(6.0, dtype=b.dtype)).masked_fill(~(keep() | torch.eye(6, dtype=torch.bool)), INF)),
+    "with a second bias and a boolean mask": (
+        (6, 6),
+        lambda q, k, b: (scaled(q, k, b) + torch.arange(6.0, dtype=b.dtype)).masked_fill(
+            ~(keep() | torch.eye(6, dtype=torch.bool)), INF
+        ),
+    ),
     "subtracted": ((1, 6), lambda q, k, b: (q @ k.mT + 0.0) - b),
 }
 
@@ -54,7 +64,9 @@ def test_a_bias_of_more_dimensions():
 @pytest.mark.parametrize("enable", [[], [NAME]])
 def test_where_code_is_generated_a_trained_bias_is_fused_on_request(enable):
     report = function_agrees(streams, *qkv(2, 2, 3), double(2, 1, 3, 6, 6), codegen="inductor", enable=enable)
-    assert report.counts[NAME] == len(enable) and (enable or "generated code is faster" in report.skipped(NAME)[0].reason)
+    assert report.counts[NAME] == len(enable) and (
+        enable or "generated code is faster" in report.skipped(NAME)[0].reason
+    )
 
 
 def test_sixteen_bit_biases_are_as_close_as_the_unfused_form():
@@ -62,8 +74,14 @@ def test_sixteen_bit_biases_are_as_close_as_the_unfused_form():
         return ((q @ k.mT * 0.3 + b).softmax(-1) @ v).sum()
 
     given = [t.detach().bfloat16().requires_grad_() for t in (*qkv(2, 4), double(4, 6, 6))]
-    gradients = [torch.cat([g.double().flatten() for g in torch.autograd.grad(run(*values), values)]) for run, values in (
-        (f, [t.detach().double().requires_grad_() for t in given]), (f, given), (torch.compile(f, backend="mindspeed", options={"codegen": "eager"}), given))]  # fmt: skip
+    gradients = [
+        torch.cat([g.double().flatten() for g in torch.autograd.grad(run(*values), values)])
+        for run, values in (
+            (f, [t.detach().double().requires_grad_() for t in given]),
+            (f, given),
+            (torch.compile(f, backend="mindspeed", options={"codegen": "eager"}), given),
+        )
+    ]
     exact, unfused, fused = gradients
     assert (fused - exact).norm() <= 2 * (unfused - exact).norm()
 
@@ -79,13 +97,18 @@ def test_a_sink_for_each_query(codegen):
 
 def test_weights_that_are_zeroed_where_the_scores_are_masked():
     """CPM-Ant; a row without any key, whose gradient the model makes NaN, is left out here."""
+
     def f(q, k, v, m):
         scores = (q @ k.mT).masked_fill(m == torch.tensor(False), INF)
         return F.softmax(scores, -1).masked_fill(m == torch.tensor(False), torch.scalar_tensor(0, dtype=q.dtype)) @ v
 
     assert function_agrees(f, *qkv(2, 4), keep() | torch.eye(6, dtype=torch.bool)).counts[NAME] == 1
     torch._dynamo.reset()
-    report = function_agrees(lambda q, k, v, m: F.softmax((q @ k.mT).masked_fill(m, INF), -1).masked_fill(~m, 0) @ v, *qkv(2, 4), ~keep() & ~torch.eye(6, dtype=torch.bool))
+    report = function_agrees(
+        lambda q, k, v, m: F.softmax((q @ k.mT).masked_fill(m, INF), -1).masked_fill(~m, 0) @ v,
+        *qkv(2, 4),
+        ~keep() & ~torch.eye(6, dtype=torch.bool),
+    )
     assert report.counts[NAME] == 0 and "elsewhere than where the scores are masked" in report.skipped(NAME)[0].reason
 
 
@@ -101,7 +124,8 @@ def test_scores_times_a_mask_that_the_graph_builds():
 
 
 @pytest.mark.parametrize("mask, reason", [
-    (lambda: torch.ones(6, 6, dtype=torch.double).tril(-1), "no mask unless its zeros and ones are known"),  # the first row sees no key at all
+    # the first row sees no key at all
+    (lambda: torch.ones(6, 6, dtype=torch.double).tril(-1), "no mask unless its zeros and ones are known"),
     (None, "no mask unless its zeros and ones are known"),
 ])  # fmt: skip
 def test_scores_times_another_tensor_say_why(mask, reason):

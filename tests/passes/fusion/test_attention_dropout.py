@@ -12,7 +12,9 @@ NAME = "fusion.attention"
 
 
 def qkv(heads=4, kv_heads=4, seq=6, dim=8, dtype=torch.double):
-    return [torch.randn(2, n, seq, dim, dtype=torch.double).to(dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(2, n, seq, dim, dtype=torch.double).to(dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)
+    ]
 
 
 def run(f, inputs, dtype=None):
@@ -21,7 +23,11 @@ def run(f, inputs, dtype=None):
     out = f(*leaves)
     drawn = torch.rand(3)  # both must leave the generator in one state
     wanted = [x for x in leaves if x.requires_grad]
-    return [out.detach(), drawn, *torch.autograd.grad(out, wanted, torch.linspace(0.5, 1.5, out.numel()).to(out.dtype).view_as(out))]
+    return [
+        out.detach(),
+        drawn,
+        *torch.autograd.grad(out, wanted, torch.linspace(0.5, 1.5, out.numel()).to(out.dtype).view_as(out)),
+    ]
 
 
 def same_numbers(f, *inputs, tolerance=1e-9, **options):
@@ -40,11 +46,19 @@ def masked(scores):
 SPELLINGS = {
     "composed": lambda q, k, v: F.dropout(masked(q @ k.mT * 0.3).softmax(-1), 0.4) @ v,
     "module": lambda q, k, v: torch.nn.Dropout(0.1)(masked(q @ k.mT).softmax(-1)) @ v,
-    "batched": lambda q, k, v: torch.bmm(F.dropout(masked(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)).softmax(-1), 0.4), v.flatten(0, 1)).view_as(q),
-    "Megatron": lambda q, k, v: torch.bmm(F.dropout(masked(q @ k.mT).softmax(-1), 0.4).view(8, 6, 6), v.flatten(0, 1)).view(2, 4, 6, 8),
+    "batched": lambda q, k, v: torch.bmm(
+        F.dropout(masked(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)).softmax(-1), 0.4), v.flatten(0, 1)
+    ).view_as(q),
+    "Megatron": lambda q, k, v: torch.bmm(
+        F.dropout(masked(q @ k.mT).softmax(-1), 0.4).view(8, 6, 6), v.flatten(0, 1)
+    ).view(2, 4, 6, 8),
     "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=True),
-    "sdpa, mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(6, 6, dtype=torch.bool).tril(), dropout_p=0.4),
-    "float32 softmax": lambda q, k, v: F.dropout(masked(q @ k.mT).softmax(-1, dtype=torch.float32).to(q.dtype), 0.4) @ v,
+    "sdpa, mask": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, torch.ones(6, 6, dtype=torch.bool).tril(), dropout_p=0.4
+    ),
+    "float32 softmax": lambda q, k, v: (
+        F.dropout(masked(q @ k.mT).softmax(-1, dtype=torch.float32).to(q.dtype), 0.4) @ v
+    ),
 }
 
 
@@ -55,7 +69,14 @@ def test_every_spelling(name):
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.sampled_from([4, 2, 1]), st.sampled_from([0, 3]), st.booleans(), st.sampled_from(["q", "k", "v", "none"]), st.sampled_from([0.1, 0.7]), st.sampled_from([6, 70]))
+@given(
+    st.sampled_from([4, 2, 1]),
+    st.sampled_from([0, 3]),
+    st.booleans(),
+    st.sampled_from(["q", "k", "v", "none"]),
+    st.sampled_from([0.1, 0.7]),
+    st.sampled_from([6, 70]),
+)
 def test_variants(kv_heads, window, capped, frozen, p, seq):
     inputs = qkv(kv_heads=kv_heads, seq=seq)
     for name, x in zip("qkv", inputs):
@@ -112,9 +133,13 @@ def test_other_targets_say_why(target, name, dtype, reason):
 NPU = {"target": "npu", "codegen": "eager"}
 
 
-@pytest.mark.parametrize("name", ["sdpa", "batched", *(pytest.param(name, marks=pytest.mark.slow) for name in ("composed", "not causal"))])
+@pytest.mark.parametrize(
+    "name", ["sdpa", "batched", *(pytest.param(name, marks=pytest.mark.slow) for name in ("composed", "not causal"))]
+)
 def test_on_npu_the_kernel_draws(name):
-    """Every weight is dropped or divided by 1 - p, as often as asked for, and the backward drops what the forward dropped."""
+    """Every weight is dropped or divided by 1 - p, as often as asked for, and the backward drops what the forward
+    dropped.
+    """
     f = SPELLINGS.get(name, lambda q, k, v: F.dropout((q @ k.mT * 0.3).softmax(-1), 0.4) @ v)
     report = explain(f, *qkv(dtype=torch.float32), **NPU)
     assert report.counts[NAME] == 1 and not report.skipped(NAME)

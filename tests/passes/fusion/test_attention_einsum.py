@@ -21,7 +21,11 @@ QUICK = ("XLNet, sequence first", "keys first, transposed result", "groups of he
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SPELLINGS])
 def test_products_spelled_as_einsum(name):
     first, second, q, k = SPELLINGS[name]
-    q, k, v = double(*q), double(*k), double(*k[:-2], k[-1], k[-2]) if "transposed" in name and k[-1] == 6 else double(*k)
+    q, k, v = (
+        double(*q),
+        double(*k),
+        double(*k[:-2], k[-1], k[-2]) if "transposed" in name and k[-1] == 6 else double(*k),
+    )
     swapped = first.startswith("bj")
 
     def f(q, k, v):

@@ -1,4 +1,6 @@
-"""Attention as libraries and tutorials write it out: softmax by hand, scales that are tensors, heads in five dimensions, gated masks."""
+"""Attention as libraries and tutorials write it out: softmax by hand, scales that are tensors, heads in five
+dimensions, gated masks.
+"""
 
 import pytest
 import torch
@@ -53,27 +55,48 @@ SPELLINGS = {
     "masked and normalized again": lambda q, k, v, one, each: again(q @ k.mT) @ v,
     "trained scale": lambda q, k, v, one, each: (q @ k.mT * one).masked_fill(LATER, float("-inf")).softmax(-1) @ v,
     "root of a tensor": lambda q, k, v, one, each: (q @ k.mT / torch.tensor(k.shape[-1]).sqrt()).softmax(-1) @ v,
-    "scale for each head": lambda q, k, v, one, each: (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * each.exp()).softmax(-1) @ v,
-    "grouped, matmul": lambda q, k, v, one, each: (q.view(2, 2, 2, 6, 4) @ k[:, :2, None].mT).masked_fill(LATER, -1e9).softmax(-1) @ v[:, :2, None],
-    "grouped, masked": lambda q, k, v, one, each: (q.view(2, 2, 2, 6, 4) @ k[:, :2].unsqueeze(2).mT).masked_fill(~MASK[:, :, None], -1e9).softmax(-1) @ v[:, :2].unsqueeze(2),
-    "grouped, einsum": lambda q, k, v, one, each: torch.einsum("bkgst,bktd->bskgd", torch.einsum("bkgsd,bktd->bkgst", q.view(2, 2, 2, 6, 4), k[:, :2]).softmax(-1), v[:, :2]),
-    "groups before heads": lambda q, k, v, one, each: torch.einsum("bghnm,bhmd->bghnd", torch.einsum("bghnd,bhmd->bghnm", q.view(2, 2, 2, 6, 4), k[:, :2]).softmax(-1), v[:, :2]),
+    "scale for each head": lambda q, k, v, one, each: (
+        (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * each.exp()).softmax(-1) @ v
+    ),
+    "grouped, matmul": lambda q, k, v, one, each: (
+        (q.view(2, 2, 2, 6, 4) @ k[:, :2, None].mT).masked_fill(LATER, -1e9).softmax(-1) @ v[:, :2, None]
+    ),
+    "grouped, masked": lambda q, k, v, one, each: (
+        (q.view(2, 2, 2, 6, 4) @ k[:, :2].unsqueeze(2).mT).masked_fill(~MASK[:, :, None], -1e9).softmax(-1)
+        @ v[:, :2].unsqueeze(2)
+    ),
+    "grouped, einsum": lambda q, k, v, one, each: torch.einsum(
+        "bkgst,bktd->bskgd", torch.einsum("bkgsd,bktd->bkgst", q.view(2, 2, 2, 6, 4), k[:, :2]).softmax(-1), v[:, :2]
+    ),
+    "groups before heads": lambda q, k, v, one, each: torch.einsum(
+        "bghnm,bhmd->bghnd", torch.einsum("bghnd,bhmd->bghnm", q.view(2, 2, 2, 6, 4), k[:, :2]).softmax(-1), v[:, :2]
+    ),
     "latent queries": lambda q, k, v, one, each: (q[:1] @ k.mT).softmax(-1) @ v,
     "one head for all": lambda q, k, v, one, each: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
     "no heads": lambda q, k, v, one, each: (q[0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0],
     "GPT, boolean": lambda q, k, v, one, each: ((q @ k.mT) * (m := MASK.to(q.dtype)) - 1e4 * (1 - m)).softmax(-1) @ v,
-    "GPT, boolean, added": lambda q, k, v, one, each: ((m := MASK.to(q.dtype)) * (q @ k.mT) + (m - 1) * 1e9).softmax(-1) @ v,
+    "GPT, boolean, added": lambda q, k, v, one, each: (
+        ((m := MASK.to(q.dtype)) * (q @ k.mT) + (m - 1) * 1e9).softmax(-1) @ v
+    ),
     "cleared by a product": lambda q, k, v, one, each: (scores(q, k).softmax(-1) * ~LATER) @ v,
     "cleared by where": lambda q, k, v, one, each: torch.where(LATER, 0, scores(q, k).softmax(-1)) @ v,
     "scores turned": lambda q, k, v, one, each: (k @ q.mT).mT.softmax(-1).clone() @ v,
-    "channels first": lambda q, k, v, one, each: torch.bmm(v.flatten(0, 1).mT.contiguous(), (torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * 0.5).softmax(2).permute(0, 2, 1)),
-    "moved before the mask": lambda q, k, v, one, each: (s := q @ k.mT).sub(s.amax(-1, True)).masked_fill(LATER, float("-inf")).softmax(-1) @ v,
+    "channels first": lambda q, k, v, one, each: torch.bmm(
+        v.flatten(0, 1).mT.contiguous(),
+        (torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * 0.5).softmax(2).permute(0, 2, 1),
+    ),
+    "moved before the mask": lambda q, k, v, one, each: (
+        (s := q @ k.mT).sub(s.amax(-1, True)).masked_fill(LATER, float("-inf")).softmax(-1) @ v
+    ),
 }
 
 
 def inputs(dtype=torch.double):
     torch.manual_seed(0)
-    return [torch.randn(s, dtype=torch.double).to(dtype).requires_grad_() for s in ((2, 4, 6, 4), (2, 4, 6, 4), (2, 4, 6, 4), (), (4, 1, 1))]
+    return [
+        torch.randn(s, dtype=torch.double).to(dtype).requires_grad_()
+        for s in ((2, 4, 6, 4), (2, 4, 6, 4), (2, 4, 6, 4), (), (4, 1, 1))
+    ]
 
 
 def test_every_third_spelling_in_one_graph():
@@ -100,7 +123,9 @@ OTHERS = {
 
 
 def test_other_functions_say_why_they_are_no_softmax():
-    report = explain(lambda x: tuple(f(exponentials(x)).cos() for f in OTHERS.values()), torch.randn(2, 6, 6, requires_grad=True))
+    report = explain(
+        lambda x: tuple(f(exponentials(x)).cos() for f in OTHERS.values()), torch.randn(2, 6, 6, requires_grad=True)
+    )
     assert report.counts["canonicalize.softmax"] == 0
     for reason, skipped in zip(OTHERS, report.skipped("canonicalize.softmax"), strict=True):
         assert reason in skipped.reason
@@ -110,7 +135,10 @@ def test_what_is_subtracted_and_trained_keeps_its_gradient_of_zeros():
     def f(x, m):
         return (e := torch.exp(x - m)) / e.sum(-1, keepdim=True)
 
-    x, m = torch.randn(2, 6, dtype=torch.double, requires_grad=True), torch.randn(2, 1, dtype=torch.double, requires_grad=True)
+    x, m = (
+        torch.randn(2, 6, dtype=torch.double, requires_grad=True),
+        torch.randn(2, 1, dtype=torch.double, requires_grad=True),
+    )
     out = torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})(x, m)
     (gradient,) = torch.autograd.grad(out.square().sum(), [m])  # raises where nothing leads to m
     assert gradient.abs().max() < 1e-12 and (out - x.softmax(-1)).abs().max() < 1e-12

@@ -38,10 +38,16 @@ CLASSES_SECOND = {
 
 
 @pytest.mark.parametrize("reduction", ["none", pytest.param("mean", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("transposed", "as they come") else pytest.mark.slow) for n in CLASSES_SECOND])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("transposed", "as they come") else pytest.mark.slow) for n in CLASSES_SECOND],
+)
 def test_classes_in_the_second_dimension(name, reduction):
     target = torch.tensor([[0, 3, -100, 6], [2, 2, 1, -100]])
-    report = function_agrees(lambda x: CLASSES_SECOND[name](x, target, reduction=reduction), torch.randn(2, 4, 7, dtype=torch.double, requires_grad=True))
+    report = function_agrees(
+        lambda x: CLASSES_SECOND[name](x, target, reduction=reduction),
+        torch.randn(2, 4, 7, dtype=torch.double, requires_grad=True),
+    )
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
 
 
@@ -71,7 +77,9 @@ def test_near_misses_say_why(f, reason):
 
 def test_all_ignored_mean_is_nan_as_in_torch():
     x, target = logits(), torch.full((5,), -100)
-    assert torch.compile(lambda x: F.cross_entropy(x, target), backend="mindspeed", options={"codegen": "eager"})(x).isnan()
+    assert torch.compile(lambda x: F.cross_entropy(x, target), backend="mindspeed", options={"codegen": "eager"})(
+        x
+    ).isnan()
 
 
 def test_other_losses_are_left():
@@ -81,14 +89,24 @@ def test_other_losses_are_left():
 def _gathered(x, target, a, b, keep, total, minus):
     """a * (log-probability of the target) + b * (mean of all), in one of its spellings."""
     probs = x.log_softmax(-1)
-    one, all_ = probs.gather(-1, target.unsqueeze(-1)), (probs.sum(-1, keepdim=True) / x.shape[-1] if total else probs.mean(-1, keepdim=True))
+    one, all_ = (
+        probs.gather(-1, target.unsqueeze(-1)),
+        (probs.sum(-1, keepdim=True) / x.shape[-1] if total else probs.mean(-1, keepdim=True)),
+    )
     if not keep:
         one, all_ = one.squeeze(-1), all_.squeeze(-1)
     return a * one - (-b * all_) if minus else b * all_ + one * a
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(st.sampled_from([0.1, 0.3]), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(5,), (2, 3)]), st.booleans())
+@given(
+    st.sampled_from([0.1, 0.3]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([(5,), (2, 3)]),
+    st.booleans(),
+)
 def test_label_smoothing_written_out(smoothing, keep, total, minus, shape, bare):
     torch._dynamo.reset()
     target = torch.randint(0, 7, shape)
@@ -127,9 +145,11 @@ def test_picked_from_bfloat16_reads_no_float32_copy():
 
 @pytest.mark.parametrize("f, reason", [
     (lambda p: (p.gather(-1, ROWS[:, None]) + p.exp()).sum(), "also read by exp"),
-    (lambda p: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).square().sum(), "do not meet in a weighted sum after the same masks and sums"),
+    (lambda p: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).square().sum(), "do not meet in a weighted sum after the "
+                                                                              "same masks and sums"),
     (lambda p: (p * torch.linspace(0, 1, 7, dtype=p.dtype)).sum(-1).mean(), "neither one-hot nor smoothed with numbers"),
-    (lambda p: F.kl_div(p, F.one_hot(ROWS, 7).to(p.dtype), reduction="batchmean"), "kl_div adds the entropy of its targets"),
+    (lambda p: F.kl_div(p, F.one_hot(ROWS, 7).to(p.dtype), reduction="batchmean"), "kl_div adds the entropy of its "
+                                                                                   "targets"),
     (lambda p: p[:, ROWS].diagonal().mean(), "not (all rows, their targets)"),
     (lambda p: (2 * p.gather(-1, ROWS[:, None])[:, 0] - p.mean(-1)).sum(), "are no label smoothing"),
     (lambda p: (p.gather(-1, ROWS[:, None]) * p.gather(-1, 6 - ROWS[:, None])).sum(), "2 different"),
@@ -144,15 +164,26 @@ def test_written_out_but_not_fused(f, reason):
 
 Z_LOSSES = {
     "mean": lambda x, t: F.cross_entropy(x, t) + 0.1 * (x.logsumexp(-1) ** 2).mean(),
-    "smoothed": lambda x, t: F.cross_entropy(x, t, label_smoothing=0.2) + 0.1 * torch.logsumexp(x, -1, keepdim=True).square().mean(),
+    "smoothed": lambda x, t: (
+        F.cross_entropy(x, t, label_smoothing=0.2) + 0.1 * torch.logsumexp(x, -1, keepdim=True).square().mean()
+    ),
     "counted": lambda x, t: F.cross_entropy(x, t, reduction="sum") + (x.logsumexp(dim=-1).pow(2) * (t != -100)).sum(),
     "batched": lambda x, t: F.cross_entropy(x.view(-1, 7), t) + 0.1 * x.view(1, 5, 7).logsumexp(-1).pow(2).sum(),
-    "written out": lambda x, t: (lambda z: (z - x.gather(-1, t.clamp_min(0)[:, None])[:, 0]).mean() + 0.1 * z.square().mean())(x.logsumexp(-1)),
+    "written out": lambda x, t: (
+        lambda z: (z - x.gather(-1, t.clamp_min(0)[:, None])[:, 0]).mean() + 0.1 * z.square().mean()
+    )(x.logsumexp(-1)),
     "alone": lambda x, t: F.cross_entropy(x, t).detach() + x.logsumexp(-1).pow(2).sum(),
 }
 
 
-@pytest.mark.parametrize("name", ["smoothed", "written out", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mean", "counted", "batched", "alone"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smoothed",
+        "written out",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mean", "counted", "batched", "alone")),
+    ],
+)
 def test_a_z_loss_reads_the_logits_once(name):
     report = function_agrees(lambda x: Z_LOSSES[name](x, TARGET), logits())
     run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
@@ -162,7 +193,9 @@ def test_a_z_loss_reads_the_logits_once(name):
 @pytest.mark.parametrize("name", ["mean", "counted"])
 def test_a_z_loss_in_bfloat16(name):
     torch._dynamo.reset()
-    report = function_agrees(lambda x: Z_LOSSES[name](x.float(), TARGET), torch.randn(5, 7).bfloat16().requires_grad_(), tolerance=2e-2)
+    report = function_agrees(
+        lambda x: Z_LOSSES[name](x.float(), TARGET), torch.randn(5, 7).bfloat16().requires_grad_(), tolerance=2e-2
+    )
     run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
     assert report.counts[NAME] == 2 and "f32[5, 7]" not in run.after
 

@@ -21,7 +21,11 @@ def run(f, inputs):
     outs = f(*leaves)
     outs = outs if isinstance(outs, tuple) else (outs,)
     wanted = [x for x in leaves if x.requires_grad]
-    return [o.detach() for o in outs], torch.autograd.grad([o for o in outs if o.requires_grad], wanted, [torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view_as(o) for o in outs if o.requires_grad])
+    return [o.detach() for o in outs], torch.autograd.grad(
+        [o for o in outs if o.requires_grad],
+        wanted,
+        [torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view_as(o) for o in outs if o.requires_grad],
+    )
 
 
 def same_bits(f, *inputs, **options):
@@ -52,9 +56,19 @@ def test_every_spelling(name, dtype):
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
-@given(st.sampled_from(["x", "residual", "bias", "none"]), st.sampled_from([0.1, 0.5, 0.9]), st.booleans(), st.booleans(), st.booleans())
+@given(
+    st.sampled_from(["x", "residual", "bias", "none"]),
+    st.sampled_from([0.1, 0.5, 0.9]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_variants(frozen, p, biased, transposed, chained):
-    x, r, b = double(6, 6, grad=frozen != "x"), double(6, 6, grad=frozen != "residual"), double(6, grad=frozen != "bias")
+    x, r, b = (
+        double(6, 6, grad=frozen != "x"),
+        double(6, 6, grad=frozen != "residual"),
+        double(6, grad=frozen != "bias"),
+    )
 
     def f(x, r, b):
         x = x.t() if transposed else x

@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,17 +18,30 @@ SPELLINGS = {
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.sampled_from(sorted(SPELLINGS)), st.integers(1, 6), st.integers(1, 3), st.integers(3, 7), st.booleans(), st.booleans())
+@given(
+    st.sampled_from(sorted(SPELLINGS)),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(3, 7),
+    st.booleans(),
+    st.booleans(),
+)
 def test_every_spelling(spelling, tokens, k, experts, need_x, need_weight):
     torch._dynamo.reset()
-    x, w = double(tokens * k, 4).detach().requires_grad_(need_x), double(experts, 4, 3).detach().requires_grad_(need_weight)
+    x, w = (
+        double(tokens * k, 4).detach().requires_grad_(need_x),
+        double(experts, 4, 3).detach().requires_grad_(need_weight),
+    )
     f = lambda x, w, scores: SPELLINGS[spelling](x, w, scores.topk(k)[1].reshape(-1))  # noqa: E731
     assert function_agrees(f, x, w, torch.rand(tokens, experts)).counts[NAME] == 1
 
 
 @pytest.mark.parametrize("numbers", ["argmax", "clamp"])
 def test_other_numbers_that_are_never_negative(numbers):
-    choose = {"argmax": lambda scores: scores.argmax(1), "clamp": lambda scores: (scores * 9).long().sum(1).clamp(0, 3)}[numbers]
+    choose = {
+        "argmax": lambda scores: scores.argmax(1),
+        "clamp": lambda scores: (scores * 9).long().sum(1).clamp(0, 3),
+    }[numbers]
     f = lambda x, w, scores: SPELLINGS["row"](x, w, choose(scores))  # noqa: E731
     assert function_agrees(f, double(6, 4), double(4, 4, 3), torch.rand(6, 4)).counts[NAME] == 1
 
@@ -61,18 +73,32 @@ def test_a_model_trains_as_in_eager_mode_and_gathers_no_weight(name):
         runs.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
     assert runs[0].keys() == runs[1].keys()
     for n, expected in runs[0].items():
-        assert (runs[1][n] - expected).abs().max() <= 1e-6 * expected.abs().max(), n  # the model's norms compute in float32
+        assert (runs[1][n] - expected).abs().max() <= 1e-6 * expected.abs().max(), (
+            n
+        )  # the model's norms compute in float32
     torch._dynamo.reset()
-    assert mindspeed_fx.explain(model, **inputs, options={"codegen": "eager"}).counts[NAME] == 4  # two in each of two layers
+    assert (
+        mindspeed_fx.explain(model, **inputs, options={"codegen": "eager"}).counts[NAME] == 4
+    )  # two in each of two layers
 
 
 def test_sizes_that_change_compile_once():
     def f(x, w, scores):
         experts = scores.topk(2)[1].reshape(-1)
-        return torch.bmm(w.transpose(1, 2)[experts], x.repeat_interleave(2, 0).unsqueeze(-1)).view(x.shape[0], 2, -1).sum(1)
+        return (
+            torch.bmm(w.transpose(1, 2)[experts], x.repeat_interleave(2, 0).unsqueeze(-1))
+            .view(x.shape[0], 2, -1)
+            .sum(1)
+        )
 
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(f, backend="mindspeed", fullgraph=True, dynamic=True, options={"codegen": "eager", "enable": [NAME], "strict": True})
+    compiled = torch.compile(
+        f,
+        backend="mindspeed",
+        fullgraph=True,
+        dynamic=True,
+        options={"codegen": "eager", "enable": [NAME], "strict": True},
+    )
     w = double(4, 4, 3)
     for tokens in (6, 5, 9):
         x, scores = double(tokens, 4), torch.rand(tokens, 4)

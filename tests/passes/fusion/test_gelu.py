@@ -46,7 +46,11 @@ def test_written_out():
 @pytest.mark.parametrize("name", OTHERS)
 def test_not_a_gelu(name):
     report = function_agrees(OTHERS[name], double(3, 8))
-    assert report.counts.get(NAME, 0) == 0 and [s.reason.split()[0] for s in report.skipped(NAME)] == {"another constant": ["tanh"], "no constant": ["erf"], "written out, no constant": ["erf"]}.get(name, [])
+    assert report.counts.get(NAME, 0) == 0 and [s.reason.split()[0] for s in report.skipped(NAME)] == {
+        "another constant": ["tanh"],
+        "no constant": ["erf"],
+        "written out, no constant": ["erf"],
+    }.get(name, [])
 
 
 class Bloom(torch.autograd.Function):

@@ -15,7 +15,13 @@ def new_gelu(x):
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "written": new_gelu, "relu": F.relu, "sigmoid": torch.sigmoid}
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "written": new_gelu,
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -37,17 +43,36 @@ def test_one_linear_in_halves_uses_the_packed_form(name):
 
 
 def test_a_gate_on_something_else_is_left_alone():
-    report = function_agrees(lambda x, w, y: torch.sigmoid(F.linear(x, w)) * y, double(3, 8), double(8, 8), double(3, 8))
+    report = function_agrees(
+        lambda x, w, y: torch.sigmoid(F.linear(x, w)) * y, double(3, 8), double(8, 8), double(3, 8)
+    )
     assert report.counts.get(NAME, 0) == 0
     torch._dynamo.reset()
-    report = function_agrees(lambda x, w, y, v: F.relu(F.linear(x, w)) * F.linear(y, v), double(3, 8), double(8, 8), double(3, 8), double(8, 8))
+    report = function_agrees(
+        lambda x, w, y, v: F.relu(F.linear(x, w)) * F.linear(y, v),
+        double(3, 8),
+        double(8, 8),
+        double(3, 8),
+        double(8, 8),
+    )
     assert report.counts.get(NAME, 0) == 0
 
 
-@pytest.mark.parametrize("relu, passes", [(lambda x: x.clamp(min=0), "all"), (lambda x: torch.maximum(x, torch.zeros_like(x)), "half"), (lambda x: torch.where(x > 0, x, 0.0), None)])
+@pytest.mark.parametrize(
+    "relu, passes",
+    [
+        (lambda x: x.clamp(min=0), "all"),
+        (lambda x: torch.maximum(x, torch.zeros_like(x)), "half"),
+        (lambda x: torch.where(x > 0, x, 0.0), None),
+    ],
+)
 def test_relu_by_another_name_has_the_same_gradient_or_stays(relu, passes):
-    report = function_agrees(lambda x, g, u: relu(F.linear(x, g)) * F.linear(x, u), double(3, 8), double(6, 8), double(6, 8))
-    assert report.counts.get(NAME, 0) == (passes is None) and [f"{passes} of the gradient" in s.reason for s in report.skipped(NAME)] == ([] if passes is None else [True])
+    report = function_agrees(
+        lambda x, g, u: relu(F.linear(x, g)) * F.linear(x, u), double(3, 8), double(6, 8), double(6, 8)
+    )
+    assert report.counts.get(NAME, 0) == (passes is None) and [
+        f"{passes} of the gradient" in s.reason for s in report.skipped(NAME)
+    ] == ([] if passes is None else [True])
 
 
 def test_torchs_own_says_why_it_stays():
@@ -56,14 +81,19 @@ def test_torchs_own_says_why_it_stays():
 
 
 def test_different_shapes_are_skipped_with_the_reason():
-    report = function_agrees(lambda x, w, u: F.gelu(F.linear(x, w)) * F.linear(x, u), double(3, 8), double(6, 8), double(1, 8))
+    report = function_agrees(
+        lambda x, w, u: F.gelu(F.linear(x, w)) * F.linear(x, u), double(3, 8), double(6, 8), double(1, 8)
+    )
     assert report.counts.get(NAME, 0) == 0 and "different shapes" in report.skipped(NAME)[0].reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     x, g, u = (torch.randn(*s).to(dtype).requires_grad_() for s in ((3, 8), (6, 8), (6, 8)))
-    assert function_agrees(lambda x, g, u: F.gelu(F.linear(x, g)) * F.linear(x, u), x, g, u, tolerance=3e-2).counts[NAME] == 1
+    assert (
+        function_agrees(lambda x, g, u: F.gelu(F.linear(x, g)) * F.linear(x, u), x, g, u, tolerance=3e-2).counts[NAME]
+        == 1
+    )
 
 
 @settings(max_examples=5, deadline=None)

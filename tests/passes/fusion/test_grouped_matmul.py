@@ -18,8 +18,12 @@ def reasons(report):
 
 
 def grouped(x, w, o):
-    """The call that a graph may hold: ATen's for bfloat16 (its fake kernel knows no other type), else Hugging Face's."""
-    return F.grouped_mm(x, w, offs=o) if x.dtype == torch.bfloat16 else torch.ops.transformers.grouped_mm_fallback(x, w, o)
+    """The call that a graph may hold: ATen's for bfloat16 (its fake kernel knows no other type), else Hugging
+    Face's.
+    """
+    return (
+        F.grouped_mm(x, w, offs=o) if x.dtype == torch.bfloat16 else torch.ops.transformers.grouped_mm_fallback(x, w, o)
+    )
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -27,14 +31,19 @@ def grouped(x, w, o):
 def test_one_call(dtype, tolerance, transposed):
     if dtype != torch.bfloat16:
         pytest.importorskip("transformers.integrations.moe", reason="needs Hugging Face transformers")
-    x, w = torch.randn(24, 16).to(dtype).requires_grad_(), torch.randn(4, *((32, 16) if transposed else (16, 32))).to(dtype).requires_grad_()
+    x, w = (
+        torch.randn(24, 16).to(dtype).requires_grad_(),
+        torch.randn(4, *((32, 16) if transposed else (16, 32))).to(dtype).requires_grad_(),
+    )
     f = lambda x, w, o: grouped(x, w.transpose(1, 2) if transposed else w, o)  # noqa: E731
     assert function_agrees(f, x, w, ends(8, 0, 10, 6), tolerance=tolerance).counts[NAME] == 1
 
 
 def test_rows_without_a_group_are_zero_where_aten_leaves_them_undefined():
     x, w = torch.randn(8, 16).bfloat16().requires_grad_(), torch.randn(2, 16, 8).bfloat16()
-    y = torch.compile(lambda x, w, o: F.grouped_mm(x, w, offs=o), backend="mindspeed", options={"codegen": "eager"})(x, w, ends(3, 2))
+    y = torch.compile(lambda x, w, o: F.grouped_mm(x, w, offs=o), backend="mindspeed", options={"codegen": "eager"})(
+        x, w, ends(3, 2)
+    )
     y.sum().backward()
     assert y[5:].eq(0).all() and x.grad[5:].eq(0).all() and x.grad[:5].ne(0).any()
 
@@ -57,7 +66,13 @@ def test_other_grouped_products_are_skipped_with_the_reason(shapes, offs, why):
 
 
 def test_on_cuda_the_call_stays():
-    report = explain(lambda x, w, o: F.grouped_mm(x, w, offs=o), torch.randn(24, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16(), ends(8, 16), target="cuda")
+    report = explain(
+        lambda x, w, o: F.grouped_mm(x, w, offs=o),
+        torch.randn(24, 16).bfloat16(),
+        torch.randn(2, 16, 8).bfloat16(),
+        ends(8, 16),
+        target="cuda",
+    )
     assert report.counts.get(NAME, 0) == 0 and "itself the kernel on cuda" in reasons(report)[0]
 
 
@@ -66,7 +81,9 @@ def test_on_cuda_the_call_stays():
 
 def loop(x, w, sizes, spelling):
     matrices = w.unbind(0) if spelling == "unbind" else [w[i] for i in range(len(sizes))]
-    return torch.cat([F.linear(rows, m) if spelling == "linear" else rows @ m for rows, m in zip(x.split(sizes), matrices)])
+    return torch.cat(
+        [F.linear(rows, m) if spelling == "linear" else rows @ m for rows, m in zip(x.split(sizes), matrices)]
+    )
 
 
 @pytest.mark.parametrize("spelling", ["linear", "select", "unbind"])
@@ -93,8 +110,17 @@ def test_other_loops_are_skipped_with_the_reason(f, why):
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.lists(st.integers(0, 5), min_size=2, max_size=5).filter(any), st.sampled_from(["linear", "select", "unbind"]), st.booleans())
+@given(
+    st.lists(st.integers(0, 5), min_size=2, max_size=5).filter(any),
+    st.sampled_from(["linear", "select", "unbind"]),
+    st.booleans(),
+)
 def test_any_sizes(sizes, spelling, frozen):
     torch._dynamo.reset()
     x, w = double(sum(sizes), 3), double(len(sizes), 3, 3)
-    assert function_agrees(lambda x, w: loop(x, w, sizes, spelling), x, w.detach() if frozen else w, enable=[NAME]).counts[NAME] == 1
+    assert (
+        function_agrees(lambda x, w: loop(x, w, sizes, spelling), x, w.detach() if frozen else w, enable=[NAME]).counts[
+            NAME
+        ]
+        == 1
+    )

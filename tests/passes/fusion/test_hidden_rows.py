@@ -1,4 +1,6 @@
-"""Rows that a mask hides whole: the model's weights are uniform there when hidden scores are a number, and the fused row is the mean of the values."""
+"""Rows that a mask hides whole: the model's weights are uniform there when hidden scores are a number, and the fused
+row is the mean of the values.
+"""
 
 import pytest
 import torch
@@ -19,15 +21,29 @@ FUSED = {
     "gated": lambda s, padded: s * (m := (~(LATER | padded)).to(s.dtype)) - 1e4 * (1 - m),
 }
 OTHER = {
-    "two numbers": (lambda s, padded: s.masked_fill(LATER, -float("inf")).masked_fill(padded, -1e9), "hidden scores to -1000000000.0 and -inf,"),
-    "one is added before": (lambda s, padded: (s + torch.zeros(SEQ, SEQ, dtype=s.dtype).masked_fill(LATER, -float("inf"))).masked_fill(padded, -1e9), "and adds another mask"),
-    "one is added after": (lambda s, padded: s.masked_fill(LATER | padded, -1e4) + BIAS.to(s.dtype), "and adds another mask"),
+    "two numbers": (
+        lambda s, padded: s.masked_fill(LATER, -float("inf")).masked_fill(padded, -1e9),
+        "hidden scores to -1000000000.0 and -inf,",
+    ),
+    "one is added before": (
+        lambda s, padded: (s + torch.zeros(SEQ, SEQ, dtype=s.dtype).masked_fill(LATER, -float("inf"))).masked_fill(
+            padded, -1e9
+        ),
+        "and adds another mask",
+    ),
+    "one is added after": (
+        lambda s, padded: s.masked_fill(LATER | padded, -1e4) + BIAS.to(s.dtype),
+        "and adds another mask",
+    ),
 }
 
 
 def inputs(dtype=torch.float64, kv_heads=4):
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(2, heads, SEQ, 4, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for heads in (4, kv_heads, kv_heads)]
+    return [
+        torch.randn(2, heads, SEQ, 4, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    ]
 
 
 def made(masked, repeat=1, padded=PADDED):
@@ -64,7 +80,13 @@ def test_other_weights_are_noted(name):
     assert len(notes) == 1 and note in notes[0]
 
 
-@pytest.mark.parametrize("masked", [lambda s, padded: s.masked_fill(torch.ones(SEQ, SEQ).triu(1).bool(), -1e4), lambda s, padded: s.masked_fill(~padded, -float("inf"))])
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda s, padded: s.masked_fill(torch.ones(SEQ, SEQ).triu(1).bool(), -1e4),
+        lambda s, padded: s.masked_fill(~padded, -float("inf")),
+    ],
+)
 def test_nothing_is_added_where_it_is_not_needed(masked, tmp_path):
     """Where every row keeps its own key, and where hidden scores are minus infinity."""
     assert explain(made(masked), *inputs(), dump=tmp_path).counts[NAME] == 1

@@ -33,14 +33,21 @@ SPELLINGS = {
     "divided": lambda x, w, b: (x - mean(x)) / torch.sqrt(variance(x) + 1e-5) * w + b,
     "weight first": lambda x, w, b: b + w * ((x - mean(x)) * (variance(x) + 1e-5) ** -0.5),
     "weight first of all": lambda x, w, b: w * (x - mean(x)) / torch.sqrt(variance(x) + 1e-5) + b,
-    "mean without keepdim": lambda x, w, b: (x - x.mean(-1).unsqueeze(-1)) * torch.rsqrt(x.var(-1, correction=0) + 1e-5)[..., None] * w + b,
+    "mean without keepdim": lambda x, w, b: (
+        (x - x.mean(-1).unsqueeze(-1)) * torch.rsqrt(x.var(-1, correction=0) + 1e-5)[..., None] * w + b
+    ),
     "var": lambda x, w, b: (x - mean(x)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5) * w + b,
     "correction": lambda x, w, b: (x - mean(x)) / torch.sqrt(1e-5 + x.var(-1, keepdim=True, correction=0)) * w + b,
     "var_mean": by_var_mean,
     "moments": lambda x, w, b: (x - mean(x)) * torch.rsqrt(mean(x * x) - mean(x) ** 2 + 1e-5) * w + b,
     "deviation": lambda x, w, b: (x - mean(x)) / x.std(-1, keepdim=True, unbiased=False) * w + b,
     "offset": lambda x, w, b: (x - mean(x)) * torch.rsqrt(variance(x) + 1e-5) * (1 + w) + b,
-    "sums": lambda x, w, b: (x - x.sum(-1, keepdim=True) / 8) * torch.rsqrt(((x - x.sum(-1, keepdim=True) / 8) ** 2).sum(-1, keepdim=True) / 8 + 1e-5) * w + b,
+    "sums": lambda x, w, b: (
+        (x - x.sum(-1, keepdim=True) / 8)
+        * torch.rsqrt(((x - x.sum(-1, keepdim=True) / 8) ** 2).sum(-1, keepdim=True) / 8 + 1e-5)
+        * w
+        + b
+    ),
     "torch": lambda x, w, b: F.layer_norm(x, (8,), w, b, 1e-5),
 }
 
@@ -67,21 +74,31 @@ IN_ONE_GRAPH = {
     "multiplied out": multiplied_out,
     "multiplied out, no bias": multiplied_out_without_bias,
     "one group": lambda x, w, b: F.group_norm(x.reshape(-1, 8), 1, w, b, 1e-5).view(x.shape),
-    "rows with themselves": lambda x, w, b: (c := x - mean(x)) * torch.rsqrt(torch.einsum("...d,...d->...", c, c)[..., None] / 8 + 1e-5) * w + b,
+    "rows with themselves": lambda x, w, b: (
+        (c := x - mean(x)) * torch.rsqrt(torch.einsum("...d,...d->...", c, c)[..., None] / 8 + 1e-5) * w + b
+    ),
     "n - 1": lambda x, w, b: (x - mean(x)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) * w + b,
     "n - 1, weight first": lambda x, w, b: w * (x - mean(x)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) + b,
     "n - 1, no weight": lambda x, w, b: (x - mean(x)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) + b,
     "deviation, n - 1": lambda x, w, b: (x - mean(x)) / x.std(-1, keepdim=True) * w + b,
     "std_mean": by_std_mean,
-    "deviation squared": lambda x, w, b: (x - mean(x)) / torch.sqrt(x.std(-1, keepdim=True, correction=0) ** 2 + 1e-5) * w + b,
-    "weight times root": lambda x, w, b: (x - mean(x)) * (w * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-5)) + b,
-    "a negative mean": lambda x, w, b: (x + -mean(x)) * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-5) * w + b,
+    "deviation squared": lambda x, w, b: (
+        (x - mean(x)) / torch.sqrt(x.std(-1, keepdim=True, correction=0) ** 2 + 1e-5) * w + b
+    ),
+    "weight times root": lambda x, w, b: (
+        (x - mean(x)) * (w * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-5)) + b
+    ),
+    "a negative mean": lambda x, w, b: (
+        (x + -mean(x)) * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-5) * w + b
+    ),
     "norm": lambda x, w, b: (x - mean(x)) / ((x - mean(x)).norm(dim=-1, keepdim=True) * 8**-0.5) * w + b,
 }
 
 
 def test_more_spellings():
-    report = function_agrees(lambda x, w, b: tuple(f(x, w, b) for f in IN_ONE_GRAPH.values()), double(2, 3, 8), double(8), double(8))
+    report = function_agrees(
+        lambda x, w, b: tuple(f(x, w, b) for f in IN_ONE_GRAPH.values()), double(2, 3, 8), double(8), double(8)
+    )
     assert report.counts[NAME] == len(IN_ONE_GRAPH) and not report.skipped(NAME)
 
 
@@ -97,8 +114,14 @@ def test_variants(name, frozen, without, shape, variant):
     def f(x, w, b):
         y = x.transpose(0, 1) if variant == "transposed" and x.dim() == 3 else x
         if name == "torch":
-            return F.layer_norm(y, (8,), None if without in ("weight", "both") else w, None if without in ("bias", "both") else b)
-        out = SPELLINGS[name](y, torch.ones_like(w) if without in ("weight", "both") else w, torch.zeros_like(b) if without in ("bias", "both") else b)
+            return F.layer_norm(
+                y, (8,), None if without in ("weight", "both") else w, None if without in ("bias", "both") else b
+            )
+        out = SPELLINGS[name](
+            y,
+            torch.ones_like(w) if without in ("weight", "both") else w,
+            torch.zeros_like(b) if without in ("bias", "both") else b,
+        )
         return (out, mean(y), y - mean(y)) if variant == "reused" else out
 
     assert function_agrees(f, x, w, b, tolerance=1e-8).counts[NAME] == 1
@@ -115,7 +138,15 @@ def wide_rounded_first(x, w, b):
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize("f", [wide_all, wide_rounded_first, SPELLINGS["torch"], lambda x, w, b: F.layer_norm(x.float(), (8,), w.float(), b.float()).to(x.dtype)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        wide_all,
+        wide_rounded_first,
+        SPELLINGS["torch"],
+        lambda x, w, b: F.layer_norm(x.float(), (8,), w.float(), b.float()).to(x.dtype),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_as_close_to_float64_as_the_unfused_model_is(f, dtype, codegen):
     given = [torch.randn(*s).to(dtype) for s in ((64, 8), (8,), (8,))]
@@ -133,7 +164,11 @@ def test_16_bits_are_as_close_to_float64_as_the_unfused_model_is(f, dtype, codeg
 
 
 def test_a_result_that_stays_wide():
-    x, w, b = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    x, w, b = (
+        torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True),
+        torch.randn(8, requires_grad=True),
+        torch.randn(8, requires_grad=True),
+    )
     report = function_agrees(lambda x, w, b: SPELLINGS["squares"](x.float(), w, b), x, w, b, tolerance=1e-2)
     assert report.counts[NAME] == 1
 
@@ -158,7 +193,10 @@ def test_near_misses_say_why(f, reason):
 
 
 def test_something_else_is_left_alone():
-    for f in (lambda x, y: (x - mean(x)) * torch.rsqrt(variance(y) + 1e-5), lambda x, y: (x - mean(y)) * torch.rsqrt(variance(x) + 1e-5)):
+    for f in (
+        lambda x, y: (x - mean(x)) * torch.rsqrt(variance(y) + 1e-5),
+        lambda x, y: (x - mean(y)) * torch.rsqrt(variance(x) + 1e-5),
+    ):
         torch._dynamo.reset()
         report = function_agrees(f, double(3, 8), double(3, 8))
         assert report.counts[NAME] == 0 and not report.skipped(NAME)
@@ -192,7 +230,12 @@ def test_sums_that_are_not_fused_say_why(f, reason):
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.sampled_from([torch.float64, torch.bfloat16, torch.float16]), st.sampled_from(["x", "residual", "weight", "bias", "none"]), st.booleans(), st.booleans())
+@given(
+    st.sampled_from([torch.float64, torch.bfloat16, torch.float16]),
+    st.sampled_from(["x", "residual", "weight", "bias", "none"]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_variants_of_the_sum(dtype, frozen, chained, codegen):
     torch._dynamo.reset()
     shapes = {"x": (2, 3, 8), "residual": (2, 3, 8), "weight": (8,), "bias": (8,)}
@@ -204,7 +247,9 @@ def test_variants_of_the_sum(dtype, frozen, chained, codegen):
         return F.layer_norm(s + y.tanh(), (8,), w, b) if chained else (y, s)
 
     tolerance = 1e-9 if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
-    assert function_agrees(f, *tensors, tolerance=tolerance, codegen="inductor" if codegen else "eager").counts[SUM] == (2 if chained else 1)
+    assert function_agrees(f, *tensors, tolerance=tolerance, codegen="inductor" if codegen else "eager").counts[
+        SUM
+    ] == (2 if chained else 1)
 
 
 def test_dynamic_sizes():

@@ -78,7 +78,12 @@ def test_spellings(f, reduction):
     report = function_agrees(f, hidden, weight, *([bias] if f in (flat, two_dimensional) else []))
     assert report.counts[NAME] == report.counts["fusion.cross_entropy"] == 1 and not report.skipped(NAME)
     after = next(run for run in report.graphs[0].runs if run.report.name == NAME).after
-    assert f"'{reduction}')" in after and "aten.linear" not in after and "matmul" not in after and "mindspeed.cross_entropy" not in after
+    assert (
+        f"'{reduction}')" in after
+        and "aten.linear" not in after
+        and "matmul" not in after
+        and "mindspeed.cross_entropy" not in after
+    )
 
 
 def logits_too(hidden, weight):
@@ -115,10 +120,14 @@ def written(hidden, weight):
     [
         (logits_too, "returned by the compiled function; compile a function that returns only the loss", torch.float),
         (z_loss, "the log-sum-exp of the tokens is used too (a z-loss)", torch.double),
-        (lambda h, w: F.cross_entropy(F.linear(h, w).relu().view(-1, 7), FLAT), "relu (aten.relu.default) stands between", torch.double),
+        (lambda h, w: F.cross_entropy(F.linear(h, w).relu().view(-1, 7), FLAT), "relu (aten.relu.default) stands "
+                                                                                "between", torch.double),
         (lambda h, w: F.cross_entropy((F.linear(h, w) / 3).tanh().mul(2).add(w[:, 0]).view(-1, 7), FLAT), "a bias, or a scale that is no number, is applied after the soft-cap", torch.double),
-        (lambda h, w: F.cross_entropy((F.linear(h, w, w[:, 0]) * h[..., :1]).view(-1, 7), FLAT), "the linear has a bias, which would be scaled token by token", torch.double),
-        (lambda h, w: F.cross_entropy((F.linear(h, w) * w[:, 0]).view(-1, 7), FLAT), "mul (aten.mul.Tensor) stands between", torch.double),
+        (lambda h, w: F.cross_entropy((F.linear(h, w, w[:, 0]) * h[..., :1]).view(-1, 7), FLAT), "the linear has a "
+                                                                                                 "bias, which would be "
+                                                                                                 "scaled token by token", torch.double),
+        (lambda h, w: F.cross_entropy((F.linear(h, w) * w[:, 0]).view(-1, 7), FLAT), "mul (aten.mul.Tensor) stands "
+                                                                                     "between", torch.double),
         (classes_cut, "rearranges the classes", torch.double),
         (lambda h, w: flat(h, w, reduction="none"), "would take a fourth matrix product", torch.double),
         (lambda h, w: flat(h, w, reduction="none") * torch.arange(12), "would take a fourth matrix product", torch.double),
@@ -171,7 +180,9 @@ def test_under_no_grad_nothing_but_the_loss_is_computed(monkeypatch, reduction):
     hidden, weight, _ = inputs()
     with torch.no_grad():
         compiled = torch.compile(flat, backend="mindspeed", options={"codegen": "eager"})
-        torch.testing.assert_close(compiled(hidden, weight, reduction=reduction), flat(hidden, weight, reduction=reduction))
+        torch.testing.assert_close(
+            compiled(hidden, weight, reduction=reduction), flat(hidden, weight, reduction=reduction)
+        )
     assert [any(n) for n in needed] == [False]
 
 
@@ -190,12 +201,22 @@ def test_symbolic_sizes():
         logits = F.linear(hidden, weight)[:, :-1]
         return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target[:, 1:].reshape(-1), reduction="none").mean()
 
-    compiled = torch.compile(f, backend="mindspeed", dynamic=True, fullgraph=True, options={"codegen": "eager", "enable": [NAME], "strict": True})
+    compiled = torch.compile(
+        f,
+        backend="mindspeed",
+        dynamic=True,
+        fullgraph=True,
+        options={"codegen": "eager", "enable": [NAME], "strict": True},
+    )
     for batch, seq in ((2, 6), (3, 4)):
         target = torch.randint(0, 7, (batch, seq))
         hidden, weight = torch.randn(batch, seq, 5).double().requires_grad_(), inputs()[1]
         have, want = compiled(hidden, weight, target), f(hidden, weight, target)
-        for a, b in zip((have, *torch.autograd.grad(have, (hidden, weight))), (want, *torch.autograd.grad(want, (hidden, weight))), strict=True):
+        for a, b in zip(
+            (have, *torch.autograd.grad(have, (hidden, weight))),
+            (want, *torch.autograd.grad(want, (hidden, weight))),
+            strict=True,
+        ):
             torch.testing.assert_close(a, b)
 
 
@@ -245,6 +266,10 @@ def test_any_loss(data):
     }
 
     def f(*given):
-        return F.cross_entropy(F.linear(*given).view(-1, 7).float() if dtype == torch.bfloat16 else F.linear(*given).view(-1, 7), target, **kwargs)
+        return F.cross_entropy(
+            F.linear(*given).view(-1, 7).float() if dtype == torch.bfloat16 else F.linear(*given).view(-1, 7),
+            target,
+            **kwargs,
+        )
 
     assert function_agrees(f, *leaves, tolerance=4e-2 if dtype == torch.bfloat16 else 1e-9).counts[NAME] == 1

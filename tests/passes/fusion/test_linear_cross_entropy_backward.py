@@ -58,7 +58,13 @@ def both(model, used=0, dtype=torch.float64):
         x.grad = None
         outputs = run(x, target)
         (sum(o.sin().sum() for o in outputs) if used else outputs[0].sum()).backward()
-        results.append([*(o.detach() for o in outputs), x.grad.clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        results.append(
+            [
+                *(o.detach() for o in outputs),
+                x.grad.clone(),
+                *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+            ]
+        )
     return results, mindspeed_fx.explain(model, x, target, options=OPTIONS)
 
 
@@ -101,7 +107,9 @@ class Scaled(Head):
 class Penalized(Head):
     def forward(self, x, target):
         logits = self.head(self.inner(x))
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + logits.pow(3).mean() * F.softplus(logits).sum(), logits
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + logits.pow(3).mean() * F.softplus(
+            logits
+        ).sum(), logits
 
 
 @pytest.mark.parametrize("model, words", [(Scaled("returned"), "read by"), (Penalized("returned"), None)])

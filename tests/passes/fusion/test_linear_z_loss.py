@@ -54,4 +54,6 @@ def test_one_operator(form):
 ])  # fmt: skip
 def test_others_say_why_not(form, reason):
     report = function_agrees(form, *inputs())
-    assert report.counts[NAME] == 0 and len(report.skipped(NAME)) == 1 and reason in report.skipped(NAME)[0].reason, report.skipped(NAME)
+    assert report.counts[NAME] == 0 and len(report.skipped(NAME)) == 1 and reason in report.skipped(NAME)[0].reason, (
+        report.skipped(NAME)
+    )

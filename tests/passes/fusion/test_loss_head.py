@@ -45,7 +45,9 @@ SPELLINGS = {
     "padded vocabulary": lambda x, w, b, one, each: loss(F.linear(x, torch.cat((w, w)), torch.cat((b, b)))[..., :7]),
     "nanochat": lambda x, w, b, one, each: loss(15 * torch.tanh(F.linear(x, torch.cat((w, w)))[..., :7] / 15)),
     "shifted": lambda x, w, b, one, each: loss((F.linear(pairs(x), w) * 0.25)[:, :-1].reshape(-1, 7), TARGET[:4]),
-    "shifted log-probabilities": lambda x, w, b, one, each: -F.linear(pairs(x), w).log_softmax(-1)[:, :-1].gather(-1, TARGET[:4].view(2, 2, 1)).mean(),
+    "shifted log-probabilities": lambda x, w, b, one, each: (
+        -F.linear(pairs(x), w).log_softmax(-1)[:, :-1].gather(-1, TARGET[:4].view(2, 2, 1)).mean()
+    ),
     "picked": lambda x, w, b, one, each: -picked(F.linear(x, w)).mean(),
     "picked and masked": lambda x, w, b, one, each: -(picked(F.linear(x, w)) * KEPT).sum() / KEPT.sum(),
     "masked": lambda x, w, b, one, each: loss(F.linear(x, w), ROWS, reduction="none").masked_fill(~KEPT, 0).sum() / 5,
@@ -57,7 +59,9 @@ INPUTS = ((6, 5), (7, 5), (7,), (1,), (6, 1))
 
 def inputs():
     torch.manual_seed(3)
-    return [torch.rand(*shape, dtype=torch.double).add(0.5 if shape[-1] == 1 else -0.5).requires_grad_() for shape in INPUTS]
+    return [
+        torch.rand(*shape, dtype=torch.double).add(0.5 if shape[-1] == 1 else -0.5).requires_grad_() for shape in INPUTS
+    ]
 
 
 def test_every_spelling_in_one_graph():
@@ -89,8 +93,12 @@ def test_bfloat16_is_as_close_as_the_unfused_loss():
         return torch.cat([g.double().flatten() for g in torch.autograd.grad(f(*given), given)])
 
     def f(x, w):
-        return loss(F.linear(x, w).float() / 6, target) if x.dtype == torch.bfloat16 else loss(F.linear(x, w) / 6, target)
+        return (
+            loss(F.linear(x, w).float() / 6, target) if x.dtype == torch.bfloat16 else loss(F.linear(x, w) / 6, target)
+        )
 
     exact = gradients(f, torch.double)
-    fused = gradients(torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"}), torch.bfloat16)
+    fused = gradients(
+        torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"}), torch.bfloat16
+    )
     assert (fused - exact).norm() <= 2 * (gradients(f, torch.bfloat16) - exact).norm()

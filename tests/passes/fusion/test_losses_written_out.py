@@ -1,4 +1,6 @@
-"""Cross-entropy as tutorials and libraries write it out: one-hot and smoothed targets, picked values, sums of exponentials."""
+"""Cross-entropy as tutorials and libraries write it out: one-hot and smoothed targets, picked values, sums of
+exponentials.
+"""
 
 import pytest
 import torch
@@ -54,7 +56,9 @@ SPELLINGS = {
     "log of gathered": lambda x: -x.softmax(-1).gather(1, ROWS[:, None]).squeeze(1).log().mean(),
     "by counts": by_counts,
     "normalized": lambda x: -(x - x.exp().sum(1, keepdim=True).log())[torch.arange(5), ROWS].mean(),
-    "log-sum-exp with the maximum": lambda x: (lambda m: ((x - m[:, None]).exp().sum(-1).log() + m - x.gather(1, ROWS[:, None])[:, 0]).mean())(x.amax(-1)),
+    "log-sum-exp with the maximum": lambda x: (
+        lambda m: ((x - m[:, None]).exp().sum(-1).log() + m - x.gather(1, ROWS[:, None])[:, 0]).mean()
+    )(x.amax(-1)),
     "log of a sum": lambda x: (x.exp().sum(-1).log() - x.take_along_dim(ROWS[:, None], 1)[:, 0]).mean(),
     "one-hot": lambda x: -(hot(x) * x.log_softmax(-1)).sum(-1).mean(),
     "one-hot, whole sum": lambda x: -(F.one_hot(ROWS, 7) * x.log_softmax(1)).sum() / 5,
@@ -67,8 +71,12 @@ SPELLINGS = {
     "smoothed one-hot": lambda x: -((hot(x) * 0.9 + 0.1 / 7) * x.log_softmax(-1)).sum(-1).mean(),
     "smoothed by scatter": smoothed_by_scatter,
     "cross_entropy, one-hot": lambda x: F.cross_entropy(x, hot(x)),
-    "cross_entropy, smoothed one-hot": lambda x: F.cross_entropy(x, 0.9 * hot(x) + 0.1 / 7, reduction="sum", label_smoothing=0.1),
-    "three dimensions": lambda x: -x.view(1, 5, 7).log_softmax(-1)[torch.arange(1)[:, None], torch.arange(5)[None], ROWS[None]].mean(),
+    "cross_entropy, smoothed one-hot": lambda x: F.cross_entropy(
+        x, 0.9 * hot(x) + 0.1 / 7, reduction="sum", label_smoothing=0.1
+    ),
+    "three dimensions": lambda x: (
+        -x.view(1, 5, 7).log_softmax(-1)[torch.arange(1)[:, None], torch.arange(5)[None], ROWS[None]].mean()
+    ),
     "shifted": lambda x: -x.view(1, 5, 7).log_softmax(-1)[:, :-1].reshape(-1, 7).gather(-1, ROWS[:4, None]).mean(),
     "fairseq": lambda x: fairseq(x)[0],
     "transformers": label_smoother,
@@ -95,6 +103,7 @@ def test_each_spelling(name):
 
 def test_what_is_reported_beside_the_smoothed_loss_reads_the_logits():
     """fairseq logs the likelihood without its smoothing, tensor2tensor the mean of all."""
+
     def both(x):
         loss, nll = fairseq(x)
         return loss, nll.detach(), fairseq(x, ignored=0)[1]
@@ -121,4 +130,7 @@ def test_large_float16_logits_do_not_overflow_once_fused():
     f = lambda x: (x.exp().sum(-1).log() - x.gather(1, ROWS[:, None])[:, 0]).sum()  # noqa: E731
     assert not f(x).isfinite()
     loss = torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})(x)
-    assert torch.allclose(loss.float(), F.cross_entropy(x.float(), ROWS, reduction="sum"), rtol=1e-2) and torch.autograd.grad(loss, x)[0].isfinite().all()
+    assert (
+        torch.allclose(loss.float(), F.cross_entropy(x.float(), ROWS, reduction="sum"), rtol=1e-2)
+        and torch.autograd.grad(loss, x)[0].isfinite().all()
+    )

@@ -1,4 +1,6 @@
-"""Layers of one input as one product, where the cost model says that it pays: values, gradients per parameter, and reasons."""
+"""Layers of one input as one product, where the cost model says that it pays: values, gradients per parameter, and
+reasons.
+"""
 
 from unittest.mock import patch
 
@@ -17,7 +19,9 @@ ON = {"target": "cuda", "hardware": "h100", "enable": [NAME]}
 
 def attention(x, q, k, v, o):
     q, k, v = (F.linear(x, w).view(*x.shape[:-1], -1, 4).transpose(1, 2) for w in (q, k, v))
-    return F.linear(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2), o)
+    return F.linear(
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2), o
+    )
 
 
 def test_queries_keys_and_values():
@@ -27,16 +31,31 @@ def test_queries_keys_and_values():
 
 
 def test_gate_and_up_become_the_packed_form():
-    report = function_agrees(lambda x, g, u, a, b: F.silu(F.linear(x, g, a)) * F.linear(x, u, b), double(3, 8), double(6, 8), double(6, 8), double(6), double(6), **ON)
+    report = function_agrees(
+        lambda x, g, u, a, b: F.silu(F.linear(x, g, a)) * F.linear(x, u, b),
+        double(3, 8),
+        double(6, 8),
+        double(6, 8),
+        double(6),
+        double(6),
+        **ON,
+    )
     assert report.counts[NAME] == report.counts["fusion.swiglu"] == 1
 
 
 @settings(max_examples=3, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 5), min_size=2, max_size=4), st.booleans(), st.sampled_from(["all", "x", "weights"]), st.integers(1, 3))
+@given(
+    st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    st.booleans(),
+    st.sampled_from(["all", "x", "weights"]),
+    st.integers(1, 3),
+)
 def test_variants(widths, biased, trained, dims):
     x, ws = double(*[2] * dims, 6, grad=trained != "weights"), [double(n, 6, grad=trained != "x") for n in widths]
     biases = [double(n) for n in widths] if biased else []
-    f = lambda x, *p: torch.cat([F.linear(x, w, b).tanh() for w, b in zip(p, p[len(ws) :] if biased else [None] * len(ws))], -1)  # noqa: E731
+    f = lambda x, *p: torch.cat(
+        [F.linear(x, w, b).tanh() for w, b in zip(p, p[len(ws) :] if biased else [None] * len(ws))], -1
+    )  # noqa: E731
     with patch.object(merged_linear, "_unpaid", lambda group, device: None):
         assert function_agrees(f, x, *ws, *biases, **ON).counts[NAME] == 1
 
@@ -62,7 +81,9 @@ def test_wide_layers_of_few_tokens_do_not_pay():
     ({"enable": [NAME]}, "measured no faster"), ({"target": "cuda", "enable": [NAME]}, "asked of the cost model"), ({"target": "cuda", "hardware": "h100"}, None),
 ])  # fmt: skip
 def test_only_on_request_and_where_a_model_can_be_asked(options, note):
-    report = explain(lambda x, a, b: F.linear(x, a) * F.linear(x, b), double(2, 8), double(6, 8), double(6, 8), **options)
+    report = explain(
+        lambda x, a, b: F.linear(x, a) * F.linear(x, b), double(2, 8), double(6, 8), double(6, 8), **options
+    )
     notes = [n for run in report.graphs[0].runs if run.report.name == NAME for n in run.report.notes]
     assert report.counts.get(NAME, 0) == 0 and (any(note in n for n in notes) if note else not notes)
 

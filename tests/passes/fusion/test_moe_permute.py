@@ -26,7 +26,11 @@ THERE = {
     "torchtitan": lambda x, order, k: torch.gather(x, 0, (order // k).reshape(-1, 1).expand(-1, x.shape[1])),
     "expanded": lambda x, order, k: x.unsqueeze(1).expand(-1, k, -1).reshape(-1, x.shape[1])[order],
 }
-SORT = {"sort": lambda i: i.flatten().sort()[1], "argsort": lambda i: i.flatten().argsort(), "stable": lambda i: i.flatten().argsort(stable=True)}
+SORT = {
+    "sort": lambda i: i.flatten().sort()[1],
+    "argsort": lambda i: i.flatten().argsort(),
+    "stable": lambda i: i.flatten().argsort(stable=True),
+}
 
 
 def inverse(order):
@@ -42,16 +46,34 @@ def written(y, order):
 
 
 BACK = {
-    "before": lambda y, p, order, k: (y * p.flatten()[order].unsqueeze(-1))[inverse(order)].view(-1, k, y.shape[1]).sum(1),
+    "before": lambda y, p, order, k: (
+        (y * p.flatten()[order].unsqueeze(-1))[inverse(order)].view(-1, k, y.shape[1]).sum(1)
+    ),
     "after": lambda y, p, order, k: (y[order.argsort()].view(-1, k, y.shape[1]) * p.unsqueeze(-1)).sum(dim=1),
-    "scatter": lambda y, p, order, k: (y * p.flatten()[order, None])[torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0]))].view(-1, k, y.shape[1]).sum(-2),
+    "scatter": lambda y, p, order, k: (
+        (y * p.flatten()[order, None])[torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0]))]
+        .view(-1, k, y.shape[1])
+        .sum(-2)
+    ),
     "written": lambda y, p, order, k: (p.unsqueeze(-1) * written(y, order).view(*p.shape, -1)).sum(1),
-    "added": lambda y, p, order, k: y.new_zeros(p.shape[0], y.shape[1]).index_add(0, order // k, y * p.flatten()[order, None]),
-    "scattered": lambda y, p, order, k: torch.zeros(p.shape[0], y.shape[1], dtype=y.dtype).scatter_add(0, (order // k).unsqueeze(1).expand(-1, y.shape[1]), y * p.flatten()[order].view(-1, 1)),
-    "torchtitan": lambda y, p, order, k: (y * p.flatten()[order].reshape(-1, 1)).new_zeros(p.shape[0], y.shape[1]).scatter_add(0, (order // k).reshape(-1, 1).expand(-1, y.shape[1]), y * p.flatten()[order].reshape(-1, 1)),
-    "torchtitan, product": lambda y, p, order, k: torch.bmm(p.reshape(-1, 1, k), written(y, order).reshape(-1, k, y.shape[1])).squeeze(1),
+    "added": lambda y, p, order, k: y.new_zeros(p.shape[0], y.shape[1]).index_add(
+        0, order // k, y * p.flatten()[order, None]
+    ),
+    "scattered": lambda y, p, order, k: torch.zeros(p.shape[0], y.shape[1], dtype=y.dtype).scatter_add(
+        0, (order // k).unsqueeze(1).expand(-1, y.shape[1]), y * p.flatten()[order].view(-1, 1)
+    ),
+    "torchtitan": lambda y, p, order, k: (
+        (y * p.flatten()[order].reshape(-1, 1))
+        .new_zeros(p.shape[0], y.shape[1])
+        .scatter_add(0, (order // k).reshape(-1, 1).expand(-1, y.shape[1]), y * p.flatten()[order].reshape(-1, 1))
+    ),
+    "torchtitan, product": lambda y, p, order, k: torch.bmm(
+        p.reshape(-1, 1, k), written(y, order).reshape(-1, k, y.shape[1])
+    ).squeeze(1),
     "einsum": lambda y, p, order, k: torch.einsum("tk,tkh->th", p, y[inverse(order)].view(-1, k, y.shape[1])),
-    "accumulated": lambda y, p, order, k: torch.zeros(p.shape[0], y.shape[1], dtype=y.dtype).index_put((order // k,), y * p.flatten()[order, None], accumulate=True),
+    "accumulated": lambda y, p, order, k: torch.zeros(p.shape[0], y.shape[1], dtype=y.dtype).index_put(
+        (order // k,), y * p.flatten()[order, None], accumulate=True
+    ),
     "alone": lambda y, p, order, k: y[inverse(order)].view(-1, k, y.shape[1]).sum(1) * p.sum(1, keepdim=True),
 }
 
@@ -59,8 +81,12 @@ BACK = {
 SHARED = {
     "scatter_add": lambda base, y, order, k: base.scatter_add(0, (order // k).reshape(-1, 1).expand(-1, y.shape[1]), y),
     "index_add": lambda base, y, order, k: base.index_add(0, order // k, y),
-    "torchtitan, product": lambda base, y, order, k: base + torch.bmm(torch.ones(6, 1, k, dtype=y.dtype), written(y, order).reshape(-1, k, y.shape[1])).squeeze(1),
-    "einsum": lambda base, y, order, k: base + torch.einsum("tk,tkh->th", torch.ones(6, k, dtype=y.dtype), y[inverse(order)].view(-1, k, y.shape[1])),
+    "torchtitan, product": lambda base, y, order, k: (
+        base + torch.bmm(torch.ones(6, 1, k, dtype=y.dtype), written(y, order).reshape(-1, k, y.shape[1])).squeeze(1)
+    ),
+    "einsum": lambda base, y, order, k: (
+        base + torch.einsum("tk,tkh->th", torch.ones(6, k, dtype=y.dtype), y[inverse(order)].view(-1, k, y.shape[1]))
+    ),
     "accumulated": lambda base, y, order, k: base.index_put((order // k,), y, accumulate=True),
 }
 
@@ -94,7 +120,14 @@ def test_another_order_of_a_sort_says_why():
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.sampled_from(sorted(THERE)), st.sampled_from(sorted(SORT)), st.sampled_from(sorted(BACK)), st.integers(1, 3), st.integers(1, 5), st.booleans())
+@given(
+    st.sampled_from(sorted(THERE)),
+    st.sampled_from(sorted(SORT)),
+    st.sampled_from(sorted(BACK)),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.booleans(),
+)
 def test_every_spelling(there, sort, back, k, tokens, frozen):
     torch._dynamo.reset()
     w = double(3, 3)
@@ -119,8 +152,12 @@ def test_nothing_is_left_of_the_sort():
         return BACK["before"](THERE["divided"](x, order, 2).sin(), p, order, 2)
 
     text = after(explain(f, double(6, 3), double(6, 2), choices()))
-    assert "mindspeed.moe_unpermute" in text and not any(name in text for name in ("aten.sort", "aten.index", "aten.sum"))
-    assert function_agrees(f, double(6, 3), double(6, 2), choices(), codegen="inductor", enable=[NAME]).counts[NAME] == 2
+    assert "mindspeed.moe_unpermute" in text and not any(
+        name in text for name in ("aten.sort", "aten.index", "aten.sum")
+    )
+    assert (
+        function_agrees(f, double(6, 3), double(6, 2), choices(), codegen="inductor", enable=[NAME]).counts[NAME] == 2
+    )
     torch._dynamo.reset()
     report = function_agrees(f, double(6, 3), double(6, 2), choices(), codegen="inductor")
     assert report.counts[NAME] == 0 and "2 choices per token; on cpu" in report.skipped(NAME)[0].reason
@@ -182,7 +219,9 @@ def train(model, inputs, compiled=None):
 
 
 def compiled_and_exact(name, dtype):
-    """Loss and gradients of the model in ``dtype`` under mindspeed and eager, and eager in float64 with the same weights."""
+    """Loss and gradients of the model in ``dtype`` under mindspeed and eager, and eager in float64 with the same
+    weights.
+    """
     pytest.importorskip("transformers", reason="needs Hugging Face transformers")
     model, inputs = architectures.build(name)
     model = model.to(dtype)

@@ -23,7 +23,11 @@ def top1(gates):
     mask = F.one_hot(gates.argmax(1), EXPERTS)
     where, kept = places(mask)
     gate = (gates * kept).sum(1)
-    combine = gate[:, None, None] * kept.to(gates.dtype).unsqueeze(-1) * F.one_hot(where, CAPACITY).to(gates.dtype).unsqueeze(1)
+    combine = (
+        gate[:, None, None]
+        * kept.to(gates.dtype).unsqueeze(-1)
+        * F.one_hot(where, CAPACITY).to(gates.dtype).unsqueeze(1)
+    )
     return combine
 
 
@@ -42,11 +46,15 @@ def top2(gates):
 
 
 def by_choices(gates):
-    """As an outside user may write it: all choices at once, places by comparison, so that what does not fit is nowhere."""
+    """As an outside user may write it: all choices at once, places by comparison, so that what does not fit is
+    nowhere.
+    """
     weight, chosen = gates.topk(2, -1)
     experts = (chosen[..., None] == torch.arange(EXPERTS)).to(gates.dtype)
     order = (experts.flatten(0, 1).cumsum(0).view_as(experts) * experts).sum(-1).long() - 1
-    return torch.einsum("sk,ske,skc->sec", weight, experts, (order.unsqueeze(-1) == torch.arange(CAPACITY)).to(gates.dtype))
+    return torch.einsum(
+        "sk,ske,skc->sec", weight, experts, (order.unsqueeze(-1) == torch.arange(CAPACITY)).to(gates.dtype)
+    )
 
 
 def summed_choices(gates):
@@ -77,13 +85,17 @@ def products(report):
     return report.counts[NAME], [s.reason for s in report.skipped(NAME)]
 
 
-@pytest.mark.parametrize("gate", [pytest.param(g, id=g.__name__, marks=() if g is top2 else pytest.mark.slow) for g in GATES])
+@pytest.mark.parametrize(
+    "gate", [pytest.param(g, id=g.__name__, marks=() if g is top2 else pytest.mark.slow) for g in GATES]
+)
 def test_dispatch_and_combine(gate):
     report = function_agrees(layer(gate), *inputs())
     assert products(report) == (2, [])
 
 
-@pytest.mark.parametrize("gate", [pytest.param(g, id=g.__name__, marks=() if g is summed_choices else pytest.mark.slow) for g in GATES])
+@pytest.mark.parametrize(
+    "gate", [pytest.param(g, id=g.__name__, marks=() if g is summed_choices else pytest.mark.slow) for g in GATES]
+)
 def test_as_matrix_products(gate):
     """As DeepSpeed writes both."""
 
@@ -112,7 +124,12 @@ def test_in_generated_code():
 def test_terms_that_meet_in_one_place_count_once():
     def f(x, w):
         place, other = torch.arange(TOKENS) % EXPERTS, torch.arange(TOKENS) // 2 % EXPERTS
-        mask = sum(torch.einsum("se,sc->sec", F.one_hot(e, EXPERTS) * w[:, i : i + 1], F.one_hot(torch.zeros_like(e), 2).to(w.dtype)) for i, e in enumerate((place, other)))
+        mask = sum(
+            torch.einsum(
+                "se,sc->sec", F.one_hot(e, EXPERTS) * w[:, i : i + 1], F.one_hot(torch.zeros_like(e), 2).to(w.dtype)
+            )
+            for i, e in enumerate((place, other))
+        )
         return torch.einsum("sec,sm->ecm", mask.bool().to(x.dtype), x), torch.einsum("sm,sec->cem", x, mask)
 
     w = double(TOKENS, 2)
@@ -125,28 +142,50 @@ def test_groups_and_other_letters():
     def f(x, w, y):
         e, c = torch.arange(TOKENS).view(2, -1) % EXPERTS, torch.arange(TOKENS).view(2, -1) % CAPACITY
         mask = F.one_hot(e, EXPERTS)[..., :, None] * F.one_hot(c, CAPACITY)[..., None, :] * w[..., None, None]
-        return torch.einsum("bij,btij->btj", torch.zeros(2, 1, 1, dtype=x.dtype), mask), torch.einsum("gsd,gsec->egcd", x, mask), torch.einsum("gsec,egcd->gsd", mask, y)
+        return (
+            torch.einsum("bij,btij->btj", torch.zeros(2, 1, 1, dtype=x.dtype), mask),
+            torch.einsum("gsd,gsec->egcd", x, mask),
+            torch.einsum("gsec,egcd->gsd", mask, y),
+        )
 
-    report = function_agrees(f, double(2, TOKENS // 2, HIDDEN), double(2, TOKENS // 2), double(EXPERTS, 2, CAPACITY, HIDDEN))
+    report = function_agrees(
+        f, double(2, TOKENS // 2, HIDDEN), double(2, TOKENS // 2), double(EXPERTS, 2, CAPACITY, HIDDEN)
+    )
     assert products(report) == (2, [])
 
 
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(st.sampled_from(GATES), st.permutations("ecm"), st.booleans(), st.sampled_from(["plain", "frozen", "read again"]), st.booleans())
+@given(
+    st.sampled_from(GATES),
+    st.permutations("ecm"),
+    st.booleans(),
+    st.sampled_from(["plain", "frozen", "read again"]),
+    st.booleans(),
+)
 def test_variants(gate, order, turned, kind, narrow):
     def f(x, router, experts):
         weights = gate((x @ router).softmax(-1))
         mask = weights.bool().to(x.dtype)
-        there = torch.einsum("sm,sec->" + "".join(order), x, mask) if turned else torch.einsum("sec,sm->" + "".join(order), mask, x)
+        there = (
+            torch.einsum("sm,sec->" + "".join(order), x, mask)
+            if turned
+            else torch.einsum("sec,sm->" + "".join(order), mask, x)
+        )
         there = torch.einsum("".join(order) + "->ecm", there)
-        back = torch.einsum("ecm,sec->sm" if turned else "sec,ecm->sm", *((there @ experts, weights) if turned else (weights, there @ experts)))
+        back = torch.einsum(
+            "ecm,sec->sm" if turned else "sec,ecm->sm",
+            *((there @ experts, weights) if turned else (weights, there @ experts)),
+        )
         return (back, weights * 2) if kind == "read again" else back
 
     x, router, experts = inputs()
     if narrow:
         x, router, experts = (t.detach().bfloat16().requires_grad_() for t in (x, router, experts))
-        ours, own = torch.compile(f, backend="mindspeed", options={"codegen": "eager"})(x, router, experts), f(x, router, experts)
+        ours, own = (
+            torch.compile(f, backend="mindspeed", options={"codegen": "eager"})(x, router, experts),
+            f(x, router, experts),
+        )
         for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (ours, own))):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, atol=3e-2, rtol=3e-2)
@@ -159,7 +198,9 @@ def test_variants(gate, order, turned, kind, narrow):
 
 def test_what_is_not_read_says_so():
     def f(x, w):
-        mask = (F.one_hot(torch.arange(TOKENS) % EXPERTS, EXPERTS).to(x.dtype) + w).unsqueeze(-1) * w.new_ones(1, 1, CAPACITY)
+        mask = (F.one_hot(torch.arange(TOKENS) % EXPERTS, EXPERTS).to(x.dtype) + w).unsqueeze(-1) * w.new_ones(
+            1, 1, CAPACITY
+        )
         return torch.einsum("sec,sm->ecm", mask, x), torch.einsum("sec,sm->ecm", w[..., None] * w[:, None], x)
 
     count, reasons = products(function_agrees(f, double(TOKENS, HIDDEN), double(TOKENS, EXPERTS)))

@@ -1,6 +1,5 @@
 """Documents packed into one row: attention with a block-diagonal mask, however the model makes it."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,14 +42,33 @@ def starts(ids):
 
 SPELLINGS = {
     "numbers and triangle": composed(lambda ids: same_document(ids) & causal(SEQ)),
-    "two fills": lambda q, k, v: (q @ k.mT * 0.5).masked_fill(~causal(SEQ), float("-inf")).masked_fill(~same_document(IDS), float("-inf")).softmax(-1) @ v,
+    "two fills": lambda q, k, v: (
+        (q @ k.mT * 0.5)
+        .masked_fill(~causal(SEQ), float("-inf"))
+        .masked_fill(~same_document(IDS), float("-inf"))
+        .softmax(-1)
+        @ v
+    ),
     "starts": composed(starts),
-    "added": lambda q, k, v: (q @ k.mT * 0.5 + torch.zeros(2, 1, SEQ, SEQ, dtype=q.dtype).masked_fill(~(same_document(IDS) & causal(SEQ)), float("-inf"))).softmax(-1) @ v,
+    "added": lambda q, k, v: (
+        (
+            q @ k.mT * 0.5
+            + torch.zeros(2, 1, SEQ, SEQ, dtype=q.dtype).masked_fill(~(same_document(IDS) & causal(SEQ)), float("-inf"))
+        ).softmax(-1)
+        @ v
+    ),
     "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, same_document(IDS) & causal(SEQ), scale=0.5),
 }
 
 
-@pytest.mark.parametrize("name", ["two fills", "sdpa", *(pytest.param(n, marks=pytest.mark.slow) for n in ("numbers and triangle", "starts", "added"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two fills",
+        "sdpa",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("numbers and triangle", "starts", "added")),
+    ],
+)
 def test_every_spelling_is_one_attention(name):
     q, k, v = (torch.randn(2, 4, SEQ, 8, dtype=torch.double, requires_grad=True) for _ in range(3))
     report = function_agrees(SPELLINGS[name], q, k, v)
@@ -65,9 +83,13 @@ def test_the_report_says_why_documents_are_masked():
         scores = torch.tanh(q @ k.mT / 5.0) * 5.0
         return scores.masked_fill(~(same_document(IDS) & causal(SEQ)), float("-inf")).softmax(-1) @ v
 
-    report = function_agrees(capped, *(torch.randn(2, 4, SEQ, 8, dtype=torch.double, requires_grad=True) for _ in range(3)))
+    report = function_agrees(
+        capped, *(torch.randn(2, 4, SEQ, 8, dtype=torch.double, requires_grad=True) for _ in range(3))
+    )
     (run,) = (r for r in report.graphs[0].runs if r.report.name == NAME)
-    assert report.counts[NAME] == 1 and run.report.notes == ["packed documents are masked, scores between them computed: the kernel takes no soft-cap"]
+    assert report.counts[NAME] == 1 and run.report.notes == [
+        "packed documents are masked, scores between them computed: the kernel takes no soft-cap"
+    ]
 
 
 class Packed(nn.Module):
@@ -84,7 +106,9 @@ class Packed(nn.Module):
 
 def test_on_npu():
     graphs = npu_graphs.trains_alike(Packed(), IDS, dtype=torch.bfloat16)
-    assert graphs.npu() == {"npu_fusion_attention_v3": 2, "npu_fusion_attention_grad_v3": 2} and graphs.unlowered() == []
+    assert (
+        graphs.npu() == {"npu_fusion_attention_v3": 2, "npu_fusion_attention_grad_v3": 2} and graphs.unlowered() == []
+    )
 
 
 @pytest.mark.slow
@@ -96,5 +120,10 @@ def test_hugging_face_by_positions_that_start_anew():
     model, inputs = architectures.build("llama", "sdpa")
     ids = inputs["input_ids"][:1]
     places = torch.arange(ids.shape[1])[None] % (ids.shape[1] // 2)
-    report = explain(lambda i, p: model(input_ids=i, position_ids=p, use_cache=False).logits, ids, places, options={"codegen": "eager"})
+    report = explain(
+        lambda i, p: model(input_ids=i, position_ids=p, use_cache=False).logits,
+        ids,
+        places,
+        options={"codegen": "eager"},
+    )
     assert report.graph_count == 1 and report.counts[NAME] == 2 and not report.skipped(NAME)

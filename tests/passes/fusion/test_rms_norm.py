@@ -89,7 +89,12 @@ def test_rows_of_zeros_stay_zeros():
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(st.sampled_from(["llama", "torch"]), st.floats(0, 1e-2), st.sampled_from([(8,), (1, 8), (3, 8), (2, 1, 3, 8)]), st.sampled_from(["contiguous", "transposed", "frozen weight", "frozen input", "reused"]))
+@given(
+    st.sampled_from(["llama", "torch"]),
+    st.floats(0, 1e-2),
+    st.sampled_from([(8,), (1, 8), (3, 8), (2, 1, 3, 8)]),
+    st.sampled_from(["contiguous", "transposed", "frozen weight", "frozen input", "reused"]),
+)
 def test_variants(name, eps, shape, variant):
     torch._dynamo.reset()
     x, w = double(*shape), double(8)
@@ -119,7 +124,10 @@ def test_half_precision_casts_are_absorbed():
         wide = x.float()
         return w * (wide * torch.rsqrt(mean_square(wide) + 1e-6)).to(x.dtype)
 
-    x, w = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(8, dtype=torch.bfloat16, requires_grad=True)
+    x, w = (
+        torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True),
+        torch.randn(8, dtype=torch.bfloat16, requires_grad=True),
+    )
     report = function_agrees(f, x, w, tolerance=3e-2)
     assert report.counts[NAME] == 1
     assert "to.dtype" not in report.graphs[0].runs[[r.report.name for r in report.graphs[0].runs].index(NAME)].after
@@ -131,7 +139,8 @@ def test_half_precision_casts_are_absorbed():
         (lambda x, w: x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + 1e-5) * w, "not over the last one alone"),
         (lambda x, w: torch.nn.functional.rms_norm(x, (3, 8), None, 1e-5) * w, "2 dimensions"),
         (lambda x, w: _partly_without_grad(x) * w, "gradients off"),
-        (lambda x, w: w * (x / (x.norm(2, dim=-1, keepdim=True) * 8**-0.5 + 1e-8)), "eps is added to the root mean square"),
+        (lambda x, w: w * (x / (x.norm(2, dim=-1, keepdim=True) * 8**-0.5 + 1e-8)), "eps is added to the root mean "
+                                                                                    "square"),
         (lambda x, w: x / (x.norm(dim=-1, keepdim=True) * 8**-0.5).clamp(min=1e-5) * w, "at least 1e-05"),
     ],
 )  # fmt: skip

@@ -85,7 +85,12 @@ def test_a_complex_product_of_narrow_types():
     lambda a, b, c, s: torch.stack((b * c + a * s, a * c - b * s), -1).flatten(-2), lambda a, b, c, s: torch.stack((a * c - b * s, b * c + a * s), -2).flatten(-2),
 ])  # fmt: skip
 def test_other_orders_and_signs_are_what_the_operator_computes(other):
-    assert function_agrees(lambda x, c, s: other(*every_other(x, c, s)), double(2, 3, 8), double(3, 8), double(3, 8)).counts[NAME] == 1
+    assert (
+        function_agrees(
+            lambda x, c, s: other(*every_other(x, c, s)), double(2, 3, 8), double(3, 8), double(3, 8)
+        ).counts[NAME]
+        == 1
+    )
 
 
 def test_bfloat16():
@@ -93,17 +98,33 @@ def test_bfloat16():
     assert function_agrees(FORMS["half, chunk"], x, c.detach(), s.detach(), tolerance=3e-2).counts[NAME] == 1
 
 
-@pytest.mark.parametrize("turned", [lambda x: torch.cat((half_slices(x)[..., 4:], half_slices(x)[..., :4]), -1), lambda x: x.flip(-2), lambda x: half_slices(x) ** 2])
+@pytest.mark.parametrize(
+    "turned",
+    [
+        lambda x: torch.cat((half_slices(x)[..., 4:], half_slices(x)[..., :4]), -1),
+        lambda x: x.flip(-2),
+        lambda x: half_slices(x) ** 2,
+    ],
+)
 def test_a_different_rotation_is_left_alone(turned):
-    assert function_agrees(lambda x, c, s: x * c + turned(x) * s, double(2, 3, 8), double(3, 8), double(3, 8)).counts[NAME] == 0
+    assert (
+        function_agrees(lambda x, c, s: x * c + turned(x) * s, double(2, 3, 8), double(3, 8), double(3, 8)).counts[NAME]
+        == 0
+    )
 
 
 def test_two_different_tensors_are_left_alone():
-    assert function_agrees(lambda x, y, c, s: x * c + half_slices(y) * s, double(3, 8), double(3, 8), double(8), double(8)).counts[NAME] == 0
+    assert (
+        function_agrees(
+            lambda x, y, c, s: x * c + half_slices(y) * s, double(3, 8), double(3, 8), double(8), double(8)
+        ).counts[NAME]
+        == 0
+    )
 
 
 def test_many_heads_of_one_projection():
     """Together they are wider than what is read element by element; each is not."""
+
     def heads(x, cos, sin):
         q = x.view(1, 4, 32, 128).transpose(1, 2)
         return q * cos + half_chunk(q) * sin

@@ -1,4 +1,6 @@
-"""Rotary embeddings whose minus is somewhere else than in a negation, and whose elements are moved by anything but ``cat``."""
+"""Rotary embeddings whose minus is somewhere else than in a negation, and whose elements are moved by anything but
+``cat``.
+"""
 
 import pytest
 import torch
@@ -66,14 +68,25 @@ def neighbours_out_of_halves(x, cos, sin):
     return torch.stack((a * c - b * s, a * s + b * c), -1).reshape(x.shape)
 
 
-FORMS = (by_sign_vector, signs_in_the_graph, sine_with_its_minus, parts_by_sub, minus_of_the_other_turn, flipped_neighbours, table_of_pairs,
-         beside_what_passes, neighbours_out_of_halves)  # fmt: skip
+FORMS = (
+    by_sign_vector,
+    signs_in_the_graph,
+    sine_with_its_minus,
+    parts_by_sub,
+    minus_of_the_other_turn,
+    flipped_neighbours,
+    table_of_pairs,
+    beside_what_passes,
+    neighbours_out_of_halves,
+)
 
 
 QUICK = (signs_in_the_graph, parts_by_sub, flipped_neighbours, beside_what_passes)
 
 
-@pytest.mark.parametrize("form", [pytest.param(f, id=f.__name__, marks=() if f in QUICK else pytest.mark.slow) for f in FORMS])
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, id=f.__name__, marks=() if f in QUICK else pytest.mark.slow) for f in FORMS]
+)
 def test_the_minus_may_be_anywhere(form):
     report = function_agrees(form, double(2, 3, 5, DIM), double(5, DIM), double(5, DIM, grad=False))
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
@@ -81,9 +94,18 @@ def test_the_minus_may_be_anywhere(form):
 
 @pytest.mark.slow
 @settings(max_examples=24, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(st.sampled_from(FORMS), st.booleans(), st.booleans(), st.sampled_from(["frozen", "shared", "read again", "plain"]), st.sampled_from([torch.float64, torch.bfloat16]))
+@given(
+    st.sampled_from(FORMS),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["frozen", "shared", "read again", "plain"]),
+    st.sampled_from([torch.float64, torch.bfloat16]),
+)
 def test_variants(form, heads_last, cast, kind, dtype):
-    """Layouts, casts, frozen inputs, a tensor that is rotated twice, other readers of what is between; bfloat16 within twice the model's own error."""
+    """Layouts, casts, frozen inputs, a tensor that is rotated twice, other readers of what is between; bfloat16 within
+    twice the model's own error.
+    """
+
     def f(x, cos, sin):
         x = x.transpose(1, 2) if heads_last else x
         y = form(x.double(), cos.double(), sin.double()).to(x.dtype) if cast else form(x, cos, sin)
@@ -95,7 +117,11 @@ def test_variants(form, heads_last, cast, kind, dtype):
         report = function_agrees(f, *given)
     else:
         report = explain(f, *given)
-        exact, plain, ours = f(*(t.detach().double() for t in given)), f(*given), torch.compile(f, backend="mindspeed", options={"codegen": "eager"})(*given)
+        exact, plain, ours = (
+            f(*(t.detach().double() for t in given)),
+            f(*given),
+            torch.compile(f, backend="mindspeed", options={"codegen": "eager"})(*given),
+        )
         for e, p, o in zip(*(t if isinstance(t, tuple) else (t,) for t in (exact, plain, ours))):
             assert p.dtype == o.dtype and (o.double() - e).abs().max() <= 2 * (p.double() - e).abs().max() + 1e-12
         torch._dynamo.reset()
@@ -107,7 +133,9 @@ class Rotary(nn.Module):
 
     def __init__(self, dim=DIM, length=16):
         super().__init__()
-        angles = torch.outer(torch.arange(length).double(), 1e4 ** -(torch.arange(0, dim, 2).double() / dim)).repeat(1, 2)
+        angles = torch.outer(torch.arange(length).double(), 1e4 ** -(torch.arange(0, dim, 2).double() / dim)).repeat(
+            1, 2
+        )
         self.register_buffer("cos", angles.cos()[:, None])
         self.register_buffer("sin", (angles.sin() * SIGNS)[:, None])
 
@@ -121,17 +149,29 @@ def test_a_module_of_an_outside_user():
 
 
 @pytest.mark.parametrize("f, reason", [
-    (lambda x, c, s: x * c + x[..., [1, 0, 3, 2, 5, 4, 7, 6]] * s, "moved by aten.index.Tensor, whose table or matrix is not read"),
-    (lambda x, c, s: x * c + x @ (torch.eye(DIM, dtype=x.dtype).roll(1, 0)) * s, "moved by aten.matmul.default, whose table or matrix is not read"),
-    (lambda x, c, s: x * c + x.unflatten(-1, (2, 2, 2)).flip(-2).flatten(-3) * s, "element 0 of each head turns with element 2"),
+    (lambda x, c, s: x * c + x[..., [1, 0, 3, 2, 5, 4, 7, 6]] * s, "moved by aten.index.Tensor, whose table or matrix "
+                                                                   "is not read"),
+    (lambda x, c, s: x * c + x @ (torch.eye(DIM, dtype=x.dtype).roll(1, 0)) * s, "moved by aten.matmul.default, whose "
+                                                                                 "table or matrix is not read"),
+    (lambda x, c, s: x * c + x.unflatten(-1, (2, 2, 2)).flip(-2).flatten(-3) * s, "element 0 of each head turns with "
+                                                                                  "element 2"),
     (lambda x, c, s: (x[..., :4] * c[..., :4] - x[..., 4:] * s[..., :4], x[..., 4:] * c[..., :4] + x[..., :4] * s[..., :4]), "are not joined again"),
 ])  # fmt: skip
 def test_near_misses_say_why(f, reason):
     report = function_agrees(f, double(2, 3, 4, DIM), double(4, DIM, grad=False), double(4, DIM, grad=False))
-    assert report.counts[NAME] == 0 and [reason in s.reason for s in report.skipped(NAME)] == [True], report.skipped(NAME)
+    assert report.counts[NAME] == 0 and [reason in s.reason for s in report.skipped(NAME)] == [True], report.skipped(
+        NAME
+    )
 
 
-@pytest.mark.parametrize("f", [lambda a, b, w, u: (a * w + b * u).tanh(), lambda a, b, w, u: a[..., :4] * w[..., 4:] + b[..., :4] * u[..., 4:], lambda a, b, w, u: a * w + a.roll(1, 0) * u])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda a, b, w, u: (a * w + b * u).tanh(),
+        lambda a, b, w, u: a[..., :4] * w[..., 4:] + b[..., :4] * u[..., 4:],
+        lambda a, b, w, u: a * w + a.roll(1, 0) * u,
+    ],
+)
 def test_sums_of_products_that_are_no_rotation_are_not_misses(f):
     report = function_agrees(f, *(double(2, 3, 4, DIM) for _ in range(4)))
     assert report.counts[NAME] == 0 and not report.skipped(NAME)

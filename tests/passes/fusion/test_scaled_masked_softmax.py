@@ -1,6 +1,5 @@
 """The softmax of attention whose weights are needed: one kernel on npu, as it is elsewhere."""
 
-
 import pytest
 import torch
 from torch import nn
@@ -42,7 +41,10 @@ SPELLINGS = {
 ])  # fmt: skip
 def test_on_npu(name, dtype):
     graphs = npu_graphs.trains_alike(Weights(SPELLINGS[name]), torch.randn(2, 32, 16, requires_grad=True), dtype=dtype)
-    assert graphs.npu() == {"npu_scaled_masked_softmax": 1, "npu_scaled_masked_softmax_backward": 1} and graphs.unlowered() == []
+    assert (
+        graphs.npu() == {"npu_scaled_masked_softmax": 1, "npu_scaled_masked_softmax_backward": 1}
+        and graphs.unlowered() == []
+    )
 
 
 def test_elsewhere_only_where_it_is_named():
@@ -51,7 +53,10 @@ def test_elsewhere_only_where_it_is_named():
 
     s = torch.randn(2, 4, 32, 32, dtype=torch.double, requires_grad=True)
     report = explain(f, s)
-    assert report.counts.get(NAME, 0) == 0 and "put \"fusion.scaled_masked_softmax\" in enable" in report.skipped(NAME)[0].reason
+    assert (
+        report.counts.get(NAME, 0) == 0
+        and 'put "fusion.scaled_masked_softmax" in enable' in report.skipped(NAME)[0].reason
+    )
     torch._dynamo.reset()
     assert function_agrees(f, s, enable=[NAME]).counts[NAME] == 1
 

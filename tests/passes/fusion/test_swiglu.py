@@ -39,8 +39,14 @@ def test_two_tensors(name):
 
 
 def test_more_spellings():
-    report = function_agrees(lambda g, u: tuple(f(g, u) for f in IN_ONE_GRAPH.values()), double(2, 3, 8), double(2, 3, 8))
-    assert report.counts[NAME] == len(IN_ONE_GRAPH) and report.counts["canonicalize.silu"] == len(IN_ONE_GRAPH) - 1 and not report.skipped(NAME)
+    report = function_agrees(
+        lambda g, u: tuple(f(g, u) for f in IN_ONE_GRAPH.values()), double(2, 3, 8), double(2, 3, 8)
+    )
+    assert (
+        report.counts[NAME] == len(IN_ONE_GRAPH)
+        and report.counts["canonicalize.silu"] == len(IN_ONE_GRAPH) - 1
+        and not report.skipped(NAME)
+    )
 
 
 def test_a_silu_by_itself_is_one_operator():
@@ -84,7 +90,13 @@ def test_an_extra_user_of_the_activation():
     assert function_agrees(lambda g, u: (F.silu(g) * u, F.silu(g).sum()), double(3, 8), double(3, 8)).counts[NAME] == 1
 
 
-@pytest.mark.parametrize("f, reason", [(lambda g, u: F.silu(g) * u[:1], "different shapes"), (lambda g, u: F.silu(g) * u.float(), "goes on in torch.float64")])
+@pytest.mark.parametrize(
+    "f, reason",
+    [
+        (lambda g, u: F.silu(g) * u[:1], "different shapes"),
+        (lambda g, u: F.silu(g) * u.float(), "goes on in torch.float64"),
+    ],
+)
 def test_near_misses_say_why(f, reason):
     report = function_agrees(f, double(3, 8), double(3, 8), tolerance=1e-6)
     assert report.counts[NAME] == (0 if "shapes" in reason else report.counts[NAME])

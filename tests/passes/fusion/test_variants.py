@@ -1,5 +1,5 @@
-"""Every operator in variants of one spelling: order of operands, type, eps, layout, frozen inputs, shared weights, other readers of
-intermediate values, parts cut off from the gradient, no gradient at all, dynamic sizes."""
+"""Every operator in variants of one spelling: order of operands, type, eps, layout, frozen inputs, shared weights,
+other readers of intermediate values, parts cut off from the gradient, no gradient at all, dynamic sizes."""
 
 import math
 from unittest.mock import patch
@@ -30,7 +30,9 @@ def rms_norm(h, x, w):
 
 def rms_norm_widely_weighted(h, x, w):
     wide = h.wide(x)
-    return h.mul(h.mul(wide, torch.rsqrt(h.add(wide.square().mean(-1, keepdim=True), h.eps))), h.add(1.0, h.wide(w))).to(x.dtype)
+    return h.mul(
+        h.mul(wide, torch.rsqrt(h.add(wide.square().mean(-1, keepdim=True), h.eps))), h.add(1.0, h.wide(w))
+    ).to(x.dtype)
 
 
 def rms_norm_by_norm(h, x, w):
@@ -340,7 +342,10 @@ def gathered_experts(h, x, w, scores):
 
 def one_hot_dispatch(h, x, gate, scores):
     chosen = scores.argmax(-1)
-    mask = h.mul(h(F.one_hot(chosen, 3).to(x.dtype)[..., None] * F.one_hot(torch.arange(6) // 2, 3).to(x.dtype)[:, None]), gate[:, :1, None])
+    mask = h.mul(
+        h(F.one_hot(chosen, 3).to(x.dtype)[..., None] * F.one_hot(torch.arange(6) // 2, 3).to(x.dtype)[:, None]),
+        gate[:, :1, None],
+    )
     there = h(torch.einsum("sec,sm->ecm", h(mask.bool().to(x.dtype)), x))
     return torch.einsum("sec,ecm->sm", mask, h(there.sin()))
 
@@ -383,7 +388,9 @@ CASES = {
     "squared_relu": Case("fusion.activation", squared_relu, ((3, 8),)),
     "rope, halves": Case("fusion.rope", half, (HEADS, *TABLES)),
     "rope, neighbours": Case("fusion.rope", neighbours, (HEADS, *TABLES)),
-    "qk_norm_rope": Case("fusion.qk_norm_rope", qk_norm_rope, ((2, 6, 2, 4), Weight((4,)), Table((6, 4)), Table((6, 4)))),
+    "qk_norm_rope": Case(
+        "fusion.qk_norm_rope", qk_norm_rope, ((2, 6, 2, 4), Weight((4,)), Table((6, 4)), Table((6, 4)))
+    ),
     "attention": Case("fusion.attention", attention, (HEADS, HEADS, HEADS)),
     "attention, mask": Case("fusion.attention", attention_with_mask, (HEADS, HEADS, HEADS, (2, 1, 6, 6)), slack=2.0),
     "attention, called": Case("fusion.attention", attention_called, (HEADS, (2, 1, 6, 4), (2, 1, 6, 4))),
@@ -392,37 +399,95 @@ CASES = {
     "attention, sinks": Case("fusion.attention", attention_with_sinks, (HEADS, HEADS, HEADS, Weight((2,)))),
     "attention, alibi": Case("fusion.attention", attention_alibi, (HEADS, HEADS, HEADS), slack=2.0),
     "attention, sums": Case("fusion.attention", attention_by_sums, (HEADS, HEADS, HEADS)),
-    "attention, trained scale": Case("fusion.attention", attention_by_a_trained_scale, (HEADS, HEADS, HEADS, Weight((2, 1, 1)))),
+    "attention, trained scale": Case(
+        "fusion.attention", attention_by_a_trained_scale, (HEADS, HEADS, HEADS, Weight((2, 1, 1)))
+    ),
     "attention, five dimensions": Case("fusion.attention", attention_in_five_dimensions, ((2, 4, 6, 4), HEADS, HEADS)),
     "attention, gated": Case("fusion.attention", attention_gated, (HEADS, HEADS, HEADS), slack=2.0),
-    "attention, dropout": Case("fusion.attention", attention_dropout, (HEADS, HEADS, HEADS), draws=True, dtypes=WIDE, reasons=("equal and fixed sequence lengths",)),
-    "attention, packed": Case("fusion.attention", packed, (HEADS, HEADS, HEADS, lambda g: torch.tensor([[3, 1, 0, 4, 0, 2], [1, 0, 5, 5, 5, 5]]))),
-    "scaled_masked_softmax": Case("fusion.scaled_masked_softmax", scaled_masked_softmax, ((2, 2, 6, 6),), options=(("enable", ["fusion.scaled_masked_softmax"]),)),
+    "attention, dropout": Case(
+        "fusion.attention",
+        attention_dropout,
+        (HEADS, HEADS, HEADS),
+        draws=True,
+        dtypes=WIDE,
+        reasons=("equal and fixed sequence lengths",),
+    ),
+    "attention, packed": Case(
+        "fusion.attention",
+        packed,
+        (HEADS, HEADS, HEADS, lambda g: torch.tensor([[3, 1, 0, 4, 0, 2], [1, 0, 5, 5, 5, 5]])),
+    ),
+    "scaled_masked_softmax": Case(
+        "fusion.scaled_masked_softmax",
+        scaled_masked_softmax,
+        ((2, 2, 6, 6),),
+        options=(("enable", ["fusion.scaled_masked_softmax"]),),
+    ),
     "cross_entropy": Case("fusion.cross_entropy", cross_entropy, ((6, 7), TARGET)),
     "cross_entropy, by hand": Case("fusion.cross_entropy", by_hand, ((6, 7), TARGET)),
     "cross_entropy, z-loss": Case("fusion.cross_entropy", z_loss, ((6, 7), TARGET), count=2),
     "cross_entropy, one-hot": Case("fusion.cross_entropy", one_hot_loss, ((6, 7), TARGET)),
     "cross_entropy, smoothed": Case("fusion.cross_entropy", smoothed_loss, ((6, 7), TARGET)),
-    "linear_cross_entropy, scaled": Case("fusion.linear_cross_entropy", scaled_linear_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE),
-    "linear_cross_entropy": Case("fusion.linear_cross_entropy", linear_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE),
-    "linear_cross_entropy, z-loss": Case("fusion.linear_cross_entropy", linear_z_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE),
-    "grouped_matmul": Case("fusion.grouped_matmul", grouped_called, ((6, 8), Weight((3, 8, 16)), integers(2, 2, 6, dtype=torch.int32)), dtypes=(torch.bfloat16,), layouts=("plain",)),
-    "grouped_matmul, loop": Case("fusion.grouped_matmul", grouped_loop, ((6, 8), Weight((3, 8, 4))), options=(("enable", ["fusion.grouped_matmul"]),), dynamic=False),
-    "moe_permute": Case("fusion.moe_permute", moe, ((5, 4), (5, 2), Weight((4, 4)), scores(5, 3)), count=2, reasons=("sorted choices are not", "rows are not")),
-    "gathered_experts": Case("fusion.gathered_experts", gathered_experts, ((6, 4), Weight((3, 4, 5)), scores(3, 3))),
-    "one_hot_dispatch": Case("fusion.one_hot_dispatch", one_hot_dispatch, ((6, 5), (6, 3), scores(6, 3)), count=2, dynamic=False),
-    "merged_linear": Case(
-        "fusion.merged_linear", merged, ((3, 8), Weight((6, 8)), Weight((6, 8))), options=(("target", "cuda"), ("hardware", "h100"), ("enable", ["fusion.merged_linear"])),
-        patches=(lambda: patch.object(merged_linear, "_unpaid", lambda group, device: None),), reasons=("a weight is computed in the graph", "some weights are trained and some are not"),
+    "linear_cross_entropy, scaled": Case(
+        "fusion.linear_cross_entropy", scaled_linear_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE
     ),
-}  # fmt: skip
+    "linear_cross_entropy": Case(
+        "fusion.linear_cross_entropy", linear_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE
+    ),
+    "linear_cross_entropy, z-loss": Case(
+        "fusion.linear_cross_entropy", linear_z_loss, ((6, 5), Weight((7, 5)), TARGET), patches=ANY_SIZE
+    ),
+    "grouped_matmul": Case(
+        "fusion.grouped_matmul",
+        grouped_called,
+        ((6, 8), Weight((3, 8, 16)), integers(2, 2, 6, dtype=torch.int32)),
+        dtypes=(torch.bfloat16,),
+        layouts=("plain",),
+    ),
+    "grouped_matmul, loop": Case(
+        "fusion.grouped_matmul",
+        grouped_loop,
+        ((6, 8), Weight((3, 8, 4))),
+        options=(("enable", ["fusion.grouped_matmul"]),),
+        dynamic=False,
+    ),
+    "moe_permute": Case(
+        "fusion.moe_permute",
+        moe,
+        ((5, 4), (5, 2), Weight((4, 4)), scores(5, 3)),
+        count=2,
+        reasons=("sorted choices are not", "rows are not"),
+    ),
+    "gathered_experts": Case("fusion.gathered_experts", gathered_experts, ((6, 4), Weight((3, 4, 5)), scores(3, 3))),
+    "one_hot_dispatch": Case(
+        "fusion.one_hot_dispatch", one_hot_dispatch, ((6, 5), (6, 3), scores(6, 3)), count=2, dynamic=False
+    ),
+    "merged_linear": Case(
+        "fusion.merged_linear",
+        merged,
+        ((3, 8), Weight((6, 8)), Weight((6, 8))),
+        options=(("target", "cuda"), ("hardware", "h100"), ("enable", ["fusion.merged_linear"])),
+        patches=(lambda: patch.object(merged_linear, "_unpaid", lambda group, device: None),),
+        reasons=("a weight is computed in the graph", "some weights are trained and some are not"),
+    ),
+}
 SPELLINGS = {
     "rms_norm, norm": Case("fusion.rms_norm", rms_norm_by_norm, ((2, 3, 8), Weight((8,)))),
     "rms_norm, normalized": Case("fusion.rms_norm", rms_norm_normalized, ((2, 3, 8), Weight((8,)))),
     "rms_norm, weight inside": Case("fusion.rms_norm", rms_norm_weight_inside, ((2, 3, 8), Weight((8,)))),
-    "rms_norm, eps beside": Case("fusion.rms_norm", rms_norm_eps_beside, ((2, 3, 8), Weight((8,))), reasons=("eps is added to the root mean square",)),
+    "rms_norm, eps beside": Case(
+        "fusion.rms_norm",
+        rms_norm_eps_beside,
+        ((2, 3, 8), Weight((8,))),
+        reasons=("eps is added to the root mean square",),
+    ),
     "layer_norm, n - 1": Case("fusion.layer_norm", layer_norm_unbiased, ((2, 3, 8), Weight((8,)), Weight((8,)))),
-    "layer_norm, annotated": Case("fusion.layer_norm", layer_norm_annotated, ((2, 3, 8), Weight((8,)), Weight((8,))), reasons=("eps is added to the standard deviation",)),
+    "layer_norm, annotated": Case(
+        "fusion.layer_norm",
+        layer_norm_annotated,
+        ((2, 3, 8), Weight((8,)), Weight((8,))),
+        reasons=("eps is added to the standard deviation",),
+    ),
     "swiglu, divided": Case("fusion.swiglu", swiglu_divided, ((3, 8), (3, 8))),
     "swiglu, tanh": Case("fusion.swiglu", swiglu_tanh, ((3, 8), (3, 8))),
     "weighted_swiglu, up": Case("fusion.weighted_swiglu", weighted_up, ((3, 8), (3, 8), (3, 1))),
@@ -435,16 +500,40 @@ SPELLINGS = {
 
 
 FOUND = {
-    "memory of other elements was read where those of a head do not lie side by side": ("attention, packed", Variant(torch.float32, layouts=("strided", "plain", "plain", "plain"))),
-    "the stored order of a result changed two sums before the output": ("layer_norm", Variant(torch.bfloat16, layouts=("strided", "plain", "plain"), stopped=1, train=False)),
+    "memory of other elements was read where those of a head do not lie side by side": (
+        "attention, packed",
+        Variant(torch.float32, layouts=("strided", "plain", "plain", "plain")),
+    ),
+    "the stored order of a result changed two sums before the output": (
+        "layer_norm",
+        Variant(torch.bfloat16, layouts=("strided", "plain", "plain"), stopped=1, train=False),
+    ),
     "a scaled input was taken for a part of the formula": ("gelu, tanh", Variant(sites=2)),
-    "a copy that keeps the model's layout stood between two operators": ("qk_norm_rope", Variant(layouts=("strided", "strided", "plain", "plain"))),
+    "a copy that keeps the model's layout stood between two operators": (
+        "qk_norm_rope",
+        Variant(layouts=("strided", "strided", "plain", "plain")),
+    ),
     "no reason": ("weighted_swiglu", Variant(extra=("read", 1))),
-    "no reason where the product is stored in another order": ("weighted_swiglu", Variant(torch.float16, swaps=1, layouts=("padded", "turned", "turned"), extra=("read", 1))),
-    "no reason where a norm is read before its weight": ("qk_norm_rope", Variant(swaps=241, layouts=("plain", "strided", "expanded", "every other"), extra=("read", 5), dynamic=True)),
-    "a view of the copy and its detach were both returned": ("rms_norm, normalized", Variant(torch.float32, layouts=("strided", "turned"), swaps=102, frozen=1, stopped=2, extra=("returned", 5))),
-    "a log-sum-exp was inserted before what was erased": ("cross_entropy, by hand", Variant(swaps=63, extra=("overwritten", 4), dynamic=True)),
-    "a factor was no longer expanded": ("weighted_swiglu, gate", Variant(torch.float32, layouts=("every other", "turned", "expanded"), sites=2)),
+    "no reason where the product is stored in another order": (
+        "weighted_swiglu",
+        Variant(torch.float16, swaps=1, layouts=("padded", "turned", "turned"), extra=("read", 1)),
+    ),
+    "no reason where a norm is read before its weight": (
+        "qk_norm_rope",
+        Variant(swaps=241, layouts=("plain", "strided", "expanded", "every other"), extra=("read", 5), dynamic=True),
+    ),
+    "a view of the copy and its detach were both returned": (
+        "rms_norm, normalized",
+        Variant(torch.float32, layouts=("strided", "turned"), swaps=102, frozen=1, stopped=2, extra=("returned", 5)),
+    ),
+    "a log-sum-exp was inserted before what was erased": (
+        "cross_entropy, by hand",
+        Variant(swaps=63, extra=("overwritten", 4), dynamic=True),
+    ),
+    "a factor was no longer expanded": (
+        "weighted_swiglu, gate",
+        Variant(torch.float32, layouts=("every other", "turned", "expanded"), sites=2),
+    ),
     "a cast stood between the loss and its z-loss": ("linear_cross_entropy, z-loss", Variant(torch.float16)),
 }
 

@@ -1,6 +1,5 @@
 """Packed documents become an attention that computes no score between two of them."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,7 +92,9 @@ def qkv(batch=2, heads=4, kv=4, dim=8, dtype=torch.double):
     return [torch.randn(batch, n, SEQ, dim, dtype=dtype, requires_grad=True) for n in (heads, kv, kv)]
 
 
-@pytest.mark.parametrize("form", [pytest.param(f, id=f.__name__, marks=() if f is by_or else pytest.mark.slow) for f in FORMS])
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, id=f.__name__, marks=() if f is by_or else pytest.mark.slow) for f in FORMS]
+)
 def test_every_spelling(form, calls):
     report = function_agrees(form, *qkv())
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
@@ -134,17 +135,31 @@ def expected(q, k, v, documents, causal, scale, window):
 
 
 @settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(st.integers(1, 2), st.booleans(), st.sampled_from([(4, 4, 8, 8), (4, 2, 8, 4), (2, 1, 4, 8)]), st.lists(st.integers(1, 90), min_size=1, max_size=6), st.sampled_from([0, 3, 70]), st.booleans())
+@given(
+    st.integers(1, 2),
+    st.booleans(),
+    st.sampled_from([(4, 4, 8, 8), (4, 2, 8, 4), (2, 1, 4, 8)]),
+    st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    st.sampled_from([0, 3, 70]),
+    st.booleans(),
+)
 def test_the_operator(batch, shuffled, shape, lengths, window, causal):
     heads, kv, dim, v_dim = shape
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].expand(batch, -1).contiguous()
+    documents = (
+        torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].expand(batch, -1).contiguous()
+    )
     documents = torch.stack([row[torch.randperm(row.numel())] for row in documents]) if shuffled else documents[:1]
     seq, window = documents.shape[1], window if causal else 0
-    q, k, v = (torch.randn(batch, n, seq, d, dtype=torch.double, requires_grad=True) for n, d in ((heads, dim), (kv, dim), (kv, v_dim)))
+    q, k, v = (
+        torch.randn(batch, n, seq, d, dtype=torch.double, requires_grad=True)
+        for n, d in ((heads, dim), (kv, dim), (kv, v_dim))
+    )
     out = ops.varlen_attention(q, k, v, documents, None, causal, 0.3, window)[0]
     wanted = expected(q, k, v, documents.expand(batch, -1), causal, 0.3, window)
     weight = torch.randn_like(out)
-    for a, b in zip((out, *torch.autograd.grad(out, (q, k, v), weight)), (wanted, *torch.autograd.grad(wanted, (q, k, v), weight))):
+    for a, b in zip(
+        (out, *torch.autograd.grad(out, (q, k, v), weight)), (wanted, *torch.autograd.grad(wanted, (q, k, v), weight))
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -156,20 +171,36 @@ class Packed(nn.Module):
     def forward(self, ids, limits):
         q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(self.embed(ids)).chunk(3, -1))
         d = torch.searchsorted(limits, torch.arange(ids.shape[1]), right=True)
-        return F.scaled_dot_product_attention(q, k, v, (d[:, None] == d) & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()).sum(1)
+        return F.scaled_dot_product_attention(
+            q, k, v, (d[:, None] == d) & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+        ).sum(1)
 
 
-@pytest.mark.parametrize("shapes,words", [([(1, 2, 6, 4), (1, 4, 6, 4), (1, 4, 6, 4)], "4 heads of keys"), ([(1, 4, 6, 4), (1, 4, 3, 4), (1, 4, 3, 4)], "k is"), ([(1, 4, 6, 4), (1, 4, 6, 4), (1, 2, 6, 4)], "v is")])
+@pytest.mark.parametrize(
+    "shapes,words",
+    [
+        ([(1, 2, 6, 4), (1, 4, 6, 4), (1, 4, 6, 4)], "4 heads of keys"),
+        ([(1, 4, 6, 4), (1, 4, 3, 4), (1, 4, 3, 4)], "k is"),
+        ([(1, 4, 6, 4), (1, 4, 6, 4), (1, 2, 6, 4)], "v is"),
+    ],
+)
 def test_shapes_that_do_not_fit_are_refused(shapes, words):
     """ATen's kernel would divide by zero, which ends the process, or read past the end."""
     with pytest.raises(ValueError, match=words):
-        torch.ops.mindspeed.varlen_attention(*(torch.randn(s) for s in shapes), torch.zeros(1, 6, dtype=torch.long), None, True, 0.3)
+        torch.ops.mindspeed.varlen_attention(
+            *(torch.randn(s) for s in shapes), torch.zeros(1, 6, dtype=torch.long), None, True, 0.3
+        )
 
 
 def test_on_npu_the_kernel_takes_the_lengths():
     graphs = npu_graphs.trains_alike(Packed(), torch.arange(SEQ)[None] % 10, LIMITS, dtype=torch.bfloat16)
-    assert graphs.npu() == {"npu_fusion_attention_v3": 1, "npu_fusion_attention_grad_v3": 1} and graphs.unlowered() == []
-    assert sorted(row["kernel"] for row in graphs.rows()) == ["npu_fusion_attention_grad_v3 in TND", "npu_fusion_attention_v3 in TND"]
+    assert (
+        graphs.npu() == {"npu_fusion_attention_v3": 1, "npu_fusion_attention_grad_v3": 1} and graphs.unlowered() == []
+    )
+    assert sorted(row["kernel"] for row in graphs.rows()) == [
+        "npu_fusion_attention_grad_v3 in TND",
+        "npu_fusion_attention_v3 in TND",
+    ]
 
 
 class Varlen(nn.Module):

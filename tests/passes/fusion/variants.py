@@ -1,8 +1,9 @@
-"""Variants of an operator's spelling, and the property that each of them must have: fused or skipped with a reason, nothing else changed.
+"""Variants of an operator's spelling, and the property that each of them must have: fused or skipped with a reason,
+nothing else changed.
 
-A spelling is a function ``f(hand, *inputs)``: it adds and multiplies with ``hand.add`` and ``hand.mul``, which exchange the operands where
-the variant says so, and passes its other intermediate values through ``hand(value)``, so that any of them can be read, returned,
-overwritten or cut off from the gradient.
+A spelling is a function ``f(hand, *inputs)``: it adds and multiplies with ``hand.add`` and ``hand.mul``, which exchange
+the operands where the variant says so, and passes its other intermediate values through ``hand(value)``, so that any of
+them can be read, returned, overwritten or cut off from the gradient.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from mindspeed_fx.report import recorder
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("plain", "strided", "padded", "turned", "sliced", "every other", "expanded")
-"""How an input lies in memory: as it comes; with its dimensions in reverse; as a part of longer rows; or made in the graph: turned back
-from two exchanged dimensions, cut from longer rows, every other element, one row for all."""
+"""How an input lies in memory: as it comes; with its dimensions in reverse; as a part of longer rows; or made in the
+graph: turned back from two exchanged dimensions, cut from longer rows, every other element, one row for all."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,24 @@ def variants(case: Case, turn: int = 0) -> st.SearchStrategy[Variant]:
     swaps = st.integers(0, 255).map(lambda bits: bits ^ (turn * 89 % 256))
     frozen = st.integers(0, 7).map(lambda bits: bits ^ (turn % 7))
     layouts = st.tuples(*(one_of(*case.layouts[i:], *case.layouts[:i]) for i, _ in enumerate(case.inputs)))
-    kinds, places = one_of(None, "read", None, "returned", None, None, "overwritten"), st.integers(0, 9).map(lambda i: (i + turn) % 10)
+    kinds, places = (
+        one_of(None, "read", None, "returned", None, None, "overwritten"),
+        st.integers(0, 9).map(lambda i: (i + turn) % 10),
+    )
     extra = st.tuples(kinds, places).map(lambda drawn: None if drawn[0] is None else drawn)
     return st.builds(
-        Variant, one_of(*case.dtypes), one_of(1e-5, 1e-2, 1e-8), swaps, layouts, frozen, one_of(1, 2), extra, one_of(-1, -1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3),
-        one_of(True, True, True, True, False), one_of(False, True) if case.dynamic else st.just(False),
-    )  # fmt: skip
+        Variant,
+        one_of(*case.dtypes),
+        one_of(1e-5, 1e-2, 1e-8),
+        swaps,
+        layouts,
+        frozen,
+        one_of(1, 2),
+        extra,
+        one_of(-1, -1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3),
+        one_of(True, True, True, True, False),
+        one_of(False, True) if case.dynamic else st.just(False),
+    )
 
 
 class Hand:
@@ -125,13 +138,17 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     patches: tuple[Callable[[], contextlib.AbstractContextManager], ...] = ()
     slack: float = 1.0
-    """2 for masks that are no band: there ATen's flash attention makes up to three times the error of a softmax and two products."""
+    """2 for masks that are no band: there ATen's flash attention makes up to three times the error of a softmax and two
+    products.
+    """
     reasons: tuple[str, ...] = ()
     """Reasons that may keep a plain variant unfused."""
 
 
 def check(case: Case, variant: Variant) -> Report:
-    """Outputs, gradients and which of them exist are those of the unfused function; the site is fused, or the report says why not."""
+    """Outputs, gradients and which of them exist are those of the unfused function; the site is fused, or the report
+    says why not.
+    """
     torch._dynamo.reset()
     own = _run(case, variant, variant.dtype)
     exact = own if case.draws or variant.dtype == torch.float64 else _run(case, variant, torch.float64)
@@ -140,11 +157,18 @@ def check(case: Case, variant: Variant) -> Report:
         for patch in case.patches:
             stack.enter_context(patch())
         graphs = stack.enter_context(recorder.collecting())
-        have = _run(case, variant, variant.dtype, lambda f: torch.compile(f, backend="mindspeed", fullgraph=True, options=options))
+        have = _run(
+            case,
+            variant,
+            variant.dtype,
+            lambda f: torch.compile(f, backend="mindspeed", fullgraph=True, options=options),
+        )
     for i, (h, o, e) in enumerate(zip(have, own, exact, strict=True)):
         assert (h is None) == (o is None), f"a gradient appeared or disappeared: result {i}"
         if h is not None:
-            assert h.dtype == o.dtype and h.shape == o.shape, f"result {i} is {h.dtype} {tuple(h.shape)}, was {o.dtype} {tuple(o.shape)}"
+            assert h.dtype == o.dtype and h.shape == o.shape, (
+                f"result {i} is {h.dtype} {tuple(h.shape)}, was {o.dtype} {tuple(o.shape)}"
+            )
             error, allowed = _error(h, e), _allowed(case, variant, o, e)
             assert error <= allowed, f"result {i} is off by {error}, allowed {allowed}"
     report = Report(list(graphs), [])
@@ -158,21 +182,36 @@ def check(case: Case, variant: Variant) -> Report:
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double(), b.double()
-    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(math.inf).max().item() if a.numel() else 0.0
+    return (
+        torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(math.inf).max().item()
+        if a.numel()
+        else 0.0
+    )
 
 
 def _allowed(case: Case, variant: Variant, own: torch.Tensor, exact: torch.Tensor) -> float:
-    scale = max((x.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item() for x in (exact, own) if x.numel()), default=0.0)
+    scale = max(
+        (x.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item() for x in (exact, own) if x.numel()), default=0.0
+    )
     if variant.dtype == torch.float64:
         return 1e-10 * max(scale, 1.0) if exact.dtype == torch.float64 else 1e-5 * scale
     ulp = torch.finfo(variant.dtype).eps * max(scale, 1e-6)
-    return 16 * ulp if case.draws else case.slack * (2 * _error(own, exact) + (2 if variant.dtype.itemsize == 2 else 8) * ulp)
+    return (
+        16 * ulp
+        if case.draws
+        else case.slack * (2 * _error(own, exact) + (2 if variant.dtype.itemsize == 2 else 8) * ulp)
+    )
 
 
-def _run(case: Case, variant: Variant, dtype: torch.dtype, compiled: Callable = lambda f: f) -> list[torch.Tensor | None]:
+def _run(
+    case: Case, variant: Variant, dtype: torch.dtype, compiled: Callable = lambda f: f
+) -> list[torch.Tensor | None]:
     """Outputs and gradients."""
     generator = torch.Generator().manual_seed(7)
-    given = [_input(spec, variant.layouts[i % len(variant.layouts)], generator, variant.dtype) for i, spec in enumerate(case.inputs)]
+    given = [
+        _input(spec, variant.layouts[i % len(variant.layouts)], generator, variant.dtype)
+        for i, spec in enumerate(case.inputs)
+    ]
     leaves, views = [_as(leaf, dtype) for leaf, _ in given], [view for _, view in given]
     floats = [x for x, spec in zip(leaves, case.inputs) if x.is_floating_point() and not isinstance(spec, Table)]
     for i, x in enumerate(floats):
@@ -188,18 +227,30 @@ def _run(case: Case, variant: Variant, dtype: torch.dtype, compiled: Callable = 
         hand = Hand(variant)
         outs = [case.spelling(hand, *inputs)]
         if variant.sites == 2:
-            outs.append(case.spelling(Hand(variant), *(x if w or not x.is_floating_point() else x * 2.0 for x, w in zip(inputs, weight))))
+            outs.append(
+                case.spelling(
+                    Hand(variant), *(x if w or not x.is_floating_point() else x * 2.0 for x, w in zip(inputs, weight))
+                )
+            )
         if variant.extra is not None and hand.values:
             kind, which = variant.extra
             value = hand.values[which % len(hand.values)]
-            outs.append(value if kind == "returned" else _overwrite(value) if kind == "overwritten" and not torch.is_grad_enabled() else value.cos())
+            outs.append(
+                value
+                if kind == "returned"
+                else _overwrite(value)
+                if kind == "overwritten" and not torch.is_grad_enabled()
+                else value.cos()
+            )
         return tuple(outs)
 
     torch.manual_seed(5)
     with torch.set_grad_enabled(variant.train):
         outs = compiled(f)(*leaves)
         wanted, asked = [o for o in outs if o.requires_grad], [x for x in floats if x.requires_grad]
-        ups = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(variant.dtype).to(o.dtype) for o in wanted]
+        ups = [
+            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(variant.dtype).to(o.dtype) for o in wanted
+        ]
         grads = torch.autograd.grad(wanted, asked, ups, allow_unused=True) if wanted and asked else ()
     return [*(o.detach().clone() for o in outs), *grads]
 

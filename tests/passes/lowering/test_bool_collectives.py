@@ -33,10 +33,15 @@ def test_sent_as_bytes(group):
     report = mindspeed_fx.explain(lambda d: gathered_mask(d, group), documents, options={"codegen": "eager"})
     assert report.sites(bool_collectives.NAME) == []
     gm = make_fx(lambda d: gathered_mask(d, group), tracing_mode="fake")(documents)
-    report = bool_collectives.bool_collectives(gm, Context(Options.parse({"codegen": "inductor"}).resolve("cpu"), "inference"))
+    report = bool_collectives.bool_collectives(
+        gm, Context(Options.parse({"codegen": "inductor"}).resolve("cpu"), "inference")
+    )
     assert len(report.rewrites) == 1
     start = next(n for n in gm.graph.nodes if "all_gather" in str(n.target))
-    assert start.args[0].meta["val"].dtype == torch.uint8 and next(n for n in gm.graph.nodes if n.op == "output").args[0].meta["val"].dtype == torch.bool
+    assert (
+        start.args[0].meta["val"].dtype == torch.uint8
+        and next(n for n in gm.graph.nodes if n.op == "output").args[0].meta["val"].dtype == torch.bool
+    )
     assert gm(documents).dtype == torch.bool
 
 

@@ -1,4 +1,6 @@
-"""Dropout from a seed: the numbers are uniform and independent, both directions draw the same, and nothing of their size is kept."""
+"""Dropout from a seed: the numbers are uniform and independent, both directions draw the same, and nothing of their
+size is kept.
+"""
 
 import pytest
 import torch
@@ -102,7 +104,9 @@ def test_every_layer_draws_for_itself_and_nothing_is_saved_but_seeds():
 def test_skips_say_why(f, reason):
     x, r = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
     report = explain(f, x, r.double() if "float64" in reason else r, target="npu")
-    assert report.counts[NAME] == 0 and (reason in report.skipped(NAME)[0].reason if report.counts["fusion.dropout_add"] else "nothing" in reason)
+    assert report.counts[NAME] == 0 and (
+        reason in report.skipped(NAME)[0].reason if report.counts["fusion.dropout_add"] else "nothing" in reason
+    )
 
 
 def test_elsewhere_the_models_own_numbers_are_drawn():

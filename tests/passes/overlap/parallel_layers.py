@@ -100,7 +100,9 @@ def batch_first(x, norm, up, down):
 
 
 def packed(x, norm, up, down):
-    """A product whose halves are read apart, one of them outside too, as saved values of attention are: it lies inside the product."""
+    """A product whose halves are read apart, one of them outside too, as saved values of attention are: it lies inside
+    the product.
+    """
     a, b = F.linear(along(0, x), up).chunk(2, -1)
     return reduce_scatter(F.linear(torch.cat([a.tanh(), 2 * b], -1), down)) * norm, b.permute(1, 2, 0), a
 
@@ -128,7 +130,9 @@ def graph(program, of=None, dtype=torch.float64):
 def inputs(rank, of=None, dtype=torch.float64):
     """Different on every rank but for the norm's weight."""
     generators = [torch.Generator().manual_seed(100 * (0 if k == 1 else rank + 1) + k) for k in range(4)]
-    return [(torch.randn(s, generator=g, dtype=torch.float64) / 4).to(dtype) for s, g in zip(of or shapes(), generators)]
+    return [
+        (torch.randn(s, generator=g, dtype=torch.float64) / 4).to(dtype) for s, g in zip(of or shapes(), generators)
+    ]
 
 
 def on_every_rank(gm, mode, of=None, dtype=torch.float64):

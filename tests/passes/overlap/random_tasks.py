@@ -15,7 +15,10 @@ def random_tasks(seed: int, size: int) -> TaskGraph:
         here, seconds = len(tasks), dice.choice((0.5, 1.0, 2.0, 3.0, 5.0, 8.0))
         if dice.random() < 0.35:
             link = dice.choice(links)
-            tasks += [Task(f"comm{here}", seconds, link, needs, link, "all_gather"), Task(f"wait{here}", 0.0, COMPUTE, (here,), kind="wait")]
+            tasks += [
+                Task(f"comm{here}", seconds, link, needs, link, "all_gather"),
+                Task(f"wait{here}", 0.0, COMPUTE, (here,), kind="wait"),
+            ]
         else:
             tasks.append(Task(f"work{here}", seconds, COMPUTE, needs))
         readable.append(len(tasks) - 1)

@@ -17,7 +17,9 @@ def by_the_rule(graph):
 
         def adds(i):
             made = sum(b.bytes for b in graph.buffers if b.made_by == i)
-            return made - sum(b.bytes for b in graph.buffers if not b.kept and {b.made_by, *b.users} - {-1} - done == {i})
+            return made - sum(
+                b.bytes for b in graph.buffers if not b.kept and {b.made_by, *b.users} - {-1} - done == {i}
+            )
 
         order.append(min(ready, key=lambda i: (max(adds(i), 0), i)))
         done.add(order[-1])

@@ -35,7 +35,10 @@ def gradients(x, w):
 def shards(x, w):
     """Parameters gathered, gradients scattered."""
     g = [functional.wait_tensor(functional.all_gather_tensor(t, 0, dist.group.WORLD)) for t in (x, w, x * 2)]
-    s = [functional.wait_tensor(functional.reduce_scatter_tensor(t, "sum", 0, dist.group.WORLD)) for t in (x + 1, w.t().contiguous())]
+    s = [
+        functional.wait_tensor(functional.reduce_scatter_tensor(t, "sum", 0, dist.group.WORLD))
+        for t in (x + 1, w.t().contiguous())
+    ]
     return *g, *s
 
 
@@ -48,21 +51,33 @@ def test_independent_reductions_are_one(eight_ranks):
     assert [s.operator.split(",")[0] for s in report.sites("overlap.bucket")] == ["all_reduce_coalesced of 3"]
     assert len(report.skipped("overlap.bucket")) == 2
     code = next(g.stages["inference"] for g in report.graphs)
-    assert code.count("= _c10d_functional.all_reduce_coalesced(") == 1 and code.count("= _c10d_functional.all_reduce(") == 2
+    assert (
+        code.count("= _c10d_functional.all_reduce_coalesced(") == 1
+        and code.count("= _c10d_functional.all_reduce(") == 2
+    )
     torch._dynamo.reset()
-    for a, b in zip(torch.compile(gradients, backend="mindspeed", options=EAGER)(*inputs()), gradients(*inputs()), strict=True):
+    for a, b in zip(
+        torch.compile(gradients, backend="mindspeed", options=EAGER)(*inputs()), gradients(*inputs()), strict=True
+    ):
         assert torch.equal(a, b)
 
 
 def test_gathers_and_scatters(eight_ranks):
     report = mindspeed_fx.explain(shards, *inputs(), options=EAGER)
-    assert sorted(s.operator.split(",")[0] for s in report.sites("overlap.bucket")) == ["all_gather_into_tensor_coalesced of 3", "reduce_scatter_tensor_coalesced of 2"]
+    assert sorted(s.operator.split(",")[0] for s in report.sites("overlap.bucket")) == [
+        "all_gather_into_tensor_coalesced of 3",
+        "reduce_scatter_tensor_coalesced of 2",
+    ]
 
 
 @pytest.mark.slow
 def test_inductor_compiles_buckets(eight_ranks):
     torch._dynamo.reset()
-    for a, b in zip(torch.compile(gradients, backend="mindspeed", options={**EAGER, "codegen": "inductor"})(*inputs()), gradients(*inputs()), strict=True):
+    for a, b in zip(
+        torch.compile(gradients, backend="mindspeed", options={**EAGER, "codegen": "inductor"})(*inputs()),
+        gradients(*inputs()),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -70,7 +85,11 @@ def line(kinds):
     """A chain of compute with a collective hanging off each link of it, all of one key."""
     tasks, candidates = [], []
     for n, _ in enumerate(kinds):
-        tasks += [Task(f"work{n}", 1.0, COMPUTE, (len(tasks) - 3,) if tasks else ()), Task(f"comm{n}", 0.5, "dp", (len(tasks),), "dp", "all_reduce"), Task(f"wait{n}", 0.0, COMPUTE, (len(tasks) + 1,), kind="wait")]
+        tasks += [
+            Task(f"work{n}", 1.0, COMPUTE, (len(tasks) - 3,) if tasks else ()),
+            Task(f"comm{n}", 0.5, "dp", (len(tasks),), "dp", "all_reduce"),
+            Task(f"wait{n}", 0.0, COMPUTE, (len(tasks) + 1,), kind="wait"),
+        ]
         candidates.append(Candidate(len(tasks) - 2, "k", 100, 0.2, 0.3))
     return TaskGraph(tasks), candidates
 
@@ -85,7 +104,11 @@ def test_sizes_and_the_smaller_first_bucket():
 
 
 def test_dependent_collectives_never_share_a_bucket_and_circles_are_broken():
-    tasks = [Task("a", 1.0, "dp", (), "dp"), Task("wa", 0.0, COMPUTE, (0,), kind="wait"), Task("b", 1.0, "dp", (1,), "dp")]
+    tasks = [
+        Task("a", 1.0, "dp", (), "dp"),
+        Task("wa", 0.0, COMPUTE, (0,), kind="wait"),
+        Task("b", 1.0, "dp", (1,), "dp"),
+    ]
     graph = TaskGraph(tasks)
     assert buckets(graph, [Candidate(0, "k", 1, 0.1, 0.1), Candidate(2, "k", 1, 0.1, 0.1)], 1000) == []
     # a1 before b1, b2 before a2: the bucket {a1, a2} would wait for {b1, b2} and the other way round

@@ -1,4 +1,6 @@
-"""Option "data_parallel": two gloo processes train as DistributedDataParallel does, within rounding, with the all_reduces in the backward graph."""
+"""Option "data_parallel": two gloo processes train as DistributedDataParallel does, within rounding, with the
+all_reduces in the backward graph.
+"""
 
 import copy
 
@@ -18,7 +20,9 @@ def worker(rank, store, codegen):
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).double()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+    ).double()
     model[2].weight.requires_grad_(False)
     model[4].register_parameter("unused", torch.nn.Parameter(torch.ones(3).double()))
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank + 1), dtype=torch.float64)
@@ -38,7 +42,9 @@ def worker(rank, store, codegen):
         model.zero_grad()
         report = mindspeed_fx.explain(model, x, options=options)
         code = report.graphs[0].stages["backward"]
-        assert code.count("= _c10d_functional.all_reduce") >= 1 and "all_reduce" not in report.graphs[0].stages["forward"]
+        assert (
+            code.count("= _c10d_functional.all_reduce") >= 1 and "all_reduce" not in report.graphs[0].stages["forward"]
+        )
         assert "averaged" in report.effective_options["caches"], report.effective_options["caches"]
         first = code.index("all_reduce")
         assert "mm" in code[first:], "the first gradients are reduced before the last are made"
@@ -62,5 +68,5 @@ def test_bad_groups():
 def test_a_group_that_is_none(lone_world):
     torch._dynamo.reset()
     step = torch.compile(torch.nn.Linear(2, 2), backend="mindspeed", options={"data_parallel": "dp"})
-    with pytest.raises(Exception, match='"data_parallel" is \'dp\', which names no process group'):
+    with pytest.raises(Exception, match="\"data_parallel\" is 'dp', which names no process group"):
         step(torch.ones(1, 2))

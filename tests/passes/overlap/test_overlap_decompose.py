@@ -1,4 +1,6 @@
-"""overlap.decompose: chunks give every rank the rows and values that it had; which regions, how many chunks, and why not."""
+"""overlap.decompose: chunks give every rank the rows and values that it had; which regions, how many chunks, and why
+not.
+"""
 
 import collections
 
@@ -21,7 +23,14 @@ from mindspeed_fx.passes.overlap.decompose import overlap_decompose
 from mindspeed_fx.passes.overlap.split import overlap_split
 from tests.passes.overlap import parallel_layers as layers
 
-PROGRAMS = {"sequence": layers.training(layers.mlp), "all_reduce": layers.training(layers.mlp_whole), "batch_first": layers.batch_first, "packed": layers.packed, "all_to_all": layers.exchange, "experts": layers.training(layers.experts)}
+PROGRAMS = {
+    "sequence": layers.training(layers.mlp),
+    "all_reduce": layers.training(layers.mlp_whole),
+    "batch_first": layers.batch_first,
+    "packed": layers.packed,
+    "all_to_all": layers.exchange,
+    "experts": layers.training(layers.experts),
+}
 
 
 def context(**options):
@@ -56,11 +65,16 @@ def test_every_rank_has_the_rows_it_had(program, ranks):
         cut, regions = in_chunks(gm, reach, parts)
         parts = len(shares(parts))
         assert regions
-        for a, b in zip([t for o in layers.on_every_rank(cut, mode) for t in o], [t for o in expected for t in o], strict=True):
+        for a, b in zip(
+            [t for o in layers.on_every_rank(cut, mode) for t in o], [t for o in expected for t in o], strict=True
+        ):
             assert a.shape == b.shape and a.stride() == b.stride()
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         made = collectives(cut)
-        assert all(made[k] <= parts * n and (made[k] - n) % (parts - 1) == 0 for k, n in whole.items()), (made, whole)  # chunks of each, and nothing gathered twice
+        assert all(made[k] <= parts * n and (made[k] - n) % (parts - 1) == 0 for k, n in whole.items()), (
+            made,
+            whole,
+        )  # chunks of each, and nothing gathered twice
         assert sum(made.values()) > sum(whole.values())
 
 
@@ -84,14 +98,22 @@ def test_a_cut_seen_through_a_view(before, data):
         after.append(data.draw(st.sampled_from([d for d in range(1, total + 1) if total % d == 0])))
         total //= after[-1]
     after.append(total)
-    dim, blocks, parts = data.draw(st.integers(0, len(before) - 1)), data.draw(st.sampled_from([1, 2, 3, 4])), data.draw(st.sampled_from([2, 4, (1, 2, 1), (3, 1)]))
+    dim, blocks, parts = (
+        data.draw(st.integers(0, len(before) - 1)),
+        data.draw(st.sampled_from([1, 2, 3, 4])),
+        data.draw(st.sampled_from([2, 4, (1, 2, 1), (3, 1)])),
+    )
     cut = Cut(dim, blocks)
     assume(before[dim] % blocks == 0 and cut.fits(before, parts))
     seen = through_view(cut, before, after)
     assume(seen is not None and seen.fits(after, parts))
     x = torch.arange(torch.Size(before).numel()).view(before)
     each = shares(parts)
-    chunk = lambda t, c, i: t.unflatten(c.dim, (c.blocks, sum(each), -1)).narrow(c.dim + 1, sum(each[:i]), each[i]).flatten(c.dim, c.dim + 2)
+    chunk = lambda t, c, i: (
+        t.unflatten(c.dim, (c.blocks, sum(each), -1))
+        .narrow(c.dim + 1, sum(each[:i]), each[i])
+        .flatten(c.dim, c.dim + 2)
+    )
     for i in range(len(each)):
         assert torch.equal(chunk(x.view(after), seen, i).flatten(), chunk(x, cut, i).flatten())
 
@@ -151,18 +173,28 @@ def reasons(program, of=None, **options):
 def test_reasons(eight):
     assert reasons(lambda x, n, u, d: (x + 1,)) == {"no collective that can be cut"}
     assert reasons(lambda x, n, u, d: (layers.all_gather(x).sin(),)) == {"no product of matrices reads its rows"}
-    assert reasons(lambda x, n, u, d: (layers.all_reduce(n * 2),)) == {"what it reduces is made by no product of matrices, row by row"}
+    assert reasons(lambda x, n, u, d: (layers.all_reduce(n * 2),)) == {
+        "what it reduces is made by no product of matrices, row by row"
+    }
     assert reasons(PROGRAMS["batch_first"]) == {"the model finds no shorter step with it in chunks"}
     odd = [(3, 5, 16), (16,), (24, 16), (16, 24)]
-    assert reasons(lambda x, n, u, d: (layers.all_gather(x) @ u.t(),), odd) == {"its shape (3, 5, 16) has no dimension that 2 chunks divide evenly"}
+    assert reasons(lambda x, n, u, d: (layers.all_gather(x) @ u.t(),), odd) == {
+        "its shape (3, 5, 16) has no dimension that 2 chunks divide evenly"
+    }
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    symbolic = make_fx(lambda x, u: (layers.all_gather(x) @ u.t(),), tracing_mode="symbolic")(torch.empty(8, 2, 16), torch.empty(24, 16))
-    assert [s.reason for s in overlap_decompose(symbolic, context()).skipped] == ["its sizes are known at run time only (dynamic shapes)"]
+    symbolic = make_fx(lambda x, u: (layers.all_gather(x) @ u.t(),), tracing_mode="symbolic")(
+        torch.empty(8, 2, 16), torch.empty(24, 16)
+    )
+    assert [s.reason for s in overlap_decompose(symbolic, context()).skipped] == [
+        "its sizes are known at run time only (dynamic shapes)"
+    ]
     assert reasons(PROGRAMS["sequence"], hardware=None).pop().startswith("no cost model: ")
     torch.use_deterministic_algorithms(True)
     try:
-        assert reasons(PROGRAMS["sequence"], LARGE) == {"torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"}
+        assert reasons(PROGRAMS["sequence"], LARGE) == {
+            "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"
+        }
     finally:
         torch.use_deterministic_algorithms(False)
 

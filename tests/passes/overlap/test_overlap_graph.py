@@ -59,7 +59,9 @@ def communicates(x, w):
     g = x @ w
     started = functional.all_reduce.default(g, "sum", group())
     part, rest = torch.split(w, 2)
-    gathered = functional.wait_tensor.default(functional.all_gather_into_tensor.default(part.contiguous() * 2, 1, group()))
+    gathered = functional.wait_tensor.default(
+        functional.all_gather_into_tensor.default(part.contiguous() * 2, 1, group())
+    )
     scattered = functional.wait_tensor.default(functional.reduce_scatter_tensor.default(rest + 1, "sum", 1, group()))
     return functional.wait_tensor.default(started) + 1, gathered @ w, scattered.sum()
 
@@ -103,12 +105,18 @@ def test_tasks_buffers_and_links(lone_world):
     work = tasks_of(gm, lambda node: (2.0, "wire") if "c10d" in str(node.target) else (1.0, ""))
     tasks = {t.name: t for t in work.tasks.tasks}
     assert {t.resource for t in tasks.values()} == {"compute", "wire"} and tasks["all_reduce"].kind == "all_reduce"
-    assert tasks["all_reduce"].group == group() and tasks["wait_tensor"].kind == "wait" and tasks["wait_tensor"].seconds == 0
+    assert (
+        tasks["all_reduce"].group == group()
+        and tasks["wait_tensor"].kind == "wait"
+        and tasks["wait_tensor"].seconds == 0
+    )
     assert tasks["split"].seconds == 0 and tasks["mm"].seconds == 1.0
     index = {t.name: i for i, t in enumerate(work.tasks.tasks)}
     product = next(b for b in work.tasks.buffers if b.made_by == index["mm"])
     waiting = next(i for n, i in index.items() if tasks[n].kind == "wait" and index["all_reduce"] in tasks[n].needs)
-    assert product.bytes == 64 and set(product.users) == {index["all_reduce"], waiting} and not product.kept  # in use until the wait
+    assert (
+        product.bytes == 64 and set(product.users) == {index["all_reduce"], waiting} and not product.kept
+    )  # in use until the wait
     result = next(b for b in work.tasks.buffers if b.made_by == index["all_reduce"])
     assert waiting in result.users and not result.kept
 

@@ -1,4 +1,6 @@
-"""overlap.mc2: torch_npu's operators for a product and its collective: sites, every documented limit by name, the model's choice."""
+"""overlap.mc2: torch_npu's operators for a product and its collective: sites, every documented limit by name, the
+model's choice.
+"""
 
 import pytest
 import torch
@@ -38,10 +40,14 @@ def calls(gm):
 def test_a_training_step(ranks):
     ranks(8)
     gm, report = run(layers.training(layers.mlp))
-    assert calls(gm) == ["npu_all_gather_base_mm"] * 4 + ["npu_mm_reduce_scatter_base"] * 4 and len(report.rewrites) == 8
+    assert (
+        calls(gm) == ["npu_all_gather_base_mm"] * 4 + ["npu_mm_reduce_scatter_base"] * 4 and len(report.rewrites) == 8
+    )
     gm.graph.lint()
     fused = [n for n in gm.graph.nodes if "all_gather_base" in str(n.target)]
-    assert all(n.args[2:] == ("0", 8) and n.kwargs == {"gather_output": True} for n in fused)  # the weight gradient reads what was gathered
+    assert all(
+        n.args[2:] == ("0", 8) and n.kwargs == {"gather_output": True} for n in fused
+    )  # the weight gradient reads what was gathered
     assert [tuple(v.shape) for v in fused[0].meta["val"]] == [(8192, 1792), (8192, 4096)]
     report = overlap_decompose(gm, context())
     assert report.notes == ["no collective that can be cut"]
@@ -51,7 +57,11 @@ def test_nobody_else_reads_what_is_gathered(ranks):
     ranks(8)
     gm, report = run(lambda x, n, u, d: (torch.ops.mindspeed.linear(layers.all_gather(x), u),))
     (node,) = [n for n in gm.graph.nodes if "npu" in str(n.target)]
-    assert node.kwargs == {"gather_output": False} and node.meta["val"][1].numel() == 0 and not any("c10d" in str(n.target) for n in gm.graph.nodes)
+    assert (
+        node.kwargs == {"gather_output": False}
+        and node.meta["val"][1].numel() == 0
+        and not any("c10d" in str(n.target) for n in gm.graph.nodes)
+    )
 
 
 def reasons(program, of=LARGE, dtype=BF16, side="forward", **options):
@@ -74,15 +84,23 @@ def test_limits(ranks):
     assert reasons(gathered, [(64, 1, 128), (128,), (256, 128), (128, 256)]) == {"k is 128; valid: 256 to 65534"}
     assert reasons(gathered, hardware="ascend950pr") == {"documented for Atlas A2 and A3; the hardware is ascend950pr"}
     assert reasons(gathered, target="cpu") == {'torch_npu has these operators; the target is "cpu"'}
-    assert reasons(lambda x, n, u, d: (layers.all_reduce(x @ u.t()),)) == {"documented for inference, and this graph belongs to a training step"}
-    assert reasons(lambda x, n, u, d: (torch.ops.mindspeed.linear(layers.all_gather(x), u, u[:, 0]),)) == {"it has a bias"}
-    assert reasons(lambda x, n, u, d: (layers.all_gather(x).sin() @ u.t(),)) == {"no product of matrices reads its rows as they are gathered"}
+    assert reasons(lambda x, n, u, d: (layers.all_reduce(x @ u.t()),)) == {
+        "documented for inference, and this graph belongs to a training step"
+    }
+    assert reasons(lambda x, n, u, d: (torch.ops.mindspeed.linear(layers.all_gather(x), u, u[:, 0]),)) == {
+        "it has a bias"
+    }
+    assert reasons(lambda x, n, u, d: (layers.all_gather(x).sin() @ u.t(),)) == {
+        "no product of matrices reads its rows as they are gathered"
+    }
     assert reasons(layers.batch_first) >= {"no product of matrices makes its rows as they are scattered"}
     twice = lambda x, n, u, d: (layers.reduce_scatter(y := x @ u.t()), y)
     assert reasons(twice) == {"the product is read by others too, before it is reduced"}
     torch.use_deterministic_algorithms(True)
     try:
-        assert reasons(gathered) == {"torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"}
+        assert reasons(gathered) == {
+            "torch.use_deterministic_algorithms is on, and chunks are equal to the whole within rounding only"
+        }
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -99,7 +117,9 @@ def test_world_and_communication_domain(ranks):
     import torch.distributed._functional_collectives as functional
 
     inside = lambda x, n, u, d: (functional.wait_tensor(functional.all_gather_tensor(x, 0, group)) @ u.t(),)
-    assert reasons(inside) == {'on Atlas A2 the fused operators of a model share one communication domain, and group "another" has it'}
+    assert reasons(inside) == {
+        'on Atlas A2 the fused operators of a model share one communication domain, and group "another" has it'
+    }
     mc2._domain.clear()
     across = dist.new_group(list(range(0, 16, 8)))
     apart = lambda x, n, u, d: (functional.wait_tensor(functional.all_gather_tensor(x, 0, across)) @ u.t(),)
@@ -110,7 +130,9 @@ def test_inference_reduces_too(ranks):
     ranks(8)
     reduced = lambda x, n, u, d: (layers.all_reduce(torch.ops.mindspeed.linear(x, u)),)
     assert calls(run(reduced, side="inference")[0]) == ["npu_mm_all_reduce_base"]
-    assert reasons(reduced, side="inference", hardware="ascend910c") == {"documented for Atlas A2; the hardware is ascend910c"}
+    assert reasons(reduced, side="inference", hardware="ascend910c") == {
+        "documented for Atlas A2; the hardware is ascend910c"
+    }
     mc2._domain.clear()
     short = [(64, 1, 128), (128,), (256, 128), (128, 256)]  # 128 columns, which the others do not take
     assert calls(run(reduced, short, side="inference")[0]) == ["npu_mm_all_reduce_base"]

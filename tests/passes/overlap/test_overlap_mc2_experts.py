@@ -1,4 +1,6 @@
-"""overlap.mc2_experts: torch_npu's operators for an all-to-all and the experts' product: sites, values on every rank, every limit by name."""
+"""overlap.mc2_experts: torch_npu's operators for an all-to-all and the experts' product: sites, values on every rank,
+every limit by name.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ def experts(x, norm, up, down):
 
 def run(program, of=LARGE, dtype=BF16, **options):
     gm = layers.graph(program, of, dtype)
-    return gm, mc2_experts.overlap_mc2_experts(gm, Context(Options(**{"target": "npu", "codegen": "eager", "hardware": "ascend910c", **options}), "forward"))
+    return gm, mc2_experts.overlap_mc2_experts(
+        gm, Context(Options(**{"target": "npu", "codegen": "eager", "hardware": "ascend910c", **options}), "forward")
+    )
 
 
 def calls(gm):
@@ -33,17 +37,27 @@ def calls(gm):
 
 
 def found(gm):
-    return [f for f in (mc2_experts.beside(n) for n in gm.graph.nodes if is_start(n) and kind(n) == "all_to_all_single") if not isinstance(f, str)]
+    return [
+        f
+        for f in (mc2_experts.beside(n) for n in gm.graph.nodes if is_start(n) and kind(n) == "all_to_all_single")
+        if not isinstance(f, str)
+    ]
 
 
 def test_a_training_step(ranks):
     """Two layers: each sends tokens there and back, forward and backward."""
     ranks(8)
     gm, report = run(layers.training(experts))
-    assert calls(gm) == ["npu_alltoallv_gmm"] * 4 + ["npu_gmm_alltoallv"] * 4 and len(report.rewrites) == 8, [s.reason for s in report.skipped]
+    assert calls(gm) == ["npu_alltoallv_gmm"] * 4 + ["npu_gmm_alltoallv"] * 4 and len(report.rewrites) == 8, [
+        s.reason for s in report.skipped
+    ]
     gm.graph.lint()
     first = next(n for n in gm.graph.nodes if "alltoallv_gmm" in str(n.target))
-    assert first.args[2:4] == ("0", 8) and first.args[4] == first.args[5] == [512] * 16 and first.kwargs["permute_out_flag"]  # weight gradients read the tokens
+    assert (
+        first.args[2:4] == ("0", 8)
+        and first.args[4] == first.args[5] == [512] * 16
+        and first.kwargs["permute_out_flag"]
+    )  # weight gradients read the tokens
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -57,7 +71,9 @@ def test_emulated_values_on_every_rank(count, ranks):
         mc2_experts.fuse(fused, pair)
     mc2.in_order(fused)
     fused.graph.lint()
-    assert len(calls(fused)) == len(pairs) == 8 and not any(kind(n) == "all_to_all_single" for n in fused.graph.nodes if is_start(n))
+    assert len(calls(fused)) == len(pairs) == 8 and not any(
+        kind(n) == "all_to_all_single" for n in fused.graph.nodes if is_start(n)
+    )
     for node in fused.graph.nodes:  # an operator sees one rank; the functions that emulate them see all
         if str(node.target).startswith("npu."):
             node.target = registry.EMULATIONS[str(node.target).split(".")[1]].run
@@ -85,8 +101,12 @@ def test_limits(ranks):
     assert reasons(experts, target="cpu") == {'torch_npu has these operators; the target is "cpu"'}
     twisted = lambda x, n, u, d: (torch.bmm(sent(x, u).permute(1, 2, 0, 3).flatten(1, 2), u),)
     assert reasons(twisted) == {"the tokens are not put in the order [experts, ranks, capacity] between"}
-    assert reasons(lambda x, n, u, d: (sent(x, u).sin(),)) == {"no batched product of matrices reads the tokens by expert, or makes them"}
-    uneven = lambda x, n, u, d: (torch.ops._c10d_functional.all_to_all_single(x, [1023] + [1024] * 6 + [1025], [1024] * 8, "0"),)
+    assert reasons(lambda x, n, u, d: (sent(x, u).sin(),)) == {
+        "no batched product of matrices reads the tokens by expert, or makes them"
+    }
+    uneven = lambda x, n, u, d: (
+        torch.ops._c10d_functional.all_to_all_single(x, [1023] + [1024] * 6 + [1025], [1024] * 8, "0"),
+    )
     assert reasons(uneven) == {"the ranks' shares differ, and how many tokens each expert gets is not in the graph"}
     gm = layers.graph(uneven, LARGE, BF16)
     start = next(n for n in gm.graph.nodes if is_start(n))

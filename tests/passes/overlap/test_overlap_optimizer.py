@@ -15,7 +15,9 @@ SETTINGS = {"codegen": "eager", "hardware": "h100", "optimizer": "backward"}
 
 def model(dtype=torch.float64):
     torch.manual_seed(0)
-    made = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).to(dtype)
+    made = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+    ).to(dtype)
     made[2].weight.requires_grad_(False)
     made[4].register_parameter("unused", torch.nn.Parameter(torch.ones(3, dtype=dtype)))
     return made
@@ -24,7 +26,12 @@ def model(dtype=torch.float64):
 def adamw(m, **settings):
     """Two groups of unlike settings; the frozen weight is in one of them."""
     rest = [p for n, p in m.named_parameters() if n[0] != "0"]
-    return torch.optim.AdamW([{"params": m[0].parameters(), "betas": (0.8, 0.95)}, {"params": rest, "weight_decay": 0.3, "eps": 1e-4}], lr=0.1, foreach=False, **settings)
+    return torch.optim.AdamW(
+        [{"params": m[0].parameters(), "betas": (0.8, 0.95)}, {"params": rest, "weight_decay": 0.3, "eps": 1e-4}],
+        lr=0.1,
+        foreach=False,
+        **settings,
+    )
 
 
 def batch(k, dtype=torch.float64):
@@ -57,8 +64,16 @@ def test_steps_are_those_of_adamw(codegen):
     train(run, optimizer, [0, 1], dtype=torch.float64)
     train(reference, rival, [0, 1])
     close(m, reference)
-    assert not any(torch.equal(p, q) for p, q, trained in zip(m.parameters(), before.parameters(), [1, 1, 0, 1, 1, 1, 0]) if trained)
-    assert torch.equal(m[2].weight, before[2].weight) and torch.equal(m[4].unused, before[4].unused) and all(p.grad is None for p in m.parameters())
+    assert not any(
+        torch.equal(p, q)
+        for p, q, trained in zip(m.parameters(), before.parameters(), [1, 1, 0, 1, 1, 1, 0])
+        if trained
+    )
+    assert (
+        torch.equal(m[2].weight, before[2].weight)
+        and torch.equal(m[4].unused, before[4].unused)
+        and all(p.grad is None for p in m.parameters())
+    )
     run(batch(7)).square().sum()  # forward alone steps nothing
     close(m, reference)
     # the state is the optimizer's own: saved, and loaded into another
@@ -96,7 +111,9 @@ def test_steps_write_in_place_where_their_gradients_are_ready():
 def test_a_weight_steps_after_every_read_of_it():
     """A tied weight is read twice; the gradient of the input needs it as it was."""
     torch._dynamo.reset()
-    weights = [torch.nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(s)).double()) for s in (1, 1)]
+    weights = [
+        torch.nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(s)).double()) for s in (1, 1)
+    ]
     own = torch.optim.Adam(weights[:1], lr=0.1, foreach=False)
     mindspeed_fx.step_in_backward(own)
     rival = torch.optim.Adam(weights[1:], lr=0.1, foreach=False)
@@ -120,10 +137,14 @@ def test_what_is_refused():
     parameters = lambda: list(model().parameters())
     for optimizer, match in (
         (torch.optim.SGD(parameters(), lr=0.1), "the optimizer is SGD; valid: torch.optim.AdamW"),
-        (adamw(m, amsgrad=True), "group 0 has amsgrad=True"), (adamw(m, maximize=True), "group 0 has maximize=True"),
-        (torch.optim.Adam(parameters(), weight_decay=0.1), "group 0 of Adam has weight_decay=0.1, added to the gradient"),
+        (adamw(m, amsgrad=True), "group 0 has amsgrad=True"),
+        (adamw(m, maximize=True), "group 0 has maximize=True"),
+        (
+            torch.optim.Adam(parameters(), weight_decay=0.1),
+            "group 0 of Adam has weight_decay=0.1, added to the gradient",
+        ),
         (torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, 2).t())]), r"shape \[2, 3\] in group 0 is not contiguous"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=match):
             mindspeed_fx.step_in_backward(optimizer)
     mindspeed_fx.step_in_backward(adamw(m))
@@ -164,7 +185,11 @@ def two_ranks(rank, store):
         m, reference = model(), model()
         optimizer, rival = adamw(m), adamw(reference)
         mindspeed_fx.step_in_backward(optimizer)
-        run = torch.compile(m, backend="mindspeed", options={**SETTINGS, "codegen": codegen, "data_parallel": "world", "overlap_memory": "1MiB"})
+        run = torch.compile(
+            m,
+            backend="mindspeed",
+            options={**SETTINGS, "codegen": codegen, "data_parallel": "world", "overlap_memory": "1MiB"},
+        )
         other = DistributedDataParallel(reference, find_unused_parameters=True)
         for k in range(3):
             run(batch(10 * k + rank)).square().sum().backward()

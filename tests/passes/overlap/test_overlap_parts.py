@@ -1,4 +1,6 @@
-"""in_parts: rows in independent parts of one graph; experts without a capacity, whose all_to_all has sizes known at run time, and attention before them."""
+"""in_parts: rows in independent parts of one graph; experts without a capacity, whose all_to_all has sizes known at run
+time, and attention before them.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,11 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         out, given = ctx.sizes
-        return functional.wait_tensor(functional.all_to_all_single(grad.contiguous(), given, out, dist.group.WORLD)), None, None
+        return (
+            functional.wait_tensor(functional.all_to_all_single(grad.contiguous(), given, out, dist.group.WORLD)),
+            None,
+            None,
+        )
 
 
 class Experts(torch.nn.Module):
@@ -30,7 +36,9 @@ class Experts(torch.nn.Module):
     def __init__(self, rank, hidden=8, ffn=12):
         super().__init__()
         own = torch.Generator().manual_seed(rank)
-        make = lambda *shape, generator: torch.nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64) / 4)
+        make = lambda *shape, generator: torch.nn.Parameter(
+            torch.randn(*shape, generator=generator, dtype=torch.float64) / 4
+        )
         self.gate = make(hidden, dist.get_world_size(), generator=torch.Generator().manual_seed(99))
         self.up, self.down = make(hidden, ffn, generator=own), make(ffn, hidden, generator=own)
 
@@ -53,7 +61,9 @@ class Layer(torch.nn.Module):
     def __init__(self, rank):
         super().__init__()
         self.experts = Experts(rank)
-        self.qkv = torch.nn.Parameter(torch.randn(24, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64) / 3)
+        self.qkv = torch.nn.Parameter(
+            torch.randn(24, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64) / 3
+        )
 
     def forward(self, x):
         q, k, v = F.linear(x, self.qkv).unsqueeze(1).chunk(3, -1)
@@ -78,7 +88,12 @@ def gradients(run, module, x):
 def agrees(module, x, parts, **options):
     """Compiled in parts it is the module itself, forward and backward, in one graph."""
     torch._dynamo.reset()
-    run = torch.compile(mindspeed_fx.in_parts(module, parts), backend="mindspeed", fullgraph=True, options={"codegen": "eager", "hardware": "h100", "overlap_memory": "1MiB", **options})
+    run = torch.compile(
+        mindspeed_fx.in_parts(module, parts),
+        backend="mindspeed",
+        fullgraph=True,
+        options={"codegen": "eager", "hardware": "h100", "overlap_memory": "1MiB", **options},
+    )
     for k in range(2):  # other sizes, the same graph
         given = (k + 1) * x.roll(k, 0)
         for a, b in zip(gradients(run, module, given), gradients(module, module, given), strict=True):
@@ -87,17 +102,27 @@ def agrees(module, x, parts, **options):
 
 
 def work(gm, hardware, fused):
-    return lambda node: (1.5e-3, "wire") if is_start(node) else (1e-3 if "mm" in str(node.target) or "attention" in str(node.target) else 0.0, "")
+    return lambda node: (
+        (1.5e-3, "wire")
+        if is_start(node)
+        else (1e-3 if "mm" in str(node.target) or "attention" in str(node.target) else 0.0, "")
+    )
 
 
 def test_unequal_shares_run_under_other_parts(lone_world, sizes_in_graphs, monkeypatch):
     for module in ("schedule", "trials", "bucket"):
         monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.cost_of", work)
     seen, tell = [], schedule._tell
-    monkeypatch.setattr(schedule, "_tell", lambda report, work, before, after: seen.append((before, after)) or tell(report, work, before, after))
+    monkeypatch.setattr(
+        schedule,
+        "_tell",
+        lambda report, work, before, after: seen.append((before, after)) or tell(report, work, before, after),
+    )
     agrees(Layer(0), torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64), 2)
     (before, after), backward = seen  # one graph
-    assert before.exposed_seconds == pytest.approx(6 * 1.5e-3) and after.exposed_seconds <= 2 * 1.5e-3  # whole, everything comes before the collectives or waits for them
+    assert (
+        before.exposed_seconds == pytest.approx(6 * 1.5e-3) and after.exposed_seconds <= 2 * 1.5e-3
+    )  # whole, everything comes before the collectives or waits for them
 
 
 def test_what_is_refused():
@@ -117,7 +142,9 @@ def test_what_is_refused():
 
     with pytest.raises(ValueError, match="argument 1 has 2 rows along dimension 0, another 4"):
         mindspeed_fx.in_parts(Loss(), 2, arguments=(0, 1))(torch.ones(4), torch.ones(2))
-    with pytest.raises(ValueError, match=r"a part of 2 rows returned a tensor of shape \[\]; valid: tensors with as many rows"):
+    with pytest.raises(
+        ValueError, match=r"a part of 2 rows returned a tensor of shape \[\]; valid: tensors with as many rows"
+    ):
         mindspeed_fx.in_parts(Loss(), 2)(torch.ones(4), torch.ones(1))
 
 

@@ -1,4 +1,6 @@
-"""overlap.schedule in the backend: the order reaches the code that runs, with both codegens; reasons, files, options."""
+"""overlap.schedule in the backend: the order reaches the code that runs, with both codegens; reasons, files,
+options.
+"""
 
 import json
 import re
@@ -43,7 +45,10 @@ def inputs():
 def calls(text):
     """The order of starts (s), waits (w) and matrix products (m) in code."""
     text = "\n".join(line for line in text.splitlines() if not line.strip().startswith("#") and "assert_" not in line)
-    found = re.findall(r"(wait_tensor)(?:\.default)?\(|(all_reduce_?|all_gather_into_tensor)(?:\.default)?\(|(?:extern_kernels\.|aten\.|mkldnn\.|mindspeed\.)\S*(?:mm|linear)(?:\.default)?\(", text)
+    found = re.findall(
+        r"(wait_tensor)(?:\.default)?\(|(all_reduce_?|all_gather_into_tensor)(?:\.default)?\(|(?:extern_kernels\.|aten\.|mkldnn\.|mindspeed\.)\S*(?:mm|linear)(?:\.default)?\(",
+        text,
+    )
     return "".join("w" if w else "s" if s else "m" for w, s in found)
 
 
@@ -68,7 +73,9 @@ def test_inductor_keeps_the_order(fake_world, plain_costs):
     _, (code,) = run_and_get_code(torch.compile(model, backend="mindspeed"), *inputs())
     assert calls(code[code.index("def call") :]).rstrip("w") == "ssmmm"
     torch._dynamo.reset()
-    _, (code,) = run_and_get_code(torch.compile(model, backend="mindspeed", options={"disable": ["overlap.schedule"]}), *inputs())
+    _, (code,) = run_and_get_code(
+        torch.compile(model, backend="mindspeed", options={"disable": ["overlap.schedule"]}), *inputs()
+    )
     assert not calls(code[code.index("def call") :]).startswith("ss")  # what it does by itself
 
 
@@ -91,9 +98,15 @@ def test_backward_graphs_too(lone_world, plain_costs):
     for how in ("plain", "compiled"):
         leaves = [t.double().requires_grad_() for t in inputs()[:3]]
         if how == "compiled":
-            report = mindspeed_fx.explain(f, *(t.double().requires_grad_() for t in inputs()[:3]), options={"codegen": "eager", "disable": ["canonicalize.*"]})
+            report = mindspeed_fx.explain(
+                f,
+                *(t.double().requires_grad_() for t in inputs()[:3]),
+                options={"codegen": "eager", "disable": ["canonicalize.*"]},
+            )
             torch._dynamo.reset()
-            torch.compile(f, backend="mindspeed", options={"codegen": "eager", "disable": ["canonicalize.*"]})(*leaves).backward()
+            torch.compile(f, backend="mindspeed", options={"codegen": "eager", "disable": ["canonicalize.*"]})(
+                *leaves
+            ).backward()
         else:
             f(*leaves).backward()
         results.append([t.grad for t in leaves])
@@ -107,16 +120,20 @@ def test_backward_graphs_too(lone_world, plain_costs):
 def test_no_collective_no_report_and_bad_options(lone_world):
     report = mindspeed_fx.explain(lambda x: x.cos() @ x, inputs()[0])
     assert report.sites("overlap.schedule") == [] and "modelled step" not in str(report)
-    with pytest.raises(OptionError, match='"overlap_memory" is \'lots\'; valid: bytes'):
+    with pytest.raises(OptionError, match="\"overlap_memory\" is 'lots'; valid: bytes"):
         Options(overlap_memory="lots")
-    with pytest.raises(OptionError, match='"hardware" is \'ascend910b22\'.*did you mean'):
+    with pytest.raises(OptionError, match="\"hardware\" is 'ascend910b22'.*did you mean"):
         Options(hardware="ascend910b22")
-    assert Options(overlap_memory="1.5KiB").overlap_memory == 1536 and Options(hardware="910b2").hardware == "ascend910b2"
+    assert (
+        Options(overlap_memory="1.5KiB").overlap_memory == 1536 and Options(hardware="910b2").hardware == "ascend910b2"
+    )
 
 
 def test_an_npu_without_a_device_says_which_option_is_missing(lone_world):
     report = mindspeed_fx.explain(model, *inputs(), options={"target": "npu", "codegen": "eager"})
-    assert {"no cost model" in s.reason and 'options={"hardware"' in s.reason for s in report.skipped("overlap.schedule")} == {True}
+    assert {
+        "no cost model" in s.reason and 'options={"hardware"' in s.reason for s in report.skipped("overlap.schedule")
+    } == {True}
 
 
 def test_blocking_communication_is_named(lone_world, plain_costs):
@@ -175,7 +192,9 @@ def test_one_program_may_have_an_order_for_each_of_its_settings(monkeypatch):
 def test_ranks_with_other_options_are_told_so(monkeypatch):
     ranks = Ranks(monkeypatch, 3)
     ranks.compiles(2, "ab")
-    with pytest.raises(OrderMismatch, match="ranks 1 and 2 .*compiled with different options: rank 1 inductor, rank 2 eager"):
+    with pytest.raises(
+        OrderMismatch, match="ranks 1 and 2 .*compiled with different options: rank 1 inductor, rank 2 eager"
+    ):
         ranks.compiles(1, "ba", "inductor")
 
 
@@ -186,9 +205,14 @@ def test_two_codegens_in_one_group(fake_world, plain_costs, monkeypatch):
 
     monkeypatch.setattr(rank_agreement.distributed, "default_store", lambda: store)
     monkeypatch.setattr(rank_agreement.distributed, "rank", lambda: rank[0])
+
     def costs(gm, hardware, fused):
         """What reads the gathered weight takes long in generated code, what reads the reduced gradient elsewhere."""
-        return lambda node: (1.5e-3, "wire") if is_start(node) else (5e-3 if ("sum" if fused else "cos") in str(node.target) else 0.0, "")
+        return lambda node: (
+            (1.5e-3, "wire")
+            if is_start(node)
+            else (5e-3 if ("sum" if fused else "cos") in str(node.target) else 0.0, "")
+        )
 
     monkeypatch.setattr("mindspeed_fx.passes.overlap.schedule.cost_of", costs)
     found = []
@@ -224,7 +248,9 @@ def test_large_graphs_are_worked_out_once(lone_world, monkeypatch):
     assert len(made) == len({id(gm) for gm in made}) and made, "once for each graph"
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
-    assert not any(key.startswith("mindspeed_fx") for gm in made for key in gm.meta), "what passes tell one another is in their context"
+    assert not any(key.startswith("mindspeed_fx") for gm in made for key in gm.meta), (
+        "what passes tell one another is in their context"
+    )
 
 
 def test_a_known_order_is_taken_for_the_same_nodes_alone(lone_world, monkeypatch):
@@ -237,7 +263,11 @@ def test_a_known_order_is_taken_for_the_same_nodes_alone(lone_world, monkeypatch
     work = tasks_of(gm, milliseconds(gm, None, False))
     monkeypatch.setattr(module, "LARGE", 0)
     order = list(range(len(work.tasks)))
-    for nodes, limit, taken in ((list(work.nodes), 1 << 30, True), (list(work.nodes), 0, False), (work.nodes[:-1], 1 << 30, False)):
+    for nodes, limit, taken in (
+        (list(work.nodes), 1 << 30, True),
+        (list(work.nodes), 0, False),
+        (work.nodes[:-1], 1 << 30, False),
+    ):
         context = Context(Options(), "forward")
         context.overlap.order = (nodes, order)
         assert (module._known(context, gm, work, limit) is not None) is taken and context.overlap.order == ((), ())

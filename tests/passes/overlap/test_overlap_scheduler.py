@@ -37,15 +37,25 @@ def test_valid_no_slower_and_within_memory(seed, size, allowance):
 
 
 def test_a_chain_of_transfers_bounds_what_it_cannot_hide():
-    """gather, two products for the input, scatter; a product for the weight alone may run under one of the transfers."""
-    graph = TaskGraph([
-        Task("gather", 2, "wire", ()), Task("dx0", 1, COMPUTE, (0,)), Task("dx1", 1, COMPUTE, (0,)), Task("scatter", 2, "wire", (1, 2)), Task("dw", 1.5, COMPUTE, (0,)),
-    ])  # fmt: skip
+    """gather, two products for the input, scatter; a product for the weight alone may run under one of the
+    transfers.
+    """
+    graph = TaskGraph(
+        [
+            Task("gather", 2, "wire", ()),
+            Task("dx0", 1, COMPUTE, (0,)),
+            Task("dx1", 1, COMPUTE, (0,)),
+            Task("scatter", 2, "wire", (1, 2)),
+            Task("dw", 1.5, COMPUTE, (0,)),
+        ]
+    )
     assert graph.bound() == 5 and bounds.chain(graph) == 6 == graph.highest_bound == schedule(graph).seconds
 
 
 def test_segments_between_points_that_no_transfer_passes():
-    """Two chunks between attentions: of four seconds on the wire, the first has no product under it for one, the last neither."""
+    """Two chunks between attentions: of four seconds on the wire, the first has no product under it for one, the last
+    neither.
+    """
     tasks = []
 
     def add(name, seconds, resource, *needs):
@@ -56,7 +66,9 @@ def test_segments_between_points_that_no_transfer_passes():
     for layer in range(2):
         attention = add(f"attention{layer}", 5, COMPUTE, *last)
         products = [add(f"out{layer}{c}", 1, COMPUTE, attention) for c in range(2)]
-        last = tuple(add(f"in{layer}{c}", 1, COMPUTE, add(f"scatter{layer}{c}", 2, "wire", p)) for c, p in enumerate(products))
+        last = tuple(
+            add(f"in{layer}{c}", 1, COMPUTE, add(f"scatter{layer}{c}", 2, "wire", p)) for c, p in enumerate(products)
+        )
     graph = TaskGraph(tasks)
     best = schedule(graph, allowance=None)
     assert graph.bound() == 18 and bounds.segments(graph) == best.seconds == graph.highest_bound == 22
@@ -70,7 +82,11 @@ def test_segments_between_points_that_no_transfer_passes():
 @given(st.integers(0, 10**6), st.integers(3, 40))
 def test_what_can_be_hidden_is_counted_alike(seed, size):
     graph = random_tasks(seed, size)
-    assert hideable(graph) == [i for i in graph.transfers if graph.tasks[i].seconds > 0 and independent_seconds(graph, i) >= graph.tasks[i].seconds]
+    assert hideable(graph) == [
+        i
+        for i in graph.transfers
+        if graph.tasks[i].seconds > 0 and independent_seconds(graph, i) >= graph.tasks[i].seconds
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,24 +119,37 @@ def test_a_refused_task_would_have_gone_over():
 
 def test_waits_sink_to_their_users_and_memory_holds_them_back():
     tasks = [
-        Task("reduce", 1.0, "dp", (), "dp", "all_reduce"), Task("wait", 0.0, COMPUTE, (0,), kind="wait"), Task("a", 2.0),
-        Task("b", 2.0, COMPUTE, (2,)), Task("uses", 1.0, COMPUTE, (1, 3)),
-    ]  # fmt: skip
+        Task("reduce", 1.0, "dp", (), "dp", "all_reduce"),
+        Task("wait", 0.0, COMPUTE, (0,), kind="wait"),
+        Task("a", 2.0),
+        Task("b", 2.0, COMPUTE, (2,)),
+        Task("uses", 1.0, COMPUTE, (1, 3)),
+    ]
     names = lambda t: [t.graph.tasks[i].name for i in t.order]
     assert names(schedule(TaskGraph(tasks))) == ["reduce", "a", "b", "wait", "uses"]
     held = [Buffer(-1, 10, (0, 1)), Buffer(2, 8, (3,)), Buffer(3, 10, (4,))]  # the reduced input is freed by its wait
     limited = schedule(TaskGraph(tasks, held))
-    assert names(limited).index("wait") < names(limited).index("b") and limited.peak <= simulate(TaskGraph(tasks, held)).peak
+    assert (
+        names(limited).index("wait") < names(limited).index("b")
+        and limited.peak <= simulate(TaskGraph(tasks, held)).peak
+    )
 
 
 @pytest.mark.slow
 def test_the_same_on_every_run_and_hash_seed():
     code = (
-        "from overlap.random_tasks import random_tasks; from mindspeed_fx.passes.overlap.scheduler.local_search import schedule;"
+        "from overlap.random_tasks import random_tasks; from mindspeed_fx.passes.overlap.scheduler.local_search import "
+        "schedule;"
         "print([schedule(random_tasks(s, 40), work=2000).order for s in range(5)])"
     )
     outputs = {
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for seed in ("0", "7")
     }
     assert len(outputs) == 1 and "[" in outputs.pop()
@@ -129,6 +158,7 @@ def test_the_same_on_every_run_and_hash_seed():
 def test_near_the_proven_optimum():
     pytest.importorskip("ortools")
     from benchmarks.overlap_optimum import optimum, random_graph
+
     ratios = []
     for seed in range(5000, 5030):
         graph = random_graph(seed, size=10 + seed % 20)
@@ -140,8 +170,11 @@ def test_near_the_proven_optimum():
 
 @pytest.mark.slow
 def test_optimal_within_memory():
-    """HiGHS proves the optimum of 200 graphs under the memory that the order as given needs; what it may take is counted in nodes of its tree."""
+    """HiGHS proves the optimum of 200 graphs under the memory that the order as given needs; what it may take is
+    counted in nodes of its tree.
+    """
     from benchmarks.overlap_optimum import optimum_within, random_graph
+
     ratios = []
     for seed in range(7000, 7200):
         graph = random_graph(seed, size=6 + seed % 5)
@@ -156,6 +189,7 @@ def test_optimal_within_memory():
 def test_a_beam_finds_what_a_list_under_memory_does_not():
     """Two gathers: the long one must start before the work whose memory would keep it out."""
     from benchmarks.overlap_optimum import random_graph
+
     for seed, best in ((3027, 12.0), (3152, 14.5)):  # proven by enumeration
         graph = random_graph(seed, size=6 + seed % 5)
         found = schedule(graph, work=5000)
@@ -168,7 +202,10 @@ def large(layers, nodes):
     tasks, buffers, last = [], [], None
     for layer in range(layers):
         at = len(tasks)
-        tasks += [Task(f"gather{layer}", 3e-4, "dp", (), "dp", "all_gather"), Task(f"wait{layer}", 0.0, COMPUTE, (at,), kind="wait")]
+        tasks += [
+            Task(f"gather{layer}", 3e-4, "dp", (), "dp", "all_gather"),
+            Task(f"wait{layer}", 0.0, COMPUTE, (at,), kind="wait"),
+        ]
         buffers.append(Buffer(at, 100, (at + 1, at + 2)))
         for n in range(nodes):
             needs = [at + 1] * (n == 0) + [last] * (last is not None)
@@ -189,7 +226,9 @@ def test_large_graphs_are_quick_and_reach_the_bound():
 
 
 def layers_with_points(count):
-    """Layers of three chunks of unequal sizes between attention: product, scatter, norm, gather, product, with work beside that anything may run under."""
+    """Layers of three chunks of unequal sizes between attention: product, scatter, norm, gather, product, with work
+    beside that anything may run under.
+    """
     tasks, buffers, last = [], [], ()
     add = lambda *a, **k: tasks.append(Task(*a, **k)) or len(tasks) - 1
     for layer in range(count):

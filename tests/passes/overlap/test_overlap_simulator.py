@@ -49,14 +49,24 @@ def test_without_allowance_memory_keeps_it_exposed_and_the_reason_says_so():
 
 
 def test_a_link_is_busy_with_one_transfer_at_a_time_and_the_tail_is_exposed():
-    tasks = [Task("work", 1.0), Task("a", 2.0, "dp", (0,), "dp", "all_reduce"), Task("b", 2.0, "dp", (0,), "dp", "all_reduce"), Task("c", 3.0, "tp", (0,), "tp", "all_reduce")]
+    tasks = [
+        Task("work", 1.0),
+        Task("a", 2.0, "dp", (0,), "dp", "all_reduce"),
+        Task("b", 2.0, "dp", (0,), "dp", "all_reduce"),
+        Task("c", 3.0, "tp", (0,), "tp", "all_reduce"),
+    ]
     t = simulate(TaskGraph(tasks))
     assert (t.start[1], t.start[2], t.start[3]) == (1.0, 3.0, 1.0)
     assert t.seconds == 5.0 and sum(t.exposed.values()) == pytest.approx(4.0)
 
 
 def test_no_independent_work_is_said():
-    tasks = [Task("work", 1.0), Task("a", 2.0, "tp", (0,), "tp", "all_reduce"), Task("wait", 0.0, COMPUTE, (1,), kind="wait"), Task("more", 1.0, COMPUTE, (2,))]
+    tasks = [
+        Task("work", 1.0),
+        Task("a", 2.0, "tp", (0,), "tp", "all_reduce"),
+        Task("wait", 0.0, COMPUTE, (1,), kind="wait"),
+        Task("more", 1.0, COMPUTE, (2,)),
+    ]
     graph = TaskGraph(tasks)
     t = schedule(graph)
     assert t.seconds == 4.0 == graph.bound() and hideable(graph) == [] and independent_seconds(graph, 1) == 0
@@ -80,7 +90,9 @@ def test_memory_curve_is_what_sets_of_live_buffers_give(seed, size):
     curve, issued = memory_curve(graph, order), set()
     for k, i in enumerate(order):
         after = issued | {i}
-        live = [b for b in graph.buffers if b.made_by in after and (b.kept or b.made_by == i or not set(b.users) <= issued)]
+        live = [
+            b for b in graph.buffers if b.made_by in after and (b.kept or b.made_by == i or not set(b.users) <= issued)
+        ]
         assert curve[k] == sum(b.bytes for b in live)
         issued = after
 

@@ -1,4 +1,6 @@
-"""overlap.symmetric_memory: torch's operators for a product and its collective: sites, every limit by name, the model's choice, values."""
+"""overlap.symmetric_memory: torch's operators for a product and its collective: sites, every limit by name, the model's
+choice, values.
+"""
 
 import pytest
 import torch
@@ -40,10 +42,14 @@ def calls(gm):
 def test_a_training_step(ranks, enabled):
     ranks(8)
     gm, report = run(layers.training(layers.mlp))
-    assert calls(gm) == ["fused_all_gather_matmul"] * 4 + ["fused_matmul_reduce_scatter"] * 4 and len(report.rewrites) == 8
+    assert (
+        calls(gm) == ["fused_all_gather_matmul"] * 4 + ["fused_matmul_reduce_scatter"] * 4 and len(report.rewrites) == 8
+    )
     gm.graph.lint()
     fused = [n for n in gm.graph.nodes if "all_gather_matmul" in str(n.target)]
-    assert all(n.args[2:] == (0, "0") and n.kwargs == {"return_A": True} for n in fused)  # the weight gradient reads what was gathered
+    assert all(
+        n.args[2:] == (0, "0") and n.kwargs == {"return_A": True} for n in fused
+    )  # the weight gradient reads what was gathered
     whole, products = fused[0].meta["val"]
     assert tuple(whole.shape) == (8192, 4096) and [tuple(p.shape) for p in products] == [(8192, 1792)]
     assert overlap_decompose(gm, context()).notes == ["no collective that can be cut"]
@@ -54,7 +60,11 @@ def test_nobody_else_reads_what_is_gathered(ranks, enabled):
     ranks(8)
     gm, _ = run(lambda x, n, u, d: (torch.ops.mindspeed.linear(layers.all_gather(x), u),))
     (node,) = [n for n in gm.graph.nodes if "symm_mem" in str(n.target)]
-    assert node.kwargs == {"return_A": False} and node.meta["val"][0] is None and not any("c10d" in str(n.target) for n in gm.graph.nodes)
+    assert (
+        node.kwargs == {"return_A": False}
+        and node.meta["val"][0] is None
+        and not any("c10d" in str(n.target) for n in gm.graph.nodes)
+    )
 
 
 def reasons(program, **given):
@@ -66,11 +76,18 @@ def reasons(program, **given):
 def test_limits(ranks, monkeypatch):
     ranks(8)
     program = layers.training(layers.mlp)
-    assert reasons(program, target="npu", hardware="ascend910b2") == {'torch has these operators on cuda; the target is "npu"'}
-    assert reasons(program) == {'symmetric memory is not enabled for group "0": torch.distributed._symmetric_memory.enable_symm_mem_for_group("0")'}
+    assert reasons(program, target="npu", hardware="ascend910b2") == {
+        'torch has these operators on cuda; the target is "npu"'
+    }
+    assert reasons(program) == {
+        'symmetric memory is not enabled for group "0": '
+        'torch.distributed._symmetric_memory.enable_symm_mem_for_group("0")'
+    }
     monkeypatch.setattr(distributed, "has_symmetric_memory", lambda group: True)
     assert reasons(lambda x, n, u, d: (layers.all_reduce(x),)) == {"no collective that torch fuses with a product"}
-    assert "no product of matrices reads its rows as they are gathered" in reasons(lambda x, n, u, d: (layers.all_gather(x).sin(),))
+    assert "no product of matrices reads its rows as they are gathered" in reasons(
+        lambda x, n, u, d: (layers.all_gather(x).sin(),)
+    )
     bias = lambda x, n, u, d: (torch.ops.mindspeed.linear(layers.all_gather(x), u, u[:, 0]),)
     assert reasons(bias) == {"it has a bias"}
     torch.use_deterministic_algorithms(True)
@@ -82,7 +99,9 @@ def test_limits(ranks, monkeypatch):
 
 def test_several_machines(ranks, enabled):
     ranks(16)
-    assert "the ranks are in several machines; symmetric memory is open within one" in reasons(layers.training(layers.mlp))
+    assert "the ranks are in several machines; symmetric memory is open within one" in reasons(
+        layers.training(layers.mlp)
+    )
 
 
 @pytest.fixture
@@ -100,7 +119,11 @@ def test_values(lone_world, on_cpu):
     gm = layers.graph(layers.training(layers.mlp))
     overlap_split(gm, context())
     fused = fx_graph.copy_graph(gm)
-    pairs = [p for p in (mc2.beside(n) for n in fused.graph.nodes if is_start(n) and kind(n) in OPERATORS) if not isinstance(p, str)]
+    pairs = [
+        p
+        for p in (mc2.beside(n) for n in fused.graph.nodes if is_start(n) and kind(n) in OPERATORS)
+        if not isinstance(p, str)
+    ]
     for pair in pairs:
         mc2.fuse(fused, pair, _of_torch)
     mc2.in_order(fused)

@@ -1,6 +1,5 @@
 """Two gloo processes: values against the uncompiled program, bitwise, and the check of the order across ranks."""
 
-
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -12,7 +11,13 @@ def program(x, w, group):
     reduce = lambda t: functional.wait_tensor(functional.all_reduce(t, "sum", group))
     whole = functional.wait_tensor(functional.all_gather_tensor(w, 0, group))
     a = torch.tanh(x @ whole.t())
-    return reduce(a), reduce(x.sin()), reduce(x.cos()), reduce(w.exp()), functional.wait_tensor(functional.reduce_scatter_tensor(a.t().contiguous(), "sum", 0, group)) + 1
+    return (
+        reduce(a),
+        reduce(x.sin()),
+        reduce(x.cos()),
+        reduce(w.exp()),
+        functional.wait_tensor(functional.reduce_scatter_tensor(a.t().contiguous(), "sum", 0, group)) + 1,
+    )
 
 
 def trained(layer, given, options):
@@ -23,25 +28,33 @@ def trained(layer, given, options):
         return layer(layer(x, *weights), *weights).square().sum()
 
     torch._dynamo.reset()
-    out = (loss if options is None else torch.compile(loss, backend="mindspeed", options=options, fullgraph=True))(*inputs)
+    out = (loss if options is None else torch.compile(loss, backend="mindspeed", options=options, fullgraph=True))(
+        *inputs
+    )
     out.backward()
     return [out.detach(), *(t.grad for t in inputs)]
 
 
 def by_work(gm, hardware, fused):
-    """Times for which chunks pay at the sizes of a test: work and communication by the number of elements, no launch."""
+    """Times for which chunks pay at the sizes of a test: work and communication by the number of elements, no
+    launch.
+    """
     from mindspeed_fx.graph.collectives import is_start
 
     def cost(node):
         if is_start(node):
             return 1e-6 * node.meta["val"].numel(), "wire"
-        return (3e-6 * node.meta["val"].numel() if "mm" in str(node.target) or "linear" in str(node.target) else 0.0), ""
+        return (
+            3e-6 * node.meta["val"].numel() if "mm" in str(node.target) or "linear" in str(node.target) else 0.0
+        ), ""
 
     return cost
 
 
 def training(rank, codegens, names):
-    """A training step in another order and in buckets is bitwise that of the graph as it came; in chunks it is so within rounding."""
+    """A training step in another order and in buckets is bitwise that of the graph as it came; in chunks it is so
+    within rounding.
+    """
     from unittest import mock
 
     from tests.passes.overlap import parallel_layers as layers
@@ -54,27 +67,35 @@ def training(rank, codegens, names):
             assert torch.equal(a, b)
         with mock.patch("mindspeed_fx.passes.overlap.chunking.chunk_search.cost_of", by_work):
             for codegen in codegens:
-                found = trained(layer, given, {**options, "codegen": codegen, "strict": True, "enable": ["overlap.decompose"]})
+                found = trained(
+                    layer, given, {**options, "codegen": codegen, "strict": True, "enable": ["overlap.decompose"]}
+                )
                 for a, b in zip(found, plain, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def fused(rank):
-    """torch_npu's operators for a product and its collective, emulated: values and gradients within twice bfloat16's own error."""
+    """torch_npu's operators for a product and its collective, emulated: values and gradients within twice bfloat16's
+    own error.
+    """
     from tests.passes.overlap import parallel_layers as layers
 
     of = layers.shapes(hidden=256, ffn=256)
     exact = trained(layers.mlp, layers.inputs(rank, of), None)
     plain = trained(layers.mlp, layers.inputs(rank, of, torch.bfloat16), None)
     options = {"target": "npu", "hardware": "ascend910b2", "enable": ["overlap.mc2"], "strict": True}
-    for e, p, f in zip(exact, plain, trained(layers.mlp, layers.inputs(rank, of, torch.bfloat16), options), strict=True):
+    for e, p, f in zip(
+        exact, plain, trained(layers.mlp, layers.inputs(rank, of, torch.bfloat16), options), strict=True
+    ):
         assert f.dtype == torch.bfloat16 and (f.double() - e).norm() <= 2 * (p.double() - e).norm() > 0
 
 
 def agrees(codegen, inputs, expected, group):
     torch._dynamo.reset()
     options = {"codegen": codegen, "hardware": "h100", "overlap_memory": "1MiB"}
-    got = torch.compile(lambda x, w: program(x, w, group), backend="mindspeed", options=options, fullgraph=True)(*inputs)
+    got = torch.compile(lambda x, w: program(x, w, group), backend="mindspeed", options=options, fullgraph=True)(
+        *inputs
+    )
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b) if codegen == "eager" else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
@@ -91,7 +112,11 @@ def worker(rank, store):
     inputs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * rank + s)) for s in (1, 2)]
     expected = program(*inputs, group)
     agrees("eager", inputs, expected, group)
-    report = mindspeed_fx.explain(lambda x, w: program(x, w, group), *inputs, options={"codegen": "eager", "hardware": "h100", "overlap_memory": "1MiB"})
+    report = mindspeed_fx.explain(
+        lambda x, w: program(x, w, group),
+        *inputs,
+        options={"codegen": "eager", "hardware": "h100", "overlap_memory": "1MiB"},
+    )
     assert [s.operator.split(" ")[0] for s in report.sites("overlap.bucket")] == ["all_reduce_coalesced"], str(report)
     assert "order of collectives" in str(report)
 
@@ -109,7 +134,11 @@ def worker(rank, store):
         try:
             check_across_ranks(gm, "forward")
         except OrderMismatch as e:
-            assert "number 1 of 2" in str(e) and "all_reduce(float32[4, 6])" in str(e) and "all_gather_into_tensor" in str(e)
+            assert (
+                "number 1 of 2" in str(e)
+                and "all_reduce(float32[4, 6])" in str(e)
+                and "all_gather_into_tensor" in str(e)
+            )
         else:
             raise AssertionError("different orders were not noticed")
     else:
@@ -132,7 +161,8 @@ def generated(rank, store):
     dist.destroy_process_group()
 
 
-@pytest.mark.slow  # minutes of compilation; test_two_ranks runs the same graphs as they are, test_overlap_mc2.py fused ones on one rank
+# minutes of compilation; test_two_ranks runs the same graphs as they are, test_overlap_mc2.py fused ones on one rank
+@pytest.mark.slow
 def test_two_ranks_fused_and_with_generated_code(tmp_path):
     mp.spawn(generated, (str(tmp_path / "store"),), nprocs=2)
 

@@ -22,7 +22,11 @@ def step(seed: int, most: int) -> tuple[Schedule, float]:
         if i > 1 and rng.random() < 0.1:
             node([i - 1], 0, 0.0, of=i - 1)
         else:
-            node([rng.randrange(max(0, i - 4), i) for _ in range(rng.choice((1, 1, 2)))], 64 * rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 5, 10, 20)) * 1e-6)
+            node(
+                [rng.randrange(max(0, i - 4), i) for _ in range(rng.choice((1, 1, 2)))],
+                64 * rng.choice((1, 2, 4, 8, 16)),
+                rng.choice((1, 2, 5, 10, 20)) * 1e-6,
+            )
     gradient = node([], 64, 0.0)
     backward, needed, gradients = [gradient], set(), []
     for i in range(count, 0, -1):
@@ -35,18 +39,32 @@ def step(seed: int, most: int) -> tuple[Schedule, float]:
             gradients.append(backward[-1])
     numbers = range(len(sources))
     made = Schedule(
-        sources=sources, root=root, size=size, full=size, seconds=seconds, savable=[0 < i <= count and root[i] == i for i in numbers], forced=[False for _ in numbers],
-        given=[i == 0 for i in numbers], backward=backward, needed=sorted(needed), returned=[count], gradients=[*gradients, gradient],
-    )  # fmt: skip
+        sources=sources,
+        root=root,
+        size=size,
+        full=size,
+        seconds=seconds,
+        savable=[0 < i <= count and root[i] == i for i in numbers],
+        forced=[False for _ in numbers],
+        given=[i == 0 for i in numbers],
+        backward=backward,
+        needed=sorted(needed),
+        returned=[count],
+        gradients=[*gradients, gradient],
+    )
     return made, sum(seconds)
 
 
 def layered(seed: int, layers: int, most: int = 6) -> tuple[Schedule, float]:
-    """(a step of ``layers`` layers of up to ``most`` operations and a residual sum, all alike, all reading one table; modelled seconds of it)."""
+    """(a step of ``layers`` layers of up to ``most`` operations and a residual sum, all alike, all reading one table;
+    modelled seconds of it).
+    """
     rng = random.Random(seed)
     count = rng.randint(2, most)
     # What an operation reads: -1 the layer before, -2 the table, others of its own layer.
-    reads = [sorted({rng.choice([-2, *range(max(-1, i - 3), i)]), max(-1, i - 1)}) for i in range(count)] + [[-1, count - 1]]
+    reads = [sorted({rng.choice([-2, *range(max(-1, i - 3), i)]), max(-1, i - 1)}) for i in range(count)] + [
+        [-1, count - 1]
+    ]
     width = 64 * rng.choice((2, 4, 8))
     bytes_ = [64 * rng.choice((1, 2, 4, 8, 16)) for _ in range(count)] + [width]
     time = [rng.choice((1, 2, 5, 10, 20)) * 1e-6 for _ in range(count)] + [1e-6]
@@ -84,7 +102,17 @@ def layered(seed: int, layers: int, most: int = 6) -> tuple[Schedule, float]:
     needed.add(last)
     numbers = range(len(sources))
     made = Schedule(
-        sources=sources, root=list(numbers), size=size, full=size, seconds=seconds, savable=[0 < i < forward for i in numbers], forced=[False for _ in numbers],
-        given=[i == 0 for i in numbers], backward=backward, needed=sorted(needed), returned=[last], gradients=[*gradients, gradient],
-    )  # fmt: skip
+        sources=sources,
+        root=list(numbers),
+        size=size,
+        full=size,
+        seconds=seconds,
+        savable=[0 < i < forward for i in numbers],
+        forced=[False for _ in numbers],
+        given=[i == 0 for i in numbers],
+        backward=backward,
+        needed=sorted(needed),
+        returned=[last],
+        gradients=[*gradients, gradient],
+    )
     return made, sum(seconds)

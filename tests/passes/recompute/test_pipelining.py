@@ -1,6 +1,5 @@
 """A backward in three graphs: the same bits in any order of the parts, under torch's own zero-bubble schedule too."""
 
-
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -16,7 +15,11 @@ class Layer(nn.Module):
 
     def __init__(self, hidden=16):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 2 * hidden),
+            nn.Linear(2 * hidden, hidden, bias=False),
+        )
 
     def forward(self, x):
         return x + self.down(torch.sin(self.up(self.norm(x))))
@@ -67,7 +70,9 @@ def test_the_parts_are_the_whole_in_any_order(options):
     parts = graphs.parts
     assert bool(parts.recompute.makes) == (options["recompute"] == "full")
     assert not any("tangents" in n for n in parts.recompute.reads) and any("tangents" in n for n in parts.inputs.reads)
-    products = {name: sum("mm" in str(n.target) for n in getattr(parts, name).gm.graph.nodes) for name in ("inputs", "weights")}
+    products = {
+        name: sum("mm" in str(n.target) for n in getattr(parts, name).gm.graph.nodes) for name in ("inputs", "weights")
+    }
     assert products == {"inputs": 4, "weights": 4}  # one each way for each of four linears
 
 
@@ -79,7 +84,9 @@ def test_frozen_weights_and_inputs_without_gradient():
     part(x).sin().sum().backward()
     part.dw_builder()()
     assert model[0].up.weight.grad is None
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip([p.grad for p in model.parameters()], weights, strict=True))
+    assert all(
+        a is b is None or torch.equal(a, b) for a, b in zip([p.grad for p in model.parameters()], weights, strict=True)
+    )
     with torch.no_grad():
         assert torch.equal(part(x), model(x))
     with pytest.raises(RuntimeError, match="ahead=True"):
@@ -117,8 +124,13 @@ def worker(rank, store):
         else:
             parts = [mindspeed_fx.split_backward(m) for m in models]
         builders = [p.dw_builder if kind != "plain" else None for p in parts]
-        stages = [PipelineStage(p, s, 4, torch.device("cpu"), dw_builder=b) for p, s, b in zip(parts, (rank, rank + 2), builders)]
-        schedule = (ScheduleInterleaved1F1B if kind == "plain" else ScheduleInterleavedZeroBubble)(stages, 4, loss_fn=loss)
+        stages = [
+            PipelineStage(p, s, 4, torch.device("cpu"), dw_builder=b)
+            for p, s, b in zip(parts, (rank, rank + 2), builders)
+        ]
+        schedule = (ScheduleInterleaved1F1B if kind == "plain" else ScheduleInterleavedZeroBubble)(
+            stages, 4, loss_fn=loss
+        )
         losses = []
         for _ in range(2):
             for m in models:

@@ -28,7 +28,9 @@ def inputs_of(model, inputs):
 def measured(model, inputs, budget, **options):
     """(peak bytes of a step, inputs included, by the allocator's events; loss and gradients)."""
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager", "memory_budget": budget, **options})
+    compiled = torch.compile(
+        model, backend="mindspeed", options={"codegen": "eager", "memory_budget": budget, **options}
+    )
 
     def step():
         model.zero_grad(set_to_none=True)
@@ -47,7 +49,10 @@ def planned(model, inputs, budget):
     """(modelled peak, least, sites) from the report; the certificate is there."""
     report = mindspeed_fx.explain(model, *inputs, options={"codegen": "eager", "memory_budget": budget})
     (run,) = [r for r in report.graphs[0].runs if r.report.name == NAME]
-    assert re.search(r"no plan within this peak takes less than [\d.]+ ms, so this one is at most [\d.]+ % from the optimum", run.report.notes[1])
+    assert re.search(
+        r"no plan within this peak takes less than [\d.]+ ms, so this one is at most [\d.]+ % from the optimum",
+        run.report.notes[1],
+    )
     numbers = [float(x) * MIB for x in re.findall(r"([\d.]+) MiB", run.report.notes[0])]
     return numbers[0], numbers[-1], len(run.report.rewrites)
 
@@ -73,16 +78,29 @@ def test_fits_and_is_what_was_modelled(llama):
 def test_certify_proves_a_plan_and_says_where_it_does_not(monkeypatch):
     pytest.importorskip("scipy", reason="integer programs need scipy")
     torch.manual_seed(0)
-    model, inputs = torch.nn.Sequential(*(m for _ in range(2) for m in (torch.nn.Linear(16, 64), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(64, 16)))), (torch.randn(256, 16),)
+    model, inputs = (
+        torch.nn.Sequential(
+            *(
+                m
+                for _ in range(2)
+                for m in (torch.nn.Linear(16, 64), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(64, 16))
+            )
+        ),
+        (torch.randn(256, 16),),
+    )
     gaps, seen = {}, {}
     for name in ("certified", "large"):
         if name == "large":
             monkeypatch.setattr(folded_search, "FEW", 3)
-        report = mindspeed_fx.explain(model, *inputs, options={"codegen": "eager", "memory_budget": 0.3, "certify": True})
+        report = mindspeed_fx.explain(
+            model, *inputs, options={"codegen": "eager", "memory_budget": 0.3, "certify": True}
+        )
         (seen[name],) = [r.report for r in report.graphs[0].runs if r.report.name == NAME]
         gaps[name] = float(re.search(r"at most ([\d.]+) % from the optimum", seen[name].notes[1])[1])
     assert gaps["certified"] <= 0.02 and gaps["certified"] <= gaps["large"]
-    assert [s.reason for s in seen["large"].skipped if "not certified by integer programs" in s.reason] and not any("certified" in s.reason for s in seen["certified"].skipped)
+    assert [s.reason for s in seen["large"].skipped if "not certified by integer programs" in s.reason] and not any(
+        "certified" in s.reason for s in seen["certified"].skipped
+    )
 
 
 @pytest.mark.slow
@@ -183,7 +201,9 @@ def test_layers_planned_once_take_the_memory_that_was_modelled(monkeypatch):
     from mindspeed_fx.passes.recompute import budget as module
 
     searches = []
-    monkeypatch.setattr(module, "Layers", lambda *given, own=module.Layers: searches.append(own(*given)) or searches[-1])
+    monkeypatch.setattr(
+        module, "Layers", lambda *given, own=module.Layers: searches.append(own(*given)) or searches[-1]
+    )
     torch.manual_seed(0)
     model, x = Residual(), 0.1 * torch.randn(512, 64)
     exact = measured(model, (x,), None)[1]
@@ -231,7 +251,14 @@ def test_measured_peaks_rise_with_the_fraction():
     class Loss(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            config = LlamaConfig(hidden_size=128, intermediate_size=352, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, vocab_size=512)
+            config = LlamaConfig(
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=8,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                vocab_size=512,
+            )
             self.model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 
         def forward(self, ids, labels):

@@ -18,7 +18,20 @@ def case():
 def test_the_command_prints_plans_from_fast_to_small(tmp_path, capsys):
     script = tmp_path / "net.py"
     script.write_text(SCRIPT)
-    assert cli.main(["explain", f"{script}:case", "--memory-curve", "--options", '{"codegen": "eager"}', "--save", str(tmp_path / "out")]) == 0
+    assert (
+        cli.main(
+            [
+                "explain",
+                f"{script}:case",
+                "--memory-curve",
+                "--options",
+                '{"codegen": "eager"}',
+                "--save",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     rows = [line.split() for line in text[text.index("peak MiB    step ms") :].splitlines()[1:] if "#" in line]
     peaks, times = [float(r[0]) for r in rows], [float(r[1]) for r in rows]

@@ -18,7 +18,10 @@ from tests.passes.recompute.random_steps import layered, step
 
 def work(search: Layers) -> int:
     """Nodes walked over in plans tried."""
-    return sum(len(s.schedule.sources) * s.schedule.evaluations for s in search.inner) + len(search.small.sources) * search.small.evaluations
+    return (
+        sum(len(s.schedule.sources) * s.schedule.evaluations for s in search.inner)
+        + len(search.small.sources) * search.small.evaluations
+    )
 
 
 def planned(layers: int, seed: int = 3):
@@ -98,7 +101,11 @@ def test_moments_of_averages_are_below_the_memory_of_every_choice():
             read = {small.root[a] for i in run[cut:] for a in small.sources[i]} | set(small.returned)
             plan = small.evaluate(plan.saved & read)
             run, alive, cut = small.trace(plan)
-            share = {v: sum(folded.origin[v] + k * folded.period in plan.saved for k in range(folded.weight[v])) / folded.weight[v] for v in folded.values}
+            share = {
+                v: sum(folded.origin[v] + k * folded.period in plan.saved for k in range(folded.weight[v]))
+                / folded.weight[v]
+                for v in folded.values
+            }
             at = {i: t for t, i in enumerate(run) if t < cut or small.sources[i] and i >= min(small.backward)}
             for t in rows.priced:
                 least = rows.certain[t] + sum(w * share.get(v, 0.0) for v, w in rows.at(t).items())

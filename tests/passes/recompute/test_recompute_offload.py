@@ -1,5 +1,6 @@
-"""Activations in host memory: plans that the link can carry out, copies that are never read too early, and a peak that is the modelled one."""
-
+"""Activations in host memory: plans that the link can carry out, copies that are never read too early, and a peak that
+is the modelled one.
+"""
 
 import pytest
 import torch
@@ -21,11 +22,19 @@ MIB = 2**20
 
 
 def played(schedule, plan, rate):
-    """Seconds of a step whose two links and whose compute are played one call after the other, waits where the plan has them."""
+    """Seconds of a step whose two links and whose compute are played one call after the other, waits where the plan has
+    them.
+    """
     run, _, cut = schedule.trace(plan)
     away = {v: (free, back) for v, free, back in plan.ways}
-    last = {v: max(t for t, i in enumerate(run[:cut]) if v in {schedule.root[a] for a in (i, *schedule.sources[i])}) for v in away}
-    first = {v: min(t for t, i in enumerate(run[cut:], cut) if v in {schedule.root[a] for a in schedule.sources[i]}) for v in away}
+    last = {
+        v: max(t for t, i in enumerate(run[:cut]) if v in {schedule.root[a] for a in (i, *schedule.sources[i])})
+        for v in away
+    }
+    first = {
+        v: min(t for t, i in enumerate(run[cut:], cut) if v in {schedule.root[a] for a in schedule.sources[i]})
+        for v in away
+    }
     now = out = 0.0
     over = {}
     for t, i in enumerate(run[:cut]):
@@ -100,7 +109,9 @@ class _OnDevice(_Meter):
 
 
 def trained(model, x, **options):
-    """(loss and gradients, peak bytes on the device beside parameters and inputs, copies to the host) of the second step."""
+    """(loss and gradients, peak bytes on the device beside parameters and inputs, copies to the host) of the second
+    step.
+    """
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager", **options})
     compiled(x).backward()
@@ -130,7 +141,11 @@ def test_bitwise_the_same_in_the_memory_that_was_modelled(sines):
     values, peak, copies = trained(model, x, memory_budget="min", offload=True)
     assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
     run = decided(model, x, memory_budget="min", offload=True)
-    assert copies == len(run.moves) > 0 and not run.skipped and sum(s.operator == "offloaded" for s in run.rewrites) == len(run.moves)
+    assert (
+        copies == len(run.moves) > 0
+        and not run.skipped
+        and sum(s.operator == "offloaded" for s in run.rewrites) == len(run.moves)
+    )
     inputs = sum(t.numel() * t.itemsize for t in (x, *model.parameters()))
     modelled = run.curves["this plan"].peak - inputs
     assert peak == pytest.approx(modelled, rel=0.03) and peak < 0.75 * whole
@@ -165,7 +180,12 @@ def test_copies_start_behind_the_last_reader_and_are_waited_for_as_late_as_can_b
     for host in outs:
         (x_there,), (done,) = host.args, host.users
         assert done.target is WAIT and done.args == (host, x_there) and host.meta["val"].device.type == "cpu"
-        last = max(place[n] for v in family(x_there) for n in (v, *v.users) if n.target not in (OFFLOAD, WAIT) and n.op != "output")
+        last = max(
+            place[n]
+            for v in family(x_there)
+            for n in (v, *v.users)
+            if n.target not in (OFFLOAD, WAIT) and n.op != "output"
+        )
         assert all(n.target is OFFLOAD for n in place if last < place[n] <= place[host])
     at = {n: i for i, n in enumerate(backward.graph.nodes)}
     backs = backward.graph.find_nodes(op="call_function", target=RELOAD)
@@ -199,7 +219,10 @@ def test_a_copy_takes_place_when_it_is_waited_for():
         ({"offload": 1}, '"offload" takes True or False, not 1'),
         ({"offload": True}, '"offload" is True, but what is moved to host memory is planned for a "memory_budget"'),
         ({"host_memory": "1GiB"}, '"host_memory" is .1GiB., but "offload" is False'),
-        ({"host_bandwidth": "fast", "offload": True, "memory_budget": "min"}, '"host_bandwidth" is .fast.; valid: bytes'),
+        (
+            {"host_bandwidth": "fast", "offload": True, "memory_budget": "min"},
+            '"host_bandwidth" is .fast.; valid: bytes',
+        ),
         ({"host_bandwidth": 0, "offload": True, "memory_budget": "min"}, '"host_bandwidth" is 0; valid'),
         ({"recompute": {"mlp": "offload"}}, 'maps "mlp" to "offload", but option "offload" is False'),
         ({"recompute": {"mlp": "ofload"}, "offload": True, "memory_budget": "min"}, 'did you mean "offload"'),
@@ -237,18 +260,27 @@ class Total(torch.nn.Module):
 
 def test_a_module_whose_activations_are_moved_by_name():
     torch.manual_seed(0)
-    model, x = torch.nn.Sequential(*(m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.Tanh()))), torch.randn(2048, 64)
+    model, x = (
+        torch.nn.Sequential(*(m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.Tanh()))),
+        torch.randn(2048, 64),
+    )
     model.append(Total())
     exact, *_ = trained(model, x)
-    options = dict(memory_budget=1.0, offload=True, recompute={"1": "offload", "3": "offload", "2": "offload", "nothing": "save"})
+    options = dict(
+        memory_budget=1.0, offload=True, recompute={"1": "offload", "3": "offload", "2": "offload", "nothing": "save"}
+    )
     run = decided(model, x, **options)
     values, _, copies = trained(model, x, **options)
     moved = [s.module for s in run.rewrites if s.operator == "offloaded"]
     assert moved == ["1", "3"] and copies == len(run.moves) == 2  # what else fits stays
-    assert any(s.reason == "2: is not moved to host memory, since nothing in the backward reads it" for s in run.skipped)
+    assert any(
+        s.reason == "2: is not moved to host memory, since nothing in the backward reads it" for s in run.skipped
+    )
     assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
     assert "| 1: offload |" in run.files["activations.md"] and any("nothing" in s.reason for s in run.skipped)
-    with pytest.raises(Exception, match='"host_memory" is 1024 bytes, but what option "recompute" maps to "offload" takes'):
+    with pytest.raises(
+        Exception, match='"host_memory" is 1024 bytes, but what option "recompute" maps to "offload" takes'
+    ):
         decided(model, x, host_memory=1024, **options)
     slow = decided(model, x, host_bandwidth="1MB", **options)
     assert len(slow.moves) == 2 and "of the copies are not hidden" in " ".join(slow.notes)

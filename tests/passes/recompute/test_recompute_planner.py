@@ -1,4 +1,6 @@
-"""The planner on random steps small enough to try every choice: plans fit, are the fastest, and the certificate is true."""
+"""The planner on random steps small enough to try every choice: plans fit, are the fastest, and the certificate is
+true.
+"""
 
 import itertools
 import random
@@ -23,7 +25,9 @@ def choices(schedule: Schedule):
     """Every choice of what to save, evaluated; what the caller gets is kept anyhow."""
     kept = {schedule.root[i] for i in schedule.returned} & set(schedule.values)
     free = [v for v in schedule.values if v not in kept]
-    plans = (schedule.evaluate({*kept, *some}) for n in range(len(free) + 1) for some in itertools.combinations(free, n))
+    plans = (
+        schedule.evaluate({*kept, *some}) for n in range(len(free) + 1) for some in itertools.combinations(free, n)
+    )
     return [p for p in plans if p]
 
 
@@ -56,7 +60,9 @@ def test_gaps_to_the_optimum_and_bounds_over_random_steps():
 
 
 def test_programs_prove_the_optimum_with_what_chains_hold_and_the_forward_prepares():
-    """Rows for what is made again and for what the forward runs only for what is saved: never above the best choice, and nearly always its time."""
+    """Rows for what is made again and for what the forward runs only for what is saved: never above the best choice,
+    and nearly always its time.
+    """
     pytest.importorskip("scipy", reason="integer programs need scipy")
     proved, without, tried = 0, 0, 0
     for seed in range(100, 122):
@@ -71,9 +77,14 @@ def test_programs_prove_the_optimum_with_what_chains_hold_and_the_forward_prepar
             best = min((p for p in every if p.bytes <= limit), key=lambda p: p.seconds)
             found = optimum(schedule, limit)
             assert found.seconds is not None and found.seconds <= best.seconds + 1e-12, (seed, part)
-            assert found.plan is None or found.plan.bytes <= limit and found.plan.seconds >= best.seconds - 1e-12, (seed, part)
+            assert found.plan is None or found.plan.bytes <= limit and found.plan.seconds >= best.seconds - 1e-12, (
+                seed,
+                part,
+            )
             again = optimum(schedule, limit, known=best)
-            assert (again.plan is None or again.plan.seconds >= best.seconds - 1e-12) and again.seconds <= best.seconds + 1e-12, (seed, part)
+            assert (
+                again.plan is None or again.plan.seconds >= best.seconds - 1e-12
+            ) and again.seconds <= best.seconds + 1e-12, (seed, part)
             tried += 1
             proved += found.plan is not None and found.seconds >= best.seconds * (1 - 1e-3) - 1e-12
             without += (optimum(schedule, limit, rounds=1).seconds or 0.0) >= best.seconds * (1 - 1e-3) - 1e-12
@@ -88,7 +99,9 @@ def test_the_linear_functions_are_below_the_memory_of_every_choice(seed):
     rows = moments(schedule)
     for plan in choices(schedule):
         run, alive, cut = schedule.trace(plan)
-        read = {schedule.root[a] for i in run[cut:] for a in schedule.sources[i]} | {schedule.root[i] for i in schedule.returned}
+        read = {schedule.root[a] for i in run[cut:] for a in schedule.sources[i]} | {
+            schedule.root[i] for i in schedule.returned
+        }
         if not plan.saved <= read:  # it saves what nobody reads: the same without that is no slower and no larger
             continue
         assert max(alive) == plan.bytes and run[alive.index(plan.bytes)] == plan.at
@@ -100,12 +113,25 @@ def test_the_linear_functions_are_below_the_memory_of_every_choice(seed):
 
 
 def test_what_only_prepares_the_backward_takes_time_once_wherever_it_runs():
-    """input 0 -> 1, returned; the backward 4 reads 3, made of 2, made of 1, which the forward runs only if 3 is saved."""
+    """input 0 -> 1, returned; the backward 4 reads 3, made of 2, made of 1, which the forward runs only if 3 is
+    saved.
+    """
     numbers = range(5)
     made = Schedule(
-        sources=[(), (0,), (1,), (2,), (3,)], root=list(numbers), size=[0, 8, 8, 8, 8], full=[0, 8, 8, 8, 8], seconds=[0.0, 1.0, 2.0, 4.0, 0.0],
-        savable=[0 < i < 4 for i in numbers], forced=[False] * 5, given=[i == 0 for i in numbers], backward=[4], needed=[3], returned=[1], gradients=[4], prepares=[False, False, True, True, False],
-    )  # fmt: skip
+        sources=[(), (0,), (1,), (2,), (3,)],
+        root=list(numbers),
+        size=[0, 8, 8, 8, 8],
+        full=[0, 8, 8, 8, 8],
+        seconds=[0.0, 1.0, 2.0, 4.0, 0.0],
+        savable=[0 < i < 4 for i in numbers],
+        forced=[False] * 5,
+        given=[i == 0 for i in numbers],
+        backward=[4],
+        needed=[3],
+        returned=[1],
+        gradients=[4],
+        prepares=[False, False, True, True, False],
+    )
     assert made.evaluate([1]).seconds == 0.0 and made.evaluate([1]).again == (2, 3)
     assert made.evaluate([1, 3]).seconds == 0.0 and made.evaluate([1, 3]).again == ()
     assert made.evaluate([]).seconds == 1.0  # the caller's value is made twice
@@ -118,7 +144,9 @@ def test_a_limit_that_the_certain_memory_exceeds_has_no_plan():
 
 def test_what_must_not_run_again_is_saved_and_what_is_forced_never():
     schedule, _ = step(11, 9)
-    free = [v for v in schedule.values if schedule.sources[v] and v not in {schedule.root[i] for i in schedule.returned}]
+    free = [
+        v for v in schedule.values if schedule.sources[v] and v not in {schedule.root[i] for i in schedule.returned}
+    ]
     schedule.seconds[free[0]] = float("inf")
     schedule.forced[free[-1]] = True
     for plan in Search(schedule).hull:
@@ -129,7 +157,9 @@ def test_what_must_not_run_again_is_saved_and_what_is_forced_never():
 @given(st.data())
 def test_flow_is_the_least_cut_and_goes_on_when_capacities_rise(data):
     count = data.draw(st.integers(2, 6))
-    edges = data.draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.integers(0, 9)), max_size=14))
+    edges = data.draw(
+        st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.integers(0, 9)), max_size=14)
+    )
     network = Network(count)
     numbers = [network.add(a, b, c) for a, b, c in edges]
     more = data.draw(st.lists(st.integers(0, 5), min_size=len(edges), max_size=len(edges)))
@@ -150,9 +180,20 @@ def test_a_call_with_two_results_fills_both_whoever_is_read():
     """input 0 -> call 1 -> results 2 and 3; the backward 4 reads 3, then 5 reads 2."""
     numbers = range(6)
     made = Schedule(
-        sources=[(), (0,), (1,), (1,), (3,), (2, 4)], root=list(numbers), size=[0, 0, 8, 16, 1, 1], full=[0, 0, 8, 16, 1, 1], seconds=[0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
-        savable=[i in (2, 3) for i in numbers], forced=[False] * 6, given=[i == 0 for i in numbers], backward=[4, 5], needed=[2, 3], returned=[], gradients=[5], maker={2: 1, 3: 1},
-    )  # fmt: skip
+        sources=[(), (0,), (1,), (1,), (3,), (2, 4)],
+        root=list(numbers),
+        size=[0, 0, 8, 16, 1, 1],
+        full=[0, 0, 8, 16, 1, 1],
+        seconds=[0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
+        savable=[i in (2, 3) for i in numbers],
+        forced=[False] * 6,
+        given=[i == 0 for i in numbers],
+        backward=[4, 5],
+        needed=[2, 3],
+        returned=[],
+        gradients=[5],
+        maker={2: 1, 3: 1},
+    )
     again = made.evaluate([])
     assert made.trace(again)[:2] == ([1, 3, 4, 2, 5], [24, 24, 25, 9, 10]) and again.seconds == 1.0
     one = made.evaluate([3])  # the other is made again, and 3 once more for a moment
@@ -188,7 +229,10 @@ def test_a_walk_ends_at_a_plan_that_fits_and_is_no_slower_and_goes_the_same_way_
     walks = [anneal(schedule, start, start.bytes + 64, planner.cuts.values, 300, schedule.evaluate) for _ in range(2)]
     assert walks[0].saved == walks[1].saved and walks[0].seconds <= start.seconds and walks[0].bytes <= start.bytes + 64
     before = schedule.evaluations
-    assert anneal(schedule, start, start.bytes, planner.cuts.values, 0, schedule.evaluate).saved == start.saved and schedule.evaluations == before
+    assert (
+        anneal(schedule, start, start.bytes, planner.cuts.values, 0, schedule.evaluate).saved == start.saved
+        and schedule.evaluations == before
+    )
 
 
 def test_a_choice_that_takes_too_long_is_no_plan():
@@ -234,9 +278,19 @@ def residual(layers: int) -> Schedule:
     total = len(sources)
     seconds += [1e-6] * (total - count)
     return Schedule(
-        sources=sources, root=list(range(total)), size=size, full=size, seconds=seconds, savable=[0 < i < count for i in range(total)], forced=[False] * total,
-        given=[i == 0 for i in range(total)], backward=backward, needed=sorted({x, *(i for r in needed for i in r)}), returned=[x], gradients=[gradient],
-    )  # fmt: skip
+        sources=sources,
+        root=list(range(total)),
+        size=size,
+        full=size,
+        seconds=seconds,
+        savable=[0 < i < count for i in range(total)],
+        forced=[False] * total,
+        given=[i == 0 for i in range(total)],
+        backward=backward,
+        needed=sorted({x, *(i for r in needed for i in r)}),
+        returned=[x],
+        gradients=[gradient],
+    )
 
 
 def test_a_residual_stream_is_made_again_segment_by_segment(monkeypatch):

@@ -22,7 +22,11 @@ def saved(monkeypatch):
     def partition(gm, inputs, *args, **kwargs):
         forward, backward = original(gm, inputs, *args, **kwargs)
         output = next(n for n in forward.graph.nodes if n.op == "output")
-        kept = [n for n in output.args[0][kwargs["num_fwd_outputs"] :] if n.op != "placeholder" and isinstance(n.meta["val"], torch.Tensor)]
+        kept = [
+            n
+            for n in output.args[0][kwargs["num_fwd_outputs"] :]
+            if n.op != "placeholder" and isinstance(n.meta["val"], torch.Tensor)
+        ]
         found.append([(tuple(n.meta["val"].shape), str(n.target)) for n in kept])
         return forward, backward
 
@@ -151,7 +155,9 @@ def test_llama_is_the_same(dtype):
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         assert a.isfinite().all()
-        torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 2e-2, atol=1e-12 if dtype == torch.float64 else 2e-2)
+        torch.testing.assert_close(
+            a, b, rtol=1e-12 if dtype == torch.float64 else 2e-2, atol=1e-12 if dtype == torch.float64 else 2e-2
+        )
 
 
 def summed_norm(x, r, w):
@@ -161,9 +167,15 @@ def summed_norm(x, r, w):
 
 def test_where_nothing_but_generated_code_runs_torch_decides_and_the_gradient_is_written_over_what_was_saved():
     """Measured: a buffer more costs as much as the kernel."""
-    inputs = [torch.randn(1024, 512, requires_grad=True), torch.randn(1024, 512, requires_grad=True), torch.randn(512, requires_grad=True)]
+    inputs = [
+        torch.randn(1024, 512, requires_grad=True),
+        torch.randn(1024, 512, requires_grad=True),
+        torch.randn(512, requires_grad=True),
+    ]
     report = mindspeed_fx.explain(summed_norm, *inputs)
-    assert report.counts[NAME] == 0 and [r.report.notes for g in report.graphs for r in g.runs if r.report.name == NAME] == [["all of it is generated code; torch's min-cut decides"]]
+    assert report.counts[NAME] == 0 and [
+        r.report.notes for g in report.graphs for r in g.runs if r.report.name == NAME
+    ] == [["all of it is generated code; torch's min-cut decides"]]
     torch._dynamo.reset()
     f = torch.compile(summed_norm, backend="mindspeed")
     with torch._inductor.config.patch(force_disable_caches=True):

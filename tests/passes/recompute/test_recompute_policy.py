@@ -42,7 +42,9 @@ def run(recompute, checkpointed=False, codegen="eager", **options):
     model, x = Model(checkpointed), torch.randn(3, 8, 16)
     torch._dynamo.reset()
     with recorder.collecting() as graphs:
-        loss = torch.compile(model, backend="mindspeed", options={"codegen": codegen, "recompute": recompute, **options})(x)
+        loss = torch.compile(
+            model, backend="mindspeed", options={"codegen": codegen, "recompute": recompute, **options}
+        )(x)
         loss.backward()
     (report,) = [r.report for r in graphs[0].runs if r.report.saved is not None]
     return [loss.detach(), *(p.grad for p in model.parameters())], report
@@ -95,7 +97,9 @@ def test_draws_stay_saved_and_the_report_says_so():
 
 def test_globs_override_a_policy_and_the_planner(exact):
     values, report = run({"policy": "activation_function", "layers.0.act": "save"})
-    assert {s.module for s in report.rewrites} == {"layers.1.act"} or all(m.startswith("layers.1") for m, _ in sites(report))
+    assert {s.module for s in report.rewrites} == {"layers.1.act"} or all(
+        m.startswith("layers.1") for m, _ in sites(report)
+    )
     assert all(torch.equal(a, b) for a, b in zip(values, exact[0], strict=True))
     values, report = run({"layers.*.up": "recompute"}, memory_budget="1GiB")
     assert {s.module for s in report.rewrites} == {"layers.0.up", "layers.1.up"}

@@ -1,5 +1,6 @@
-"""Our plans beside torch's knapsacks and Megatron's modes under one simulator (benchmarks/memory_rivals.py): faster at every limit."""
-
+"""Our plans beside torch's knapsacks and Megatron's modes under one simulator (benchmarks/memory_rivals.py): faster at
+every limit.
+"""
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ def test_faster_than_every_rival_at_every_limit_on_a_llama(monkeypatch):
     gaps = rivals.compare(case, BUDGETS)  # which raises where a rival beats the certificate
     assert set(gaps) == {"ours", "certified", "torch dp", "torch greedy", "torch ilp", "megatron"}
     for who, found in gaps.items():
-        assert len(found) == BUDGETS and all(own <= other + 1e-3 for own, other in zip(gaps["certified" if who == "certified" else "ours"], found)), (who, gaps)
+        assert len(found) == BUDGETS and all(
+            own <= other + 1e-3 for own, other in zip(gaps["certified" if who == "certified" else "ours"], found)
+        ), (who, gaps)
     assert max(gaps["ours"]) < 0.1 and max(gaps["certified"]) < 0.03
     for who in set(gaps) - {"ours", "certified"}:
         assert any(other > own + 0.01 for own, other in zip(gaps["ours"], gaps[who])), (who, gaps)

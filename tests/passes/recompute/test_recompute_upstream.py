@@ -1,6 +1,7 @@
-"""MindSpeed's own fixture of adaptive recomputation (core/memory/adaptive_recomputing, the six cases of its test): one transformer
-layer of eleven modules, every layer alike, MB and ms. What its solver answers, and the optimum of the same model (an exact Pareto
-program over the 180 options of a layer), are written down beside it; two of its answers are over its own budget."""
+"""MindSpeed's own fixture of adaptive recomputation (core/memory/adaptive_recomputing, the six cases of its test): one
+transformer layer of eleven modules, every layer alike, MB and ms. What its solver answers, and the optimum of the same
+model (an exact Pareto program over the 180 options of a layer), are written down beside it; two of its answers are over
+its own budget."""
 
 import pytest
 
@@ -8,11 +9,19 @@ from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 
 MODULES = {  # name: (MB kept when it is not made again, MB kept when it is, ms of its forward)
-    "layer": (3312, 64, 100.17907619476318), "input_layernorm": (384, 64, 1.9710063934326172), "attention": (1792, 80, 50.97508430480957),
-    "query_key_value": (192, 64, 9.331226348876953), "rotary_emb": (0, 64, 1.7354487372802734), "triangle_attn": (1664, 208, 22.87912368774414), "dense": (64, 64, 8.333802223205566),
-    "post_attention_layernorm": (384, 64, 1.8906593322753906), "mlp": (752, 64, 38.39600086212158), "gate_proj": (172, 64, 9.36591625213623), "up_proj": (172, 64, 8.879423141479492),
+    "layer": (3312, 64, 100.17907619476318),
+    "input_layernorm": (384, 64, 1.9710063934326172),
+    "attention": (1792, 80, 50.97508430480957),
+    "query_key_value": (192, 64, 9.331226348876953),
+    "rotary_emb": (0, 64, 1.7354487372802734),
+    "triangle_attn": (1664, 208, 22.87912368774414),
+    "dense": (64, 64, 8.333802223205566),
+    "post_attention_layernorm": (384, 64, 1.8906593322753906),
+    "mlp": (752, 64, 38.39600086212158),
+    "gate_proj": (172, 64, 9.36591625213623),
+    "up_proj": (172, 64, 8.879423141479492),
     "down_proj": (64, 172, 13.797521591186523),
-}  # fmt: skip
+}
 
 STATIC = 16600
 
@@ -25,27 +34,38 @@ CASES = {  # (layers, pp, GB): (ms of upstream's answer, ms of the optimum)
 def ways() -> list[list[tuple[float, float]]]:
     """The ways of a layer as chains of (MB freed, ms more), each step possible only after the one before.
 
-    Upstream counts a parent by its own row until one of its children is made again, then by the rows of its children; so the
-    first child frees more than its own row says, and a child that frees nothing then is no way at all.
+    Upstream counts a parent by its own row until one of its children is made again, then by the rows of its children;
+    so the first child frees more than its own row says, and a child that frees nothing then is no way at all.
     """
     m = MODULES
     attention, mlp = m["attention"], m["mlp"]
     core = sum(m[c][0] for c in ("query_key_value", "rotary_emb", "dense")) + m["triangle_attn"][1]
     up = m["gate_proj"][0] + m["up_proj"][1] + m["down_proj"][0]
     chains = [[(m[n][0] - m[n][1], m[n][2])] for n in ("input_layernorm", "post_attention_layernorm")]
-    for whole, first, kept, second in ((attention, "triangle_attn", core, "query_key_value"), (mlp, "up_proj", up, "gate_proj")):
+    for whole, first, kept, second in (
+        (attention, "triangle_attn", core, "query_key_value"),
+        (mlp, "up_proj", up, "gate_proj"),
+    ):
         less = m[second][0] - m[second][1]
-        chains.append([(whole[0] - kept, m[first][2]), (less, m[second][2]), (kept - less - whole[1], whole[2] - m[first][2] - m[second][2])])
+        chains.append(
+            [
+                (whole[0] - kept, m[first][2]),
+                (less, m[second][2]),
+                (kept - less - whole[1], whole[2] - m[first][2] - m[second][2]),
+            ]
+        )
     return chains
 
 
 def fixture(layers: int) -> Schedule:
     """That many layers as a step: every freed MB is a value that only the backward reads, made again right there.
 
-    A step of a chain reads a token of the one before that cannot be saved, so whoever makes it again pays for the whole chain;
-    the same token of all chains is read by what the whole layer frees beside.
+    A step of a chain reads a token of the one before that cannot be saved, so whoever makes it again pays for the whole
+    chain; the same token of all chains is read by what the whole layer frees beside.
     """
-    rows: list[tuple[tuple[int, ...], int, float, bool]] = [((), 0, 0.0, False)]  # sources, bytes when kept, seconds, savable
+    rows: list[tuple[tuple[int, ...], int, float, bool]] = [
+        ((), 0, 0.0, False)
+    ]  # sources, bytes when kept, seconds, savable
     maker, needed = {}, []
 
     def call(reads, mb, ms):
@@ -75,9 +95,20 @@ def fixture(layers: int) -> Schedule:
     count = len(rows)
     full = [r[1] for r in rows]
     return Schedule(
-        sources=[r[0] for r in rows], root=list(range(count)), size=[0] * count, full=full, seconds=[r[2] for r in rows], savable=[r[3] for r in rows], forced=[False] * count,
-        given=[i == 0 for i in range(count)], backward=list(range(cut, count)), needed=sorted(needed), returned=[], gradients=[count - 1], maker=maker,
-    )  # fmt: skip
+        sources=[r[0] for r in rows],
+        root=list(range(count)),
+        size=[0] * count,
+        full=full,
+        seconds=[r[2] for r in rows],
+        savable=[r[3] for r in rows],
+        forced=[False] * count,
+        given=[i == 0 for i in range(count)],
+        backward=list(range(cut, count)),
+        needed=sorted(needed),
+        returned=[],
+        gradients=[count - 1],
+        maker=maker,
+    )
 
 
 @pytest.mark.parametrize("layers, pp, gb", CASES)

@@ -1,8 +1,9 @@
 """CPU kernels of the fusion attention of torch_npu, versions 1 and 3, forward and backward.
 
-Scores are ``scale * (q k^T + pse)`` (pse_type 1). A masked score becomes the smallest float32, not minus infinity: a row
-that is masked whole averages the values, unless ``inner_precise`` is 2 or the mode is 3 with more queries than keys; then
-it is zero. Statistics are float32 [batch, heads, q_seq, 8]: eight copies of each row's largest score and of its sum.
+Scores are ``scale * (q k^T + pse)`` (pse_type 1). A masked score becomes the smallest float32, not minus infinity: a
+row that is masked whole averages the values, unless ``inner_precise`` is 2 or the mode is 3 with more queries than
+keys; then it is zero. Statistics are float32 [batch, heads, q_seq, 8]: eight copies of each row's largest score and of
+its sum.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def laid_out(x, layout):
 
 def kv_heads(q, k, layout, heads):
     """Heads of the keys, which layouts with a flat last dimension do not show: keys and queries have one head_dim."""
-    return {"BNSD": lambda: k.shape[1], "BSND": lambda: k.shape[2], "TND": lambda: k.shape[1]}.get(layout, lambda: k.shape[2] // (q.shape[2] // heads))()
+    return {"BNSD": lambda: k.shape[1], "BSND": lambda: k.shape[2], "TND": lambda: k.shape[1]}.get(
+        layout, lambda: k.shape[2] // (q.shape[2] // heads)
+    )()
 
 
 # --------------------------------------------------------------------------- masks
@@ -54,18 +57,25 @@ def masked(atten_mask, mode, pre, nxt, sq, skv, device):
     """Boolean [..., sq, skv], True where a score is masked; None without a mask, whatever the mode."""
     if atten_mask is None:
         return None
-    ahead = torch.arange(skv, device=device) - torch.arange(sq, device=device)[:, None]  # how far the key is ahead of the query
+    ahead = (
+        torch.arange(skv, device=device) - torch.arange(sq, device=device)[:, None]
+    )  # how far the key is ahead of the query
     if mode in (0, 1):
         mask = atten_mask.bool()
-        assert mask.shape[-2:] == (sq, skv) and mask.dim() in (2, 4), f"atten_mask is {tuple(mask.shape)}, scores are {sq} x {skv}"
+        assert mask.shape[-2:] == (sq, skv) and mask.dim() in (2, 4), (
+            f"atten_mask is {tuple(mask.shape)}, scores are {sq} x {skv}"
+        )
         return mask if mode == 1 else mask | (ahead > nxt) | (ahead < -pre)
     if mode not in (2, 3, 4):
         raise NotImplementedError(
-            f"npu fusion attention on CPU: sparse_mode {mode} (prefixes and split varlen) is not emulated, only 0 to 4, which our lowerings call; "
+            f"npu fusion attention on CPU: sparse_mode {mode} (prefixes and split varlen) is not emulated, only 0 to "
+            "4, which our lowerings call; "
             "run this call on an NPU, or write its mask out and give it as atten_mask with sparse_mode 1"
         )
     strict = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
-    assert atten_mask.shape == strict.shape and torch.equal(atten_mask.bool(), strict), f"sparse_mode {mode} takes the {COMPRESSED} x {COMPRESSED} strict upper triangle"
+    assert atten_mask.shape == strict.shape and torch.equal(atten_mask.bool(), strict), (
+        f"sparse_mode {mode} takes the {COMPRESSED} x {COMPRESSED} strict upper triangle"
+    )
     if mode == 2:
         return ahead > 0
     ahead = ahead - (skv - sq)  # from the bottom right corner
@@ -82,7 +92,9 @@ def _scores(q, k, pse, mask, scale):
 
 
 def _keep(scores, keep_prob, seed, offset):
-    """What dropout multiplies the weights with; drawn from seed and offset alone, so that the backward draws the same."""
+    """What dropout multiplies the weights with; drawn from seed and offset alone, so that the backward draws the
+    same.
+    """
     if keep_prob == 1.0:
         return None
     generator = torch.Generator().manual_seed(int(seed) * 2654435761 % 2**31 + int(offset))
@@ -130,7 +142,11 @@ def _backward(q, k, v, dy, out, top, total, pse, mask, scale, invalid, sink, dro
 
     dk = shared(ds.transpose(-1, -2) @ q.float() * scale)
     dv = shared((p if keep is None else p * keep).transpose(-1, -2) @ g)
-    dsink = None if sink is None else -((sink.float()[:, None, None] - top).exp() / total * delta).sum((0, 2, 3)).to(sink.dtype)
+    dsink = (
+        None
+        if sink is None
+        else -((sink.float()[:, None, None] - top).exp() / total * delta).sum((0, 2, 3)).to(sink.dtype)
+    )
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
 
 
@@ -138,7 +154,9 @@ def _backward(q, k, v, dy, out, top, total, pse, mask, scale, invalid, sink, dro
 
 
 def _segments(q_lengths, kv_lengths):
-    """(start, end) of queries and keys of each sequence, from cumulative lengths; sequences after a final 0 take no part."""
+    """(start, end) of queries and keys of each sequence, from cumulative lengths; sequences after a final 0 take no
+    part.
+    """
     ends = [[int(n) for n in lengths] for lengths in (q_lengths, kv_lengths)]
     starts = [[0, *e[:-1]] for e in ends]
     return [rows for rows in zip(*starts, *ends) if rows[2] > rows[0]]
@@ -154,7 +172,27 @@ def _to_ntd(stat, layout):
     return stat.contiguous() if layout == "TND" else stat.transpose(0, 1).contiguous().view(stat.shape)
 
 
-def attention(query, key, value, heads, layout, pse, atten_mask, scale, keep_prob, pre, nxt, inner_precise, q_lengths, kv_lengths, mode, softmax_layout, sink, seed, offset):
+def attention(
+    query,
+    key,
+    value,
+    heads,
+    layout,
+    pse,
+    atten_mask,
+    scale,
+    keep_prob,
+    pre,
+    nxt,
+    inner_precise,
+    q_lengths,
+    kv_lengths,
+    mode,
+    softmax_layout,
+    sink,
+    seed,
+    offset,
+):
     """(out, softmax_max, softmax_sum) of every version."""
     if layout == "TND":
         out = query.new_full((*query.shape[:2], value.shape[2]), float("nan"))
@@ -162,7 +200,25 @@ def attention(query, key, value, heads, layout, pse, atten_mask, scale, keep_pro
         for i, (q0, k0, q1, k1) in enumerate(_segments(q_lengths, kv_lengths)):
             parts = (x[a:b].transpose(0, 1)[None] for x, a, b in ((query, q0, q1), (key, k0, k1), (value, k0, k1)))
             own = atten_mask[: q1 - q0, : k1 - k0] if atten_mask is not None and mode in (0, 1) else atten_mask
-            o, *rows = attention(*parts, heads, "BNSD", pse, own, scale, keep_prob, pre, nxt, inner_precise, None, None, mode, "", sink, seed, offset + i)
+            o, *rows = attention(
+                *parts,
+                heads,
+                "BNSD",
+                pse,
+                own,
+                scale,
+                keep_prob,
+                pre,
+                nxt,
+                inner_precise,
+                None,
+                None,
+                mode,
+                "",
+                sink,
+                seed,
+                offset + i,
+            )
             out[q0:q1] = o[0].transpose(0, 1)
             for stat, row in zip(stats, rows):
                 stat[q0:q1] = row[0].transpose(0, 1)
@@ -170,20 +226,79 @@ def attention(query, key, value, heads, layout, pse, atten_mask, scale, keep_pro
     q, k, v = bnsd(query, layout, heads), *(bnsd(x, layout, kv_heads(query, key, layout, heads)) for x in (key, value))
     sq, skv = q.shape[2], k.shape[2]
     mask = masked(atten_mask, mode, pre, nxt, sq, skv, query.device)
-    out, top, total = _forward(q, k, v, pse, mask, scale, _invalid(mask, mode, inner_precise, sq, skv), sink, lambda s: _keep(s, keep_prob, seed, offset))
+    out, top, total = _forward(
+        q,
+        k,
+        v,
+        pse,
+        mask,
+        scale,
+        _invalid(mask, mode, inner_precise, sq, skv),
+        sink,
+        lambda s: _keep(s, keep_prob, seed, offset),
+    )
     return laid_out(out, layout), *(s.expand(*s.shape[:3], 8).contiguous() for s in (top, total))
 
 
-def attention_grad(query, key, value, dy, out, stats, heads, layout, pse, atten_mask, scale, keep_prob, pre, nxt, inner_precise, q_lengths, kv_lengths, mode, softmax_layout, sink, seed, offset):
+def attention_grad(
+    query,
+    key,
+    value,
+    dy,
+    out,
+    stats,
+    heads,
+    layout,
+    pse,
+    atten_mask,
+    scale,
+    keep_prob,
+    pre,
+    nxt,
+    inner_precise,
+    q_lengths,
+    kv_lengths,
+    mode,
+    softmax_layout,
+    sink,
+    seed,
+    offset,
+):
     """(dq, dk, dv, dsink or None) of every version."""
     if layout == "TND":
-        grads, dsink = [torch.zeros_like(x) for x in (query, key, value)], None if sink is None else torch.zeros_like(sink)
+        grads, dsink = (
+            [torch.zeros_like(x) for x in (query, key, value)],
+            None if sink is None else torch.zeros_like(sink),
+        )
         stats = [_from_ntd(s, softmax_layout) for s in stats]
         for i, (q0, k0, q1, k1) in enumerate(_segments(q_lengths, kv_lengths)):
             q, d, o, *rows = (x[q0:q1].transpose(0, 1)[None] for x in (query, dy, out, *stats))
             k, v = (x[k0:k1].transpose(0, 1)[None] for x in (key, value))
             own = atten_mask[: q1 - q0, : k1 - k0] if atten_mask is not None and mode in (0, 1) else atten_mask
-            *parts, ds = attention_grad(q, k, v, d, o, rows, heads, "BNSD", pse, own, scale, keep_prob, pre, nxt, inner_precise, None, None, mode, "", sink, seed, offset + i)
+            *parts, ds = attention_grad(
+                q,
+                k,
+                v,
+                d,
+                o,
+                rows,
+                heads,
+                "BNSD",
+                pse,
+                own,
+                scale,
+                keep_prob,
+                pre,
+                nxt,
+                inner_precise,
+                None,
+                None,
+                mode,
+                "",
+                sink,
+                seed,
+                offset + i,
+            )
             for grad, part, a, b in zip(grads, parts, (q0, k0, k0), (q1, k1, k1)):
                 grad[a:b] = part[0].transpose(0, 1)
             if sink is not None:
@@ -195,7 +310,9 @@ def attention_grad(query, key, value, dy, out, stats, heads, layout, pse, atten_
     mask = masked(atten_mask, mode, pre, nxt, sq, skv, query.device)
     top, total = (s[..., :1] for s in stats)
     invalid = _invalid(mask, mode, inner_precise, sq, skv)
-    *grads, dsink = _backward(q, k, v, d, o, top, total, pse, mask, scale, invalid, sink, lambda s: _keep(s, keep_prob, seed, offset))
+    *grads, dsink = _backward(
+        q, k, v, d, o, top, total, pse, mask, scale, invalid, sink, lambda s: _keep(s, keep_prob, seed, offset)
+    )
     return *(laid_out(g, layout) for g in grads), dsink
 
 
@@ -223,15 +340,35 @@ def _fake_v3(query, key, value, head_num, input_layout, *args, **kwargs):
 
 
 def _fake_grad(query, key, value, dy, head_num, input_layout, *, sink=None, **kwargs):
-    return *(x.new_empty(x.shape) for x in (query, key, value)), query.new_empty(0), query.new_empty((), dtype=torch.float32) if sink is None else sink.new_empty(sink.shape)
+    return (
+        *(x.new_empty(x.shape) for x in (query, key, value)),
+        query.new_empty(0),
+        query.new_empty((), dtype=torch.float32) if sink is None else sink.new_empty(sink.shape),
+    )
 
 
 def _drawn(keep_prob):
     return int(torch.randint(2**31, ())) if keep_prob != 1.0 else 0
 
 
-NAMES = ("pse", "padding_mask", "atten_mask", "scale", "keep_prob", "pre_tockens", "next_tockens", "inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen",
-         "sparse_mode", "gen_mask_parallel", "sync", "softmax_layout", "sink")  # fmt: skip
+NAMES = (
+    "pse",
+    "padding_mask",
+    "atten_mask",
+    "scale",
+    "keep_prob",
+    "pre_tockens",
+    "next_tockens",
+    "inner_precise",
+    "prefix",
+    "actual_seq_qlen",
+    "actual_seq_kvlen",
+    "sparse_mode",
+    "gen_mask_parallel",
+    "sync",
+    "softmax_layout",
+    "sink",
+)
 
 
 def _setup(version):
@@ -255,7 +392,19 @@ def _gradient(version):
         op = torch.ops.npu.npu_fusion_attention_grad_v3 if version == 3 else torch.ops.npu.npu_fusion_attention_grad
         extra = {} if version == 3 else {"numels": draw[2]}
         dq, dk, dv, _, dsink = op(
-            query, key, value, grad, ctx.heads, ctx.layout, softmax_max=top, softmax_sum=total, attention_in=out, seed=draw[0], offset=draw[1], **extra, **given
+            query,
+            key,
+            value,
+            grad,
+            ctx.heads,
+            ctx.layout,
+            softmax_max=top,
+            softmax_sum=total,
+            attention_in=out,
+            seed=draw[0],
+            offset=draw[1],
+            **extra,
+            **given,
         )
         grads = [None] * (21 if version == 3 else 24)
         grads[:3] = dq, dk, dv
@@ -266,30 +415,172 @@ def _gradient(version):
 
 
 @emulation("npu_fusion_attention_v3", _fake_v3, _setup(3), _gradient(3))
-def npu_fusion_attention_v3(query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0, keep_prob=1.0, pre_tockens=FULL, next_tockens=FULL, inner_precise=0, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False, softmax_layout="", sink=None):  # fmt: skip
+def npu_fusion_attention_v3(
+    query,
+    key,
+    value,
+    head_num,
+    input_layout,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    scale=1.0,
+    keep_prob=1.0,
+    pre_tockens=FULL,
+    next_tockens=FULL,
+    inner_precise=0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    gen_mask_parallel=True,
+    sync=False,
+    softmax_layout="",
+    sink=None,
+):
     """(out, softmax_max, softmax_sum, reserved, seed [1], offset [1])."""
     seed = _drawn(keep_prob)
-    out, top, total = attention(query, key, value, head_num, input_layout, pse, atten_mask, scale, keep_prob, pre_tockens, next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink, seed, 0)  # fmt: skip
+    out, top, total = attention(
+        query,
+        key,
+        value,
+        head_num,
+        input_layout,
+        pse,
+        atten_mask,
+        scale,
+        keep_prob,
+        pre_tockens,
+        next_tockens,
+        inner_precise,
+        actual_seq_qlen,
+        actual_seq_kvlen,
+        sparse_mode,
+        softmax_layout,
+        sink,
+        seed,
+        0,
+    )
     return out, top, total, query.new_empty(0), torch.tensor([seed]), torch.tensor([0])
 
 
 @emulation("npu_fusion_attention_grad_v3", _fake_grad)
-def npu_fusion_attention_grad_v3(query, key, value, dy, head_num, input_layout, *, pse=None, padding_mask=None, atten_mask=None, softmax_max=None, softmax_sum=None, softmax_in=None, attention_in=None, scale_value=1.0, keep_prob=1.0, pre_tockens=FULL, next_tockens=FULL, inner_precise=0, seed=None, offset=None, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False, softmax_layout="", sink=None):  # fmt: skip
+def npu_fusion_attention_grad_v3(
+    query,
+    key,
+    value,
+    dy,
+    head_num,
+    input_layout,
+    *,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    softmax_max=None,
+    softmax_sum=None,
+    softmax_in=None,
+    attention_in=None,
+    scale_value=1.0,
+    keep_prob=1.0,
+    pre_tockens=FULL,
+    next_tockens=FULL,
+    inner_precise=0,
+    seed=None,
+    offset=None,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    gen_mask_parallel=True,
+    sync=False,
+    softmax_layout="",
+    sink=None,
+):
     """(dq, dk, dv, dpse of size 0, dsink)."""
     seed, offset = (0 if x is None else int(x) for x in (seed, offset))
-    *grads, dsink = attention_grad(query, key, value, dy, attention_in, (softmax_max, softmax_sum), head_num, input_layout, pse, atten_mask, scale_value, keep_prob, pre_tockens, next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink, seed, offset)  # fmt: skip
+    *grads, dsink = attention_grad(
+        query,
+        key,
+        value,
+        dy,
+        attention_in,
+        (softmax_max, softmax_sum),
+        head_num,
+        input_layout,
+        pse,
+        atten_mask,
+        scale_value,
+        keep_prob,
+        pre_tockens,
+        next_tockens,
+        inner_precise,
+        actual_seq_qlen,
+        actual_seq_kvlen,
+        sparse_mode,
+        softmax_layout,
+        sink,
+        seed,
+        offset,
+    )
     return *grads, query.new_empty(0), query.new_empty((), dtype=torch.float32) if dsink is None else dsink
 
 
 @emulation("npu_fusion_attention", lambda *args, **kwargs: (*_fake(*args[:5]), 0, 0, 0), _setup(1), _gradient(1))
-def npu_fusion_attention(query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0, keep_prob=1.0, pre_tockens=FULL, next_tockens=FULL, inner_precise=0, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False, softmax_layout="", sink=None, dropout_mask=None, seed=0, offset=0):  # fmt: skip
+def npu_fusion_attention(
+    query,
+    key,
+    value,
+    head_num,
+    input_layout,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    scale=1.0,
+    keep_prob=1.0,
+    pre_tockens=FULL,
+    next_tockens=FULL,
+    inner_precise=0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    gen_mask_parallel=True,
+    sync=False,
+    softmax_layout="",
+    sink=None,
+    dropout_mask=None,
+    seed=0,
+    offset=0,
+):
     """(out, softmax_max, softmax_sum, reserved, seed, offset, numels), the last three integers."""
     seed = _drawn(keep_prob)
-    out, top, total = attention(query, key, value, head_num, input_layout, pse, atten_mask, scale, keep_prob, pre_tockens, next_tockens, inner_precise, actual_seq_qlen, actual_seq_kvlen, sparse_mode, softmax_layout, sink, seed, 0)  # fmt: skip
+    out, top, total = attention(
+        query,
+        key,
+        value,
+        head_num,
+        input_layout,
+        pse,
+        atten_mask,
+        scale,
+        keep_prob,
+        pre_tockens,
+        next_tockens,
+        inner_precise,
+        actual_seq_qlen,
+        actual_seq_kvlen,
+        sparse_mode,
+        softmax_layout,
+        sink,
+        seed,
+        0,
+    )
     return out, top, total, query.new_empty(0), seed, 0, 0
 
 
 @emulation("npu_fusion_attention_grad", _fake_grad)
 def npu_fusion_attention_grad(query, key, value, dy, head_num, input_layout, *, seed=0, offset=0, numels=0, **given):
     """(dq, dk, dv, dpse of size 0, dsink)."""
-    return npu_fusion_attention_grad_v3(query, key, value, dy, head_num, input_layout, seed=seed, offset=offset, **given)
+    return npu_fusion_attention_grad_v3(
+        query, key, value, dy, head_num, input_layout, seed=seed, offset=offset, **given
+    )

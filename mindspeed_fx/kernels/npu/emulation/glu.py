@@ -59,7 +59,12 @@ def _backward_geglu(ctx, grad, _grad_gelu):
     return torch.ops.npu.npu_geglu_grad(grad, x, gelu, *ctx.settings), None, None, None
 
 
-@emulation("npu_geglu", lambda input, dim=-1, approximate=1, activate_left=False: (_halved(input, dim), _halved(input, dim)), _setup_geglu, _backward_geglu)
+@emulation(
+    "npu_geglu",
+    lambda input, dim=-1, approximate=1, activate_left=False: (_halved(input, dim), _halved(input, dim)),
+    _setup_geglu,
+    _backward_geglu,
+)
 def npu_geglu(input, dim=-1, approximate=1, activate_left=False):
     """(gelu(activated half) * other half, gelu(activated half)); approximate 1 is tanh, 0 is erf; the right half is
     activated unless ``activate_left``."""
@@ -80,6 +85,8 @@ def npu_geglu_grad(grad_output, input, gelu, dim=-1, approximate=1, activate_lef
         t = torch.tanh(root * (gate + 0.044715 * gate**3))
         slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * root * (1 + 3 * 0.044715 * gate * gate)
     else:
-        slope = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5))) + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
+        slope = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5))) + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(
+            2 * math.pi
+        )
     dgate, dother = g * other * slope, g * gelu.float()
     return torch.empty_like(input).copy_(torch.cat((dgate, dother) if activate_left else (dother, dgate), dim))

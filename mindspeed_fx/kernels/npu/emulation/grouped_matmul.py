@@ -10,7 +10,10 @@ from mindspeed_fx.kernels.npu.emulation.registry import emulation
 
 
 def _fake_grouped(x, weight, *, group_list=None, split_item=0, group_type=None, **kwargs):
-    torch._check(group_type in (-1, 0, 2), lambda: f"npu_grouped_matmul: group_type only supports -1, 0 and 2, but got {group_type}")
+    torch._check(
+        group_type in (-1, 0, 2),
+        lambda: f"npu_grouped_matmul: group_type only supports -1, 0 and 2, but got {group_type}",
+    )
     if group_type == -1:
         return [a.new_empty(*a.shape[:-1], w.shape[-1]) for a, w in zip(x, weight)]
     if group_type == 2:
@@ -20,17 +23,21 @@ def _fake_grouped(x, weight, *, group_list=None, split_item=0, group_type=None, 
 
 @emulation("npu_grouped_matmul", _fake_grouped)
 def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=None, group_list_type=0, **given):
-    """Products of one x with one weight per group of rows (group_type 0; one tensor of them or a list), of one group of columns of x with the rows of
-    weight (2), or of each pair (-1), in float32, rounded once. Rows that belong to no group are undefined."""
+    """Products of one x with one weight per group of rows (group_type 0; one tensor of them or a list), of one group of
+    columns of x with the rows of weight (2), or of each pair (-1), in float32, rounded once. Rows that belong to no
+    group are undefined."""
     if any(v for v in given.values() if v is not None):
         raise NotImplementedError(
-            f"npu_grouped_matmul on CPU: {', '.join(k for k, v in given.items() if v is not None)} (quantization, biases, activations) are not emulated, for no lowering gives them; run this call on an NPU, or apply them outside"
+            f"npu_grouped_matmul on CPU: {', '.join(k for k, v in given.items() if v is not None)} (quantization, "
+            "biases, activations) are not emulated, for no lowering gives them; run this call on an NPU, or apply them "
+            "outside"
         )
     if group_type == -1:
         return [(a.float() @ w.float()).to(a.dtype) for a, w in zip(x, weight)]
     if split_item not in (2, 3) or len(x) != 1 or (len(weight) != 1 and group_type != 0):
         raise NotImplementedError(
-            f"npu_grouped_matmul on CPU: {len(x)} x, {len(weight)} weights, split_item {split_item} are not emulated, only one x with weights [groups, k, n] or one [k, n] each, and split_item 2 or 3 (one result); "
+            f"npu_grouped_matmul on CPU: {len(x)} x, {len(weight)} weights, split_item {split_item} are not emulated, "
+            "only one x with weights [groups, k, n] or one [k, n] each, and split_item 2 or 3 (one result); "
             "give split_item 3, or call it with group_type -1 for pairs"
         )
     (a,), w = x, weight[0] if len(weight) == 1 else weight
@@ -48,9 +55,17 @@ def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=N
 
 
 @emulation("npu_grouped_matmul_add_", lambda input, *args, **kwargs: input)
-def npu_grouped_matmul_add_(input, x, weight, group_list, *, transpose_x=True, transpose_weight=False, group_type=2, group_list_type=0):
+def npu_grouped_matmul_add_(
+    input, x, weight, group_list, *, transpose_x=True, transpose_weight=False, group_type=2, group_list_type=0
+):
     """input [groups, m, n] += x^T weight of each group of rows of x [k, m] and weight [k, n], in float32."""
-    assert transpose_x and not transpose_weight and group_type == 2 and x.dtype == weight.dtype != torch.float32 == input.dtype and group_list.dtype == torch.int64
+    assert (
+        transpose_x
+        and not transpose_weight
+        and group_type == 2
+        and x.dtype == weight.dtype != torch.float32 == input.dtype
+        and group_list.dtype == torch.int64
+    )
     assert x.shape[-1] < 65536 > weight.shape[-1] and group_list.shape[0] == input.shape[0] <= 1024
     ends = (group_list if group_list_type == 0 else group_list.cumsum(0)).tolist()
     for into, i, j in zip(input, [0, *ends], ends):

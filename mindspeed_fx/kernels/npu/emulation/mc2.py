@@ -1,4 +1,6 @@
-"""CPU kernels of torch_npu's operators that multiply and communicate in one. ``hcom`` is the name of a process group here."""
+"""CPU kernels of torch_npu's operators that multiply and communicate in one. ``hcom`` is the name of a process group
+here.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,17 @@ def _fake_gather(input, x2, hcom, world_size, *, gather_output=True, **more):
 
 @emulation("npu_all_gather_base_mm", _fake_gather)
 def npu_all_gather_base_mm(input, x2, hcom, world_size, *, bias=None, gather_output=True, **more):
-    """(all ranks' rows of ``input`` times ``x2``, those rows, rank by rank); the second is empty without ``gather_output``."""
+    """(all ranks' rows of ``input`` times ``x2``, those rows, rank by rank); the second is empty without
+    ``gather_output``.
+    """
     whole = c10d.wait_tensor(c10d.all_gather_into_tensor(input.contiguous(), world_size, hcom))
     return whole @ x2, whole if gather_output else input.new_empty(0)
 
 
-@emulation("npu_mm_reduce_scatter_base", lambda input, x2, hcom, world_size, **more: input.new_empty(input.shape[0] // world_size, x2.shape[1]))
+@emulation(
+    "npu_mm_reduce_scatter_base",
+    lambda input, x2, hcom, world_size, **more: input.new_empty(input.shape[0] // world_size, x2.shape[1]),
+)
 def npu_mm_reduce_scatter_base(input, x2, hcom, world_size, *, reduce_op="sum", bias=None, **more):
     """This rank's rows of the sum over ranks of ``input`` times ``x2``."""
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(input @ x2, reduce_op, world_size, hcom))
@@ -38,14 +45,32 @@ def _width(weight, transposed):
     return weight.shape[1 if transposed else 2]
 
 
-def _fake_dispatch(gmm_x, gmm_weight, hcom, ep_world_size, send_counts, recv_counts, *, trans_gmm_weight=False, permute_out_flag=False, **more):
+def _fake_dispatch(
+    gmm_x,
+    gmm_weight,
+    hcom,
+    ep_world_size,
+    send_counts,
+    recv_counts,
+    *,
+    trans_gmm_weight=False,
+    permute_out_flag=False,
+    **more,
+):
     rows = sum(recv_counts)
-    return gmm_x.new_empty(rows, _width(gmm_weight, trans_gmm_weight)), gmm_x.new_empty(0), gmm_x.new_empty(rows, gmm_x.shape[1]) if permute_out_flag else gmm_x.new_empty(0)
+    return (
+        gmm_x.new_empty(rows, _width(gmm_weight, trans_gmm_weight)),
+        gmm_x.new_empty(0),
+        gmm_x.new_empty(rows, gmm_x.shape[1]) if permute_out_flag else gmm_x.new_empty(0),
+    )
 
 
 def _exchanged(x, sent, received, hcom, ranks):
     """Rows of all ranks for this one, rank by rank; counts [ranks, experts]."""
-    totals = [[sum(counts[i * len(counts) // ranks : (i + 1) * len(counts) // ranks]) for i in range(ranks)] for counts in (received, sent)]
+    totals = [
+        [sum(counts[i * len(counts) // ranks : (i + 1) * len(counts) // ranks]) for i in range(ranks)]
+        for counts in (received, sent)
+    ]
     return c10d.wait_tensor(c10d.all_to_all_single(x.contiguous(), *totals, hcom))
 
 
@@ -54,16 +79,35 @@ def _products(parts, weight, transposed):
 
 
 @emulation("npu_alltoallv_gmm", _fake_dispatch)
-def npu_alltoallv_gmm(gmm_x, gmm_weight, hcom, ep_world_size, send_counts, recv_counts, *, trans_gmm_weight=False, permute_out_flag=False, **more):
-    """(rows received, by expert and of one expert by rank, times the expert's matrix, nothing, those rows); the last empty unless asked for."""
+def npu_alltoallv_gmm(
+    gmm_x,
+    gmm_weight,
+    hcom,
+    ep_world_size,
+    send_counts,
+    recv_counts,
+    *,
+    trans_gmm_weight=False,
+    permute_out_flag=False,
+    **more,
+):
+    """(rows received, by expert and of one expert by rank, times the expert's matrix, nothing, those rows); the last
+    empty unless asked for.
+    """
     experts = gmm_weight.shape[0]
     blocks = _exchanged(gmm_x, send_counts, recv_counts, hcom, ep_world_size).split(list(recv_counts))
     parts = [torch.cat(blocks[j::experts]) for j in range(experts)]
-    return _products(parts, gmm_weight, trans_gmm_weight), gmm_x.new_empty(0), torch.cat(parts) if permute_out_flag else gmm_x.new_empty(0)
+    return (
+        _products(parts, gmm_weight, trans_gmm_weight),
+        gmm_x.new_empty(0),
+        torch.cat(parts) if permute_out_flag else gmm_x.new_empty(0),
+    )
 
 
 @emulation("npu_gmm_alltoallv", lambda *args, **more: _fake_dispatch(*args, **more)[:2])
-def npu_gmm_alltoallv(gmm_x, gmm_weight, hcom, ep_world_size, send_counts, recv_counts, *, trans_gmm_weight=False, **more):
+def npu_gmm_alltoallv(
+    gmm_x, gmm_weight, hcom, ep_world_size, send_counts, recv_counts, *, trans_gmm_weight=False, **more
+):
     """(rows by expert, of one expert by rank, times the expert's matrix, sent to their ranks; nothing)."""
     experts = gmm_weight.shape[0]
     of_experts = [list(send_counts[j::experts]) for j in range(experts)]

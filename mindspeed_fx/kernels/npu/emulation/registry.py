@@ -1,8 +1,9 @@
-"""CPU kernels of the ``npu::`` operators, from their documented formulas, so that a lowered graph can run without an NPU.
+"""CPU kernels of the ``npu::`` operators, from their documented formulas, so that a lowered graph can run without an
+NPU.
 
 They show that a graph computes what the model computes: layouts, polarity of masks, scaling, statistics, permutations,
-types. They show nothing about the kernels of a device. What the documentation leaves undefined comes out as NaN, so that
-a lowering that relies on it fails.
+types. They show nothing about the kernels of a device. What the documentation leaves undefined comes out as NaN, so
+that a lowering that relies on it fails.
 
 Where torch_npu is imported its own schemas, meta kernels and gradients are used and :func:`register` adds the CPU
 kernels; where it is not, :func:`define` makes the operators from the pinned schemas. Then torch_npu can no longer be
@@ -31,10 +32,14 @@ class Emulation:
 
     run: Callable
     fake: Callable
-    """Shapes, types and strides as torch_npu's meta kernel has them, or as documented where it has none or a wrong one."""
+    """Shapes, types and strides as torch_npu's meta kernel has them, or as documented where it has none or a wrong
+    one.
+    """
     setup: Callable | None
     backward: Callable | None
-    """The gradient that torch_npu gives the operator, if it does; without one, gradients vanish here as they do there."""
+    """The gradient that torch_npu gives the operator, if it does; without one, gradients vanish here as they do
+    there.
+    """
 
 
 EMULATIONS: dict[str, Emulation] = {}
@@ -48,7 +53,9 @@ _registered: list[torch.library.Library] = []
 _repairs: list[torch.library.Library] = []
 
 
-def emulation(name: str, fake: Callable, setup: Callable | None = None, backward: Callable | None = None) -> Callable[[Callable], Callable]:
+def emulation(
+    name: str, fake: Callable, setup: Callable | None = None, backward: Callable | None = None
+) -> Callable[[Callable], Callable]:
     """Decorator: the function is ``npu::<name>`` on CPU tensors."""
     assert name in SCHEMAS, f"{name} is not in schemas.py"
 

@@ -30,14 +30,19 @@ def _backward_norm(ctx, grad, _grad_rstd):
 
 @emulation("npu_rms_norm", _fake_norm, _setup_norm, _backward_norm)
 def npu_rms_norm(input, gamma, epsilon=1e-6):
-    """(y, rstd): y = x * rstd * gamma in float32, rounded once; rstd float32, one per row, over the dimensions of gamma."""
+    """(y, rstd): y = x * rstd * gamma in float32, rounded once; rstd float32, one per row, over the dimensions of
+    gamma.
+    """
     assert input.dtype == gamma.dtype, f"npu_rms_norm: input is {input.dtype}, gamma {gamma.dtype}"
     wide = input.float()
     rstd = torch.rsqrt(wide.square().mean(tuple(range(-gamma.dim(), 0)), keepdim=True) + epsilon)
     return torch.empty_like(input).copy_(wide * rstd * gamma.float()), rstd
 
 
-@emulation("npu_rms_norm_backward", lambda dy, input, gamma, rstd: (torch.empty_like(input), torch.empty_like(gamma, dtype=torch.float32)))
+@emulation(
+    "npu_rms_norm_backward",
+    lambda dy, input, gamma, rstd: (torch.empty_like(input), torch.empty_like(gamma, dtype=torch.float32)),
+)
 def npu_rms_norm_backward(dy, input, gamma, rstd):
     """(dx, dgamma), dgamma always in float32."""
     normal, grad = input.float() * rstd, dy.float()

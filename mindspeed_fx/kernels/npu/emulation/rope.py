@@ -27,7 +27,12 @@ def _backward_rotary(ctx, grad):
     return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), None, None
 
 
-@emulation("npu_rotary_mul", lambda input, r1, r2, rotary_mode="half", rotate=None: input.new_empty(input.shape), _setup_rotary, _backward_rotary)
+@emulation(
+    "npu_rotary_mul",
+    lambda input, r1, r2, rotary_mode="half", rotate=None: input.new_empty(input.shape),
+    _setup_rotary,
+    _backward_rotary,
+)
 def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
     """r1 * input + r2 * turn(input), or input @ rotate in place of the turn; the result is contiguous."""
     assert input.dim() == 4 and rotary_mode in ("half", "interleave")
@@ -46,6 +51,10 @@ def npu_rotary_mul_backward(grad, input, r1, r2, rotary_mode="half"):
     wide, x = grad.float(), input.float()
     dx = torch.empty_like(input).copy_(wide * r1.float() - _turn(wide * r2.float(), rotary_mode))
     if not (r1.requires_grad and r2.requires_grad):
-        return dx, torch.full_like(r1, float("nan"), dtype=input.dtype), torch.full_like(r2, float("nan"), dtype=input.dtype)
+        return (
+            dx,
+            torch.full_like(r1, float("nan"), dtype=input.dtype),
+            torch.full_like(r2, float("nan"), dtype=input.dtype),
+        )
     dr1, dr2 = (wide * x).sum_to_size(r1.shape), (wide * _turn(x, rotary_mode)).sum_to_size(r2.shape)
     return dx, dr1.to(input.dtype), dr2.to(input.dtype)

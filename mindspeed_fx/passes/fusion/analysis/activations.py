@@ -1,9 +1,11 @@
-"""Activations that are x times a probability of x: SiLU and swish with the logistic function, GELU with the normal distribution.
+"""Activations that are x times a probability of x: SiLU and swish with the logistic function, GELU with the normal
+distribution.
 
-The logistic function is ``sigmoid``, ``1 / (1 + exp(-z))`` or ``(1 + tanh(z / 2)) / 2``; the normal one ``erf``, ``erfc`` or ``ndtr``.
-The tanh form of GELU is the logistic function of ``2 sqrt(2 / pi) (x + 0.044715 x^3)``. A product in any association is read, what
-else is in it (what the activation gates) multiplies the result; also the product written out, ``0.5 x + 0.5 x erf(x / sqrt(2))``. Safe because it is the same formula, without the rounding between
-its operations, and where an exponential overflows the operator does not.
+The logistic function is ``sigmoid``, ``1 / (1 + exp(-z))`` or ``(1 + tanh(z / 2)) / 2``; the normal one ``erf``,
+``erfc`` or ``ndtr``. The tanh form of GELU is the logistic function of ``2 sqrt(2 / pi) (x + 0.044715 x^3)``. A product
+in any association is read, what else is in it (what the activation gates) multiplies the result; also the product
+written out, ``0.5 x + 0.5 x erf(x / sqrt(2))``. Safe because it is the same formula, without the rounding between its
+operations, and where an exponential overflows the operator does not.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ class _Probability(NamedTuple):
 
 
 def readings(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
-    """Every way to read ``node`` as an activation times other factors (a scaled x may be x itself), near misses last; the nodes of
-    ``left`` are not looked into."""
+    """Every way to read ``node`` as an activation times other factors (a scaled x may be x itself), near misses last;
+    the nodes of ``left`` are not looked into."""
     flat = algebra.product(node, left)
     near = []
-    for gate, divides in ((*((n, False) for n in flat.over), *((n, True) for n in flat.under))):
+    for gate, divides in (*((n, False) for n in flat.over), *((n, True) for n in flat.under)):
         p = _probability(gate, divides)
         if p is None:
             continue
@@ -63,7 +65,16 @@ def readings(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]
             rest = _without(_without(parts, gate, divides), x, False)
             if rest is None or (not kind and not reason):
                 continue
-            made = SelfGated(_leaf(parts, x), kind, slope, rest.number * p.number, rest.over, rest.under, [*rest.nodes, gate, *nodes], reason)
+            made = SelfGated(
+                _leaf(parts, x),
+                kind,
+                slope,
+                rest.number * p.number,
+                rest.over,
+                rest.under,
+                [*rest.nodes, gate, *nodes],
+                reason,
+            )
             if kind:
                 yield made
             else:
@@ -72,7 +83,9 @@ def readings(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]
 
 
 def sums(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
-    """Every way to read the sum ``node`` as an activation whose product is written out, c x + c x f(x) with f of which 1 + f is twice a probability."""
+    """Every way to read the sum ``node`` as an activation whose product is written out, c x + c x f(x) with f of which
+    1 + f is twice a probability.
+    """
     for one, other in match.operands(node, *match.ADD):
         if not (match.is_float(one) and match.is_float(other)):
             continue
@@ -81,14 +94,31 @@ def sums(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
             rest = _without(bent, f, False)
             for n in plain.over:
                 rest = _without(rest, n, False)
-            p = _distribution(match.uncast(f), bent.number / plain.number, 1.0, False) if rest is not None and not rest.over and plain.number else None
+            p = (
+                _distribution(match.uncast(f), bent.number / plain.number, 1.0, False)
+                if rest is not None and not rest.over and plain.number
+                else None
+            )
             for x in plain.over if p is not None else ():
                 nodes: list[fx.Node] = []
                 inside = algebra.polynomial(p.z, x, nodes)
-                kind, slope, reason = _kind(p.normal, {power: c * p.by for power, c in inside.items()}) if inside and 0 not in inside else ("", 1.0, "")
+                kind, slope, reason = (
+                    _kind(p.normal, {power: c * p.by for power, c in inside.items()})
+                    if inside and 0 not in inside
+                    else ("", 1.0, "")
+                )
                 if kind or reason:
                     left_over = _without(plain, x, False).over
-                    yield SelfGated(x, kind, slope, plain.number * p.number, left_over, [], [node, one, other, *plain.nodes, *bent.nodes, f, *nodes], reason)
+                    yield SelfGated(
+                        x,
+                        kind,
+                        slope,
+                        plain.number * p.number,
+                        left_over,
+                        [],
+                        [node, one, other, *plain.nodes, *bent.nodes, f, *nodes],
+                        reason,
+                    )
 
 
 def _kind(normal: bool, inside: algebra.Polynomial) -> tuple[str, float, str]:
@@ -96,12 +126,23 @@ def _kind(normal: bool, inside: algebra.Polynomial) -> tuple[str, float, str]:
     if normal:
         if _close(inside, {1: 1.0}):
             return "gelu", 1.0, ""
-        return "", 1.0, f"erf is taken of {inside[1] * math.sqrt(0.5):g} x, in GELU of x / sqrt(2)" if inside.keys() == {1} else ""
+        return (
+            "",
+            1.0,
+            f"erf is taken of {inside[1] * math.sqrt(0.5):g} x, in GELU of x / sqrt(2)" if inside.keys() == {1} else "",
+        )
     if inside.keys() == {1}:
         return "swish", inside[1], ""
     if _close(inside, TANH):
         return "gelu_tanh", 1.0, ""
-    return "", 1.0, f"tanh is taken of {inside[1] / 2:g} x + {inside[3] / 2:g} x^3, in GELU of {TANH[1] / 2:g} x + {TANH[3] / 2:g} x^3" if inside.keys() == {1, 3} else ""
+    return (
+        "",
+        1.0,
+        f"tanh is taken of {inside[1] / 2:g} x + {inside[3] / 2:g} x^3, in GELU of {TANH[1] / 2:g} x + {TANH[3] / 2:g} "
+        "x^3"
+        if inside.keys() == {1, 3}
+        else "",
+    )
 
 
 def _close(a: algebra.Polynomial, b: algebra.Polynomial) -> bool:
@@ -117,10 +158,23 @@ def _distribution(f: Any, a: float, b: float, divides: bool) -> _Probability | N
     if match.is_call(f, aten.sigmoid.default, aten.special_ndtr.default) and not divides and (b == 0 or b == -a):
         # Both distributions are symmetric: 1 - P(z) is P(-z).
         return _Probability(f.target is aten.special_ndtr.default, f.args[0], -1.0 if b else 1.0, b or a)
-    if not match.is_call(f, aten.exp.default, aten.tanh.default, aten.erf.default, aten.erfc.default, aten.special_erf.default, aten.special_erfc.default):
+    if not match.is_call(
+        f,
+        aten.exp.default,
+        aten.tanh.default,
+        aten.erf.default,
+        aten.erfc.default,
+        aten.special_erf.default,
+        aten.special_erfc.default,
+    ):
         return None
     z = f.args[0]
-    if match.is_call(f, aten.exp.default) and match.is_call(match.uncast(z), aten.log_sigmoid.default) and b == 0 and not divides:
+    if (
+        match.is_call(f, aten.exp.default)
+        and match.is_call(match.uncast(z), aten.log_sigmoid.default)
+        and b == 0
+        and not divides
+    ):
         return _Probability(False, match.uncast(z).args[0], 1.0, a)
     if divides:
         return _Probability(False, z, -1.0, 1 / b) if match.is_call(f, aten.exp.default) and a == b != 0 else None

@@ -1,7 +1,7 @@
 """A value read as an expression: a product of factors, a number times something plus a number, a polynomial.
 
-However a formula is associated, commuted or divided, it reads the same here. Casts between floating types are left out: who
-rewrites computes in at least the types that the model had.
+However a formula is associated, commuted or divided, it reads the same here. Casts between floating types are left out:
+who rewrites computes in at least the types that the model had.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ def product(n: fx.Node, whole: Sequence[fx.Node] = ()) -> Product:
         if _constant(n) and not (divides and match.number(n) == 0):
             read.numbers.append((n, divides))
             return
-        parts = _factors(n) if depth and match.is_float(n) and not any(match.same(match.uncast(n), w) for w in whole) else None
+        parts = (
+            _factors(n)
+            if depth and match.is_float(n) and not any(match.same(match.uncast(n), w) for w in whole)
+            else None
+        )
         if parts is None:
             (read.under if divides else read.over).append(n)
             return
@@ -79,7 +83,11 @@ def _factors(n: fx.Node) -> list[tuple[Any, bool]] | None:
         return [(n.args[0], False), (-1.0, False)]
     if (x := match.reciprocal(n)) is not None:
         return [(x, True)]
-    if match.is_call(n, aten.to.dtype, *EXPANDED) and match.is_float(n.args[0]) and match.value(n.args[0]).dim() == match.value(n).dim():
+    if (
+        match.is_call(n, aten.to.dtype, *EXPANDED)
+        and match.is_float(n.args[0])
+        and match.value(n.args[0]).dim() == match.value(n).dim()
+    ):
         return [(n.args[0], False)]
     return None
 
@@ -90,7 +98,11 @@ def step(n: Any) -> tuple[fx.Node, float, float] | None:
         return None
     if match.is_call(n, aten.neg.default):
         return n.args[0], -1.0, 0.0
-    if match.is_call(n, aten.rsub.Scalar, aten.rsub.Tensor) and len(n.args) == 2 and match.number(n.args[1]) is not None:
+    if (
+        match.is_call(n, aten.rsub.Scalar, aten.rsub.Tensor)
+        and len(n.args) == 2
+        and match.number(n.args[1]) is not None
+    ):
         return n.args[0], -1.0, float(match.number(n.args[1]))
     if not match.is_call(n, *match.ADD, *SUB, *match.MUL, *match.DIV) or len(n.args) != 2:
         return None

@@ -1,7 +1,8 @@
 """ALiBi without a bias for every pair: ``slopes * (j - i)`` becomes ``slopes * j``, [1, heads, 1, keys].
 
-A softmax does not change when a row of scores is moved as a whole, so that the part of a bias that depends on the row alone is left
-out. Where attention is causal, ``-slopes * |i - j|`` is the same bias. Source: Press et al. 2022, "Train Short, Test Long".
+A softmax does not change when a row of scores is moved as a whole, so that the part of a bias that depends on the row
+alone is left out. Where attention is causal, ``-slopes * |i - j|`` is the same bias. Source: Press et al. 2022, "Train
+Short, Test Long".
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ Given = tuple[str, fx.Node, fx.Node]
 
 
 def apart(masks: list[Given]) -> list[Given]:
-    """``masks`` with every bias by slopes by itself, where it was added to, or filled into, the rest of a mask before."""
+    """``masks`` with every bias by slopes by itself, where it was added to, or filled into, the rest of a mask
+    before.
+    """
     found: list[Given] = []
     for kind, n, where in masks:
-        found += _apart(n, where) if kind == "add" and mask.kept(n, kind) is None and _has_slopes(n) else [(kind, n, where)]
+        found += (
+            _apart(n, where) if kind == "add" and mask.kept(n, kind) is None and _has_slopes(n) else [(kind, n, where)]
+        )
     # Operators take one mask that is no band: a bias that was added to another such mask stays with it.
     return found if _others(found) <= max(1, _others(masks)) else masks
 
@@ -51,7 +56,11 @@ def _has_slopes(n: Any, depth: int = 6) -> bool:
 def _slopes(n: fx.Node) -> tuple[fx.Node, mask.Distance] | None:
     """(slopes [..., heads, 1, 1], distance) when ``n`` is their product."""
     for slopes, distance in match.operands(n, aten.mul.Tensor):
-        if match.is_float(slopes) and match.value(slopes).dim() >= 3 and all(statically_known_true(s == 1) for s in match.value(slopes).shape[-2:]):
+        if (
+            match.is_float(slopes)
+            and match.value(slopes).dim() >= 3
+            and all(statically_known_true(s == 1) for s in match.value(slopes).shape[-2:])
+        ):
             found = mask.meaning(distance)
             if isinstance(found, mask.Distance):
                 return slopes, found

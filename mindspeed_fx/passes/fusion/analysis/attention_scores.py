@@ -1,4 +1,6 @@
-"""What stands before the softmax of an attention: the product q k^T, through scales, casts, views, masks, soft-caps and sinks."""
+"""What stands before the softmax of an attention: the product q k^T, through scales, casts, views, masks, soft-caps and
+sinks.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,25 @@ def with_sinks(n: Any) -> Scores | None:
     """:func:`_product`, where a column of one score per head may be joined."""
     if match.is_call(n, aten.to.dtype):
         return _extended(with_sinks(n.args[0]), n)
-    if not match.is_call(n, aten.cat.default) or len(n.args[0]) != 2 or match.argument(n, "dim", 0) % match.value(n).dim() != match.value(n).dim() - 1:
+    if (
+        not match.is_call(n, aten.cat.default)
+        or len(n.args[0]) != 2
+        or match.argument(n, "dim", 0) % match.value(n).dim() != match.value(n).dim() - 1
+    ):
         return _product(n)
     scores, column = _product(n.args[0][0]), match.uncast(n.args[0][1])
     if scores is not None and scores.moved:
         raise Miss("a number of each row is subtracted from the scores, and not from the sinks beside them")
     heads_of = match.value(n).shape[1] if match.value(n).dim() == 4 else None
-    if scores is not None and match.value(n).dim() == 4 and list(match.value(column).shape) == [*match.value(n).shape[:-1], 1] and not match.is_call(column, aten.expand.default):
-        scores.sinks = rewrite.insert(n.graph.owning_module, n, aten.squeeze.dim, (column, -1))  # a sink of its own for each query
+    if (
+        scores is not None
+        and match.value(n).dim() == 4
+        and list(match.value(column).shape) == [*match.value(n).shape[:-1], 1]
+        and not match.is_call(column, aten.expand.default)
+    ):
+        scores.sinks = rewrite.insert(
+            n.graph.owning_module, n, aten.squeeze.dim, (column, -1)
+        )  # a sink of its own for each query
         return _extended(scores, n)
     column = kv_heads.source_of(column, aten.expand.default, aten.to.dtype)
     lined_up = list(match.value(column).shape) == [1, heads_of, 1, 1]
@@ -70,17 +83,45 @@ def with_sinks(n: Any) -> Scores | None:
 
 
 def culprit(n: Any, depth: int = 12) -> str | None:
-    """The operator between the softmax and a product of two activations that no rule covers; None without such a product."""
+    """The operator between the softmax and a product of two activations that no rule covers; None without such a
+    product.
+    """
     if not depth or not isinstance(n, fx.Node) or n.op != "call_function":
         return None
-    if match.is_call(n, aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default, aten.tensordot.default):
+    if match.is_call(
+        n, aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default, aten.tensordot.default
+    ):
         return str(n.target)
-    if match.is_call(n, aten.sum.dim_IntList) and match.is_call(n.args[0], aten.mul.Tensor) and all(match.is_float(a) and match.value(a).shape != match.value(n.args[0]).shape for a in n.args[0].args):
+    if (
+        match.is_call(n, aten.sum.dim_IntList)
+        and match.is_call(n.args[0], aten.mul.Tensor)
+        and all(match.is_float(a) and match.value(a).shape != match.value(n.args[0]).shape for a in n.args[0].args)
+    ):
         return "they are summed over products of single elements; a product of matrices (q @ k.mT) is"
     below = next((found for a in n.all_input_nodes if match.is_float(a) and (found := culprit(a, depth - 1))), None)
-    if match.is_call(n, aten.mul.Tensor) and match.is_float(n.args[0]) and match.is_float(n.args[1]) and below is not None:
-        return "they are multiplied by a tensor, which is no mask unless its zeros and ones are known while compiling: made of a boolean tensor, or of positions; a scale has one element for all keys"
-    known = match.is_call(n, aten.to.dtype, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, *match.VIEWS, *match.ADD) or match.unscale(n)[0] is not n
+    if (
+        match.is_call(n, aten.mul.Tensor)
+        and match.is_float(n.args[0])
+        and match.is_float(n.args[1])
+        and below is not None
+    ):
+        return (
+            "they are multiplied by a tensor, which is no mask unless its zeros and ones are known while "
+            "compiling: "
+            "made of a boolean tensor, or of positions; a scale has one element for all keys"
+        )
+    known = (
+        match.is_call(
+            n,
+            aten.to.dtype,
+            aten.masked_fill.Scalar,
+            aten.masked_fill.Tensor,
+            aten.where.self,
+            *match.VIEWS,
+            *match.ADD,
+        )
+        or match.unscale(n)[0] is not n
+    )
     return below if known or below is None or below.startswith("they ") else f"{n.target} ({n.name})"
 
 
@@ -106,11 +147,16 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
     if inner is not n:
         scores = _product(inner, depth - 1)
         if scores:
-            scores.masks = [(kind, _scaled(n, m, factor) if kind == "add" and mask.kept(m, kind) is None else m, where) for kind, m, where in scores.masks]
+            scores.masks = [
+                (kind, _scaled(n, m, factor) if kind == "add" and mask.kept(m, kind) is None else m, where)
+                for kind, m, where in scores.masks
+            ]
         if scores and scores.softcap:
             raise Miss("the scores are scaled after the soft-cap")
         return _extended(scores, n, factor=factor)
-    if match.is_call(n, aten.to.dtype) or (match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]):
+    if match.is_call(n, aten.to.dtype) or (
+        match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]
+    ):
         return _extended(_product(n.args[0], depth - 1), n)
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
         return _extended(_product(n.args[0], depth - 1), n, ("drop", n.args[1]))
@@ -138,7 +184,9 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         if scores is not None:
             return _extended(scores, n)
         scores = _product(n.args[0], depth - 1)
-        return scores and _extended(scores, n, ("add", rewrite.insert(n.graph.owning_module, n, aten.neg.default, (n.args[1],))))
+        return scores and _extended(
+            scores, n, ("add", rewrite.insert(n.graph.owning_module, n, aten.neg.default, (n.args[1],)))
+        )
     return None
 
 
@@ -147,20 +195,32 @@ def _exchanged(scores: Scores | None, n: fx.Node) -> Scores | None:
     if scores is None or scores.masks or scores.softcap or scores.moved:
         return None
     gm = n.graph.owning_module
-    scores.q, scores.k_transposed = (rewrite.insert(gm, n, aten.transpose.int, (x, -2, -1)) for x in (scores.k_transposed, scores.q))
+    scores.q, scores.k_transposed = (
+        rewrite.insert(gm, n, aten.transpose.int, (x, -2, -1)) for x in (scores.k_transposed, scores.q)
+    )
     return scores
 
 
 def _bounded(n: fx.Node, depth: int) -> Scores | None:
-    """max(scores, a number that blocks) (XGLM): nothing but what is masked is so low, and every row keeps its own key."""
-    pairs = [(n.args[0], match.argument(n, "min"))] if match.is_call(n, aten.clamp_min.default) else match.operands(n, aten.maximum.default, aten.max.other)
-    found = next(((x, least) for x, b in pairs if (least := match.number(b)) is not None and least <= mask.BLOCKED), None)
+    """max(scores, a number that blocks) (XGLM): nothing but what is masked is so low, and every row keeps its own
+    key.
+    """
+    pairs = (
+        [(n.args[0], match.argument(n, "min"))]
+        if match.is_call(n, aten.clamp_min.default)
+        else match.operands(n, aten.maximum.default, aten.max.other)
+    )
+    found = next(
+        ((x, least) for x, b in pairs if (least := match.number(b)) is not None and least <= mask.BLOCKED), None
+    )
     scores = _product(found[0], depth - 1) if found else None
     if scores is None:
         return None
     bands = [mask.kept(m, kind) for kind, m, _ in scores.masks]
     shape = match.value(n).shape
-    if not all(b is not None and b.low <= 0 <= b.high for b in bands) or not symbols.statically_known_true(shape[-1] == shape[-2]):
+    if not all(b is not None and b.low <= 0 <= b.high for b in bands) or not symbols.statically_known_true(
+        shape[-1] == shape[-2]
+    ):
         raise Miss("the scores are bounded from below, and a mask may hide a whole row")
     return _extended(scores, n)
 
@@ -171,7 +231,9 @@ def _scaled(n: fx.Node, m: fx.Node, factor: float) -> fx.Node:
 
 
 def _scaled_by_tensor(n: fx.Node, depth: int) -> Scores | None:
-    """scores times, or divided by, a tensor of one element for all keys, which scales the queries instead: trained or not, for each head or for all."""
+    """scores times, or divided by, a tensor of one element for all keys, which scales the queries instead: trained or
+    not, for each head or for all.
+    """
     if not match.is_call(n, aten.mul.Tensor, aten.div.Tensor) or n.kwargs:
         return None
     for x, by in match.operands(n, aten.mul.Tensor) or [n.args]:
@@ -184,25 +246,38 @@ def _scaled_by_tensor(n: fx.Node, depth: int) -> Scores | None:
         if scores is None:
             continue
         if scores.masks or scores.softcap:
-            raise Miss(f"the scores are scaled by a tensor ({by.name}) after a {'soft-cap' if scores.softcap else 'mask'}; scale them before")
+            raise Miss(
+                f"the scores are scaled by a tensor ({by.name}) after a {'soft-cap' if scores.softcap else 'mask'}; "
+                "scale them before"
+            )
         gm, q = n.graph.owning_module, scores.q
         if match.value(by).numel() == 1:
             by = rewrite.insert(gm, n, aten.reshape.default, (by, []))
         elif match.value(q).dim() != match.value(n).dim():
-            raise Miss(f"the scores are scaled by a tensor {tuple(shape)} in another shape than that of the product of q and k")
+            raise Miss(
+                f"the scores are scaled by a tensor {tuple(shape)} in another shape than that of the product of q and k"
+            )
         scaled = rewrite.insert(gm, n, n.target, (q, by))
-        scores.q = scaled if match.value(scaled).dtype == match.value(q).dtype else rewrite.insert(gm, n, aten.to.dtype, (scaled, match.value(q).dtype))
+        scores.q = (
+            scaled
+            if match.value(scaled).dtype == match.value(q).dtype
+            else rewrite.insert(gm, n, aten.to.dtype, (scaled, match.value(q).dtype))
+        )
         return _extended(scores, n)
     return None
 
 
 def _gated(n: Any, bias: fx.Node, depth: int, sign: float = 1.0) -> Scores | None:
-    """scores * keep, to which ``sign * bias`` adds a number that blocks wherever ``keep``, zero or one, is zero (GPT): what is masked is where it is zero."""
+    """scores * keep, to which ``sign * bias`` adds a number that blocks wherever ``keep``, zero or one, is zero (GPT):
+    what is masked is where it is zero.
+    """
     for a, keep in match.operands(n, aten.mul.Tensor):
         if not (match.is_float(a) and match.is_float(keep)) or not mask.binary(keep):
             continue
         band, line, shape = mask.kept(keep, "keep"), _line(bias, keep), match.value(n).shape
-        if band is not None and not (band.low <= 0 <= band.high and symbols.statically_known_true(shape[-1] == shape[-2])):
+        if band is not None and not (
+            band.low <= 0 <= band.high and symbols.statically_known_true(shape[-1] == shape[-2])
+        ):
             continue  # a row without any key of its own would see all of them
         if line is None or sum(line) or sign * line[1] > mask.BLOCKED:
             continue
@@ -221,7 +296,12 @@ def _line(n: Any, x: fx.Node, depth: int = 8) -> tuple[float, float] | None:
     band, own = mask.meaning(n), mask.meaning(x)
     if isinstance(band, (int, float)):
         return 0.0, float(band)
-    if isinstance(band, mask.Band) and isinstance(own, mask.Band) and own.inside != own.outside and (band.low, band.high) == (own.low, own.high):
+    if (
+        isinstance(band, mask.Band)
+        and isinstance(own, mask.Band)
+        and own.inside != own.outside
+        and (band.low, band.high) == (own.low, own.high)
+    ):
         if band.documents is own.documents or match.same(band.documents, own.documents):
             slope = (band.inside - band.outside) / (own.inside - own.outside)
             return slope, band.inside - slope * own.inside
@@ -251,7 +331,9 @@ def _capped(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float) -> Sco
     return _extended(_extended(scores, tanh), n)
 
 
-def _extended(scores: Scores | None, n: fx.Node, given: tuple[str, fx.Node] | None = None, factor: float = 1.0) -> Scores | None:
+def _extended(
+    scores: Scores | None, n: fx.Node, given: tuple[str, fx.Node] | None = None, factor: float = 1.0
+) -> Scores | None:
     if scores is not None:
         scores.region.append(n)
         scores.scale *= factor

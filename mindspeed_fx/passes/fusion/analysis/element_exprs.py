@@ -2,8 +2,8 @@
 
 A value that is cut, joined, rolled, flipped, negated, multiplied and added element by element is read as one short sum
 of products per element of its last dimensions (a *lane*): ``x[..., 3] * cos[..., 3] - x[..., 7] * sin[..., 3]``. Two
-spellings of one meaning give the same sums, so that a matcher compares what is computed. What cannot be read is a tensor
-of its own. :meth:`Lanes.build` is the way back: a node for any list of lanes.
+spellings of one meaning give the same sums, so that a matcher compares what is computed. What cannot be read is a
+tensor of its own. :meth:`Lanes.build` is the way back: a node for any list of lanes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class TooWide(Exception):
 
 
 class Lanes:
-    """Reads one value at a time; ``split`` also looks through a view that cuts the last dimension of a tensor in two."""
+    """Reads one value at a time; ``split`` also looks through a view that cuts the last dimension of a tensor in
+    two.
+    """
 
     def __init__(self, root: fx.Node, split: bool = False):
         self.root, self.split = root, split
@@ -59,7 +61,12 @@ class Lanes:
         if n not in self.read:
             handler = _HANDLERS.get(n.target) if n.op == "call_function" else None
             known = None
-            if handler and match.is_float(n) and not n.meta["mutated"] and n.meta["grad_enabled"] == self.root.meta["grad_enabled"]:
+            if (
+                handler
+                and match.is_float(n)
+                and not n.meta["mutated"]
+                and n.meta["grad_enabled"] == self.root.meta["grad_enabled"]
+            ):
                 try:
                     known = handler(self, n)
                 except TooWide:
@@ -85,7 +92,9 @@ class Lanes:
             index = len(self.tensors)
             self.tensors.append((n, dims))
         count = math.prod(shape)
-        return torch.tensor([self.number(((1.0, ((index, lane),)),)) for lane in range(count)], dtype=torch.long).reshape(shape)
+        return torch.tensor(
+            [self.number(((1.0, ((index, lane),)),)) for lane in range(count)], dtype=torch.long
+        ).reshape(shape)
 
     def number(self, total: Sum) -> int:
         if total not in self._number:
@@ -108,13 +117,17 @@ class Lanes:
         return torch.tensor(made, dtype=torch.long).reshape(codes[0].shape)
 
     def both(self, a: fx.Node, b: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The lanes of two operands over as many dimensions. One that runs over a dimension of one more than the other (angles, laid
-        beside the heads) is a tensor of its own: the other, whose elements may be moved, is read."""
+        """The lanes of two operands over as many dimensions. One that runs over a dimension of one more than the other
+        (angles, laid beside the heads) is a tensor of its own: the other, whose elements may be moved, is read."""
         ca, cb = self.of(a), self.of(b)
         few, dims = sorted((ca.dim(), cb.dim()))
         wide, moved, narrow = (ca, a, b) if ca.dim() == dims else (cb, b, a)
         # Where there is one head whose elements are moved, angles can run over that dimension too.
-        alone = not self._plain(moved) and self._plain(narrow) and list(match.value(narrow).shape[-dims:-few]) == [1] * (dims - few)
+        alone = (
+            not self._plain(moved)
+            and self._plain(narrow)
+            and list(match.value(narrow).shape[-dims:-few]) == [1] * (dims - few)
+        )
         dims = few if few and all(size == 1 for size in wide.shape[: dims - few]) and not alone else dims
         ca, cb = (c if c.dim() == dims else self.leaf(n, dims) for c, n in ((ca, a), (cb, b)))
         try:
@@ -150,10 +163,17 @@ class Lanes:
             return made[0] if len(made) == 1 else rewrite.insert(gm, before, aten.cat.default, (made, -1))
         if len(wanted) % 2 == 0 and all(len(_runs([t[0] for t in wanted[i::2]])) <= 2 for i in (0, 1)):
             halves = [self.build(gm, before, wanted[i::2]) for i in (0, 1)]
-            return rewrite.insert(gm, before, aten.flatten.using_ints, (rewrite.insert(gm, before, aten.stack.default, (halves, -1)), -2, -1))
+            return rewrite.insert(
+                gm,
+                before,
+                aten.flatten.using_ints,
+                (rewrite.insert(gm, before, aten.stack.default, (halves, -1)), -2, -1),
+            )
         return None
 
-    def _piece(self, gm: fx.GraphModule, before: fx.Node, weight: float, factors: tuple[tuple[int, int, int], ...], count: int) -> fx.Node:
+    def _piece(
+        self, gm: fx.GraphModule, before: fx.Node, weight: float, factors: tuple[tuple[int, int, int], ...], count: int
+    ) -> fx.Node:
         """weight times the product of strided runs (tensor, first lane, step) of ``count`` lanes."""
         made = None
         for index, start, step in factors:
@@ -171,11 +191,17 @@ class Lanes:
             made = rewrite.insert(gm, before, aten.expand.default, (made, [*match.value(made).shape[:-1], count]))
         if weight == 1:
             return made
-        return rewrite.insert(gm, before, aten.neg.default, (made,)) if weight == -1 else rewrite.insert(gm, before, aten.mul.Tensor, (made, weight))
+        return (
+            rewrite.insert(gm, before, aten.neg.default, (made,))
+            if weight == -1
+            else rewrite.insert(gm, before, aten.mul.Tensor, (made, weight))
+        )
 
 
 def _runs(lanes: list[tuple[float, tuple[Factor, ...]]]) -> list[tuple[float, tuple[tuple[int, int, int], ...], int]]:
-    """``lanes`` as runs (weight, ((tensor, first lane, step), ...), count) of equal weight and steady steps, as few as greed finds."""
+    """``lanes`` as runs (weight, ((tensor, first lane, step), ...), count) of equal weight and steady steps, as few as
+    greed finds.
+    """
     runs: list = []
     start = 0
     while start < len(lanes):
@@ -189,7 +215,13 @@ def _runs(lanes: list[tuple[float, tuple[Factor, ...]]]) -> list[tuple[float, tu
             if any(step < 0 for step in moved) or (steps is not None and moved != steps):
                 break
             steps, stop = moved, stop + 1
-        runs.append((weight, tuple((t, lane, step) for (t, lane), step in zip(factors, steps or [0] * len(factors))), stop - start))
+        runs.append(
+            (
+                weight,
+                tuple((t, lane, step) for (t, lane), step in zip(factors, steps or [0] * len(factors))),
+                stop - start,
+            )
+        )
         start = stop
     return runs
 
@@ -219,7 +251,11 @@ def _view(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
         if not lanes.split:
             return None
     lead = len(old) - codes.dim()
-    if len(new) <= lead or not all(_equal(a, b) for a, b in zip(old[:lead], new[:lead])) or not all(isinstance(s, int) for s in new[lead:]):
+    if (
+        len(new) <= lead
+        or not all(_equal(a, b) for a, b in zip(old[:lead], new[:lead]))
+        or not all(isinstance(s, int) for s in new[lead:])
+    ):
         return None
     return codes.reshape(new[lead:]) if codes.numel() == math.prod(new[lead:]) else None
 
@@ -236,7 +272,9 @@ def _part(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
     if not inner:
         return None
     codes, dim = inner
-    return codes.index_select(dim, torch.arange(piece.start, max(piece.start, min(piece.stop, codes.shape[dim])), piece.step))
+    return codes.index_select(
+        dim, torch.arange(piece.start, max(piece.start, min(piece.stop, codes.shape[dim])), piece.step)
+    )
 
 
 def _select(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
@@ -279,7 +317,11 @@ def _flipped(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
 def _rolled(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
     shifts, dims = n.args[1], match.argument(n, "dims", [])
     inner = [_inner(lanes, n, d, n.args[0]) for d in dims]
-    return inner[0][0].roll(list(shifts), [d for _, d in inner]) if inner and all(inner) and all(isinstance(s, int) for s in shifts) else None
+    return (
+        inner[0][0].roll(list(shifts), [d for _, d in inner])
+        if inner and all(inner) and all(isinstance(s, int) for s in shifts)
+        else None
+    )
 
 
 def _exchanged(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
@@ -339,7 +381,11 @@ def _sum(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
 
 def _added_product(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
     factor = match.argument(n, "value", 1)
-    return _add(lanes, lanes.of(n.args[0]), _times(lanes, *n.args[1:3]), factor) if isinstance(factor, (int, float)) else None
+    return (
+        _add(lanes, lanes.of(n.args[0]), _times(lanes, *n.args[1:3]), factor)
+        if isinstance(factor, (int, float))
+        else None
+    )
 
 
 _HANDLERS = {

@@ -38,7 +38,18 @@ def _activated(n: Any, activation_of: Callable) -> _Activated | None:
 def packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
     """The tensor whose halves are [gate | up], if there is one."""
     a, b = match.part(gate), match.part(up)
-    if a and b and match.same(a.source, b.source) and a.step == b.step == 1 and a.dim == b.dim == match.value(a.source).dim() - 1:
-        if a.start == 0 and a.stop == b.start and b.stop == match.value(a.source).shape[-1] and a.stop == b.stop - b.start:
+    if (
+        a
+        and b
+        and match.same(a.source, b.source)
+        and a.step == b.step == 1
+        and a.dim == b.dim == match.value(a.source).dim() - 1
+    ):
+        if (
+            a.start == 0
+            and a.stop == b.start
+            and b.stop == match.value(a.source).shape[-1]
+            and a.stop == b.stop - b.start
+        ):
             return a.source
     return None

@@ -25,8 +25,16 @@ def ungroup(gm: fx.GraphModule, before: fx.Node, n: fx.Node, heads: Any) -> fx.N
         if found is not None:
             source, axis, times = found
             order = _order(source, axis, times, chain, heads)
-            return None if order is None else source if order == [0, 1, 2, 3] else rewrite.insert(gm, before, aten.permute.default, (source, order))
-        if not match.is_call(n, aten.transpose.int, aten.permute.default, aten.contiguous.default, aten.clone.default, *match.VIEWS):
+            return (
+                None
+                if order is None
+                else source
+                if order == [0, 1, 2, 3]
+                else rewrite.insert(gm, before, aten.permute.default, (source, order))
+            )
+        if not match.is_call(
+            n, aten.transpose.int, aten.permute.default, aten.contiguous.default, aten.clone.default, *match.VIEWS
+        ):
             return None
         chain.append(n)
         n = n.args[0]

@@ -1,8 +1,9 @@
 """The linear in front of a loss, and what is done to its logits before the loss, done to its inputs instead.
 
-Casts, views, slices and transposes of tokens (the shift of a language model) and scales (Granite, Cohere; a trained temperature; one number for each token) go to the
-hidden states, which are smaller than the logits; a bias to the linear's own; a slice of the classes (a padded vocabulary) to the weight. A soft-cap is the
-operator's. Used by ``fusion.linear_cross_entropy``.
+Casts, views, slices and transposes of tokens (the shift of a language model) and scales (Granite, Cohere; a trained
+temperature; one number for each token) go to the hidden states, which are smaller than the logits; a bias to the
+linear's own; a slice of the classes (a padded vocabulary) to the weight. A soft-cap is the operator's. Used by
+``fusion.linear_cross_entropy``.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Step(NamedTuple):
     """What is done to logits, and done to a linear's inputs instead."""
 
     kind: str
-    """"rows": ``node`` takes or orders rows; "scale": a product with, or a quotient by, ``other``; "bias": ``other`` is added; "classes": the slice ``other``;
-    "cap": ``other`` * tanh(logits / ``other``)."""
+    """"rows": ``node`` takes or orders rows; "scale": a product with, or a quotient by, ``other``; "bias": ``other`` is
+    added; "classes": the slice ``other``; "cap": ``other`` * tanh(logits / ``other``)."""
     node: fx.Node
     other: Any = None
 
@@ -47,9 +48,20 @@ def head_of(logits: fx.Node) -> Head | str | None:
         if found is None or (capped and found[0][0].kind == "cap"):
             if not _near(n):
                 return None
-            if match.is_call(n, *PLAIN, aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.transpose.int, aten.permute.default):
+            if match.is_call(
+                n,
+                *PLAIN,
+                aten.slice.Tensor,
+                aten.narrow.default,
+                aten.select.int,
+                aten.transpose.int,
+                aten.permute.default,
+            ):
                 return f"{n.name} ({n.target}) rearranges the classes"
-            return f"{n.name} ({n.target}) stands between the linear and the loss; only casts, views, slices, scales, a bias and a soft-cap may"
+            return (
+                f"{n.name} ({n.target}) stands between the linear and the loss; only casts, views, slices, scales, "
+                "a bias and a soft-cap may"
+            )
         made, n, nodes = found
         capped = capped or made[0].kind == "cap"
         steps += made
@@ -61,14 +73,21 @@ def head_of(logits: fx.Node) -> Head | str | None:
     b = product(n)[2]
     for i, step in enumerate(steps):
         b = step.other if step.kind == "bias" else b
-        if step.kind == "scale" and b is not None and isinstance(step.other, fx.Node) and match.value(step.other).numel() != 1:
+        if (
+            step.kind == "scale"
+            and b is not None
+            and isinstance(step.other, fx.Node)
+            and match.value(step.other).numel() != 1
+        ):
             return "the linear has a bias, which would be scaled token by token"
     return Head(n, steps, [n, *region[::-1]])
 
 
 def _step(n: Any) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
     """(steps, last first; what they are done to; nodes) when ``n`` is reached over a step."""
-    if match.is_call(n, *PLAIN, aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.transpose.int, aten.permute.default):
+    if match.is_call(
+        n, *PLAIN, aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.transpose.int, aten.permute.default
+    ):
         if acts_on_rows(n):
             return [Step("rows", n)], n.args[0], [n]
         piece = match.part(n)
@@ -79,10 +98,20 @@ def _step(n: Any) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
     if match.is_call(n, *match.MUL, *match.DIV) and not n.kwargs:
         pairs = match.operands(n, *match.MUL) or [(n.args[0], n.args[1])]
         for x, other in pairs:
-            if match.is_float(x) and match.value(x).shape == match.value(n).shape and _one_for_all_classes(other, n) and (_reaches(x) or not _reaches(other)):
+            if (
+                match.is_float(x)
+                and match.value(x).shape == match.value(n).shape
+                and _one_for_all_classes(other, n)
+                and (_reaches(x) or not _reaches(other))
+            ):
                 return [Step("scale", n, other)], x, [n]
     for x, other in match.operands(n, aten.add.Tensor):
-        vector = match.is_float(x) and match.is_float(other) and match.value(other).dim() == 1 and match.value(other).shape[0] == match.value(n).shape[-1]
+        vector = (
+            match.is_float(x)
+            and match.is_float(other)
+            and match.value(other).dim() == 1
+            and match.value(other).shape[0] == match.value(n).shape[-1]
+        )
         if vector and match.value(x).shape == match.value(n).shape and match.value(x).dtype == match.value(n).dtype:
             return [Step("bias", n, other)], x, [n]
     return None
@@ -92,16 +121,26 @@ def _one_for_all_classes(other: Any, n: fx.Node) -> bool:
     if match.number(other) is not None:
         return match.number(other) != 0
     shape = match.value(other).shape if match.is_float(other) else None
-    return shape is not None and (len(shape) == 0 or symbols.statically_known_true(shape[-1] == 1)) and match.value(n).dim() >= len(shape)
+    return (
+        shape is not None
+        and (len(shape) == 0 or symbols.statically_known_true(shape[-1] == 1))
+        and match.value(n).dim() >= len(shape)
+    )
 
 
 def _reaches(n: Any, depth: int = 8) -> bool:
     """Whether a linear feeds ``n``."""
-    return isinstance(n, fx.Node) and n.op == "call_function" and (product(n) is not None or (depth > 0 and any(_reaches(a, depth - 1) for a in n.all_input_nodes)))
+    return (
+        isinstance(n, fx.Node)
+        and n.op == "call_function"
+        and (product(n) is not None or (depth > 0 and any(_reaches(a, depth - 1) for a in n.all_input_nodes)))
+    )
 
 
 def product(n: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
-    """(hidden, matrix, bias, transposed) when ``n`` is hidden @ matrix (+ bias); ``transposed``: matrix is [classes, hidden]."""
+    """(hidden, matrix, bias, transposed) when ``n`` is hidden @ matrix (+ bias); ``transposed``: matrix is [classes,
+    hidden].
+    """
     if match.is_call(n, aten.linear.default):
         x, w, b, transposed = n.args[0], n.args[1], match.argument(n, "bias"), True
     elif match.is_call(n, aten.matmul.default, aten.mm.default):
@@ -119,7 +158,9 @@ def product(n: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
 
 def _near(n: fx.Node, depth: int = 3) -> bool:
     """True when a linear feeds ``n`` over at most ``depth`` other calls."""
-    return n.op == "call_function" and any(product(a) is not None or (depth > 0 and _near(a, depth - 1)) for a in n.all_input_nodes)
+    return n.op == "call_function" and any(
+        product(a) is not None or (depth > 0 and _near(a, depth - 1)) for a in n.all_input_nodes
+    )
 
 
 def acts_on_rows(n: fx.Node) -> bool:
@@ -138,7 +179,9 @@ def acts_on_rows(n: fx.Node) -> bool:
 
 
 def _softcap(n: fx.Node) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
-    """The steps, last first, and nodes of cap * tanh(x / cap), or of cap * tanh(y), which is the same of y times the cap."""
+    """The steps, last first, and nodes of cap * tanh(x / cap), or of cap * tanh(y), which is the same of y times the
+    cap.
+    """
     tanh, cap = match.unscale(n)
     if not match.is_call(tanh, aten.tanh.default) or cap <= 0:
         return None
@@ -156,4 +199,8 @@ def _softcap(n: fx.Node) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
 
 def _single(call: Any, other: Any) -> Any:
     """A scale [1, ..., 1] as one of a vector."""
-    return other if not isinstance(other, fx.Node) or match.value(other).dim() < 2 else call(aten.reshape.default, other, [1])
+    return (
+        other
+        if not isinstance(other, fx.Node) or match.value(other).dim() < 2
+        else call(aten.reshape.default, other, [1])
+    )

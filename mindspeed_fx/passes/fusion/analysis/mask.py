@@ -1,8 +1,8 @@
 """Which attention mask a subgraph builds, by abstract interpretation instead of evaluation.
 
 Masks are made of position indices: ``arange``, shifts, comparisons, ``triu`` and ``tril``, boolean logic, ``where``. A
-value is described by what it says of row i and column j, so the answer holds for every size, symbolic ones included. Numbers
-of documents, equal at row and column where attention is allowed, are a part of the answer.
+value is described by what it says of row i and column j, so the answer holds for every size, symbolic ones included.
+Numbers of documents, equal at row and column where attention is allowed, are a part of the answer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Index:
 
 @dataclass(frozen=True)
 class Band:
-    """Inside where low <= j - i <= high, and where i and j have the same number in ``documents``, [seq] or [batch, seq], if there
-    are any; with the values ``inside`` and ``outside``."""
+    """Inside where low <= j - i <= high, and where i and j have the same number in ``documents``, [seq] or [batch,
+    seq], if there are any; with the values ``inside`` and ``outside``."""
 
     low: float
     high: float
@@ -47,9 +47,19 @@ class Band:
 
     def meets(self, other: "Band") -> "Band | None":
         """Where both are inside, with the values of this one; None when that is no band."""
-        if self.documents is not None and other.documents is not None and not match.same(self.documents, other.documents):
+        if (
+            self.documents is not None
+            and other.documents is not None
+            and not match.same(self.documents, other.documents)
+        ):
             return None
-        return Band(max(self.low, other.low), min(self.high, other.high), self.inside, self.outside, self.documents if self.documents is not None else other.documents)
+        return Band(
+            max(self.low, other.low),
+            min(self.high, other.high),
+            self.inside,
+            self.outside,
+            self.documents if self.documents is not None else other.documents,
+        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,9 @@ def blocks(n: Any) -> bool:
 
 
 def binary(n: Any, depth: int = 12) -> bool:
-    """Whether every element of ``n`` is certainly zero or one: it is boolean, made of booleans, or the graph builds it of nothing else."""
+    """Whether every element of ``n`` is certainly zero or one: it is boolean, made of booleans, or the graph builds it
+    of nothing else.
+    """
     if not isinstance(n, fx.Node) or not depth or n.meta.get("mutated"):
         return isinstance(n, (bool, int, float)) and n in (0, 1)
     if isinstance(match.value(n), torch.Tensor) and match.value(n).dtype == torch.bool:
@@ -151,7 +163,11 @@ def binary(n: Any, depth: int = 12) -> bool:
         one = n.args[1] if n.target is aten.rsub.Scalar else n.args[0]
         return (n.target is aten.mul.Tensor or match.number(one) == 1) and all(binary(a, depth - 1) for a in n.args)
     known = meaning(n)
-    return {known.inside, known.outside} <= {0, 1} if isinstance(known, Band) else isinstance(known, (int, float)) and known in (0, 1)
+    return (
+        {known.inside, known.outside} <= {0, 1}
+        if isinstance(known, Band)
+        else isinstance(known, (int, float)) and known in (0, 1)
+    )
 
 
 def _arange(n: fx.Node, of) -> Meaning:
@@ -180,7 +196,11 @@ def _written_down(n: fx.Node, of) -> Meaning:
         return None
     with tracing.outside_tracing():
         first = int(held[0])
-        return Index(1, first) if torch.equal(held, torch.arange(first, first + held.numel(), dtype=held.dtype, device=held.device)) else None
+        return (
+            Index(1, first)
+            if torch.equal(held, torch.arange(first, first + held.numel(), dtype=held.dtype, device=held.device))
+            else None
+        )
 
 
 def _cast(n: fx.Node, of) -> Meaning:
@@ -191,7 +211,9 @@ def _cast(n: fx.Node, of) -> Meaning:
 
 
 def _moved(n: fx.Node, of) -> Meaning:
-    """Unsqueeze, view, transpose ...: an index moves with the one dimension that is not 1; a band needs its last two."""
+    """Unsqueeze, view, transpose ...: an index moves with the one dimension that is not 1; a band needs its last
+    two.
+    """
     inner, source = of(n.args[0]), n.args[0]
     if isinstance(inner, Index):
         if n.target is aten.unsqueeze.default:
@@ -206,7 +228,11 @@ def _moved(n: fx.Node, of) -> Meaning:
         kept_last = match.value(n).shape[-2:] == match.value(source).shape[-2:] and n.target is not aten.transpose.int
         return inner if kept_last else None
     if isinstance(inner, Distance):
-        return inner if match.value(n).shape[-2:] == match.value(source).shape[-2:] and n.target is not aten.transpose.int else None
+        return (
+            inner
+            if match.value(n).shape[-2:] == match.value(source).shape[-2:] and n.target is not aten.transpose.int
+            else None
+        )
     return inner
 
 
@@ -217,7 +243,11 @@ def _long_dims(n: fx.Node) -> list[int]:
 
 def _expand(n: fx.Node, of) -> Meaning:
     inner = of(n.args[0])
-    return inner if not isinstance(inner, (Band, Distance)) or match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:] else None
+    return (
+        inner
+        if not isinstance(inner, (Band, Distance)) or match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]
+        else None
+    )
 
 
 def _slice(n: fx.Node, of) -> Meaning:
@@ -257,7 +287,13 @@ def _sum(n: fx.Node, of) -> Meaning:
         return Index(b.dim, a + b.offset)
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return a + sign * b
-    if isinstance(a, Band) and isinstance(b, Band) and sign == 1 and a.inside == b.inside == 0 and max(a.outside, b.outside) <= BLOCKED:
+    if (
+        isinstance(a, Band)
+        and isinstance(b, Band)
+        and sign == 1
+        and a.inside == b.inside == 0
+        and max(a.outside, b.outside) <= BLOCKED
+    ):
         return a.meets(b)
     if isinstance(a, Band) and isinstance(b, (int, float)):
         return a.valued(a.inside + sign * b, a.outside + sign * b)
@@ -310,7 +346,11 @@ def _nearer(a: Distance, name: str, bound: float) -> Band | None:
     below = (name in ("lt", "le")) == (a.factor > 0)
     if a.absolute:
         # What is not below or at a limit is above it.
-        reach = (math.ceil(limit) - 1 if strict else math.floor(limit)) if below else (math.floor(limit) if strict else math.ceil(limit) - 1)
+        reach = (
+            (math.ceil(limit) - 1 if strict else math.floor(limit))
+            if below
+            else (math.floor(limit) if strict else math.ceil(limit) - 1)
+        )
         return Band(-reach, reach, below, not below) if reach >= 0 else None
     high = math.ceil(limit) - 1 if strict else math.floor(limit)
     low = math.floor(limit) + 1 if strict else math.ceil(limit)
@@ -327,14 +367,20 @@ def _same_number(n: fx.Node, of) -> fx.Node | None:
 
 
 def _numbers(n: Any, of) -> tuple[fx.Node | None, int]:
-    """(d, the dimension from the end along which it runs) when ``n`` is d, a number per token, laid along rows or columns."""
+    """(d, the dimension from the end along which it runs) when ``n`` is d, a number per token, laid along rows or
+    columns.
+    """
     if not isinstance(n, fx.Node) or not isinstance(match.value(n), torch.Tensor) or match.value(n).is_floating_point():
         return None, 0
     if match.is_call(n, aten.index.Tensor) and match.value(n).dim() >= 2:
         at = [of(i) if i is not None else None for i in n.args[1]]
         whole = len(at) == match.value(n.args[0]).dim() and all(isinstance(i, Index) and i.offset == 0 for i in at)
         rows = [match.value(i).shape[match.value(i).dim() - at[-1].dim] for i in n.args[1][-1:]] if whole else []
-        if whole and rows[0] == match.value(n.args[0]).shape[-1] and (len(at) == 1 or (len(at) == 2 and at[0].dim == 4)):
+        if (
+            whole
+            and rows[0] == match.value(n.args[0]).shape[-1]
+            and (len(at) == 1 or (len(at) == 2 and at[0].dim == 4))
+        ):
             return n.args[0], at[-1].dim
         return None, 0
     dims = _long_dims(n)
@@ -342,15 +388,32 @@ def _numbers(n: Any, of) -> tuple[fx.Node | None, int]:
     if not along or any(d in (1, 2) for d in dims if d != along):
         return None, 0
     source = n
-    while match.value(source).dim() > 1 and match.is_call(source, aten.unsqueeze.default, aten.transpose.int, aten.to.dtype, *match.VIEWS) and match.value(source.args[0]).dim() >= 1:
+    while (
+        match.value(source).dim() > 1
+        and match.is_call(source, aten.unsqueeze.default, aten.transpose.int, aten.to.dtype, *match.VIEWS)
+        and match.value(source.args[0]).dim() >= 1
+    ):
         inner = source.args[0]
-        if match.is_call(source, aten.transpose.int) and match.value(source).shape[-2] != 1 and match.value(source).shape[-1] != 1:
+        if (
+            match.is_call(source, aten.transpose.int)
+            and match.value(source).shape[-2] != 1
+            and match.value(source).shape[-1] != 1
+        ):
             break
-        if match.value(inner).numel() != match.value(source).numel() or match.value(inner).is_floating_point() or match.value(inner).dim() > match.value(source).dim():
+        if (
+            match.value(inner).numel() != match.value(source).numel()
+            or match.value(inner).is_floating_point()
+            or match.value(inner).dim() > match.value(source).dim()
+        ):
             break
         source = inner
     shape, whole = list(match.value(source).shape), list(match.value(n).shape)
-    if len(shape) > 2 or shape[-1] != whole[-along] or (len(shape) == 2 and shape[0] != 1 and whole[0] != shape[0]) or match.value(source).numel() != match.value(n).numel():
+    if (
+        len(shape) > 2
+        or shape[-1] != whole[-along]
+        or (len(shape) == 2 and shape[0] != 1 and whole[0] != shape[0])
+        or match.value(source).numel() != match.value(n).numel()
+    ):
         return None, 0
     return source, along
 
@@ -412,7 +475,10 @@ def _and(n: fx.Node, of) -> Meaning:
     for x, y in ((a, b), (b, a)):
         if isinstance(x, (bool, int)) and match.value(n).dtype == torch.bool:
             return y if x else False
-    bands = [x if isinstance(x, Band) and x.inside and not x.outside else x and isinstance(x, Band) and _complement(x) for x in (a, b)]
+    bands = [
+        x if isinstance(x, Band) and x.inside and not x.outside else x and isinstance(x, Band) and _complement(x)
+        for x in (a, b)
+    ]
     if all(isinstance(x, Band) and x.inside and not x.outside for x in bands):
         return bands[0].meets(bands[1])
     return None
@@ -424,7 +490,10 @@ def _or(n: fx.Node, of) -> Meaning:
     for x, y in ((a, b), (b, a)):
         if isinstance(x, (bool, int)) and match.value(n).dtype == torch.bool:
             return True if x else y
-    bands = [x if isinstance(x, Band) and x.outside and not x.inside else x and isinstance(x, Band) and _complement(x) for x in (a, b)]
+    bands = [
+        x if isinstance(x, Band) and x.outside and not x.inside else x and isinstance(x, Band) and _complement(x)
+        for x in (a, b)
+    ]
     if all(isinstance(x, Band) and x.outside and not x.inside for x in bands):
         return bands[0].meets(bands[1])
     return None
@@ -441,20 +510,52 @@ def _masked_fill(n: fx.Node, of) -> Meaning:
     if isinstance(condition, Band) and isinstance(fill, (int, float)):
         if isinstance(base, (int, float)):
             return condition.valued(fill if condition.inside else base, fill if condition.outside else base)
-        if isinstance(base, Band) and (base.low, base.high, base.documents) == (condition.low, condition.high, condition.documents):
+        if isinstance(base, Band) and (base.low, base.high, base.documents) == (
+            condition.low,
+            condition.high,
+            condition.documents,
+        ):
             return base.valued(fill if condition.inside else base.inside, fill if condition.outside else base.outside)
     return None
 
 
-_KEEPING = (aten.to.dtype, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.transpose.int, aten.permute.default, aten.slice.Tensor,
-            aten.select.int, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.triu.default, aten.tril.default)  # fmt: skip
+_KEEPING = (
+    aten.to.dtype,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.triu.default,
+    aten.tril.default,
+)
 
 _HANDLERS = {
     **dict.fromkeys((aten.arange.default, aten.arange.start), _arange),
     **dict.fromkeys(
-        (aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default, aten.ones_like.default, aten.zeros_like.default,
-         aten.full_like.default, aten.new_ones.default, aten.new_zeros.default, aten.new_full.default), _constant),
-    **dict.fromkeys((aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.to.device), _same_value),
+        (
+            aten.ones.default,
+            aten.zeros.default,
+            aten.full.default,
+            aten.scalar_tensor.default,
+            aten.ones_like.default,
+            aten.zeros_like.default,
+            aten.full_like.default,
+            aten.new_ones.default,
+            aten.new_zeros.default,
+            aten.new_full.default,
+        ),
+        _constant,
+    ),
+    **dict.fromkeys(
+        (aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.to.device),
+        _same_value,
+    ),
     aten.lift_fresh_copy.default: _written_down,
     **dict.fromkeys((aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout), _cast),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.VIEWS), _moved),
@@ -468,11 +569,14 @@ _HANDLERS = {
     aten.slice.Tensor: _slice,
     **dict.fromkeys((*match.ADD, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar), _sum),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _product),
-    **dict.fromkeys((getattr(getattr(aten, c), o) for c in ("le", "lt", "ge", "gt", "eq", "ne") for o in ("Tensor", "Scalar")), _compare),
+    **dict.fromkeys(
+        (getattr(getattr(aten, c), o) for c in ("le", "lt", "ge", "gt", "eq", "ne") for o in ("Tensor", "Scalar")),
+        _compare,
+    ),
     **dict.fromkeys((aten.triu.default, aten.tril.default), _triangle),
     **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _not),
     **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor, getattr(aten, "__and__").Tensor), _and),
     **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor, getattr(aten, "__or__").Tensor), _or),
     **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar), _where),
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _masked_fill),
-}  # fmt: skip
+}

@@ -1,7 +1,8 @@
 """How far the elements of a row are spread: a root mean square or a standard deviation, in any spelling.
 
-The root of a mean or a sum of squares, also as a product of rows with themselves, of a variance by ``var``, ``var_mean`` or ``mean(x^2) - mean(x)^2``; ``norm``,
-``linalg.norm``, ``vector_norm``; ``std``, ``std_mean``; times numbers, with an eps inside or beside the root, with a least value.
+The root of a mean or a sum of squares, also as a product of rows with themselves, of a variance by ``var``,
+``var_mean`` or ``mean(x^2) - mean(x)^2``; ``norm``, ``linalg.norm``, ``vector_norm``; ``std``, ``std_mean``; times
+numbers, with an eps inside or beside the root, with a least value.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from mindspeed_fx.passes.fusion.analysis import algebra
 
 VAR, STD = (aten.var.dim, aten.var.correction), (aten.std.dim, aten.std.correction)
 PAIRS = (aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.dim, aten.std_mean.correction)
-NORM = (aten.linalg_vector_norm.default, aten.linalg_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar, aten.frobenius_norm.dim)
+NORM = (
+    aten.linalg_vector_norm.default,
+    aten.linalg_norm.default,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.Scalar,
+    aten.frobenius_norm.dim,
+)
 NEGLIGIBLE = 1e-8
-"""A least root mean square up to this is the same as an eps of its square: for zeros both give zeros, with the same gradient, and from
-a root mean square of 3e-5 on the two agree to the last place of float32."""
+"""A least root mean square up to this is the same as an eps of its square: for zeros both give zeros, with the same
+gradient, and from a root mean square of 3e-5 on the two agree to the last place of float32."""
 
 
 class Spread(NamedTuple):
@@ -75,7 +82,11 @@ def root(n: Any, depth: int = algebra.DEEPEST) -> Spread | None:
         return None
     if (inside := match.root(n)) is not None:
         return _square(inside, [n])
-    if match.is_call(n, *NORM) and match.is_float(n.args[0]) and match.argument(n, "p", match.argument(n, "ord", 2)) in (2, None):
+    if (
+        match.is_call(n, *NORM)
+        and match.is_float(n.args[0])
+        and match.argument(n, "p", match.argument(n, "ord", 2)) in (2, None)
+    ):
         dims = _dims(n)
         count = _count(n.args[0], dims)
         return Spread(n.args[0], False, dims, [n], scale=count) if count else None
@@ -90,7 +101,9 @@ def root(n: Any, depth: int = algebra.DEEPEST) -> Spread | None:
     if found is None or found.least:
         return None
     _, a, b = by
-    return found._replace(scale=found.scale * a * a, eps=found.eps * a * a, beside=found.beside * a + b, nodes=[n, *found.nodes])
+    return found._replace(
+        scale=found.scale * a * a, eps=found.eps * a * a, beside=found.beside * a + b, nodes=[n, *found.nodes]
+    )
 
 
 def _square(n: Any, above: list[fx.Node], depth: int = algebra.DEEPEST) -> Spread | None:
@@ -120,7 +133,11 @@ def _square(n: Any, above: list[fx.Node], depth: int = algebra.DEEPEST) -> Sprea
         return found and found._replace(least=max(found.least, floor[1] ** 0.5)) if floor[1] >= 0 else None
     by = algebra.step(n)
     found = _square(by[0], nodes, depth - 1) if by and by[1] > 0 else None
-    return None if found is None or found.least else found._replace(scale=found.scale * by[1], eps=found.eps * by[1] + by[2])
+    return (
+        None
+        if found is None or found.least
+        else found._replace(scale=found.scale * by[1], eps=found.eps * by[1] + by[2])
+    )
 
 
 def _with_itself(n: fx.Node) -> fx.Node | None:
@@ -128,14 +145,31 @@ def _with_itself(n: fx.Node) -> fx.Node | None:
     if match.is_call(n, aten.einsum.default) and len(n.args[1]) == 2 and match.same(*n.args[1]):
         given, arrow, made = n.args[0].replace(" ", "").partition("->")
         one, _, other = given.partition(",")
-        return n.args[1][0] if arrow and one == other and made == one[:-1] and len(set(one.replace("...", "."))) == len(one.replace("...", ".")) else None
+        return (
+            n.args[1][0]
+            if arrow
+            and one == other
+            and made == one[:-1]
+            and len(set(one.replace("...", "."))) == len(one.replace("...", "."))
+            else None
+        )
     while match.is_call(n, aten.squeeze.dim) and match.value(n).dim() < match.value(n.args[0]).dim():
         n = n.args[0]
     if not match.is_call(n, aten.matmul.default):
         return None
     row, column = n.args
-    x = row.args[0] if match.is_call(row, aten.unsqueeze.default) and row.args[1] % match.value(row).dim() == match.value(row).dim() - 2 else None
-    beside = match.is_call(column, aten.unsqueeze.default) and column.args[1] % match.value(column).dim() == match.value(column).dim() - 1 and x is not None and match.same(column.args[0], x)
+    x = (
+        row.args[0]
+        if match.is_call(row, aten.unsqueeze.default)
+        and row.args[1] % match.value(row).dim() == match.value(row).dim() - 2
+        else None
+    )
+    beside = (
+        match.is_call(column, aten.unsqueeze.default)
+        and column.args[1] % match.value(column).dim() == match.value(column).dim() - 1
+        and x is not None
+        and match.same(column.args[0], x)
+    )
     return x if beside or (x is not None and match.turned(column) and match.same(column.args[0], row)) else None
 
 
@@ -182,7 +216,11 @@ def _statistic(n: fx.Node, single: tuple, index: int) -> Spread | None:
     given = match.argument(call, "unbiased" if "unbiased" in names else "correction")
     dims, correction = _dims(call), 1 if given is None else int(given)
     count = _count(call.args[0], dims) if correction else 1
-    return Spread(call.args[0], True, dims, [n, call], scale=count / (count - correction)) if count and count > correction or not correction else None
+    return (
+        Spread(call.args[0], True, dims, [n, call], scale=count / (count - correction))
+        if count and count > correction or not correction
+        else None
+    )
 
 
 def _least(n: fx.Node) -> tuple[fx.Node, float] | None:

@@ -1,10 +1,11 @@
-"""Cross-entropy written out: the log-probability of a target, picked from ``log_softmax`` or from logits less their log-sum-exp, alone or
-with label smoothing.
+"""Cross-entropy written out: the log-probability of a target, picked from ``log_softmax`` or from logits less their
+log-sum-exp, alone or with label smoothing.
 
-The picked value is ``gather`` or ``take_along_dim`` along the classes, or an index of every row with its target. Label smoothing adds the mean (or
-a share of the sum) of all log-probabilities: ``a * picked + b * mean`` is ``-(a + b)`` times the cross-entropy whose label smoothing is
-``b / (a + b)``, also where both are masked and summed alike before they meet (fairseq). Scalars, signs, casts, views and slices of tokens and the order of
-the operands do not matter. Used by ``fusion.cross_entropy``.
+The picked value is ``gather`` or ``take_along_dim`` along the classes, or an index of every row with its target. Label
+smoothing adds the mean (or a share of the sum) of all log-probabilities: ``a * picked + b * mean`` is ``-(a + b)``
+times the cross-entropy whose label smoothing is ``b / (a + b)``, also where both are masked and summed alike before
+they meet (fairseq). Scalars, signs, casts, views and slices of tokens and the order of the operands do not matter. Used
+by ``fusion.cross_entropy``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ PICKS = (aten.gather.default, aten.take_along_dim.default, aten.index.Tensor)
 
 
 class Likelihood(NamedTuple):
-    """``root`` is ``factor`` times the cross-entropy of ``logits`` [..., classes] and ``target`` [..., ] or [..., 1], token by token, after ``steps``."""
+    """``root`` is ``factor`` times the cross-entropy of ``logits`` [..., classes] and ``target`` [..., ] or [..., 1],
+    token by token, after ``steps``.
+    """
 
     root: fx.Node
     logits: fx.Node
@@ -56,7 +59,11 @@ class Step(NamedTuple):
     """The tensor it is multiplied with or divided by, without numbers."""
 
     def like(self, other: "Step") -> bool:
-        if self.node.target != other.node.target or not match.same(self.other, other.other) or (self.other is None and self.node.args[1:] != other.node.args[1:]):
+        if (
+            self.node.target != other.node.target
+            or not match.same(self.other, other.other)
+            or (self.other is None and self.node.args[1:] != other.node.args[1:])
+        ):
             return False
         return match.value(self.node).shape == match.value(other.node).shape or self.node.target not in SUMS
 
@@ -75,7 +82,11 @@ def likelihoods(gm: fx.GraphModule) -> Iterator[Likelihood | tuple[fx.Node, str]
         if match.is_call(node, aten.sub.Tensor):
             found = _of_log_sum_exp(node) if not node.kwargs else None
         else:
-            found = _of_log_softmax(gm, _plainly_read(gm, node)) if match.is_float(node) and _last(node, node.args[1]) else None
+            found = (
+                _of_log_softmax(gm, _plainly_read(gm, node))
+                if match.is_float(node) and _last(node, node.args[1])
+                else None
+            )
         if found is not None:
             yield found
 
@@ -84,9 +95,13 @@ def likelihoods(gm: fx.GraphModule) -> Iterator[Likelihood | tuple[fx.Node, str]
 
 
 def _plainly_read(gm: fx.GraphModule, probs: fx.Node) -> fx.Node:
-    """The log-probabilities as those see them who pick: views and slices of tokens come before them, signs after what is picked, and the greatest
-    is that of the logits."""
-    while len(probs.users) == 1 and _acts_on_rows(user := next(iter(probs.users))) and not match.unsafe([probs, user], [probs.args[0]]):
+    """The log-probabilities as those see them who pick: views and slices of tokens come before them, signs after what
+    is picked, and the greatest is that of the logits."""
+    while (
+        len(probs.users) == 1
+        and _acts_on_rows(user := next(iter(probs.users)))
+        and not match.unsafe([probs, user], [probs.args[0]])
+    ):
         x = rewrite.insert(gm, user, user.target, (probs.args[0], *user.args[1:]), dict(user.kwargs))
         moved = rewrite.insert(gm, user, aten.log_softmax.int, (x, -1))
         if rewrite.substitute(gm, user, moved) is not None:
@@ -111,15 +126,29 @@ def _plainly_read(gm: fx.GraphModule, probs: fx.Node) -> fx.Node:
 
 def _acts_on_rows(n: fx.Node) -> bool:
     """Whether ``n`` takes, orders or views rows of classes whole."""
-    views = (*match.VIEWS, aten.slice.Tensor, aten.narrow.default, aten.transpose.int, aten.permute.default, aten.contiguous.default)
-    if not match.is_call(n, *views) or match.value(n).dim() < 2 or match.value(n).shape[-1] != match.value(n.args[0]).shape[-1] or n.meta["mutated"]:
+    views = (
+        *match.VIEWS,
+        aten.slice.Tensor,
+        aten.narrow.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.contiguous.default,
+    )
+    if (
+        not match.is_call(n, *views)
+        or match.value(n).dim() < 2
+        or match.value(n).shape[-1] != match.value(n.args[0]).shape[-1]
+        or n.meta["mutated"]
+    ):
         return False
     last = match.value(n.args[0]).dim() - 1
     if match.is_call(n, aten.permute.default):
         return n.args[1][-1] % (last + 1) == last
     if match.is_call(n, aten.transpose.int):
         return all(d % (last + 1) != last for d in n.args[1:])
-    return not match.is_call(n, aten.slice.Tensor, aten.narrow.default) or match.argument(n, "dim", 0) % (last + 1) != last
+    return (
+        not match.is_call(n, aten.slice.Tensor, aten.narrow.default) or match.argument(n, "dim", 0) % (last + 1) != last
+    )
 
 
 def _of_log_softmax(gm: fx.GraphModule, probs: fx.Node) -> Likelihood | tuple[fx.Node, str] | None:
@@ -134,11 +163,23 @@ def _of_log_softmax(gm: fx.GraphModule, probs: fx.Node) -> Likelihood | tuple[fx
     if not others:
         return Likelihood(picked, logits, _target(picked, probs), 0.0, -1.0, [probs, picked])
     if len(others) > 1 or _share(others[0], probs) is None:
-        stranger = next(o for o in others if _share(o, probs) is None) if any(_share(o, probs) is None for o in others) else others[1]
-        return picked, f"the log-probabilities are also read by {stranger.name} ({stranger.target}); only a picked one and their mean may"
+        stranger = (
+            next(o for o in others if _share(o, probs) is None)
+            if any(_share(o, probs) is None for o in others)
+            else others[1]
+        )
+        return (
+            picked,
+            f"the log-probabilities are also read by {stranger.name} ({stranger.target}); only a picked one and their "
+            "mean may",
+        )
     share, met = _share(others[0], probs), _meeting(picked, others[0])
     if met is None:
-        return picked, "the picked log-probability and the mean of all do not meet in a weighted sum after the same masks and sums"
+        return (
+            picked,
+            "the picked log-probability and the mean of all do not meet in a weighted sum after the same masks and "
+            "sums",
+        )
     root, (first, second) = met
     one, all_ = (first, second) if first.leaf is picked else (second, first)
     signs = {id(first): 1.0, id(second): -1.0 if root.target is aten.sub.Tensor else 1.0}
@@ -148,13 +189,18 @@ def _of_log_softmax(gm: fx.GraphModule, probs: fx.Node) -> Likelihood | tuple[fx
     if not isinstance(classes, int) and match.is_call(others[0], aten.sum.dim_IntList):
         return picked, "the number of classes is symbolic, so that the weight of their sum is too"
     region = [probs, picked, others[0], *one.path, *all_.path, root]
-    return Likelihood(root, logits, _target(picked, probs), b / (a + b), -(a + b), region, one.steps, (picked, others[0]))
+    return Likelihood(
+        root, logits, _target(picked, probs), b / (a + b), -(a + b), region, one.steps, (picked, others[0])
+    )
 
 
 READERS = {
-    aten.mul.Tensor: "they are multiplied by a tensor that is neither one-hot nor smoothed with numbers: a loss of soft targets, for which there is no operator",
-    aten.matmul.default: "they are multiplied by a tensor that is neither one-hot nor smoothed with numbers: a loss of soft targets, for which there is no operator",
-    aten.kl_div.default: "kl_div adds the entropy of its targets; cross_entropy has the same gradient, and is fused for targets that are one-hot or smoothed",
+    aten.mul.Tensor: "they are multiplied by a tensor that is neither one-hot nor smoothed with numbers: a loss of "
+    "soft targets, for which there is no operator",
+    aten.matmul.default: "they are multiplied by a tensor that is neither one-hot nor smoothed with numbers: a loss of "
+    "soft targets, for which there is no operator",
+    aten.kl_div.default: "kl_div adds the entropy of its targets; cross_entropy has the same gradient, and is fused "
+    "for targets that are one-hot or smoothed",
     aten.index.Tensor: "they are picked by an index that is not (all rows, their targets)",
     aten.gather.default: "not one of each row is picked",
     aten.take.default: "they are picked from all rows at once; gather along the classes instead",
@@ -183,22 +229,46 @@ def _target(n: Any, source: fx.Node) -> fx.Node | None:
     """The classes that ``n`` picks from ``source``, one of each row; [...] or [..., 1]."""
     tokens = list(match.value(source).shape[:-1])
     if match.is_call(n, aten.gather.default, aten.take_along_dim.default) and n.args[0] is source:
-        dim, index = (n.args[1], n.args[2]) if n.target is aten.gather.default else (match.argument(n, "dim"), n.args[1])
-        whole = dim is not None and _last(source, dim) and list(match.value(n).shape) == [*tokens, 1] == list(match.value(index).shape)
+        dim, index = (
+            (n.args[1], n.args[2]) if n.target is aten.gather.default else (match.argument(n, "dim"), n.args[1])
+        )
+        whole = (
+            dim is not None
+            and _last(source, dim)
+            and list(match.value(n).shape) == [*tokens, 1] == list(match.value(index).shape)
+        )
         return index if whole else None
-    if match.is_call(n, aten.index.Tensor) and n.args[0] is source and match.value(source).dim() == len(n.args[1]) > 1 and None not in n.args[1]:
+    if (
+        match.is_call(n, aten.index.Tensor)
+        and n.args[0] is source
+        and match.value(source).dim() == len(n.args[1]) > 1
+        and None not in n.args[1]
+    ):
         *rows, target = n.args[1]
         places = [mask.Index(len(tokens) - i, 0) for i, _ in enumerate(tokens)]
-        whole = [mask.meaning(r) for r in rows] == places and list(match.value(target).shape) == tokens == list(match.value(n).shape)
+        whole = [mask.meaning(r) for r in rows] == places and list(match.value(target).shape) == tokens == list(
+            match.value(n).shape
+        )
         return target if whole and match.value(target).dtype == torch.int64 else None
     return None
 
 
 def _share(n: Any, source: fx.Node) -> float | None:
     """What the mean over the classes is multiplied with in ``n``: 1 for the mean, their number for the sum."""
-    if not match.is_call(n, aten.mean.dim, aten.sum.dim_IntList) or n.args[0] is not source or not _last(source, n.args[1]) or match.value(n).dtype.itemsize < match.value(source).dtype.itemsize:
+    if (
+        not match.is_call(n, aten.mean.dim, aten.sum.dim_IntList)
+        or n.args[0] is not source
+        or not _last(source, n.args[1])
+        or match.value(n).dtype.itemsize < match.value(source).dtype.itemsize
+    ):
         return None
-    return 1.0 if n.target is aten.mean.dim else float(match.value(source).shape[-1]) if isinstance(match.value(source).shape[-1], int) else 1.0
+    return (
+        1.0
+        if n.target is aten.mean.dim
+        else float(match.value(source).shape[-1])
+        if isinstance(match.value(source).shape[-1], int)
+        else 1.0
+    )
 
 
 def _meeting(a: fx.Node, b: fx.Node) -> tuple[fx.Node, tuple[_Term, _Term]] | None:
@@ -208,7 +278,11 @@ def _meeting(a: fx.Node, b: fx.Node) -> tuple[fx.Node, tuple[_Term, _Term]] | No
         now = [u for n in now for u in n.users if u not in seen and match.is_float(u)]
         seen.update(now)
         for n in now:
-            if match.is_call(n, aten.add.Tensor, aten.sub.Tensor) and not n.kwargs and all(isinstance(x, fx.Node) and match.is_float(x) for x in n.args):
+            if (
+                match.is_call(n, aten.add.Tensor, aten.sub.Tensor)
+                and not n.kwargs
+                and all(isinstance(x, fx.Node) and match.is_float(x) for x in n.args)
+            ):
                 one, other = (_term(x, {a, b}) for x in n.args)
                 alike = len(one.steps) == len(other.steps) and all(s.like(t) for s, t in zip(one.steps, other.steps))
                 same = match.value(n.args[0]).shape == match.value(n.args[1]).shape
@@ -218,14 +292,21 @@ def _meeting(a: fx.Node, b: fx.Node) -> tuple[fx.Node, tuple[_Term, _Term]] | No
 
 
 def _term(n: fx.Node, leaves: set[fx.Node] | None = None) -> _Term:
-    """``n`` through signs, numbers, casts and views that drop or add a last 1, and where there are ``leaves`` through steps, as far as one of them."""
+    """``n`` through signs, numbers, casts and views that drop or add a last 1, and where there are ``leaves`` through
+    steps, as far as one of them.
+    """
     factor, path, steps = 1.0, [], []
     while leaves is None or n not in leaves:
         inner, by = match.unscale(n)
         step = None
         if inner is n and match.is_call(n, aten.neg.default):
             inner, by = n.args[0], -1.0
-        elif inner is n and match.is_call(n, aten.to.dtype, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, *match.VIEWS) and match.is_float(n.args[0]) and _keeps_tokens(n):
+        elif (
+            inner is n
+            and match.is_call(n, aten.to.dtype, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, *match.VIEWS)
+            and match.is_float(n.args[0])
+            and _keeps_tokens(n)
+        ):
             inner = n.args[0]
         elif inner is n and leaves is not None and (step := _step(n, leaves)) is not None:
             inner, by = step.source, 1.0
@@ -237,7 +318,11 @@ def _term(n: fx.Node, leaves: set[fx.Node] | None = None) -> _Term:
         walk = n
         while walk is not inner:
             path.append(walk)
-            walk = step.source if step is not None else next(a for a in walk.args if isinstance(a, fx.Node) and match.number(a) is None)
+            walk = (
+                step.source
+                if step is not None
+                else next(a for a in walk.args if isinstance(a, fx.Node) and match.number(a) is None)
+            )
         n, factor = inner, factor * by
     return _Term(n, factor, path[::-1], steps[::-1])
 
@@ -256,7 +341,10 @@ def _step(n: fx.Node, leaves: set[fx.Node]) -> Step | None:
 
 
 def _leads_to(n: Any, leaves: set[fx.Node], depth: int = 12) -> bool:
-    return isinstance(n, fx.Node) and (n in leaves or (depth > 0 and any(_leads_to(a, leaves, depth - 1) for a in n.all_input_nodes if match.is_float(a))))
+    return isinstance(n, fx.Node) and (
+        n in leaves
+        or (depth > 0 and any(_leads_to(a, leaves, depth - 1) for a in n.all_input_nodes if match.is_float(a)))
+    )
 
 
 def _keeps_tokens(n: fx.Node) -> bool:
@@ -284,5 +372,7 @@ def _of_log_sum_exp(node: fx.Node) -> Likelihood | tuple[fx.Node, str] | None:
             continue
         if lse.factor != picked.factor or match.value(node.args[0]).shape != match.value(node.args[1]).shape:
             return node, "the log-sum-exp and the picked logit are weighed differently"
-        return Likelihood(node, logits, target, 0.0, sign * lse.factor, [lse.leaf, picked.leaf, *lse.path, *picked.path, node])
+        return Likelihood(
+            node, logits, target, 0.0, sign * lse.factor, [lse.leaf, picked.leaf, *lse.path, *picked.path, node]
+        )
     return None

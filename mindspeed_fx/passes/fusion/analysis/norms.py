@@ -24,8 +24,11 @@ class Normal(NamedTuple):
     nodes: list[fx.Node]
 
 
-def normal(node: fx.Node, is_x: Callable[[fx.Node, moments.Spread], bool], left: Sequence[fx.Node] = ()) -> Normal | None:
-    """``node`` as a value that ``is_x`` divided by a root that belongs to it, in any association and spelling of the root.
+def normal(
+    node: fx.Node, is_x: Callable[[fx.Node, moments.Spread], bool], left: Sequence[fx.Node] = ()
+) -> Normal | None:
+    """``node`` as a value that ``is_x`` divided by a root that belongs to it, in any association and spelling of the
+    root.
 
     The nodes of ``left`` are not looked into.
     """
@@ -40,7 +43,15 @@ def normal(node: fx.Node, is_x: Callable[[fx.Node, moments.Spread], bool], left:
             if at is None or len(over) + len(under) + 1 != len(parts.over) + len(parts.under):
                 continue
             leaf = over.pop(at)
-            return Normal(leaf, found, max(found.eps, found.least**2) / found.scale, parts.number / math.sqrt(found.scale), over, under, [*parts.nodes, root, *found.nodes])
+            return Normal(
+                leaf,
+                found,
+                max(found.eps, found.least**2) / found.scale,
+                parts.number / math.sqrt(found.scale),
+                over,
+                under,
+                [*parts.nodes, root, *found.nodes],
+            )
     return None
 
 
@@ -54,15 +65,18 @@ def roots(flat: algebra.Product) -> Iterator[tuple[fx.Node, moments.Spread]]:
 
 
 def scaled_on(node: fx.Node, number: float, width: int | None = None) -> tuple[fx.Node, float, list[fx.Node]]:
-    """(last node, 1.0, nodes) where ``number * node`` is multiplied on, by numbers alone, until nothing is left of the number; else
-    (node, number, []). With ``width`` one vector of that length may be among the factors."""
+    """(last node, 1.0, nodes) where ``number * node`` is multiplied on, by numbers alone, until nothing is left of the
+    number; else (node, number, []). With ``width`` one vector of that length may be among the factors."""
     last, nodes, left = node, [], number
     while not math.isclose(left, 1.0, rel_tol=1e-7):
         user = only_user(last)
         by = algebra.step(user)
         if by is not None and by[2] == 0 and by[0] is last:
             left *= by[1]
-        elif width is not None and any(v is last and isinstance(w, fx.Node) and is_vector(w, width) for v, w in match.operands(user, aten.mul.Tensor)):
+        elif width is not None and any(
+            v is last and isinstance(w, fx.Node) and is_vector(w, width)
+            for v, w in match.operands(user, aten.mul.Tensor)
+        ):
             width = None
         elif not (match.is_call(user, aten.to.dtype) and match.is_float(user)):
             return node, number, []
@@ -88,6 +102,12 @@ def is_vector(n: fx.Node, width: int) -> bool:
 def widened_sum(total: fx.Node) -> str | None:
     """Why the norm of ``total`` and the sum of two tensors behind it stay apart, where a cast is between them."""
     summed = match.uncast(total)
-    if summed is total or not match.is_call(summed, aten.add.Tensor) or not all(isinstance(a, fx.Node) for a in summed.args):
+    if (
+        summed is total
+        or not match.is_call(summed, aten.add.Tensor)
+        or not all(isinstance(a, fx.Node) for a in summed.args)
+    ):
         return None
-    return f"the sum is {match.value(summed).dtype} and the norm of it is used in {match.value(total).dtype}".replace("torch.", "")
+    return f"the sum is {match.value(summed).dtype} and the norm of it is used in {match.value(total).dtype}".replace(
+        "torch.", ""
+    )

@@ -1,8 +1,9 @@
 """Tensors that are zero but for a few places per token: one-hot vectors, their products and sums, by meaning.
 
-Such a tensor [tokens ..., sizes ...] is a list of terms; each says at which place of every size a token has its value. One-hot
-vectors are ``one_hot`` or a comparison with ``arange``; they stay sparse through casts, products with anything, ``einsum``, outer
-products and sums, also over choices that a token has ([tokens, choices] places). Source: Lepikhin et al. 2020, "GShard".
+Such a tensor [tokens ..., sizes ...] is a list of terms; each says at which place of every size a token has its value.
+One-hot vectors are ``one_hot`` or a comparison with ``arange``; they stay sparse through casts, products with anything,
+``einsum``, outer products and sums, also over choices that a token has ([tokens, choices] places). Source: Lepikhin et
+al. 2020, "GShard".
 """
 
 from __future__ import annotations
@@ -76,25 +77,42 @@ class Reader:
         places = [joined([t.places[d] for t in terms]) for d in range(len(terms[0].places))]
         if all(t.weight is None for t in terms):
             return places, None
-        return places, joined([t.weight if t.weight is not None else self.make(aten.ones_like.default, t.places[0]) for t in terms])
+        return places, joined(
+            [t.weight if t.weight is not None else self.make(aten.ones_like.default, t.places[0]) for t in terms]
+        )
 
 
 # --------------------------------------------------------------------------- one-hot vectors
 
 
 def _one_hot(r: Reader, n: fx.Node) -> Sparse | None:
-    return Sparse(match.value(n.args[0]).dim(), (Term((n.args[0],)),)) if match.argument(n, "num_classes", -1) != -1 else None
+    return (
+        Sparse(match.value(n.args[0]).dim(), (Term((n.args[0],)),))
+        if match.argument(n, "num_classes", -1) != -1
+        else None
+    )
 
 
 def _equal(r: Reader, n: fx.Node) -> Sparse | None:
     """i[..., None] == arange(size): a place that is out of range has no one."""
     for index, places in ((n.args[0], n.args[1]), (n.args[1], n.args[0])):
-        if not (isinstance(index, fx.Node) and isinstance(places, fx.Node)) or match.value(index).is_floating_point() or mask.meaning(places) != mask.Index(1, 0):
+        if (
+            not (isinstance(index, fx.Node) and isinstance(places, fx.Node))
+            or match.value(index).is_floating_point()
+            or mask.meaning(places) != mask.Index(1, 0)
+        ):
             continue
         shape, size = match.value(index).shape, match.value(n).shape[-1]
-        if len(shape) == match.value(n).dim() and isinstance(shape[-1], int) and shape[-1] == 1 and match.value(places).shape[-1] == size:
+        if (
+            len(shape) == match.value(n).dim()
+            and isinstance(shape[-1], int)
+            and shape[-1] == 1
+            and match.value(places).shape[-1] == size
+        ):
             index = r.make(aten.squeeze.dim, index, -1)
-            inside = r.make(aten.logical_and.default, r.make(aten.ge.Scalar, index, 0), r.make(aten.lt.Scalar, index, size))
+            inside = r.make(
+                aten.logical_and.default, r.make(aten.ge.Scalar, index, 0), r.make(aten.lt.Scalar, index, size)
+            )
             return Sparse(len(shape) - 1, (Term((r.make(aten.clamp.default, index, 0, size - 1),), inside),))
     return None
 
@@ -110,7 +128,15 @@ def _cast(r: Reader, n: fx.Node) -> Sparse | None:
         return _nonzero(r, sparse)
     if match.is_float(n.args[0]) and not to.is_floating_point:
         return None
-    return replace(sparse, terms=tuple(t if t.weight is None or match.value(t.weight).dtype == to else replace(t, weight=r.make(aten.to.dtype, t.weight, to)) for t in sparse.terms))
+    return replace(
+        sparse,
+        terms=tuple(
+            t
+            if t.weight is None or match.value(t.weight).dtype == to
+            else replace(t, weight=r.make(aten.to.dtype, t.weight, to))
+            for t in sparse.terms
+        ),
+    )
 
 
 def _nonzero(r: Reader, sparse: Sparse) -> Sparse | None:
@@ -119,7 +145,10 @@ def _nonzero(r: Reader, sparse: Sparse) -> Sparse | None:
         return None
     if len(sparse.terms) == 1 and not sparse.chosen:
         (term,) = sparse.terms
-        return replace(sparse, terms=(replace(term, weight=None if term.weight is None else r.make(aten.ne.Scalar, term.weight, 0)),))
+        return replace(
+            sparse,
+            terms=(replace(term, weight=None if term.weight is None else r.make(aten.ne.Scalar, term.weight, 0)),),
+        )
     places, weight = r.stacked(sparse)
     meets = None
     for p in places:
@@ -128,7 +157,9 @@ def _nonzero(r: Reader, sparse: Sparse) -> Sparse | None:
     earlier = r.make(aten.any.dim, r.make(aten.tril.default, meets, -1), -1)
     kept = r.make(aten.logical_not.default, earlier)
     if weight is not None:
-        total = r.make(aten.sum.dim_IntList, r.make(aten.mul.Tensor, meets, r.make(aten.unsqueeze.default, weight, -2)), [-1])
+        total = r.make(
+            aten.sum.dim_IntList, r.make(aten.mul.Tensor, meets, r.make(aten.unsqueeze.default, weight, -2)), [-1]
+        )
         kept = r.make(aten.logical_and.default, kept, r.make(aten.ne.Scalar, total, 0))
     return Sparse(sparse.tokens, (Term(tuple(places), kept),), True)
 
@@ -153,7 +184,9 @@ def _scaled(r: Reader, n: fx.Node) -> Sparse | None:
         dims = match.value(n).dim()
         if match.value(x).dim() != dims:
             return None
-        terms = [_with(r, sparse, t, other, dims, aten.div.Tensor if divided else aten.mul.Tensor) for t in sparse.terms]
+        terms = [
+            _with(r, sparse, t, other, dims, aten.div.Tensor if divided else aten.mul.Tensor) for t in sparse.terms
+        ]
         return replace(sparse, terms=tuple(terms)) if None not in terms else None
     return None
 
@@ -162,7 +195,19 @@ def _with(r: Reader, sparse: Sparse, term: Term, other: Any, dims: int, target: 
     """``term`` times (or divided by) a number or a dense tensor."""
     if match.number(other) is not None:
         if term.weight is None:
-            return None if target is aten.div.Tensor else replace(term, weight=r.make(aten.full_like.default, term.places[0], match.number(other), dtype=torch.float64 if isinstance(other, float) else None))
+            return (
+                None
+                if target is aten.div.Tensor
+                else replace(
+                    term,
+                    weight=r.make(
+                        aten.full_like.default,
+                        term.places[0],
+                        match.number(other),
+                        dtype=torch.float64 if isinstance(other, float) else None,
+                    ),
+                )
+            )
         return replace(term, weight=r.make(target, term.weight, other))
     if sparse.chosen or not isinstance(other, fx.Node):
         return None
@@ -179,10 +224,16 @@ def _with(r: Reader, sparse: Sparse, term: Term, other: Any, dims: int, target: 
             other = r.make(aten.squeeze.dim, other, sparse.tokens + i)
         else:
             lead = list(match.value(place).shape)
-            other = r.make(aten.expand.default, other, [*lead, *shape[sparse.tokens : sparse.tokens + i + 1]]) if len(term.places) == 1 else None
+            other = (
+                r.make(aten.expand.default, other, [*lead, *shape[sparse.tokens : sparse.tokens + i + 1]])
+                if len(term.places) == 1
+                else None
+            )
             if other is None:
                 return None
-            other = r.make(aten.squeeze.dim, r.make(aten.gather.default, other, -1, r.make(aten.unsqueeze.default, place, -1)), -1)
+            other = r.make(
+                aten.squeeze.dim, r.make(aten.gather.default, other, -1, r.make(aten.unsqueeze.default, place, -1)), -1
+            )
     if term.weight is None:
         if target is aten.div.Tensor:
             other = r.make(aten.reciprocal.default, other)
@@ -193,7 +244,13 @@ def _with(r: Reader, sparse: Sparse, term: Term, other: Any, dims: int, target: 
 
 def _met(r: Reader, a: Sparse, b: Sparse) -> Sparse | None:
     """The product of two: one at a place only where both are."""
-    if a.tokens != b.tokens or a.chosen or b.chosen or any(len(s.terms) != 1 for s in (a, b)) or len(a.terms[0].places) != len(b.terms[0].places):
+    if (
+        a.tokens != b.tokens
+        or a.chosen
+        or b.chosen
+        or any(len(s.terms) != 1 for s in (a, b))
+        or len(a.terms[0].places) != len(b.terms[0].places)
+    ):
         return None
     (x,), (y,) = a.terms, b.terms
     weight, places = r.times(x.weight, y.weight), []
@@ -208,21 +265,40 @@ def _added(r: Reader, n: fx.Node) -> Sparse | None:
     a, b = (r.of(x) for x in n.args[:2])
     if (a or b) and not n.kwargs and 0 in [match.number(x) for x in n.args[:2]]:
         return a or b  # Python's sum() begins with 0
-    if a is None or b is None or n.kwargs or a.tokens != b.tokens or a.chosen != b.chosen or match.value(n.args[0]).shape != match.value(n.args[1]).shape:
+    if (
+        a is None
+        or b is None
+        or n.kwargs
+        or a.tokens != b.tokens
+        or a.chosen != b.chosen
+        or match.value(n.args[0]).shape != match.value(n.args[1]).shape
+    ):
         return None
-    return replace(a, terms=(*a.terms, *b.terms)) if all(p is not None for t in (*a.terms, *b.terms) for p in t.places) else None
+    return (
+        replace(a, terms=(*a.terms, *b.terms))
+        if all(p is not None for t in (*a.terms, *b.terms) for p in t.places)
+        else None
+    )
 
 
 def _summed(r: Reader, n: fx.Node) -> Sparse | None:
     """A sum over the last dimension of the tokens: what is left are choices."""
     sparse, dims = r.of(n.args[0]), [d % match.rank(n.args[0]) for d in n.args[1]]
-    if sparse is None or sparse.chosen or dims != [sparse.tokens - 1] or sparse.tokens < 2 or match.argument(n, "keepdim", False):
+    if (
+        sparse is None
+        or sparse.chosen
+        or dims != [sparse.tokens - 1]
+        or sparse.tokens < 2
+        or match.argument(n, "keepdim", False)
+    ):
         return None
     return Sparse(sparse.tokens - 1, sparse.terms, True)
 
 
 def parsed(n: fx.Node) -> tuple[list[str], str] | None:
-    """(letters of each operand, letters of the result) of an einsum; None for ellipses and results that are left unsaid."""
+    """(letters of each operand, letters of the result) of an einsum; None for ellipses and results that are left
+    unsaid.
+    """
     equation = n.args[0].replace(" ", "")
     if "->" not in equation or "." in equation:
         return None
@@ -238,7 +314,11 @@ def _einsum(r: Reader, n: fx.Node) -> Sparse | None:
     letters, result = words
     found = [(word, r.of(x), x) for word, x in zip(letters, n.args[1])]
     sparse = [(word, s) for word, s, _ in found if s is not None]
-    if not sparse or any(s.chosen or len(s.terms) != 1 for _, s in sparse) or len({(s.tokens, w[: s.tokens]) for w, s in sparse}) != 1:
+    if (
+        not sparse
+        or any(s.chosen or len(s.terms) != 1 for _, s in sparse)
+        or len({(s.tokens, w[: s.tokens]) for w, s in sparse}) != 1
+    ):
         return None
     count = sparse[0][1].tokens
     tokens, places, weight = sparse[0][0][:count], {}, None
@@ -252,7 +332,14 @@ def _einsum(r: Reader, n: fx.Node) -> Sparse | None:
         if s is None and word == tokens:
             weight = r.times(weight, x)
         elif s is None and word[:-1] == tokens and word[-1:] in places:
-            weight = r.times(weight, r.make(aten.squeeze.dim, r.make(aten.gather.default, x, -1, r.make(aten.unsqueeze.default, places[word[-1]], -1)), -1))
+            weight = r.times(
+                weight,
+                r.make(
+                    aten.squeeze.dim,
+                    r.make(aten.gather.default, x, -1, r.make(aten.unsqueeze.default, places[word[-1]], -1)),
+                    -1,
+                ),
+            )
         elif s is None:
             return None
     chosen = result[: count - 1] == tokens[:-1] and tokens[-1] not in result

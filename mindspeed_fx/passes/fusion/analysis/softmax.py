@@ -20,7 +20,16 @@ COLUMNS = (aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, aten.expan
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
 
 
-PICKS = (aten.gather.default, aten.index.Tensor, aten.take_along_dim.default, aten.squeeze.dim, aten.squeeze.default, aten.unsqueeze.default, aten.select.int, *match.VIEWS)
+PICKS = (
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.take_along_dim.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten.unsqueeze.default,
+    aten.select.int,
+    *match.VIEWS,
+)
 
 
 class Found(NamedTuple):
@@ -50,7 +59,12 @@ class Exponential(NamedTuple):
 
 def shifted(n: Any, dim: int) -> tuple[fx.Node, fx.Node] | None:
     """(x, m) when ``n`` is x - m, m is one number for all of ``dim``, and no gradient of m is lost with it."""
-    if not match.is_call(n, aten.sub.Tensor) or n.kwargs or not match.is_float(n.args[0]) or not match.is_float(n.args[1]):
+    if (
+        not match.is_call(n, aten.sub.Tensor)
+        or n.kwargs
+        or not match.is_float(n.args[0])
+        or not match.is_float(n.args[1])
+    ):
         return None
     x, m = n.args
     behind, shape = match.value(n).dim() - dim % match.rank(n), match.value(m).shape
@@ -81,7 +95,11 @@ def _column_of(n: Any, target: Any) -> tuple[fx.Node, int] | None:
     if match.is_call(n, aten.unsqueeze.default):
         n, added = match.uncast(n.args[0]), n.args[1] % match.rank(n)
     dim = _one_dimension(n, target)
-    return (n.args[0], dim) if dim is not None and match.argument(n, "keepdim", False) == (added is None) and added in (None, dim) else None
+    return (
+        (n.args[0], dim)
+        if dim is not None and match.argument(n, "keepdim", False) == (added is None) and added in (None, dim)
+        else None
+    )
 
 
 def _total(n: Any) -> tuple[fx.Node, int] | None:
@@ -92,7 +110,11 @@ def _one_dimension(n: Any, target: Any) -> int | None:
     """The dimension over which the reduction ``n`` is, when it is ``target`` over one."""
     dims = match.argument(n, "dim") if match.is_call(n, target) else None
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    return dims[0] % match.rank(n.args[0]) if len(dims) == 1 and isinstance(dims[0], int) and match.value(n.args[0]).dim() else None
+    return (
+        dims[0] % match.rank(n.args[0])
+        if len(dims) == 1 and isinstance(dims[0], int) and match.value(n.args[0]).dim()
+        else None
+    )
 
 
 def _exponential(n: Any) -> Exponential | str | None:
@@ -106,20 +128,29 @@ def _exponential(n: Any) -> Exponential | str | None:
         found = _exponential(inner)
         if isinstance(found, Exponential):
             if hidden is None:
-                return f"exponentials are multiplied by a tensor ({n.name}) before they are summed, which is no mask unless it is made of a boolean one"
+                return (
+                    f"exponentials are multiplied by a tensor ({n.name}) before they are summed, which is no mask "
+                    "unless it is made of a boolean one"
+                )
             return found._replace(hidden=(*found.hidden, hidden), region=[*found.region, n])
     return None
 
 
 def hiding(n: Any) -> list[tuple[fx.Node, tuple[str, fx.Node] | None]]:
-    """(x, ("keep" | "drop", mask)) for each way in which ``n`` is x with elements set to zero; None for a mask that is only a factor."""
+    """(x, ("keep" | "drop", mask)) for each way in which ``n`` is x with elements set to zero; None for a mask that is
+    only a factor.
+    """
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and match.number(n.args[2]) == 0:
         return [(n.args[0], ("drop", n.args[1]))]
     if match.is_call(n, aten.where.self, aten.where.ScalarOther) and match.number(n.args[2]) == 0:
         return [(n.args[1], ("keep", n.args[0]))]
     if match.is_call(n, aten.where.self, aten.where.ScalarSelf) and match.number(n.args[1]) == 0:
         return [(n.args[2], ("drop", n.args[0]))]
-    return [(x, ("keep", m) if mask.binary(m) else None) for x, m in match.operands(n, aten.mul.Tensor) if match.is_float(x) and isinstance(m, fx.Node) and match.number(m) is None]
+    return [
+        (x, ("keep", m) if mask.binary(m) else None)
+        for x, m in match.operands(n, aten.mul.Tensor)
+        if match.is_float(x) and isinstance(m, fx.Node) and match.number(m) is None
+    ]
 
 
 def _same_exponential(a: Any, b: Any) -> bool:
@@ -152,7 +183,11 @@ def _reciprocal(n: Any) -> fx.Node | None:
         n = n.args[0]  # how `1 / tensor` is traced
     if (x := match.reciprocal(n)) is not None:
         return x
-    return n.args[1] if match.is_call(n, *match.DIV) and match.number(n.args[0]) == 1 and isinstance(n.args[1], fx.Node) else None
+    return (
+        n.args[1]
+        if match.is_call(n, *match.DIV) and match.number(n.args[0]) == 1 and isinstance(n.args[1], fx.Node)
+        else None
+    )
 
 
 def _normalized(n: fx.Node, upper: Any, lower: fx.Node) -> Found | str | None:
@@ -164,7 +199,9 @@ def _normalized(n: fx.Node, upper: Any, lower: fx.Node) -> Found | str | None:
     if found is None or (isinstance(found, Exponential) and found.dim not in (None, dim)):
         return None
     if not _same_exponential(upper, e):
-        weighted = match.is_call(inner, *PRODUCTS) and dim == match.value(e).dim() - 1 and _same_exponential(inner.args[0], e)
+        weighted = (
+            match.is_call(inner, *PRODUCTS) and dim == match.value(e).dim() - 1 and _same_exponential(inner.args[0], e)
+        )
         if not weighted:
             return None
         after = (inner,)
@@ -176,11 +213,27 @@ def _normalized(n: fx.Node, upper: Any, lower: fx.Node) -> Found | str | None:
 def _almost(upper: Any, lower: fx.Node) -> str | None:
     """Why a quotient of exponentials is no softmax."""
     inner = match.uncast(lower)
-    beside = inner.args[0] if match.is_call(inner, *match.ADD, aten.clamp_min.default, aten.clamp.default, aten.maximum.default) else None
-    beside = beside if isinstance(beside, fx.Node) and _total(beside) else next((a for a in inner.all_input_nodes if _total(a)), None)
-    if beside is None or not _same_exponential(upper, _total(beside)[0]) or not isinstance(_exponential(upper), Exponential) or match.is_call(match.uncast(upper), SOFTMAX):
+    beside = (
+        inner.args[0]
+        if match.is_call(inner, *match.ADD, aten.clamp_min.default, aten.clamp.default, aten.maximum.default)
+        else None
+    )
+    beside = (
+        beside
+        if isinstance(beside, fx.Node) and _total(beside)
+        else next((a for a in inner.all_input_nodes if _total(a)), None)
+    )
+    if (
+        beside is None
+        or not _same_exponential(upper, _total(beside)[0])
+        or not isinstance(_exponential(upper), Exponential)
+        or match.is_call(match.uncast(upper), SOFTMAX)
+    ):
         return None
-    return f"exponentials are divided by more than their sum ({inner.name}, {inner.target}), which is no softmax; divide by the sum alone, whose greatest term is 1 where the maximum was subtracted"
+    return (
+        f"exponentials are divided by more than their sum ({inner.name}, {inner.target}), which is no softmax; "
+        "divide by the sum alone, whose greatest term is 1 where the maximum was subtracted"
+    )
 
 
 # --------------------------------------------------------------------------- logarithms
@@ -191,35 +244,70 @@ def _exp(n: fx.Node) -> Found | str | None:
     if not match.is_call(inner, LOG_SOFTMAX):
         return None
     if any(u not in (n, n.args[0]) for u in inner.users):
-        return f"the logarithm of the softmax ({inner.name}) is read by others, too, so that its exponential costs less than a second softmax"
+        return (
+            f"the logarithm of the softmax ({inner.name}) is read by others, too, so that its exponential costs "
+            "less than a second softmax"
+        )
     return Found(SOFTMAX, inner.args[0], inner.args[1], [inner])
 
 
 def _log(n: fx.Node) -> Found | str | None:
     inner, path = match.uncast(n.args[0]), []
-    total = _total(inner) or ((inner.args[0], _one_dimension(inner, aten.sum.dim_IntList)) if _one_dimension(inner, aten.sum.dim_IntList) is not None else None)
+    total = _total(inner) or (
+        (inner.args[0], _one_dimension(inner, aten.sum.dim_IntList))
+        if _one_dimension(inner, aten.sum.dim_IntList) is not None
+        else None
+    )
     if total is not None:
         found = _exponential(total[0])
-        return Found(LOG_SUM_EXP, found.x, total[1], [inner, *found.region], found.hidden) if isinstance(found, Exponential) and found.dim is None else None
+        return (
+            Found(LOG_SUM_EXP, found.x, total[1], [inner, *found.region], found.hidden)
+            if isinstance(found, Exponential) and found.dim is None
+            else None
+        )
     number = match.plus_number(inner)
-    kept = number[0] if number else inner.args[0] if match.is_call(inner, aten.clamp_min.default, aten.clamp.default) else inner
+    kept = (
+        number[0]
+        if number
+        else inner.args[0]
+        if match.is_call(inner, aten.clamp_min.default, aten.clamp.default)
+        else inner
+    )
     while match.is_call(kept, aten.to.dtype, *PICKS) and match.is_float(kept.args[0]):
         path.append(kept)
         kept = kept.args[0]
     if not match.is_call(kept, SOFTMAX):
         return None
     if kept is not inner and (number or match.is_call(inner, aten.clamp_min.default, aten.clamp.default)):
-        return f"the logarithm is of probabilities that were bounded or moved first ({inner.name}, {inner.target}); log_softmax needs neither"
-    return Found(LOG_SOFTMAX, _unshifted(kept.args[0], kept.args[1]), kept.args[1], [kept, *path], after=tuple(p for p in path[::-1] if not match.is_call(p, aten.to.dtype)))
+        return (
+            f"the logarithm is of probabilities that were bounded or moved first ({inner.name}, {inner.target}); "
+            "log_softmax needs neither"
+        )
+    return Found(
+        LOG_SOFTMAX,
+        _unshifted(kept.args[0], kept.args[1]),
+        kept.args[1],
+        [kept, *path],
+        after=tuple(p for p in path[::-1] if not match.is_call(p, aten.to.dtype)),
+    )
 
 
 def _difference(n: fx.Node) -> Found | None:
     """x - logsumexp(x)."""
     x, lse = n.args
-    if n.kwargs or not isinstance(lse, fx.Node) or not match.is_float(x) or (found := _column_of(lse, LOG_SUM_EXP)) is None:
+    if (
+        n.kwargs
+        or not isinstance(lse, fx.Node)
+        or not match.is_float(x)
+        or (found := _column_of(lse, LOG_SUM_EXP)) is None
+    ):
         return None
     inner, dim = found
-    if not match.same(match.uncast(x), match.uncast(inner)) or match.value(x).shape != match.value(n).shape or match.value(lse).dim() != match.value(x).dim():
+    if (
+        not match.same(match.uncast(x), match.uncast(inner))
+        or match.value(x).shape != match.value(n).shape
+        or match.value(lse).dim() != match.value(x).dim()
+    ):
         return None
     return Found(LOG_SOFTMAX, _unshifted(inner, dim), dim, [lse])
 
@@ -229,7 +317,13 @@ def _sum(n: fx.Node) -> Found | None:
     for lse, m in match.operands(n, aten.add.Tensor):
         dim = _one_dimension(lse, LOG_SUM_EXP)
         inner = lse.args[0] if dim is not None else None
-        if inner is None or not match.is_call(inner, aten.sub.Tensor) or inner.kwargs or not all(match.is_float(a) for a in (*inner.args, m)) or match.value(n).shape != match.value(lse).shape:
+        if (
+            inner is None
+            or not match.is_call(inner, aten.sub.Tensor)
+            or inner.kwargs
+            or not all(match.is_float(a) for a in (*inner.args, m))
+            or match.value(n).shape != match.value(lse).shape
+        ):
             continue
         if match.same(_column(m), _column(inner.args[1])) and match.value(m).numel() == match.value(n).numel():
             return Found(LOG_SUM_EXP, inner.args[0], dim, [lse, inner])
@@ -247,7 +341,11 @@ def _column(n: Any) -> Any:
 def _moved(n: fx.Node) -> Found | None:
     """softmax(x - m)."""
     found = shifted(n.args[0], n.args[1])
-    return Found(n.target, found[0], n.args[1], [n.args[0]]) if found and match.value(found[0]).dtype == match.value(n).dtype else None
+    return (
+        Found(n.target, found[0], n.args[1], [n.args[0]])
+        if found and match.value(found[0]).dtype == match.value(n).dtype
+        else None
+    )
 
 
 _RULES = {

@@ -1,9 +1,10 @@
 """Losses that multiply with one-hot targets pick instead: ``(one_hot(t) * y).sum(-1)`` becomes ``y.gather(-1, t)``.
 
-What is summed over the classes may be one-hot in any spelling (``one_hot``, comparison with ``arange``, a row of ``eye``, ``scatter`` into a constant), smoothed with
-numbers (``0.9 * one_hot + 0.1 / classes``), a mask, or an ``einsum``; a smoothed one becomes a picked value and a share of the sum of all. ``F.cross_entropy``
-with such probabilities becomes that of ``log_softmax``. Nothing is fused here: :mod:`mindspeed_fx.passes.fusion.analysis.nll` reads what is left. Safe because
-the products with zero are left out of the sum, and nothing else.
+What is summed over the classes may be one-hot in any spelling (``one_hot``, comparison with ``arange``, a row of
+``eye``, ``scatter`` into a constant), smoothed with numbers (``0.9 * one_hot + 0.1 / classes``), a mask, or an
+``einsum``; a smoothed one becomes a picked value and a share of the sum of all. ``F.cross_entropy`` with such
+probabilities becomes that of ``log_softmax``. Nothing is fused here: :mod:`mindspeed_fx.passes.fusion.analysis.nll`
+reads what is left. Safe because the products with zero are left out of the sum, and nothing else.
 """
 
 from __future__ import annotations
@@ -71,13 +72,32 @@ def _one_hot(n: fx.Node) -> Distribution | None:
         return Distribution(0.0, 1.0, n.args[0]) if match.argument(n, "num_classes", -1) != -1 else None
     if match.is_call(n, aten.eq.Tensor, aten.ne.Tensor):
         for index, places in (n.args, n.args[::-1]):
-            column = not match.is_float(index) and match.value(index).dim() == last + 1 and match.value(index).shape[-1] == 1
-            if column and mask.meaning(places) == mask.Index(1, 0) and match.value(places).shape[-1] == match.value(n).shape[-1]:
+            column = (
+                not match.is_float(index) and match.value(index).dim() == last + 1 and match.value(index).shape[-1] == 1
+            )
+            if (
+                column
+                and mask.meaning(places) == mask.Index(1, 0)
+                and match.value(places).shape[-1] == match.value(n).shape[-1]
+            ):
                 return Distribution(*((0.0, 1.0) if n.target is aten.eq.Tensor else (1.0, -1.0)), index)
     if match.is_call(n, aten.index.Tensor, aten.embedding.default):
-        rows = n.args[1][0] if n.target is aten.index.Tensor and len(n.args[1]) == 1 else n.args[1] if n.target is aten.embedding.default else None
-        identity = match.is_call(n.args[0], aten.eye.default) and match.value(n.args[0]).shape[0] == match.value(n.args[0]).shape[1]
-        return Distribution(0.0, 1.0, rows) if identity and isinstance(rows, fx.Node) and not match.is_float(rows) else None
+        rows = (
+            n.args[1][0]
+            if n.target is aten.index.Tensor and len(n.args[1]) == 1
+            else n.args[1]
+            if n.target is aten.embedding.default
+            else None
+        )
+        identity = (
+            match.is_call(n.args[0], aten.eye.default)
+            and match.value(n.args[0]).shape[0] == match.value(n.args[0]).shape[1]
+        )
+        return (
+            Distribution(0.0, 1.0, rows)
+            if identity and isinstance(rows, fx.Node) and not match.is_float(rows)
+            else None
+        )
     if match.is_call(n, aten.scatter.value, aten.scatter.src) and n.args[1] % (last + 1) == last:
         base, to = _constant(n.args[0]), _constant(n.args[3])
         one = list(match.value(n.args[2]).shape) == [*match.value(n).shape[:-1], 1]
@@ -100,13 +120,20 @@ def _weighted(n: fx.Node) -> tuple[fx.Node, Distribution, list[fx.Node]] | None:
     else:
         inner = n.args[0]
         dims = match.argument(n, "dim") if n.target is aten.sum.dim_IntList else None
-        if match.argument(n, "dtype") is not None or (dims and -1 not in [d if d < 0 else d - match.value(inner).dim() for d in dims]):
+        if match.argument(n, "dtype") is not None or (
+            dims and -1 not in [d if d < 0 else d - match.value(inner).dim() for d in dims]
+        ):
             return None
         if (filled := _filled(inner)) is not None:
             return (*filled, [inner])
         factors = match.operands(inner, aten.mul.Tensor)
     for t, y in factors:
-        if match.is_float(y) and isinstance(t, fx.Node) and match.value(t).shape == match.value(y).shape == match.value(factors[0][1]).shape and (found := distribution(t)) is not None:
+        if (
+            match.is_float(y)
+            and isinstance(t, fx.Node)
+            and match.value(t).shape == match.value(y).shape == match.value(factors[0][1]).shape
+            and (found := distribution(t)) is not None
+        ):
             return y, found, [n] if n.target is aten.einsum.default else [n, n.args[0]]
     return None
 
@@ -116,10 +143,18 @@ def _filled(n: Any) -> tuple[fx.Node, Distribution] | None:
     drop = keep = None
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and match.number(n.args[2]) == 0:
         y, drop = n.args[:2]
-    elif match.is_call(n, aten.where.self, aten.where.ScalarOther) and match.number(n.args[2]) == 0 and match.is_float(n.args[1]):
+    elif (
+        match.is_call(n, aten.where.self, aten.where.ScalarOther)
+        and match.number(n.args[2]) == 0
+        and match.is_float(n.args[1])
+    ):
         keep, y = n.args[:2]
     else:
         return None
     found = distribution(drop if keep is None else keep)
     found = Distribution(1 - found.share, -found.weight, found.target) if found is not None and keep is None else found
-    return (y, found) if found is not None and match.value(keep if drop is None else drop).shape == match.value(y).shape else None
+    return (
+        (y, found)
+        if found is not None and match.value(keep if drop is None else drop).shape == match.value(y).shape
+        else None
+    )

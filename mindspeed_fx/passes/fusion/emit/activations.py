@@ -17,17 +17,35 @@ from mindspeed_fx.passes.fusion.emit import algebra
 # --------------------------------------------------------------------------- rewriting
 
 
-def fuse(gm: fx.GraphModule, name: str, operator: str, make: Callable[[SelfGated], tuple[Any, tuple, dict] | None]) -> PassReport:
-    """Rewrite every activation of which ``make`` says the (overload, arguments after x, keywords); None for those of another pass."""
+def fuse(
+    gm: fx.GraphModule, name: str, operator: str, make: Callable[[SelfGated], tuple[Any, tuple, dict] | None]
+) -> PassReport:
+    """Rewrite every activation of which ``make`` says the (overload, arguments after x, keywords); None for those of
+    another pass.
+    """
     report = PassReport(name)
     left: list[fx.Node] = []
     for node in calls(gm, *match.MUL, *match.DIV, *match.ADD):
-        found, call = next(((f, call) for f in (sums if match.is_call(node, *match.ADD) else readings)(node, left) if (call := make(f)) is not None), (None, None)) if match.is_float(node) else (None, None)
+        found, call = (
+            next(
+                (
+                    (f, call)
+                    for f in (sums if match.is_call(node, *match.ADD) else readings)(node, left)
+                    if (call := make(f)) is not None
+                ),
+                (None, None),
+            )
+            if match.is_float(node)
+            else (None, None)
+        )
         if call is None:
             continue
         root, number, numbers = norms.scaled_on(node, found.number)
         region = [root, *numbers, *found.nodes]
-        reason, where = found.near or match.unsafe(region, [found.x, *found.over, *found.under]), site(operator, root, region)
+        reason, where = (
+            found.near or match.unsafe(region, [found.x, *found.over, *found.under]),
+            site(operator, root, region),
+        )
         reason = reason or _rewrite(gm, root, found, number, call)
         if reason:
             report.skipped.append(skip(operator, node, reason))
@@ -38,7 +56,9 @@ def fuse(gm: fx.GraphModule, name: str, operator: str, make: Callable[[SelfGated
     return report
 
 
-def _rewrite(gm: fx.GraphModule, root: fx.Node, found: SelfGated, number: float, call: tuple[Any, tuple, dict]) -> str | None:
+def _rewrite(
+    gm: fx.GraphModule, root: fx.Node, found: SelfGated, number: float, call: tuple[Any, tuple, dict]
+) -> str | None:
     overload, further, keywords = call
     x, dtype = found.x, match.value(root).dtype
     if torch.promote_types(match.value(x).dtype, dtype) != match.value(x).dtype:

@@ -12,7 +12,9 @@ from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.fusion.analysis.algebra import EXPANDED
 
 
-def multiplied(gm: fx.GraphModule, before: fx.Node, made: fx.Node, number: float, over: Sequence[fx.Node], under: Sequence[fx.Node]) -> fx.Node:
+def multiplied(
+    gm: fx.GraphModule, before: fx.Node, made: fx.Node, number: float, over: Sequence[fx.Node], under: Sequence[fx.Node]
+) -> fx.Node:
     """``made`` times the factors that an operator left over, expanded where the model expands them."""
     over = [_spread(gm, before, factor, match.value(made).shape) for factor in over]
     for factor in (*over, *([number] if number != 1 else [])):
@@ -25,5 +27,12 @@ def multiplied(gm: fx.GraphModule, before: fx.Node, made: fx.Node, number: float
 def _spread(gm: fx.GraphModule, before: fx.Node, n: fx.Node, whole: torch.Size) -> fx.Node:
     """``n`` as the model expands it on the way to ``whole``."""
     wanted = [match.value(u).shape for u in n.users if match.is_call(u, *EXPANDED)]
-    shape = next((s for s in wanted if len(s) == len(whole) == match.value(n).dim() and all(a == b or a == 1 for a, b in zip(s, whole))), match.value(n).shape)
+    shape = next(
+        (
+            s
+            for s in wanted
+            if len(s) == len(whole) == match.value(n).dim() and all(a == b or a == 1 for a, b in zip(s, whole))
+        ),
+        match.value(n).shape,
+    )
     return n if shape == match.value(n).shape else rewrite.insert(gm, before, aten.expand.default, (n, list(shape)))

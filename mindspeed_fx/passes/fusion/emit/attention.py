@@ -21,42 +21,63 @@ from mindspeed_fx.passes.fusion.emit import alibi as alibi_emit
 from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences
 
 DROPOUT_ROWS = 256
-"""Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in float32, 1.4 in
-bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward and backward on one core)."""
+"""Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in
+float32, 1.4 in bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward and backward on one
+core)."""
 
 TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
-"""Of attention with a bias that is trained, unfused in generated code: forward and backward in float32, 2 x 8 heads of 64, one core."""
+"""Of attention with a bias that is trained, unfused in generated code: forward and backward in float32, 2 x 8 heads of
+64, one core.
+"""
 
 MASKED_ROWS, NARROW_ROWS = 256, 768
-"""Attention of fewer rows is left to generated code: with a mask or documents (float32: 128 rows 1.1 to 1.3 of its time, 256 rows 0.8 to 1.0), and in 16 bits
-(128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows 0.5 to 0.7), forward and backward on two cores (benchmarks/attention_short.py)."""
+"""Attention of fewer rows is left to generated code: with a mask or documents (float32: 128 rows 1.1 to 1.3 of its
+time, 256 rows 0.8 to 1.0), and in 16 bits (128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows 0.5 to 0.7), forward and
+backward on two cores (benchmarks/attention_short.py)."""
 
 Emit = Callable[..., list[fx.Node]]
 
 
 def emitter(name: str, context: Context, notes: list[str]) -> Emit:
-    """What puts the target's operator in the place of an attention: f(graph, root, scores, q, k, v) -> region, or :class:`Miss`. ``notes``
-    gets what there is to say of an attention that is fused all the same: why packed documents are masked, which rows differ."""
+    """What puts the target's operator in the place of an attention: f(graph, root, scores, q, k, v) -> region, or
+    :class:`Miss`. ``notes`` gets what there is to say of an attention that is fused all the same: why packed documents
+    are masked, which rows differ."""
     generated = context.left_to_inductor(name)
     npu = context.options.target == "npu"
     packing = functools.partial(_packed, npu=npu)
-    dropping = _emit_seeded if npu else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
+    dropping = (
+        _emit_seeded if npu else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
+    )
     if context.options.target == "cuda":
         return functools.partial(_emit_sdpa, notes=notes)
     return functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, generated=generated)
 
 
 def _emit(
-    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, dropping: Callable[..., list[fx.Node]], packing: Callable[..., fx.Node | str], notes: list[str], generated: bool
+    gm: fx.GraphModule,
+    root: fx.Node,
+    scores: Scores,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    *,
+    dropping: Callable[..., list[fx.Node]],
+    packing: Callable[..., fx.Node | str],
+    notes: list[str],
+    generated: bool,
 ) -> list[fx.Node]:
-    """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed documents what ``packing`` makes;
-    few rows, and additive masks that need a gradient, are left to ``generated`` code."""
+    """``mindspeed::attention`` in the place of ``root``; with dropout what ``dropping`` puts there, with packed
+    documents what ``packing`` makes; few rows, and additive masks that need a gradient, are left to ``generated`` code.
+    """
     if scores.sinks is None:  # with a sink a row of scores cannot be moved as a whole
         scores.masks = alibi.apart(scores.masks)
     masks = scores.blocking
     bands = [mask.kept(m, kind) for kind, m, _ in masks]
     if generated and scores.drop is None:
-        _long_enough(match.value(q), bool(masks) and not any(mask.is_causal(b) or mask.is_window(b) for b in (_together(scores, bands), *bands)))
+        _long_enough(
+            match.value(q),
+            bool(masks) and not any(mask.is_causal(b) or mask.is_window(b) for b in (_together(scores, bands), *bands)),
+        )
     if any(b is not None and b.documents is not None for b in bands):
         made = packing(gm, root, scores, q, k, v, bands)
         if isinstance(made, fx.Node):
@@ -68,11 +89,21 @@ def _emit(
     whole = mask.is_causal(both) or mask.is_window(both)
     windows = [1 - b.low for b in ([both] if whole else bands) if mask.is_window(b)]
     causal = whole or scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
-    rest = [given for given, band in zip(masks, bands) if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))]
+    rest = [
+        given
+        for given, band in zip(masks, bands)
+        if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))
+    ]
     if scores.sinks is None:
-        rest = [(kind, alibi_emit.by_keys(gm, root, m, causal) or m if kind == "add" else m, where) for kind, m, where in rest]
+        rest = [
+            (kind, alibi_emit.by_keys(gm, root, m, causal) or m if kind == "add" else m, where)
+            for kind, m, where in rest
+        ]
     if generated and any(kind == "add" and m.meta["needs_grad"] for kind, m, _ in rest):
-        raise Miss(f'the additive mask needs a gradient, and generated code is faster: it takes {TRAINED}; put "fusion.attention" in enable to fuse all the same')
+        raise Miss(
+            f"the additive mask needs a gradient, and generated code is faster: it takes {TRAINED}; put "
+            '"fusion.attention" in enable to fuse all the same'
+        )
     q, k, given, left = _operands(gm, root, scores, q, k, v, rest, notes)
     window = min(windows, default=0)
     keys = match.value(k).shape[2]
@@ -99,16 +130,24 @@ def _long_enough(q: torch.Tensor, masked: bool) -> None:
     least = NARROW_ROWS if narrow else MASKED_ROWS if masked else 1
     if rows < least:
         what = f"{rows} rows in {q.dtype}".replace("torch.", "") if narrow else f"{rows} rows with a mask"
-        raise Miss(f'{what}: generated code is as fast below {least}; put "fusion.attention" in enable to fuse all the same')
+        raise Miss(
+            f'{what}: generated code is as fast below {least}; put "fusion.attention" in enable to fuse all the same'
+        )
 
 
-def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, npu: bool) -> fx.Node | str:
+def _packed(
+    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, npu: bool
+) -> fx.Node | str:
     """``mindspeed::varlen_attention`` for masks that keep documents apart; why the mask has to be computed."""
     both = _together(scores, bands) if None not in bands else None
     numbers = both.documents if both is not None else None
     if numbers is None:
         return "another mask stands beside theirs"
-    for what, there in (("a soft-cap", scores.softcap), ("sinks", scores.sinks is not None), ("dropout", scores.drop is not None)):
+    for what, there in (
+        ("a soft-cap", scores.softcap),
+        ("sinks", scores.sinks is not None),
+        ("dropout", scores.drop is not None),
+    ):
         if there:
             return f"the kernel takes no {what}".replace("no a ", "no ")
     batch, _, rows, _ = match.value(q).shape
@@ -116,9 +155,16 @@ def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx
     if not (causal or (both.low, both.high) == (-math.inf, math.inf)):
         return f"a token sees others up to {both.high} places after it, which is neither causal nor all of its document"
     if not _belongs(numbers, [m for _, m, _ in scores.blocking], batch):
-        return f"their numbers {tuple(match.value(numbers).shape)} are not one row, or one for each of the batch ({batch})"
-    if not statically_known_true(rows == match.value(k).shape[2]) or not statically_known_true(rows == match.value(numbers).shape[-1]):
-        return f"{rows} queries, {match.value(k).shape[2]} keys and {match.value(numbers).shape[-1]} numbers are not known to be as many"
+        return (
+            f"their numbers {tuple(match.value(numbers).shape)} are not one row, or one for each of the batch ({batch})"
+        )
+    if not statically_known_true(rows == match.value(k).shape[2]) or not statically_known_true(
+        rows == match.value(numbers).shape[-1]
+    ):
+        return (
+            f"{rows} queries, {match.value(k).shape[2]} keys and {match.value(numbers).shape[-1]} numbers are not "
+            "known to be as many"
+        )
     ends = packed_sequences.ends(gm, root, numbers) if npu and statically_known_true(batch == 1) else None
     if npu and ends is None:
         return "on npu the kernel takes one row of tokens whose lengths or cumulative lengths the graph knows"
@@ -134,16 +180,36 @@ def _packed(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx
 
 
 def _belongs(numbers: fx.Node, masks: list[fx.Node], batch: Any) -> bool:
-    """Whether the rows of ``numbers`` are those of the batch, in masks that are broadcast to [batch, heads, seq, seq]."""
+    """Whether the rows of ``numbers`` are those of the batch, in masks that are broadcast to [batch, heads, seq,
+    seq].
+    """
     shape = match.value(numbers).shape
     if len(shape) == 1 or statically_known_true(shape[0] == 1):
         return True
-    whole = [match.value(m).shape for m in masks if match.value(m).dim() > 2 and not statically_known_true(match.value(m).numel() == match.value(m).shape[-1] * match.value(m).shape[-2])]
-    return statically_known_true(shape[0] == batch) and all(len(s) == 4 and statically_known_true(s[0] == batch) and statically_known_true(s[1] == 1) for s in whole)
+    whole = [
+        match.value(m).shape
+        for m in masks
+        if match.value(m).dim() > 2
+        and not statically_known_true(match.value(m).numel() == match.value(m).shape[-1] * match.value(m).shape[-2])
+    ]
+    return statically_known_true(shape[0] == batch) and all(
+        len(s) == 4 and statically_known_true(s[0] == batch) and statically_known_true(s[1] == 1) for s in whole
+    )
 
 
-def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, left: fx.Node | None, causal: bool, window: int) -> list[fx.Node]:
-    """``mindspeed::attention_seeded`` in the place of ``root``: the kernel draws, numbers of its own. Nothing is dropped in rows that are hidden whole."""
+def _emit_seeded(
+    gm: fx.GraphModule,
+    root: fx.Node,
+    scores: Scores,
+    qkv: tuple,
+    given: fx.Node | None,
+    left: fx.Node | None,
+    causal: bool,
+    window: int,
+) -> list[fx.Node]:
+    """``mindspeed::attention_seeded`` in the place of ``root``: the kernel draws, numbers of its own. Nothing is
+    dropped in rows that are hidden whole.
+    """
     what = f"dropout of {scores.p} on the attention weights"
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"{what}, with {'a soft-cap' if scores.softcap else 'sinks'}: no kernel on npu has both")
@@ -157,7 +223,12 @@ def _emit_seeded(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, 
         raise Miss(f"{what}: {'; '.join(reasons)}")
     made = rewrite.insert(gm, root, attention_seeded.overload, arguments)
     out = rewrite.insert(gm, root, match.operator.getitem, (made, 0))
-    return _without_drop(gm, root, scores, _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, qkv[2])))
+    return _without_drop(
+        gm,
+        root,
+        scores,
+        _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, qkv[2])),
+    )
 
 
 def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: list[fx.Node]) -> list[fx.Node]:
@@ -168,7 +239,18 @@ def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: lis
     return region
 
 
-def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple, given: fx.Node | None, left: fx.Node | None, causal: bool, window: int, name: str, least: int) -> list[fx.Node]:
+def _emit_dropout(
+    gm: fx.GraphModule,
+    root: fx.Node,
+    scores: Scores,
+    qkv: tuple,
+    given: fx.Node | None,
+    left: fx.Node | None,
+    causal: bool,
+    window: int,
+    name: str,
+    least: int,
+) -> list[fx.Node]:
     """``mindspeed::attention_dropout`` in the place of ``root``, its mask drawn where the model drops."""
     (q, k, _), drop, p = (match.value(x) for x in qkv), scores.drop, scores.p
     what = f"dropout of {p} on the attention weights"
@@ -178,24 +260,37 @@ def _emit_dropout(gm: fx.GraphModule, root: fx.Node, scores: Scores, qkv: tuple,
     if not all(isinstance(n, int) for n in (*q.shape, rows, keys)) or rows != keys:
         raise Miss(f"{what}: the kernel takes equal and fixed sequence lengths of queries and keys only")
     if rows < least:
-        raise Miss(f'{what}: generated code is as fast below {least} rows, and here are {rows}; put "{name}" in enable to fuse all the same')
+        raise Miss(
+            f'{what}: generated code is as fast below {least} rows, and here are {rows}; put "{name}" in enable to '
+            "fuse all the same"
+        )
     if not 0 < p < 1:
         raise Miss(f"{what}: everything is dropped")
     shape = [*q.shape[:2], rows, keys]
     weights = shape if drop is root else list(match.value(drop).shape)
-    if drop is not root and (not match.value(drop.args[0]).is_contiguous() or match.value(drop).numel() != math.prod(shape)):
+    if drop is not root and (
+        not match.value(drop.args[0]).is_contiguous() or match.value(drop).numel() != math.prod(shape)
+    ):
         raise Miss(f"{what}: the weights are not stored row by row, so that other numbers would be drawn")
     empty = rewrite.insert(gm, drop, aten.empty.memory_format, (weights,), {"dtype": torch.bool, "device": q.device})
     keep = rewrite.insert(gm, drop, aten.bernoulli.p, (empty, 1 - p))
     keep = keep if weights == shape else rewrite.insert(gm, root, aten.reshape.default, (keep, shape))
-    both = rewrite.insert(gm, root, torch.ops.mindspeed.attention_dropout.default, (*qkv, keep, scores.scale, window, scores.softcap, p))
-    return _without_drop(gm, root, scores, _put(gm, root, scores, rewrite.insert(gm, root, match.operator.getitem, (both, 0))))
+    both = rewrite.insert(
+        gm, root, torch.ops.mindspeed.attention_dropout.default, (*qkv, keep, scores.scale, window, scores.softcap, p)
+    )
+    return _without_drop(
+        gm, root, scores, _put(gm, root, scores, rewrite.insert(gm, root, match.operator.getitem, (both, 0)))
+    )
 
 
-def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, notes: list[str]) -> list[fx.Node]:
+def _emit_sdpa(
+    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, notes: list[str]
+) -> list[fx.Node]:
     """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask."""
     if scores.drop is not None:
-        raise Miss(f"dropout of {scores.p} on the attention weights: scaled_dot_product_attention would draw other numbers")
+        raise Miss(
+            f"dropout of {scores.p} on the attention weights: scaled_dot_product_attention would draw other numbers"
+        )
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
     masks = scores.blocking
@@ -209,18 +304,30 @@ def _emit_sdpa(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k:
     return _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, v))
 
 
-def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list, notes: list[str]) -> tuple[fx.Node, fx.Node, fx.Node | None, fx.Node | None]:
-    """q, k, the mask, True or zero where attention is allowed, as an operator takes them, and :func:`hidden_rows.some_left`; Miss where it is not safe."""
+def _operands(
+    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list, notes: list[str]
+) -> tuple[fx.Node, fx.Node, fx.Node | None, fx.Node | None]:
+    """q, k, the mask, True or zero where attention is allowed, as an operator takes them, and
+    :func:`hidden_rows.some_left`; Miss where it is not safe.
+    """
     dtype = match.value(root).dtype
     # Matching looks through casts of q and k; one that widened them to the type of v is made again.
     q, k = (_widened(gm, root, x, dtype) for x in (q, k))
     if not all(match.value(x).dtype == dtype for x in (q, k, v)):
-        raise Miss(f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}")
+        raise Miss(
+            f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}"
+        )
     reason = match.unsafe([root, *scores.region], [q, k, v, *(given for _, given, _ in masks), scores.sinks])
     if reason:
         raise Miss(reason)
     lead = list(match.value(q).shape[:2])
-    left = fully_masked_rows.some_left(gm, root, scores, lambda given, where: _four_dimensional(gm, root, given, where, lead), notes) if masks else None
+    left = (
+        fully_masked_rows.some_left(
+            gm, root, scores, lambda given, where: _four_dimensional(gm, root, given, where, lead), notes
+        )
+        if masks
+        else None
+    )
     allowed, added = None, None  # a mask is True where attention is allowed, and what is added to the scores
     for kind, given, where in masks:
         given = rewrite.insert(gm, root, aten.logical_not.default, (given,)) if kind == "drop" else given
@@ -230,7 +337,9 @@ def _operands(gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: 
         else:
             allowed = given if allowed is None else rewrite.insert(gm, root, aten.logical_and.default, (allowed, given))
     if allowed is not None and left is not None:  # no kernel sees a row without keys
-        allowed = rewrite.insert(gm, root, aten.logical_or.default, (allowed, rewrite.insert(gm, root, aten.logical_not.default, (left,))))
+        allowed = rewrite.insert(
+            gm, root, aten.logical_or.default, (allowed, rewrite.insert(gm, root, aten.logical_not.default, (left,)))
+        )
     if allowed is None or added is None:
         return q, k, added if allowed is None else allowed, left
     return q, k, rewrite.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf)), left
@@ -246,7 +355,9 @@ def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> lis
 
 
 def _four_dimensional(gm: fx.GraphModule, before: fx.Node, given: fx.Node, where: fx.Node, lead: list[Any]) -> fx.Node:
-    """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one, or more than two."""
+    """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one,
+    or more than two.
+    """
     if match.value(where).dim() > 4:
         outer, own = list(match.value(where).shape[:-2]), list(match.value(given).shape)
         own = [1] * (len(outer) + 2 - len(own)) + own
@@ -264,4 +375,8 @@ def _four_dimensional(gm: fx.GraphModule, before: fx.Node, given: fx.Node, where
 
 def _widened(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     narrow = match.value(x).dtype
-    return rewrite.insert(gm, before, aten.to.dtype, (x, dtype)) if narrow != dtype and torch.promote_types(narrow, dtype) == dtype else x
+    return (
+        rewrite.insert(gm, before, aten.to.dtype, (x, dtype))
+        if narrow != dtype and torch.promote_types(narrow, dtype) == dtype
+        else x
+    )

@@ -1,8 +1,9 @@
 """Attention that is spelled with ``einsum``: its two products as ``matmul`` of permuted tensors.
 
-``einsum`` of two tensors is itself computed by permuting them and multiplying matrices, so that nothing changes but the spelling. Labels are
-read, never letters: of "ibnd,jbnd->bnij" d is summed, i and j are rows and columns, b and n are both tensors'. A label of the first
-tensor alone that stays before the rows (a group of heads that share keys) repeats the other tensor.
+``einsum`` of two tensors is itself computed by permuting them and multiplying matrices, so that nothing changes but the
+spelling. Labels are
+read, never letters: of "ibnd,jbnd->bnij" d is summed, i and j are rows and columns, b and n are both tensors'. A label
+of the first tensor alone that stays before the rows (a group of heads that share keys) repeats the other tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ def as_matmul(gm: fx.GraphModule, softmax: fx.Node) -> None:
     """Rewrite the einsums that make the scores of ``softmax`` and multiply its weights, in place; others stay."""
     scores = softmax.args[0]
     for _ in range(16):
-        if match.is_call(scores, aten.einsum.default) or not isinstance(scores, fx.Node) or scores.op != "call_function":
+        if (
+            match.is_call(scores, aten.einsum.default)
+            or not isinstance(scores, fx.Node)
+            or scores.op != "call_function"
+        ):
             break
         scores = next((a for a in scores.all_input_nodes if match.is_float(a)), None)
     weights, seen = softmax, []
@@ -43,17 +48,31 @@ def _weights_on_the_left(gm: fx.GraphModule, weights: fx.Node) -> None:
     """``v^T @ weights^T`` (values as channels, the positions last) as the transpose of ``weights @ v``."""
     for across in [u for u in weights.users if match.turned(u)]:
         for n in list(across.users):
-            if match.is_call(n, aten.matmul.default, aten.bmm.default) and n.args[1] is across and n.args[0] is not across and match.value(n.args[0]).dim() == match.value(across).dim():
-                made = rewrite.insert(gm, n, n.target, (weights, rewrite.insert(gm, n, aten.transpose.int, (n.args[0], -2, -1))))
+            if (
+                match.is_call(n, aten.matmul.default, aten.bmm.default)
+                and n.args[1] is across
+                and n.args[0] is not across
+                and match.value(n.args[0]).dim() == match.value(across).dim()
+            ):
+                made = rewrite.insert(
+                    gm, n, n.target, (weights, rewrite.insert(gm, n, aten.transpose.int, (n.args[0], -2, -1)))
+                )
                 _replace(gm, n, rewrite.insert(gm, n, aten.transpose.int, (made, -2, -1)))
         if not across.users:
             gm.graph.erase_node(across)
 
 
 def _labels(n: fx.Node) -> tuple[list[str], list[str], list[str], list[fx.Node]] | None:
-    """(labels of the first tensor, of the second, of the result, the tensors); None for anything but a plain product of two."""
+    """(labels of the first tensor, of the second, of the result, the tensors); None for anything but a plain product of
+    two.
+    """
     equation, tensors = n.args[0].replace(" ", ""), list(n.args[1])
-    if len(tensors) != 2 or "." in equation or equation.count("->") != 1 or any(match.value(t).dtype != match.value(n).dtype for t in tensors):
+    if (
+        len(tensors) != 2
+        or "." in equation
+        or equation.count("->") != 1
+        or any(match.value(t).dtype != match.value(n).dtype for t in tensors)
+    ):
         return None
     given, out = equation.split("->")
     a, b = (list(part) for part in given.split(","))
@@ -76,7 +95,14 @@ def _product_of_q_and_k(gm: fx.GraphModule, n: fx.Node) -> None:
         a, b, q, k = b, a, k, q
     lead, row, column = out[:-2], out[-2], out[-1]
     summed = [label for label in a if label in b and label not in out]
-    if row in b or column in a or len(summed) != 1 or not set(lead) <= set(a) or set(b) - set(lead) - {column, *summed} or set(a) - set(lead) - {row, *summed}:
+    if (
+        row in b
+        or column in a
+        or len(summed) != 1
+        or not set(lead) <= set(a)
+        or set(b) - set(lead) - {column, *summed}
+        or set(a) - set(lead) - {row, *summed}
+    ):
         return
     q = _permuted(gm, n, q, a, [*lead, row, *summed])
     k = _repeated(gm, n, k, b, lead, [column, *summed], match.value(q).shape)
@@ -93,7 +119,14 @@ def _product_with_v(gm: fx.GraphModule, n: fx.Node, weights: fx.Node) -> None:
         a, b, p, v = b, a, v, p
     lead, row, key = a[:-2], a[-2], a[-1]
     width = [label for label in b if label not in a]
-    if key not in b or key in out or row in b or len(width) != 1 or set(b) - set(lead) - {key, *width} or set(out) != {*lead, row, *width}:
+    if (
+        key not in b
+        or key in out
+        or row in b
+        or len(width) != 1
+        or set(b) - set(lead) - {key, *width}
+        or set(out) != {*lead, row, *width}
+    ):
         return
     v = _repeated(gm, n, v, b, lead, [key, *width], match.value(p).shape)
     made = rewrite.insert(gm, n, aten.matmul.default, (p, v))
@@ -110,10 +143,18 @@ def _permuted(gm: fx.GraphModule, before: fx.Node, x: fx.Node, labels: list[str]
     return x if order == sorted(order) else rewrite.insert(gm, before, aten.permute.default, (x, order))
 
 
-def _repeated(gm: fx.GraphModule, before: fx.Node, x: fx.Node, labels: list[str], lead: list[str], last: list[str], shape: list) -> fx.Node:
-    """``x`` as [*lead, *last], repeated along the labels of ``lead`` that it has not; ``shape`` starts with their sizes."""
+def _repeated(
+    gm: fx.GraphModule, before: fx.Node, x: fx.Node, labels: list[str], lead: list[str], last: list[str], shape: list
+) -> fx.Node:
+    """``x`` as [*lead, *last], repeated along the labels of ``lead`` that it has not; ``shape`` starts with their
+    sizes.
+    """
     x = _permuted(gm, before, x, labels, [label for label in [*lead, *last] if label in labels])
     missing = [i for i, label in enumerate(lead) if label not in labels]
     for i in missing:
         x = rewrite.insert(gm, before, aten.unsqueeze.default, (x, i))
-    return rewrite.insert(gm, before, aten.expand.default, (x, [*shape[: len(lead)], *match.value(x).shape[-2:]])) if missing else x
+    return (
+        rewrite.insert(gm, before, aten.expand.default, (x, [*shape[: len(lead)], *match.value(x).shape[-2:]]))
+        if missing
+        else x
+    )

@@ -1,8 +1,9 @@
-"""Rows of an attention that its masks hide whole, where the model sets hidden scores to a number such as -10000 instead of minus infinity.
+"""Rows of an attention that its masks hide whole, where the model sets hidden scores to a number such as -10000 instead
+of minus infinity.
 
-All scores of such a row are that number, so the model's weights are uniform and the row is the mean of the values; the operator, which
-knows no number, would make it zero. Padding to the left under a causal mask makes such rows. Nobody reads them as a rule, but they are
-the model's result all the same.
+All scores of such a row are that number, so the model's weights are uniform and the row is the mean of the values; the
+operator, which knows no number, would make it zero. Padding to the left under a causal mask makes such rows. Nobody
+reads them as a rule, but they are the model's result all the same.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from mindspeed_fx.passes.fusion.analysis import mask
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores
 
 
-def some_left(gm: fx.GraphModule, root: fx.Node, scores: Scores, shaped: Callable[[fx.Node, fx.Node], fx.Node], notes: list[str]) -> fx.Node | None:
-    """True for the rows, [batch or 1, heads or 1, queries or 1, 1], that keep a key; None where no row needs the mean. ``shaped(mask, where
-    it is applied)`` is four-dimensional. ``notes`` gets what is said of rows whose weights are not uniform: they are zero."""
+def some_left(
+    gm: fx.GraphModule, root: fx.Node, scores: Scores, shaped: Callable[[fx.Node, fx.Node], fx.Node], notes: list[str]
+) -> fx.Node | None:
+    """True for the rows, [batch or 1, heads or 1, queries or 1, 1], that keep a key; None where no row needs the mean.
+    ``shaped(mask, where it is applied)`` is four-dimensional. ``notes`` gets what is said of rows whose weights are not
+    uniform: they are zero."""
     if scores.sinks is not None or scores.cleared:  # all of the weight is the sink's, or set to zero
         return None
     masks = scores.blocking
@@ -31,23 +35,35 @@ def some_left(gm: fx.GraphModule, root: fx.Node, scores: Scores, shaped: Callabl
     first = next(i for i, (kind, *_) in enumerate(masks) if kind != "add")
     if len(fills) > 1 or any(kind == "add" and (i > first or not _finite(m)) for i, (kind, m, _) in enumerate(masks)):
         both = " and ".join(sorted(map(str, fills)))
-        notes.append(f"rows that the masks hide whole become zero: the model sets hidden scores to {both}{'' if len(fills) > 1 else ' and adds another mask'}, so that such rows have other weights")
+        notes.append(
+            "rows that the masks hide whole become zero: the model sets hidden scores to "
+            f"{both}{'' if len(fills) > 1 else ' and adds another mask'}, so that such rows have other weights"
+        )
         return None
     allowed = None
     for kind, given, where in masks:
         if kind != "add":
-            given = shaped(given if kind == "keep" else rewrite.insert(gm, root, aten.logical_not.default, (given,)), where)
+            given = shaped(
+                given if kind == "keep" else rewrite.insert(gm, root, aten.logical_not.default, (given,)), where
+            )
             allowed = given if allowed is None else rewrite.insert(gm, root, aten.logical_and.default, (allowed, given))
     return rewrite.insert(gm, root, aten.any.dim, (allowed, -1, True))
 
 
 def with_means(gm: fx.GraphModule, root: fx.Node, out: fx.Node, left: fx.Node, v: fx.Node) -> fx.Node:
-    """``out``, [batch, heads, queries, dim], with the mean of ``v``, [batch, kv_heads, keys, dim], in the rows where nothing is ``left``."""
+    """``out``, [batch, heads, queries, dim], with the mean of ``v``, [batch, kv_heads, keys, dim], in the rows where
+    nothing is ``left``.
+    """
     mean = rewrite.insert(gm, root, aten.mean.dim, (v, [-2], True))
     batch, heads, _, dim = match.value(out).shape
     own = match.value(v).shape[1]
     if not statically_known_true(own == heads):
-        mean = rewrite.insert(gm, root, aten.expand.default, (rewrite.insert(gm, root, aten.unsqueeze.default, (mean, 2)), [batch, own, heads // own, 1, dim]))
+        mean = rewrite.insert(
+            gm,
+            root,
+            aten.expand.default,
+            (rewrite.insert(gm, root, aten.unsqueeze.default, (mean, 2)), [batch, own, heads // own, 1, dim]),
+        )
         mean = rewrite.insert(gm, root, aten.reshape.default, (mean, [batch, heads, 1, dim]))
     return rewrite.insert(gm, root, aten.where.self, (left, out, mean))
 
@@ -60,13 +76,21 @@ def _finite(added: fx.Node) -> bool:
 def _own_key(scores: Scores) -> bool:
     """Whether every row certainly keeps its own key."""
     bands = [mask.kept(m, kind) for kind, m, _ in scores.blocking]
-    square = all(statically_known_true(match.value(where).shape[-1] == match.value(where).shape[-2]) for _, _, where in scores.blocking)
+    square = all(
+        statically_known_true(match.value(where).shape[-1] == match.value(where).shape[-2])
+        for _, _, where in scores.blocking
+    )
     return square and all(b is not None and b.low <= 0 <= b.high for b in bands)
 
 
 def _fill(where: fx.Node) -> float:
     """What ``where`` sets hidden scores to; minus infinity also where it is no number of its own."""
-    position = {aten.masked_fill.Scalar: 2, aten.masked_fill.Tensor: 2, aten.where.ScalarOther: 2, aten.where.ScalarSelf: 1}.get(where.target)
+    position = {
+        aten.masked_fill.Scalar: 2,
+        aten.masked_fill.Tensor: 2,
+        aten.where.ScalarOther: 2,
+        aten.where.ScalarSelf: 1,
+    }.get(where.target)
     if where.target is aten.where.self:
         position = 1 if isinstance(mask.meaning(where.args[1]), (int, float)) else 2
     if position is not None:

@@ -15,7 +15,15 @@ from mindspeed_fx.passes.fusion.analysis.gated import _activated, packed
 from mindspeed_fx.passes.fusion.emit import algebra
 
 
-def fuse(gm: fx.GraphModule, name: str, operator: str, activation_of: Callable[[fx.Node], tuple[fx.Node, tuple] | None], overload: Any, packed_up: tuple = (), accept: Callable[[tuple[fx.Node, tuple], fx.Node], bool] | None = None) -> PassReport:
+def fuse(
+    gm: fx.GraphModule,
+    name: str,
+    operator: str,
+    activation_of: Callable[[fx.Node], tuple[fx.Node, tuple] | None],
+    overload: Any,
+    packed_up: tuple = (),
+    accept: Callable[[tuple[fx.Node, tuple], fx.Node], bool] | None = None,
+) -> PassReport:
     """Rewrite every product of an activated gate and an up projection.
 
     Args:
@@ -29,7 +37,12 @@ def fuse(gm: fx.GraphModule, name: str, operator: str, activation_of: Callable[[
     for node in calls(gm, aten.mul.Tensor):
         for side, up in match.operands(node, aten.mul.Tensor):
             found = _activated(side, activation_of)
-            if found is None or not isinstance(up, fx.Node) or up is found.gate or (accept is not None and not accept(found[:2], up)):
+            if (
+                found is None
+                or not isinstance(up, fx.Node)
+                or up is found.gate
+                or (accept is not None and not accept(found[:2], up))
+            ):
                 continue
             reason = _rewrite(gm, report, operator, node, up, found, overload, packed_up)
             if reason:
@@ -60,6 +73,8 @@ def _rewrite(gm, report, operator, root, up, found, overload, packed_up) -> str 
         return f"gate and up give {dtype}, the model goes on in {match.value(root).dtype}"
     source = packed(gate, up)
     arguments = (gate, up, *found.further) if source is None else (source, *packed_up, *found.further)
-    new = algebra.multiplied(gm, root, rewrite.insert(gm, root, overload, arguments), found.number, found.over, found.under)
+    new = algebra.multiplied(
+        gm, root, rewrite.insert(gm, root, overload, arguments), found.number, found.over, found.under
+    )
     report.rewrites.append(site(operator, root, region))
     return rewrite.replace(gm, root, new)

@@ -15,6 +15,7 @@ from mindspeed_fx.passes.fusion.analysis.loss_head import PLAIN, Head, _single, 
 
 def inputs(gm: fx.GraphModule, node: fx.Node, head: Head) -> tuple[fx.Node, fx.Node, fx.Node | None, float]:
     """hidden [tokens, hidden], weight [vocab, hidden], bias and soft-cap, as ``head.steps`` leave them."""
+
     def call(target: Any, *args: Any) -> fx.Node:
         return rewrite.insert(gm, node, target, args)
 
@@ -26,9 +27,14 @@ def inputs(gm: fx.GraphModule, node: fx.Node, head: Head) -> tuple[fx.Node, fx.N
             softcap = step.other
         elif step.kind == "scale":
             by = aten.div.Tensor if match.is_call(n, *match.DIV) else aten.mul.Tensor
-            hidden, bias = call(by, hidden, step.other), bias if bias is None else call(by, bias, _single(call, step.other))
+            hidden, bias = (
+                call(by, hidden, step.other),
+                bias if bias is None else call(by, bias, _single(call, step.other)),
+            )
             if softcap:
-                softcap = abs(softcap / match.number(step.other) if by is aten.div.Tensor else softcap * match.number(step.other))
+                softcap = abs(
+                    softcap / match.number(step.other) if by is aten.div.Tensor else softcap * match.number(step.other)
+                )
         elif step.kind == "bias":
             bias = step.other if bias is None else call(aten.add.Tensor, bias, step.other)
         elif step.kind == "classes":
@@ -39,4 +45,7 @@ def inputs(gm: fx.GraphModule, node: fx.Node, head: Head) -> tuple[fx.Node, fx.N
             hidden = rewrite.insert(gm, node, n.target, (hidden, *n.args[1:]), dict(n.kwargs))
     dtype = match.value(head.product).dtype
     # Under autocast the linear casts its inputs itself.
-    return *(i if i is None or match.value(i).dtype == dtype else call(aten.to.dtype, i, dtype) for i in (hidden, weight, bias)), softcap
+    return *(
+        i if i is None or match.value(i).dtype == dtype else call(aten.to.dtype, i, dtype)
+        for i in (hidden, weight, bias)
+    ), softcap

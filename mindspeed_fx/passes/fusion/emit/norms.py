@@ -10,7 +10,15 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.passes.base import PassReport, site
 
 
-def fuse_sum(gm: fx.GraphModule, report: PassReport, norm: fx.Node, parameters: list, operator: str, make: Callable, results: tuple[int, ...]) -> str | None:
+def fuse_sum(
+    gm: fx.GraphModule,
+    report: PassReport,
+    norm: fx.Node,
+    parameters: list,
+    operator: str,
+    make: Callable,
+    results: tuple[int, ...],
+) -> str | None:
     """``norm`` of a sum of two tensors, and the sum, become one operator; returns the reason where they do not.
 
     Args:
@@ -25,7 +33,9 @@ def fuse_sum(gm: fx.GraphModule, report: PassReport, norm: fx.Node, parameters: 
         return f"the residual is scaled by {total.kwargs['alpha']}"
     values = [match.value(n) for n in (x, residual, total)]
     if any(v.dtype != values[2].dtype or v.shape != values[2].shape for v in values):
-        return "the two summands differ in shape or type: " + ", ".join(f"{tuple(v.shape)} {v.dtype}" for v in values[:2])
+        return "the two summands differ in shape or type: " + ", ".join(
+            f"{tuple(v.shape)} {v.dtype}" for v in values[:2]
+        )
     reason = match.unsafe([total, norm], [x, residual, *parameters])
     if reason:
         return reason

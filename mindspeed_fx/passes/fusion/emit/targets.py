@@ -38,13 +38,18 @@ def pick_instead(gm: fx.GraphModule) -> None:
             rows = rewrite.insert(gm, node, aten.sum.dim_IntList, (rows, dims, kept)) if dims else rows
         else:
             rows = rewrite.insert(gm, node, node.target, (rows,))
-            rows = rewrite.insert(gm, node, aten.div.Tensor, (rows, match.value(y).shape[-1])) if node.target is aten.mean.default else rows
+            rows = (
+                rewrite.insert(gm, node, aten.div.Tensor, (rows, match.value(y).shape[-1]))
+                if node.target is aten.mean.default
+                else rows
+            )
         rewrite.substitute(gm, node, rows)
     drop_dead(gm)
 
 
 def _rows(gm: fx.GraphModule, node: fx.Node, y: fx.Node, targets: Distribution) -> fx.Node:
     """weight * y[target] + share * sum(y), a number for each row."""
+
     def call(target: Any, *args: Any) -> fx.Node:
         return rewrite.insert(gm, node, target, args)
 
@@ -61,13 +66,30 @@ def _rows(gm: fx.GraphModule, node: fx.Node, y: fx.Node, targets: Distribution) 
 def _without_probabilities(gm: fx.GraphModule, node: fx.Node) -> None:
     """``cross_entropy(x, p)`` [tokens, classes] as the negative sum of p times the log-probabilities."""
     x, p = node.args[0], match.argument(node, "target")
-    if not match.is_float(p) or match.value(x).dim() != 2 or match.argument(node, "weight") is not None or (found := distribution(p)) is None or found.target is None:
+    if (
+        not match.is_float(p)
+        or match.value(x).dim() != 2
+        or match.argument(node, "weight") is not None
+        or (found := distribution(p)) is None
+        or found.target is None
+    ):
         return
-    smoothing, reduction = float(match.argument(node, "label_smoothing", 0.0) or 0.0), match.argument(node, "reduction", MEAN)
+    smoothing, reduction = (
+        float(match.argument(node, "label_smoothing", 0.0) or 0.0),
+        match.argument(node, "reduction", MEAN),
+    )
     classes = match.value(x).shape[-1]
     if match.unsafe([node], [x, found.target]) or not isinstance(classes, int):
         return
     found = found.times(1 - smoothing)
     found = found._replace(share=found.share + smoothing / classes)
-    rows = rewrite.insert(gm, node, aten.neg.default, (_rows(gm, node, rewrite.insert(gm, node, aten.log_softmax.int, (x, -1)), found),))
-    rewrite.substitute(gm, node, rows if reduction == NONE else rewrite.insert(gm, node, aten.sum.default if reduction == SUM else aten.mean.default, (rows,)))
+    rows = rewrite.insert(
+        gm, node, aten.neg.default, (_rows(gm, node, rewrite.insert(gm, node, aten.log_softmax.int, (x, -1)), found),)
+    )
+    rewrite.substitute(
+        gm,
+        node,
+        rows
+        if reduction == NONE
+        else rewrite.insert(gm, node, aten.sum.default if reduction == SUM else aten.mean.default, (rows,)),
+    )

@@ -33,15 +33,17 @@ CHUNK = "mindspeed_fx_chunk"
 
 
 def chunked(gm: fx.GraphModule, region: Region, parts: Parts, put: Put | None = None) -> None:
-    """Compute ``region`` in chunks, in place. Each chunk's node stands where the whole's stood; who reads the whole from
-    outside the region gets it put together."""
+    """Compute ``region`` in chunks, in place. Each chunk's node stands where the whole's stood; who reads the whole
+    from outside the region gets it put together."""
     order = sorted(region.cuts)
     work = _Chunks(put or functools.partial(insert, gm), region, parts)
     for node in order:
         work.made[node] = []
         for i in range(len(shares(parts))):
             work.made[node].append(work.chunk(node, i))
-        if not isinstance(region.cuts[node], tuple) and any(u not in region.cuts or region.needs[u].get(node) is None for u in node.users):
+        if not isinstance(region.cuts[node], tuple) and any(
+            u not in region.cuts or region.needs[u].get(node) is None for u in node.users
+        ):
             work.whole(node)
     for node in order:
         for user in [u for u in node.users if u not in region.cuts]:
@@ -81,10 +83,14 @@ class _Chunks:
         cut = self.region.cuts[node]
         if cut is None:
             return self.made[node][0]
-        if is_view(node) and (isinstance(cut, tuple) or not is_packed(value(node))):  # part of something larger, which no copy is
+        if is_view(node) and (
+            isinstance(cut, tuple) or not is_packed(value(node))
+        ):  # part of something larger, which no copy is
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda s: self.whole(s) if s in self.region.cuts else s)
             return self.put(node, node.target, args, kwargs)
-        return self.made[node][-1] if self._added_up(node) else together(self.put, node, self.made[node], cut, value(node))
+        return (
+            self.made[node][-1] if self._added_up(node) else together(self.put, node, self.made[node], cut, value(node))
+        )
 
     def _added_up(self, node: fx.Node) -> bool:
         """The product of each chunk is added to those of the chunks before it, in one call."""

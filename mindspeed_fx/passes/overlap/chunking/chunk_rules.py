@@ -1,7 +1,7 @@
 """Which operators work chunk by chunk, and how a cut of a result follows from a cut of an input, and back.
 
-``mindspeed::`` operators say so themselves: a chunk is a shard in time, so their sharding rules hold. ATen operators and
-collectives are listed here; what is not listed is computed whole.
+``mindspeed::`` operators say so themselves: a chunk is a shard in time, so their sharding rules hold. ATen operators
+and collectives are listed here; what is not listed is computed whole.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default, c10d.all_reduce.default)
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, torch.ops.mindspeed.linear.default, torch.ops.mindspeed.gemm.default)
+PRODUCTS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    torch.ops.mindspeed.linear.default,
+    torch.ops.mindspeed.gemm.default,
+)
 _MOVES = (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default)
 
 
 def inputs(node: fx.Node, out: Any) -> dict[fx.Node, Any] | None:
-    """How each input is cut when the result is cut as ``out`` says: input -> Cut or None (the whole of it); None: it can't be."""
+    """How each input is cut when the result is cut as ``out`` says: input -> Cut or None (the whole of it); None: it
+    can't be.
+    """
     try:
         wanted = list(_inputs(node, out))
     except (_Whole, IndexError):
@@ -62,7 +70,9 @@ def results(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
     """Cuts of the result of ``node`` for which its input ``source`` is cut as ``cut``; most likely first."""
     for out in _candidates(node, source, cut):
         found = inputs(node, out)
-        if found is not None and (agree(found.get(source), cut) if isinstance(cut, tuple) else found.get(source) == cut):
+        if found is not None and (
+            agree(found.get(source), cut) if isinstance(cut, tuple) else found.get(source) == cut
+        ):
             yield out
 
 
@@ -96,7 +106,13 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
     elif f in (aten.permute.default, aten.transpose.int, aten.t.default):
         yield args[0], Cut(_order(node)[out.dim], out.blocks)
     elif f is aten.unsqueeze.default:
-        yield args[0], Cut(out.dim - (out.dim > args[1] % len(shape)), _or_whole(out.blocks if out.dim != args[1] % len(shape) else None))
+        yield (
+            args[0],
+            Cut(
+                out.dim - (out.dim > args[1] % len(shape)),
+                _or_whole(out.blocks if out.dim != args[1] % len(shape) else None),
+            ),
+        )
     elif f is aten.squeeze.dim:
         gone = len(_shape(args[0])) > len(shape)  # a dimension longer than one stays
         yield args[0], Cut(out.dim + (gone and out.dim >= args[1] % len(_shape(args[0]))), out.blocks)
@@ -107,7 +123,11 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
     elif f in (aten.mm.default, torch.ops.mindspeed.gemm.default):
         yield from ((args[0], _or_whole(out if out.dim == 0 else None)), (args[1], None))
     elif f is aten.addmm.default:
-        yield from ((args[0], out if len(_shape(args[0])) == 2 and _shape(args[0])[0] != 1 else None), (args[1], _or_whole(out if out.dim == 0 else None)), (args[2], None))
+        yield from (
+            (args[0], out if len(_shape(args[0])) == 2 and _shape(args[0])[0] != 1 else None),
+            (args[1], _or_whole(out if out.dim == 0 else None)),
+            (args[2], None),
+        )
     elif f is aten.bmm.default:
         yield from ((args[0], _or_whole(out if out.dim < 2 else None)), (args[1], out if out.dim == 0 else None))
     elif f in REDUCTIONS:
@@ -153,14 +173,20 @@ def _candidates(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
         if f in (aten.mm.default, aten.sum.dim_IntList):
             yield Sum(cut.blocks)
         value = node.meta.get("val")
-        for dim in sorted(range(value.dim()), key=lambda d: abs(d - (value.dim() - here.dim()) - cut.dim)) if isinstance(value, torch.Tensor) else ():
+        for dim in (
+            sorted(range(value.dim()), key=lambda d: abs(d - (value.dim() - here.dim()) - cut.dim))
+            if isinstance(value, torch.Tensor)
+            else ()
+        ):
             yield Cut(dim, cut.blocks)
             if f is aten.cat.default:
                 yield Cut(dim, cut.blocks * len(node.args[0]))
 
 
 def _moved(node: fx.Node, cut: Any, backwards: bool) -> Cut | None:
-    """Through a collective: along dimension 0 the ranks' parts are blocks, of the result of all_gather, of the input of reduce_scatter."""
+    """Through a collective: along dimension 0 the ranks' parts are blocks, of the result of all_gather, of the input of
+    reduce_scatter.
+    """
     if not isinstance(cut, Cut):
         raise _Whole
     if cut.dim > 0:
@@ -187,7 +213,9 @@ def _joined(node: fx.Node, out: Any) -> Cut:
     (piece,), n = named, len(out)
     if argument(node, "dim") % len(_shape(node.args[0])) != piece.dim:
         return piece
-    return _or_whole(Cut(piece.dim, piece.blocks * n) if len({v.shape[piece.dim] for v in node.meta["val"]}) == 1 else None)
+    return _or_whole(
+        Cut(piece.dim, piece.blocks * n) if len({v.shape[piece.dim] for v in node.meta["val"]}) == 1 else None
+    )
 
 
 def _pieces(node: fx.Node, out: Cut) -> Iterator[tuple[fx.Node, Cut]]:
@@ -228,7 +256,12 @@ def _unreduced(node: fx.Node, out: Cut) -> Cut:
 
 
 def _pointwise(f: Any) -> bool:
-    return isinstance(f, torch._ops.OpOverload) and torch.Tag.pointwise in f.tags and torch.Tag.nondeterministic_seeded not in f.tags and not f._schema.is_mutable
+    return (
+        isinstance(f, torch._ops.OpOverload)
+        and torch.Tag.pointwise in f.tags
+        and torch.Tag.nondeterministic_seeded not in f.tags
+        and not f._schema.is_mutable
+    )
 
 
 # --------------------------------------------------------------------------- mindspeed:: operators
@@ -236,13 +269,21 @@ def _pointwise(f: Any) -> bool:
 
 def _own(node: fx.Node) -> Any:
     made = find(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
-    return made if made is not None and made.sharding is not None and torch.Tag.nondeterministic_seeded not in node.target.tags else None
+    return (
+        made
+        if made is not None and made.sharding is not None and torch.Tag.nondeterministic_seeded not in node.target.tags
+        else None
+    )
 
 
 def _rows(node: fx.Node) -> Iterator[tuple[list, list[tuple[fx.Node, Any]]]]:
-    """The operator's ways, that of computing it whole left out: placements of the results, and of each tensor argument's node."""
+    """The operator's ways, that of computing it whole left out: placements of the results, and of each tensor
+    argument's node.
+    """
     schema = node.target._schema.arguments
-    given = [node.args[k] if k < len(node.args) else node.kwargs.get(a.name, a.default_value) for k, a in enumerate(schema)]
+    given = [
+        node.args[k] if k < len(node.args) else node.kwargs.get(a.name, a.default_value) for k, a in enumerate(schema)
+    ]
     fakes = [g.meta["val"] if isinstance(g, fx.Node) else g for g in given]
     tensors = [g for g, a in zip(given, schema) if "Tensor" in str(a.type) and isinstance(g, fx.Node)]
     if any("Tensor[]" in str(a.type) or "List[Tensor" in str(a.type) for a in schema):
@@ -259,7 +300,12 @@ def _by_rule(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
         raise _Whole
     blocks = blocks.pop()
     for outs, ins in _rows(node):
-        if all(w is None or (isinstance(w, Sum) and o == PARTIAL) or (isinstance(w, Cut) and not isinstance(o, (str, Even)) and o == w.dim) for w, o in zip(wanted, outs)):
+        if all(
+            w is None
+            or (isinstance(w, Sum) and o == PARTIAL)
+            or (isinstance(w, Cut) and not isinstance(o, (str, Even)) and o == w.dim)
+            for w, o in zip(wanted, outs)
+        ):
             yield from ((source, None if p == REPLICATED else Cut(int(p), blocks)) for source, p in ins)
             return
     raise _Whole
@@ -270,7 +316,9 @@ def _rule_results(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
         return
     for outs, ins in _rows(node):
         if any(s is source and not isinstance(p, (str, Even)) and p == cut.dim for s, p in ins):
-            made = tuple(Sum(cut.blocks) if o == PARTIAL else None if o == REPLICATED else Cut(int(o), cut.blocks) for o in outs)
+            made = tuple(
+                Sum(cut.blocks) if o == PARTIAL else None if o == REPLICATED else Cut(int(o), cut.blocks) for o in outs
+            )
             if any(isinstance(m, Cut) for m in made):
                 yield made if isinstance(node.meta["val"], (list, tuple)) else made[0]
 

@@ -21,14 +21,20 @@ from mindspeed_fx.passes.overlap.scheduler.min_memory_order import leaner, reord
 
 PARTS = (2, 4, 8)
 TAPERED = ((1, 3, 3, 1), (1, 2, 2, 2, 1), (1, 3, 4), (4, 3, 1))
-"""Chunks of unequal sizes: before the first and after the last one's collective nothing of its region can run, so that these two had better be small."""
+"""Chunks of unequal sizes: before the first and after the last one's collective nothing of its region can run, so that
+these two had better be small.
+"""
 GAIN = 0.01
-"""Share of the modelled step that chunks must save: more launches make the host busier, which the model does not see."""
+"""Share of the modelled step that chunks must save: more launches make the host busier, which the model does not
+see.
+"""
 SURE = 60_000
-"""Tasks that the search may place where whole and chunks are compared. With a quarter of that the step of eight Llama layers comes out 6 % longer
-than with all, which hides what chunks gain; more finds nothing shorter."""
+"""Tasks that the search may place where whole and chunks are compared. With a quarter of that the step of eight Llama
+layers comes out 6 % longer than with all, which hides what chunks gain; more finds nothing shorter."""
 QUICK = 6
-"""How often the search may place each task where the nodes of all ways are limited: as often as in a large graph, whose schedule is to be foretold."""
+"""How often the search may place each task where the nodes of all ways are limited: as often as in a large graph, whose
+schedule is to be foretold.
+"""
 
 
 def disjoint(starts: Sequence[fx.Node], reach: str) -> Iterator[Region]:
@@ -50,10 +56,20 @@ class Trials:
     Args:
         owned: placeholders whose memory the graph may free; default: a backward's saved activations.
         allowance: bytes over the peak of the graph as it came; default: option "overlap_memory".
-        within: nodes that the graphs of all ways that are tried may have together; what would come after is not tried. None: no limit.
+        within: nodes that the graphs of all ways that are tried may have together; what would come after is not tried.
+            None: no limit.
     """
 
-    def __init__(self, gm: fx.GraphModule, context: Context, hardware: Hardware, *, owned: Callable[[fx.Node], bool] | None = None, allowance: int | None = None, within: int | None = None):
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        context: Context,
+        hardware: Hardware,
+        *,
+        owned: Callable[[fx.Node], bool] | None = None,
+        allowance: int | None = None,
+        within: int | None = None,
+    ):
         self.gm, self.context, self.hardware, self.within = gm, context, hardware, within
         self.owned = owned or (saved_activation if context.side == "backward" else None)
         self.allowance = context.options.overlap_memory if allowance is None else allowance
@@ -61,7 +77,9 @@ class Trials:
         made = self.tasks(gm)
         self.nodes, self.work = made.nodes, made.tasks
         self.limit = simulate(self.work).peak + self.allowance
-        self.effort = max(min(96 * len(self.work), SURE), 6 * len(self.work))  # half of it is for an order, the same from the end, and again
+        self.effort = max(
+            min(96 * len(self.work), SURE), 6 * len(self.work)
+        )  # half of it is for an order, the same from the end, and again
         self.sure = SURE
         if within is not None:
             self.effort, self.sure = QUICK * len(self.work), 2 * QUICK * len(self.work)
@@ -72,11 +90,16 @@ class Trials:
         self.size = 0
 
     def full(self) -> str | None:
-        """Why no way of cutting can be worth it; None where one may: chunks add work to every stream, and take none away."""
+        """Why no way of cutting can be worth it; None where one may: chunks add work to every stream, and take none
+        away.
+        """
         stream, busy = max(self.work.busy().items(), key=lambda item: item[1])
         if self.plain.seconds * (1 - GAIN) > busy:
             return None
-        return f"no chunks can save {GAIN:.0%}: {'compute' if stream == COMPUTE else f'link {stream}'} alone takes {busy / max(self.plain.seconds, 1e-30):.1%} of the step"
+        return (
+            f"no chunks can save {GAIN:.0%}: {'compute' if stream == COMPUTE else f'link {stream}'} alone takes "
+            f"{busy / max(self.plain.seconds, 1e-30):.1%} of the step"
+        )
 
     def best(self, found: dict[str, list[Region]]) -> list[tuple[Region, Parts]]:
         """Regions and their numbers of chunks with the shortest step, :attr:`seconds`; [] when none saves GAIN."""
@@ -85,18 +108,30 @@ class Trials:
             for reach in self.reaches:
                 classes = alike(found[reach])
                 for parts in self.parts:
-                    now = self.way(made := [(r, parts) for r in found[reach] if parts in r.most_parts(PARTS)]) if classes else None
+                    now = (
+                        self.way(made := [(r, parts) for r in found[reach] if parts in r.most_parts(PARTS)])
+                        if classes
+                        else None
+                    )
                     if now is not None and now < seconds:
                         seconds, chosen = now, made
             kinds = [same for reach in self.reaches for same in alike(found[reach])]
             if self.within is None:
-                kinds += [[r] for same in kinds if len(same) > 1 for r in same if self._exposed(r) > GAIN / 2 * self.plain.seconds]  # where memory is full, as at a backward's begin
+                kinds += [
+                    [r]
+                    for same in kinds
+                    if len(same) > 1
+                    for r in same
+                    if self._exposed(r) > GAIN / 2 * self.plain.seconds
+                ]  # where memory is full, as at a backward's begin
             ends = [self._refined(seconds, chosen)] if chosen else []
             ends.append(self._refined(*self._added(self.plain.seconds, [], kinds)))
             seconds, chosen = min(ends, key=lambda end: end[0])
         if chosen:  # a quick search may find less for one of the two
             self.effort, self.within = self.sure, None
-            self.plain = min(self.plain, schedule(self.work, allowance=self.allowance, work=self.effort), key=lambda t: t.seconds)
+            self.plain = min(
+                self.plain, schedule(self.work, allowance=self.allowance, work=self.effort), key=lambda t: t.seconds
+            )
             seconds = min(seconds, self.way(chosen) or seconds)
         if seconds > self.plain.seconds * (1 - GAIN):
             seconds, chosen = self.plain.seconds, []
@@ -105,7 +140,11 @@ class Trials:
     def settled(self, seconds: float, chosen: list[tuple[Region, Parts]]) -> list[tuple[Region, Parts]]:
         """Notes what was found; returns ``chosen``."""
         self.seconds = seconds
-        self.told = f"modelled step {self.plain.seconds * 1e3:.3f} ms whole, {seconds * 1e3:.3f} ms with {len(chosen)} regions in chunks ({len(self.tried)} ways tried; less than {GAIN:.0%} is not taken)"
+        self.told = (
+            f"modelled step {self.plain.seconds * 1e3:.3f} ms whole, {seconds * 1e3:.3f} ms with "
+            f"{len(chosen)} "
+            f"regions in chunks ({len(self.tried)} ways tried; less than {GAIN:.0%} is not taken)"
+        )
         return chosen
 
     def _exposed(self, region: Region) -> float:
@@ -113,13 +152,21 @@ class Trials:
         starts = set(region.starts)
         return sum(seconds for i, seconds in self.plain.exposed.items() if self.nodes[i] in starts)
 
-    def _added(self, seconds: float, chosen: list[tuple[Region, Parts]], kinds: list[list[Region]]) -> tuple[float, list[tuple[Region, Parts]]]:
-        """One kind of region after the other, where it makes the step shorter: what is in chunks costs work, so that few may be better than all."""
+    def _added(
+        self, seconds: float, chosen: list[tuple[Region, Parts]], kinds: list[list[Region]]
+    ) -> tuple[float, list[tuple[Region, Parts]]]:
+        """One kind of region after the other, where it makes the step shorter: what is in chunks costs work, so that
+        few may be better than all.
+        """
         now = list(chosen)
         for same in kinds:
             if any(set(r.cuts) & set(s.cuts) for r in same for s, _ in now):
                 continue
-            tried = [(found, parts) for parts in same[0].most_parts(PARTS[:2]) if (found := self.way([*now, *((r, parts) for r in same)])) is not None]
+            tried = [
+                (found, parts)
+                for parts in same[0].most_parts(PARTS[:2])
+                if (found := self.way([*now, *((r, parts) for r in same)])) is not None
+            ]
             if tried and min(tried)[0] < seconds * (1 - 1e-3):
                 seconds, parts = min(tried)
                 now += [(r, parts) for r in same]
@@ -151,7 +198,15 @@ class Trials:
         def edit(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
             put = Draft(copy, self.values)
             for region, parts in chosen:
-                chunked(copy, Region({at(n): c for n, c in region.cuts.items()}, {at(n): {at(s): c for s, c in need.items()} for n, need in region.needs.items()}), parts, put)
+                chunked(
+                    copy,
+                    Region(
+                        {at(n): c for n, c in region.cuts.items()},
+                        {at(n): {at(s): c for s, c in need.items()} for n, need in region.needs.items()},
+                    ),
+                    parts,
+                    put,
+                )
 
         return self.step(edit) if chosen else self.plain.seconds
 
@@ -174,12 +229,19 @@ class Trials:
 
     def tasks(self, gm: fx.GraphModule) -> GraphTasks:
         options = self.context.options
-        return priced(gm, self.context if gm is self.gm else None, lambda: cost_of(gm, self.hardware, options.codegen == "inductor"), self.owned)
+        return priced(
+            gm,
+            self.context if gm is self.gm else None,
+            lambda: cost_of(gm, self.hardware, options.codegen == "inductor"),
+            self.owned,
+        )
 
 
 def alike(found: list[Region]) -> list[list[Region]]:
     """Regions that are alike, as those of repeated layers are."""
     kinds: dict[Any, list[Region]] = {}
     for r in found:
-        kinds.setdefault(tuple((str(n.target), str(c), str(getattr(n.meta["val"], "shape", ""))) for n, c in r.cuts.items()), []).append(r)
+        kinds.setdefault(
+            tuple((str(n.target), str(c), str(getattr(n.meta["val"], "shape", ""))) for n, c in r.cuts.items()), []
+        ).append(r)
     return list(kinds.values())

@@ -27,10 +27,11 @@ def shares(parts: Parts) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """Dimension ``dim`` is cut, each of its ``blocks`` equal blocks by itself: chunk i has the i-th part of every block.
+    """Dimension ``dim`` is cut, each of its ``blocks`` equal blocks by itself: chunk i has the i-th part of every
+    block.
 
-    What p ranks gathered along a dimension has p blocks there, for a chunk of the gathered is the gathered chunk: the same
-    part of every rank's rows.
+    What p ranks gathered along a dimension has p blocks there, for a chunk of the gathered is the gathered chunk: the
+    same part of every rank's rows.
     """
 
     dim: int
@@ -50,7 +51,9 @@ class Sum:
 
 
 def through_view(cut: Cut, before: Sequence[int], after: Sequence[int]) -> Cut | None:
-    """The cut of a tensor of shape ``before`` as one of shape ``after`` that holds the same elements in order; None where there is none."""
+    """The cut of a tensor of shape ``before`` as one of shape ``after`` that holds the same elements in order; None
+    where there is none.
+    """
     if not all(isinstance(n, int) for n in (*before, *after)):
         return None
     outer = cut.blocks
@@ -105,7 +108,9 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
 class Draft:
-    """A :data:`Put` for graphs that are only priced, or large and of fixed sizes: calls of equal inputs share one fake value, which costs the most to compute."""
+    """A :data:`Put` for graphs that are only priced, or large and of fixed sizes: calls of equal inputs share one fake
+    value, which costs the most to compute.
+    """
 
     def __init__(self, gm: fx.GraphModule, values: dict[Any, Any]):
         self.gm, self.values = gm, values
@@ -129,7 +134,13 @@ class Draft:
 
 
 def _key(value: Any) -> Any:
-    return fake.layout_key(value) if isinstance(value, torch.Tensor) else tuple(map(_key, value)) if isinstance(value, (list, tuple)) else str(value)
+    return (
+        fake.layout_key(value)
+        if isinstance(value, torch.Tensor)
+        else tuple(map(_key, value))
+        if isinstance(value, (list, tuple))
+        else str(value)
+    )
 
 
 def take(put: Put, before: fx.Node, x: fx.Node, cut: Cut, i: int, parts: Parts) -> fx.Node:
@@ -170,7 +181,11 @@ def _summed(put: Put, before: fx.Node, chunks: Sequence[fx.Node]) -> fx.Node:
 
 def dense(put: Put, before: fx.Node, x: fx.Node) -> fx.Node:
     """``x``, copied where it is not contiguous."""
-    return x if value(x).is_contiguous() else put(before, aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+    return (
+        x
+        if value(x).is_contiguous()
+        else put(before, aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+    )
 
 
 def stored_like(put: Put, before: fx.Node, x: fx.Node, like: torch.Tensor) -> fx.Node:

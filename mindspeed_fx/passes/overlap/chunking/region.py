@@ -1,9 +1,10 @@
 """Which nodes around a collective are computed chunk by chunk with it.
 
-"pair": the collective, the products at its side (after all_gather, before reduce_scatter and all_reduce, on both sides of
-all_to_all) and the views, casts and pointwise work between. "pipeline": everything that works row by row and lies between products and collectives,
-through further collectives, up to what needs the whole sequence (attention, unless whole samples are cut). Experts are cut
-along their capacity, or one by one, between the all_to_all that brings their tokens and the one that takes them back.
+"pair": the collective, the products at its side (after all_gather, before reduce_scatter and all_reduce, on both sides
+of all_to_all) and the views, casts and pointwise work between. "pipeline": everything that works row by row and lies
+between products and collectives, through further collectives, up to what needs the whole sequence (attention, unless
+whole samples are cut). Experts are cut along their capacity, or one by one, between the all_to_all that brings their
+tokens and the one that takes them back.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Region:
         tensors = []
         for node, cut in [*self.cuts.items(), *((s, c) for need in self.needs.values() for s, c in need.items())]:
             values = node.meta["val"] if isinstance(cut, tuple) else (node.meta["val"],)
-            tensors += [(v.shape, c) for v, c in zip(values, cut if isinstance(cut, tuple) else (cut,)) if isinstance(c, Cut)]
+            tensors += [
+                (v.shape, c) for v, c in zip(values, cut if isinstance(cut, tuple) else (cut,)) if isinstance(c, Cut)
+            ]
         return [p for p in parts if all(c.fits(shape, p) for shape, c in tensors)]
 
 
@@ -54,7 +57,9 @@ def is_product(node: fx.Node) -> bool:
 
 def sized(node: fx.Node) -> bool:
     """Whether the sizes of the result are numbers, not symbols."""
-    return all(isinstance(s, int) for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) for s in v.shape)
+    return all(
+        isinstance(s, int) for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) for s in v.shape
+    )
 
 
 def regions(start: fx.Node, reach: str) -> list[Region]:
@@ -122,7 +127,9 @@ def _grown(start: fx.Node, out: Cut, reach: str) -> Region:
 
 
 def _only_inside(node: fx.Node, cut: Any) -> bool:
-    """Chunks of it cannot be put together for who reads it outside of the region: several results, or gaps between its elements that no view made."""
+    """Chunks of it cannot be put together for who reads it outside of the region: several results, or gaps between its
+    elements that no view made.
+    """
     return isinstance(cut, tuple) or (isinstance(cut, Cut) and not is_view(node) and not is_packed(node.meta["val"]))
 
 
@@ -135,7 +142,9 @@ def _trimmed(region: Region) -> Region:
         after: dict[fx.Node, tuple[bool, bool]] = {}
 
         def flags(node: fx.Node, near: list[tuple[bool, bool]]) -> tuple[bool, bool]:
-            return is_start(node) or is_product(node) or any(a for a, _ in near), is_start(node) or any(c for _, c in near)
+            return is_start(node) or is_product(node) or any(a for a, _ in near), is_start(node) or any(
+                c for _, c in near
+            )
 
         for n in order:
             before[n] = flags(n, [before[s] for s, c in region.needs[n].items() if c is not None and s in inside])
@@ -156,4 +165,3 @@ def _trimmed(region: Region) -> Region:
             break
         order = [n for n in order if n in keep]
     return Region({n: region.cuts[n] for n in order}, {n: region.needs[n] for n in order})
-

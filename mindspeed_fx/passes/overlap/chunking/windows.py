@@ -1,8 +1,9 @@
 """Which regions are cut in how many chunks: by trials of the whole graph, or, where it is large, of windows of it.
 
-A large graph repeats its layers, and a trial of all of it takes seconds. So collectives that are alike (kind, group, layouts, neighbours) are
-tried where they stand in the middle of the graph, in a graph of the nodes around, and what is found best there is done to all of them if the
-step of the whole is shorter with it. How much is tried is a number of nodes, so that every rank comes to the same.
+A large graph repeats its layers, and a trial of all of it takes seconds. So collectives that are alike (kind, group,
+layouts, neighbours) are tried where they stand in the middle of the graph, in a graph of the nodes around, and what is
+found best there is done to all of them if the step of the whole is shorter with it. How much is tried is a number of
+nodes, so that every rank comes to the same.
 """
 
 from __future__ import annotations
@@ -82,12 +83,21 @@ def _on_windows(trials: Trials, starts: Sequence[fx.Node]) -> Found:
             votes.setdefault(likeness, Counter())[chosen.get(s, 1)] += 1
         trials.tried |= {(ways, *key): value for key, value in part.tried.items()}
     decided = {likeness: max(count, key=lambda p: (count[p], str(p))) for likeness, count in votes.items()}
-    regions = _carried([n for n in starts if decided.get(like[n], 1) != 1], {n: decided.get(like[n], 1) for n in starts})
+    regions = _carried(
+        [n for n in starts if decided.get(like[n], 1) != 1], {n: decided.get(like[n], 1) for n in starts}
+    )
     seconds = trials.way(regions) if regions else None
     if seconds is None or seconds > trials.plain.seconds * (1 - GAIN):
         seconds, regions = trials.plain.seconds, []
-    few = f"with all that is alike it is exposed for less than {GAIN / 4:.2%} of the step, and was tried on no window of the graph"
-    return Found(trials.settled(seconds, regions), {n for n in starts if like[n] in cuttable}, {n: few for n in starts if like[n] not in seen})
+    few = (
+        f"with all that is alike it is exposed for less than {GAIN / 4:.2%} of the step, and was tried on no window "
+        "of the graph"
+    )
+    return Found(
+        trials.settled(seconds, regions),
+        {n for n in starts if like[n] in cuttable},
+        {n: few for n in starts if like[n] not in seen},
+    )
 
 
 def _carried(starts: Sequence[fx.Node], parts: dict[fx.Node, Parts]) -> list[tuple[Region, Parts]]:
@@ -122,7 +132,9 @@ def _graph_of(trials: Trials, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule,
         It; the copy of each node (inputs from outside are placeholders); and the placeholders whose memory it may free.
     """
     inside, owner = set(nodes), trials.owned or (lambda n: False)
-    inside -= {n for n in nodes if is_wait(n) and not (isinstance(n.args[0], fx.Node) and n.args[0] in inside)}  # of a transfer that began before
+    inside -= {
+        n for n in nodes if is_wait(n) and not (isinstance(n.args[0], fx.Node) and n.args[0] in inside)
+    }  # of a transfer that began before
     graph, root, copies, owned = fx.Graph(), torch.nn.Module(), {}, set()
     needed = dict.fromkeys(s for n in nodes if n in inside for s in n.all_input_nodes if s not in inside)
     for n in needed:

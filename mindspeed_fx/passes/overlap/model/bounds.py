@@ -1,7 +1,8 @@
-"""How short a step can be at best, whatever the order: bounds that know more than total compute, links and the critical path.
+"""How short a step can be at best, whatever the order: bounds that know more than total compute, links and the critical
+path.
 
-Each is proven, none is always the highest, and the memory limit does not count. A share of communication "could be hidden" is
-meant against the highest of them (:func:`mindspeed_fx.passes.overlap.model.reasons.share_hidden`).
+Each is proven, none is always the highest, and the memory limit does not count. A share of communication "could be
+hidden" is meant against the highest of them (:func:`mindspeed_fx.passes.overlap.model.reasons.share_hidden`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ def highest(graph: "TaskGraph") -> float:
     by_resource: dict[str, list[int]] = {}
     for i, task in enumerate(graph.tasks):
         by_resource.setdefault(task.resource, []).append(i)
-    found = [graph.bound(), chain(graph), *(preemptive(graph, indices, graph.heads, graph.tails) for indices in by_resource.values())]
+    found = [
+        graph.bound(),
+        chain(graph),
+        *(preemptive(graph, indices, graph.heads, graph.tails) for indices in by_resource.values()),
+    ]
     return max(found) if len(graph) * len(graph.transfers) > WIDE else max(*found, segments(graph))
 
 
 def preemptive(graph: "TaskGraph", indices: Sequence[int], heads: Sequence[float], tails: Sequence[float]) -> float:
-    """A bound from the tasks of one resource: none starts before its head, nor leaves less than its tail behind it, even if
-    they could be interrupted (Jackson's preemptive schedule, Carlier 1982).
+    """A bound from the tasks of one resource: none starts before its head, nor leaves less than its tail behind it,
+    even if they could be interrupted (Jackson's preemptive schedule, Carlier 1982).
 
     Args:
         heads: seconds before each task can start. tails: seconds from its start to the end, its own included.
@@ -60,7 +65,8 @@ def chain(graph: "TaskGraph") -> float:
     """The transfers of one chain, of which each needs the one before it, and the compute that none of them can hide.
 
     Compute that every transfer of the chain either needs or is needed by runs during none of them, and two tasks of the
-    compute stream do not run at once; so the step takes at least the sum of all these. The chain is the longest by its transfers' time.
+    compute stream do not run at once; so the step takes at least the sum of all these. The chain is the longest by its
+    transfers' time.
     """
     size = len(graph)
     ahead, last = [0.0] * size, [-1] * size  # seconds of the longest chain up to and with a task, and its last transfer
@@ -96,16 +102,19 @@ def chain(graph: "TaskGraph") -> float:
             if until[u] < first:
                 first = until[u]
         due[i], until[i] = first, place.get(i, first)
-    return sum(graph.tasks[i].seconds for i in links) + sum(t.seconds for i, t in enumerate(graph.tasks) if t.computes and due[i] <= done[i] + 1)
+    return sum(graph.tasks[i].seconds for i in links) + sum(
+        t.seconds for i, t in enumerate(graph.tasks) if t.computes and due[i] <= done[i] + 1
+    )
 
 
 def segments(graph: "TaskGraph") -> float:
     """Steps between points that no transfer passes, one after the other.
 
-    A compute task that every transfer comes before or after (attention between chunks of sequence-parallel products) runs
-    during none of them. What needs such a point and is needed by the next one lies between the two in time, and takes at
-    least the bound of that part alone, in which the first chunk has nothing to run under yet and the last nothing any more.
-    The points are those with the most work of each stretch without transfers; which of them are used is chosen so that the sum is highest.
+    A compute task that every transfer comes before or after (attention between chunks of sequence-parallel products)
+    runs during none of them. What needs such a point and is needed by the next one lies between the two in time, and
+    takes at least the bound of that part alone, in which the first chunk has nothing to run under yet and the last
+    nothing any more. The points are those with the most work of each stretch without transfers; which of them are used
+    is chosen so that the sum is highest.
     """
     found = points(graph)
     if not found:
@@ -119,7 +128,9 @@ def segments(graph: "TaskGraph") -> float:
 
 
 def points(graph: "TaskGraph") -> list[int]:
-    """Compute tasks that every transfer comes before or after, in order: of those between the same transfers the longest."""
+    """Compute tasks that every transfer comes before or after, in order: of those between the same transfers the
+    longest.
+    """
     bit = {i: 1 << n for n, i in enumerate(graph.transfers)}
     everything = (1 << len(bit)) - 1
     size = len(graph)
@@ -139,7 +150,9 @@ def points(graph: "TaskGraph") -> list[int]:
 
 
 def _between(graph: "TaskGraph", first: int, last: int) -> float:
-    """A bound from the tasks that need ``first`` and that ``last`` needs; -1 and the graph's size stand for its two ends."""
+    """A bound from the tasks that need ``first`` and that ``last`` needs; -1 and the graph's size stand for its two
+    ends.
+    """
     tasks, inside = graph.tasks, range(first + 1, last)
     heads: dict[int, float] = {}
     for i in inside:

@@ -23,13 +23,21 @@ from mindspeed_fx.graph.match import argument
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.overlap.model.task_graph import CostOf
 
-_KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "broadcast": "broadcast"}
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
 
 
 FUSED = "mindspeed_fx_fused"
 """Key in ``node.meta`` of a product and collective in one operator: kind of the collective and name of its group."""
 TILES = 8
-"""Pieces in which such an operator is assumed to overlap the two (the default of CoC and of CANN's tiling is not published)."""
+"""Pieces in which such an operator is assumed to overlap the two (the default of CoC and of CANN's tiling is not
+published).
+"""
 
 
 def cost_of(gm: fx.GraphModule, hardware: Hardware, fused: bool) -> CostOf:
@@ -69,22 +77,30 @@ def transfer(node: fx.Node, hardware: Hardware) -> Collective:
     """Modelled time of a functional collective and the tier it crosses."""
     name = kind(node).removesuffix("_").removesuffix("_out").removesuffix("_coalesced").removesuffix("_")
     ranks = ranks_of(node)
-    return collective(_KINDS.get(name, "all_reduce"), moved_bytes(node), len(ranks), hardware, per_machine(ranks, hardware.node))
+    return collective(
+        _KINDS.get(name, "all_reduce"), moved_bytes(node), len(ranks), hardware, per_machine(ranks, hardware.node)
+    )
 
 
 def fused_transfer(node: fx.Node, hardware: Hardware) -> Collective:
-    """Modelled time of the collective inside an operator that also multiplies: of the gathered input, or of the product."""
+    """Modelled time of the collective inside an operator that also multiplies: of the gathered input, or of the
+    product.
+    """
     kind_, group = node.meta[FUSED]
     a, b = ((x[0] if isinstance(x, (list, tuple)) else x).meta["val"] for x in node.args[:2])
     try:
         ranks = distributed.ranks_of(group)
     except Exception:  # a graph that was traced elsewhere
         ranks = list(range(node.args[3] if len(node.args) > 3 and isinstance(node.args[3], int) else 2))
-    if kind_ == "all_to_all_single":  # the tokens as they travel: before the product that reads them, after the one that makes them
+    if (
+        kind_ == "all_to_all_single"
+    ):  # the tokens as they travel: before the product that reads them, after the one that makes them
         made = node.meta["val"][0]
         size = a.element_size() * (a.numel() if "alltoallv_gmm" in str(node.target) else made.numel())
         return collective(_KINDS[kind_], size, len(ranks), hardware, per_machine(ranks, hardware.node))
-    size = a.element_size() * a.shape[0] * (a.shape[1] * len(ranks) if kind_ == "all_gather_into_tensor" else b.shape[1])
+    size = (
+        a.element_size() * a.shape[0] * (a.shape[1] * len(ranks) if kind_ == "all_gather_into_tensor" else b.shape[1])
+    )
     return collective(_KINDS[kind_], size, len(ranks), hardware, per_machine(ranks, hardware.node))
 
 
@@ -94,7 +110,9 @@ def moved_bytes(node: fx.Node) -> int:
 
 
 def ranks_of(node: fx.Node) -> list[int]:
-    """Global ranks of a collective's group; where no such group is set up, the first ranks in number as the node says."""
+    """Global ranks of a collective's group; where no such group is set up, the first ranks in number as the node
+    says.
+    """
     try:
         return distributed.ranks_of(group_of(node))
     except Exception:  # a graph that was traced elsewhere

@@ -78,11 +78,15 @@ def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], boo
             elif is_wait(node):
                 tasks.append(Task(node.name, 0.0, COMPUTE, needs, kind="wait"))
             else:
-                tasks.append(Task(node.name, 0.0 if builder.is_view(node, read) else float(cost(node)[0]), COMPUTE, needs))
+                tasks.append(
+                    Task(node.name, 0.0 if builder.is_view(node, read) else float(cost(node)[0]), COMPUTE, needs)
+                )
     return GraphTasks(gm, nodes, TaskGraph(tasks, builder.finished()))
 
 
-def priced(gm: fx.GraphModule, context: Context | None, cost: Callable[[], CostOf], owned: Callable[[fx.Node], bool] | None) -> GraphTasks:
+def priced(
+    gm: fx.GraphModule, context: Context | None, cost: Callable[[], CostOf], owned: Callable[[fx.Node], bool] | None
+) -> GraphTasks:
     """:func:`tasks_of`, once for all passes of this family where a graph is LARGE and has not changed between them.
 
     Args:
@@ -159,7 +163,11 @@ class _Builder:
                 self.memories[m].kept = True
 
     def finished(self) -> list[Buffer]:
-        return [Buffer(m.made_by, m.bytes, tuple(sorted(m.users - {m.made_by})), m.kept) for m in self.memories if m.bytes and not (m.kept and m.made_by < 0)]
+        return [
+            Buffer(m.made_by, m.bytes, tuple(sorted(m.users - {m.made_by})), m.kept)
+            for m in self.memories
+            if m.bytes and not (m.kept and m.made_by < 0)
+        ]
 
     def is_view(self, node: fx.Node, read: set[int]) -> bool:
         if node.target is operator.getitem:
@@ -168,7 +176,9 @@ class _Builder:
         return bool(made) and read.issuperset(made) and not self._written(node)
 
     def visit(self, i: int, node: fx.Node, sources: list[fx.Node], read: set[int]) -> set[int]:
-        """Order needs of a task beyond its data; notes what it reads (memories ``read`` of ``sources``), writes and makes."""
+        """Order needs of a task beyond its data; notes what it reads (memories ``read`` of ``sources``), writes and
+        makes.
+        """
         inputs, written = read, self._written(node)
         if is_wait(node):
             start = node.args[0]
@@ -201,7 +211,9 @@ class _Builder:
             return isinstance(target, torch._ops.HigherOrderOperator) or node.op in ("call_module", "call_method")
         if id(target) not in self.effects:  # an operator's arguments do not matter
             random = torch.Tag.nondeterministic_seeded in target.tags
-            self.effects[id(target)] = not (is_start(node) or is_wait(node)) and (random or (node.is_impure() and not target._schema.is_mutable))
+            self.effects[id(target)] = not (is_start(node) or is_wait(node)) and (
+                random or (node.is_impure() and not target._schema.is_mutable)
+            )
         return self.effects[id(target)]
 
     def inputs(self, sources: list[fx.Node]) -> set[int]:
@@ -229,11 +241,19 @@ class _Builder:
         if node.target is operator.getitem:
             source = self.of.get(node.args[0], [])
             whole = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
-            if isinstance(whole, (list, tuple)) and all(isinstance(v, torch.Tensor) or v is None for v in whole) and isinstance(node.args[1], int):
+            if (
+                isinstance(whole, (list, tuple))
+                and all(isinstance(v, torch.Tensor) or v is None for v in whole)
+                and isinstance(node.args[1], int)
+            ):
                 at = sum(isinstance(v, torch.Tensor) for v in whole[: node.args[1] % len(whole)])
                 return source[at : at + 1]
             return list(source)
-        tensors = [value] if isinstance(value, torch.Tensor) else [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+        tensors = (
+            [value]
+            if isinstance(value, torch.Tensor)
+            else [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+        )
         if node.op == "call_function" and _aliases(node.target):
             aliased = [m for a in self._arguments(node, write=False) for m in self.of.get(a, ())]
             if aliased:

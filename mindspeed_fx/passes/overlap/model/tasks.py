@@ -47,7 +47,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that is allocated when ``made_by`` is issued (-1: there from the start) and freed after the last of ``users``.
+    """Memory that is allocated when ``made_by`` is issued (-1: there from the start) and freed after the last of
+    ``users``.
 
     Args:
         bytes: size.
@@ -150,18 +151,26 @@ class TaskGraph:
     @cached_property
     def _edges(self) -> tuple[np.ndarray, np.ndarray]:
         """Who is needed, and by whom."""
-        return np.array([n for t in self.tasks for n in t.needs], dtype=np.int64), np.repeat(np.arange(len(self.tasks)), [len(t.needs) for t in self.tasks])
+        return np.array([n for t in self.tasks for n in t.needs], dtype=np.int64), np.repeat(
+            np.arange(len(self.tasks)), [len(t.needs) for t in self.tasks]
+        )
 
     @cached_property
     def memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of each buffer its bytes, its maker (:meth:`places` has a place for what is there from the start), whether it is kept; makers and users, one
-        buffer after the other, and where each buffer's begin."""
+        """Of each buffer its bytes, its maker (:meth:`places` has a place for what is there from the start), whether it
+        is kept; makers and users, one buffer after the other, and where each buffer's begin."""
         there = len(self.tasks)
         made = [b.made_by if b.made_by >= 0 else there for b in self.buffers]
         used = [u for b, m in zip(self.buffers, made) for u in (m, *b.users)]
         starts = np.cumsum([0, *(len(b.users) + 1 for b in self.buffers)])[:-1]
         integers = lambda row: np.array(row, dtype=np.int64)  # noqa: E731
-        return integers([b.bytes for b in self.buffers]), integers(made), np.array([b.kept for b in self.buffers], dtype=bool), integers(used), starts
+        return (
+            integers([b.bytes for b in self.buffers]),
+            integers(made),
+            np.array([b.kept for b in self.buffers], dtype=bool),
+            integers(used),
+            starts,
+        )
 
     def places(self, order: Sequence[int]) -> np.ndarray:
         """Place of each task in ``order``; one more entry, 0, for what is there from the start."""

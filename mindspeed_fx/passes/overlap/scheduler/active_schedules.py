@@ -1,9 +1,10 @@
 """Active schedules of the stretches between points that no transfer passes (bounds.py), each searched by itself.
 
-A list scheduler never lets a link idle while a transfer is ready, though a shorter one that is ready soon may be more urgent. An active
-schedule puts each task, in the order of a priority, into the first gap of its resource that it fits into; one of them is optimal. Justified from
-the end and from the begin in turn (Li and Willis 1992), with priorities changed at random near the best. Stretches that are alike, as layers
-are, are searched once. Memory is checked when an order is shorter; one that needs too much is passed over.
+A list scheduler never lets a link idle while a transfer is ready, though a shorter one that is ready soon may be more
+urgent. An active schedule puts each task, in the order of a priority, into the first gap of its resource that it fits
+into; one of them is optimal. Justified from the end and from the begin in turn (Li and Willis 1992), with priorities
+changed at random near the best. Stretches that are alike, as layers are, are searched once. Memory is checked when an
+order is shorter; one that needs too much is passed over.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def by_stretches(graph: TaskGraph, order: Sequence[int], limit: int | None, work
         return order
     points = set(bounds.points(graph))
     at = [-1, *(k for k, i in enumerate(order) if i in points), len(order)]
-    stretches = [(a + 1, b) for a, b in zip(at, at[1:]) if b - a > SMALLEST and any(not graph.tasks[i].computes for i in order[a + 1 : b])]
+    stretches = [
+        (a + 1, b)
+        for a, b in zip(at, at[1:])
+        if b - a > SMALLEST and any(not graph.tasks[i].computes for i in order[a + 1 : b])
+    ]
     alike: dict[tuple, list[tuple[int, int]]] = {}
     for first, end in stretches:
         alike.setdefault(_key(graph, sorted(order[first:end])), []).append((first, end))
@@ -48,30 +53,50 @@ def by_stretches(graph: TaskGraph, order: Sequence[int], limit: int | None, work
             stretch = _part(graph, tasks, place)
             now = simulate(stretch, [place[i] for i in order[first:end]], memory=False).seconds
             if found is None:
-                found = _searched(stretch, [place[i] for i in order[first:end]], now, functools.partial(_fits, graph, order, first, tasks, limit) if limit is not None else None, work // len(alike))
+                found = _searched(
+                    stretch,
+                    [place[i] for i in order[first:end]],
+                    now,
+                    functools.partial(_fits, graph, order, first, tasks, limit) if limit is not None else None,
+                    work // len(alike),
+                )
             for o in found:
-                if simulate(stretch, o, memory=False).seconds < now and (limit is None or _fits(graph, order, first, tasks, limit, o)):
+                if simulate(stretch, o, memory=False).seconds < now and (
+                    limit is None or _fits(graph, order, first, tasks, limit, o)
+                ):
                     order[first:end] = [tasks[k] for k in o]
                     break
     return order
 
 
 def _fits(graph: TaskGraph, order: list[int], first: int, tasks: list[int], limit: int, part: list[int]) -> bool:
-    """Whether ``order``, with these tasks from its place ``first`` on in the order ``part``, stays within ``limit`` bytes."""
+    """Whether ``order``, with these tasks from its place ``first`` on in the order ``part``, stays within ``limit``
+    bytes.
+    """
     return max(memory_curve(graph, [*order[:first], *(tasks[k] for k in part), *order[first + len(part) :]])) <= limit
 
 
 def _key(graph: TaskGraph, tasks: list[int]) -> tuple:
     """Equal for stretches that are alike; times to a thousandth, for caches are a little warmer here and there."""
     place = {i: k for k, i in enumerate(tasks)}
-    return tuple((f"{t.seconds:.2e}", t.resource, tuple(place[n] for n in t.needs if n in place)) for t in (graph.tasks[i] for i in tasks))
+    return tuple(
+        (f"{t.seconds:.2e}", t.resource, tuple(place[n] for n in t.needs if n in place))
+        for t in (graph.tasks[i] for i in tasks)
+    )
 
 
 def _part(graph: TaskGraph, tasks: list[int], place: dict[int, int]) -> TaskGraph:
-    return TaskGraph([Task(t.name, t.seconds, t.resource, tuple(place[n] for n in t.needs if n in place)) for t in (graph.tasks[i] for i in tasks)])
+    return TaskGraph(
+        [
+            Task(t.name, t.seconds, t.resource, tuple(place[n] for n in t.needs if n in place))
+            for t in (graph.tasks[i] for i in tasks)
+        ]
+    )
 
 
-def _searched(graph: TaskGraph, order: list[int], seconds: float, fits: Callable[[list[int]], bool] | None, work: int) -> list[list[int]]:
+def _searched(
+    graph: TaskGraph, order: list[int], seconds: float, fits: Callable[[list[int]], bool] | None, work: int
+) -> list[list[int]]:
     """Orders shorter than ``order``, the shortest first."""
     size, least = len(graph), graph.highest_bound
     ahead, back = _Side(graph, False), _Side(graph, True)
@@ -155,7 +180,9 @@ class _Side:
 
 
 def _order(graph: TaskGraph, start: Sequence[float]) -> list[int]:
-    """The order in which a program issues tasks that start so: a transfer before the compute that runs when it starts; what takes no time before what needs it."""
+    """The order in which a program issues tasks that start so: a transfer before the compute that runs when it starts;
+    what takes no time before what needs it.
+    """
     tasks = graph.tasks
     computes = sorted((i for i, t in enumerate(tasks) if t.computes and t.seconds > 0), key=lambda i: (start[i], i))
     ends = [start[i] + tasks[i].seconds for i in computes]

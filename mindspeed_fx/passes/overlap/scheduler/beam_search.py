@@ -1,8 +1,9 @@
 """Beam search over orders of a small task graph under a memory limit.
 
-List scheduling under a limit sees one step ahead, and a task that takes memory now may keep a better one from running later.
-Here many partial orders grow side by side, one task at a time; of those that issued the same tasks the better ones stay, by a
-lower bound of the step that each can still reach. A partial order that memory brings to a dead end falls out.
+List scheduling under a limit sees one step ahead, and a task that takes memory now may keep a better one from running
+later. Here many partial orders grow side by side, one task at a time; of those that issued the same tasks the better
+ones stay, by a lower bound of the step that each can still reach. A partial order that memory brings to a dead end
+falls out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def beam(graph: TaskGraph, limit: int, width: int) -> list[int] | None:
         for u in {b.made_by, *b.users} - {-1}:
             if not b.kept:
                 frees[u].append(n)
-    work = [sum(t.seconds for t in tasks if t.resource == COMPUTE)] + [sum(t.seconds for t in tasks if t.resource == link) for link in links]
+    work = [sum(t.seconds for t in tasks if t.resource == COMPUTE)] + [
+        sum(t.seconds for t in tasks if t.resource == link) for link in links
+    ]
     # issued, bytes live, clock, when each link is free, ends of transfers, work left, order
     states = [(0, there, 0.0, (0.0,) * len(links), {}, tuple(work), None)]
     for _ in range(size):
@@ -49,12 +52,20 @@ def beam(graph: TaskGraph, limit: int, width: int) -> list[int] | None:
                     end = max(ready, free[k]) + task.seconds
                     then, freed, done = clock, (*free[:k], end, *free[k + 1 :]), {**ends, i: end}
                     remain = (*left[: k + 1], left[k + 1] - task.seconds, *left[k + 2 :])
-                least = max([then + remain[0], *(max(f, then if r else 0.0) + r for f, r in zip(freed, remain[1:])), *done.values()])
+                least = max(
+                    [
+                        then + remain[0],
+                        *(max(f, then if r else 0.0) + r for f, r in zip(freed, remain[1:])),
+                        *done.values(),
+                    ]
+                )
                 for u in range(size):
                     if not now >> u & 1 and not needs[u] & ~now:
                         least = max(least, max([then, *(done[n] for n in tasks[u].needs if n in done)]) + tails[u])
                 after = live + made[i] - sum(graph.buffers[n].bytes for n in frees[i] if not readers[n] & ~now)
-                grown.setdefault(now, []).append((least, then, sum(freed), len(grown), (now, after, then, freed, done, remain, (i, order))))
+                grown.setdefault(now, []).append(
+                    (least, then, sum(freed), len(grown), (now, after, then, freed, done, remain, (i, order)))
+                )
         chosen = [s for same in grown.values() for s in sorted(same, key=lambda s: s[:3])[:_SAME]]
         states = [s[4] for s in sorted(chosen, key=lambda s: s[:4])[:width]]
         if not states:

@@ -64,9 +64,23 @@ def merged(graph: TaskGraph, chosen: Sequence[Sequence[Candidate]]) -> tuple[Tas
     tasks = []
     for h in order:
         t = graph.tasks[h]
-        tasks.append(Task(t.name, seconds.get(h, t.seconds), t.resource, tuple(sorted(place[n] for n in needs[h])), t.group, t.kind))
+        tasks.append(
+            Task(
+                t.name,
+                seconds.get(h, t.seconds),
+                t.resource,
+                tuple(sorted(place[n] for n in needs[h])),
+                t.group,
+                t.kind,
+            )
+        )
     buffers = [
-        Buffer(place[home[b.made_by]] if b.made_by >= 0 else -1, b.bytes, tuple(sorted({place[home[u]] for u in b.users} - ({place[home[b.made_by]]} if b.made_by >= 0 else set()))), b.kept)
+        Buffer(
+            place[home[b.made_by]] if b.made_by >= 0 else -1,
+            b.bytes,
+            tuple(sorted({place[home[u]] for u in b.users} - ({place[home[b.made_by]]} if b.made_by >= 0 else set()))),
+            b.kept,
+        )
         for b in graph.buffers
     ]
     return TaskGraph(tasks, buffers), [tuple(members[h]) for h in order]
@@ -118,5 +132,3 @@ def _collectives_above(graph: TaskGraph) -> list[int]:
         for n in task.needs:
             above[i] |= above[n] | bit.get(n, 0)
     return above
-
-

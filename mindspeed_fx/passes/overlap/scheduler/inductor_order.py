@@ -2,8 +2,8 @@
 
 Inductor orders the kernels it generates by itself (fusion, peak memory). After its own graph passes, right before it
 lowers, the order that the graph has then is made binding where it matters: what a transfer runs under comes after its
-start and before its wait, and the starts of one group stay in order. Matrix products and other calls that Inductor does not fuse
-carry these dependencies wherever there is one, so that they cost no fusion.
+start and before its wait, and the starts of one group stay in order. Matrix products and other calls that Inductor does
+not fuse carry these dependencies wherever there is one, so that they cost no fusion.
 """
 
 from __future__ import annotations
@@ -80,11 +80,17 @@ def dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if before >= 0:
             found.setdefault(node, {})[nodes[before]] = None
         for wait in waits_of(node):
-            under = [j for j in calls if k < j < place[wait]] or [j for j in range(k + 1, place[wait]) if _is_work(nodes[j])]
+            under = [j for j in calls if k < j < place[wait]] or [
+                j for j in range(k + 1, place[wait]) if _is_work(nodes[j])
+            ]
             if under:
                 found.setdefault(nodes[under[0]], {})[node] = None
                 found.setdefault(wait, {})[nodes[under[-1]]] = None
-    return {n: [d for d in found[n] if d not in n.all_input_nodes] for n in nodes if n in found and any(d not in n.all_input_nodes for d in found[n])}
+    return {
+        n: [d for d in found[n] if d not in n.all_input_nodes]
+        for n in nodes
+        if n in found and any(d not in n.all_input_nodes for d in found[n])
+    }
 
 
 def _is_call(node: fx.Node) -> bool:
@@ -92,10 +98,19 @@ def _is_call(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     name, space = node.target._schema.name.split("::")[1], node.target.namespace
-    return name in _CALLS or "attention" in name or space not in ("aten", "prims", "inductor_prims", "_c10d_functional", "prim")
+    return (
+        name in _CALLS
+        or "attention" in name
+        or space not in ("aten", "prims", "inductor_prims", "_c10d_functional", "prim")
+    )
 
 
 def _is_work(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or is_start(node) or is_wait(node):
+    if (
+        node.op != "call_function"
+        or not isinstance(node.target, torch._ops.OpOverload)
+        or is_start(node)
+        or is_wait(node)
+    ):
         return False
     return isinstance(node.meta.get("val"), torch.Tensor) and not any(r.alias_info for r in node.target._schema.returns)

@@ -1,9 +1,9 @@
 """List scheduling with look-ahead, in O(E log V) heap operations.
 
-Time is followed as the order is made. At each step the compute stream takes the ready task with the smallest key; before
-it runs, every link that will be free before it is done gets its most urgent ready transfer (look-ahead: a transfer issued
-later would leave the link idle, one issued earlier would stand in the way of a more urgent one). Memory is kept under a
-limit by :class:`~mindspeed_fx.passes.overlap.scheduler.memory_anchor.Anchor`.
+Time is followed as the order is made. At each step the compute stream takes the ready task with the smallest key;
+before it runs, every link that will be free before it is done gets its most urgent ready transfer (look-ahead: a
+transfer issued later would leave the link idle, one issued earlier would stand in the way of a more urgent one). Memory
+is kept under a limit by :class:`~mindspeed_fx.passes.overlap.scheduler.memory_anchor.Anchor`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ _FITS = 16  # ready tasks looked at for one that fits in before a more urgent on
 _REST = 4000  # a link that memory refused is asked again after one more task per so many tasks of the graph
 
 
-def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None = None, patience: float = 0.0, expected: Sequence[float] | None = None, release: Sequence[float] | None = None) -> tuple[list[int], list[float]]:
+def list_schedule(
+    graph: TaskGraph,
+    keys: Sequence[float],
+    *,
+    limit: int | None = None,
+    patience: float = 0.0,
+    expected: Sequence[float] | None = None,
+    release: Sequence[float] | None = None,
+) -> tuple[list[int], list[float]]:
     """An order of all tasks.
 
     Args:
         keys: smaller goes first; ties go by position.
         limit: bytes that are never exceeded (see Anchor).
-        patience: how long, as a share of the task's own time, a ready task with a larger key is held back for one with a
-            smaller key that waits for a running transfer. 0 never idles when something is ready.
+        patience: how long, as a share of the task's own time, a ready task with a larger key is held back for one with
+            a smaller key that waits for a running transfer. 0 never idles when something is ready.
         release: seconds of compute that must be issued before each transfer may start, unless nothing else can be done:
             what is gathered long before it is needed takes memory from what comes in between.
         expected: when each task is expected to be ready (from an earlier schedule); with it, links have patience too.
@@ -45,7 +53,11 @@ def list_schedule(graph: TaskGraph, keys: Sequence[float], *, limit: int | None 
     ready: list[tuple[float, int]] = []  # compute that can run now
     later: list[tuple[float, float, int]] = []  # compute that waits for running transfers
     queued: dict[str, list[tuple[float, int]]] = {link: [] for link in graph.links}
-    transfers = {link: [i for i in graph.transfers if tasks[i].resource == link] for link in graph.links} if expected and patience else {}
+    transfers = (
+        {link: [i for i in graph.transfers if tasks[i].resource == link] for link in graph.links}
+        if expected and patience
+        else {}
+    )
     asleep = dict.fromkeys(graph.links, 0)
     order: list[int] = []
     clock = progress = 0.0

@@ -1,4 +1,5 @@
-"""Search for a better order: forward-backward passes and seeded perturbation of the keys, until the bound or the budget.
+"""Search for a better order: forward-backward passes and seeded perturbation of the keys, until the bound or the
+budget.
 
 The budget is work, not time: a number of tasks placed, so that every rank finds the same order on any machine.
 """
@@ -21,7 +22,9 @@ WORK = 120_000
 """Tasks placed by the search at least, about 1 s on one core."""
 
 ORDERS = 24
-"""How often each task is placed at least: with half of it steps of 9442 tasks came out 14 % longer, with twice as much none shorter."""
+"""How often each task is placed at least: with half of it steps of 9442 tasks came out 14 % longer, with twice as much
+none shorter.
+"""
 
 FRUGAL = 3000
 """Tasks up to which a frugal order is tried as well."""
@@ -33,7 +36,9 @@ STRETCHES = 4
 """Tasks that searches of single stretches may place for each of the others: placing one takes a fifth of the time."""
 
 CLOSE = 1e-4
-"""Within this share of the bound nothing more is tried; ten times that in graphs of more than MANY tasks, where a pass takes long."""
+"""Within this share of the bound nothing more is tried; ten times that in graphs of more than MANY tasks, where a pass
+takes long.
+"""
 
 MANY = 5000
 
@@ -43,7 +48,8 @@ def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int | None = 
 
     Args:
         allowance: bytes over the peak of the order as given; None: memory does not count.
-        work: how many tasks the search may place; at least one pass is made. Default: WORK, or ORDERS for each task where that is more.
+        work: how many tasks the search may place; at least one pass is made. Default: WORK, or ORDERS for each task
+            where that is more.
     """
     with no_gc(len(graph) > MANY):
         return _schedule(graph, allowance, max(WORK, ORDERS * len(graph)) if work is None else work)
@@ -80,7 +86,9 @@ def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:
 
 
 def _anchors(graph: TaskGraph, limit: int, best: Sequence[int]) -> Iterator[list[int]]:
-    """Other orders within the limit to search from: what may be issued ahead depends on the order that memory is promised for."""
+    """Other orders within the limit to search from: what may be issued ahead depends on the order that memory is
+    promised for.
+    """
     if len(graph) <= FRUGAL:
         lean = frugal(graph)
         if max(memory_curve(graph, lean), default=0) <= limit:
@@ -88,7 +96,16 @@ def _anchors(graph: TaskGraph, limit: int, best: Sequence[int]) -> Iterator[list
     yield list(best)
 
 
-_STARTS = ((1.0, 2.0, 0.0), (0.0, None, 0.0), (1.0, 2.0, 0.5), (0.0, 2.0, 0.5), (1.0, 0.5, 0.0), (0.0, 0.5, 0.5), (0.5, 2.0, 0.5), (1.0, 8.0, 0.0))
+_STARTS = (
+    (1.0, 2.0, 0.0),
+    (0.0, None, 0.0),
+    (1.0, 2.0, 0.5),
+    (0.0, 2.0, 0.5),
+    (1.0, 0.5, 0.0),
+    (0.0, 0.5, 0.5),
+    (0.5, 2.0, 0.5),
+    (1.0, 8.0, 0.0),
+)
 """What the search begins with: share of the order as given against the critical path in the keys; how far ahead to
 prefetch, in durations of the transfer (None: as far as memory allows); patience."""
 
@@ -115,7 +132,11 @@ class _Search:
         while self.spent < work and not self._done():
             noise = dice.choice((0.1, 0.3, 1.0))
             patience = dice.choice((0.0, 0.0, 0.5, 1.0, 3.0))
-            self.release = None if self.limit is None or dice.random() < 0.5 else just_in_time(self.graph, dice.choice((0.5, 1.0, 2.0, 4.0)))
+            self.release = (
+                None
+                if self.limit is None or dice.random() < 0.5
+                else just_in_time(self.graph, dice.choice((0.5, 1.0, 2.0, 4.0)))
+            )
             keys = [-t * (1 + noise * (dice.random() - 0.5)) for t in tails]
             if dice.random() < 0.5:  # near the best so far
                 place = {i: k for k, i in enumerate(self.best_order)}
@@ -136,7 +157,9 @@ class _Search:
             keys = self._latest_starts(end)
 
     def _try(self, keys: Sequence[float], patience: float) -> tuple[float, list[float]]:
-        order, end = list_schedule(self.graph, keys, limit=self.limit, patience=patience, expected=self.expected, release=self.release)
+        order, end = list_schedule(
+            self.graph, keys, limit=self.limit, patience=patience, expected=self.expected, release=self.release
+        )
         self.spent += len(self.graph)
         seconds = max(end, default=0.0)
         if seconds < self.best:
@@ -149,17 +172,24 @@ class _Search:
         size = len(self.graph)
         if self.reverse is None:
             tasks = self.graph.tasks
-            self.reverse = TaskGraph([Task(t.name, t.seconds, t.resource, tuple(size - 1 - u for u in self.graph.users[i])) for i, t in reversed(list(enumerate(tasks)))])
+            self.reverse = TaskGraph(
+                [
+                    Task(t.name, t.seconds, t.resource, tuple(size - 1 - u for u in self.graph.users[i]))
+                    for i, t in reversed(list(enumerate(tasks)))
+                ]
+            )
         _, reversed_end = list_schedule(self.reverse, [-end[size - 1 - i] for i in range(size)])
         self.spent += size
         return [-reversed_end[size - 1 - i] for i in range(size)]
 
 
 def just_in_time(graph: TaskGraph, margin: float) -> list[float]:
-    """For each transfer, how much compute (seconds, in the order as given) comes before the latest moment it should start.
+    """For each transfer, how much compute (seconds, in the order as given) comes before the latest moment it should
+    start.
 
     Worked out backwards per link: a transfer must end before the compute that needs it, and before the next one on its
-    link must start; then ``margin`` times its own duration is allowed for. Never later than it stands in the given order.
+    link must start; then ``margin`` times its own duration is allowed for. Never later than it stands in the given
+    order.
     """
     before, total = [], 0.0
     for task in graph.tasks:
@@ -168,7 +198,11 @@ def just_in_time(graph: TaskGraph, margin: float) -> list[float]:
     due = [float("inf")] * len(graph)  # of waits and views: when their first user that takes time runs
     for i in range(len(graph) - 1, -1, -1):
         task = graph.tasks[i]
-        due[i] = before[i] if task.resource == COMPUTE and task.seconds else min((due[u] for u in graph.users[i]), default=total)
+        due[i] = (
+            before[i]
+            if task.resource == COMPUTE and task.seconds
+            else min((due[u] for u in graph.users[i]), default=total)
+        )
     latest, release = dict.fromkeys(graph.links, float("inf")), [0.0] * len(graph)
     for i in sorted(graph.transfers, key=lambda i: (-due[i], -i)):
         task = graph.tasks[i]

@@ -1,10 +1,10 @@
 """Memory while a graph is reordered, with a promise: what is left can always still be run within the limit.
 
-The promise is kept by an anchor, the order as given. ``profile[k]`` is the memory while the k-th task of that order runs,
-if everything not yet issued ran in that order from now on. Issuing a task ahead of its place allocates its buffers
-earlier (adds to the profile between now and its place) and frees earlier what it was the last to use (subtracts). It is
-allowed only if the profile stays under the limit from now on. So the first task of the anchor that is not yet issued is
-always allowed, and no choice can lead into a dead end.
+The promise is kept by an anchor, the order as given. ``profile[k]`` is the memory while the k-th task of that order
+runs, if everything not yet issued ran in that order from now on. Issuing a task ahead of its place allocates its
+buffers earlier (adds to the profile between now and its place) and frees earlier what it was the last to use
+(subtracts). It is allowed only if the profile stays under the limit from now on. So the first task of the anchor that
+is not yet issued is always allowed, and no choice can lead into a dead end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from mindspeed_fx.passes.overlap.model.tasks import TaskGraph
 
 
 class Anchor:
-    """Memory of a task graph that is issued in some order, anchored in the order as given; ``issued[i]`` once task i is.
+    """Memory of a task graph that is issued in some order, anchored in the order as given; ``issued[i]`` once task i
+    is.
 
     Args:
         limit: bytes that must never be exceeded; at least the peak of the order as given. None: no limit.
@@ -29,7 +30,9 @@ class Anchor:
             return
         self.profile = np.asarray(memory_curve(graph, range(self.size)), dtype=np.int64)
         if self.size and self.profile.max() > limit:
-            raise ValueError(f"the limit of {limit} bytes is under the {int(self.profile.max())} bytes that the order as given needs")
+            raise ValueError(
+                f"the limit of {limit} bytes is under the {int(self.profile.max())} bytes that the order as given needs"
+            )
         self._seen = memoryview(self.profile)  # one number is read faster so
         self._made: list[int] = [0] * self.size
         self._uses: list[list[int]] = [[] for _ in range(self.size)]
@@ -43,7 +46,9 @@ class Anchor:
             if not buffer.kept and buffer.bytes:
                 for i in users:
                     self._uses[i].append(n)
-        self._full = [-1] * self.size  # where memory was too full for a task when it was last asked for; -1 once it may free more there
+        self._full = [
+            -1
+        ] * self.size  # where memory was too full for a task when it was last asked for; -1 once it may free more there
         self._adds = [0] * self.size  # what it would have added there
 
     def allowed(self, i: int) -> bool:

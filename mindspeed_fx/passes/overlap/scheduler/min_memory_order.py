@@ -9,7 +9,9 @@ from mindspeed_fx.passes.overlap.model.tasks import Buffer, Task, TaskGraph
 
 
 def frugal(graph: TaskGraph) -> list[int]:
-    """Of the ready tasks that free at least what they make, the first as written; else the one that adds least. O(E log V)."""
+    """Of the ready tasks that free at least what they make, the first as written; else the one that adds least. O(E log
+    V).
+    """
     size = len(graph)
     missing = [len(set(t.needs)) for t in graph.tasks]
     change = [0] * size  # bytes that a task would add now; buffers only come closer to being freed, so that it falls
@@ -66,7 +68,9 @@ def frugal(graph: TaskGraph) -> list[int]:
 
 
 def leaner(graph: TaskGraph, limit: int) -> list[int] | None:
-    """The order as written where its peak is within ``limit`` bytes, else a frugal one; None when that is not either."""
+    """The order as written where its peak is within ``limit`` bytes, else a frugal one; None when that is not
+    either.
+    """
     written = list(range(len(graph)))
     for order in (written, frugal(graph)):
         if max(memory_curve(graph, order), default=0) <= limit:
@@ -78,5 +82,11 @@ def reordered(graph: TaskGraph, order: list[int]) -> TaskGraph:
     """The same tasks, written in another order."""
     place = {i: k for k, i in enumerate(order)}
     moved = lambda i: place[i] if i >= 0 else -1
-    tasks = [Task(t.name, t.seconds, t.resource, tuple(sorted(place[n] for n in t.needs)), t.group, t.kind) for t in (graph.tasks[i] for i in order)]
-    return TaskGraph(tasks, [Buffer(moved(b.made_by), b.bytes, tuple(sorted(place[u] for u in b.users)), b.kept) for b in graph.buffers])
+    tasks = [
+        Task(t.name, t.seconds, t.resource, tuple(sorted(place[n] for n in t.needs)), t.group, t.kind)
+        for t in (graph.tasks[i] for i in order)
+    ]
+    return TaskGraph(
+        tasks,
+        [Buffer(moved(b.made_by), b.bytes, tuple(sorted(place[u] for u in b.users)), b.kept) for b in graph.buffers],
+    )

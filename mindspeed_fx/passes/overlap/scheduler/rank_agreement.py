@@ -2,7 +2,8 @@
 
 Ranks that compile the same program get the same order, because nothing in the scheduler depends on the rank, on time or
 on hash seeds. The check is for what it cannot see: ranks whose graphs differ. It goes through the store of the process
-group and waits for nobody, so it cannot hang: each rank writes its order and compares with those that are there already.
+group and waits for nobody, so it cannot hang: each rank writes its order and compares with those that are there
+already.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def orders(gm: fx.GraphModule) -> dict[str, list[str]]:
 def describe(node: fx.Node) -> str:
     """A collective as every rank would write it: operator, dtype and shape of its inputs, source line without path."""
     values = [a.meta.get("val") for a in node.all_input_nodes]
-    shapes = ", ".join(f"{str(v.dtype).removeprefix('torch.')}{[fake.hint(s) for s in v.shape]}" for v in values if isinstance(v, torch.Tensor))
+    shapes = ", ".join(
+        f"{str(v.dtype).removeprefix('torch.')}{[fake.hint(s) for s in v.shape]}"
+        for v in values
+        if isinstance(v, torch.Tensor)
+    )
     line = source_line(node).rsplit("/", 1)[-1]
     return f"{kind(node)}({shapes})" + (f" at {line}" if line else "")
 
@@ -55,17 +60,20 @@ def compare(group: str, by_rank: Mapping[int, Sequence[str]], note: str = "") ->
         at = next((k for k, (a, b) in enumerate(zip(reference, order)) if a != b), min(len(reference), len(order)))
         a, b = (o[at] if at < len(o) else "nothing more" for o in (reference, order))
         raise OrderMismatch(
-            f'group "{group}": ranks {first} and {rank} call their collectives in different orders; the first to differ is number {at + 1} of {max(len(reference), len(order))}: '
-            f"rank {first} has {a}, rank {rank} has {b} (hashes {digest(reference)}, {digest(order)}). Training would hang or mix up data.{note}"
+            f'group "{group}": ranks {first} and {rank} call their collectives in different orders; the first to '
+            f"differ is number {at + 1} of {max(len(reference), len(order))}: "
+            f"rank {first} has {a}, rank {rank} has {b} (hashes {digest(reference)}, {digest(order)}). Training would "
+            f"hang or mix up data.{note}"
         )
 
 
 def check_across_ranks(gm: fx.GraphModule, side: str, settings: str = "") -> dict[str, str]:
     """Compare this rank's orders with what the other ranks of each group have written so far.
 
-    Graphs are matched by the set of their collectives, so a rank that compiles more or other graphs is not an error. One set may have
-    several orders in a process: compiled with other settings, or beside other compute. So each rank writes every order it came to, and
-    ranks differ when each has one that the other has not, or when they do under the same settings.
+    Graphs are matched by the set of their collectives, so a rank that compiles more or other graphs is not an error.
+    One set may have
+    several orders in a process: compiled with other settings, or beside other compute. So each rank writes every order
+    it came to, and ranks differ when each has one that the other has not, or when they do under the same settings.
 
     Args:
         settings: what this order was made with, as every rank writes it.
@@ -94,11 +102,25 @@ def check_across_ranks(gm: fx.GraphModule, side: str, settings: str = "") -> dic
 
 
 def _compare_all(group: str, by_rank: Mapping[int, Sequence[Sequence[Any]]]) -> None:
-    """Raise OrderMismatch when each of two ranks has an order that the other has not, whatever the settings or under the same."""
+    """Raise OrderMismatch when each of two ranks has an order that the other has not, whatever the settings or under
+    the same.
+    """
     common = set.intersection(*({s for s, _ in written} for written in by_rank.values()))
     for settings in (*sorted(common), None):
-        seen = {rank: [(s, order) for s, order in written if settings in (None, s)] for rank, written in by_rank.items()}
-        only = {rank: next(((s, o) for s, o in mine if not all(o in [x for _, x in others] for others in seen.values())), None) for rank, mine in seen.items()}
+        seen = {
+            rank: [(s, order) for s, order in written if settings in (None, s)] for rank, written in by_rank.items()
+        }
+        only = {
+            rank: next(
+                ((s, o) for s, o in mine if not all(o in [x for _, x in others] for others in seen.values())), None
+            )
+            for rank, mine in seen.items()
+        }
         if all(only.values()):
-            note = "" if settings is not None else " They were compiled with different options: " + ", ".join(f"rank {r} {s}" for r, (s, _) in sorted(only.items()))
+            note = (
+                ""
+                if settings is not None
+                else " They were compiled with different options: "
+                + ", ".join(f"rank {r} {s}" for r, (s, _) in sorted(only.items()))
+            )
             compare(group, {rank: order for rank, (_, order) in only.items()}, note)

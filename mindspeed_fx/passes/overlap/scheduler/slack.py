@@ -1,6 +1,7 @@
 """Room for error: a transfer that takes longer than the model thought should still cost nothing.
 
-Starts are issued earlier than the link needs them, waits sunk to what needs them, as far as memory stays under the limit.
+Starts are issued earlier than the link needs them, waits sunk to what needs them, as far as memory stays under the
+limit.
 Neither changes a simulated time: the transfers of a link keep their order, and a wait takes no time.
 """
 

@@ -14,7 +14,9 @@ from mindspeed_fx.report.source import source_line
 MIB = 2**20
 
 
-def show(report: PassReport, step: Step, plans: Mapping[str, Plan | None], why: Mapping[int, str], planned: bool) -> None:
+def show(
+    report: PassReport, step: Step, plans: Mapping[str, Plan | None], why: Mapping[int, str], planned: bool
+) -> None:
     """Adds to ``report`` the table of the last of ``plans`` and the memory curves of all.
 
     Args:
@@ -28,7 +30,10 @@ def show(report: PassReport, step: Step, plans: Mapping[str, Plan | None], why: 
     curves = {title: curve(step, p) for title, p in shown.items()}
     saved = sum(r.bytes for r in rows if r.decision == "save")
     peak = curves[list(shown)[-1]]
-    report.notes.append(f"saved for the backward {saved / MIB:.2f} MiB; made again {len(report.rewrites) - len(plan.ways)} calls; modelled peak {peak.peak / MIB:.2f} MiB at {peak.where}")
+    report.notes.append(
+        f"saved for the backward {saved / MIB:.2f} MiB; made again {len(report.rewrites) - len(plan.ways)} calls; "
+        f"modelled peak {peak.peak / MIB:.2f} MiB at {peak.where}"
+    )
     report.files["activations.md"] = memory.markdown(rows)
     report.files["memory.svg"] = memory.picture(curves)
     report.curves = curves
@@ -49,12 +54,29 @@ def table(step: Step, plan: Plan, why: Mapping[int, str], planned: bool) -> list
         elif v in plan.saved:
             decision, reason = "save", _saved(v, step, returned, planned)
         elif v in again:
-            decision, reason = "recompute", "checkpointed region" if schedule.forced[v] else f"made again in {schedule.seconds[v] * 1e6:.1f} us" if schedule.seconds[v] else "made again for nothing"
+            decision, reason = (
+                "recompute",
+                "checkpointed region"
+                if schedule.forced[v]
+                else f"made again in {schedule.seconds[v] * 1e6:.1f} us"
+                if schedule.seconds[v]
+                else "made again for nothing",
+            )
         elif v in read:
             continue
         else:
             decision, reason = "drop", "nothing that the backward makes again reads it"
-        rows.append(memory.Activation(node.name, str(node.target), schedule.full[v], module_path(node), source_line(node), decision, why.get(v, reason)))
+        rows.append(
+            memory.Activation(
+                node.name,
+                str(node.target),
+                schedule.full[v],
+                module_path(node),
+                source_line(node),
+                decision,
+                why.get(v, reason),
+            )
+        )
     return sorted(rows, key=lambda r: -r.bytes)
 
 

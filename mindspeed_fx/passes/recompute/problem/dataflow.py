@@ -1,7 +1,9 @@
-"""The forward part of a joint graph as the planner sees it: operations, the memory they fill, and what the backward needs.
+"""The forward part of a joint graph as the planner sees it: operations, the memory they fill, and what the backward
+needs.
 
-Views have no memory of their own: they belong to the value they are views of and cost nothing to make again. So a *value*
-is one block of memory, an *operation* is a call that fills one or several, and saving any view of a value saves all of it.
+Views have no memory of their own: they belong to the value they are views of and cost nothing to make again. So a
+*value* is one block of memory, an *operation* is a call that fills one or several, and saving any view of a value saves
+all of it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Value:
 
     @property
     def savable(self) -> bool:
-        """False for what AOTAutograd cannot hand to a backward: numbers with a fraction, and the nothing that a check returns."""
+        """False for what AOTAutograd cannot hand to a backward: numbers with a fraction, and the nothing that a check
+        returns.
+        """
         value = self.node.meta.get("val")
         return value is not None and not isinstance(value, (torch.SymFloat, float)) and self.node.op != "get_attr"
 
@@ -90,7 +94,9 @@ def record(graph: fx.Graph, info: Any) -> Tape | str:
                 continue  # the pieces are views of its input
             made[node] = _operation(tape, node)
             continue
-        maker = made[node.args[0]] if node.target is operator.getitem and node.args[0] in made else _operation(tape, node)
+        maker = (
+            made[node.args[0]] if node.target is operator.getitem and node.args[0] in made else _operation(tape, node)
+        )
         tape.of[node] = Value(node, maker, in_memory(value), views=[node])
         maker.outputs.append(tape.of[node])
         tape.values.append(tape.of[node])
@@ -104,7 +110,9 @@ def record(graph: fx.Graph, info: Any) -> Tape | str:
 
 
 def saved_names(graph: fx.Graph, info: Any, saved: set[fx.Node]) -> list[str]:
-    """Names of ``saved`` and of the inputs that the backward needs beside, in graph order: what torch's partitioner expects."""
+    """Names of ``saved`` and of the inputs that the backward needs beside, in graph order: what torch's partitioner
+    expects.
+    """
     found, seen, todo = set(), set(), list(partitioner.needed_by_backward(info))
     while todo:
         node = todo.pop()
@@ -132,7 +140,9 @@ def _operation(tape: Tape, node: fx.Node) -> Operation:
 def _understood(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(v is None or _understood(v) for v in value)
-    return value is None or isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+    return value is None or isinstance(
+        value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+    )
 
 
 def in_memory(value: Any) -> int:

@@ -1,8 +1,9 @@
-"""The schedule of a joint graph: sizes from fake values, views resolved to whose memory they are, times from the cost model.
+"""The schedule of a joint graph: sizes from fake values, views resolved to whose memory they are, times from the cost
+model.
 
-With generated code, pointwise results that only fused code reads are never in memory. What an operator of ours fills and
-frees within its call is found by running it on fake values; workspaces of other libraries' calls and the allocator's rounding are not
-counted, save what oneDNN's weight gradients pack.
+With generated code, pointwise results that only fused code reads are never in memory. What an operator of ours fills
+and frees within its call is found by running it on fake values; workspaces of other libraries' calls and the
+allocator's rounding are not counted, save what oneDNN's weight gradients pack.
 """
 
 from __future__ import annotations
@@ -54,8 +55,14 @@ class Step:
         for n in self.nodes:
             source = partitioner.aliased_input(n)
             owners[n] = n if source is None else owners[source]
-        full = [_size(n) if owners[n] is n and n.op == "call_function" or n.op == "placeholder" and n in closure else 0 for n in self.nodes]
-        written = [not fused or not partitioner.is_fusible(n) or partitioner.read_from_memory(n) if size else False for n, size in zip(self.nodes, full)]
+        full = [
+            _size(n) if owners[n] is n and n.op == "call_function" or n.op == "placeholder" and n in closure else 0
+            for n in self.nodes
+        ]
+        written = [
+            not fused or not partitioner.is_fusible(n) or partitioner.read_from_memory(n) if size else False
+            for n, size in zip(self.nodes, full)
+        ]
         cost = estimate(gm, hardware) if hardware else None
         again = self._again(cost)
         self.unplanned, keep = again, [0.0] * len(self.nodes)
@@ -83,15 +90,28 @@ class Step:
             needed=sorted(number[n] for n in partitioner.needed_by_backward(info)),
             returned=sorted(number[n] for n in output.all_input_nodes if n not in closure),
             gradients=sorted(number[n] for n in output.all_input_nodes),
-            maker={i: number[n.args[0]] for i, n in enumerate(self.nodes) if n.target is operator.getitem and owners[n] is n and isinstance(n.args[0], fx.Node)},
+            maker={
+                i: number[n.args[0]]
+                for i, n in enumerate(self.nodes)
+                if n.target is operator.getitem and owners[n] is n and isinstance(n.args[0], fx.Node)
+            },
             workspace=[_workspace(n, target, fused, traced) for n in self.nodes],
             keep=keep,
             takes=[t if a == math.inf else a for t, a in zip(self.takes, again)],
         )
         runs = self.schedule.computing(self.schedule.returned)
         self.schedule.prepares = [not r for r in runs]
-        self.seconds = 0.0 if cost is None else (Estimate(cost.calls, hardware, True, cost.sizes) if fused else cost).seconds
-        self.movable = [i for i, n in enumerate(self.nodes) if hardware and self.schedule.savable[i] and full[i] >= hardware.launch * hardware.host_bandwidth and dense(n.meta.get("val"))]
+        self.seconds = (
+            0.0 if cost is None else (Estimate(cost.calls, hardware, True, cost.sizes) if fused else cost).seconds
+        )
+        self.movable = [
+            i
+            for i, n in enumerate(self.nodes)
+            if hardware
+            and self.schedule.savable[i]
+            and full[i] >= hardware.launch * hardware.host_bandwidth
+            and dense(n.meta.get("val"))
+        ]
         self.inputs = sum(in_memory(n.meta["val"]) for n in self.nodes if partitioner.is_input(n))
 
     def _again(self, cost: Estimate | None) -> list[float]:
@@ -103,13 +123,19 @@ class Step:
         self.takes, found = [spent.get(n.name, 0.0) for n in self.nodes], []
         for n in self.nodes:
             runs = n.op == "call_function" and not partitioner.is_view(n)
-            fixed = runs and not partitioner.must_recompute(n) and (partitioner.must_save(n) or not partitioner.is_pure(n))
+            fixed = (
+                runs and not partitioner.must_recompute(n) and (partitioner.must_save(n) or not partitioner.is_pure(n))
+            )
             found.append(math.inf if fixed else spent.get(n.name, 0.0))
         return found
 
     def _savable(self, node: fx.Node, owners: dict[fx.Node, fx.Node]) -> bool:
         value = node.meta.get("val")
-        return owners[node] is node and node.op == "call_function" and isinstance(value, (torch.Tensor, torch.SymInt, int, torch.SymBool, bool))
+        return (
+            owners[node] is node
+            and node.op == "call_function"
+            and isinstance(value, (torch.Tensor, torch.SymInt, int, torch.SymBool, bool))
+        )
 
 
 def _size(node: fx.Node) -> int:
@@ -120,7 +146,9 @@ def _size(node: fx.Node) -> int:
 
 
 def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) -> int:
-    """Bytes that the kernel of ``node`` has alive at most beside its operands and results; 0 when it does not run on fake values."""
+    """Bytes that the kernel of ``node`` has alive at most beside its operands and results; 0 when it does not run on
+    fake values.
+    """
     if node.target is torch.ops.aten.mm.default and target == "cpu":
         a, b = (x.meta["val"] for x in node.args)
         return in_memory(b) if onednn.packs(a, b) else 0
@@ -131,7 +159,11 @@ def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) 
     run = lowering.build if lowering else REGISTRY[node.target].reference
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    key = (run, repr([x for x in leaves if not isinstance(x, torch.Tensor)]), tuple(fake.layout_key(x) for x in tensors))
+    key = (
+        run,
+        repr([x for x in leaves if not isinstance(x, torch.Tensor)]),
+        tuple(fake.layout_key(x) for x in tensors),
+    )
     if key not in traced:
 
         def call(*given: torch.Tensor) -> Any:

@@ -18,7 +18,9 @@ FUSED = 0.15
 
 
 def prices(tape: Tape) -> tuple[Callable[[Operation], float], Callable[[Value], float], dict[Value, bool]]:
-    """What running an operation again and keeping a value cost under generated code, in bytes moved; which values are written out."""
+    """What running an operation again and keeping a value cost under generated code, in bytes moved; which values are
+    written out.
+    """
     written = {v: partitioner.read_from_memory(v.node) for v in tape.values}
     far = _read_far_apart(tape)
     return lambda o: _again(o, written, far), _kept, written
@@ -30,8 +32,8 @@ def _kept(v: Value) -> float:
 
 
 def _read_far_apart(tape: Tape) -> set[Value]:
-    """Values that pointwise work reads both before and after the next product, as it does a residual stream: made again for
-    the later reader, whose backward comes first, they would stay until the backward of the earlier one."""
+    """Values that pointwise work reads both before and after the next product, as it does a residual stream: made again
+    for the later reader, whose backward comes first, they would stay until the backward of the earlier one."""
     depth: dict[Operation, int] = {}
     for o in tape.operations:
         depth[o] = max((depth[v.made_by] + (not v.made_by.fusible) for v in o.inputs), default=0)
@@ -43,7 +45,11 @@ def _again(operation: Operation, written: dict[Value, bool], far: set[Value]) ->
     node = operation.node
     tensors = any(v.bytes for v in operation.outputs)
     fusible = operation.fusible or node.target == aten.cat.default  # its operands fuse into it, it into nothing
-    if (tensors and node.op == "call_function" and not fusible) or partitioner.must_save(node) or not partitioner.is_pure(node):
+    if (
+        (tensors and node.op == "call_function" and not fusible)
+        or partitioner.must_save(node)
+        or not partitioner.is_pure(node)
+    ):
         return math.inf
     read, made = (sum(v.bytes for v in values) for values in (operation.inputs, operation.outputs))
     if read > 4 * made:  # a reduction or a lookup, which is done once its inputs have gone by

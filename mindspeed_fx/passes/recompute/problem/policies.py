@@ -1,7 +1,8 @@
 """Named policies and per-module wishes: which values are made again, whatever a planner would say.
 
-A policy names values that are not kept; all others are, if the backward reads them. Draws of random numbers, collectives and
-whatever a ``torch.utils.checkpoint`` policy keeps are never made again, and regions under ``torch.utils.checkpoint`` always are.
+A policy names values that are not kept; all others are, if the backward reads them. Draws of random numbers,
+collectives and whatever a ``torch.utils.checkpoint`` policy keeps are never made again, and regions under
+``torch.utils.checkpoint`` always are.
 
 | policy | made again |
 |---|---|
@@ -29,8 +30,14 @@ from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.passes.base import PassReport, skip
 from mindspeed_fx.passes.recompute.problem.dataflow import Operation, Tape, Value
 
-ACTIVATIONS = frozenset("silu gelu relu leaky_relu sigmoid tanh elu celu selu mish hardswish hardsigmoid softplus log_sigmoid glu erf relu6 activation swiglu clipped_swiglu weighted_swiglu".split())
-NORMS = frozenset("rms_norm add_rms_norm layer_norm layer_norm_aten add_layer_norm native_layer_norm native_group_norm _fused_rms_norm".split())
+ACTIVATIONS = frozenset(
+    "silu gelu relu leaky_relu sigmoid tanh elu celu selu mish hardswish hardsigmoid softplus log_sigmoid glu erf "
+    "relu6 activation swiglu clipped_swiglu weighted_swiglu".split()
+)
+NORMS = frozenset(
+    "rms_norm add_rms_norm layer_norm layer_norm_aten add_layer_norm native_layer_norm native_group_norm "
+    "_fused_rms_norm".split()
+)
 
 
 @dataclass
@@ -48,7 +55,8 @@ class Fixed:
 
 
 def fixed(tape: Tape, asked: Any, strict: bool, report: PassReport) -> Fixed:
-    """What option ``recompute`` says about the values of a graph; what matched, and what did not and why, goes to ``report``.
+    """What option ``recompute`` says about the values of a graph; what matched, and what did not and why, goes to
+    ``report``.
 
     Args:
         asked: the option, as :class:`mindspeed_fx.options.Options` has it.
@@ -69,7 +77,15 @@ def fixed(tape: Tape, asked: Any, strict: bool, report: PassReport) -> Fixed:
     for glob, wish in wishes.items():
         matches = matcher(glob)
         values = [v for v, path in paths.items() if matches(path) and not v.returned]
-        _note(report, f'"{glob}"', values, wish, tape, strict, f"matches no module with values of its own{nearest(glob, _generic(paths.values()))}")
+        _note(
+            report,
+            f'"{glob}"',
+            values,
+            wish,
+            tape,
+            strict,
+            f"matches no module with values of its own{nearest(glob, _generic(paths.values()))}",
+        )
         for v in values:
             (found.again if wish == "recompute" else found.keep).add(v)
             (found.keep if wish == "recompute" else found.again).discard(v)
@@ -86,16 +102,23 @@ def fixed(tape: Tape, asked: Any, strict: bool, report: PassReport) -> Fixed:
 
 
 def matcher(glob: str) -> Callable[[str], bool]:
-    """Says whether a module path is, or lies within, a module that ``glob`` names; * is any part of a path between dots, ** any
-    number of them. The glob may start at any module: "mlp.act" is found in "model.layers.0.mlp.act"."""
+    """Says whether a module path is, or lies within, a module that ``glob`` names; * is any part of a path between
+    dots, ** any number of them. The glob may start at any module: "mlp.act" is found in "model.layers.0.mlp.act"."""
     words = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
-    pattern = re.compile(r"(?:^|\.)" + "".join(words.get(part, re.escape(part)) for part in re.findall(r"\*\*|\*|\?|[^*?]+", glob)) + r"(?:\.|$)")
+    pattern = re.compile(
+        r"(?:^|\.)"
+        + "".join(words.get(part, re.escape(part)) for part in re.findall(r"\*\*|\*|\?|[^*?]+", glob))
+        + r"(?:\.|$)"
+    )
     return lambda path: pattern.search(path) is not None
 
 
 def _note(report: PassReport, who: str, values: list[Value], wish: str, tape: Tape, strict: bool, missing: str) -> None:
     if values:
-        report.notes.append(f"{who}: {wish} {len(values)} values of {sum(v.bytes for v in values) / 2**20:.2f} MiB in {len({module_path(v.node) for v in values})} modules")
+        report.notes.append(
+            f"{who}: {wish} {len(values)} values of {sum(v.bytes for v in values) / 2**20:.2f} MiB in "
+            f"{len({module_path(v.node) for v in values})} modules"
+        )
         return
     if strict:
         raise OptionError(f'option "recompute": {who} {missing}')
@@ -105,7 +128,12 @@ def _note(report: PassReport, who: str, values: list[Value], wish: str, tape: Ta
 
 
 def _missing(policy: str) -> str:
-    return {"full": "finds no numbered layers", "selective": "finds no product of two activations", "norm": "finds no normalization", "activation_function": "finds no activation function"}.get(policy, "finds no numbered layers" if "+" not in policy else "finds none of these")
+    return {
+        "full": "finds no numbered layers",
+        "selective": "finds no product of two activations",
+        "norm": "finds no normalization",
+        "activation_function": "finds no activation function",
+    }.get(policy, "finds no numbered layers" if "+" not in policy else "finds none of these")
 
 
 def _generic(paths: Iterable[str]) -> list[str]:
@@ -152,9 +180,19 @@ def _layers(tape: Tape, first: int | None) -> list[Value]:
 
 
 def _attention(tape: Tape) -> list[Value]:
-    """What products of two activations make, and what lies on a way from one to another without a product with a weight."""
-    product = {o: _name(o.node).startswith("attention") or "attention" in _name(o.node) or partitioner.flops(o.node) > 0 for o in tape.operations}
-    core = {o for o in tape.operations if product[o] and ("attention" in _name(o.node) or len(o.inputs) > 1 and not any(_weight(a) for a in o.node.all_input_nodes))}
+    """What products of two activations make, and what lies on a way from one to another without a product with a
+    weight.
+    """
+    product = {
+        o: _name(o.node).startswith("attention") or "attention" in _name(o.node) or partitioner.flops(o.node) > 0
+        for o in tape.operations
+    }
+    core = {
+        o
+        for o in tape.operations
+        if product[o]
+        and ("attention" in _name(o.node) or len(o.inputs) > 1 and not any(_weight(a) for a in o.node.all_input_nodes))
+    }
     after: set[Value] = set()
     for o in tape.operations:
         if o in core or not product[o] and any(v in after for v in o.inputs):
@@ -168,7 +206,11 @@ def _attention(tape: Tape) -> list[Value]:
 
 def _weight(node: fx.Node) -> bool:
     """Views and casts of what the graph is given."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1 and (partitioner.is_view(node) or _name(node) in ("_to_copy", "convert_element_type", "clone", "permute", "t")):
+    while (
+        node.op == "call_function"
+        and len(node.all_input_nodes) == 1
+        and (partitioner.is_view(node) or _name(node) in ("_to_copy", "convert_element_type", "clone", "permute", "t"))
+    ):
         node = node.all_input_nodes[0]
     return partitioner.is_input(node)
 
@@ -177,7 +219,11 @@ def _activations(tape: Tape) -> list[Value]:
     found: set[Value] = set()
     for o in tape.operations:
         own = _name(o.node) in ACTIVATIONS
-        more = o.fusible and any(v in found for v in o.inputs) and (_name(o.node) == "mul" or all(v in found for v in o.inputs))
+        more = (
+            o.fusible
+            and any(v in found for v in o.inputs)
+            and (_name(o.node) == "mul" or all(v in found for v in o.inputs))
+        )
         if own or more:
             found.update(o.outputs)
     return [v for v in tape.values if v in found]
@@ -191,7 +237,9 @@ def _norms(tape: Tape) -> list[Value]:
         kind = stack[-1][1] if stack else ""
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
         if name in NORMS or "norm" in kind.rpartition(".")[2].lower():
-            if not (name in ("add_rms_norm", "add_layer_norm") and v.node.args[1:2] == (1,)):  # the sum goes on as the residual stream
+            if not (
+                name in ("add_rms_norm", "add_layer_norm") and v.node.args[1:2] == (1,)
+            ):  # the sum goes on as the residual stream
                 found.append(v)
     return found
 

@@ -1,9 +1,9 @@
-"""A training step as numbers: what is read, how large it is, in which order the backward runs; and one walk that says what a
-choice of saved values costs in time and in memory.
+"""A training step as numbers: what is read, how large it is, in which order the backward runs; and one walk that says
+what a choice of saved values costs in time and in memory.
 
 The forward runs in order; the backward too, and what it makes again comes right before its first reader, as torch's
-partitioner orders it. Views share memory, a value dies with its last reader, what the forward returns and gradients live on.
-Nodes are numbers in the order of the joint graph. No torch here: tests make schedules of their own.
+partitioner orders it. Views share memory, a value dies with its last reader, what the forward returns and gradients
+live on. Nodes are numbers in the order of the joint graph. No torch here: tests make schedules of their own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ class Plan:
     bytes: int
     """Peak beyond the inputs of the forward."""
     seconds: float
-    """What the plan costs over a step that runs everything once and keeps it for nothing: operations run twice, and keeping where that has a price."""
+    """What the plan costs over a step that runs everything once and keeps it for nothing: operations run twice, and
+    keeping where that has a price.
+    """
     at: int
     """The node during which the peak is reached."""
     again: tuple[int, ...]
     """What the backward runs again, in order."""
     ways: tuple[tuple[int, int, int], ...] = ()
-    """(value, free, back) of each saved value that is moved to host memory: positions in the step from which on its memory is
-    free, and from which on it is being filled again. See :mod:`offload`."""
+    """(value, free, back) of each saved value that is moved to host memory: positions in the step from which on its
+    memory is free, and from which on it is being filled again. See :mod:`offload`."""
 
 
 @dataclass
@@ -68,7 +70,9 @@ class Schedule:
     keep: list[float] = field(default_factory=list)
     """Seconds that keeping a node's value costs by itself."""
     prepares: list[bool] = field(default_factory=list)
-    """What the forward runs only where something made of it is saved: its first run, wherever that is, is in the time of the step."""
+    """What the forward runs only where something made of it is saved: its first run, wherever that is, is in the time
+    of the step.
+    """
     takes: list[float] = field(default_factory=list)
     """Seconds of running a node once; empty: what running it again costs."""
 
@@ -120,7 +124,9 @@ class Schedule:
         return frozenset(saved)
 
     def parts(self, values: Sequence[int]) -> list[set[int]]:
-        """``values`` in parts that a search gives back one after the other; none where one value after the other was tried."""
+        """``values`` in parts that a search gives back one after the other; none where one value after the other was
+        tried.
+        """
         return []
 
     def reads(self, i: int) -> set[int]:
@@ -129,7 +135,9 @@ class Schedule:
 
     @property
     def extra(self) -> list[float]:
-        """Seconds that running a node in the backward adds for certain: none for what the forward runs only where something made of it is saved."""
+        """Seconds that running a node in the backward adds for certain: none for what the forward runs only where
+        something made of it is saved.
+        """
         return [0.0 if early and t < math.inf else t for t, early in zip(self.seconds, self.prepares)]
 
     @cached_property
@@ -139,14 +147,18 @@ class Schedule:
         return sorted({self.root[i] for i in self.forward if wanted[i] and not self.given[self.root[i]]})
 
     def evaluate(self, saved: Iterable[int], most: float = math.inf) -> Plan | None:
-        """Time and peak of a choice; None when the backward could then not have all it needs, or when it takes more than ``most`` seconds."""
+        """Time and peak of a choice; None when the backward could then not have all it needs, or when it takes more
+        than ``most`` seconds.
+        """
         saved = frozenset(saved)
         found = self._second(saved)
         if found is None:
             return None
         first, (second, again) = self._first(saved), found
         ran = set(first) if any(self.prepares) else frozenset(again)
-        spent = sum([self.seconds[i] for i in again if i in ran or not self.prepares[i]]) + sum([self.keep[i] for i in saved])
+        spent = sum([self.seconds[i] for i in again if i in ran or not self.prepares[i]]) + sum(
+            [self.keep[i] for i in saved]
+        )
         if spent > most:
             return None
         run, alive = first + second, self._alive(saved, first, second)
@@ -179,7 +191,9 @@ class Schedule:
         return self._longer[more]
 
     def _second(self, saved: frozenset[int]) -> tuple[list[int], list[int]] | None:
-        """The backward in the order it runs, and what in it was run by the forward; None when that must not run again."""
+        """The backward in the order it runs, and what in it was run by the forward; None when that must not run
+        again.
+        """
         self.evaluations += 1
         done, sources, run, again = bytearray(self.given), self.sources, [], []
         for i in saved:
@@ -213,7 +227,9 @@ class Schedule:
 
     @cached_property
     def _readers(self) -> list[tuple[list[int], int, tuple[int, ...]]]:
-        """What the backward runs: (nodes that read nothing of the forward, the node behind them or -1, what that reads of the forward)."""
+        """What the backward runs: (nodes that read nothing of the forward, the node behind them or -1, what that reads
+        of the forward).
+        """
         found, before = [], []
         for node in self.backward:
             reads = tuple(a for a in self.sources[node] if a in self._forward_set and not self.given[a])
@@ -234,8 +250,8 @@ class Schedule:
         return runs, [i for i in self.forward if runs[i]]
 
     def _laid(self, first: list[int]) -> tuple[Any, Any, Any]:
-        """Of a forward of :meth:`_first`, were nothing saved: the last place that reads each value, the place that makes each value (both -1 where there is none), and the changes of
-        the bytes alive from place to place."""
+        """Of a forward of :meth:`_first`, were nothing saved: the last place that reads each value, the place that
+        makes each value (both -1 where there is none), and the changes of the bytes alive from place to place."""
         if (found := self._lies.get(id(first))) is not None:
             return found
         blocks, filled, size, _ = self._arrays
@@ -244,14 +260,21 @@ class Schedule:
         np.maximum.at(last, *blocks.of(run, places))
         values, where = filled.of(run, places)
         np.maximum.at(made, values, where)
-        change = _sums((where, size[values]), (np.maximum(where, last[values]) + 1, -size[values]), length=len(first) + 1)
+        change = _sums(
+            (where, size[values]), (np.maximum(where, last[values]) + 1, -size[values]), length=len(first) + 1
+        )
         self._lies[id(first)] = last, made, change
         return last, made, change
 
     @cached_property
     def _arrays(self) -> tuple[_Lists, _Lists, Any, Any]:
         """:attr:`_blocks` and :attr:`_filled`; bytes of each value, and when it is kept."""
-        return _Lists(self._blocks), _Lists(self._filled), np.array(self.size, dtype=np.int64), np.array(self.full, dtype=np.int64)
+        return (
+            _Lists(self._blocks),
+            _Lists(self._filled),
+            np.array(self.size, dtype=np.int64),
+            np.array(self.full, dtype=np.int64),
+        )
 
     @cached_property
     def _blocks(self) -> list[tuple[int, ...]]:
@@ -263,7 +286,9 @@ class Schedule:
 
     @cached_property
     def _filled(self) -> list[list[int]]:
-        """The values whose memory a node's call fills: its own, or with several results all of them, whoever is read."""
+        """The values whose memory a node's call fills: its own, or with several results all of them, whoever is
+        read.
+        """
         found: list[list[int]] = [[] for _ in self.sources]
         for i in range(len(self.sources)):
             if self.full[i]:
@@ -301,7 +326,9 @@ class Schedule:
     def _forward_set(self) -> set[int]:
         return set(self.forward)
 
-    def _alive(self, saved: frozenset[int], first: list[int], second: list[int], ways: Iterable[tuple[int, int, int]] = ()) -> Any:
+    def _alive(
+        self, saved: frozenset[int], first: list[int], second: list[int], ways: Iterable[tuple[int, int, int]] = ()
+    ) -> Any:
         """Bytes alive during each node of both, as an array."""
         blocks, filled, size, full = self._arrays
         last, made, change = self._laid(first)
@@ -321,14 +348,23 @@ class Schedule:
         gone = later[carried]
         over = np.where(self._at_end[carried], length - 1, np.where(gone >= cut, gone, cut - 1))
         parts = [
-            (np.arange(len(change)), change), (where, bytes_), (np.maximum(where, until[values]) + 1, -bytes_),
-            (made[carried], full[carried] - size[carried]), (np.maximum(made[carried], last[carried]) + 1, size[carried]), (over + 1, -full[carried]),
-        ]  # fmt: skip
+            (np.arange(len(change)), change),
+            (where, bytes_),
+            (np.maximum(where, until[values]) + 1, -bytes_),
+            (made[carried], full[carried] - size[carried]),
+            (np.maximum(made[carried], last[carried]) + 1, size[carried]),
+            (over + 1, -full[carried]),
+        ]
         moved = set(carried.tolist()) if ways else ()
         for v, free, back in ways:
             if v in moved:
                 mine = self.full[v]
-                parts.append((np.array([free, back, later[v] + 1, int(over[np.searchsorted(carried, v)]) + 1]), np.array([-mine, mine, -mine, mine])))
+                parts.append(
+                    (
+                        np.array([free, back, later[v] + 1, int(over[np.searchsorted(carried, v)]) + 1]),
+                        np.array([-mine, mine, -mine, mine]),
+                    )
+                )
         alive = np.cumsum(_sums(*parts, length=length + 1)[:length])
         if self._works:
             alive += self._workspaces[first + second]

@@ -1,9 +1,10 @@
 """Layers that repeat, found in the numbers of a step: the same sizes, times and reads, one period later.
 
-Names of modules play no part. A stretch of the forward repeats with a period of P nodes when each node has the colour of the one P before (its
-bytes, seconds, and whether it may be saved, is needed, returned, ...) and reads what that one reads, P nodes on, or the very same value
-from before the stretch (a mask, tables of rotary positions). What the graph is given is read by anyone: it costs nothing. The rest of the step repeats with a period
-of Q in the same way, each period reading the forward one period earlier.
+Names of modules play no part. A stretch of the forward repeats with a period of P nodes when each node has the colour
+of the one P before (its bytes, seconds, and whether it may be saved, is needed, returned, ...) and reads what that one
+reads, P nodes on, or the very same value from before the stretch (a mask, tables of rotary positions). What the graph
+is given is read by anyone: it costs nothing. The rest of the step repeats with a period of Q in the same way, each
+period reading the forward one period earlier.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ GIVEN = -1
 
 @dataclass(frozen=True)
 class Repeats:
-    """``count`` layers: layer k fills nodes ``first`` + k * ``period`` on in the forward, and its gradients, whose first node reads the layer
-    first of all, nodes ``last`` - k * ``stride`` on."""
+    """``count`` layers: layer k fills nodes ``first`` + k * ``period`` on in the forward, and its gradients, whose
+    first node reads the layer first of all, nodes ``last`` - k * ``stride`` on."""
 
     first: int
     period: int
@@ -37,14 +38,23 @@ class Repeats:
     def joined(self, span: int) -> Repeats:
         """The same with every ``span`` layers as one; those that are over at the beginning are none of them."""
         count, over = self.count // span, self.count % span
-        return Repeats(self.first + over * self.period, span * self.period, count, self.last - (over + span - 1) * self.stride, span * self.stride)
+        return Repeats(
+            self.first + over * self.period,
+            span * self.period,
+            count,
+            self.last - (over + span - 1) * self.stride,
+            span * self.stride,
+        )
 
 
 def repeats(schedule: Schedule, unplanned: Sequence[float] | None = None) -> Repeats | None:
     """The longest run of layers that repeat; None when there are fewer than :data:`FEWEST`."""
     s = schedule
     turn = next((i for i in s.backward if s.sources[i]), len(s.sources))
-    reads = [tuple(GIVEN if s.given[s.root[a]] and not s.full[a] else a for a in (*row, s.root[i], s.maker.get(i, i))) for i, row in enumerate(s.sources)]
+    reads = [
+        tuple(GIVEN if s.given[s.root[a]] and not s.full[a] else a for a in (*row, s.root[i], s.maker.get(i, i)))
+        for i, row in enumerate(s.sources)
+    ]
     colours = _colours(s, unplanned, reads)
     best: Repeats | None = None
     for period in _distances(colours, 0, turn):
@@ -52,8 +62,17 @@ def repeats(schedule: Schedule, unplanned: Sequence[float] | None = None) -> Rep
         if (end - first) // period < FEWEST or best and best.count * best.period >= end - first:
             continue
         for stride in _distances(colours, turn, len(colours)):
-            begin, stop = _stretch(colours, reads, range(turn, len(colours)), stride, lambda a, p=period, q=stride: q if a >= turn else -p, first)
-            if (stop - begin) // stride >= FEWEST and (found := _aligned(s, reads, first, end, period, turn, begin, stop, stride)):
+            begin, stop = _stretch(
+                colours,
+                reads,
+                range(turn, len(colours)),
+                stride,
+                lambda a, p=period, q=stride: q if a >= turn else -p,
+                first,
+            )
+            if (stop - begin) // stride >= FEWEST and (
+                found := _aligned(s, reads, first, end, period, turn, begin, stop, stride)
+            ):
                 if best is None or found.count * found.period > best.count * best.period:
                     best = found
                 break
@@ -64,12 +83,27 @@ def _colours(s: Schedule, unplanned: Sequence[float] | None, reads: list[tuple[i
     """One number for all nodes that are alike, their sources' sources included, wherever they stand."""
     sets = [set(x) for x in (s.needed, s.returned, s.gradients, s.backward)]
     names: dict[object, int] = {}
-    rows = zip(s.size, s.full, s.seconds, s.savable, s.forced, s.given, s.workspace, s.keep, s.prepares, s.takes, unplanned or s.seconds)
+    rows = zip(
+        s.size,
+        s.full,
+        s.seconds,
+        s.savable,
+        s.forced,
+        s.given,
+        s.workspace,
+        s.keep,
+        s.prepares,
+        s.takes,
+        unplanned or s.seconds,
+    )
     own = [names.setdefault((*row, len(reads[i]), *(i in x for x in sets)), len(names)) for i, row in enumerate(rows)]
     found = own
     for _ in range(2):
         names = {}
-        found = [names.setdefault((found[i], *(GIVEN if a == GIVEN else found[a] for a in row)), len(names)) for i, row in enumerate(reads)]
+        found = [
+            names.setdefault((found[i], *(GIVEN if a == GIVEN else found[a] for a in row)), len(names))
+            for i, row in enumerate(reads)
+        ]
     return found
 
 
@@ -83,13 +117,20 @@ def _distances(colours: list[int], start: int, stop: int) -> list[int]:
         last[colours[i]] = i
     votes: Counter[int] = Counter()
     for distances in apart.values():
-        (distance, times), = distances.most_common(1)
+        ((distance, times),) = distances.most_common(1)
         if times >= FEWEST - 1 and 2 * times > sum(distances.values()):
             votes[distance] += times
     return [d for d, _ in sorted(votes.items(), key=lambda v: (-v[1], v[0]))[:CANDIDATES]]
 
 
-def _stretch(colours: list[int], reads: list[tuple[int, ...]], where: range, period: int, moved: Callable[[int], int], before: int) -> tuple[int, int]:
+def _stretch(
+    colours: list[int],
+    reads: list[tuple[int, ...]],
+    where: range,
+    period: int,
+    moved: Callable[[int], int],
+    before: int,
+) -> tuple[int, int]:
     """The longest (first node, node behind the last) in ``where`` in which each node is like the one ``period`` before.
 
     Args:
@@ -117,8 +158,20 @@ def _stretch(colours: list[int], reads: list[tuple[int, ...]], where: range, per
     return best
 
 
-def _aligned(s: Schedule, reads: list[tuple[int, ...]], first: int, end: int, period: int, turn: int, begin: int, stop: int, stride: int) -> Repeats | None:
-    """Layers cut where the fewest bytes cross, each with the part of the backward that begins with its first reader there."""
+def _aligned(
+    s: Schedule,
+    reads: list[tuple[int, ...]],
+    first: int,
+    end: int,
+    period: int,
+    turn: int,
+    begin: int,
+    stop: int,
+    stride: int,
+) -> Repeats | None:
+    """Layers cut where the fewest bytes cross, each with the part of the backward that begins with its first reader
+    there.
+    """
     last = {s.root[a]: i for i in range(first, end) for a in reads[i] if a != GIVEN}
     edge = end - 2 * period  # of a period that is like all others
     crossing = [0] * (period + 1)
@@ -142,4 +195,6 @@ def _aligned(s: Schedule, reads: list[tuple[int, ...]], first: int, end: int, pe
         else:
             run = [*run, k] if run and readers[run[-1]] - readers[k] == stride else [k]
         best = run if len(run) > len(best) else best
-    return Repeats(first + best[0] * period, period, len(best), readers[best[0]], stride) if len(best) >= FEWEST else None
+    return (
+        Repeats(first + best[0] * period, period, len(best), readers[best[0]], stride) if len(best) >= FEWEST else None
+    )

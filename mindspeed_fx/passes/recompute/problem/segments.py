@@ -1,9 +1,10 @@
 """Where a step can be cut into segments that are made again one at a time.
 
-With a price per saved byte alone the leanest plans save what is small and dear, such as the outputs of attention, and then make the residual stream of the
-whole model again at once, before the first backward: that is the largest peak of all. A plan for a small peak saves what crosses a few
-narrow places and makes one segment again at a time (Chen et al. 2016, arXiv 1604.06174). Narrow places are found in the bytes that cross each place of
-the forward, whatever the modules are called.
+With a price per saved byte alone the leanest plans save what is small and dear, such as the outputs of attention, and
+then make the residual stream of the whole model again at once, before the first backward: that is the largest peak of
+all. A plan for a small peak saves what crosses a few narrow places and makes one segment again at a time (Chen et al.
+2016, arXiv 1604.06174). Narrow places are found in the bytes that cross each place of the forward, whatever the modules
+are called.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ STRIDES = (1, 2, 4, 8, 16)
 
 
 def crossings(schedule: Schedule) -> list[frozenset[int]]:
-    """What crosses each narrow place of the forward, in order: values that can be saved, made before it and read behind it."""
+    """What crosses each narrow place of the forward, in order: values that can be saved, made before it and read behind
+    it.
+    """
     s = schedule
     values, runs = set(s.values), s.computing(s.returned)
     run = [i for i in s.forward if runs[i]]  # the others only prepare what the backward reads
@@ -41,7 +44,11 @@ def crossings(schedule: Schedule) -> list[frozenset[int]]:
         alive = {v for v in alive if lives[v][1] >= t}
         crossing.append(frozenset(alive))
     # Two neighbours with the same widest value are one place.
-    return [c for k, c in enumerate(crossing) if not k or max(c, key=lambda v: (s.full[v], v)) != max(crossing[k - 1], key=lambda v: (s.full[v], v))]
+    return [
+        c
+        for k, c in enumerate(crossing)
+        if not k or max(c, key=lambda v: (s.full[v], v)) != max(crossing[k - 1], key=lambda v: (s.full[v], v))
+    ]
 
 
 def boundaries(schedule: Schedule) -> list[frozenset[int]]:

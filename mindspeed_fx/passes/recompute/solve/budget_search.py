@@ -1,12 +1,12 @@
 """The least time under a limit of the peak.
 
-1. With a price per saved byte the best choice is a minimum cut (:mod:`cut`). A rising price walks along the lower hull of time
-   against memory, from saving everything to making everything again.
-2. Of two neighbours on the hull, the richer does not fit and the leaner does. Between them values are given back, in several
-   orders, as many as fit: layers are decided one by one.
-3. Threshold accepting (:mod:`anneal`) leaves the neighbourhood of that plan, also through plans that do not fit; then a local search
-   adds, drops and swaps single values while that saves time. Work is counted in plans tried, not in time, so that every rank
-   finds the same plan.
+1. With a price per saved byte the best choice is a minimum cut (:mod:`cut`). A rising price walks along the lower hull
+   of time against memory, from saving everything to making everything again.
+2. Of two neighbours on the hull, the richer does not fit and the leaner does. Between them values are given back, in
+   several orders, as many as fit: layers are decided one by one.
+3. Threshold accepting (:mod:`anneal`) leaves the neighbourhood of that plan, also through plans that do not fit; then a
+   local search adds, drops and swaps single values while that saves time. Work is counted in plans tried, not in time,
+   so that every rank finds the same plan.
 
 All peaks are those of the simulated step, so a plan that fits in the model fits in the model whatever the search did.
 """
@@ -44,7 +44,9 @@ WALK_WORK, MOST_WALK = 800_000, 4000
 """Nodes that threshold accepting (:mod:`anneal`) may walk over, and plans it may look at."""
 
 FOLDED = 0.35
-"""Part of that where layers are folded: such plans take longer to walk over, and what crosses between layers stays as it is."""
+"""Part of that where layers are folded: such plans take longer to walk over, and what crosses between layers stays as
+it is.
+"""
 
 AFTER = 0.25
 """Part of :data:`WORK` that is left for the local search behind such a walk."""
@@ -64,19 +66,31 @@ class Search:
 
     Attributes:
         part: of :data:`WORK` that one local search may do.
-        hull: plans from saving what costs anything to make again, to making again whatever may be; empty when the backward
-            needs what can be neither saved nor made again.
+        hull: plans from saving what costs anything to make again, to making again whatever may be; empty when the
+            backward needs what can be neither saved nor made again.
     """
 
-    def __init__(self, schedule: Schedule, unplanned: Sequence[float] | None = None, kept: Sequence[frozenset[int]] | None = None):
+    def __init__(
+        self, schedule: Schedule, unplanned: Sequence[float] | None = None, kept: Sequence[frozenset[int]] | None = None
+    ):
         self.schedule, self.cuts, self.part = schedule, Cuts(schedule), 1.0
         self._returned = {schedule.root[i] for i in schedule.returned}
         self._seen: dict[frozenset[int], Plan | None] = {}
-        first = self._cut(0.0) if unplanned is None or unplanned == schedule.seconds else Cuts(schedule, unplanned).cheapest(lambda v: 0.0)[0]
+        first = (
+            self._cut(0.0)
+            if unplanned is None or unplanned == schedule.seconds
+            else Cuts(schedule, unplanned).cheapest(lambda v: 0.0)[0]
+        )
         self.hull = [p for p in [self._plan(first)] if p]
-        ratios = [schedule.seconds[v] / schedule.held[v] for v in self.cuts.values if schedule.held[v] and 0 < schedule.seconds[v] < math.inf]
+        ratios = [
+            schedule.seconds[v] / schedule.held[v]
+            for v in self.cuts.values
+            if schedule.held[v] and 0 < schedule.seconds[v] < math.inf
+        ]
         low, high = (min(ratios), max(ratios) * 64) if ratios else (1.0, 1.0)
-        points, shares, self._more = (max(4, n * LARGE // max(LARGE, len(schedule.sources))) for n in (PRICES, SHARES, MORE))
+        points, shares, self._more = (
+            max(4, n * LARGE // max(LARGE, len(schedule.sources))) for n in (PRICES, SHARES, MORE)
+        )
         if kept is None:
             for i in range(points):
                 self._append(self.hull, self._plan(self._cut(low * (high / low) ** (i / (points - 1)))))
@@ -91,7 +105,9 @@ class Search:
             hull.append(plan)
 
     def _densify(self) -> None:
-        """Points of the hull between those found: at the price where two neighbours cost the same, a third may cost less."""
+        """Points of the hull between those found: at the price where two neighbours cost the same, a third may cost
+        less.
+        """
         pairs = list(zip(self.hull, self.hull[1:]))
         between: dict[frozenset[int], list[Plan]] = {}
         for _ in range(self._more):
@@ -100,11 +116,23 @@ class Search:
                 break
             rich, lean = pairs.pop()
             plan = self._plan(self._cut(max(0.0, lean.seconds - rich.seconds) / width))
-            if plan and plan.saved not in (rich.saved, lean.saved) and self._kept(lean) < self._kept(plan) < self._kept(rich):
+            if (
+                plan
+                and plan.saved not in (rich.saved, lean.saved)
+                and self._kept(lean) < self._kept(plan) < self._kept(rich)
+            ):
                 pairs += [(rich, plan), (plan, lean)]
                 between.setdefault(plan.saved, []).append(plan)
         found = {p.saved: p for p in (*self.hull, *(p for many in between.values() for p in many))}
-        self.hull = self.hull[:1] + sorted((p for p in found.values() if p.saved != self.hull[0].saved), key=lambda p: (-self._kept(p), p.seconds, sorted(p.saved))) if self.hull else []
+        self.hull = (
+            self.hull[:1]
+            + sorted(
+                (p for p in found.values() if p.saved != self.hull[0].saved),
+                key=lambda p: (-self._kept(p), p.seconds, sorted(p.saved)),
+            )
+            if self.hull
+            else []
+        )
 
     def _kept(self, plan: Plan) -> int:
         return sum(self.schedule.held[v] for v in plan.saved if v not in self._returned)
@@ -133,12 +161,16 @@ class Search:
         """The fastest plan found whose peak is at most ``limit`` bytes; None when none was found."""
         if self.richest.bytes <= limit:
             return self.richest
-        self._until = self.schedule.evaluations + max(FILLS, min(int(self.part * MOST_FILLS), int(self.part * FILL_WORK) // max(1, len(self.schedule.sources))))
+        self._until = self.schedule.evaluations + max(
+            FILLS, min(int(self.part * MOST_FILLS), int(self.part * FILL_WORK) // max(1, len(self.schedule.sources)))
+        )
         k = next((k for k, p in enumerate(self.hull) if p.bytes <= limit), None)
         fits = [p for p in (self._fastest(limit), None if k is None else self.hull[k]) if p]
         for lean in dict.fromkeys(fits):
             faster = [p for p in self.frontier() if p.seconds < lean.seconds]
-            for rich in dict.fromkeys((*faster[-1:], self.richest, *faster[-2:-1], *self.hull[max(0, (k or 0) - 2) : k or 0])):
+            for rich in dict.fromkeys(
+                (*faster[-1:], self.richest, *faster[-2:-1], *self.hull[max(0, (k or 0) - 2) : k or 0])
+            ):
                 self._between(lean, rich, limit)
         if self._fastest(limit) is None and self.least.bytes > limit:
             return None
@@ -170,23 +202,47 @@ class Search:
     def _annealed(self, best: Plan, limit: int) -> Plan:
         """What a walk makes of a plan that fits, where it is better as the whole step too."""
         part = self.part * FOLDED if self.schedule.edges else self.part
-        found = self.walk(best, limit, min(int(part * MOST_WALK), int(part * WALK_WORK) // max(1, len(self.schedule.sources))))
+        found = self.walk(
+            best, limit, min(int(part * MOST_WALK), int(part * WALK_WORK) // max(1, len(self.schedule.sources)))
+        )
         before, after = self.whole(best), self.whole(found)
-        return best if before and before.bytes <= limit and not (after and after.bytes <= limit and after.seconds <= before.seconds) else found
+        return (
+            best
+            if before
+            and before.bytes <= limit
+            and not (after and after.bytes <= limit and after.seconds <= before.seconds)
+            else found
+        )
 
     def walk(self, start: Plan, limit: int, tries: int, seed: int = 0) -> Plan:
-        """:func:`mindspeed_fx.passes.recompute.solve.threshold_accepting.anneal` from a plan that fits, over all values that may be saved or not."""
+        """:func:`mindspeed_fx.passes.recompute.solve.threshold_accepting.anneal` from a plan that fits, over all values
+        that may be saved or not.
+        """
         schedule, seen = self.schedule, self._seen
         fixed = self._returned | schedule.edges
-        values = [v for v in self.cuts.values if schedule.savable[v] and not schedule.forced[v] and schedule.full[v] and v not in fixed]
-        found = anneal(schedule, start, limit, values, tries, lambda saved, most: seen[saved] if saved in seen else schedule.evaluate(saved, most), seed)
+        values = [
+            v
+            for v in self.cuts.values
+            if schedule.savable[v] and not schedule.forced[v] and schedule.full[v] and v not in fixed
+        ]
+        found = anneal(
+            schedule,
+            start,
+            limit,
+            values,
+            tries,
+            lambda saved, most: seen[saved] if saved in seen else schedule.evaluate(saved, most),
+            seed,
+        )
         seen[found.saved] = found
         return found
 
     def _descend(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None) -> Plan:
         """The plan where no step that is tried leads to one of a better rank within the limit."""
         part = self.part if limit is None else self.part * AFTER
-        work = self.schedule.evaluations + max(TRIES, min(int(part * MOST), int(part * WORK) // max(1, len(self.schedule.sources))))
+        work = self.schedule.evaluations + max(
+            TRIES, min(int(part * MOST), int(part * WORK) // max(1, len(self.schedule.sources)))
+        )
         while (better := self._improved(best, rank, limit, work)) is not None:
             best = better
         return best
@@ -202,7 +258,9 @@ class Search:
         return self._seen[saved]
 
     def _between(self, lean: Plan, rich: Plan, limit: int) -> None:
-        """Of what ``rich`` saves beside, as much as fits: the last of the forward first, the first of it, the dearest per byte."""
+        """Of what ``rich`` saves beside, as much as fits: the last of the forward first, the first of it, the dearest
+        per byte.
+        """
         extra = sorted(rich.saved - lean.saved)
         value = lambda v: -self.schedule.seconds[v] / max(1, self.schedule.held[v])  # noqa: E731
         for order in (sorted(extra, key=value), extra[::-1], extra):
@@ -222,21 +280,29 @@ class Search:
     def _improved(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None, work: int) -> Plan | None:
         """A better plan one step away; None when there is none or the work is done.
 
-        Only what is made again is worth saving. Where a plan takes values out, it takes at least their own time more and at most their bytes less; what cannot
-        be better or fit even so is not tried.
+        Only what is made again is worth saving. Where a plan takes values out, it takes at least their own time more
+        and at most their bytes less; what cannot be better or fit even so is not tried.
         """
         schedule, known = self.schedule, rank(best)
         seconds, held, keep = schedule.seconds, schedule.held, schedule.keep
         fits = lambda p: p is not None and (limit is None or p.bytes <= limit) and rank(p) < known  # noqa: E731
         made = {schedule.root[i] for i in best.again}
-        candidates = [v for v in self.cuts.values if v in made and v not in best.saved and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]]
+        candidates = [
+            v
+            for v in self.cuts.values
+            if v in made and v not in best.saved and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]
+        ]
         candidates.sort(key=lambda v: (-seconds[v] / held[v], v))
         kept = sorted(best.saved - self._returned, key=lambda v: (-schedule.full[v], v))
         room = best.bytes if limit is None else limit
 
         def without(plan: Plan | None, *out: int) -> Iterable[frozenset[int]]:
             """The choice of ``plan`` without ``out``, where that may be better."""
-            if plan and plan.bytes - sum(held[u] for u in out) <= room and (limit is None or plan.seconds + sum(seconds[u] - keep[u] for u in out) <= best.seconds):
+            if (
+                plan
+                and plan.bytes - sum(held[u] for u in out) <= room
+                and (limit is None or plan.seconds + sum(seconds[u] - keep[u] for u in out) <= best.seconds)
+            ):
                 yield plan.saved.difference(out)
 
         more: dict[int, Plan | None] = {}  # with one value more
@@ -250,7 +316,13 @@ class Search:
             lambda: (best.saved | {v} for v in candidates),
             lambda: (saved for u in kept for saved in without(best, u)),
             lambda: (saved for v in candidates for u in kept for saved in without(add(v), u)),
-            lambda: (saved for v in candidates for n, u in enumerate(kept) for w in kept[:n] for saved in without(add(v), u, w)),
+            lambda: (
+                saved
+                for v in candidates
+                for n, u in enumerate(kept)
+                for w in kept[:n]
+                for saved in without(add(v), u, w)
+            ),
             lambda: (best.saved - {u} | {v, w} for u in kept for n, v in enumerate(candidates) for w in candidates[:n]),
         ]
         for move in moves:

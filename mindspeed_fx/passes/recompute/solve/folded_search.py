@@ -1,10 +1,14 @@
-"""Layers that repeat are planned once: the search of the folded step, with every plan it hands out evaluated as the whole step.
+"""Layers that repeat are planned once: the search of the folded step, with every plan it hands out evaluated as the
+whole step.
 
-The certificate holds for all choices of the whole step, whatever its layers do. Take a choice x_1 ... x_n of the n layers in the middle, and let the
-layer that stands for them do what they do on average. What linear functions say of prices, times and memory is then the same, if moments within these layers have no price.
-A minimum cut is a linear program, so averages are among what it minimizes over; all it asks of them holds layer by layer and so on average, but for what
-an operation reads of the layer before: of the n - 1 layers that have one before them in the middle the average holds up to 1 / n. The flow over such an edge, divided by n, is what
-that can cost. What the first of the n reads of the layer before them, and what is read of the last, is not asked at all.
+The certificate holds for all choices of the whole step, whatever its layers do. Take a choice x_1 ... x_n of the n
+layers in the middle, and let the layer that stands for them do what they do on average. What linear functions say of
+prices, times and memory is then the same, if moments within these layers have no price. A minimum cut is a linear
+program, so averages are among what it minimizes over; all it asks of them holds layer by layer and so on average, but
+for what
+an operation reads of the layer before: of the n - 1 layers that have one before them in the middle the average holds up
+to 1 / n. The flow over such an edge, divided by n, is what that can cost. What the first of the n reads of the layer
+before them, and what is read of the last, is not asked at all.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ ALONE = 2
 """Layers at each end whose moments the certificate prices."""
 
 LARGE = 700
-"""Nodes, views not counted, from which on layers are folded; with fewer every layer is planned by itself, in less than half a second."""
+"""Nodes, views not counted, from which on layers are folded; with fewer every layer is planned by itself, in less than
+half a second.
+"""
 
 SPANS = (1, 2, 3)
 """Layers that are made again at once: so many count as one layer of a folded step."""
@@ -45,7 +51,9 @@ NEAR = 0.02
 """How far the peak of a folded step may be from that of the whole at saving everything before it is not used."""
 
 WALKS = 8
-"""Walks of threshold accepting before the integer programs, which have less to look for the faster the plan is that is known."""
+"""Walks of threshold accepting before the integer programs, which have less to look for the faster the plan is that is
+known.
+"""
 
 FEW = 400
 """Values up to which integer programs are tried at all."""
@@ -65,7 +73,8 @@ class Layers(Search):
 
     Attributes:
         found: the layers; None where too few are alike.
-        inner: searches of folded steps, one for each number of layers that may be made again at once, or the one of all nodes.
+        inner: searches of folded steps, one for each number of layers that may be made again at once, or the one of all
+            nodes.
     """
 
     def __init__(self, schedule: Schedule, unplanned: Sequence[float] | None, large: int = LARGE):
@@ -74,7 +83,11 @@ class Layers(Search):
         self._small: dict[frozenset[int], Plan | None] = {}
         self.found = repeats(self.small, prices) if len(self.small.sources) >= large else None
         for span in SPANS if self.found else ():
-            if (found := self.found.joined(span)) and found.count >= 2 * GROUPS and (folded := fold(self.small, found, groups(found.count, GROUPS if span > 1 else None), prices)):
+            if (
+                (found := self.found.joined(span))
+                and found.count >= 2 * GROUPS
+                and (folded := fold(self.small, found, groups(found.count, GROUPS if span > 1 else None), prices))
+            ):
                 self._add(Search(*folded, None if span == 1 else [folded[0].edges]))
         if not self.inner:
             self.found, self.inner = None, [Search(self.small, prices)]
@@ -130,13 +143,20 @@ class Layers(Search):
         low = min(search.smallest.bytes for search in self.inner)
         near = self._sharing([search for search in self.inner if search.smallest.bytes <= low * (1 + LOW)])
         found = [self._reduced(search, search.least) or self._reduced(search, search.smallest) for search in near]
-        # With values that the user moves or saves, what the step without its views can make again the whole may not be able to.
-        return next((w for p in sorted((p for p in (*found, *self._small.values()) if p), key=_size) if (w := self.whole(p))), self.richest)
+        # With values that the user moves or saves, what the step without its views can make again the whole may not be
+        # able to.
+        return next(
+            (w for p in sorted((p for p in (*found, *self._small.values()) if p), key=_size) if (w := self.whole(p))),
+            self.richest,
+        )
 
     def best(self, limit: int) -> Plan | None:
         if self.richest.bytes <= limit:
             return self.richest
-        order = sorted(self.inner, key=lambda search: (p.seconds if (p := search._fastest(limit)) else math.inf, search.smallest.bytes))
+        order = sorted(
+            self.inner,
+            key=lambda search: (p.seconds if (p := search._fastest(limit)) else math.inf, search.smallest.bytes),
+        )
         found = [self._best(search, limit) for search in self._sharing(order[:TAKEN])]
         whole = next((w for p in sorted((p for p in found if p), key=_rank) if (w := self.whole(p))), None)
         return min((p for p in (whole, self.least) if p and p.bytes <= limit), key=_rank, default=None)
@@ -158,9 +178,12 @@ class Layers(Search):
             room -= max(1, plan.bytes - limit)
         return None
 
-    def certified(self, limit: int, plan: Plan, nodes: int = NODES, clock: float | None = None) -> tuple[Plan, float | None]:
-        """(``plan``, or a faster one of at most ``limit`` bytes, a bound of the time of all of them), by further walks and by integer programs (:mod:`exact`); for steps
-        of up to :data:`FEW` values, else None in place of the bound."""
+    def certified(
+        self, limit: int, plan: Plan, nodes: int = NODES, clock: float | None = None
+    ) -> tuple[Plan, float | None]:
+        """(``plan``, or a faster one of at most ``limit`` bytes, a bound of the time of all of them), by further walks
+        and by integer programs (:mod:`exact`); for steps of up to :data:`FEW` values, else None in place of the bound.
+        """
         if len(self.small.values) > FEW:
             return plan, None
         number = {v: n for n, v in enumerate(self._nodes)}
@@ -207,7 +230,9 @@ class AverageCuts(Cuts):
 
 
 def _moments(s: Folded) -> Moments:
-    """:func:`mindspeed_fx.passes.recompute.solve.lower_bound.moments` of the whole step, at the moments outside the middle."""
+    """:func:`mindspeed_fx.passes.recompute.solve.lower_bound.moments` of the whole step, at the moments outside the
+    middle.
+    """
     found, count = moments(s), len(s.layers)
     runs = s.computing(s.returned)
     order = (*(i for i in s.forward if runs[i]), *s.backward)
@@ -219,6 +244,9 @@ def _moments(s: Folded) -> Moments:
     certain = [c + done[s.place[i]] * (t >= cut) for t, (c, i) in enumerate(zip(found.certain, order))]
     # Where the layers below the middle run, what the last of its layers holds may be all there is.
     over = next((t for t in range(cut, len(order)) if s.place[order[t]] > max(middle)), len(order)) - 1
-    lives = {v: (w * s.weight[v], first, last if s.weight[v] == 1 else min(last, over)) for v, (w, first, last) in found.lives.items()}
+    lives = {
+        v: (w * s.weight[v], first, last if s.weight[v] == 1 else min(last, over))
+        for v, (w, first, last) in found.lives.items()
+    }
     priced = [t for t, i in enumerate(order) if (s.place[i] not in middle if t >= cut else s.weight[i] == 1)]
     return Moments(certain, lives, found.parts, priced)

@@ -1,14 +1,20 @@
-"""The least time of small steps by integer programming (HiGHS through scipy): a lower bound, and where it can the plan that meets it.
+"""The least time of small steps by integer programming (HiGHS through scipy): a lower bound, and where it can the plan
+that meets it.
 
-Binary s_v says that value v is saved, r_v that it is made again. Times, and who needs whom, are those of the minimum cut; the memory at moment t is at least
-c_t + sum of w_tv s_v, as in :mod:`bound`, which must fit at every moment at once. That knows nothing of what a chain that is made again holds beside what is saved. So where the
-program's answer does not fit the simulated step, rows for that moment are added and it is solved again. With begin_v the first moment at which the backward's own nodes read v:
+Binary s_v says that value v is saved, r_v that it is made again. Times, and who needs whom, are those of the minimum
+cut; the memory at moment t is at least c_t + sum of w_tv s_v, as in :mod:`bound`, which must fit at every moment at
+once. That knows nothing of what a chain that is made again holds beside what is saved. So where the program's answer
+does not fit the simulated step, rows for that moment are added and it is solved again. With begin_v the first moment at
+which the backward's own nodes read v:
 
-- a_tv says that v has been made again by moment t. What is read by then has been saved or made; what is made needs what it reads: s_v + a_tv >= 1 for begin_v <= t, and
-  s_v + a_tv >= a_tu for all u that read v. Made values that are read later are alive: c_t + sum of w_tv s_v + sum over begin_v > t of size_v a_tv <= limit.
-- While i is made again right before moment t, it and all it reads are alive, and all that has been made by then and is read at t or later. That row holds where a_ti = 1 and a_(t-1)i = 0.
+- a_tv says that v has been made again by moment t. What is read by then has been saved or made; what is made needs what
+  it reads: s_v + a_tv >= 1 for begin_v <= t, and s_v + a_tv >= a_tu for all u that read v. Made values that are read
+  later are alive: c_t + sum of w_tv s_v + sum over begin_v > t of size_v a_tv <= limit.
+- While i is made again right before moment t, it and all it reads are alive, and all that has been made by then and is
+  read at t or later. That row holds where a_ti = 1 and a_(t-1)i = 0.
 
-Every row holds for every plan, so each program's bound is one of the time of every plan that fits, and an answer that fits is the optimum. Of no use for a large step.
+Every row holds for every plan, so each program's bound is one of the time of every plan that fits, and an answer that
+fits is the optimum. Of no use for a large step.
 """
 
 from __future__ import annotations
@@ -50,17 +56,29 @@ class Optimum:
     """Programs solved."""
 
 
-def exact_seconds(schedule: Schedule, limit: int, nodes: int = 1000, clock: float | None = None, known: Plan | None = None) -> float | None:
-    """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there are none. See :func:`optimum`."""
+def exact_seconds(
+    schedule: Schedule, limit: int, nodes: int = 1000, clock: float | None = None, known: Plan | None = None
+) -> float | None:
+    """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there
+    are none. See :func:`optimum`.
+    """
     return optimum(schedule, limit, nodes, clock, known).seconds
 
 
-def optimum(schedule: Schedule, limit: int, nodes: int = 1000, clock: float | None = None, known: Plan | None = None, rounds: int = ROUNDS) -> Optimum:
+def optimum(
+    schedule: Schedule,
+    limit: int,
+    nodes: int = 1000,
+    clock: float | None = None,
+    known: Plan | None = None,
+    rounds: int = ROUNDS,
+) -> Optimum:
     """The least time of all plans of at most ``limit`` bytes, as far as it can be proved, and a plan that takes it.
 
     Args:
         nodes: of each program's search tree.
-        clock: seconds that all programs may take together; None: as many as the nodes need. With it two runs may find different bounds.
+        clock: seconds that all programs may take together; None: as many as the nodes need. With it two runs may find
+            different bounds.
         known: a plan that fits, so that only faster ones are looked for.
 
     Raises:
@@ -100,7 +118,9 @@ def _read(schedule: Schedule, saved: Iterable[int]) -> Plan | None:
     plan, before = schedule.evaluate(saved), None
     while plan and plan.saved != before:
         run, _, cut = schedule.trace(plan)
-        read = {schedule.root[a] for i in run[cut:] for a in schedule.sources[i]} | {schedule.root[i] for i in schedule.returned}
+        read = {schedule.root[a] for i in run[cut:] for a in schedule.sources[i]} | {
+            schedule.root[i] for i in schedule.returned
+        }
         before = plan.saved
         plan = schedule.evaluate(plan.saved & read)
     return plan
@@ -108,7 +128,9 @@ def _read(schedule: Schedule, saved: Iterable[int]) -> Plan | None:
 
 @dataclass
 class _Program:
-    """Rows are sums of factor * column that are at least ``least``; columns 0 ... are s, then r, then what rows need."""
+    """Rows are sums of factor * column that are at least ``least``; columns 0 ... are s, then r, then what rows
+    need.
+    """
 
     schedule: Schedule
     rows: Moments
@@ -143,7 +165,10 @@ class _Program:
             for a in self.reads[v]:
                 self.at_least([(self.save[a], 1), (self.make[a], 1), (self.make[v], -1)], 0)
         for t, certain in enumerate(self.rows.certain):
-            self.fits([(self.save[v], w) for v, w in self.rows.at(t).items() if v in self.save and v not in self.kept], certain)
+            self.fits(
+                [(self.save[v], w) for v, w in self.rows.at(t).items() if v in self.save and v not in self.kept],
+                certain,
+            )
 
     def at_least(self, parts: list[tuple[int, float]], low: float) -> None:
         self.entries.extend((len(self.least), column, factor) for column, factor in parts)
@@ -167,7 +192,10 @@ class _Program:
                 upper[self.save[v]] = 0
             if self.extra[v] == math.inf:
                 upper[self.make[v]] = 0
-            cost[self.save[v]], cost[self.make[v]] = s.keep[v] * SCALE, 0.0 if self.extra[v] == math.inf else self.extra[v] * SCALE
+            cost[self.save[v]], cost[self.make[v]] = (
+                s.keep[v] * SCALE,
+                0.0 if self.extra[v] == math.inf else self.extra[v] * SCALE,
+            )
         whole[: 2 * count] = 1
         entries, least = list(self.entries), list(self.least)
         if below is not None:
@@ -176,10 +204,18 @@ class _Program:
         i, j, x = zip(*entries) if entries else ((0,), (0,), (0.0,))
         matrix = coo_array((x, (i, j)), shape=(max(1, len(least)), self.columns)).tocsr()
         options = {"node_limit": nodes, **({"time_limit": clock} if clock else {})}
-        found = milp(cost, integrality=whole, bounds=Bounds(0, upper), constraints=LinearConstraint(matrix, np.array(least or [0.0])), options=options)
+        found = milp(
+            cost,
+            integrality=whole,
+            bounds=Bounds(0, upper),
+            constraints=LinearConstraint(matrix, np.array(least or [0.0])),
+            options=options,
+        )
         if found.status == 2:
             return None, None
-        proved = found.mip_dual_bound if found.mip_dual_bound is not None and math.isfinite(found.mip_dual_bound) else 0.0
+        proved = (
+            found.mip_dual_bound if found.mip_dual_bound is not None and math.isfinite(found.mip_dual_bound) else 0.0
+        )
         saved = None if found.x is None else [v for v in s.values if found.x[self.save[v]] > 0.5 or v in self.kept]
         return saved, max(0.0, proved) * (1 - SAFE) / SCALE
 
@@ -192,7 +228,10 @@ class _Program:
         for p in range(len(run) - 1, cut - 1, -1):
             t = place.get(run[p], t)
             moment[p] = t
-        over = sorted((p for p in range(len(run)) if alive[p] > self.limit and (p < cut or moment[p] >= 0)), key=lambda p: (-alive[p], p))
+        over = sorted(
+            (p for p in range(len(run)) if alive[p] > self.limit and (p < cut or moment[p] >= 0)),
+            key=lambda p: (-alive[p], p),
+        )
         added: set[int] = set()
         for p in over:
             t = moment[p] if p >= cut else -1 - run[p]
@@ -232,7 +271,11 @@ class _Program:
                 self.at_least([(self.save[a], 1), (columns[a], 1), (column, -1)], 0)
         length = len(rows.certain)
         parts = [(self.save[v], w) for v, w in rows.at(t).items() if v in self.save and v not in self.kept]
-        parts += [(column, s.size[v]) for v, column in columns.items() if t < rows.begin[v] < length and v not in self.kept and s.size[v]]
+        parts += [
+            (column, s.size[v])
+            for v, column in columns.items()
+            if t < rows.begin[v] < length and v not in self.kept and s.size[v]
+        ]
         self.later[t] = self.kept_on(t)
         self.fits([*parts, *((column, s.size[v]) for v, column in self.later[t].items())], rows.certain[t])
         return columns
@@ -243,11 +286,25 @@ class _Program:
         found: dict[int, int] = {}
         for v in made:
             over = rows.end[v] < t and v not in self.ends if rows.begin[v] < length else True
-            if not over or v in self.kept or not s.size[v] or any(first <= t <= last for _, first, last in ([rows.lives[v]] if v in rows.lives else [])):
+            if (
+                not over
+                or v in self.kept
+                or not s.size[v]
+                or any(first <= t <= last for _, first, last in ([rows.lives[v]] if v in rows.lives else []))
+            ):
                 continue
             for u in self.readers[v]:
                 column = found.setdefault(v, self.columns + len(found))
-                self.at_least([(column, 1), (self.save[v], -1), (made[v], -1), (self.make[u], -1), *([(made[u], 1)] if u in made else [])], -1)
+                self.at_least(
+                    [
+                        (column, 1),
+                        (self.save[v], -1),
+                        (made[v], -1),
+                        (self.make[u], -1),
+                        *([(made[u], 1)] if u in made else []),
+                    ],
+                    -1,
+                )
         self.columns += len(found)
         return found
 
@@ -271,9 +328,21 @@ class _Program:
         place = {n: k for k, n in enumerate(n for n in s.forward if runs[n])}
         k = place.get(i, sum(n < i for n in place))
         alive = lambda first, last: first <= k <= last if i in place else first < k <= last  # noqa: E731
-        certain = {v for v in s.values if v in place and alive(place[v], max([place[v], *(place[u] for u in s.forward if runs[u] and v in s.reads(u))]))}
-        constant = rows.certain[k] if i in place else sum(w for w, first, last in rows.fixed if alive(first, last)) + s.workspace[i]
-        parts, added = [(early[i], s.size[v]) for v in s._filled[i] if i in early and s.size[v] and v not in self.kept], 0
+        certain = {
+            v
+            for v in s.values
+            if v in place
+            and alive(place[v], max([place[v], *(place[u] for u in s.forward if runs[u] and v in s.reads(u))]))
+        }
+        constant = (
+            rows.certain[k]
+            if i in place
+            else sum(w for w, first, last in rows.fixed if alive(first, last)) + s.workspace[i]
+        )
+        parts, added = (
+            [(early[i], s.size[v]) for v in s._filled[i] if i in early and s.size[v] and v not in self.kept],
+            0,
+        )
         for v in s.values:
             if v >= i or v in certain or v in self.kept or not s.size[v] or v in s._filled[i]:
                 continue
@@ -285,7 +354,9 @@ class _Program:
                     self.at_least([(column, 1), (early[u], -1)], 0)
             parts.append((column, s.size[v]))
         self.columns += added
-        parts += [(self.save[v], s.full[v] - s.size[v]) for v in certain if v not in self.kept and s.full[v] > s.size[v]]
+        parts += [
+            (self.save[v], s.full[v] - s.size[v]) for v in certain if v not in self.kept and s.full[v] > s.size[v]
+        ]
         self.fits(parts, constant)
 
     def during(self, i: int, t: int) -> None:
@@ -298,15 +369,28 @@ class _Program:
         there = lambda v: rows.begin[v] < t and (t <= rows.end[v] or v in self.ends) or v in self.kept  # noqa: E731  certain anyhow
         fills = {v for v in s._filled[i] if v not in self.kept}
         held = {a for a in s.reads(i) if not s.given[a] and not there(a)}
-        constant = sum(w for w, first, last in rows.fixed if first < t <= last) + s.workspace[i] + sum(s.size[v] for v in fills | held)
+        constant = (
+            sum(w for w, first, last in rows.fixed if first < t <= last)
+            + s.workspace[i]
+            + sum(s.size[v] for v in fills | held)
+        )
         parts = []
         for v in s.values:
             if v in self.kept or v in held:
                 continue
-            w = sum(w for w, first, last in ([rows.lives[v]] if v in rows.lives else []) + rows.parts.get(v, []) if first <= t - 1 and (last >= t or last == t - 1 and rows.begin[v] == t))
+            w = sum(
+                w
+                for w, first, last in ([rows.lives[v]] if v in rows.lives else []) + rows.parts.get(v, [])
+                if first <= t - 1 and (last >= t or last == t - 1 and rows.begin[v] == t)
+            )
             if w:
                 parts.append((self.save[v], w))
-            if t <= rows.begin[v] < length and v not in fills and s.size[v] and (column := (now if v < i else before).get(v)) is not None:
+            if (
+                t <= rows.begin[v] < length
+                and v not in fills
+                and s.size[v]
+                and (column := (now if v < i else before).get(v)) is not None
+            ):
                 parts.append((column, s.size[v]))
             elif v < i and v not in fills and (column := self.later[t].get(v)) is not None:
                 parts.append((column, s.size[v]))

@@ -1,20 +1,24 @@
-"""A lower bound of the time of every plan under a limit: what certifies how far the one that was found can be from the optimum.
+"""A lower bound of the time of every plan under a limit: what certifies how far the one that was found can be from the
+optimum.
 
-Let S be what is saved and m_t(S) the bytes alive at moment t of the step. For each t there is a linear function below it,
+Let S be what is saved and m_t(S) the bytes alive at moment t of the step. For each t there is a linear function below
+it,
 
     m_t(S) >= c_t + sum over v in S of w_tv,
 
-made of what must be alive whatever S is (:func:`moments`); S saves nothing that the backward does not read, since without that it
-would be no slower and no larger. A plan that fits has m_t(S) <= limit for all t, so for every choice of
+made of what must be alive whatever S is (:func:`moments`); S saves nothing that the backward does not read, since
+without that it would be no slower and no larger. A plan that fits has m_t(S) <= limit for all t, so for every choice of
 prices p_t >= 0
 
     time(S) >= time(S) + sum_t p_t (m_t(S) - limit)
             >= min over S' of [time(S') + sum over v in S' of sum_t p_t w_tv] - sum_t p_t (limit - c_t).
 
-The minimum is a minimum cut (:mod:`cut`), solved exactly over all choices, whatever their memory; so the last line is a lower bound
-of the time of every plan that fits, for any prices. The best prices give the bound of the linear relaxation, since cuts are
-integral. They are looked for one moment after the other (the slope of the bound in p_t is c_t + w_t(S') - limit) and the
-best bound found is returned: fewer iterations make it weaker, never wrong. If c_t alone is above the limit nothing fits.
+The minimum is a minimum cut (:mod:`cut`), solved exactly over all choices, whatever their memory; so the last line is a
+lower bound of the time of every plan that fits, for any prices. The best prices give the bound of the linear
+relaxation, since cuts are integral. They are looked for one moment after the other (the slope of the bound in p_t is
+c_t + w_t(S') - limit) and the
+best bound found is returned: fewer iterations make it weaker, never wrong. If c_t alone is above the limit nothing
+    fits.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from mindspeed_fx.passes.recompute.solve.min_cut import UNIT, Cuts
 
 @dataclass(frozen=True)
 class Moments:
-    """The linear functions below the memory of a step, one for each moment: the nodes of the forward that run whatever is
-    saved, then those of the backward."""
+    """The linear functions below the memory of a step, one for each moment: the nodes of the forward that run whatever
+    is saved, then those of the backward."""
 
     certain: list[int]
     """c_t: bytes alive whatever is saved."""
@@ -42,7 +46,9 @@ class Moments:
     fixed: list[tuple[int, int, int]] = field(default_factory=list)
     """What ``certain`` is made of, workspaces aside: (bytes, first, last moment)."""
     begin: list[int] = field(default_factory=list)
-    """Of each node the first moment at which the backward's own nodes read its value; the number of moments where none does."""
+    """Of each node the first moment at which the backward's own nodes read its value; the number of moments where none
+    does.
+    """
     end: list[int] = field(default_factory=list)
     """And the last one; -1 where none does."""
 
@@ -57,17 +63,23 @@ class Moments:
 
     def memory(self, saved: frozenset[int]) -> list[int]:
         """The linear functions at a choice."""
-        stretches = [s for v in saved for s in ([self.lives[v]] if v in self.lives else []) + self.parts.get(v, []) if s[1] <= s[2]]
+        stretches = [
+            s
+            for v in saved
+            for s in ([self.lives[v]] if v in self.lives else []) + self.parts.get(v, [])
+            if s[1] <= s[2]
+        ]
         return [c + m for c, m in zip(self.certain, curve(len(self.certain), stretches))]
 
 
 def moments(schedule: Schedule) -> Moments:
     """What must be alive at each moment, and what saving adds.
 
-    Forward: values that the caller gets are made whatever is saved; between maker and last reader among what makes them,
-    memory is certain, and after it a saved value stays. Backward: a value is there from its first to its last reader among the
-    nodes that run in the backward anyhow, saved or made again; before the first of them it is there when it is saved. A
-    saved value that such a node does not read is there until the first such reader of anything computed from it.
+    Forward: values that the caller gets are made whatever is saved; between maker and last reader among what makes
+    them, memory is certain, and after it a saved value stays. Backward: a value is there from its first to its last
+    reader among the nodes that run in the backward anyhow, saved or made again; before the first of them it is there
+    when it is saved. A saved value that such a node does not read is there until the first such reader of anything
+    computed from it.
     """
     s = schedule
     returned, gradients = {s.root[i] for i in s.returned}, {s.root[i] for i in s.gradients}
@@ -118,8 +130,11 @@ def moments(schedule: Schedule) -> Moments:
     return Moments([a + s.workspace[i] for a, i in zip(alive, order)], lives, parts, None, certain, begin, end)
 
 
-def least_seconds(schedule: Schedule, cuts: Cuts, limit: int, rounds: int = 40, rows: Moments | None = None) -> float | None:
-    """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there are none.
+def least_seconds(
+    schedule: Schedule, cuts: Cuts, limit: int, rounds: int = 40, rows: Moments | None = None
+) -> float | None:
+    """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there
+    are none.
 
     Args:
         rounds: minimum cuts to spend on it.

@@ -38,7 +38,9 @@ class Network:
         return total
 
     def sink_side(self) -> bytearray:
-        """After :meth:`solve`: 1 for the vertices that can still reach the sink. The smallest sink side of a minimum cut."""
+        """After :meth:`solve`: 1 for the vertices that can still reach the sink. The smallest sink side of a minimum
+        cut.
+        """
         found = bytearray(len(self.edges))
         found[SINK], todo, to, room = 1, [SINK], self.to, self.room
         while todo:

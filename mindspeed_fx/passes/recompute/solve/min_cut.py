@@ -2,8 +2,8 @@
 
 Each operation is a vertex (sink side: the backward runs it again), each value another (sink side: the backward has it).
 Cut edges are what is paid: into an operation the price of running it again, from an operation to its value the price of
-saving. Values needed for a recomputation must be there too: an uncuttable edge. The construction is the one of Chen et al.
-and of torch's partitioner, with finite prices where that has bans.
+saving. Values needed for a recomputation must be there too: an uncuttable edge. The construction is the one of Chen et
+al. and of torch's partitioner, with finite prices where that has bans.
 """
 
 from __future__ import annotations
@@ -40,13 +40,20 @@ def cheapest(tape: Tape, again: Callable[[Operation], float], save: Callable[[Va
         for v in o.inputs:
             network.add(value[v], vertex, ENDLESS)
     for v, vertex in value.items():
-        # One result of an operation that runs again may have to be saved all the same: the end of a checkpointed region.
-        network.add(SOURCE if partitioner.must_save(v.node) else operation[v.made_by], vertex, _capacity(save(v), FRACTION) if v.savable and not partitioner.must_recompute(v.node) else ENDLESS)
+        # One result of an operation that runs again may have to be saved all the same: the end of a checkpointed
+        # region.
+        network.add(
+            SOURCE if partitioner.must_save(v.node) else operation[v.made_by],
+            vertex,
+            _capacity(save(v), FRACTION) if v.savable and not partitioner.must_recompute(v.node) else ENDLESS,
+        )
         if v.needed:
             network.add(vertex, SINK, ENDLESS)
     network.solve()
     there = network.sink_side()
-    return [v for v in tape.values if there[value[v]] and (partitioner.must_save(v.node) or not there[operation[v.made_by]])]
+    return [
+        v for v in tape.values if there[value[v]] and (partitioner.must_save(v.node) or not there[operation[v.made_by]])
+    ]
 
 
 class Cuts:
@@ -86,7 +93,10 @@ class Cuts:
         The sum is a lower bound of ``seconds`` + price of all choices, up to :data:`UNIT` per value.
         """
         schedule = self.schedule
-        wanted = [_capacity(price(v) + schedule.keep[v], UNIT) if schedule.savable[v] and not schedule.forced[v] else ENDLESS for v in self.values]
+        wanted = [
+            _capacity(price(v) + schedule.keep[v], UNIT) if schedule.savable[v] and not schedule.forced[v] else ENDLESS
+            for v in self.values
+        ]
         if any(a < b for a, b in zip(wanted, self._prices)):  # flow cannot be taken back
             self._network.room, self._prices, self._flow = list(self._empty), [0] * len(self.values), 0
         room = self._network.room
@@ -95,7 +105,9 @@ class Cuts:
         self._prices = wanted
         self._flow += self._network.solve()
         there = self._network.sink_side()
-        return frozenset(v for v in self.values if there[self._again[v] + 1] and not there[self._again[v]]), self._flow * UNIT
+        return frozenset(
+            v for v in self.values if there[self._again[v] + 1] and not there[self._again[v]]
+        ), self._flow * UNIT
 
 
 def _capacity(price: float, unit: float) -> int:

@@ -1,13 +1,15 @@
 """Which saved activations spend the time between forward and backward in host memory.
 
-A copy out starts when the last reader of the forward is done, and its memory is free before the first call that starts after
-the copy is over; a copy back starts before the last call that leaves it time enough. Each way is one queue of the link's bandwidth, first
-come first served. What the two queues cannot hide is a stall: copies that are not over at the end of the forward, and copies that would have
-to start before the backward does. A plan with moves is as fast as its recomputation plus its stalls, in modelled seconds.
+A copy out starts when the last reader of the forward is done, and its memory is free before the first call that starts
+after the copy is over; a copy back starts before the last call that leaves it time enough. Each way is one queue of the
+link's bandwidth, first come first served. What the two queues cannot hide is a stall: copies that are not over at the
+end of the forward, and copies that would have to start before the backward does. A plan with moves is as fast as its
+recomputation plus its stalls, in modelled seconds.
 
-The search goes along the plans without moves from the fastest on. Of each that does not fit it moves some values, those that are idle longest
-first or the largest first, and of all that fit takes the fastest; then values that were made again are saved and moved where
-that is faster, and moves that are not needed are taken back. Work is counted in plans, so that every rank finds the same.
+The search goes along the plans without moves from the fastest on. Of each that does not fit it moves some values, those
+that are idle longest first or the largest first, and of all that fit takes the fastest; then values that were made
+again are saved and moved where that is faster, and moves that are not needed are taken back. Work is counted in plans,
+so that every rank finds the same.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class Timeline:
             due = min(due, self.begin[self.first[v]]) - self.schedule.full[v] / self.rate
             ways[v][2] = max(self.cut, min(self.first[v], bisect.bisect_right(self.begin, due) - 1))
         stall += max(0.0, self.turn - due) if values else 0.0
-        plan = replace(self.plan, ways=tuple(tuple(w) for _, w in sorted(ways.items())), seconds=self.plan.seconds + stall)
+        plan = replace(
+            self.plan, ways=tuple(tuple(w) for _, w in sorted(ways.items())), seconds=self.plan.seconds + stall
+        )
         run, alive, _ = self.schedule.trace(plan)
         self.schedule.evaluations += 1
         top = max(alive, default=0)
@@ -91,7 +95,9 @@ class Offload:
         always: values that every plan moves, where it saves them.
     """
 
-    def __init__(self, search: Search, movable: Iterable[int], rate: float, host: int | None = None, always: Iterable[int] = ()):
+    def __init__(
+        self, search: Search, movable: Iterable[int], rate: float, host: int | None = None, always: Iterable[int] = ()
+    ):
         returned = {search.schedule.root[i] for i in search.schedule.returned}
         self.search, self.rate, self.host = search, rate, host
         self.always = sorted(v for v in always if v not in returned)
@@ -118,7 +124,9 @@ class Offload:
         found = [self._line(self.search.least).moved(()) if self.always else self.search.least]
         for plan in self._plans():
             line = self._line(plan)
-            found += [line.moved(some) for some in (line.values, line.values[: len(line.values) // 2]) if self._allowed(some)]
+            found += [
+                line.moved(some) for some in (line.values, line.values[: len(line.values) // 2]) if self._allowed(some)
+            ]
         return min(found, key=lambda p: (p.bytes, p.seconds, sorted(p.saved)))
 
     def left(self, plan: Plan) -> list[int]:
@@ -130,7 +138,11 @@ class Offload:
         """What is moved, for reports."""
         moved = sum(self.search.schedule.full[v] for v, _, _ in plan.ways)
         stall = plan.seconds - (self.search._plan(plan.saved) or plan).seconds
-        return f"moved to host memory {moved / 2**20:.2f} MiB in {len(plan.ways)} values at {self.rate / 1e9:.1f} GB/s each way; {stall * 1e3:.3f} ms of the copies are not hidden"
+        return (
+            f"moved to host memory {moved / 2**20:.2f} MiB in {len(plan.ways)} values at {self.rate / 1e9:.1f} "
+            "GB/s "
+            f"each way; {stall * 1e3:.3f} ms of the copies are not hidden"
+        )
 
     def _plans(self) -> list[Plan]:
         """Plans without moves, fastest first."""
@@ -148,7 +160,9 @@ class Offload:
         line, found = self._line(plan), []
         for key in (lambda v: (-line.idle(v), v), lambda v: (-self.search.schedule.full[v], -line.idle(v), v)):
             order = sorted(line.values, key=key)
-            fits: Callable[[int], Plan | None] = lambda n: p if self._allowed(order[:n]) and (p := line.moved(order[:n])).bytes <= limit else None  # noqa: E731
+            fits: Callable[[int], Plan | None] = lambda n: (
+                p if self._allowed(order[:n]) and (p := line.moved(order[:n])).bytes <= limit else None
+            )  # noqa: E731
             low = 0
             if self.always and (plan_there := fits(0)):
                 found.append(plan_there)
@@ -169,12 +183,20 @@ class Offload:
         """Values made again that are saved and moved instead, and moves that are not needed."""
         schedule = self.search.schedule
         always = set(self.always)
-        again = [v for v in self.movable if v in set(best.again) and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]]
+        again = [
+            v
+            for v in self.movable
+            if v in set(best.again) and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]
+        ]
         for v in sorted(again, key=lambda v: (-schedule.seconds[v] / schedule.full[v], v)):
             moved = [w for w, _, _ in best.ways if w not in always] + [v]
             if schedule.evaluations > work or v in best.saved or not self._allowed(moved):
                 continue
-            if (plan := self.search._plan(best.saved | {v})) and v in (line := self._line(plan)).first and set(moved) <= set(line.values):
+            if (
+                (plan := self.search._plan(best.saved | {v}))
+                and v in (line := self._line(plan)).first
+                and set(moved) <= set(line.values)
+            ):
                 found = line.moved(moved)
                 best = found if found.bytes <= limit and _rank(found) < _rank(best) else best
         line = self._line(replace(best, ways=(), seconds=self.search._plan(best.saved).seconds))

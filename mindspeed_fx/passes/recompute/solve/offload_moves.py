@@ -1,4 +1,6 @@
-"""Moves to host memory of a real graph: what the options allow, and where the copies of a plan go, by names of nodes."""
+"""Moves to host memory of a real graph: what the options allow, and where the copies of a plan go, by names of
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from mindspeed_fx.passes.recompute.solve.offload import Offload
 
 
 def offloads(step: Step, search: Search, options: Options, decided: Fixed, report: PassReport) -> Offload:
-    """The search for moves under options "host_bandwidth" and "host_memory"; what a wish of the user moves is moved in every plan.
+    """The search for moves under options "host_bandwidth" and "host_memory"; what a wish of the user moves is moved in
+    every plan.
 
     Raises:
         OptionError: the wishes alone take more than "host_memory".
@@ -29,8 +32,17 @@ def offloads(step: Step, search: Search, options: Options, decided: Fixed, repor
             always.append(step.number[v.node])
     taken = sum(step.schedule.full[v] for v in always)
     if options.host_memory is not None and taken > options.host_memory:
-        raise OptionError(f'option "host_memory" is {options.host_memory} bytes, but what option "recompute" maps to "offload" takes {taken}; valid: at least that, or fewer modules')
-    return Offload(search, step.movable, float(options.host_bandwidth or hardware(options.hardware).host_bandwidth), options.host_memory, always)
+        raise OptionError(
+            f'option "host_memory" is {options.host_memory} bytes, but what option "recompute" maps to "offload" takes '
+            f"{taken}; valid: at least that, or fewer modules"
+        )
+    return Offload(
+        search,
+        step.movable,
+        float(options.host_bandwidth or hardware(options.hardware).host_bandwidth),
+        options.host_memory,
+        always,
+    )
 
 
 def _stays(v: Value, step: Step) -> str:
@@ -46,4 +58,9 @@ def _stays(v: Value, step: Step) -> str:
 def places(step: Step, plan: Plan) -> dict[str, Move]:
     """Name of each value that is moved -> where its copies are waited for and started."""
     run, _, cut = step.schedule.trace(plan)
-    return {step.nodes[v].name: Move(None if free >= cut else step.nodes[run[free]].name, None if back <= cut else step.nodes[run[back]].name) for v, free, back in plan.ways}
+    return {
+        step.nodes[v].name: Move(
+            None if free >= cut else step.nodes[run[free]].name, None if back <= cut else step.nodes[run[back]].name
+        )
+        for v, free, back in plan.ways
+    }

@@ -1,7 +1,9 @@
-"""Threshold accepting (Dueck and Scheuer 1990): single values are saved, made again or exchanged at random, and what is a little worse is accepted too, ever less of it.
+"""Threshold accepting (Dueck and Scheuer 1990): single values are saved, made again or exchanged at random, and what is
+a little worse is accepted too, ever less of it.
 
-Plans above the limit are walked through, at a price for what they are above it: between two plans that fit there is often none that does. Random numbers come from
-a generator with a fixed seed, and work is counted in plans tried, so that every rank walks the same way.
+Plans above the limit are walked through, at a price for what they are above it: between two plans that fit there is
+often none that does. Random numbers come from a generator with a fixed seed, and work is counted in plans tried, so
+that every rank walks the same way.
 """
 
 from __future__ import annotations
@@ -12,19 +14,31 @@ from typing import Callable, Iterable
 from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
 
 FIRST = 0.3
-"""What is accepted at first: worse by up to this share of what the first plan costs. It falls with the square of the tries that are left."""
+"""What is accepted at first: worse by up to this share of what the first plan costs. It falls with the square of the
+tries that are left.
+"""
 
 ABOVE = 10.0
 """Price of a plan that takes twice the limit, in times of what the first plan costs."""
 
 ADD, DROP, TWO = 0.25, 0.2, 0.25
-"""Of all tries, those that save one value more, and one less; of the others, which exchange, those that take or give one more."""
+"""Of all tries, those that save one value more, and one less; of the others, which exchange, those that take or give
+one more.
+"""
 
 NEAR = 0.3
 """Of all exchanges, those with what is computed from the value, or what that is computed from."""
 
 
-def anneal(schedule: Schedule, start: Plan, limit: int, values: Iterable[int], tries: int, plan: Callable[[frozenset[int], float], Plan | None], seed: int = 0) -> Plan:
+def anneal(
+    schedule: Schedule,
+    start: Plan,
+    limit: int,
+    values: Iterable[int],
+    tries: int,
+    plan: Callable[[frozenset[int], float], Plan | None],
+    seed: int = 0,
+) -> Plan:
     """The fastest plan of at most ``limit`` bytes on the way, ``start`` if that is.
 
     Args:
