@@ -27,13 +27,14 @@ import torch.nn.functional as F
 warnings.filterwarnings("ignore")  # Megatron-core warns of every optional package
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
-import mindspeed_fx.megatron_adaptor  # noqa: E402, F401
 import backend_options  # noqa: E402
 from corpus import Corpus  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+import mindspeed_fx.megatron_adaptor  # noqa: E402, F401
 
 
 def arguments() -> argparse.Namespace:

@@ -274,4 +274,4 @@ def test_the_ways_out_compile(way):
 def test_version_and_lazy_names():
     assert mindspeed_fx.__version__ and mindspeed_fx.passes.registered()
     with pytest.raises(AttributeError, match="no attribute 'pases'"):
-        mindspeed_fx.pases
+        _ = mindspeed_fx.pases

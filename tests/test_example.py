@@ -127,7 +127,7 @@ def test_data_parallel_runs(tmp_path, text):
 
 @pytest.mark.slow
 def test_every_backend_gives_the_same_losses(whole, tmp_path, text):
-    arguments = [a for a in command(tmp_path / "eager", text, "--backend", "eager")]
+    arguments = list(command(tmp_path / "eager", text, "--backend", "eager"))
     arguments = [a for i, a in enumerate(arguments) if a != "--codegen" and arguments[i - 1] != "--codegen"]
     done = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]

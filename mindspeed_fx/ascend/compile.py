@@ -26,10 +26,10 @@ from mindspeed_fx.ascend.toolchain import ToolchainError
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
 
-_HINTS = {
-    name: " (the model reads a value of a tensor, which has none over there: keep such numbers as Python numbers)"
-    for name in ("DataDependentOutputException", "UnsupportedFakeTensorException", "GuardOnDataDependentSymNode")
-}
+_HINTS = dict.fromkeys(
+    ("DataDependentOutputException", "UnsupportedFakeTensorException", "GuardOnDataDependentSymNode"),
+    " (the model reads a value of a tensor, which has none over there: keep such numbers as Python numbers)",
+)
 
 
 class CrossError(RuntimeError):

@@ -180,38 +180,32 @@ def _split(node: fx.Node) -> None:
 
 
 _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
-    **{
-        op: _cast
-        for op in (
+    **dict.fromkeys(
+        (
             aten.to.dtype,
             aten.to.dtype_layout,
             aten.to.other,
             aten.to.device,
             aten._to_copy.default,
             aten.type_as.default,
-        )
-    },
-    **{
-        op: _bypass_if_alias
-        for op in (
-            aten.contiguous.default,
-            aten.alias.default,
-            aten.expand.default,
-            aten.reshape.default,
-            aten.view.default,
-        )
-    },
-    **{
-        op: _split
-        for op in (
+        ),
+        _cast,
+    ),
+    **dict.fromkeys(
+        (aten.contiguous.default, aten.alias.default, aten.expand.default, aten.reshape.default, aten.view.default),
+        _bypass_if_alias,
+    ),
+    **dict.fromkeys(
+        (
             aten.chunk.default,
             aten.split.Tensor,
             aten.split.sizes,
             aten.split_with_sizes.default,
             aten.tensor_split.sections,
             aten.tensor_split.indices,
-        )
-    },
+        ),
+        _split,
+    ),
     aten.dropout.default: _dropout,
     aten.mul.Tensor: _square,
     aten.square.default: _square,

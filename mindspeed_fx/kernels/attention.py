@@ -193,7 +193,7 @@ def _ways(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
 
 @attention_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
-    found = [(grads, [o, dq, dk, dv, o, l, m]) for o, l, dq, dk, dv, m, _, grads in ways(q, k, mask, causal)]
+    found = [(grads, [o, dq, dk, dv, o, s, m]) for o, s, dq, dk, dv, m, _, grads in ways(q, k, mask, causal)]
     # The log-sum-exp of all keys is known here, so some of the keys are enough.
     return (
         found

@@ -64,8 +64,8 @@ def attention_bias_backward(
 def _ways(grad, q, k, v, out, lse, bias, causal, scale, window=0, softcap=0.0):
     # A bias that parts share has the sum of their gradients.
     found = [
-        ([*grads, PARTIAL if m == REPLICATED else m], [o, dq, dk, dv, o, l, m])
-        for o, l, dq, dk, dv, m, _, grads in attention.ways(q, k, bias, causal)
+        ([*grads, PARTIAL if m == REPLICATED else m], [o, dq, dk, dv, o, s, m])
+        for o, s, dq, dk, dv, m, _, grads in attention.ways(q, k, bias, causal)
     ]
     keys = along(bias, 3, 4)
     return (

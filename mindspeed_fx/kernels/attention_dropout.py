@@ -97,7 +97,7 @@ def _ways(q, k, v, keep, *settings):
 
 @attention_dropout_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, keep, *settings):
-    return [(grads, [o, dq, dk, dv, o, l, m]) for o, l, dq, dk, dv, m, _, grads in plain.ways(q, k, keep, True)]
+    return [(grads, [o, dq, dk, dv, o, s, m]) for o, s, dq, dk, dv, m, _, grads in plain.ways(q, k, keep, True)]
 
 
 @attention_dropout.costs

@@ -128,8 +128,8 @@ def _ways(q, k, v, mask, causal, scale, window, p):
 @attention_seeded_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
     rows = [
-        (grads, [o, dq, dk, dv, o, l, REPLICATED, REPLICATED, m])
-        for o, l, dq, dk, dv, m, _, grads in _rows(q, k, v, mask, causal, p)
+        (grads, [o, dq, dk, dv, o, s, REPLICATED, REPLICATED, m])
+        for o, s, dq, dk, dv, m, _, grads in _rows(q, k, v, mask, causal, p)
     ]
     # Without dropout some of the keys are enough, as in attention; with it the forward drew for all of them.
     return (

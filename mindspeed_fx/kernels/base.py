@@ -14,8 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import register_flop_formula
 
-from mindspeed_fx.cost.read import register_operators
 from mindspeed_fx.cost.operators import Cost, spec
+from mindspeed_fx.cost.read import register_operators
 
 LIBRARY = torch.library.Library("mindspeed", "FRAGMENT")
 

@@ -114,12 +114,12 @@ def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, 
     )
     grads = _fake_backward(grad, q, k, v, out, lse, documents, ends, causal, scale)
     for piece in _pieces(documents, q.shape[0]):
-        g, qs, ks, vs, o, l = (piece.of(x) for x in (grad, q, k, v, out, lse))
+        g, qs, ks, vs, o, s = (piece.of(x) for x in (grad, q, k, v, out, lse))
         mask = piece.mask(causal, window)
         if window and mask is None:
-            made = attention_blocked_backward.reference(g, qs, ks, vs, o, l, scale, window)
+            made = attention_blocked_backward.reference(g, qs, ks, vs, o, s, scale, window)
         elif q.shape[-1] < v.shape[-1]:
-            made = plain.attention_backward.reference(g, qs, ks, vs, o, l, mask, causal and mask is None, scale)
+            made = plain.attention_backward.reference(g, qs, ks, vs, o, s, mask, causal and mask is None, scale)
         else:
             made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _padded(g, qs),
@@ -127,7 +127,7 @@ def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, 
                 ks,
                 _padded(vs, qs),
                 _padded(o, qs),
-                l,
+                s,
                 0.0,
                 causal and mask is None,
                 attn_mask=_additive(mask, q.dtype),
@@ -246,8 +246,8 @@ def _ways(q, k, v, documents, ends, causal, scale, window=0):
 @varlen_attention_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
     return [
-        (grads, [o, dq, dk, dv, o, l, numbers, e])
-        for o, l, dq, dk, dv, numbers, e, grads in _rows(q, k, documents, ends)
+        (grads, [o, dq, dk, dv, o, s, numbers, e])
+        for o, s, dq, dk, dv, numbers, e, grads in _rows(q, k, documents, ends)
     ]
 
 

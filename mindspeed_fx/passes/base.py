@@ -134,10 +134,10 @@ def register(
     if level not in (0, 1, 2, 3):
         raise PassError(f'pass "{name}" has level {level!r}; valid: 0, 1, 2, or 3 for on request only')
     around = []
-    for field, value in (("before", before), ("after", after)):
+    for word, value in (("before", before), ("after", after)):
         names = (value,) if isinstance(value, str) else value
         if not isinstance(names, (tuple, list)) or not all(isinstance(v, str) for v in names):
-            raise PassError(f'pass "{name}" has {field} {value!r}; it takes names of passes')
+            raise PassError(f'pass "{name}" has {word} {value!r}; it takes names of passes')
         around.append(tuple(names))
 
     def wrap(run: Callable) -> Callable:

@@ -181,7 +181,7 @@ def _with_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     found = [gm]
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_autograd_function(node.target):
-            return found + [b for b in _wrapped(gm)]
+            return found + list(_wrapped(gm))
     return found + [inner for body in bodies(gm) for inner in _with_bodies(body)]
 
 

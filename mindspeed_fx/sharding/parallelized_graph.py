@@ -234,7 +234,7 @@ def arguments_of(
     from mindspeed_fx.sharding.inputs import Argument
 
     whole, arguments = (Replicate(),) * found.sharding.mesh.ndim, []
-    for i, (n, x, value) in enumerate(zip(placeholders, inputs, values, strict=True)):
+    for i, (n, _x, value) in enumerate(zip(placeholders, inputs, values, strict=True)):
         if value is None or value.parameter or (not value.part and argument_name(n) is None):
             continue
         arguments.append(Argument(i, value.name or argument_name(n), value.placements if value.part else whole))

@@ -281,7 +281,7 @@ NAMED: dict[str, Callable[..., Plan]] = {
 def _sequence(model: nn.Module, *dims: str) -> dict[str, dict[str, str]]:
     """Inputs divided by sequence, their second dimension; masks are whole, since it is another dimension of theirs."""
     masks = [n for n in inspect.signature(model.forward).parameters if "mask" in n]
-    return {"*": {d: "S(1)" for d in dims}, **{n: {d: "R" for d in dims} for n in masks}}
+    return {"*": dict.fromkeys(dims, "S(1)"), **{n: dict.fromkeys(dims, "R") for n in masks}}
 
 
 def _linears(model: nn.Module, plan: str) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:

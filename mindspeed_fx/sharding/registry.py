@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_fx.sharding.plan import Plan
 
-
 WHOLE, LOCAL = INPUTS = ("whole", "local")
 
 

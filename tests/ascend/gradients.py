@@ -38,7 +38,7 @@ def lost_by_lowering(build: Callable, reference: Callable, args: tuple) -> list[
     # Operators with two incoming gradients (of the sum and of the norm) name the second one grad_sum; the first always
     # counts.
     gm = make_fx(run)(*(leaves[i] for i in positions))
-    wanted = [r for r in pytree.tree_leaves(reference(*args))]
+    wanted = list(pytree.tree_leaves(reference(*args)))
     made = pytree.tree_leaves(next(n for n in gm.graph.nodes if n.op == "output").args)
     problems = []
     for i, (w, m) in enumerate(zip(wanted, made, strict=True)):

@@ -78,7 +78,7 @@ def gradients() -> dict[str, Any]:
 
     problems, none, checked, seen = {}, {}, 0, set()
     for family in npu_cases.FAMILIES:
-        for name, op, args, kernel in npu_cases.cases(family, torch.bfloat16):
+        for name, op, args, _kernel in npu_cases.cases(family, torch.bfloat16):
             operator = find(op.default)
             seen.add(operator.name)
             checked += 1

@@ -27,7 +27,7 @@ def test_vmap_once_and_nested():
 def test_associative_scan_of_a_state_space_model():
     def f(x, a, w):
         _, states = associative_scan(
-            lambda l, r: (r[0] * l[0], r[0] * l[1] + r[1]), (a.sigmoid(), x), dim=1, combine_mode="generic"
+            lambda a, b: (b[0] * a[0], b[0] * a[1] + b[1]), (a.sigmoid(), x), dim=1, combine_mode="generic"
         )
         return swiglu(states, w)
 

@@ -23,7 +23,7 @@ def prepared(dtype, parts_of_one):
 
 
 def step(run, model, times=2):
-    for i in range(times):
+    for _i in range(times):
         run(**batch()).mean().backward()
     return {n: p.main_grad.clone() for n, p in model.named_parameters()}, {
         n: p.grad for n, p in model.named_parameters()

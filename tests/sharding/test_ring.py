@@ -24,10 +24,10 @@ CONTEXT = {"cp": "S(2)"}
 PLAN = Plan(
     "ring",
     ("cp",),
-    inputs={x: CONTEXT for x in "qkv"},
+    inputs=dict.fromkeys("qkv", CONTEXT),
     operators={
         "mindspeed.attention|aten.scaled_dot_product_attention": Boundary(
-            arguments={a: CONTEXT for a in QKV}, output=CONTEXT
+            arguments=dict.fromkeys(QKV, CONTEXT), output=CONTEXT
         )
     },
 )
@@ -188,10 +188,10 @@ def test_one_ring_goes_round_one_dimension():
     plan = Plan(
         "rings",
         ("a", "b"),
-        inputs={x: both for x in "qkv"},
+        inputs=dict.fromkeys("qkv", both),
         operators={
             "mindspeed.attention|aten.scaled_dot_product_attention": Boundary(
-                arguments={a: both for a in QKV}, output=both
+                arguments=dict.fromkeys(QKV, both), output=both
             )
         },
     )

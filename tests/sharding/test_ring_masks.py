@@ -24,8 +24,8 @@ def plan(**more):
     return Plan(
         "ring",
         ("cp",),
-        inputs={**{x: CP for x in "qkv"}, **more},
-        operators={OPERATORS: Boundary(arguments={a: CP for a in ("q|query", "k|key", "v|value")}, output=CP)},
+        inputs={**dict.fromkeys("qkv", CP), **more},
+        operators={OPERATORS: Boundary(arguments=dict.fromkeys(("q|query", "k|key", "v|value"), CP), output=CP)},
     )
 
 
@@ -133,7 +133,7 @@ def test_beside_a_divided_batch_and_divided_heads():
         ({"dp": 2, "cp": 2}, both, given_mask),
         ({"dp": 1, "cp_ring": 2, "cp_ulysses": 2}, heads, sinks_in_a_window),
     ):
-        inputs = {**{x: placed for x in "qkv"}, "mask": {"dp": "S(0)"}}
+        inputs = {**dict.fromkeys("qkv", placed), "mask": {"dp": "S(0)"}}
         compared(
             attend,
             mesh,
@@ -142,7 +142,7 @@ def test_beside_a_divided_batch_and_divided_heads():
                 tuple(placed),
                 inputs=inputs,
                 operators={
-                    OPERATORS: Boundary(arguments={a: placed for a in ("q|query", "k|key", "v|value")}, output=placed)
+                    OPERATORS: Boundary(arguments=dict.fromkeys(("q|query", "k|key", "v|value"), placed), output=placed)
                 },
             ),
         )

@@ -220,7 +220,7 @@ def test_found_plans_run_on_all_ranks(mesh, batch, seq):
     plan = mindspeed_fx.plan(*large(batch=batch, seq=seq), mesh=mesh, hardware="ascend910b2")
     assert not plan.unsupported and plan.sizes == mesh and set(plan.gather.values()) <= {"zero2", "zero3"}
     assert Plan.from_dict(plan.as_dict()).as_dict() == plan.as_dict()
-    small_agrees(plan, {k: 2 for k in mesh})
+    small_agrees(plan, dict.fromkeys(mesh, 2))
 
 
 @pytest.mark.parametrize("mesh,batch,runs,placed", [

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.torch_suites.torch_programs import Table
 
 TABLE = Table()

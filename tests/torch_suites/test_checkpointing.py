@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tests.torch_suites.torch_programs import OPTIONS, assert_same, leaves
 
 import mindspeed_fx
+from tests.torch_suites.torch_programs import OPTIONS, assert_same, leaves
 
 run = functools.partial(checkpoint, use_reentrant=False)
 

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn, optim
+
 from tests.torch_suites.torch_programs import assert_equal
 
 KINDS = {

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from tests.torch_suites.torch_programs import OPTIONS
 
 import mindspeed_fx
+from tests.torch_suites.torch_programs import OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_recurrent_layers_learn(kind):
         other = copy.deepcopy(model)
         compiled = torch.compile(other, backend="mindspeed", options=OPTIONS)
         x = torch.randn(2, 5, 3).double()
-        for m, run in ((model, model), (other, compiled)):
+        for _m, run in ((model, model), (other, compiled)):
             out, _ = run(x)
             out.square().sum().backward()
     for (name, p), q in zip(model.named_parameters(), other.parameters()):

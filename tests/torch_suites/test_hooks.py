@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from tests.torch_suites.torch_programs import OPTIONS
 
 import mindspeed_fx
+from tests.torch_suites.torch_programs import OPTIONS
 
 
 def doubled(g):

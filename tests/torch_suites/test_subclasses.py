@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from tests.torch_suites.torch_programs import OPTIONS
 
 import mindspeed_fx
+from tests.torch_suites.torch_programs import OPTIONS
 
 
 class Quantized(torch.Tensor):
@@ -116,7 +116,7 @@ def test_parameters_of_a_subclass_learn():
     other = copy.deepcopy(model)
     compiled = torch.compile(other, backend="mindspeed", options=OPTIONS, fullgraph=True)
     x = torch.randn(2, 4, dtype=torch.double)
-    for m, run in ((model, model), (other, compiled)):
+    for _m, run in ((model, model), (other, compiled)):
         out = run(x)
         (out * out).sum().backward()
     assert_pair(model.weight.grad, other.weight.grad)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+
 from tests.torch_suites.torch_programs import Table
 
 TABLE = Table()

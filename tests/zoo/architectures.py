@@ -64,9 +64,8 @@ SMALL: dict[str, Any] = dict(
     eos_token_id=2,
     use_cache=False,
     use_mamba_kernels=False,
-    **{
-        name: 0.0
-        for name in (
+    **dict.fromkeys(
+        (
             "attention_dropout",
             "hidden_dropout",
             "attn_pdrop",
@@ -77,8 +76,9 @@ SMALL: dict[str, Any] = dict(
             "attention_probs_dropout_prob",
             "activation_dropout",
             "layerdrop",
-        )
-    },
+        ),
+        0.0,
+    ),
 )
 """Sizes by the names that configurations use; dropout is off, so that two runs can be compared."""
 

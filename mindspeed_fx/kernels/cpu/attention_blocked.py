@@ -121,7 +121,7 @@ def _ways(q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
 
 @attention_blocked_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
-    return [(grads, [o, dq, dk, dv, o, l, m]) for o, l, dq, dk, dv, m, _, grads in attention.ways(q, k, keep, True)]
+    return [(grads, [o, dq, dk, dv, o, s, m]) for o, s, dq, dk, dv, m, _, grads in attention.ways(q, k, keep, True)]
 
 
 @attention_blocked.costs

@@ -164,7 +164,7 @@ def _ways(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
 
 @attention_flash_backward.shard
 def _ways_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
-    found = [(grads, [o, dq, dk, dv, o, l]) for o, l, dq, dk, dv, *_, grads in attention.ways(q, k, None, causal)]
+    found = [(grads, [o, dq, dk, dv, o, s]) for o, s, dq, dk, dv, *_, grads in attention.ways(q, k, None, causal)]
     # Some of the keys are enough, as in attention: the log-sum-exp and the result, of which the kernel makes rowsum(dO
     # * O), are of all.
     return found if causal else [*found, ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED])]

@@ -12,8 +12,8 @@ from typing import Any, Iterator
 
 _THRESHOLDS = ({"FORWARD_WHOLE": 2**30, "BACKWARD_WHOLE": 2**30}, {"FORWARD_WHOLE": 0, "BACKWARD_WHOLE": 0})
 VARIANTS: dict[str, tuple[str, tuple[dict[str, int], ...]]] = {
-    **{name: ("rms_norm", _THRESHOLDS) for name in ("rms_norm", "add_rms_norm")},
-    **{name: ("layer_norm", _THRESHOLDS) for name in ("layer_norm", "add_layer_norm")},
+    **dict.fromkeys(("rms_norm", "add_rms_norm"), ("rms_norm", _THRESHOLDS)),
+    **dict.fromkeys(("layer_norm", "add_layer_norm"), ("layer_norm", _THRESHOLDS)),
 }
 """Operator -> launcher file, and settings of its thresholds that lead to another kernel, in order of preference: whole
 rows, then column blocks."""

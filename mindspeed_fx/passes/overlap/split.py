@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph.collectives import is_start
 from mindspeed_fx.graph.match import value
-from mindspeed_fx.graph.recompile import recompile, no_gc
+from mindspeed_fx.graph.recompile import no_gc, recompile
 from mindspeed_fx.graph.rewrite import insert
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Put, dense

@@ -169,11 +169,11 @@ def _certified(search: Layers, limit: int, plan: Plan, step: Step, report: PassR
     """Option "certify": a plan at least as fast, and what is proved of all plans."""
     try:
         better, proved = search.certified(limit, plan)
-    except ImportError:
+    except ImportError as error:
         raise OptionError(
             'option "certify" is True, but scipy, whose HiGHS solves its programs, is not installed: pip install '
             '"mindspeed-fx[plans]"'
-        )
+        ) from error
     if proved is None:
         report.skipped.append(
             skip(

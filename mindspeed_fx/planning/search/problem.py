@@ -399,7 +399,7 @@ class _Builder:
                 self.axes.unify(made[0].dims[0], dims[:-1])
                 self.axes.unify(made[0].dims[1], uses[0].dims[1])
             return
-        sized = [u for u in uses]
+        sized = list(uses)
         for results, inputs in rows(node) or []:
             tied = [(made[i], int(p)) for i, p in enumerate(results) if i < len(made) and not isinstance(p, str)]
             given = [(sized[i], int(p)) for i, p in enumerate(inputs) if i < len(sized) and not isinstance(p, str)]

@@ -262,7 +262,7 @@ class _Emitter:
 
     def _sequence(self) -> None:
         hows = {n: p.how for n, p in self.solution.prices.items() if p.how}
-        for node, how in hows.items():
+        for node in hows:
             if node.op not in ("attention", "scaled_dot_product_attention"):
                 self.wrong.append(
                     f'module "{node.module}": {node.op} needs the whole sequence, which no plan gathers for it'

@@ -85,7 +85,7 @@ class Layout:
     def sliced(self, dim: int, start: int, length: int) -> "Layout | None":
         """``length`` elements of a dimension from ``start`` on; None where they are no product of factors."""
         factors, offset, made = self.dims[dim], self.offset, []
-        for k, (n, s) in enumerate(factors):
+        for k, (_n, s) in enumerate(factors):
             inner = 1
             for m, _ in factors[k + 1 :]:
                 inner *= m

@@ -37,7 +37,7 @@ def test_gaps_to_the_optimum_and_bounds_over_random_steps():
     for seed in range(50):
         schedule, whole = step(seed, 9)
         every = choices(schedule)
-        search = Search(schedule)
+        Search(schedule)
         assert budget_search.least.bytes == min(p.bytes for p in every), seed
         assert budget_search.richest.seconds == 0.0
         low, high = budget_search.least.bytes, budget_search.richest.bytes
@@ -246,7 +246,7 @@ def test_a_choice_that_takes_too_long_is_no_plan():
 @pytest.mark.parametrize("seed", range(10))
 def test_larger_random_steps(seed):
     schedule, whole = step(1000 + seed, 15)
-    every, search = choices(schedule), Search(schedule)
+    every, _search = choices(schedule), Search(schedule)
     low, high = budget_search.least.bytes, budget_search.richest.bytes
     assert low <= 1.03 * min(p.bytes for p in every)
     for part in range(10):

@@ -89,7 +89,7 @@ def _move(node: fx.Node, labels: Labels) -> Labels | None:
 def _regroup(pairs: list[tuple[str, Any]], shape: list[Any]) -> Labels | None:
     """Deal the dimensions out again over ``shape``, each new one taking whole old ones."""
     result: Labels = []
-    pairs = [p for p in pairs]
+    pairs = list(pairs)
     for size in shape:
         taken, product = [], 1
         while product != size:

@@ -71,7 +71,7 @@ def head_of(logits: fx.Node) -> Head | str | None:
     if any(step.kind == "bias" or (step.kind == "scale" and match.number(step.other) is None) for step in after):
         return "a bias, or a scale that is no number, is applied after the soft-cap"
     b = product(n)[2]
-    for i, step in enumerate(steps):
+    for _i, step in enumerate(steps):
         b = step.other if step.kind == "bias" else b
         if (
             step.kind == "scale"

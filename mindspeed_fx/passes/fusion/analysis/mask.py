@@ -575,8 +575,8 @@ _HANDLERS = {
     ),
     **dict.fromkeys((aten.triu.default, aten.tril.default), _triangle),
     **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _not),
-    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor, getattr(aten, "__and__").Tensor), _and),
-    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor, getattr(aten, "__or__").Tensor), _or),
+    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor), _and),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor), _or),
     **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar), _where),
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _masked_fill),
 }

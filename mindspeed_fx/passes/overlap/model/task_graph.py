@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mindspeed_fx.compat import fake
 from mindspeed_fx.graph import memoize
 from mindspeed_fx.graph.collectives import group_of, is_start, is_wait, kind
-from mindspeed_fx.graph.recompile import recompile, no_gc
+from mindspeed_fx.graph.recompile import no_gc, recompile
 from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
 
