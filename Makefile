@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 # Triton and the Ascend tool chain are fetched side by side.
 MAKEFLAGS += -j
 
-.PHONY: train test test-slow test-npu clean
+.PHONY: train lint test test-slow test-npu clean
 
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
@@ -17,6 +17,11 @@ train: $(VENV)/ready
 # One process per core, one thread each; CI, so that torch is as strict here as it is there.
 SPREAD ?= -n auto --dist worksteal
 SETTINGS := CI=1 OMP_NUM_THREADS=1 MINDSPEED_FX_TRITON=$(TRITON) MINDSPEED_FX_TOOLCHAIN=$(TOOLCHAIN)
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 test: $(VENV)/ready $(TRITON)/ready $(TOOLCHAIN)/ready
 	$(SETTINGS) $(RUN) -m pytest $(SPREAD) -m "not slow and not cuda" $(ARGS)

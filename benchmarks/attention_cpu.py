@@ -30,7 +30,8 @@ def main() -> None:
     args = common.arguments(rounds=15)
     common.header("attention, causal, float32; ratios are those of our kernel")
     print(
-        f"{'':<9}{'batch, heads, kv heads, seq, dim':<34}{'flash ms':>10}{'blocks ms':>11}{'own ms':>9}{'own/flash':>11}{'own/blocks':>12}"
+        f"{'':<9}{'batch, heads, kv heads, seq, dim':<34}{'flash ms':>10}{'blocks ms':>11}{'own ms':>9}"
+        f"{'own/flash':>11}{'own/blocks':>12}"
     )
     for batch, heads, kv_heads, seq, dim in SHAPES:
         q, grad = (torch.randn(batch, seq, heads, dim).transpose(1, 2) for _ in range(2))
@@ -52,7 +53,8 @@ def main() -> None:
         for side, rivals in (("forward", forward), ("backward", backward)):
             flash, blocks, own = (statistics.median(t) * 1e3 for t in common.interleaved(rivals, args.rounds).values())
             print(
-                f"{side:<9}{str((batch, heads, kv_heads, seq, dim)):<34}{flash:>10.2f}{blocks:>11.2f}{own:>9.2f}{own / flash:>11.3f}{own / blocks:>12.3f}",
+                f"{side:<9}{str((batch, heads, kv_heads, seq, dim)):<34}{flash:>10.2f}{blocks:>11.2f}{own:>9.2f}"
+                f"{own / flash:>11.3f}{own / blocks:>12.3f}",
                 flush=True,
             )
 

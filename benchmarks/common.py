@@ -132,7 +132,8 @@ def table(times: dict[str, list[float]], peaks: dict[str, int], baseline: str) -
         )
         shown = f"{peak / 2**20:.1f}" if peak else "-"
         print(
-            f"{name:<12}{statistics.median(seconds) * 1e3:>11.1f}{min(seconds) * 1e3:>9.1f}{max(seconds) * 1e3:>9.1f}{shown:>10}   {ratio}"
+            f"{name:<12}{statistics.median(seconds) * 1e3:>11.1f}{min(seconds) * 1e3:>9.1f}"
+            f"{max(seconds) * 1e3:>9.1f}{shown:>10}   {ratio}"
         )
 
 

@@ -40,7 +40,10 @@ from mindspeed_fx.passes.recompute.solve.folded_search import Layers
 from tests.passes.recompute import random_steps
 
 TESTS = pathlib.Path(__file__).resolve().parents[1] / "tests"
-ZOO = "bloom,codegen,cohere,falcon,gemma2,glm4,gpt2,gpt_neox,gptj,llama,mistral,olmo2,opt,phi3,qwen2,qwen3,stablelm,starcoder2"
+ZOO = (
+    "bloom,codegen,cohere,falcon,gemma2,glm4,gpt2,gpt_neox,gptj,"
+    "llama,mistral,olmo2,opt,phi3,qwen2,qwen3,stablelm,starcoder2"
+)
 SOLVERS = ("dp", "greedy", "ilp")
 FEW = 16
 

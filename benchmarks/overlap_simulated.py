@@ -44,7 +44,10 @@ def row(name: str, t: Timeline, candidates: list[int], seconds: float | None = N
     kept = sum(hidden(t, i) for i in candidates)
     took = f"{seconds:.2f}" if seconds is not None else "-"
     share = f"{kept}/{len(candidates)}" + (f" {100 * kept / len(candidates):.1f}%" if candidates else "")
-    return f"  {name:<14}{t.seconds * 1e3:>10.2f}{t.seconds / graph.bound():>9.4f}{t.seconds / graph.highest_bound:>9.4f}{t.exposed_seconds * 1e3:>11.2f}{share:>18}{t.peak / 2**30:>9.2f}{took:>8}"
+    return (
+        f"  {name:<14}{t.seconds * 1e3:>10.2f}{t.seconds / graph.bound():>9.4f}{t.seconds / graph.highest_bound:>9.4f}"
+        f"{t.exposed_seconds * 1e3:>11.2f}{share:>18}{t.peak / 2**30:>9.2f}{took:>8}"
+    )
 
 
 def main() -> None:
@@ -72,7 +75,8 @@ def main() -> None:
                 f"hideable; busy ms: {links}; bound {graph.bound() * 1e3:.2f} ms"
             )
             print(
-                f"  {'':<14}{'step ms':>10}{'/bound':>9}{'/heads':>9}{'exposed ms':>11}{'hidden':>18}{'peak GiB':>9}{'took s':>8}"
+                f"  {'':<14}{'step ms':>10}{'/bound':>9}{'/heads':>9}"
+                f"{'exposed ms':>11}{'hidden':>18}{'peak GiB':>9}{'took s':>8}"
             )
             print(row("no overlap", simulate(graph), candidates))
             if len(graph) <= given.inductor:

@@ -28,7 +28,8 @@ def main() -> None:
     args = common.arguments(rounds=15)
     common.header("weight gradients, float32")
     print(
-        f"{'tokens, out, in':<22}{'mkl ms':>9}{'onednn ms':>11}{'own ms':>9}{'own GFLOP/s':>13}{'own/mkl':>9}{'own/onednn':>12}"
+        f"{'tokens, out, in':<22}{'mkl ms':>9}{'onednn ms':>11}{'own ms':>9}"
+        f"{'own GFLOP/s':>13}{'own/mkl':>9}{'own/onednn':>12}"
     )
     for tokens, out, into in SHAPES:
         g, x = torch.randn(tokens, out), torch.randn(tokens, into)
@@ -42,7 +43,8 @@ def main() -> None:
             statistics.median(t) * 1e3 for t in common.interleaved(rivals, args.rounds if out < 9000 else 5).values()
         )
         print(
-            f"{str((tokens, out, into)):<22}{mkl:>9.2f}{onednn:>11.2f}{own:>9.2f}{2 * tokens * out * into / own / 1e6:>13.0f}{own / mkl:>9.3f}{own / onednn:>12.3f}",
+            f"{str((tokens, out, into)):<22}{mkl:>9.2f}{onednn:>11.2f}{own:>9.2f}"
+            f"{2 * tokens * out * into / own / 1e6:>13.0f}{own / mkl:>9.3f}{own / onednn:>12.3f}",
             flush=True,
         )
 

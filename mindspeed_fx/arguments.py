@@ -1,9 +1,12 @@
-"""Checks of the arguments of public functions: one line that names function, argument, value and what is expected."""
+"""Checks of the arguments of public functions: one line that names function, argument, value and what is expected; and
+sizes in bytes, which options take too.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 from typing import Any, Mapping, Sequence
 
 import torch
@@ -129,3 +132,37 @@ def check_device_mesh(function: str, value: Any) -> None:
             value,
             "a DeviceMesh with named dimensions is expected: init_device_mesh(device, sizes, mesh_dim_names=names)",
         )
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+LEAST_SIZE = 2**10
+"""Bytes under which a size is taken for a slip: 60 for "60GiB"."""
+
+
+def parse_bytes(name: str, value: Any, least: int = LEAST_SIZE) -> int:
+    """A number of bytes from 2**20 or "1MiB".
+
+    Raises:
+        OptionError: no size, or one between 0 and ``least``, for which nobody asks.
+    """
+    size = None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].upper() in _UNITS:
+            size = int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and value == value // 1:
+        size = int(value)
+    if size is None:
+        units = ", ".join(("B", "KiB", "MiB", "GiB", "KB", "MB", "GB"))
+        raise OptionError(
+            f'option "{name}" is {value!r}; valid: bytes as a number from 0, or with a unit as in "512MiB" ({units})'
+        )
+    if 0 < size < least:
+        number = re.sub(r"[^\d.]", "", str(value))
+        raise OptionError(
+            f'option "{name}" is {value!r}, which is {size} bytes and too few to be meant; valid: a size with a unit, '
+            f'as in "{number}GiB"'
+        )
+    return size

@@ -212,7 +212,7 @@ class Compilation:
             return None, f"the graph cannot be traced as operators on plain tensors, and is not captured ({why})"
 
     def average(self, gm: fx.GraphModule) -> None:
-        if self.averaged:
+        if self.averaged and self.options.data_parallel:
             data_parallel.average(gm, self.averaged, self.options.data_parallel)
         if self.steps is not None:
             self.steps.read(gm)

@@ -12,10 +12,36 @@ from typing import Any
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 fine, 1 the answer is bad news, 2 wrong usage)."""
+    argv = sys.argv[1:] if argv is None else argv
+    own, script_arguments = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    given = _parser().parse_args(own)
+    given.args = script_arguments
+    try:
+        return {
+            "cross": _cross,
+            "explain": _explain,
+            "doctor": _doctor,
+            "passes": _passes,
+            "plan": _plan,
+            "toolchain": _toolchain,
+        }[given.command](given)
+    except (ValueError, ImportError, OSError) as e:
+        print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_add_explain, _add_doctor, _add_passes, _add_cross, _add_plan, _add_toolchain):
+        add(commands)
+    return parser
+
+
+def _add_explain(commands: Any) -> None:
+    """The arguments of ``explain``."""
     explain = commands.add_parser(
         "explain",
         help="run a script, or a function that returns a model and its inputs, and report every rewrite",
@@ -38,9 +64,21 @@ def main(argv: list[str] | None = None) -> int:
         '"memory_budget"; "min" unless the options name one)',
     )
     explain.add_argument("--json", action="store_true", help="print everything but the code as JSON")
+
+
+def _add_doctor(commands: Any) -> None:
+    """The arguments of ``doctor``."""
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
     doctor.add_argument("--json", action="store_true")
+
+
+def _add_passes(commands: Any) -> None:
+    """``passes`` takes none."""
     commands.add_parser("passes", help="the registered passes")
+
+
+def _add_cross(commands: Any) -> None:
+    """The arguments of ``cross``."""
     cross = commands.add_parser(
         "cross", help="compile for an Ascend NPU on a machine that has none, and report what it would run"
     )
@@ -63,6 +101,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     cross.add_argument("--json", metavar="FILE", help="also write everything as JSON")
     cross.add_argument("--html", metavar="FILE", help="also write one HTML page")
+
+
+def _add_plan(commands: Any) -> None:
+    """The arguments of ``plan``."""
     plan = commands.add_parser(
         "plan",
         help="search the fastest way to divide a model over devices, by the cost model alone: no device and no process "
@@ -93,6 +135,10 @@ def main(argv: list[str] | None = None) -> int:
     plan.add_argument("--save", metavar="FILE", help="write the best plan as YAML, or JSON by its name")
     plan.add_argument("--html", metavar="FILE", help="write a picture of the best plan")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _add_toolchain(commands: Any) -> None:
+    """The arguments of ``toolchain``."""
     toolchain = commands.add_parser(
         "toolchain",
         help="the Ascend tool chain that cross-compiling needs: install it into a directory of its own, or see what is "
@@ -104,22 +150,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     toolchain.add_argument("--dir", help="where (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
     toolchain.add_argument("--json", action="store_true")
-    argv = sys.argv[1:] if argv is None else argv
-    own, script_arguments = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    given = parser.parse_args(own)
-    given.args = script_arguments
-    try:
-        return {
-            "cross": _cross,
-            "explain": _explain,
-            "doctor": _doctor,
-            "passes": _passes,
-            "plan": _plan,
-            "toolchain": _toolchain,
-        }[given.command](given)
-    except (ValueError, ImportError, OSError) as e:
-        print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
-        return 2
 
 
 def _explain(given: argparse.Namespace) -> int:

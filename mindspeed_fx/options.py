@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
+from mindspeed_fx.arguments import parse_bytes
 from mindspeed_fx.errors import OptionError, nearest
 
 LEVELS = (0, 1, 2)
@@ -351,40 +352,6 @@ def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
                 f'option "recompute" maps "{glob}" to "offload", but option "offload" is {offload!r}, so that nothing '
                 'goes to host memory; valid with it: "offload": True and a "memory_budget" (1.0 makes nothing else fit)'
             )
-
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-LEAST_SIZE = 2**10
-"""Bytes under which a size is taken for a slip: 60 for "60GiB"."""
-
-
-def parse_bytes(name: str, value: Any, least: int = LEAST_SIZE) -> int:
-    """A number of bytes from 2**20 or "1MiB".
-
-    Raises:
-        OptionError: no size, or one between 0 and ``least``, for which nobody asks.
-    """
-    size = None
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if match and match[2].upper() in _UNITS:
-            size = int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and value == value // 1:
-        size = int(value)
-    if size is None:
-        units = ", ".join(("B", "KiB", "MiB", "GiB", "KB", "MB", "GB"))
-        raise OptionError(
-            f'option "{name}" is {value!r}; valid: bytes as a number from 0, or with a unit as in "512MiB" ({units})'
-        )
-    if 0 < size < least:
-        number = re.sub(r"[^\d.]", "", str(value))
-        raise OptionError(
-            f'option "{name}" is {value!r}, which is {size} bytes and too few to be meant; valid: a size with a unit, '
-            f'as in "{number}GiB"'
-        )
-    return size
 
 
 def _check_inductor(value: Any) -> None:

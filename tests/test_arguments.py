@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx
+from mindspeed_fx.arguments import parse_bytes
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.options import Options, parse_bytes
+from mindspeed_fx.options import Options
 
 
 class Model(nn.Module):
@@ -59,16 +60,31 @@ BAD_CALLS = [
     ({"kwargs": {1: 2}}, ("kwargs is {1: 2}",)),
 ]
 
+BAD_MEMORY = [60, 0, -1, True, "", "sixty", "60", "60GB/s", 1000000, 0.5, float("nan"), float("inf"), [60], "64KiB"]
 
-@pytest.mark.parametrize("given,words", [
-    *[({"model": lambda m=m: m}, ("model is " + says, "torch.nn.Module is expected")) for m, says in BAD_MODELS], *BAD_CALLS,
-    *[({"devices": n}, (f"devices is {n!r}", "whole number from 1")) for n in (0, -2, True, 2.0, "8", [8])], ({"devices": None}, ("devices is None and mesh is None",)),
-    *[({"mesh": {"dp": n}, "devices": None}, (f'mesh["dp"] is {n!r}', "from 1 on")) for n in (0, -1, True, None, "2", 2.0)], *[({"mesh": m, "devices": None}, (f"mesh is {m!r}",)) for m in ({}, [2], "dp=2", 2, {1: 2}, {"": 2})],
-    ({"mesh": {"dq": 2}, "devices": None}, ('mesh dimension "dq"', 'did you mean "dp"')), ({"mesh": {"dp": 2}, "devices": 3}, ("devices is 3, and the mesh has 2",)), ({"mesh": {"dp": 2}, "devices": "2"}, ("devices is '2'",)),
-    *[({"keep": n}, (f"keep is {n!r}", "from 1 on")) for n in (0, -1, True, None, "5", 1.5)], *[({"optimizer": o}, (f"optimizer is {o!r}", "adam, sgd, momentum")) for o in (None, [], 3, "adan", "")],
-    *[({"pipeline": v}, (f"pipeline is {v!r}", "True or False")) for v in (None, 1, "yes")], *[({"hardware": h}, ('"hardware"', repr(h))) for h in (3, "", "ascend911", True)],
-    *[({"memory": m}, ('"memory"', repr(m), "GiB")) for m in (60, 0, -1, True, "", "sixty", "60", "60GB/s", 1000000, 0.5, float("nan"), float("inf"), [60], "64KiB")],
-])  # fmt: skip
+
+@pytest.mark.parametrize(
+    "given,words",
+    [
+        *[({"model": lambda m=m: m}, ("model is " + says, "torch.nn.Module is expected")) for m, says in BAD_MODELS],
+        *BAD_CALLS,
+        *[({"devices": n}, (f"devices is {n!r}", "whole number from 1")) for n in (0, -2, True, 2.0, "8", [8])],
+        ({"devices": None}, ("devices is None and mesh is None",)),
+        *[
+            ({"mesh": {"dp": n}, "devices": None}, (f'mesh["dp"] is {n!r}', "from 1 on"))
+            for n in (0, -1, True, None, "2", 2.0)
+        ],
+        *[({"mesh": m, "devices": None}, (f"mesh is {m!r}",)) for m in ({}, [2], "dp=2", 2, {1: 2}, {"": 2})],
+        ({"mesh": {"dq": 2}, "devices": None}, ('mesh dimension "dq"', 'did you mean "dp"')),
+        ({"mesh": {"dp": 2}, "devices": 3}, ("devices is 3, and the mesh has 2",)),
+        ({"mesh": {"dp": 2}, "devices": "2"}, ("devices is '2'",)),
+        *[({"keep": n}, (f"keep is {n!r}", "from 1 on")) for n in (0, -1, True, None, "5", 1.5)],
+        *[({"optimizer": o}, (f"optimizer is {o!r}", "adam, sgd, momentum")) for o in (None, [], 3, "adan", "")],
+        *[({"pipeline": v}, (f"pipeline is {v!r}", "True or False")) for v in (None, 1, "yes")],
+        *[({"hardware": h}, ('"hardware"', repr(h))) for h in (3, "", "ascend911", True)],
+        *[({"memory": m}, ('"memory"', repr(m), "GiB")) for m in BAD_MEMORY],
+    ],
+)
 def test_plan(given, words):
     given = {**PLAN, **given}
     refused(lambda: mindspeed_fx.plan(given.pop("model")(), **given), *words)
@@ -158,12 +174,27 @@ def test_explain():
     refused(lambda: mindspeed_fx.explain(Model(), *ARGS, options={"levl": 1}), 'did you mean "level"')
 
 
-@pytest.mark.parametrize("given,words", [
-    ({"model": None}, ("model is None",)), ({"model": 3}, ("model is 3",)), ({"model": Model}, ("model is the class "
-                                                                                                "Model",)), ({"args": torch.zeros(2)}, ("args is a tensor",)), ({"args": None}, ("args is None",)), ({"kwargs": 3}, ("kwargs is 3",)),
-    ({"soc": "Ascend910B9"}, ("soc is 'Ascend910B9'", "did you mean")), ({"soc": None}, ("soc is None", "Ascend910B2")), ({"options": 3}, ("options is 3",)), ({"baseline": 1}, ("baseline is 1",)), ({"kernels": None}, ("kernels is None",)),
-    ({"toolchain": 3}, ("toolchain is 3",)), ({"toolchain": ""}, ("toolchain is ''",)), ({"timeout": 0}, ("timeout is 0",)), ({"timeout": True}, ("timeout is True",)), ({"timeout": "1"}, ("timeout is '1'",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given,words",
+    [
+        ({"model": None}, ("model is None",)),
+        ({"model": 3}, ("model is 3",)),
+        ({"model": Model}, ("model is the class Model",)),
+        ({"args": torch.zeros(2)}, ("args is a tensor",)),
+        ({"args": None}, ("args is None",)),
+        ({"kwargs": 3}, ("kwargs is 3",)),
+        ({"soc": "Ascend910B9"}, ("soc is 'Ascend910B9'", "did you mean")),
+        ({"soc": None}, ("soc is None", "Ascend910B2")),
+        ({"options": 3}, ("options is 3",)),
+        ({"baseline": 1}, ("baseline is 1",)),
+        ({"kernels": None}, ("kernels is None",)),
+        ({"toolchain": 3}, ("toolchain is 3",)),
+        ({"toolchain": ""}, ("toolchain is ''",)),
+        ({"timeout": 0}, ("timeout is 0",)),
+        ({"timeout": True}, ("timeout is True",)),
+        ({"timeout": "1"}, ("timeout is '1'",)),
+    ],
+)
 def test_cross_compile(given, words):
     given = {"model": Model(), "args": ARGS, **given}
     refused(lambda: mindspeed_fx.cross_compile(given.pop("model"), **given), "cross_compile: ", *words)

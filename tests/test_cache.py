@@ -37,10 +37,15 @@ PROGRAM = """
         torch.manual_seed(0)
         model = Model()
         torch.compile(model, backend="mindspeed", options=options)(torch.randn(4, 16)).backward()
-        counters = torch._dynamo.utils.counters
-        print(json.dumps({"aot_hit": counters["aot_autograd"]["autograd_cache_hit"], "aot_miss": counters["aot_autograd"]["autograd_cache_miss"],
-                          "aot_bypass": counters["aot_autograd"]["autograd_cache_bypass"], "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
-                          "fx_miss": counters["inductor"]["fxgraph_cache_miss"], "grad": model.gate.weight.grad.sum().item()}))
+        aot, inductor = (torch._dynamo.utils.counters[name] for name in ("aot_autograd", "inductor"))
+        print(json.dumps({
+            "aot_hit": aot["autograd_cache_hit"],
+            "aot_miss": aot["autograd_cache_miss"],
+            "aot_bypass": aot["autograd_cache_bypass"],
+            "fx_hit": inductor["fxgraph_cache_hit"],
+            "fx_miss": inductor["fxgraph_cache_miss"],
+            "grad": model.gate.weight.grad.sum().item(),
+        }))
 """
 
 

@@ -14,7 +14,10 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 64 --seq 32 --batch 2 --steps 12 --warmup 2 --eval-every 6 --eval-batches 2 --save-every 3 --peak-tflops 0.1 --codegen eager".split()
+SMALL = """
+    --layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 64 --seq 32 --batch 2 --steps 12 --warmup 2
+    --eval-every 6 --eval-batches 2 --save-every 3 --peak-tflops 0.1 --codegen eager
+""".split()
 
 
 @pytest.fixture(scope="module")

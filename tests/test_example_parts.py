@@ -86,10 +86,17 @@ def test_values_of_every_kind(modules, words, value):
     assert got == value and type(got) is type(value)
 
 
-@pytest.mark.parametrize("words, error", [
-    (("--memory-budget", "24 apples"), 'option "memory_budget" is \'24 apples\''), (("--level", "7"), 'option "level" is 7; valid: 0, 1, 2'), (("--hardware", "h10"), "h10"),
-    (("--inductor", '{"max_autotune": tru}'), 'option "inductor" takes a dict'), (("--inductor", '{"max_autotun": true}'), 'did you mean "max_autotune"'), (("--check", "eech"), 'did you mean "each"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (("--memory-budget", "24 apples"), "option \"memory_budget\" is '24 apples'"),
+        (("--level", "7"), 'option "level" is 7; valid: 0, 1, 2'),
+        (("--hardware", "h10"), "h10"),
+        (("--inductor", '{"max_autotune": tru}'), 'option "inductor" takes a dict'),
+        (("--inductor", '{"max_autotun": true}'), 'did you mean "max_autotune"'),
+        (("--check", "eech"), 'did you mean "each"'),
+    ],
+)
 def test_a_bad_value_is_one_line_that_names_the_option(modules, words, error):
     with pytest.raises(SystemExit) as raised:
         parsed(modules[0], *words)

@@ -83,15 +83,7 @@ def cross_compile(
     arguments.check_bool("cross_compile", "kernels", kernels)
     arguments.check_path("cross_compile", "toolchain", toolchain)
     arguments.check_seconds("cross_compile", "timeout", timeout)
-    given = {
-        **Options.parse(options).as_dict(),
-        **{k: v for k, v in (options or {}).items() if k in ("target", "codegen")},
-    }
-    for name, only in (("target", "npu"), ("codegen", "eager")):
-        if given[name] not in ("auto", only):
-            raise OptionError(f'option "{name}" is {given[name]!r}; cross-compiling knows only "{only}"')
-        given[name] = only
-    given["hardware"] = given["hardware"] or soc
+    given = _options(options, soc)
     source = (
         model
         if isinstance(model, str)
@@ -125,6 +117,20 @@ def cross_compile(
     return CrossReport(
         {"soc": soc, "model": source, **answer, "kernels": compiled, "wall_seconds": time.perf_counter() - start}
     )
+
+
+def _options(options: dict[str, Any] | None, soc: str) -> dict[str, Any]:
+    """The options of the other process: target npu, codegen eager, the hardware of ``soc`` unless one is named."""
+    given = {
+        **Options.parse(options).as_dict(),
+        **{k: v for k, v in (options or {}).items() if k in ("target", "codegen")},
+    }
+    for name, only in (("target", "npu"), ("codegen", "eager")):
+        if given[name] not in ("auto", only):
+            raise OptionError(f'option "{name}" is {given[name]!r}; cross-compiling knows only "{only}"')
+        given[name] = only
+    given["hardware"] = given["hardware"] or soc
+    return given
 
 
 def _kernels(calls: list[dict[str, Any]], soc: str, directory: str | os.PathLike | None) -> dict[str, Any]:

@@ -62,43 +62,42 @@ def page(report: Any) -> str:
         ]
     for i, graph in enumerate(report.graphs):
         for side in graph["sides"]:
-            memory = side["memory"]
-            body.append(
-                f"<h2>Graph {i}, {side['side']}</h2><p>{side['nodes']} nodes; modelled "
-                f"{milliseconds(side['cost']['seconds'])}; live memory {size(memory['peak'])} at most, at "
-                f"<code>{escape(memory['node'])}</code>, of which inputs {size(memory['inputs'])}</p>"
-            )
-            rows = [
-                (
-                    o["operator"],
-                    o["calls"],
-                    f"{o['flops'] / 1e9:,.3f}",
-                    size(o["bytes"]),
-                    size(o["made"]),
-                    milliseconds(o["seconds"]),
-                    o["bound"],
-                )
-                for o in side["operators"]
-            ]
-            body.append(
-                table(
-                    (
-                        "operator",
-                        "calls",
-                        "GFLOP",
-                        "bytes read and written",
-                        "memory of results",
-                        f"modelled on {report.hardware}",
-                        "bound",
-                    ),
-                    rows,
-                )
-            )
-            body.append(
-                '<details><summary>Code</summary><div class="wide"><pre '
-                f'tabindex="0">{escape(side["code"])}</pre></div></details>'
-            )
+            body += _side(report, i, side)
     return whole_page(f"{v['model']} for {report.soc}", "".join(body))
+
+
+def _side(report: Any, i: int, side: dict[str, Any]) -> list[str]:
+    """Forward or backward of graph ``i``: its numbers, operators and code."""
+    memory = side["memory"]
+    rows = [
+        (
+            o["operator"],
+            o["calls"],
+            f"{o['flops'] / 1e9:,.3f}",
+            size(o["bytes"]),
+            size(o["made"]),
+            milliseconds(o["seconds"]),
+            o["bound"],
+        )
+        for o in side["operators"]
+    ]
+    head = (
+        "operator",
+        "calls",
+        "GFLOP",
+        "bytes read and written",
+        "memory of results",
+        f"modelled on {report.hardware}",
+        "bound",
+    )
+    return [
+        f"<h2>Graph {i}, {side['side']}</h2><p>{side['nodes']} nodes; modelled "
+        f"{milliseconds(side['cost']['seconds'])}; live memory {size(memory['peak'])} at most, at "
+        f"<code>{escape(memory['node'])}</code>, of which inputs {size(memory['inputs'])}</p>",
+        table(head, rows),
+        '<details><summary>Code</summary><div class="wide"><pre '
+        f'tabindex="0">{escape(side["code"])}</pre></div></details>',
+    ]
 
 
 def _kernels(report: Any) -> str:

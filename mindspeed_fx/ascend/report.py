@@ -190,11 +190,12 @@ class CrossReport:
             lines += [f"Triton kernels were not compiled: {v['kernels']['problem']}"]
         if costly := self.costly():
             lines += [
-                "modelled on "
-                f"{self.hardware}{'calls':>{46 - len(self.hardware)}}{'GFLOP':>14}{'moved':>12}{'results':>12}{'time':>14}"
+                f"modelled on {self.hardware}{'calls':>{46 - len(self.hardware)}}"
+                f"{'GFLOP':>14}{'moved':>12}{'results':>12}{'time':>14}"
             ]
             lines += [
-                f"  {r['operator']:<50}{r['calls']:>6}{r['flops'] / 1e9:>14,.1f}{size(r['bytes']):>12}{size(r['made']):>12}{milliseconds(r['seconds']):>14}"
+                f"  {r['operator']:<50}{r['calls']:>6}{r['flops'] / 1e9:>14,.1f}{size(r['bytes']):>12}"
+                f"{size(r['made']):>12}{milliseconds(r['seconds']):>14}"
                 for r in costly
             ]
         if self.skipped:

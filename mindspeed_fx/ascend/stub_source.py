@@ -21,12 +21,13 @@ CORES = {
 # torch_npu looks these up with dlsym, so no ELF table lists them. It says "Failed to find function X" where one is
 # missing.
 LOOKED_UP = """
-aclGetCompileopt aclGetCompileoptSize aclGetRecentErrMsg aclQueryEventRecordedStatus aclSetCompileopt aclsysGetCANNVersion
-aclrtCreateEventWithFlag aclrtCtxSetSysParamOpt aclrtDestroyStreamForce aclrtGetDeviceInfo aclrtGetDeviceSatMode aclrtGetLastError
-aclrtGetPrimaryCtxState aclrtGetStreamOverflowSwitch aclrtGetSysParamOpt aclrtMallocAlign32 aclrtMemsetAsync aclrtPeekAtLastError
-aclrtQueryEventStatus aclrtQueryEventWaitStatus aclrtSetDeviceSatMode aclrtSetOpExecuteTimeOut aclrtSetOpWaitTimeout
-aclrtSetStreamFailureMode aclrtSetStreamOverflowSwitch aclrtSetSysParamOpt aclrtStreamGetId aclrtStreamQuery
-aclrtSynchronizeDevice aclrtSynchronizeDeviceWithTimeout aclrtSynchronizeStreamWithTimeout
+aclGetCompileopt aclGetCompileoptSize aclGetRecentErrMsg aclQueryEventRecordedStatus aclSetCompileopt
+aclsysGetCANNVersion aclrtCreateEventWithFlag aclrtCtxSetSysParamOpt aclrtDestroyStreamForce aclrtGetDeviceInfo
+aclrtGetDeviceSatMode aclrtGetLastError aclrtGetPrimaryCtxState aclrtGetStreamOverflowSwitch aclrtGetSysParamOpt
+aclrtMallocAlign32 aclrtMemsetAsync aclrtPeekAtLastError aclrtQueryEventStatus aclrtQueryEventWaitStatus
+aclrtSetDeviceSatMode aclrtSetOpExecuteTimeOut aclrtSetOpWaitTimeout aclrtSetStreamFailureMode
+aclrtSetStreamOverflowSwitch aclrtSetSysParamOpt aclrtStreamGetId aclrtStreamQuery aclrtSynchronizeDevice
+aclrtSynchronizeDeviceWithTimeout aclrtSynchronizeStreamWithTimeout
 """.split()
 
 _HEAD = """
@@ -45,7 +46,8 @@ static err block(void **p, n_t n) { *p = aligned_alloc(512, (n + 1023) / 512 * 5
 static err handle(void **h) { *h = malloc(64); return *h ? 0 : 207001; }
 """
 
-# Functions whose results are used. Every other one is called for its effect alone, and returns 0: done.
+# Functions whose results are used, each on one line. Every other one is called for its effect alone, and returns 0:
+# done.
 _BODIES = """
 err aclrtGetDeviceCount(u32 *n) { *n = DEVICES; return 0; }
 const char *aclrtGetSocName(void) { return SOC; }
@@ -54,9 +56,11 @@ err aclrtSetDevice(i32 d) { current = d; return 0; }
 err aclrtGetCurrentContext(void **c) { static int context; *c = &context; return 0; }
 err aclrtGetPrimaryCtxState(i32 d, u32 *flags, i32 *active) { if (flags) *flags = 0; *active = 1; return 0; }
 err aclrtGetMemInfo(int kind, n_t *unused, n_t *total) { *unused = *total = MEMORY; return 0; }
-err aclrtGetDeviceInfo(u32 d, int what, i64 *v) { *v = what == 101 || what == 102 ? CUBE : what == 201 ? VECTOR : what == 202 ? 32 : what == 301 ? (i64)MEMORY : what == 302 ? L2 : 0; return 0; }
+err aclrtGetDeviceInfo(u32 d, int what, i64 *v) { *v = what == 101 || what == 102 ? CUBE : what == 201 ? VECTOR \
+    : what == 202 ? 32 : what == 301 ? (i64)MEMORY : what == 302 ? L2 : 0; return 0; }
 err aclrtGetDeviceResLimit(i32 d, int kind, u32 *v) { *v = kind ? VECTOR : CUBE; return 0; }
-err aclGetDeviceCapability(u32 d, int what, i64 *v) { *v = what == 0 ? CUBE : what == 1 ? VECTOR : what == 2 ? L2 : 0; return 0; }
+err aclGetDeviceCapability(u32 d, int what, i64 *v) { *v = what == 0 ? CUBE : what == 1 ? VECTOR \
+    : what == 2 ? L2 : 0; return 0; }
 err aclrtDeviceCanAccessPeer(i32 *can, i32 a, i32 b) { *can = 0; return 0; }
 err aclrtMalloc(void **p, n_t n, int policy) { return block(p, n); }
 err aclrtMallocAlign32(void **p, n_t n, int policy) { return block(p, n); }
@@ -64,7 +68,8 @@ err aclrtMallocHost(void **p, n_t n) { return block(p, n); }
 err aclrtFree(void *p) { free(p); return 0; }
 err aclrtFreeHost(void *p) { free(p); return 0; }
 err aclrtMemcpy(void *to, n_t room, const void *from, n_t n, int kind) { memcpy(to, from, n); return 0; }
-err aclrtMemcpyAsync(void *to, n_t room, const void *from, n_t n, int kind, void *stream) { memcpy(to, from, n); return 0; }
+err aclrtMemcpyAsync(void *to, n_t room, const void *from, n_t n, int kind, void *stream) { \
+    memcpy(to, from, n); return 0; }
 err aclrtMemset(void *to, n_t room, i32 v, n_t n) { memset(to, v, n); return 0; }
 err aclrtMemsetAsync(void *to, n_t room, i32 v, n_t n, void *stream) { memset(to, v, n); return 0; }
 err aclrtCreateStream(void **s) { return handle(s); }

@@ -226,8 +226,15 @@ def elements(*values: Any) -> Size:
 def added(costs: Sequence[Cost]) -> Cost:
     """Several kernels one after the other; types are those of the first that has matrix work."""
     first = next((c for c in costs if c.matrix != 0), costs[0] if costs else FREE)
+    flops, matrix, vector, read, write = (
+        sum(getattr(c, k) for c in costs) for k in ("flops", "matrix", "vector", "read", "write")
+    )
     return Cost(
-        *(sum(getattr(c, k) for c in costs) for k in ("flops", "matrix", "vector", "read", "write")),
+        flops,
+        matrix,
+        vector,
+        read,
+        write,
         first.dtype,
         first.wide,
         sum(c.launches for c in costs),

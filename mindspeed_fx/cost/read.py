@@ -135,7 +135,9 @@ def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
 
 class _Reader:
     def __init__(self, prefix: str):
-        self.prefix, self.found, self.values, self.groups = prefix, Calls(), {}, {}
+        self.prefix, self.found = prefix, Calls()
+        self.values: dict[Any, Any] = {}
+        self.groups: dict[Any, Any] = {}
 
     def read(self, gm: fx.GraphModule) -> Calls:
         missing, live = 0, _live(gm.graph)

@@ -29,9 +29,6 @@ MUL = (aten.mul.Tensor, aten.mul.Scalar)
 DIV = (aten.div.Tensor, aten.div.Scalar)
 
 
-TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
-
-
 VIEWS = (
     aten.view.default,
     aten.reshape.default,
@@ -106,8 +103,8 @@ def number(n: Any) -> float | int | None:
         return n.args[1]
     if is_call(n, aten.zeros.default) and list(n.args[0]) == []:
         return 0
-    if is_call(n, aten.reciprocal.default) and number(n.args[0]):
-        return 1 / number(n.args[0])
+    if is_call(n, aten.reciprocal.default) and (divisor := number(n.args[0])):
+        return 1 / divisor
     held = literal(n)
     if held is not None and held.dim() == 0 and held.dtype != torch.bool and not held.is_complex():
         with tracing.outside_tracing():
@@ -162,8 +159,8 @@ def written_down(n: Any) -> torch.Tensor | None:
 def plus_number(n: Any) -> tuple[fx.Node, float] | None:
     """(x, c) when ``n`` is x + c."""
     for x, c in operands(n, *ADD):
-        if number(c) is not None and isinstance(x, fx.Node):
-            return x, number(c)
+        if (added := number(c)) is not None and isinstance(x, fx.Node):
+            return x, added
     return None
 
 
@@ -178,12 +175,13 @@ def unscalings(n: Any) -> list[tuple[Any, float]]:
     while True:
         n, factor = ways[-1]
         found = next(
-            ((x, number(c)) for x, c in operands(n, *MUL) if number(c) is not None and isinstance(x, fx.Node)), None
+            ((x, scale) for x, c in operands(n, *MUL) if (scale := number(c)) is not None and isinstance(x, fx.Node)),
+            None,
         )
         if found is not None:
             ways.append((found[0], factor * found[1]))
-        elif is_call(n, *DIV) and number(n.args[1]) and not n.kwargs:
-            ways.append((n.args[0], factor / number(n.args[1])))
+        elif is_call(n, *DIV) and (divisor := number(n.args[1])) and not n.kwargs:
+            ways.append((n.args[0], factor / divisor))
         else:
             return ways
 
@@ -341,82 +339,6 @@ def _written_before(n: fx.Node, region: list[fx.Node]) -> bool:
         if reached and any(
             isinstance(value(w), torch.Tensor) and fake.storage_of(value(w)) == storage for w in written_nodes(node)
         ):
-            return False
-    return True
-
-
-def untransposed(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:
-    """(x, flag) when the matrix ``n`` is x, transposed if ``flag``; also past calls of ``through``, which keep their
-    input's shape.
-    """
-    flag = False
-    while is_call(n, *TRANSPOSES, *through):
-        if is_call(n, aten.permute.default):
-            flag ^= [d % 2 for d in n.args[1]] == [1, 0]
-        elif is_call(n, aten.transpose.int):
-            flag ^= n.args[1] % 2 != n.args[2] % 2
-        else:
-            flag ^= n.target == aten.t.default
-        n = n.args[0]
-    return n, flag
-
-
-def turned(n: Any) -> bool:
-    """Whether ``n`` has the last two dimensions of its input exchanged, and the others as they are."""
-    if is_call(n, aten.mT.default) or (is_call(n, aten.t.default) and value(n).dim() == 2):
-        return True
-    rank = value(n).dim() if is_call(n, aten.transpose.int, aten.permute.default) else 0
-    if is_call(n, aten.transpose.int):
-        return rank > 1 and {d % rank for d in n.args[1:3]} == {rank - 1, rank - 2}
-    return rank > 1 and [d % rank for d in n.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
-
-
-def copied(n: Any) -> Any:
-    """x when ``n`` is x stored in another order, as :func:`substitute` writes it; else ``n``."""
-    if is_call(n, aten.contiguous.default):
-        return n.args[0]
-    if (
-        is_call(n, aten.permute.default)
-        and is_call(middle := n.args[0], aten.contiguous.default)
-        and is_call(there := middle.args[0], aten.permute.default)
-    ):
-        return there.args[0] if [there.args[1][d] for d in n.args[1]] == list(range(len(n.args[1]))) else n
-    return n
-
-
-def past_copy(n: fx.Node) -> fx.Node:
-    """The node that stores ``n`` in another order, where nobody else reads ``n``; else ``n``."""
-    last = n
-    while len(last.users) == 1 and is_call(
-        user := next(iter(last.users)), aten.permute.default, aten.contiguous.default
-    ):
-        last = user
-        if copied(last) is n:
-            return last
-    return n
-
-
-def layout_is_free(node: fx.Node, becomes: torch.Tensor, depth: int = 8) -> bool:
-    """True when ``node`` may be stored as the fake tensor ``becomes`` is: every use copies or only reads elements, and
-    what it makes of them is stored as before, or free again."""
-    for user in node.users:
-        if is_call(user, aten.contiguous.default, aten.linear.default):
-            continue
-        if depth == 0 or not is_call(
-            user,
-            *ADD,
-            *MUL,
-            aten.clone.default,
-            aten.reshape.default,
-            aten.transpose.int,
-            aten.permute.default,
-            aten.to.dtype,
-        ):
-            return False
-        args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: becomes if n is node else n.meta["val"])
-        with fake.fake_like(value(user)), torch.no_grad():
-            made = user.target(*args, **kwargs)
-        if fake.layout(made) != fake.layout(value(user)) and not layout_is_free(user, made, depth - 1):
             return False
     return True
 

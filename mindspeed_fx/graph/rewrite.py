@@ -10,7 +10,8 @@ import torch.fx as fx
 from mindspeed_fx.compat import fake, inductor
 from mindspeed_fx.graph.annotate import annotate
 from mindspeed_fx.graph.edit import drop_dead, release
-from mindspeed_fx.graph.match import hint, layout_is_free, value
+from mindspeed_fx.graph.layout import layout_is_free
+from mindspeed_fx.graph.match import hint, value
 
 aten = torch.ops.aten
 

@@ -79,7 +79,7 @@ class Operator:
         self.sharding = rule
         return rule
 
-    def lower(self, target: str) -> Callable[[Callable], Callable]:
+    def lower(self, target: str) -> Callable[..., Callable[[Callable], Callable]]:
         """Decorator: the function is a kernel for ``target``; ``lower.supports`` is set by the caller."""
 
         def add(
@@ -100,7 +100,7 @@ class Operator:
 
         With ``codegen`` the alternative is generated code, and only kernels that beat it are taken.
         """
-        reasons = []
+        reasons: list[str] = []
         for lowering in self.lowerings.get(target, ()):
             reason = lowering.supports(*args, **kwargs)
             if reason is None and codegen and not lowering.beats_codegen:

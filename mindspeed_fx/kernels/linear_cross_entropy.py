@@ -68,8 +68,11 @@ def linear_cross_entropy(
     )[0]
 
 
+_DEFAULTED = INPUTS.replace("index", "index=-100")
+for _setting in ("smoothing", "z_loss", "softcap"):
+    _DEFAULTED = _DEFAULTED.replace(_setting, f"{_setting}=0.0")
 LIBRARY.define(
-    f"linear_cross_entropy({INPUTS.replace('index', 'index=-100').replace('smoothing', 'smoothing=0.0').replace('z_loss', 'z_loss=0.0').replace('softcap', 'softcap=0.0')}, str reduction='mean') -> Tensor",
+    f"linear_cross_entropy({_DEFAULTED}, str reduction='mean') -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")

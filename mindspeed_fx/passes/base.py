@@ -20,6 +20,7 @@ import hashlib
 import inspect
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import torch.fx as fx
@@ -86,8 +87,7 @@ class Pass:
     def source_hash(self) -> str:
         """Changes with the source of the file that defines the pass, so that compile caches miss."""
         try:
-            with open(inspect.getsourcefile(self.run), "rb") as file:
-                text = file.read()
+            text = Path(str(inspect.getsourcefile(self.run))).read_bytes()
         except (OSError, TypeError):  # typed into an interpreter, or an object that can be called: the code itself
             code = (self.run if hasattr(self.run, "__code__") else type(self.run).__call__).__code__
             text = code.co_code + repr((code.co_consts, code.co_names)).encode()
@@ -133,15 +133,15 @@ def register(
         raise PassError(f'pass "{name}" has stage {stage!r}; valid: {", ".join(STAGES)}')
     if level not in (0, 1, 2, 3):
         raise PassError(f'pass "{name}" has level {level!r}; valid: 0, 1, 2, or 3 for on request only')
-    around = []
+    around: dict[str, tuple[str, ...]] = {}
     for word, value in (("before", before), ("after", after)):
         names = (value,) if isinstance(value, str) else value
         if not isinstance(names, (tuple, list)) or not all(isinstance(v, str) for v in names):
             raise PassError(f'pass "{name}" has {word} {value!r}; it takes names of passes')
-        around.append(tuple(names))
+        around[word] = tuple(names)
 
     def wrap(run: Callable) -> Callable:
-        _REGISTERED[name] = Pass(name, stage, level, exact, *around, run)
+        _REGISTERED[name] = Pass(name, stage, level, exact, around["before"], around["after"], run)
         return run
 
     return wrap

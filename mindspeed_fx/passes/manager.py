@@ -41,82 +41,52 @@ class Entry(NamedTuple):
 
 # fmt: off
 PASSES = (
-    Entry("fusion.grouped_matmul",               "captured",    1, CLOSE, "products per expert, which nothing below "
-                                                                          "takes apart"),
-    Entry("fusion.moe_permute",                  "captured",    1, CLOSE, "sorted tokens, before anything reads their "
-                                                                          "indexing as something else"),
-    Entry("fusion.gathered_experts",             "captured",    1, CLOSE, "weights gathered per token, which "
-                                                                          "moe_permute left"),
-    Entry("canonicalize.autograd_function",      "captured",    1, CLOSE, "custom functions become plain operators "
-                                                                          "that all below can read"),
-    Entry("fusion.clipped_swiglu",               "captured",    1, CLOSE, "reads clamps and a gate that silu would "
-                                                                          "take for itself"),
-    Entry("canonicalize.gelu",                   "captured",    1, CLOSE, "one call for every spelling of GELU, for "
-                                                                          "geglu and experts"),
-    Entry("fusion.layer_norm",                   "captured",    1, CLOSE, "before rms_norm, which is what is left of "
-                                                                          "it without a mean"),
-    Entry("fusion.merged_linear",                "captured",    3, CLOSE, "before what reads the results of the layers "
-                                                                          "it joins"),
-    Entry("fusion.one_hot_dispatch",             "captured",    1, CLOSE, "one-hot products become rows at their places"),
-    Entry("fusion.rms_norm",                     "captured",    1, CLOSE, "after layer_norm; before qk_norm_rope and "
-                                                                          "the sums"),
-    Entry("fusion.rope",                         "captured",    1, CLOSE, "before additions are joined with norms, "
-                                                                          "which may read rotated halves"),
-    Entry("fusion.add_layer_norm",               "captured",    1, CLOSE, "joins a residual addition with the "
-                                                                          "layer_norm found above"),
-    Entry("fusion.add_rms_norm",                 "captured",    1, CLOSE, "joins a residual addition with the rms_norm "
-                                                                          "found above"),
-    Entry("fusion.dropout_add",                  "captured",    1, EXACT, "after the sums with norms: an addition is "
-                                                                          "joined once"),
-    Entry("fusion.qk_norm_rope",                 "captured",    1, CLOSE, "joins the rms_norm and the rope found above"),
+    Entry("fusion.grouped_matmul",               "captured",    1, CLOSE, "products per expert stay whole below"),
+    Entry("fusion.moe_permute",                  "captured",    1, CLOSE, "sorted tokens, before others misread them"),
+    Entry("fusion.gathered_experts",             "captured",    1, CLOSE, "weights per token, which moe_permute left"),
+    Entry("canonicalize.autograd_function",      "captured",    1, CLOSE, "spells out custom functions for all below"),
+    Entry("fusion.clipped_swiglu",               "captured",    1, CLOSE, "clamps and a gate, before silu takes it"),
+    Entry("canonicalize.gelu",                   "captured",    1, CLOSE, "one spelling of GELU for geglu and experts"),
+    Entry("fusion.layer_norm",                   "captured",    1, CLOSE, "before rms_norm: the same without a mean"),
+    Entry("fusion.merged_linear",                "captured",    3, CLOSE, "before what reads the layers it joins"),
+    Entry("fusion.one_hot_dispatch",             "captured",    1, CLOSE, "one-hot products become indexed rows"),
+    Entry("fusion.rms_norm",                     "captured",    1, CLOSE, "after layer_norm, before what joins it"),
+    Entry("fusion.rope",                         "captured",    1, CLOSE, "before norms join sums of rotated halves"),
+    Entry("fusion.add_layer_norm",               "captured",    1, CLOSE, "a residual sum and the layer_norm above"),
+    Entry("fusion.add_rms_norm",                 "captured",    1, CLOSE, "a residual sum and the rms_norm above"),
+    Entry("fusion.dropout_add",                  "captured",    1, EXACT, "after norms: an addition is joined once"),
+    Entry("fusion.qk_norm_rope",                 "captured",    1, CLOSE, "joins the rms_norm and rope found above"),
     Entry("canonicalize.silu",                   "captured",    1, CLOSE, "after clipped_swiglu, for swiglu"),
     Entry("canonicalize.softmax",                "captured",    1, CLOSE, "one softmax for attention and for losses"),
     Entry("fusion.attention",                    "captured",    1, CLOSE, "reads scores around the softmax"),
-    Entry("fusion.cross_entropy",                "captured",    1, CLOSE, "reads picked log-probabilities of the "
-                                                                          "softmax"),
-    Entry("fusion.linear_cross_entropy",         "captured",    1, CLOSE, "joins the cross-entropy with the layer that "
-                                                                          "makes the logits"),
-    Entry("fusion.scaled_masked_softmax",        "captured",    1, CLOSE, "what attention left: weights that the model "
-                                                                          "returns"),
+    Entry("fusion.cross_entropy",                "captured",    1, CLOSE, "picked log-probabilities of the softmax"),
+    Entry("fusion.linear_cross_entropy",         "captured",    1, CLOSE, "joins cross-entropy and the logits' layer"),
+    Entry("fusion.scaled_masked_softmax",        "captured",    1, CLOSE, "what attention left: returned weights"),
     Entry("fusion.swiglu",                       "captured",    1, CLOSE, "reads the silu found above"),
     Entry("fusion.activation",                   "captured",    1, CLOSE, "activations that no gate has taken"),
     Entry("fusion.glu",                          "captured",    1, CLOSE, "gates other than swiglu's"),
-    Entry("fusion.weighted_swiglu",              "captured",    1, CLOSE, "multiplies the swiglu found above by a "
-                                                                          "weight per row"),
-    Entry("canonicalize.npu_attention",          "captured",    0, EXACT, "calls of torch_npu's attention, told once "
-                                                                          "fusion is done"),
+    Entry("fusion.weighted_swiglu",              "captured",    1, CLOSE, "the swiglu above, times a weight per row"),
+    Entry("canonicalize.npu_attention",          "captured",    0, EXACT, "torch_npu's attention, once fusion is done"),
     Entry("canonicalize.varlen_attention",       "captured",    0, CLOSE, "torch's varlen_attn becomes ours"),
-    Entry("fusion.dropout_add_seeded",           "captured",    1, CLOSE, "the dropout_add found above, with a mask "
-                                                                          "that is drawn and not stored"),
-    Entry("sharding.constraint",                 "captured",    0, EXACT, "the plan's edges, on the operators that "
-                                                                          "fusion made"),
-    Entry("sharding.token_dispatch",             "captured",    0, EXACT, "the mixtures whose tokens travel, at their "
-                                                                          "edges"),
+    Entry("fusion.dropout_add_seeded",           "captured",    1, CLOSE, "dropout_add with a mask drawn, not stored"),
+    Entry("sharding.constraint",                 "captured",    0, EXACT, "the plan's edges, on what fusion made"),
+    Entry("sharding.token_dispatch",             "captured",    0, EXACT, "edges of mixtures whose tokens travel"),
     Entry("fusion.linear_cross_entropy_backward", "joint",      1, CLOSE, "needs the backward that autograd made"),
-    Entry("sharding.regather",                   "joint",       0, EXACT, "marks gathers that the backward makes "
-                                                                          "again, before they are judged"),
+    Entry("sharding.regather",                   "joint",       0, EXACT, "marks gathers made again, before judgement"),
     Entry("sharding.verify",                     "joint",       0, EXACT, "reads the collectives of both directions"),
     Entry("recompute.budget",                    "partition",   0, EXACT, "a memory budget, if one is given"),
-    Entry("recompute.pointwise",                 "partition",   2, EXACT, "on cpu, if neither budget nor policy is "
-                                                                          "given"),
+    Entry("recompute.pointwise",                 "partition",   2, EXACT, "on cpu, without a budget or a policy"),
     Entry("recompute.policy",                    "partition",   0, EXACT, "a named policy, if one is given"),
-    Entry("lowering.bool_collectives",           "partitioned", 0, EXACT, "before collectives are scheduled: they "
-                                                                          "change type"),
-    Entry("lowering.main_grad",                  "partitioned", 0, EXACT, "gradients written in place, before they are "
-                                                                          "scheduled"),
-    Entry("lowering.onednn",                     "partitioned", 1, CLOSE, "weight gradients, before products are "
-                                                                          "divided"),
-    Entry("overlap.split",                       "partitioned", 2, EXACT, "frees the two products of a linear's "
-                                                                          "backward to move apart"),
-    Entry("overlap.mc2",                         "partitioned", 2, CLOSE, "a product and its collective in one "
-                                                                          "operator, before chunks are tried"),
+    Entry("lowering.bool_collectives",           "partitioned", 0, EXACT, "collectives change type before scheduling"),
+    Entry("lowering.main_grad",                  "partitioned", 0, EXACT, "in-place gradients, before scheduling"),
+    Entry("lowering.onednn",                     "partitioned", 1, CLOSE, "weight gradients, while products are whole"),
+    Entry("overlap.split",                       "partitioned", 2, EXACT, "frees a linear's two backward products"),
+    Entry("overlap.mc2",                         "partitioned", 2, CLOSE, "product and collective fused before chunks"),
     Entry("overlap.mc2_experts",                 "partitioned", 2, CLOSE, "the same for the products of experts"),
-    Entry("overlap.step",                        "partitioned", 0, EXACT, "optimizer steps in place, before they are "
-                                                                          "bucketed"),
+    Entry("overlap.step",                        "partitioned", 0, EXACT, "in-place optimizer steps, before bucketing"),
     Entry("overlap.symmetric_memory",            "partitioned", 2, CLOSE, "mc2 of torch on cuda"),
     Entry("overlap.decompose",                   "partitioned", 2, CLOSE, "products and collectives in chunks"),
-    Entry("overlap.bucket",                      "partitioned", 2, EXACT, "collectives that go together, after chunks "
-                                                                          "are settled"),
+    Entry("overlap.bucket",                      "partitioned", 2, EXACT, "collectives that go together, after chunks"),
     Entry("overlap.schedule",                    "partitioned", 2, EXACT, "the order of all that is there now"),
     Entry("sharding.recognize",                  "partitioned", 0, EXACT, "reads what is sent in the end"),
 )
@@ -172,7 +142,8 @@ def _sorted(waits: dict[str, set[str]], preferred: list[str]) -> list[str]:
         sorter.prepare()
     except graphlib.CycleError as error:
         raise PassError(f"passes wait for each other in a circle: {', '.join(error.args[1])}") from None
-    free, found = set(), []
+    free: set[str] = set()
+    found: list[str] = []
     while sorter.is_active():
         free.update(sorter.get_ready())
         first = min(free, key=preferred.index)

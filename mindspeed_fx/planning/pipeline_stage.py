@@ -226,17 +226,7 @@ def pipeline_stage(
     arguments.check_callable("pipeline_stage", "init", init, optional=True)
     arguments.check_whole("pipeline_stage", "seed", seed, least=0)
     arguments.check_options("pipeline_stage", options)
-    names = mesh.mesh_dim_names or ()
-    if "pp" not in names:
-        raise ShardingError(
-            'pipeline_stage needs a mesh dimension "pp"; the mesh has '
-            f"{', '.join(names) or 'no names: give init_device_mesh mesh_dim_names'}"
-        )
-    if plan is not None:
-        plan = plan_for("pipeline_stage", plan, model)
-        if unsupported := getattr(plan, "unsupported", None):
-            raise ShardingError(f'plan "{plan.name}" cannot be executed: {"; ".join(unsupported)}')
-        check_mesh(inside(plan), names)
+    names, plan = _check_plan(model, mesh, plan)
     count, inner = mesh["pp"].size(), tuple(d for d in names if d != "pp")
     layers_of(model, count)
     if microbatches is None:
@@ -262,6 +252,22 @@ def pipeline_stage(
     )
     received, sent = stage.examples()
     return PipelineStage(stage, index, count, device, input_args=received, output_args=sent, group=mesh.get_group("pp"))
+
+
+def _check_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None) -> tuple[tuple[str, ...], Plan | None]:
+    """Names of the mesh dimensions, "pp" among them, and the plan, which fits them."""
+    names = mesh.mesh_dim_names or ()
+    if "pp" not in names:
+        raise ShardingError(
+            'pipeline_stage needs a mesh dimension "pp"; the mesh has '
+            f"{', '.join(names) or 'no names: give init_device_mesh mesh_dim_names'}"
+        )
+    if plan is not None:
+        plan = plan_for("pipeline_stage", plan, model)
+        if unsupported := getattr(plan, "unsupported", None):
+            raise ShardingError(f'plan "{plan.name}" cannot be executed: {"; ".join(unsupported)}')
+        check_mesh(inside(plan), names)
+    return names, plan
 
 
 def inside(plan: Plan) -> Plan:

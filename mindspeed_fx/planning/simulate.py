@@ -69,7 +69,7 @@ def simulate(
     arguments.check_sizes("simulate", mesh)
     arguments.check_options("simulate", options)
     arguments.check_call("simulate", args, kwargs, model)
-    options = Options.parse(options)
+    parsed = Options.parse(options)
     plan = plan_for("simulate", plan, model)
     check_mesh(plan, tuple(mesh))
     model = copy.deepcopy(model)
@@ -80,7 +80,9 @@ def simulate(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         found = parallelized_graph.cut(gm)
-        compilation = Compilation(options.resolve("cpu"))
+        if found is None:
+            raise ShardingError("simulate: the model reads none of its parameters")
+        compilation = Compilation(parsed.resolve("cpu"))
         compilation.sharding = found
         compilation.capture(gm)
         return lambda *given: _run(gm, found, plan, mesh, given, names, made, local_inputs)
@@ -118,11 +120,11 @@ def _run(
                 parts
                 and name is None
                 and isinstance(x, torch.Tensor)
-                and parallelized_graph.argument_name(node) is not None
+                and (argument := parallelized_graph.argument_name(node)) is not None
             ):
                 placements = parallelized_graph.input_value(node, x, found).placements
                 whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
-                found.parts[node.name] = (parallelized_graph.argument_name(node), x)
+                found.parts[node.name] = (argument, x)
                 values.append(parallelized_graph.part_value(x, *found.parts[node.name], found))
                 tensors.append(whole.to_local().requires_grad_(x.requires_grad))
                 continue

@@ -10,20 +10,30 @@ from mindspeed_fx.report.diffs import changed, diff_text, lowered_counts
 from mindspeed_fx.report.records import GraphRecord, PassRun
 
 _STYLE = """
-:root { color-scheme: light dark; --line: light-dark(#d0d7de, #3d444d); --soft: light-dark(#f6f8fa, #161b22); --bar: light-dark(#0969da, #58a6ff);
-  --add: light-dark(#dafbe1, #12361f); --del: light-dark(#ffebe9, #4a1f1d); --text: light-dark(#1f2328, #e6edf3); --back: light-dark(#fff, #0d1117); }
+:root { color-scheme: light dark;
+  --line: light-dark(#d0d7de, #3d444d); --soft: light-dark(#f6f8fa, #161b22); --bar: light-dark(#0969da, #58a6ff);
+  --add: light-dark(#dafbe1, #12361f); --del: light-dark(#ffebe9, #4a1f1d);
+  --text: light-dark(#1f2328, #e6edf3); --back: light-dark(#fff, #0d1117); }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 72rem; font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); }
+body { margin: 0 auto; padding: 1rem; max-width: 72rem;
+  font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { background: var(--soft); white-space: nowrap; } td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-pre { margin: 0; padding: .6rem; font: 12.5px/1.45 ui-monospace, monospace; overflow-x: auto; } code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
-pre span { display: block; min-width: max-content; } .add { background: var(--add); } .del { background: var(--del); } .at { opacity: .65; }
-details { border: 1px solid var(--line); border-radius: 6px; margin: .5rem 0; } summary { padding: .5rem .7rem; cursor: pointer; background: var(--soft); border-radius: 6px; }
-details > div { padding: .6rem; } .bar { background: var(--bar); height: .7rem; border-radius: 3px; min-width: 2px; } .muted { opacity: .7; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { background: var(--soft); white-space: nowrap; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+pre { margin: 0; padding: .6rem; font: 12.5px/1.45 ui-monospace, monospace; overflow-x: auto; }
+code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
+pre span { display: block; min-width: max-content; }
+.add { background: var(--add); } .del { background: var(--del); } .at { opacity: .65; }
+details { border: 1px solid var(--line); border-radius: 6px; margin: .5rem 0; }
+summary { padding: .5rem .7rem; cursor: pointer; background: var(--soft); border-radius: 6px; }
+details > div { padding: .6rem; }
+.bar { background: var(--bar); height: .7rem; border-radius: 3px; min-width: 2px; } .muted { opacity: .7; }
 .bars { width: 45%; } @media (max-width: 600px) { .bars { display: none; } }
-.facts { display: flex; flex-wrap: wrap; gap: .5rem; padding: 0; list-style: none; } .facts li { border: 1px solid var(--line); border-radius: 6px; padding: .3rem .7rem; }
+.facts { display: flex; flex-wrap: wrap; gap: .5rem; padding: 0; list-style: none; }
+.facts li { border: 1px solid var(--line); border-radius: 6px; padding: .3rem .7rem; }
 """
 
 
@@ -126,4 +136,5 @@ def _times(record: GraphRecord) -> str:
 def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     """A table of plain values."""
     cells = "".join("<tr>" + "".join(f"<td><code>{escape(str(c))}</code></td>" for c in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{"".join(f"<th>{escape(h)}</th>" for h in head)}</tr></thead><tbody>{cells}</tbody></table></div>'
+    heads = "".join(f"<th>{escape(h)}</th>" for h in head)
+    return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>'

@@ -139,7 +139,8 @@ def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.
                 replaced[p] = replace(f"{path}.{name}".lstrip("."), p)
             module._parameters[name] = replaced[p]
         module.__dict__["_sharded"] = {n: f"{number}:{path}.{n}" for n in own}
-        module.__class__ = _showing(type(module), tuple(own))
+        kind: Any = type(module)
+        module.__class__ = _showing(kind, tuple(own))
     return model
 
 

@@ -187,7 +187,7 @@ class Plan:
 
     def beside(self, other: "Plan") -> "Plan":
         """As the sum, for a plan that was made for ``other`` and speaks of its dimensions too."""
-        merged = {
+        merged: dict[str, Any] = {
             s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")
         }
         own = tuple(d for d in self.mesh if d not in other.mesh)
@@ -248,8 +248,8 @@ class Plan:
 
     def diff(self, other: "Plan") -> str:
         """What changes from this plan to ``other``, as a unified diff of their text; "" for equal plans."""
-        texts = [json.dumps(p.as_dict(), indent=1, sort_keys=True).splitlines() for p in (self, other)]
-        return "\n".join(difflib.unified_diff(*texts, self.name, other.name, lineterm="", n=2))
+        before, after = (json.dumps(p.as_dict(), indent=1, sort_keys=True).splitlines() for p in (self, other))
+        return "\n".join(difflib.unified_diff(before, after, self.name, other.name, lineterm="", n=2))
 
 
 def parse_placement(word: Any, where: str) -> int | None:

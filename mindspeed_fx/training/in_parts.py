@@ -48,7 +48,8 @@ class _Parts(nn.Module):
         self.module, self.parts, self.dim, self.arguments = module, parts, dim, arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs.items())
         pieces: dict[int | str, list[torch.Tensor]] = {}
         rows = None
         for name in self.arguments:

@@ -39,15 +39,49 @@ def targets(gm):
 @pytest.mark.parametrize(
     "spellings, expected",
     [
-        ([lambda x: x.pow(2), lambda x: x**2, lambda x: x * x, torch.square, lambda x: torch.pow(x, 2)], [aten.pow.Tensor_Scalar]),
+        (
+            [lambda x: x.pow(2), lambda x: x**2, lambda x: x * x, torch.square, lambda x: torch.pow(x, 2)],
+            [aten.pow.Tensor_Scalar],
+        ),
         ([lambda x: F.silu(x), lambda x: torch.nn.SiLU()(x)], [aten.silu.default]),
-        ([lambda x: x.chunk(2, -1)[0], lambda x: x.split(4, -1)[0], lambda x: torch.tensor_split(x, 2, -1)[0], lambda x: x.split([4, 4], -1)[0]], [aten.split_with_sizes.default]),
-        ([lambda x: x.double(), lambda x: x.to(torch.float64), lambda x: x.type(torch.float64), lambda x: x.to(dtype=torch.float64)], [aten.to.dtype]),
-        ([lambda x: F.dropout(x.relu(), 0.0), lambda x: F.dropout(x.relu(), 0.5, training=False), lambda x: x.relu().float(), lambda x: x.relu().contiguous(), lambda x: x.relu()], [aten.relu.default]),
-        ([lambda x: x.relu().sub_(1.0), lambda x: x.relu() - 1.0, lambda x: torch.sub(x.relu(), 1.0)], [aten.relu.default, aten.sub.Tensor]),
-        ([lambda x: torch.exp(x.relu(), out=torch.empty(3, 8)), lambda x: x.relu().exp_(), lambda x: x.relu().exp()], [aten.relu.default, aten.exp.default]),
+        (
+            [
+                lambda x: x.chunk(2, -1)[0],
+                lambda x: x.split(4, -1)[0],
+                lambda x: torch.tensor_split(x, 2, -1)[0],
+                lambda x: x.split([4, 4], -1)[0],
+            ],
+            [aten.split_with_sizes.default],
+        ),
+        (
+            [
+                lambda x: x.double(),
+                lambda x: x.to(torch.float64),
+                lambda x: x.type(torch.float64),
+                lambda x: x.to(dtype=torch.float64),
+            ],
+            [aten.to.dtype],
+        ),
+        (
+            [
+                lambda x: F.dropout(x.relu(), 0.0),
+                lambda x: F.dropout(x.relu(), 0.5, training=False),
+                lambda x: x.relu().float(),
+                lambda x: x.relu().contiguous(),
+                lambda x: x.relu(),
+            ],
+            [aten.relu.default],
+        ),
+        (
+            [lambda x: x.relu().sub_(1.0), lambda x: x.relu() - 1.0, lambda x: torch.sub(x.relu(), 1.0)],
+            [aten.relu.default, aten.sub.Tensor],
+        ),
+        (
+            [lambda x: torch.exp(x.relu(), out=torch.empty(3, 8)), lambda x: x.relu().exp_(), lambda x: x.relu().exp()],
+            [aten.relu.default, aten.exp.default],
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_spelling(spellings, expected):
     for f in spellings:
         found = [t for t in targets(graph_of(lambda x: f(x), torch.randn(3, 8))) if t is not aten.empty.memory_format]

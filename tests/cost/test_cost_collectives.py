@@ -44,11 +44,20 @@ def test_groups_across_machines_use_the_outer_network():
 @pytest.mark.parametrize(
     "name, ranks, per_node, expected",
     [
-        ("ascend910b2", 8, None, [("hccs", 8)]), ("ascend910b2", 32, None, [("hccs", 8), ("roce", 4)]), ("ascend910b2", 4, 1, [("roce", 4)]), ("ascend910b2", 8, 2, [("hccs", 2), ("roce", 4)]),
-        ("ascend910c", 2, None, [("sio", 2)]), ("ascend910c", 16, None, [("sio", 2), ("ub", 8)]), ("ascend910c", 32, None, [("sio", 2), ("ub", 8), ("supernode", 2)]), ("ascend910c", 96 * 16, None, [("sio", 2), ("ub", 8), ("supernode", 48), ("rdma", 2)]), ("ascend910c", 4, 1, [("supernode", 4)]),
-        ("ascend950pr", 32, None, [("ub", 32)]), ("ascend950pr", 4, 1, [("ub", 4)]), ("h100", 1, None, []),
+        ("ascend910b2", 8, None, [("hccs", 8)]),
+        ("ascend910b2", 32, None, [("hccs", 8), ("roce", 4)]),
+        ("ascend910b2", 4, 1, [("roce", 4)]),
+        ("ascend910b2", 8, 2, [("hccs", 2), ("roce", 4)]),
+        ("ascend910c", 2, None, [("sio", 2)]),
+        ("ascend910c", 16, None, [("sio", 2), ("ub", 8)]),
+        ("ascend910c", 32, None, [("sio", 2), ("ub", 8), ("supernode", 2)]),
+        ("ascend910c", 96 * 16, None, [("sio", 2), ("ub", 8), ("supernode", 48), ("rdma", 2)]),
+        ("ascend910c", 4, 1, [("supernode", 4)]),
+        ("ascend950pr", 32, None, [("ub", 32)]),
+        ("ascend950pr", 4, 1, [("ub", 4)]),
+        ("h100", 1, None, []),
     ],
-)  # fmt: skip
+)
 def test_placement(name, ranks, per_node, expected):
     assert [(t.name, p) for t, p in placed(ranks, hardware(name), per_node)] == expected
 

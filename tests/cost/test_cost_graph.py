@@ -103,11 +103,15 @@ def test_views_cost_nothing_and_pointwise_moves_each_tensor_once():
 @pytest.mark.parametrize(
     "function, shapes, flops",
     [
-        (lambda a, c: a @ c, [(4, 5), (5, 6)], 2 * 4 * 5 * 6), (lambda a, c: a @ c, [(2, 3, 4, 5), (2, 3, 5, 6)], 2 * 6 * 4 * 5 * 6), (torch.nn.functional.linear, [(2, 4, 5), (7, 5), (7,)], 2 * 8 * 5 * 7),
-        (lambda a, c: torch.einsum("bsh,vh->bsv", a, c), [(2, 3, 4), (5, 4)], 2 * 2 * 3 * 4 * 5), (torch.addmm, [(6,), (4, 5), (5, 6)], 2 * 4 * 5 * 6), (torch.nn.functional.conv2d, [(1, 3, 8, 8), (5, 3, 3, 3)], 2 * 5 * 36 * 27),
+        (lambda a, c: a @ c, [(4, 5), (5, 6)], 2 * 4 * 5 * 6),
+        (lambda a, c: a @ c, [(2, 3, 4, 5), (2, 3, 5, 6)], 2 * 6 * 4 * 5 * 6),
+        (torch.nn.functional.linear, [(2, 4, 5), (7, 5), (7,)], 2 * 8 * 5 * 7),
+        (lambda a, c: torch.einsum("bsh,vh->bsv", a, c), [(2, 3, 4), (5, 4)], 2 * 2 * 3 * 4 * 5),
+        (torch.addmm, [(6,), (4, 5), (5, 6)], 2 * 4 * 5 * 6),
+        (torch.nn.functional.conv2d, [(1, 3, 8, 8), (5, 3, 3, 3)], 2 * 5 * 36 * 27),
         (torch.baddbmm, [(2, 4, 6), (2, 4, 5), (2, 5, 6)], 2 * 2 * 4 * 5 * 6),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("pre_dispatch", [True, False])
 def test_products(function, shapes, flops, pre_dispatch):
     args = [torch.randn(*shape) for shape in shapes]

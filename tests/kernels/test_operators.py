@@ -237,12 +237,20 @@ def test_attention_in_blocks_computes_16_bit_inputs_in_float32(dtype):
         assert (h.double() - w).abs().max() <= 2 * torch.finfo(dtype).eps * w.abs().max()
 
 
-@pytest.mark.parametrize("seq, options, dtype, built, backward, forward", [
-    (512, {}, torch.float32, True, "C++", "C++"), (64, {"window": 8}, torch.float32, True, "C++", "C++"), (64, {"softcap": 5.0}, torch.float32, True, "C++", "C++"),
-    (512, {}, torch.float32, False, "blocks", "aten flash"), (128, {}, torch.float32, False, "aten flash", "aten flash"), (1024, {}, torch.float32, False, "aten flash", "aten flash"),
-    (512, {}, torch.bfloat16, True, "aten flash", "aten flash"), (64, {"window": 8}, torch.float32, False, "blocks", "blocks"),
-    (64, {"softcap": 5.0}, torch.bfloat16, True, "blocks", "blocks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seq, options, dtype, built, backward, forward",
+    [
+        (512, {}, torch.float32, True, "C++", "C++"),
+        (64, {"window": 8}, torch.float32, True, "C++", "C++"),
+        (64, {"softcap": 5.0}, torch.float32, True, "C++", "C++"),
+        (512, {}, torch.float32, False, "blocks", "aten flash"),
+        (128, {}, torch.float32, False, "aten flash", "aten flash"),
+        (1024, {}, torch.float32, False, "aten flash", "aten flash"),
+        (512, {}, torch.bfloat16, True, "aten flash", "aten flash"),
+        (64, {"window": 8}, torch.float32, False, "blocks", "blocks"),
+        (64, {"softcap": 5.0}, torch.bfloat16, True, "blocks", "blocks"),
+    ],
+)
 def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, built, backward, forward):
     monkeypatch.setattr(dispatcher, "onednn_beats_blas", lambda: True)
     monkeypatch.setattr(cpp, "problem", lambda: None if built else "not here")

@@ -28,10 +28,18 @@ def oracle(model, inputs, layers=2):
     return loss.detach(), {n: p.grad for n, p in state.items()}
 
 
-@pytest.mark.parametrize("config", [
-    {"tie": True}, {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}, {"bias_activation_fusion": True},
-    *(pytest.param(c, marks=pytest.mark.slow) for c in ({}, {"bias_activation_fusion": False}, {"attention_softmax_in_fp32": True})),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tie": True},
+        {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"},
+        {"bias_activation_fusion": True},
+        *(
+            pytest.param(c, marks=pytest.mark.slow)
+            for c in ({}, {"bias_activation_fusion": False}, {"attention_softmax_in_fp32": True})
+        ),
+    ],
+)
 def test_one_graph_right_gradients_exact_counts(config):
     model, inputs = tiny_gpt(**config), batch()
     expected = oracle(model, inputs)

@@ -57,11 +57,21 @@ def lowered_to(graphs):
     }
 
 
-@pytest.mark.parametrize("dtype, parts_of_one, codegen, target", [
-    (torch.bfloat16, True, "eager", "npu"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (torch.bfloat16, True, "eager", "cpu"), (torch.float32, False, "eager", "npu"), (torch.float32, False, "inductor", "cpu"), (torch.float32, True, "inductor", "cpu"),
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, parts_of_one, codegen, target",
+    [
+        (torch.bfloat16, True, "eager", "npu"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (torch.bfloat16, True, "eager", "cpu"),
+                (torch.float32, False, "eager", "npu"),
+                (torch.float32, False, "inductor", "cpu"),
+                (torch.float32, True, "inductor", "cpu"),
+            )
+        ),
+    ],
+)
 def test_weight_gradients_are_added_to_main_grad(dtype, parts_of_one, codegen, target):
     model = prepared(dtype, parts_of_one)
     reference = prepared(dtype, parts_of_one)

@@ -33,9 +33,16 @@ class Loss(nn.Module):
         ).mean()
 
 
-@pytest.mark.parametrize("kind, dtype", [
-    ("moe", torch.float32), *(pytest.param(kind, dtype, marks=pytest.mark.slow) for kind, dtype in (("gpt", torch.float32), ("gpt", torch.bfloat16), ("moe", torch.bfloat16))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("moe", torch.float32),
+        *(
+            pytest.param(kind, dtype, marks=pytest.mark.slow)
+            for kind, dtype in (("gpt", torch.float32), ("gpt", torch.bfloat16), ("moe", torch.bfloat16))
+        ),
+    ],
+)
 def test_lowered_graphs_train_as_megatron_does(kind, dtype):
     torch.manual_seed(1)
     inputs = batch()

@@ -72,7 +72,8 @@ def test_dump_layout(report, tmp_path):
     ):
         assert words in text, words
     assert json.loads((folder / "metadata.json").read_text())["counts"]["fusion.attention"] == 2
-    unchanged = f"{[r.report.name for r in report.graphs[0].runs].index('canonicalize.autograd_function'):02d}.captured.inline.autograd_function.before.py"
+    index = [r.report.name for r in report.graphs[0].runs].index("canonicalize.autograd_function")
+    unchanged = f"{index:02d}.captured.inline.autograd_function.before.py"
     assert unchanged not in names  # only passes that changed the graph have files
 
 

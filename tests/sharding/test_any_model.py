@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 import mindspeed_fx
-from mindspeed_fx.compat import dtensor
+from mindspeed_fx.compat import dtensor, strided_shards
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 
@@ -115,7 +115,7 @@ def test_every_redistribution_of_strided_shards(every):
     divided from the whole.
     """
     rows = torch.arange(64.0).view(16, 4)
-    dtensor.redistribute_strided_shards_in_order()
+    strided_shards.redistribute_strided_shards_in_order()
     with dtensor.all_ranks({"a": 2, "b": 2}) as mesh:
         flat = DTensor.from_local(dtensor.on_every_rank(rows.view(4, 4, 4)), mesh, [Replicate()] * 2, run_check=False)
         placements = itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), repeat=2)

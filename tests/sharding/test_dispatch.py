@@ -189,10 +189,16 @@ def test_runs_of_rows_go_there_and_back(lengths, chance, room):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, implementation, mesh, plan", [
-    ("Mixtral", "grouped_mm", {"ep": 2}, "ep_alltoall"), ("Qwen3Moe", "batched_mm", {"ep": 4}, "ep_alltoall"), ("Mixtral", "grouped_mm", {"dp": 2, "ep": 2}, "zero2+ep_alltoall"),
-    ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp"), ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp_sp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, implementation, mesh, plan",
+    [
+        ("Mixtral", "grouped_mm", {"ep": 2}, "ep_alltoall"),
+        ("Qwen3Moe", "batched_mm", {"ep": 4}, "ep_alltoall"),
+        ("Mixtral", "grouped_mm", {"dp": 2, "ep": 2}, "zero2+ep_alltoall"),
+        ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp"),
+        ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp_sp"),
+    ],
+)
 def test_hugging_face(kind, implementation, mesh, plan):
     from tests.sharding.test_experts import checked, hugging_face
 

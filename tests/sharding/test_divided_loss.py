@@ -69,11 +69,16 @@ def batch(rows=2, seq=5, ignored=True):
     return ids, labels
 
 
-@pytest.mark.parametrize("settings, dtype, mesh", [
-    ({"smoothing": 0.1, "softcap": 2.0, "z": 0.1}, torch.double, {"tp": 2}), pytest.param({"bias": False}, torch.double, {"tp": 4}, marks=pytest.mark.slow),
-    pytest.param({"reduction": "sum", "smoothing": 0.1}, torch.double, {"tp": 2}, marks=pytest.mark.slow), pytest.param({"z": 0.1, "frozen": True}, torch.double, {"tp": 2}, marks=pytest.mark.slow),
-    pytest.param({"smoothing": 0.2, "z": 0.01}, torch.float32, {"tp": 2}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, dtype, mesh",
+    [
+        ({"smoothing": 0.1, "softcap": 2.0, "z": 0.1}, torch.double, {"tp": 2}),
+        pytest.param({"bias": False}, torch.double, {"tp": 4}, marks=pytest.mark.slow),
+        pytest.param({"reduction": "sum", "smoothing": 0.1}, torch.double, {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"z": 0.1, "frozen": True}, torch.double, {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"smoothing": 0.2, "z": 0.01}, torch.float32, {"tp": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_and_gradients(settings, dtype, mesh):
     alike(Head(**settings).to(dtype), mesh, "tp", *batch(), tolerance=1e-10 if dtype == torch.double else 1e-5)
 

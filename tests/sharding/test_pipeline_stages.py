@@ -207,9 +207,17 @@ def worker(rank, store, sizes, plan, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes,plan,kind", [
-    ({"pp": 2}, None, "Schedule1F1B"), ({"pp": 2}, None, "ScheduleGPipe"), ({"pp": 2}, None, "ScheduleInterleavedZeroBubble"),
-    ({"pp": 2, "tp": 2}, "tp_sp", "Schedule1F1B"), ({"pp": 2, "dp": 2}, "zero2", "Schedule1F1B"), ({"pp": 2, "cp": 2}, "ulysses", "Schedule1F1B"), ({"pp": 2, "tp": 2}, "searched", "Schedule1F1B"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes,plan,kind",
+    [
+        ({"pp": 2}, None, "Schedule1F1B"),
+        ({"pp": 2}, None, "ScheduleGPipe"),
+        ({"pp": 2}, None, "ScheduleInterleavedZeroBubble"),
+        ({"pp": 2, "tp": 2}, "tp_sp", "Schedule1F1B"),
+        ({"pp": 2, "dp": 2}, "zero2", "Schedule1F1B"),
+        ({"pp": 2, "cp": 2}, "ulysses", "Schedule1F1B"),
+        ({"pp": 2, "tp": 2}, "searched", "Schedule1F1B"),
+    ],
+)
 def test_schedules_over_processes(sizes, plan, kind, tmp_path):
     mp.spawn(worker, (str(tmp_path / "store"), sizes, plan, kind), nprocs=2 * len(sizes))

@@ -52,10 +52,20 @@ def test_words_are_kept_and_compared(file, tmp_path):
         dataclasses.replace(named("zero2", small()), recompute="full") + plan
 
 
-@pytest.mark.parametrize("given,says", [
-    ({"recompute": "fully"}, 'did you mean "full"'), ({"recompute": "auto"}, "recompute is 'auto'"), ({"recompute": 1}, "recompute is 1"), ({"recompute": "full+norm"}, "joined"), ({"recompute": "norm+norm"}, "joined"),
-    ({"microbatches": 0}, "microbatches is 0"), ({"microbatches": True}, "microbatches is True"), ({"microbatches": "4"}, "microbatches is '4'"), ({"microbatches": 2.0}, "microbatches is 2.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given,says",
+    [
+        ({"recompute": "fully"}, 'did you mean "full"'),
+        ({"recompute": "auto"}, "recompute is 'auto'"),
+        ({"recompute": 1}, "recompute is 1"),
+        ({"recompute": "full+norm"}, "joined"),
+        ({"recompute": "norm+norm"}, "joined"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"microbatches": True}, "microbatches is True"),
+        ({"microbatches": "4"}, "microbatches is '4'"),
+        ({"microbatches": 2.0}, "microbatches is 2.0"),
+    ],
+)
 def test_bad_words(given, says):
     with pytest.raises(ShardingError) as error:
         Plan("mine", ("dp",), **given)

@@ -13,10 +13,19 @@ from mindspeed_fx.passes.sharding.recognize import Collective, amounts_to, descr
 from mindspeed_fx.sharding.audit import alternatives
 
 
-@pytest.mark.parametrize("counts, name", [
-    ({"all_reduce": 2}, "tp"), ({"all_gather": 2, "reduce_scatter": 2}, "tp_sp"), ({"all_gather": 4, "reduce_scatter": 2}, "tp_sp"), ({"all_to_all": 4}, "ulysses"),
-    ({"all_reduce": 2, "experts' all_to_all": 2}, "tp+ep"), ({"experts' all_to_all": 2}, "ep"), ({"all_reduce": 3}, ""), ({"all_gather": 1}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "counts, name",
+    [
+        ({"all_reduce": 2}, "tp"),
+        ({"all_gather": 2, "reduce_scatter": 2}, "tp_sp"),
+        ({"all_gather": 4, "reduce_scatter": 2}, "tp_sp"),
+        ({"all_to_all": 4}, "ulysses"),
+        ({"all_reduce": 2, "experts' all_to_all": 2}, "tp+ep"),
+        ({"experts' all_to_all": 2}, "ep"),
+        ({"all_reduce": 3}, ""),
+        ({"all_gather": 1}, ""),
+    ],
+)
 def test_names(counts, name):
     assert amounts_to(Counter(counts)) == name
 

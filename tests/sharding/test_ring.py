@@ -16,7 +16,7 @@ from mindspeed_fx.cost.ring import ring_seconds
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 from mindspeed_fx.sharding.presets import QKV, named
-from mindspeed_fx.sharding.spmd.ring import Ring
+from mindspeed_fx.sharding.spmd.ring_messages import Ring
 from tests.sharding.llama import Llama
 
 ops = torch.ops.mindspeed

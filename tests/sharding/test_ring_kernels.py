@@ -193,10 +193,20 @@ def check(kernel: str, dtype: torch.dtype, plan: str, name: str) -> None:
     assert not kernel or ops.attention_backward.default in served, "another kernel ran"
 
 
-@pytest.mark.parametrize("kernel, dtype, name", [
-    *((BLOCKS, F64, n) for n in ("causal", "softcap", "wide values")), *((BLOCKS, BF16, n) for n in ("sinks", "wide softcap")), (CPP, F32, "causal"), (CPP, F32, "sinks softcap"),
-    (FLASH, BF16, "narrow values"), (FLASH, F64, "causal mask"), (FLASH, F64, "position bias"), ("", F64, "window sinks softcap"), ("", F32, "documents"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kernel, dtype, name",
+    [
+        *((BLOCKS, F64, n) for n in ("causal", "softcap", "wide values")),
+        *((BLOCKS, BF16, n) for n in ("sinks", "wide softcap")),
+        (CPP, F32, "causal"),
+        (CPP, F32, "sinks softcap"),
+        (FLASH, BF16, "narrow values"),
+        (FLASH, F64, "causal mask"),
+        (FLASH, F64, "position bias"),
+        ("", F64, "window sinks softcap"),
+        ("", F32, "documents"),
+    ],
+)
 def test_ring(kernel, dtype, name):
     check(kernel, dtype, "ring", name)
 

@@ -110,10 +110,22 @@ def several(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("attend, ranks, overhead, computed", [
-    several(window, 4, 0, 21), (prefix, 2, 64, 39), several(prefix, 3, 0, 321), (documents, 2, 0, 6), several(documents, 4, 0, 15), several(additive, 2, 0, 49), (given_mask, 2, 64, 4), several(documents_given, 2, 64, 10), several(given_mask_of_heads, 3, 0, 300),
-    (sinks, 2, 0, None), several(sinks_in_a_window, 2, 0, 21),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "attend, ranks, overhead, computed",
+    [
+        several(window, 4, 0, 21),
+        (prefix, 2, 64, 39),
+        several(prefix, 3, 0, 321),
+        (documents, 2, 0, 6),
+        several(documents, 4, 0, 15),
+        several(additive, 2, 0, 49),
+        (given_mask, 2, 64, 4),
+        several(documents_given, 2, 64, 10),
+        several(given_mask_of_heads, 3, 0, 300),
+        (sinks, 2, 0, None),
+        several(sinks_in_a_window, 2, 0, 21),
+    ],
+)
 def test_equals_one_device(attend, ranks, overhead, computed, monkeypatch):
     """And what a window, or a mask that is known while compiling, empties is not computed: ``computed`` pairs of
     blocks.

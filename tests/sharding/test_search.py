@@ -212,10 +212,15 @@ def test_megatrons_pattern_is_recovered_where_it_is_best():
         plan.explain("layers.3.attention.q_prj")
 
 
-@pytest.mark.parametrize("mesh,batch,seq", [
-    ({"cp": 2, "tp": 2}, 1, 8192),
-    pytest.param({"dp": 2, "tp": 4}, 4, 4096, marks=pytest.mark.slow), pytest.param({"dp": 2, "cp": 2, "tp": 2}, 2, 16384, marks=pytest.mark.slow), pytest.param({"dp": 2, "tp": 2}, 64, 4096, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh,batch,seq",
+    [
+        ({"cp": 2, "tp": 2}, 1, 8192),
+        pytest.param({"dp": 2, "tp": 4}, 4, 4096, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "cp": 2, "tp": 2}, 2, 16384, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, 64, 4096, marks=pytest.mark.slow),
+    ],
+)
 def test_found_plans_run_on_all_ranks(mesh, batch, seq):
     plan = mindspeed_fx.plan(*large(batch=batch, seq=seq), mesh=mesh, hardware="ascend910b2")
     assert not plan.unsupported and plan.sizes == mesh and set(plan.gather.values()) <= {"zero2", "zero3"}
@@ -223,11 +228,17 @@ def test_found_plans_run_on_all_ranks(mesh, batch, seq):
     small_agrees(plan, dict.fromkeys(mesh, 2))
 
 
-@pytest.mark.parametrize("mesh,batch,runs,placed", [
-    ({"cp": 4, "ep": 4, "tp": 4}, 4, {"cp": 2, "ep": 2, "tp": 2}, "S(0)"), pytest.param({"ep": 4, "tp": 2}, 4, {"ep": 2, "tp": 2}, "S(0)", marks=pytest.mark.slow),
-    pytest.param({"dp": 2, "ep": 2}, 64, {"dp": 2, "ep": 2}, None, marks=pytest.mark.slow), pytest.param({"tp": 8}, 4, {"tp": 4}, "S(0)", marks=pytest.mark.slow),
-    pytest.param({"cp": 4, "ep": 4}, 4, {"cp": 2, "ep": 2}, None, marks=pytest.mark.slow), pytest.param({"dp": 2, "ep": 4, "tp": 4}, 64, {"dp": 2, "ep": 2, "tp": 2}, None, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh,batch,runs,placed",
+    [
+        ({"cp": 4, "ep": 4, "tp": 4}, 4, {"cp": 2, "ep": 2, "tp": 2}, "S(0)"),
+        pytest.param({"ep": 4, "tp": 2}, 4, {"ep": 2, "tp": 2}, "S(0)", marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "ep": 2}, 64, {"dp": 2, "ep": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"tp": 8}, 4, {"tp": 4}, "S(0)", marks=pytest.mark.slow),
+        pytest.param({"cp": 4, "ep": 4}, 4, {"cp": 2, "ep": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "ep": 4, "tp": 4}, 64, {"dp": 2, "ep": 2, "tp": 2}, None, marks=pytest.mark.slow),
+    ],
+)
 def test_found_plans_of_mixtures_run_on_all_ranks(mesh, batch, runs, placed):
     """Experts over ep, and over tp where that is better; everything else divided over ep too, and gathered."""
     sizes = dict(hidden=4096, heads=32, kv_heads=8, ffn=2048, vocab=32768, experts=64, chosen=8)
@@ -369,7 +380,7 @@ def priced(prices, layout):
     return [
         (n.name, s.ins, s.outs, prices.price(n, s, layout))
         for n in prices.problem.nodes
-        for s in prices.strategies(n, layout)
+        for s in prices.space.strategies(n, layout)
     ]
 
 
@@ -380,7 +391,8 @@ def test_an_nth_of_a_microbatch_takes_an_nth_of_its_time_at_least(mixture):
         x = Layout(1, cut, cp, ep, tp)
         each = {
             n.name: min(
-                p.forward + p.backward + p.moved for p in (prices.activations(n, s, x) for s in prices.strategies(n, x))
+                p.forward + p.backward + p.moved
+                for p in (prices.activations(n, s, x) for s in prices.space.strategies(n, x))
             )
             for n in mixture.nodes
         }
@@ -421,10 +433,17 @@ def test_plans_with_a_pipeline_run_as_stages():
         simulate(Llama(), {"pp": 2, "dp": 2, "tp": 2}, plan, *(torch.zeros(4, 16, dtype=torch.long),) * 2)
 
 
-@pytest.mark.parametrize("given,says", [
-    ({"devices": 0}, "devices is 0"), ({"mesh": {"tpp": 2}}, 'mesh dimension "tpp" (did you mean "tp"?)'), ({"mesh": {"tp": 2}, "devices": 3}, "devices is 3, and the mesh has 2"),
-    ({"devices": 2, "optimizer": "adan"}, 'did you mean "adam"'), ({"devices": 2, "hardware": "ascend911"}, 'option "hardware"'), ({"devices": 2, "memory": "60GB/s"}, 'option "memory"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given,says",
+    [
+        ({"devices": 0}, "devices is 0"),
+        ({"mesh": {"tpp": 2}}, 'mesh dimension "tpp" (did you mean "tp"?)'),
+        ({"mesh": {"tp": 2}, "devices": 3}, "devices is 3, and the mesh has 2"),
+        ({"devices": 2, "optimizer": "adan"}, 'did you mean "adam"'),
+        ({"devices": 2, "hardware": "ascend911"}, 'option "hardware"'),
+        ({"devices": 2, "memory": "60GB/s"}, 'option "memory"'),
+    ],
+)
 def test_wrong_words(given, says):
     with pytest.raises(ValueError) as error:
         mindspeed_fx.plan(Llama(), (torch.zeros(2, 8, dtype=torch.long),) * 2, **{"hardware": "h100", **given})

@@ -82,10 +82,23 @@ def test_plan_equals_one_device_with_the_fewest_collectives(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan,mesh", [
-    ("zero3+tp_sp", {"dp": 2, "tp": 2}), ("zero2+ulysses", {"dp": 2, "cp": 2}), ("ulysses+tp", {"cp": 2, "tp": 2}), ("zero1+kv_allgather+tp", {"dp": 2, "cp": 2, "tp": 2}),
-    ("tp_2d", {"tp_x": 2, "tp_y": 2}), ("zero3+tp_2d", {"dp": 2, "tp_x": 2, "tp_y": 2}), ("tp_sp", {"tp": 1}), ("ulysses", {"cp": 4}), ("ring", {"cp": 2}), ("ring", {"cp": 1}), ("zero2+ring+tp", {"dp": 2, "cp": 2, "tp": 2}), ("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan,mesh",
+    [
+        ("zero3+tp_sp", {"dp": 2, "tp": 2}),
+        ("zero2+ulysses", {"dp": 2, "cp": 2}),
+        ("ulysses+tp", {"cp": 2, "tp": 2}),
+        ("zero1+kv_allgather+tp", {"dp": 2, "cp": 2, "tp": 2}),
+        ("tp_2d", {"tp_x": 2, "tp_y": 2}),
+        ("zero3+tp_2d", {"dp": 2, "tp_x": 2, "tp_y": 2}),
+        ("tp_sp", {"tp": 1}),
+        ("ulysses", {"cp": 4}),
+        ("ring", {"cp": 2}),
+        ("ring", {"cp": 1}),
+        ("zero2+ring+tp", {"dp": 2, "cp": 2, "tp": 2}),
+        ("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
+    ],
+)
 def test_combinations(plan, mesh):
     checked(Llama().double(), mesh, plan, *batch())
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from mindspeed_fx.compat import dtensor
+from mindspeed_fx.compat import dtensor, strided_shards
 from mindspeed_fx.sharding.spmd.redistribute import _redistributed, reshape
 
 R = Replicate()
@@ -22,8 +22,8 @@ R = Replicate()
 
 @pytest.fixture(autouse=True)
 def in_order():
-    dtensor.count_strided_shards_for_real()
-    dtensor.redistribute_strided_shards_in_order()
+    strided_shards.count_strided_shards_for_real()
+    strided_shards.redistribute_strided_shards_in_order()
 
 
 def part(x: torch.Tensor, sizes: list[int], placements: list, coordinates: tuple[int, ...]) -> torch.Tensor:
@@ -80,19 +80,41 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
                 check(way, whole * summed, sizes)
 
 
-@pytest.mark.parametrize("sizes, pieces, every", [
-    ([2, 2], 2, 17), ([2, 3], 3, 37), ([2, 2, 2], 2, 1597),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (([2, 2], 2, 1), ([2, 3], 2, 1), ([3, 2], 3, 1), ([2, 2], 4, 1), ([2, 2, 2], 2, 13), ([2, 1, 3], 3, 17))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes, pieces, every",
+    [
+        ([2, 2], 2, 17),
+        ([2, 3], 3, 37),
+        ([2, 2, 2], 2, 1597),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ([2, 2], 2, 1),
+                ([2, 3], 2, 1),
+                ([3, 2], 3, 1),
+                ([2, 2], 4, 1),
+                ([2, 2, 2], 2, 13),
+                ([2, 1, 3], 3, 17),
+            )
+        ),
+    ],
+)
 def test_redistribute(sizes, pieces, every):
     redistributed(sizes, pieces, every)
 
 
 # On three mesh dimensions it failed once within the whole suite (a RuntimeError in the view of a gradient) and never
 # alone: what other tests leave in the process is not found yet, so this case is in the slow tier.
-@pytest.mark.parametrize("sizes, placements", [
-    ([2, 2], [Shard(1), Shard(1)]), ([2, 3], [Shard(1), Shard(1)]), ([2, 2], [Shard(0), Shard(1)]), ([2, 2], [Shard(1), Shard(0)]), pytest.param([2, 2, 2], [Shard(0), Shard(1), Shard(1)], marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes, placements",
+    [
+        ([2, 2], [Shard(1), Shard(1)]),
+        ([2, 3], [Shard(1), Shard(1)]),
+        ([2, 2], [Shard(0), Shard(1)]),
+        ([2, 2], [Shard(1), Shard(0)]),
+        pytest.param([2, 2, 2], [Shard(0), Shard(1), Shard(1)], marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("batch", [2, 4])
 def test_tokens_of_sequences_and_back(sizes, placements, batch):
     """And the gradients of both views."""

@@ -20,14 +20,31 @@ def worker(rank, store, scenarios):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("scenarios", [
-    pytest.param("checkpoints meta eagerly explained".split(), id="parallelize", marks=pytest.mark.slow),
-    pytest.param(["recomputed"], id="recomputed", marks=pytest.mark.slow),
-    pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
-    pytest.param(["searched"], id="searched", marks=pytest.mark.slow),
-    # a process group remembers the order of collectives of a graph, so that one model by two code generators needs two
-    *[pytest.param([name], id=name, marks=pytest.mark.slow) for name in ("divided_loss", "divided_loss_in_generated_code", "masks", "masks_in_generated_code", "experts", "experts_in_generated_code", "travelling", "travelling_is_verified", "travelling_in_generated_code", "travelling_in_fixed_splits")],
-    pytest.param(["generated_code"], id="codegen", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "scenarios",
+    [
+        pytest.param("checkpoints meta eagerly explained".split(), id="parallelize", marks=pytest.mark.slow),
+        pytest.param(["recomputed"], id="recomputed", marks=pytest.mark.slow),
+        pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
+        pytest.param(["searched"], id="searched", marks=pytest.mark.slow),
+        # a process group remembers the order of collectives of a graph: one model by two code generators needs two
+        *[
+            pytest.param([name], id=name, marks=pytest.mark.slow)
+            for name in (
+                "divided_loss",
+                "divided_loss_in_generated_code",
+                "masks",
+                "masks_in_generated_code",
+                "experts",
+                "experts_in_generated_code",
+                "travelling",
+                "travelling_is_verified",
+                "travelling_in_generated_code",
+                "travelling_in_fixed_splits",
+            )
+        ],
+        pytest.param(["generated_code"], id="codegen", marks=pytest.mark.slow),
+    ],
+)
 def test_scenarios(scenarios, tmp_path):
     mp.spawn(worker, (str(tmp_path / "store"), scenarios), nprocs=2)

@@ -59,10 +59,24 @@ def several(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("plan,mesh", [
-    several("tp", {"tp": 2}), several("tp_2d", {"tp_x": 2, "tp_y": 2}), ("tp_sp", {"tp": 2}), several("ulysses", {"cp": 2}), several("ring", {"cp": 4}), several("kv_allgather", {"cp": 2}), several("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
-    several("zero1", {"dp": 2}), several("zero2", {"dp": 2}), several("zero3", {"dp": 2}), several("zero3+tp_sp", {"dp": 2, "tp": 2}), several("zero2+ulysses", {"dp": 2, "cp": 2}), several("zero2+ring+tp", {"dp": 2, "cp": 2, "tp": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan,mesh",
+    [
+        several("tp", {"tp": 2}),
+        several("tp_2d", {"tp_x": 2, "tp_y": 2}),
+        ("tp_sp", {"tp": 2}),
+        several("ulysses", {"cp": 2}),
+        several("ring", {"cp": 4}),
+        several("kv_allgather", {"cp": 2}),
+        several("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
+        several("zero1", {"dp": 2}),
+        several("zero2", {"dp": 2}),
+        several("zero3", {"dp": 2}),
+        several("zero3+tp_sp", {"dp": 2, "tp": 2}),
+        several("zero2+ulysses", {"dp": 2, "cp": 2}),
+        several("zero2+ring+tp", {"dp": 2, "cp": 2, "tp": 2}),
+    ],
+)
 def test_named_plans_send_no_more_than_they_need(verified, plan, mesh):
     """And of the collectives of a layer there are as many, of as many bytes, as the plan's own arithmetic says."""
     report = verified(plan, mesh)

@@ -85,7 +85,7 @@ def test_reductions_without_dimensions_are_explained_and_written(name, tmp_path)
 
 
 def test_reductions_of_an_input_without_dimensions(tmp_path, monkeypatch):
-    monkeypatch.setattr("mindspeed_fx.compat.structured_tracing", lambda: True)
+    monkeypatch.setattr("mindspeed_fx.compat.structured_trace.structured_tracing", lambda: True)
 
     def f(x):
         return x.sum() * x.mean() + x.logsumexp(0) + x.std(unbiased=False) * 0

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, programs, rows, warps
-from mindspeed_fx.kernels.triton.rms_norm import SPLIT, TILE, whole_rows
+from mindspeed_fx.kernels.triton.launch import launch, programs, rows
+from mindspeed_fx.kernels.triton.layer_norm_parameter_gradients import parameter_gradients
+from mindspeed_fx.kernels.triton.rms_norm import SPLIT, whole_rows
 
 FORWARD_WHOLE, BACKWARD_WHOLE = 2**15, 4096
 """Bytes and elements of the widest row kept in registers: the backward holds two rows of sums beside it."""
@@ -234,52 +235,6 @@ def layer_norm_backward_wide(
             tl.store(dx_ptr + base * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
-def layer_norm_parameter_gradients(
-    g_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dw_ptr,
-    db_ptr,
-    count,
-    chunks,
-    N: tl.constexpr,
-    G_STRIDE: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    NEED_WEIGHT: tl.constexpr,
-    NEED_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Rows dealt out over ``chunks``: chunk c sums rows c * ROWS, (c + chunks) * ROWS ... of one column block."""
-    BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    lines = tl.arange(0, ROWS)
-    for item in range(tl.program_id(0), chunks * BLOCKS, tl.num_programs(0)):
-        chunk = item // BLOCKS
-        cols = (item % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        dw = tl.zeros([ROWS, BLOCK], tl.float32)
-        db = tl.zeros([ROWS, BLOCK], tl.float32)
-        for first in range(chunk * ROWS, count, chunks * ROWS):
-            base = tl.cast(first, tl.int64)
-            there = lines < count - first
-            mask = there[:, None] & (cols < N)
-            g = tl.load(g_ptr + base * G_STRIDE + lines[:, None] * G_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
-            if NEED_WEIGHT:
-                x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0).to(
-                    tl.float32
-                )
-                mean = tl.load(mean_ptr + base + lines, mask=there, other=0.0)[:, None]
-                dw += g * ((x - mean) * tl.load(rstd_ptr + base + lines, mask=there, other=0.0)[:, None])
-            if NEED_BIAS:
-                db += g
-        cols = (item % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-        if NEED_WEIGHT:
-            tl.store(dw_ptr + chunk * N + cols, tl.sum(dw, axis=0), mask=cols < N)
-        if NEED_BIAS:
-            tl.store(db_ptr + chunk * N + cols, tl.sum(db, axis=0), mask=cols < N)
-
-
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``mindspeed::layer_norm``: y [..., hidden] contiguous, mean and rstd [..., 1] float32 of x [..., hidden]."""
     y, _, mean, rstd = normalize(x, None, weight, bias, eps)
@@ -400,41 +355,9 @@ def gradients(
             **constants,
             BLOCK=SPLIT // 2,
         )
-        dw, db = _parameter_gradients(g, lines, mean, rstd, dx, needs)
+        dw, db = parameter_gradients(g, lines, mean, rstd, dx, needs)
     return (
         dx,
         dw.sum(0).to(weight.dtype) if need_weight else x.new_empty(0),
         db.sum(0) if need_bias else x.new_empty(0, dtype=torch.float32),
     )
-
-
-def _parameter_gradients(
-    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, unused: Tensor, needs: dict[str, bool]
-) -> tuple[Tensor, Tensor]:
-    """Partial sums [chunks, hidden] of both gradients, where one program cannot hold a whole row of them."""
-    count, n = x.shape
-    tile = {"ROWS": 4, "BLOCK": TILE // 4}
-    blocks, num_warps = -(-n // tile["BLOCK"]), warps(TILE)
-    grid = programs(x, blocks * -(-count // tile["ROWS"]), num_warps, 32)
-    chunks = max(1, grid // blocks)
-    dw, db = (x.new_empty((chunks if need else 0, n), dtype=torch.float32) for need in needs.values())
-    sums = (t if need else unused for t, need in zip((dw, db), needs.values()))
-    if any(needs.values()):
-        launch(
-            layer_norm_parameter_gradients,
-            grid,
-            g,
-            x,
-            mean,
-            rstd,
-            *sums,
-            count,
-            chunks,
-            num_warps=num_warps,
-            N=n,
-            G_STRIDE=g.stride(0),
-            X_STRIDE=x.stride(0),
-            **needs,
-            **tile,
-        )
-    return dw, db

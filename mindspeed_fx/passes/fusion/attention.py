@@ -23,6 +23,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.layout import is_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion.analysis import kv_heads
@@ -299,4 +300,4 @@ def _from_a_stream(n: fx.Node) -> bool:
 
 
 def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
-    return n.args[0] if match.turned(n) else rewrite.insert(gm, before, aten.transpose.int, (n, -2, -1))
+    return n.args[0] if is_transpose(n) else rewrite.insert(gm, before, aten.transpose.int, (n, -2, -1))

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fake, partitioner
 from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.layout import TRANSPOSES, untransposed
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion.analysis.loss_head import acts_on_rows
@@ -172,7 +173,7 @@ def _products(end: fx.Node) -> Products | str:
         elif match.is_call(user, aten.mm.default) and user.args[1] is end and weight is None:
             weight = (user, True)
         elif (
-            match.is_call(user, *match.TRANSPOSES)
+            match.is_call(user, *TRANSPOSES)
             and len(user.users) == 1
             and match.is_call(product := next(iter(user.users)), aten.mm.default)
             and product.args[0] is user
@@ -209,18 +210,18 @@ def _linear(logits: fx.Node) -> tuple[fx.Node, tuple[fx.Node, bool], fx.Node] | 
     if n.kwargs:
         return None
     hidden, matrix = n.args[-2:]
-    return hidden, match.untransposed(matrix, *COPIES), n
+    return hidden, untransposed(matrix, *COPIES), n
 
 
 def _other_operands(found: Products, hidden: fx.Node, weight: tuple[fx.Node, bool]) -> str | None:
     """Why the products of the backward are not with ``hidden`` and ``weight``; None when they are."""
     matrix, transposed = weight
-    if found.hidden is not None and match.untransposed(found.hidden.args[1], *COPIES) != (matrix, not transposed):
+    if found.hidden is not None and untransposed(found.hidden.args[1], *COPIES) != (matrix, not transposed):
         return f"{found.hidden.name} multiplies the gradient of the logits with another matrix than the forward"
     if found.weight is not None:
         product, swapped = found.weight
-        x, flag = match.untransposed(product.args[0 if swapped else 1], *COPIES)
-        if (x, flag ^ swapped) != match.untransposed(hidden, *COPIES):
+        x, flag = untransposed(product.args[0 if swapped else 1], *COPIES)
+        if (x, flag ^ swapped) != untransposed(hidden, *COPIES):
             return f"{product.name} multiplies the gradient of the logits with another tensor than the forward"
     return None
 

@@ -84,9 +84,8 @@ def _bias(node: fx.Node) -> Any:
 def _refused(group: Sequence[fx.Node]) -> str | None:
     weights, biases = [n.args[1] for n in group], [_bias(n) for n in group]
     if len({match.value(w).dtype for w in weights}) > 1 or any(match.value(w).dim() != 2 for w in weights):
-        return f"the weights are {', '.join(f'{match.value(w).dtype} {tuple(match.value(w).shape)}' for w in weights)}; matrices of one type can be joined".replace(
-            "torch.", ""
-        )
+        shown = ", ".join(f"{match.value(w).dtype} {tuple(match.value(w).shape)}" for w in weights)
+        return f"the weights are {shown}; matrices of one type can be joined".replace("torch.", "")
     if any(b is None for b in biases) != all(b is None for b in biases):
         return "some have a bias and some none"
     if any(w.meta["needs_grad"] != weights[0].meta["needs_grad"] for w in weights):

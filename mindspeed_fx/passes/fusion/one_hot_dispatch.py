@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.layout import untransposed
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
@@ -92,7 +93,7 @@ def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, f
     matrix, rows = node.args
     if match.value(matrix).dim() != 2 or match.value(rows).dim() != 2 or not match.is_float(rows):
         return
-    matrix, turned = match.untransposed(matrix)
+    matrix, turned = untransposed(matrix)
     if not match.is_call(matrix, *match.VIEWS):
         return
     weights = matrix.args[0]

@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.layout import before_copy
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import find
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
@@ -59,7 +60,7 @@ def _found(rope: fx.Node) -> Found | str | None:
     whole = part.source if part is not None and part.dim == match.value(turned).dim() - 1 else turned
     moves, copies, last = [], [], whole
     while True:
-        if (plain := match.copied(last)) is not last:
+        if (plain := before_copy(last)) is not last:
             while last is not plain:
                 copies.append(last)
                 last = last.args[0]
@@ -68,7 +69,7 @@ def _found(rope: fx.Node) -> Found | str | None:
             last = last.args[0]
         else:
             break
-    if any(_normalized(match.copied(a)) and len(a.users) > 1 for a, _ in match.operands(last, aten.mul.Tensor)):
+    if any(_normalized(before_copy(a)) and len(a.users) > 1 for a, _ in match.operands(last, aten.mul.Tensor)):
         return "what the norm makes before its weight is used elsewhere in the model"
     if not _normalized(last):
         return None
@@ -156,9 +157,8 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, found: Found
     made = rewrite.insert(gm, root, ops.qk_norm_rope.default, args)
     new = rewrite.insert(gm, root, match.operator.getitem, (made, 0))
     if match.value(new).dtype != match.value(rope).dtype:
-        return f"the rotation is computed in {match.value(rope).dtype} from a norm in {match.value(norm)[0].dtype}".replace(
-            "torch.", ""
-        )
+        types = f"in {match.value(rope).dtype} from a norm in {match.value(norm)[0].dtype}".replace("torch.", "")
+        return f"the rotation is computed {types}"
     if reason := _unpaid(args, made, context):
         return reason
     report.rewrites.append(site(OPERATOR, root, region))

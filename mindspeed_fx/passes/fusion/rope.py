@@ -22,6 +22,7 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion.analysis.element_exprs import Lanes, Sum, TooWide
+from mindspeed_fx.passes.fusion.emit.element_exprs import build
 
 NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.addcmul.default)
@@ -265,11 +266,11 @@ def _rewrite_lanes(gm: fx.GraphModule, lanes: Lanes, rotation: Rotation) -> list
     inputs = [n for n, _ in lanes.tensors]
     if reason := match.unsafe(region, inputs):
         raise Miss(reason)
-    x = lanes.build(gm, root, rotation.x)
+    x = build(lanes, gm, root, rotation.x)
     lead = shape[: len(shape) - dims]
     if x is None or list(match.value(x).shape[:-1]) != lead:
         raise Miss(f"what is turned has shape {tuple(match.value(turned).shape)} and the result {tuple(shape)}")
-    cos, sin = (lanes.build(gm, root, angles) for angles in (rotation.cos, rotation.sin))
+    cos, sin = (build(lanes, gm, root, angles) for angles in (rotation.cos, rotation.sin))
     if cos is None or sin is None:
         raise Miss("cos and sin are not made of a few parts of tensors")
     if any(match.value(a).numel() > match.value(x).numel() for a in (cos, sin)):
@@ -280,7 +281,7 @@ def _rewrite_lanes(gm: fx.GraphModule, lanes: Lanes, rotation: Rotation) -> list
         sums = lanes.lanes()
         dtype = match.value(new).dtype
         beside = [
-            lanes.build(gm, root, part) if part else None for part in (sums[: rotation.low], sums[rotation.high :])
+            build(lanes, gm, root, part) if part else None for part in (sums[: rotation.low], sums[rotation.high :])
         ]
         if any(made is None for made, part in zip(beside, (sums[: rotation.low], sums[rotation.high :])) if part):
             raise Miss("what passes beside the rotated elements is not made of a few parts of tensors")

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.layout import past_copy
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion.analysis import gated as gates
@@ -24,7 +25,7 @@ def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """SwiGLU and the weight of each token become one operator."""
     report = PassReport(NAME)
     for node in calls(gm, torch.ops.mindspeed.swiglu.default):
-        silu = match.past_copy(node)
+        silu = past_copy(node)
         product = norms.only_user(silu)
         if product is None and any(
             match.is_float(w) and _per_row(w, node)

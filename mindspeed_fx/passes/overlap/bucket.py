@@ -36,10 +36,11 @@ OVERHEAD = 0.05
 LARGE = 5000
 """Tasks from which only the middle bucket size is tried."""
 
+_c10d = torch.ops._c10d_functional
 _COALESCED = {
-    torch.ops._c10d_functional.all_reduce.default: torch.ops._c10d_functional.all_reduce_coalesced.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default: torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default: torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default,
+    _c10d.all_reduce.default: _c10d.all_reduce_coalesced.default,
+    _c10d.all_gather_into_tensor.default: _c10d.all_gather_into_tensor_coalesced.default,
+    _c10d.reduce_scatter_tensor.default: _c10d.reduce_scatter_tensor_coalesced.default,
 }
 
 

@@ -32,7 +32,7 @@ LAYOUT = ("cat", "split", "split_with_sizes", "slice", "clone", "permute", "tran
 @register(NAME)
 def regather(gm: fx.GraphModule, context: Context) -> PassReport:
     """Marks collectives of the forward that a plan wants made again: zero3's, and those of recomputed layers."""
-    report, found = PassReport(NAME), gm.meta.get("sharding")
+    report, found = PassReport(NAME), context.sharding
     if found is None or found.program is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
     plan, mesh = found.plan, found.sharding.mesh

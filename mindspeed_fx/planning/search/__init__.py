@@ -1,13 +1,18 @@
 """The search for the fastest plan under the cost model. One idea per file:
 
-* ``repeat.py``: layers that repeat, so that two of each kind are traced; ``trace.py``: from model to captured graph
-* ``axes.py``: which dimensions of which tensors are the same thing; ``ways.py``: how an operator is computed in parts
-* ``graph.py``: the problem: one of each kind of layer, operators, values and the edges between them
-* ``layouts.py``: how the world is factored; ``price.py``: seconds and bytes of each choice
-* ``flows.py``: which combinations there are, shared by layouts; ``highs.py``: linear programs; ``solve.py``: the
-  integer program of one layout; ``search.py``: over all layouts, with the bound
-* ``emit.py``: a solution as a plan; ``rivals.py``: a plan as a restriction; ``found.py``: the plan with its numbers and
-  reasons
+* ``layer_dedup.py``: layers that repeat, so that two of each kind are traced; ``model_graph.py``: from model to
+  captured graph
+* ``axes.py``: which dimensions of which tensors are the same thing; ``strategies.py``: how an operator is computed in
+  parts
+* ``problem.py``: one of each kind of layer, operators, values and the edges between them; ``problem_builder.py``: one
+  of a captured graph
+* ``layouts.py``: how the world is factored; ``strategy_space.py``: the strategies of every operator in a layout;
+  ``costs.py``: seconds and bytes of each; ``recomputation.py``: what is kept for the backward
+* ``lp_structure.py``: which combinations there are, shared by layouts; ``highs.py``: linear programs; ``solve.py``: the
+  integer program of one layout; ``lower_bounds.py``: what a layout takes at least; ``branch_and_bound.py``: over all
+  layouts, with the bound
+* ``to_plan.py``: a solution as a plan; ``constraints.py``: a plan as a restriction; ``searched_plan.py``: the plan with
+  its numbers and reasons; ``plan_table.py``, ``search_svg.py``: as text and as a picture
 """
 
 from __future__ import annotations

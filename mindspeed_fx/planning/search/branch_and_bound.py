@@ -14,17 +14,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_fx.arguments import parse_bytes
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.options import parse_bytes
 from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO, Layout, meshes, microbatches
+from mindspeed_fx.planning.search.lower_bounds import LowerBounds, batch_parts
 from mindspeed_fx.planning.search.problem import Problem
 from mindspeed_fx.planning.search.solve import Allowed, Program, Solution, Unsayable
 from mindspeed_fx.sharding.plan import ShardingError
-
-Table = dict[int, list[float]]
-"""Run -> what its operators take at least, each in one layer."""
 
 
 @dataclass
@@ -100,7 +98,7 @@ def search(
         for m in microbatches(mesh[0], rows // (mesh[1] * mesh[3]))
         for z in (zero[:2] if mesh[1] * mesh[2] * mesh[3] > 1 else ("never",))
     ]
-    for layout, more in sorted(offered, key=lambda o: _cut(o[0])):  # a bound is one for finer cuts too
+    for layout, more in sorted(offered, key=lambda o: batch_parts(o[0])):  # a bound is one for finer cuts too
         state.offer(layout, recompute, more)
     state.run()
     state.close()
@@ -110,11 +108,6 @@ def search(
     return Outcome(
         found, min(*state.bounds, found[0].seconds), len(factored), state.solved, state.too_large, state.times
     )
-
-
-def _cut(layout: Layout) -> int:
-    """Into how many parts replicas and microbatches cut the batch, beside ep."""
-    return layout.dp * layout.microbatches
 
 
 @dataclass(order=True)
@@ -141,10 +134,7 @@ class _State:
     def __init__(self, prices: Prices, memory: float, keep: int, allowed: Allowed | None):
         self.prices, self.memory, self.keep, self.allowed = prices, memory, keep, allowed
         self.heap: list[_Waiting] = []
-        self.work: dict[tuple, dict[int, Table]] = {}
-        """tp, ep, cp -> :func:`_cut` -> seconds."""
-        self.store: dict[tuple, Table] = {}
-        self.cores: dict[tuple, dict[int, float]] = {}
+        self.lower_bounds = LowerBounds(prices, memory, allowed)
         self.best: dict[tuple, Solution] = {}
         self.open: list[tuple[float, int, Program, int]] = []
         """Programs whose relaxation had fractions, and where their bound is."""
@@ -155,11 +145,10 @@ class _State:
         self.done: set[tuple] = set()
         self.times = {"prices": 0.0, "programs": 0.0}
         self.number = itertools.count()
-        self.weights: dict[int, dict[int, float]] = {}
         self.bounds_of = (
-            lambda x: self.least_work(x),
-            lambda x: self.least_work(x, self.core(x, known=True)),
-            lambda x: self.least_work(x, self.core(x)),
+            lambda x: self.lower_bounds.least_work(x),
+            lambda x: self.lower_bounds.least_work(x, self.lower_bounds.core(x, known=True)),
+            lambda x: self.lower_bounds.least_work(x, self.lower_bounds.core(x)),
         )
         """Bounds in the order in which they are asked, each of more work than the one before; the first, in
         :meth:`offer`, is made of known ones.
@@ -168,7 +157,7 @@ class _State:
     def offer(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
         """Put a layout in line by the compute and the states that its parts of the work have at least."""
         start = time.perf_counter()
-        updates, state = self.least_stored(layout)
+        updates, state = self.lower_bounds.least_stored(layout)
         if state > self.memory:
             self._refuse(layout, state)
             if zero:  # recomputing changes nothing about states
@@ -177,7 +166,12 @@ class _State:
             heapq.heappush(
                 self.heap,
                 _Waiting(
-                    updates + self.least_work(layout, known=True), next(self.number), layout, recompute, zero, updates
+                    updates + self.lower_bounds.least_work(layout, known=True),
+                    next(self.number),
+                    layout,
+                    recompute,
+                    zero,
+                    updates,
                 ),
             )
         self.times["prices"] += time.perf_counter() - start
@@ -196,79 +190,6 @@ class _State:
         )
         self.times["prices"] += time.perf_counter() - start
         return True
-
-    def least_work(self, layout: Layout, core: float = 0.0, known: bool = False) -> float:
-        """Seconds that compute and inner collectives take at least, from a table that many layouts share.
-
-        Args:
-            core: seconds of one microbatch in all layers at least, with the collectives between operators.
-            known: a table of coarser microbatches will do, see :func:`_coarser`.
-        """
-        cut, tables = _cut(layout), self.work.setdefault((layout.tp, layout.ep, layout.cp), {})
-        table, parts = _coarser(tables, cut) if known else (tables.get(cut), 1)
-        if table is None:
-            table, parts = tables.setdefault(cut, self._worked(layout)), 1
-        turns, full, weights = layout.microbatches + layout.pp - 1, layout.recompute == "full", self._weights(layout.pp)
-        layers = sum(map(len, self.prices.problem.runs))
-        flat = max(
-            sum(weights[r] * w[0] for r, w in table.items()) / parts,
-            (-(-layers // layout.pp) / layers if layers else 1.0) * core,
-        )
-        return turns * (flat + full * sum(weights[r] * w[1] for r, w in table.items() if r >= 0) / parts)
-
-    def _worked(self, layout: Layout) -> Table:
-        p, choices = self.prices, self.prices.choices(layout, self.allowed)
-        table = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
-        for n in p.problem.nodes:
-            mine = [p.activations(n, s, layout) for s in choices[n]]
-            table[n.run][0] += min((x.forward + x.backward + x.moved for x in mine), default=float("inf"))
-            table[n.run][1] += min((x.forward for x in mine), default=0.0)
-        return table
-
-    def least_stored(self, layout: Layout) -> tuple[float, float]:
-        """Seconds of the optimizer and bytes of states at least."""
-        p, key = (
-            self.prices,
-            (
-                layout.tp,
-                layout.ep,
-                layout.dp * layout.cp,
-                layout.ranks_per_node("data", self.prices.hw.node),
-                layout.ranks_per_node("expert", self.prices.hw.node),
-                layout.zero,
-            ),
-        )
-        if key not in self.store:
-            table = self.store[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
-            choices = p.choices(layout, self.allowed)
-            for n in (n for n in p.problem.nodes if p.stores[n.name]):
-                mine = [p.stored(n, s, layout) for s in choices[n]]
-                table[n.run][0] += min((x.update for x in mine), default=0.0)
-                table[n.run][1] += min((x.state for x in mine), default=0.0)
-        weights = self._weights(layout.pp)
-        rows = [(weights[r], w) for r, w in self.store[key].items()]
-        return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
-
-    def _weights(self, pp: int) -> dict[int, float]:
-        """How often the fullest of ``pp`` stages has the operators of each run."""
-        if pp not in self.weights:
-            runs = self.prices.problem.runs
-            layers = sum(map(len, runs))
-            self.weights[pp] = {-1: 1.0, **{r: len(run) * (-(-layers // pp) / layers) for r, run in enumerate(runs)}}
-        return self.weights[pp]
-
-    def core(self, layout: Layout, known: bool = False) -> float:
-        """See :meth:`Program.core`; ``known``: from coarser microbatches, 0 if there are none."""
-        if layout.tp == 1:
-            return 0.0
-        cut, cores = _cut(layout), self.cores.setdefault((layout.tp, layout.ep, layout.cp), {})
-        if known:
-            core, parts = _coarser(cores, cut)
-            return (core or 0.0) / parts
-        if cut not in cores:
-            program = Program(self.prices, layout, self.memory, self.allowed)
-            cores[cut] = program.core() if program.possible else float("inf")
-        return cores[cut]
 
     def more(self, layout: Layout, recompute: tuple[str, ...], zero: tuple[str, ...]) -> None:
         """What needs less memory and more time than ``layout``."""
@@ -300,7 +221,7 @@ class _State:
                 program = Program(self.prices, layout, self.memory, self.allowed)
                 if program.possible:
                     program.priced()
-                    seconds, memory = program.lower(self.core(layout))
+                    seconds, memory = program.lower(self.lower_bounds.core(layout))
                     if memory > self.memory:
                         self._refuse(layout, memory)
                         self.more(layout, recompute, zero)
@@ -407,13 +328,3 @@ def memory_of(given: Any, hw: Hardware) -> float:
     if not (size := parse_bytes("memory", given, least=2**20)):
         raise OptionError(f'option "memory" is {given!r}; valid: bytes of one device, as in "60GiB"')
     return float(size)
-
-
-def _coarser(known: dict[int, Any], cut: int) -> tuple[Any, int]:
-    """The finest of ``known`` of which ``cut`` is a multiple, and the multiple; (None, 1) where there is none.
-
-    An n-th of a microbatch takes at least an n-th of its time: launches and weights are the same, local sizes no
-    smaller than an n-th, and no operator has more ways.
-    """
-    found = max((c for c in known if cut % c == 0), default=0)
-    return (known[found], cut // found) if found else (None, 1)

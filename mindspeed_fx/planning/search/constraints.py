@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_fx.planning.search.costs import SUMMED, Label, P, R, Strategy
 from mindspeed_fx.planning.search.problem import Node, Problem
 from mindspeed_fx.planning.search.solve import Allowed
+from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R, Strategy
 from mindspeed_fx.sharding.plan import Placed, Plan, matching, parse_placement, placement_of
 
 ARGUMENTS = {"attention": ("q", "k", "v"), "moe_permute": ("tokens",)}

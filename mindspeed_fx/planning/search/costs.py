@@ -13,18 +13,13 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Iterator
 
-from mindspeed_fx.compat.placements import Even
 from mindspeed_fx.cost.collectives import collective
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.operators import Cost, Spec
 from mindspeed_fx.kernels.base import REGISTRY
 from mindspeed_fx.planning.search.layouts import Layout
-from mindspeed_fx.planning.search.problem import Node, Problem, Use, Value, localized
-from mindspeed_fx.planning.search.strategies import by_expert
-
-R, P, SUMMED = "R", "P", "+"
-"""Whole; a sum over the ranks; whole, with a gradient that is a sum over the ranks. A placement else is an atom."""
-Label = Any
+from mindspeed_fx.planning.search.problem import Node, Problem, Use, localized
+from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, R, Strategy, StrategySpace, is_divided_by_class
 
 OPTIMIZERS = {"adam": 8, "sgd": 0, "momentum": 4}
 """Bytes of optimizer state for each parameter; 16-bit parameters have a float32 copy on top."""
@@ -43,18 +38,6 @@ BY_SHAPE = frozenset(
     )
 )
 """Operators whose price is not a matter of the number of tokens alone."""
-
-
-@dataclass(frozen=True, eq=False)
-class Strategy:
-    """One way to compute one operator on the ``tp`` dimension."""
-
-    ins: tuple[Label, ...]
-    outs: tuple[Label, ...]
-
-    @property
-    def divided(self) -> bool:
-        return any(isinstance(x, int) for x in (*self.ins, *self.outs))
 
 
 @dataclass
@@ -92,23 +75,20 @@ class Prices:
     def __init__(self, problem: Problem, hw: Hardware, optimizer: str = "adam", ways: tuple[str, ...] = ()):
         self.ways = ways
         self.problem, self.hw, self.state_bytes = problem, hw, OPTIMIZERS[optimizer]
-        self.axes = problem.axes
-        self._strategies: dict[tuple, list[Strategy]] = {}
-        self._choices: dict[tuple, dict[Node, list[Strategy]]] = {}
+        self.space = StrategySpace(problem)
         self._compute: dict[tuple, tuple[float, float]] = {}
         self._prices: dict[tuple, NodePrice] = {}
         self._stored: dict[tuple, NodePrice] = {}
         self._sizes: dict[tuple, tuple[float, float]] = {}
         self.moves: list | None = None
         self.flows: dict[int, Any] = {}
-        """Of the programs of this problem (``solve.py``): values on their way; id of :meth:`choices` -> rows and
+        """Of the programs of this problem (``solve.py``): values on their way; id of ``space.choices`` -> rows and
         columns.
         """
         self.stores = {
             n.name: [i for i, u in enumerate(n.uses) if u.value.parameter is not None] for n in problem.nodes
         }
-        self.line, self._passes = functools.cache(self._line), functools.cache(self._passed)
-        self.expert_atoms = set(problem.experts.values())
+        self.line = functools.cache(self._line)
 
     # ---------------------------------------------------------------- collectives
 
@@ -122,144 +102,6 @@ class Prices:
     def seconds(self, kind: str, nbytes: float, layout: Layout, dim: str) -> float:
         fixed, each = self.line(kind, *layout.ranks_per_node(dim, self.hw.node))
         return fixed + each * nbytes
-
-    # ---------------------------------------------------------------- sizes
-
-    def parts(self, layout: Layout, atom: int, without: str = "") -> int:
-        """Into how many parts the dimensions other than tp cut an atom."""
-        if atom == self.problem.batch and without != "data":
-            return layout.dp * layout.ep * layout.microbatches
-        if atom == self.problem.batch:
-            return layout.microbatches
-        if atom == self.problem.sequence and without != "cp":
-            return layout.cp
-        return layout.ep if atom in self.expert_atoms else 1
-
-    def local(
-        self, dims: list, shape: tuple[int, ...], layout: Layout, labels: dict[Label, int], without: str = ""
-    ) -> tuple[int, ...]:
-        """Local shape: cut by the layout, and by ``labels`` (atom -> ranks). A size never falls below 1."""
-        made = []
-        for dim, n in zip(dims, shape):
-            for a in dim:
-                n //= self.parts(layout, a, without) * labels.get(a, 1)
-                if (expert := self.problem.experts.get(a)) is not None:
-                    n //= labels.get(expert, 1)
-            made.append(max(1, n))
-        return tuple(made)
-
-    def nbytes(self, value: Value, layout: Layout, label: Label = R, without: str = "") -> float:
-        n = float(value.itemsize)
-        for s in self.local(
-            value.dims, value.shape, layout, {label: layout.tp} if isinstance(label, int) else {}, without
-        ):
-            n *= s
-        return n
-
-    # ---------------------------------------------------------------- strategies
-
-    def kind(self, layout: Layout) -> tuple:
-        """Layouts of one kind have the same strategies: ranks of tp, which of the atoms that a layout cuts tp can cut
-        further, whether cp cuts.
-        """
-        atoms = (self.problem.batch, self.problem.sequence, *self.expert_atoms)
-        return (
-            layout.tp,
-            layout.cp > 1,
-            tuple(a is not None and (self.axes.size[a] // self.parts(layout, a)) % layout.tp == 0 for a in atoms),
-        )
-
-    def choices(self, layout: Layout, allowed: Any = None) -> dict[Node, list[Strategy]]:
-        """The strategies of every node that ``allowed(node, strategy)``; one object for all layouts of a kind."""
-        key = self.kind(layout), allowed
-        if key not in self._choices:
-            self._choices[key] = {
-                n: [s for s in self.strategies(n, layout) if allowed is None or allowed(n, s)]
-                for n in self.problem.nodes
-            }
-        return self._choices[key]
-
-    def strategies(self, node: Node, layout: Layout) -> list[Strategy]:
-        """Every way on tp, the whole first."""
-        key = node.name, self.kind(layout)
-        if key not in self._strategies:
-            found = [Strategy((R,) * len(node.uses), (R,) * len(node.outs))]
-            if layout.tp > 1:
-                seen = {(found[0].ins, found[0].outs)}
-                for made in self.labelled(node, layout.tp, lambda a: self.axes.size[a] // self.parts(layout, a)):
-                    if (made.ins, made.outs) not in seen and not (layout.cp > 1 and self._strided(node, made)):
-                        seen.add((made.ins, made.outs))
-                        found.append(made)
-            if node.op in ("linear_cross_entropy", "cross_entropy") and layout.cp > 1 and len(found) > 1:
-                # DTensor takes whole tokens in parts here because that is free, and then has no gradient for parts of
-                # parts.
-                found = [x for x in found if self._by_class(node, x)] or found
-            if any(x.ins[1:2] and x.ins[1] in self.expert_atoms for x in found if node.op == "grouped_matmul"):
-                found = [x for x in found if not self.inside(node, x)]
-            self._strategies[key] = found
-        return self._strategies[key]
-
-    def inside(self, node: Node, strategy: Strategy) -> bool:
-        """Whether experts are divided inside, which is modelled alone."""
-        return (
-            node.op == "grouped_matmul"
-            and isinstance(strategy.ins[1], int)
-            and strategy.ins[1] not in self.expert_atoms
-        )
-
-    def _strided(self, node: Node, made: Strategy) -> bool:
-        """Divided by sequence inside tokens [batch * sequence]: DTensor has no gradient for that where cp divides it
-        too.
-        """
-        s = self.problem.sequence
-        pairs = [*zip(made.ins, (u.dims for u in node.uses)), *zip(made.outs, (v.dims for v in node.outs))]
-        return any(x == s and any(s in atoms[1:] for atoms in dims) for x, dims in pairs)
-
-    def labelled(self, node: Node, ranks: int, size: Any) -> Iterator[Strategy]:
-        """The node's rows in atoms, for ``ranks`` ranks; ``size(atom)`` is what is left of it."""
-        for outs, ins in node.rows or ():
-            ins = [*ins, *[R] * (len(node.uses) - len(ins))]
-            placed = [(u.dims, p) for u, p in zip(node.uses, ins) if not isinstance(p, str)] + [
-                (v.dims, p) for v, p in zip(node.outs, outs) if not isinstance(p, str)
-            ]
-            for atom in self._candidates(node, placed, by_expert(node.op, outs, ins)):
-                label = {}
-                for i, (dims, p) in enumerate(placed):
-                    mine = dims[int(p)] if int(p) < len(dims) else ()
-                    chosen = atom if atom in mine or atom in self.expert_atoms else mine[0] if mine else None
-                    of = p.of if isinstance(p, Even) else 1
-                    if chosen is None or size(chosen) % (ranks * of if of > 1 and len(mine) == 1 else ranks):
-                        break
-                    label[i] = chosen
-                else:
-                    it = iter(range(len(placed)))
-                    ins_ = [label[next(it)] if not isinstance(p, str) else R for p in ins]
-                    outs_ = [
-                        label[next(it)] if not isinstance(p, str) else P if p == "partial" else R
-                        for p in [*outs, *["replicated"] * len(node.outs)][: len(node.outs)]
-                    ]
-                    yield Strategy(
-                        tuple(
-                            SUMMED if x == R and u.value.floating and not u.value.free else x
-                            for x, u in zip(ins_, node.uses)
-                        ),
-                        tuple(outs_),
-                    )
-
-    def _candidates(self, node: Node, placed: list, expert_rows: bool) -> list[int]:
-        if expert_rows:
-            rows = (node.outs[0] if node.op == "moe_permute" else node.uses[0]).dims[0]
-            return [e for a in rows if (e := self.problem.experts.get(a)) is not None]
-        dims, p = placed[0] if placed else ([], 0)
-        atoms = dims[int(p)] if int(p) < len(dims) else ()
-        data = [a for a in atoms if a in (self.problem.batch, self.problem.sequence)]
-        expert = [
-            e
-            for a in atoms
-            if (e := self.problem.experts.get(a)) is not None
-            and node.op not in ("grouped_matmul", "moe_permute", "moe_unpermute")
-        ]
-        return data + list(atoms[:1] if not data else ()) + expert
 
     # ---------------------------------------------------------------- operators
 
@@ -319,7 +161,7 @@ class Prices:
     def _key(self, node: Node, strategy: Strategy, layout: Layout) -> tuple:
         rows = layout.dp * layout.microbatches * layout.ep * layout.cp
         alone = node.op not in BY_SHAPE and (
-            layout.cp == 1 or self.problem.sequence is None or self._passes(node, self.problem.sequence, layout.cp)
+            layout.cp == 1 or self.problem.sequence is None or self.space.passes(node, self.problem.sequence, layout.cp)
         )
         return (strategy, layout.tp, rows) if alone else (strategy, layout.tp, layout.ep, layout.cp, rows)
 
@@ -337,17 +179,19 @@ class Prices:
     def _sized(self, node: Node, strategy: Strategy, layout: Layout) -> tuple[float, float]:
         labels = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
         kept = 0.0
-        shapes = [self.nbytes(v, layout, x) for v, x in zip(node.outs, strategy.outs)]
+        shapes = [self.space.nbytes(v, layout, x) for v, x in zip(node.outs, strategy.outs)]
         transient = 2 * (
             sum(shapes)
             + sum(
-                self.nbytes(u.value, layout, x) for u, x in zip(node.uses, strategy.ins) if u.value.producer is not None
+                self.space.nbytes(u.value, layout, x)
+                for u, x in zip(node.uses, strategy.ins)
+                if u.value.producer is not None
             )
         )
         if node.op == "attention" and len(shapes) > 1:
             kept = shapes[1]
         if node.op == "linear_cross_entropy":
-            tokens, width = self.local(node.uses[0].dims, node.uses[0].shape, layout, labels)
+            tokens, width = self.space.local(node.uses[0].dims, node.uses[0].shape, layout, labels)
             kept = tokens * width * node.uses[0].value.itemsize  # logits are made in chunks, divided or not
         return kept, transient
 
@@ -387,7 +231,7 @@ class Prices:
             if not isinstance(use, Use):
                 return spec
             return dataclasses.replace(
-                spec, shape=self.local(use.dims, use.shape, layout, labels.get(id(use), {}), without), expanded=()
+                spec, shape=self.space.local(use.dims, use.shape, layout, labels.get(id(use), {}), without), expanded=()
             )
 
         args = localized(node.args, node.call.args, size)
@@ -432,19 +276,12 @@ class Prices:
 
     def _inside(self, node: Node, strategy: Strategy, layout: Layout) -> float:
         """Collectives that the operator itself makes: three numbers for each token where classes are divided."""
-        if self._by_class(node, strategy):
-            tokens = self.local(node.uses[0].dims, node.uses[0].shape, layout, {})[0]
+        if is_divided_by_class(node, strategy):
+            tokens = self.space.local(node.uses[0].dims, node.uses[0].shape, layout, {})[0]
             return self.seconds("all_reduce", 4 * tokens, layout, "tp") + self.seconds(
                 "all_reduce", 8 * tokens, layout, "tp"
             )
         return 0.0
-
-    @staticmethod
-    def _by_class(node: Node, strategy: Strategy) -> bool:
-        """Whether a cross-entropy is computed with its classes divided."""
-        if node.op == "linear_cross_entropy":
-            return isinstance(strategy.ins[1], int)
-        return node.op == "cross_entropy" and strategy.ins[0] in node.uses[0].dims[1]
 
     # ---------------------------------------------------------------- dimensions without a choice of their own
 
@@ -454,12 +291,12 @@ class Prices:
         """Ways on cp: name, what is divided instead of the sequence, "cp" if something is, seconds of the exchange
         there and back, and a word for all that."""
         moved = self._exchange(node, strategy, layout)
-        if layout.cp == 1 or self.problem.sequence is None or self._passes(node, self.problem.sequence, layout.cp):
+        if layout.cp == 1 or self.problem.sequence is None or self.space.passes(node, self.problem.sequence, layout.cp):
             yield "", None, "", moved, ""
             return
         taken = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
-        for other in self.labelled(
-            node, layout.cp, lambda a: self.axes.size[a] // (self.parts(layout, a, "cp") * taken.get(a, 1))
+        for other in self.space.labelled(
+            node, layout.cp, lambda a: self.space.axes.size[a] // (self.space.parts(layout, a, "cp") * taken.get(a, 1))
         ):
             by = {x for x in (*other.ins, *other.outs) if isinstance(x, int)}
             if self.problem.batch in by:
@@ -477,30 +314,12 @@ class Prices:
         whole = Strategy((R,) * len(node.uses), (R,) * len(node.outs))
         yield "whole", whole, "cp", moved + self._there_and_back(node, strategy, whole, layout), "cp whole"
 
-    def _passed(self, node: Node, atom: int, ranks: int) -> bool:
-        """Whether the node can be computed with ``atom`` divided wherever it occurs."""
-
-        def has(dims: list) -> bool:
-            return any(atom in d for d in dims)
-
-        touched = [has(u.dims) for u in node.uses if not u.value.free], [has(v.dims) for v in node.outs]
-        if not any(touched[0]) and not any(touched[1]):
-            return True
-        for made in self.labelled(node, ranks, lambda a: self.axes.size[a]):
-            if all(
-                (x == atom) == has(u.dims)
-                for x, u in zip(made.ins, node.uses)
-                if not u.value.free and u.value.parameter is None
-            ) and all(x == atom or x == P or not has(v.dims) for x, v in zip(made.outs, node.outs)):
-                return True
-        return False
-
     def _there_and_back(self, node: Node, strategy: Strategy, other: Strategy, layout: Layout) -> float:
         s, total = self.problem.sequence, 0.0
         for use, x, mine in zip(node.uses, other.ins, strategy.ins):
             if use.value.producer is None or not any(s in d for d in use.dims) or x == s:
                 continue
-            n = self.nbytes(use.value, layout, mine, without="cp")
+            n = self.space.nbytes(use.value, layout, mine, without="cp")
             kinds = (
                 ("all_to_all", "all_to_all")
                 if isinstance(x, int)
@@ -513,9 +332,11 @@ class Prices:
             )
         for value, x, mine in zip(node.outs[:1], other.outs, strategy.outs):
             if isinstance(x, int) and x != s:
-                total += 2 * self.seconds("all_to_all", self.nbytes(value, layout, mine, without="cp"), layout, "cp")
+                total += 2 * self.seconds(
+                    "all_to_all", self.space.nbytes(value, layout, mine, without="cp"), layout, "cp"
+                )
             elif x == R and other.outs[0] == R:
-                total += self.seconds("all_gather", self.nbytes(value, layout, mine, without="cp"), layout, "cp")
+                total += self.seconds("all_gather", self.space.nbytes(value, layout, mine, without="cp"), layout, "cp")
         return total
 
     def _exchange(self, node: Node, strategy: Strategy, layout: Layout) -> float:
@@ -525,13 +346,13 @@ class Prices:
         value, label = (
             (node.outs[0], strategy.outs[0]) if node.op == "moe_permute" else (node.uses[0].value, strategy.ins[0])
         )
-        return 2 * self.seconds("all_to_all", self.nbytes(value, layout, label), layout, "ep")
+        return 2 * self.seconds("all_to_all", self.space.nbytes(value, layout, label), layout, "ep")
 
     # ---------------------------------------------------------------- parameters
 
     def _parameter(self, node: Node, i: int, label: Label, layout: Layout, made: NodePrice) -> None:
         parameter = node.uses[i].value.parameter
-        expert = any(a in self.expert_atoms for d in node.uses[i].value.dims for a in d)
+        expert = any(a in self.space.expert_atoms for d in node.uses[i].value.dims for a in d)
         n = parameter.bytes / (layout.tp if isinstance(label, int) else 1) / (layout.ep if expert else 1)
         dim = "expert" if expert else "data"
         ranks = layout.ranks_per_node(dim, self.hw.node)[0]

@@ -14,7 +14,8 @@ from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.options import Options
 from mindspeed_fx.planning.search.layer_dedup import Repetition, repetition
-from mindspeed_fx.planning.search.problem import NotRepeated, Problem, problem
+from mindspeed_fx.planning.search.problem import NotRepeated, Problem
+from mindspeed_fx.planning.search.problem_builder import build_problem
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
 
@@ -42,14 +43,14 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Prob
     short = repetition(model)
     if short.runs:
         try:
-            return problem(*_captured(short.model, args, kwargs, contextlib.nullcontext()), short.model, short)
+            return build_problem(*_captured(short.model, args, kwargs, contextlib.nullcontext()), short.model, short)
         except NotRepeated as e:
             why = str(e)
         except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException) as e:
             why = f"the model does not run with fewer layers ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
         whole = Repetition(model, notes=[*short.notes, f"every layer was traced and is planned by itself: {why}"])
-        return problem(*_captured(model, args, kwargs), model, whole)
-    return problem(*_captured(model, args, kwargs), model, short)
+        return build_problem(*_captured(model, args, kwargs), model, whole)
+    return build_problem(*_captured(model, args, kwargs), model, short)
 
 
 def _captured(

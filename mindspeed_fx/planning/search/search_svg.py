@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from mindspeed_fx.planning.search.costs import SUMMED, P, R
+from mindspeed_fx.planning.search.strategy_space import SUMMED, P, R
 
 ROW, WIDTH, LEFT = 26, 1080, 330
 COLORS = {
@@ -57,7 +57,8 @@ def picture(plan: Any) -> str:
             body.append(
                 f'<text x="20" y="{y + 17}">{html.escape(module)}</text><rect x="{LEFT}" y="{y + 3}" '
                 f'width="{width:.1f}" height="{ROW - 6}" '
-                f'fill="{COLORS[kind]}"><title>{html.escape(f"{module} {op}: {kind}, {seconds * 1e3:.3f} ms")}</title></rect>'
+                f'fill="{COLORS[kind]}">'
+                f"<title>{html.escape(f'{module} {op}: {kind}, {seconds * 1e3:.3f} ms')}</title></rect>"
             )
             body.append(
                 f'<text x="{LEFT + width + 6:.1f}" y="{y + 17}">{html.escape(op)}, {seconds * 1e3:.2f} ms</text>'
@@ -71,9 +72,22 @@ def picture(plan: Any) -> str:
             y += ROW - 6
     legend = "".join(f'<span style="background:{c}">{k}</span>' for k, c in COLORS.items())
     return f"""<!doctype html><meta charset="utf-8"><title>plan {html.escape(plan.name)}</title>
-<style>body{{font:14px sans-serif;margin:24px}}text{{font-size:12px}}.head{{font-weight:bold;font-size:14px}}.move{{fill:#b2182b}}.edge{{stroke:#b2182b;fill:none}}span{{padding:3px 10px;margin-right:6px}}pre{{background:#f4f4f4;padding:12px;overflow:auto}}</style>
-<h1>{html.escape(plan.name)}</h1><p>Modelled: {plan.seconds * 1e3:.1f} ms a step, {plan.memory / 2**30:.1f} GiB a device. Bars: forward and backward of one operator on one rank; colors: what tp divides.</p><p>{legend}</p>
-<svg width="{WIDTH}" height="{y + 10}" xmlns="http://www.w3.org/2000/svg">{"".join(body)}</svg><h2>Numbers</h2><pre>{html.escape(str(plan))}</pre><h2>Plan</h2><pre>{html.escape(plan.text(json_format=True))}</pre>
+<style>
+body{{font:14px sans-serif;margin:24px}}
+text{{font-size:12px}}
+.head{{font-weight:bold;font-size:14px}}
+.move{{fill:#b2182b}}
+.edge{{stroke:#b2182b;fill:none}}
+span{{padding:3px 10px;margin-right:6px}}
+pre{{background:#f4f4f4;padding:12px;overflow:auto}}
+</style>
+<h1>{html.escape(plan.name)}</h1>
+<p>Modelled: {plan.seconds * 1e3:.1f} ms a step, {plan.memory / 2**30:.1f} GiB a device.
+Bars: forward and backward of one operator on one rank; colors: what tp divides.</p>
+<p>{legend}</p>
+<svg width="{WIDTH}" height="{y + 10}" xmlns="http://www.w3.org/2000/svg">{"".join(body)}</svg>
+<h2>Numbers</h2><pre>{html.escape(str(plan))}</pre>
+<h2>Plan</h2><pre>{html.escape(plan.text(json_format=True))}</pre>
 """
 
 

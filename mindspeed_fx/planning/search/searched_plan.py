@@ -10,11 +10,13 @@ from typing import Any, Sequence
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.planning.search import constraints
 from mindspeed_fx.planning.search.branch_and_bound import Outcome, search
-from mindspeed_fx.planning.search.costs import SUMMED, Label, P, Prices, R
+from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import divisors
 from mindspeed_fx.planning.search.lp_structure import there_and_back
+from mindspeed_fx.planning.search.plan_table import format_plan
 from mindspeed_fx.planning.search.problem import Problem
 from mindspeed_fx.planning.search.solve import Program, Solution
+from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.planning.search.to_plan import emit
 from mindspeed_fx.sharding.plan import Plan, ShardingError, parse_placement
 
@@ -344,56 +346,7 @@ class SearchedPlan(Plan):
         return "yes" if self.microbatches == 1 else f"by accumulate, {self.microbatches} parts"
 
     def __str__(self) -> str:
-        o, p = self.searched.outcome, self.searched.problem
-        head = (
-            f"modelled for {self.searched.devices} x {self.searched.prices.hw.name}, at most "
-            f"{self.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by "
-            f"more than {100 * self.gap:.2f} %"
-        )
-        lines = [
-            head,
-            f"{'tp':>4} {'sp':>3} {'cp':>3} {'dp':>4} {'ep':>3} {'pp':>3} {'micro':>5} {'zero':>6} {'recompute':>24} "
-            f"{'step ms':>9} {'GiB':>6} {'exposed ms':>10}  runs",
-        ]
-        for row in (a.row() for a in self.alternatives):
-            cp = f"{row['cp']}" + (row["attention"][:1] if row["cp"] > 1 else "")
-            lines.append(
-                f"{row['tp']:>4} {'yes' if row['sp'] else 'no':>3} {cp:>3} {row['dp']:>4} {row['ep']:>3} "
-                f"{row['pp']:>3} {row['microbatches']:>5} {row['zero']:>6} {row['recompute']:>24} "
-                f"{row['seconds'] * 1e3:>9.1f} {row['bytes'] / GiB:>6.1f} {row['exposed_seconds'] * 1e3:>10.1f}  "
-                f"{row['runs']}"
-            )
-        lines += [
-            "",
-            f"{'layer':<28} {'count':>5} {'compute ms':>10} {'collectives ms':>14} {'state GiB':>9} {'kept GiB':>8}",
-        ]
-        lines += [
-            f"{r['layer']:<28} {r['count']:>5} {r['compute'] * 1e3:>10.3f} {r['collectives'] * 1e3:>14.3f} "
-            f"{r['state'] / GiB:>9.3f} {r['kept'] / GiB:>8.3f}"
-            for r in self.layers()
-        ]
-        for c in self.collectives():
-            lines.append(
-                f"  {c['module']} {c['value']}: {c['from']} -> {c['as']}, forward {c['forward'] or 'nothing'}, "
-                f"backward {c['backward'] or 'nothing'}, {c['seconds'] * 1e3:.3f} ms"
-            )
-        if not self.unsupported and self.microbatches > 1:
-            lines.append(f"to run it: {self._loop()}")
-        lines += [f"note: {n}" for n in p.notes] + [f"not executable yet: {u}" for u in self.unsupported]
-        return "\n".join(lines)
-
-    def _loop(self) -> str:
-        """What the caller's loop does about microbatches."""
-        if self.layout.pp > 1:
-            return (
-                "stage = mindspeed_fx.pipeline_stage(...), and a schedule of torch.distributed.pipelining with "
-                f"{self.microbatches} microbatches"
-            )
-        return (
-            f"loss = mindspeed_fx.accumulate(step, *args, microbatches={self.microbatches}) in your loop instead "
-            "of "
-            "step(*args) and loss.backward()"
-        )
+        return format_plan(self)
 
     def to_json(self) -> str:
         return json.dumps(self.summary(), indent=1)

@@ -21,11 +21,13 @@ from typing import Callable
 
 import numpy as np
 
-from mindspeed_fx.planning.search.costs import SUMMED, Label, NodePrice, P, Prices, R, Strategy
+from mindspeed_fx.planning.search.costs import NodePrice, Prices
 from mindspeed_fx.planning.search.highs import Linear, milp
-from mindspeed_fx.planning.search.layouts import NORMS_AND_ACTIVATIONS, Layout
+from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.search.lp_structure import KINDS, Flows, Move, kind, moves, sayable, there_and_back
-from mindspeed_fx.planning.search.problem import CHEAP, SAVES, Edge, Node
+from mindspeed_fx.planning.search.problem import Edge, Node
+from mindspeed_fx.planning.search.recomputation import Recomputation
+from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, R, Strategy
 
 GiB = 2.0**30
 """Unit of memory in the program: HiGHS drops coefficients below 1e-9."""
@@ -68,14 +70,13 @@ class Program:
     def __init__(self, prices: Prices, layout: Layout, memory: float, allowed: Allowed | None = None):
         self.prices, self.layout, self.limit, self.problem = prices, layout, memory, prices.problem
         self.nodes = self.problem.nodes
-        self.choices = prices.choices(layout, allowed)
+        self.choices = prices.space.choices(layout, allowed)
         self.possible = all(self.choices.values())
         layers = sum(map(len, self.problem.runs))
         self.share = -(-layers // layout.pp) / layers if layers else 1.0
         self.turns = layout.microbatches + layout.pp - 1
         self.in_flight = min(layout.pp, layout.microbatches)
-        self._again: dict[Node, bool] = {}
-        self._wanted: dict[Move, bool] = {}
+        self.recomputation = Recomputation(prices, layout)
 
     # ---------------------------------------------------------------- numbers
 
@@ -99,7 +100,7 @@ class Program:
         self.lines = {
             k: self.prices.line(k, ranks, near) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
         } | {"": (0.0, 0.0)}
-        self.bytes = {m.value: self.prices.nbytes(m.value, self.layout) for m in self.moves}
+        self.bytes = {m.value: self.prices.space.nbytes(m.value, self.layout) for m in self.moves}
 
     @property
     def flows(self) -> Flows:
@@ -148,8 +149,10 @@ class Program:
         for move in self.moves:
             n = self.bytes[move.value] / self.layout.tp
             kept = min(
-                self.keeps(move, R, SUMMED, 0.0, n)[0],
-                self.keeps(move, move.value.dims[0][0] if move.value.dims and move.value.dims[0] else R, R, 0.0, n)[0],
+                self.recomputation.keeps(move, R, SUMMED, 0.0, n)[0],
+                self.recomputation.keeps(
+                    move, move.value.dims[0][0] if move.value.dims and move.value.dims[0] else R, R, 0.0, n
+                )[0],
             )
             memory += move.weight(self.share) * self.in_flight * min(n, kept)
         often = self.layout.microbatches if self.layout.zero == "zero3" else 1
@@ -163,52 +166,6 @@ class Program:
             return None
         (a, b), (c, d) = (self.lines[k] for k in there_and_back(move, p, t))
         return a + b * n, c + d * n, n / (self.layout.tp if isinstance(t, int) else 1)
-
-    def keeps(self, move: Move, p: Label, t: Label, there: float, nbytes: float) -> tuple[float, float]:
-        """Bytes kept of a move for the backward, and seconds that the backward spends to have it again."""
-        if (wanted := self._wanted.get(move)) is None:
-            wanted = self._wanted[move] = any(_saves(e) for e in move.readers)
-        mode, value = self.layout.recompute, move.value
-        inside = value.producer.run >= 0 and move.where[0] == "inside"
-        if mode == "full" and not inside and any(e.node.run >= 0 for e in move.readers):
-            return (
-                min(nbytes, self.prices.nbytes(value, self.layout, p) if p != P else nbytes),
-                there if p != P else 0.0,
-            )
-        if mode == "full" and inside:
-            return 0.0, there
-        if not wanted:
-            return 0.0, 0.0
-        if (
-            mode == NORMS_AND_ACTIVATIONS
-            and value.producer.op in CHEAP
-            and value.producer.op != "rope"
-            and value.floating
-            and inside
-            and _inputs_kept(value.producer)
-        ):
-            return 0.0, there
-        if mode == NORMS_AND_ACTIVATIONS and isinstance(p, int) and p != t:
-            return nbytes / self.layout.tp, there
-        return nbytes, 0.0
-
-    def again(self, node: Node) -> bool:
-        """Whether the backward computes ``node`` again."""
-        if node not in self._again:
-            self._again[node] = self._computed_again(node)
-        return self._again[node]
-
-    def _computed_again(self, node: Node) -> bool:
-        if self.layout.recompute == "full":
-            return node.run >= 0
-        return (
-            self.layout.recompute == NORMS_AND_ACTIVATIONS
-            and node.run >= 0
-            and node.op in CHEAP
-            and node.op != "rope"
-            and _inputs_kept(node)
-            and any(_saves(e) for e in self.problem.edges if e.value.producer is node)
-        )
 
     # ---------------------------------------------------------------- the program
 
@@ -284,7 +241,7 @@ class Program:
         segments = sorted({n.run for n in self.nodes})
         hide: dict[int, tuple[list, list, list, list]] = {k: ([], [], [], []) for k in segments}
         for n in self.nodes:
-            w, again = self.weight(n.run), self.again(n)
+            w, again = self.weight(n.run), self.recomputation.again(n)
             for i in range(len(self.choices[n])):
                 p, column = self.price[n, i], first[n] + i
                 cost[column] = w * (self.turns * (p.forward * (1 + again) + p.backward + p.moved) + p.update)
@@ -297,7 +254,9 @@ class Program:
             move = self.moves[pair.move]
             n = self.bytes[move.value]
             (a, b), (c, d) = self.lines[KINDS[k]], self.lines[KINDS[j]]
-            kept, redo = self.keeps(move, pair.p, pair.t, a + b * n, n / (L.tp if isinstance(pair.t, int) else 1))
+            kept, redo = self.recomputation.keeps(
+                move, pair.p, pair.t, a + b * n, n / (L.tp if isinstance(pair.t, int) else 1)
+            )
             weight = move.weight(self.share)
             cost[pair.column] = weight * self.turns * (a + b * n + c + d * n + redo)
             if kept:
@@ -352,7 +311,7 @@ class Program:
         gathered: dict[int, float] = {}
         hide = {n.run: [0.0, 0.0] for n in self.nodes}
         for n, i in chosen.items():
-            p, w, again = self.price[n, i], self.weight(n.run), self.again(n)
+            p, w, again = self.price[n, i], self.weight(n.run), self.recomputation.again(n)
             parts["compute"] += w * L.microbatches * (p.forward + p.backward)
             parts["recompute"] += w * L.microbatches * p.forward * again
             parts["collectives"] += w * L.microbatches * p.moved
@@ -371,7 +330,7 @@ class Program:
                 if costs is None:
                     raise Unsayable(f"{move.value.name} cannot go from {p} to {t}")
                 there, back, nbytes = costs
-                bytes_kept, redo = self.keeps(move, p, t, there, nbytes)
+                bytes_kept, redo = self.recomputation.keeps(move, p, t, there, nbytes)
                 parts["collectives"] += move.weight(self.share) * L.microbatches * (there + back)
                 parts["recompute"] += move.weight(self.share) * L.microbatches * redo
                 kept += move.weight(self.share) * bytes_kept
@@ -406,13 +365,7 @@ class Program:
         """Seconds of a step in which a stage waits for its neighbours, without the bubble."""
         if self.layout.pp == 1:
             return 0.0
-        n = max((self.prices.nbytes(m.value, self.layout) for m in self.moves if m.where[0] == "between"), default=0.0)
+        n = max(
+            (self.prices.space.nbytes(m.value, self.layout) for m in self.moves if m.where[0] == "between"), default=0.0
+        )
         return 2 * self.layout.microbatches * self.prices.seconds("send_recv", n, self.layout, "pp")
-
-
-def _saves(edge: Edge) -> bool:
-    return edge.value.floating and edge.node.op not in SAVES
-
-
-def _inputs_kept(node: Node) -> bool:
-    return node.op not in SAVES and node.op != "to"

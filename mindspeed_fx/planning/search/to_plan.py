@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mindspeed_fx.planning.search.costs import SUMMED, Label, P, R
 from mindspeed_fx.planning.search.problem import Edge, Node, Parameter, Problem
+from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.sharding.parallelized_graph import argument_name
 from mindspeed_fx.sharding.plan import Boundary, parse_placement
 from mindspeed_fx.sharding.presets import ATTENTION, QKV

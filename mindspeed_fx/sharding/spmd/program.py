@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import dtensor, tracing
+from mindspeed_fx.compat import dtensor, strided_shards, tracing
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.kernels.sharding import register_sharding_rules
@@ -55,9 +55,9 @@ class Program(torch.nn.Module):
     def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None]):
         super().__init__()
         register_sharding_rules()
-        dtensor.count_strided_shards_for_real()
-        dtensor.price_strided_shards_plainly()
-        dtensor.redistribute_strided_shards_in_order()
+        strided_shards.count_strided_shards_for_real()
+        strided_shards.price_strided_shards_plainly()
+        strided_shards.redistribute_strided_shards_in_order()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
         object.__setattr__(self, "known", known_masks(graph))

@@ -202,11 +202,11 @@ def test_fused_products_count_as_products():
 
 UPSTREAM = {
     "adaptive_recomputing": [
-        "recompute/test_recompute_upstream.py::test_within_the_budget_and_never_worse_than_upstream"
+        "passes/recompute/test_recompute_upstream.py::test_within_the_budget_and_never_worse_than_upstream"
     ],
     "adaptive_memory_solver": [
-        "recompute/test_recompute_offload.py",
-        "recompute/test_recompute_budget.py",
+        "passes/recompute/test_recompute_offload.py",
+        "passes/recompute/test_recompute_budget.py",
     ],  # ours plans values, not its nine policies per layer
     "ringattn kv cache by layer": "the backward of a ring asks for the keys again (sharding/spmd/ring.py); no layer "
     "keeps those of other ranks",
@@ -228,24 +228,24 @@ UPSTREAM = {
     "groupmatmul_add": ["::test_grouped_products_added_in_float32"],
     "mm_all_reduce_add_rms_norm": ["::test_reduced_product_sum_and_norm"],
     "grouped_mat_mul_all_reduce": ["::test_pairs_of_products"],
-    "a2a_ag_bmm, bmm_rs_a2a": ["overlap/test_overlap_mc2_experts.py::test_emulated_values_on_every_rank"],
+    "a2a_ag_bmm, bmm_rs_a2a": ["passes/overlap/test_overlap_mc2_experts.py::test_emulated_values_on_every_rank"],
     "ring, Ulysses, adaptive CP": [
         "sharding/test_ring.py::test_equals_one_device",
         "sharding/test_ring_masks.py::test_equals_one_device",
         "sharding/test_simulated.py::test_plan_equals_one_device_with_the_fewest_collectives",
     ],
     "mc2, coc, unaligned": [
-        "overlap/test_overlap_mc2.py::test_emulated_values",
-        "overlap/test_overlap_decompose.py::test_every_rank_has_the_rows_it_had",
+        "passes/overlap/test_overlap_mc2.py::test_emulated_values",
+        "passes/overlap/test_overlap_decompose.py::test_every_rank_has_the_rows_it_had",
         "sharding/test_simulated.py::test_sizes_that_do_not_fit",
     ],
-    "lcal_coc": ["overlap/test_overlap_decompose.py::test_every_rank_has_the_rows_it_had"],
+    "lcal_coc": ["passes/overlap/test_overlap_decompose.py::test_every_rank_has_the_rows_it_had"],
     "layernorm2d, rmsnorm2d": [
         "sharding/test_simulated.py::test_plan_equals_one_device_with_the_fewest_collectives",
         "sharding/test_operator_rules.py::test_every_way_gives_the_whole_result",
     ],
     "recomputing activation, norm": [
-        "recompute/test_recompute_policy.py::test_a_policy_makes_its_own_again_and_changes_no_bit"
+        "passes/recompute/test_recompute_policy.py::test_a_policy_makes_its_own_again_and_changes_no_bit"
     ],
     "reuse optimizer": "float32 weights that share memory with their 16-bit copy are not built; the weights of "
     "kernels/adamw.py have buffers of their own",

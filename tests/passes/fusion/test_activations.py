@@ -124,9 +124,14 @@ def halves_with_offset(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("f, call", [
-    (columns, ", None, 1.702, 0.9, 1.0, True)"), (halves, ", None, 1.0, 0.9, 0.0, False)"), (halves_with_offset, ", None, 1.0, 0.9, 1.0, False)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "f, call",
+    [
+        (columns, ", None, 1.702, 0.9, 1.0, True)"),
+        (halves, ", None, 1.0, 0.9, 0.0, False)"),
+        (halves_with_offset, ", None, 1.0, 0.9, 1.0, False)"),
+    ],
+)
 def test_clipped(f, call, dtype):
     x = torch.randn(4, 5, 16, dtype=torch.double).to(dtype).requires_grad_()
     report = function_agrees(f, x, tolerance=1e-9 if dtype == torch.float64 else 3e-2)
@@ -139,9 +144,14 @@ def test_clipped(f, call, dtype):
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([1.0, 1.702, 0.5]), st.sampled_from([0.3, 7.0]), st.sampled_from([0, 1, -0.5]), st.booleans(), st.sampled_from(["gate", "up", "none"]),
-    st.sampled_from(["clamp", "clamp_max"]), st.booleans(),
-)  # fmt: skip
+    st.sampled_from([1.0, 1.702, 0.5]),
+    st.sampled_from([0.3, 7.0]),
+    st.sampled_from([0, 1, -0.5]),
+    st.booleans(),
+    st.sampled_from(["gate", "up", "none"]),
+    st.sampled_from(["clamp", "clamp_max"]),
+    st.booleans(),
+)
 def test_variants_of_clipped(alpha, limit, offset, up_first, frozen, spelling, extra):
     torch._dynamo.reset()
 

@@ -405,18 +405,30 @@ def test_half_precision_with_a_float32_softmax(dtype):
     [
         (lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, w), "leave the graph"),
         (lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, w.sum(-1)), "used elsewhere"),
-        (lambda q, k, v: torch.tensordot((q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0], ([1], [0])), "no product of "
-                                                                                                   "matrices with v on "
-                                                                                                   "the right"),
-        (lambda q, k, v: (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1).softmax(-1) @ v, "summed over products of single "
-                                                                                      "elements"),
-        (lambda q, k, v: ((q @ k.mT).softmax(-1) * q[..., :1, :1].sigmoid()) @ v, "changed before the product with v: "
-                                                                                  "aten.mul"),
-        (lambda q, k, v: ((q @ k.mT) * q.mean((0, 2, 3)).view(4, 1, 1) + causal(6) * q.mean()).mul(q.mean()).softmax(-1) @ v, "after a mask; scale them before"),
-        (lambda q, k, v: torch.tanh((q @ k.mT) - (q @ k.mT).amax(-1, True)).softmax(-1) @ v, "subtracted from the "
-                                                                                             "scores before a soft-cap"),
+        (
+            lambda q, k, v: torch.tensordot((q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0], ([1], [0])),
+            "no product of matrices with v on the right",
+        ),
+        (
+            lambda q, k, v: (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1).softmax(-1) @ v,
+            "summed over products of single elements",
+        ),
+        (
+            lambda q, k, v: ((q @ k.mT).softmax(-1) * q[..., :1, :1].sigmoid()) @ v,
+            "changed before the product with v: aten.mul",
+        ),
+        (
+            lambda q, k, v: (
+                ((q @ k.mT) * q.mean((0, 2, 3)).view(4, 1, 1) + causal(6) * q.mean()).mul(q.mean()).softmax(-1) @ v
+            ),
+            "after a mask; scale them before",
+        ),
+        (
+            lambda q, k, v: torch.tanh((q @ k.mT) - (q @ k.mT).amax(-1, True)).softmax(-1) @ v,
+            "subtracted from the scores before a soft-cap",
+        ),
     ],
-)  # fmt: skip
+)
 def test_near_misses_say_why(f, reason):
     import mindspeed_fx
 

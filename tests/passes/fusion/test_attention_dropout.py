@@ -109,21 +109,32 @@ def test_the_order_in_which_numbers_are_drawn_is_kept():
     assert same_numbers(f, *qkv()).counts[NAME] == 1
 
 
-@pytest.mark.parametrize("f, reason", [
-    (lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v, "causal masks, windows and soft-caps only"),
-    (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "causal masks"),
-    (lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :3], k, v, dropout_p=0.1, is_causal=True), "equal and fixed"),
-    (lambda q, k, v: F.dropout(F.dropout(masked(q @ k.mT).softmax(-1), 0.5), 0.1) @ v, "twice"),
-    (lambda q, k, v: F.dropout(masked((k @ q.mT).mT).softmax(-1), 0.5) @ v, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "f, reason",
+    [
+        (lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v, "causal masks, windows and soft-caps only"),
+        (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "causal masks"),
+        (
+            lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :3], k, v, dropout_p=0.1, is_causal=True),
+            "equal and fixed",
+        ),
+        (lambda q, k, v: F.dropout(F.dropout(masked(q @ k.mT).softmax(-1), 0.5), 0.1) @ v, "twice"),
+        (lambda q, k, v: F.dropout(masked((k @ q.mT).mT).softmax(-1), 0.5) @ v, None),
+    ],
+)
 def test_skips_say_why(f, reason):
     report = same_numbers(f, *qkv())
     assert reason is None or (report.counts[NAME] == 0 and reason in report.skipped(NAME)[0].reason)
 
 
-@pytest.mark.parametrize("target, name, dtype, reason", [
-    ("cuda", "composed", torch.double, "would draw other numbers"), ("npu", "composed", torch.double, "q is float64; valid: float16"), ("npu", "capped", torch.float32, "with a soft-cap: no kernel on npu has both"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "target, name, dtype, reason",
+    [
+        ("cuda", "composed", torch.double, "would draw other numbers"),
+        ("npu", "composed", torch.double, "q is float64; valid: float16"),
+        ("npu", "capped", torch.float32, "with a soft-cap: no kernel on npu has both"),
+    ],
+)
 def test_other_targets_say_why(target, name, dtype, reason):
     capped = lambda q, k, v: F.dropout(masked(torch.tanh(q @ k.mT / 2) * 2).softmax(-1), 0.4) @ v  # noqa: E731
     report = explain(SPELLINGS.get(name, capped), *qkv(dtype=dtype), target=target)

@@ -123,12 +123,19 @@ def test_label_smoothing_written_out(smoothing, keep, total, minus, shape, bare)
 ROWS = torch.tensor([0, 3, 1, 6, 2])
 
 
-@pytest.mark.parametrize("f", [
-    lambda x: -x.log_softmax(-1)[torch.arange(5), ROWS].mean(),
-    lambda x: (x.logsumexp(-1) - x.gather(1, ROWS.view(-1, 1)).squeeze(1)).mean(),
-    pytest.param(lambda x: (x.gather(-1, ROWS[:, None]) - torch.logsumexp(x, -1, keepdim=True)).sum(), marks=pytest.mark.slow),
-    lambda x: (lambda p: 2 * (0.9 * -p.gather(1, ROWS[:, None])[:, 0] - p.sum(1) * (0.1 / 7)).mean())(x.log_softmax(1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: -x.log_softmax(-1)[torch.arange(5), ROWS].mean(),
+        lambda x: (x.logsumexp(-1) - x.gather(1, ROWS.view(-1, 1)).squeeze(1)).mean(),
+        pytest.param(
+            lambda x: (x.gather(-1, ROWS[:, None]) - torch.logsumexp(x, -1, keepdim=True)).sum(), marks=pytest.mark.slow
+        ),
+        lambda x: (lambda p: 2 * (0.9 * -p.gather(1, ROWS[:, None])[:, 0] - p.sum(1) * (0.1 / 7)).mean())(
+            x.log_softmax(1)
+        ),
+    ],
+)
 def test_picked_log_probabilities(f):
     report = function_agrees(f, logits())
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
@@ -143,17 +150,27 @@ def test_picked_from_bfloat16_reads_no_float32_copy():
     assert report.counts[NAME] == 1 and "f32[5, 7]" not in run.after
 
 
-@pytest.mark.parametrize("f, reason", [
-    (lambda p: (p.gather(-1, ROWS[:, None]) + p.exp()).sum(), "also read by exp"),
-    (lambda p: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).square().sum(), "do not meet in a weighted sum after the "
-                                                                              "same masks and sums"),
-    (lambda p: (p * torch.linspace(0, 1, 7, dtype=p.dtype)).sum(-1).mean(), "neither one-hot nor smoothed with numbers"),
-    (lambda p: F.kl_div(p, F.one_hot(ROWS, 7).to(p.dtype), reduction="batchmean"), "kl_div adds the entropy of its "
-                                                                                   "targets"),
-    (lambda p: p[:, ROWS].diagonal().mean(), "not (all rows, their targets)"),
-    (lambda p: (2 * p.gather(-1, ROWS[:, None])[:, 0] - p.mean(-1)).sum(), "are no label smoothing"),
-    (lambda p: (p.gather(-1, ROWS[:, None]) * p.gather(-1, 6 - ROWS[:, None])).sum(), "2 different"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "f, reason",
+    [
+        (lambda p: (p.gather(-1, ROWS[:, None]) + p.exp()).sum(), "also read by exp"),
+        (
+            lambda p: p.gather(-1, ROWS[:, None]).sum() + p.mean(-1).square().sum(),
+            "do not meet in a weighted sum after the same masks and sums",
+        ),
+        (
+            lambda p: (p * torch.linspace(0, 1, 7, dtype=p.dtype)).sum(-1).mean(),
+            "neither one-hot nor smoothed with numbers",
+        ),
+        (
+            lambda p: F.kl_div(p, F.one_hot(ROWS, 7).to(p.dtype), reduction="batchmean"),
+            "kl_div adds the entropy of its targets",
+        ),
+        (lambda p: p[:, ROWS].diagonal().mean(), "not (all rows, their targets)"),
+        (lambda p: (2 * p.gather(-1, ROWS[:, None])[:, 0] - p.mean(-1)).sum(), "are no label smoothing"),
+        (lambda p: (p.gather(-1, ROWS[:, None]) * p.gather(-1, 6 - ROWS[:, None])).sum(), "2 different"),
+    ],
+)
 def test_written_out_but_not_fused(f, reason):
     def whole(x):
         return f(x.log_softmax(-1))

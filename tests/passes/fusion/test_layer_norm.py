@@ -104,9 +104,12 @@ def test_more_spellings():
 
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    st.sampled_from(sorted(SPELLINGS)), st.sampled_from(["weight", "bias", "x", "none"]), st.sampled_from(["", "weight", "bias", "both"]),
-    st.sampled_from([(8,), (1, 8), (2, 3, 8)]), st.sampled_from(["contiguous", "transposed", "reused"]),
-)  # fmt: skip
+    st.sampled_from(sorted(SPELLINGS)),
+    st.sampled_from(["weight", "bias", "x", "none"]),
+    st.sampled_from(["", "weight", "bias", "both"]),
+    st.sampled_from([(8,), (1, 8), (2, 3, 8)]),
+    st.sampled_from(["contiguous", "transposed", "reused"]),
+)
 def test_variants(name, frozen, without, shape, variant):
     torch._dynamo.reset()
     x, w, b = double(*shape, grad=frozen != "x"), double(8, grad=frozen != "weight"), double(8, grad=frozen != "bias")
@@ -179,13 +182,21 @@ def partly_without_grad(x, w, b):
     return (x - mean(x)) * r * w + b
 
 
-@pytest.mark.parametrize("f, reason", [
-    (lambda x, w, b: w * (x - mean(x)) / (x.std(-1, keepdim=True) + 1e-6) + b, "standard deviation"),
-    (lambda x, w, b: (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(1, keepdim=True, correction=0) + 1e-5) * w + b, "normalizes over dimensions [1]"),
-    (lambda x, w, b: (x - mean(x)) / (x.std(-1, keepdim=True) + 1e-6) * w + b, "standard deviation"),
-    (lambda x, w, b: F.layer_norm(x, (3, 8), None, None) * w + b, "2 dimensions"),
-    (partly_without_grad, "gradients off"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "f, reason",
+    [
+        (lambda x, w, b: w * (x - mean(x)) / (x.std(-1, keepdim=True) + 1e-6) + b, "standard deviation"),
+        (
+            lambda x, w, b: (
+                (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(1, keepdim=True, correction=0) + 1e-5) * w + b
+            ),
+            "normalizes over dimensions [1]",
+        ),
+        (lambda x, w, b: (x - mean(x)) / (x.std(-1, keepdim=True) + 1e-6) * w + b, "standard deviation"),
+        (lambda x, w, b: F.layer_norm(x, (3, 8), None, None) * w + b, "2 dimensions"),
+        (partly_without_grad, "gradients off"),
+    ],
+)
 def test_near_misses_say_why(f, reason):
     report = function_agrees(f, double(2, 3, 8), double(8), double(8))
     assert report.counts[NAME] == 0

@@ -69,10 +69,17 @@ def mean_of_all(hidden, weight):
 @pytest.mark.parametrize(
     "f, reduction",
     [
-        (flat, "mean"), (shifted, "mean"), (sequence_first, "sum"), (capped, "mean"), (two_dimensional, "mean"), (untransposed, "mean"),
-        (last_token, "mean"), (mean_of_all, "sum"), (lambda h, w: flat(h, w, reduction="sum", label_smoothing=0.1), "sum"),
+        (flat, "mean"),
+        (shifted, "mean"),
+        (sequence_first, "sum"),
+        (capped, "mean"),
+        (two_dimensional, "mean"),
+        (untransposed, "mean"),
+        (last_token, "mean"),
+        (mean_of_all, "sum"),
+        (lambda h, w: flat(h, w, reduction="sum", label_smoothing=0.1), "sum"),
     ],
-)  # fmt: skip
+)
 def test_spellings(f, reduction):
     hidden, weight, bias = inputs()
     report = function_agrees(f, hidden, weight, *([bias] if f in (flat, two_dimensional) else []))
@@ -120,22 +127,42 @@ def written(hidden, weight):
     [
         (logits_too, "returned by the compiled function; compile a function that returns only the loss", torch.float),
         (z_loss, "the log-sum-exp of the tokens is used too (a z-loss)", torch.double),
-        (lambda h, w: F.cross_entropy(F.linear(h, w).relu().view(-1, 7), FLAT), "relu (aten.relu.default) stands "
-                                                                                "between", torch.double),
-        (lambda h, w: F.cross_entropy((F.linear(h, w) / 3).tanh().mul(2).add(w[:, 0]).view(-1, 7), FLAT), "a bias, or a scale that is no number, is applied after the soft-cap", torch.double),
-        (lambda h, w: F.cross_entropy((F.linear(h, w, w[:, 0]) * h[..., :1]).view(-1, 7), FLAT), "the linear has a "
-                                                                                                 "bias, which would be "
-                                                                                                 "scaled token by token", torch.double),
-        (lambda h, w: F.cross_entropy((F.linear(h, w) * w[:, 0]).view(-1, 7), FLAT), "mul (aten.mul.Tensor) stands "
-                                                                                     "between", torch.double),
+        (
+            lambda h, w: F.cross_entropy(F.linear(h, w).relu().view(-1, 7), FLAT),
+            "relu (aten.relu.default) stands between",
+            torch.double,
+        ),
+        (
+            lambda h, w: F.cross_entropy((F.linear(h, w) / 3).tanh().mul(2).add(w[:, 0]).view(-1, 7), FLAT),
+            "a bias, or a scale that is no number, is applied after the soft-cap",
+            torch.double,
+        ),
+        (
+            lambda h, w: F.cross_entropy((F.linear(h, w, w[:, 0]) * h[..., :1]).view(-1, 7), FLAT),
+            "the linear has a bias, which would be scaled token by token",
+            torch.double,
+        ),
+        (
+            lambda h, w: F.cross_entropy((F.linear(h, w) * w[:, 0]).view(-1, 7), FLAT),
+            "mul (aten.mul.Tensor) stands between",
+            torch.double,
+        ),
         (classes_cut, "rearranges the classes", torch.double),
         (lambda h, w: flat(h, w, reduction="none"), "would take a fourth matrix product", torch.double),
-        (lambda h, w: flat(h, w, reduction="none") * torch.arange(12), "would take a fourth matrix product", torch.double),
-        (lambda h, w: F.cross_entropy(F.linear(h, w).view(-1, 7), FLAT, weight=torch.ones(7).double()), "fusion.cross_entropy, on whose result this pass builds", torch.double),
+        (
+            lambda h, w: flat(h, w, reduction="none") * torch.arange(12),
+            "would take a fourth matrix product",
+            torch.double,
+        ),
+        (
+            lambda h, w: F.cross_entropy(F.linear(h, w).view(-1, 7), FLAT, weight=torch.ones(7).double()),
+            "fusion.cross_entropy, on whose result this pass builds",
+            torch.double,
+        ),
         (in_double, "of torch.float32 logits is computed in torch.float64", torch.float),
         (written, "is changed in place", torch.double),
     ],
-)  # fmt: skip
+)
 def test_near_misses_say_why(f, reason, dtype):
     report = function_agrees(f, *inputs(dtype)[:2], tolerance=1e-5 if dtype == torch.float else 1e-9)
     assert report.counts[NAME] == 0

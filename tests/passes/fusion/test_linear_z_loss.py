@@ -47,11 +47,29 @@ def test_one_operator(form):
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
 
 
-@pytest.mark.parametrize("form, reason", [
-    (lambda h, w: (lambda x: F.cross_entropy(x, TARGET) + x.logsumexp(-1).square().mean())(F.linear(h, w)), "its mean is over all tokens"),
-    pytest.param(lambda h, w: (lambda x: F.cross_entropy(x, TARGET) + (x.logsumexp(-1).square() * (TARGET != -100)).sum())(F.linear(h, w)), "is not reduced over the tokens of the loss", marks=pytest.mark.slow),
-    pytest.param(lambda h, w: (lambda x: F.cross_entropy(x, TARGET) + (x.logsumexp(-1).square() * (TARGET != 3)).sum() / KEPT.sum())(F.linear(h, w)), "(aten.mul.Tensor)", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "form, reason",
+    [
+        (
+            lambda h, w: (lambda x: F.cross_entropy(x, TARGET) + x.logsumexp(-1).square().mean())(F.linear(h, w)),
+            "its mean is over all tokens",
+        ),
+        pytest.param(
+            lambda h, w: (lambda x: F.cross_entropy(x, TARGET) + (x.logsumexp(-1).square() * (TARGET != -100)).sum())(
+                F.linear(h, w)
+            ),
+            "is not reduced over the tokens of the loss",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda h, w: (
+                lambda x: F.cross_entropy(x, TARGET) + (x.logsumexp(-1).square() * (TARGET != 3)).sum() / KEPT.sum()
+            )(F.linear(h, w)),
+            "(aten.mul.Tensor)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_others_say_why_not(form, reason):
     report = function_agrees(form, *inputs())
     assert report.counts[NAME] == 0 and len(report.skipped(NAME)) == 1 and reason in report.skipped(NAME)[0].reason, (

@@ -77,9 +77,14 @@ def test_wide_layers_of_few_tokens_do_not_pay():
     assert report.counts[NAME] == 0 and "modelled on h100: " in report.skipped(NAME)[0].reason
 
 
-@pytest.mark.parametrize("options, note", [
-    ({"enable": [NAME]}, "measured no faster"), ({"target": "cuda", "enable": [NAME]}, "asked of the cost model"), ({"target": "cuda", "hardware": "h100"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, note",
+    [
+        ({"enable": [NAME]}, "measured no faster"),
+        ({"target": "cuda", "enable": [NAME]}, "asked of the cost model"),
+        ({"target": "cuda", "hardware": "h100"}, None),
+    ],
+)
 def test_only_on_request_and_where_a_model_can_be_asked(options, note):
     report = explain(
         lambda x, a, b: F.linear(x, a) * F.linear(x, b), double(2, 8), double(6, 8), double(6, 8), **options

@@ -177,9 +177,15 @@ def test_a_norm_or_a_rotation_alone_is_left():
     )
 
 
-@pytest.mark.parametrize("options, reason", [
-    pytest.param({"codegen": "inductor"}, "measured no slower", marks=pytest.mark.slow), ({"target": "npu"}, None), ({"target": "cuda"}, None), ({"target": "npu", "enable": [NAME]}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        pytest.param({"codegen": "inductor"}, "measured no slower", marks=pytest.mark.slow),
+        ({"target": "npu"}, None),
+        ({"target": "cuda"}, None),
+        ({"target": "npu", "enable": [NAME]}, None),
+    ],
+)
 def test_where_it_pays(monkeypatch, options, reason):
     monkeypatch.setattr(triton, "missing", lambda: None)
     x, w, c, s = (i.detach().float().requires_grad_(i.requires_grad and "codegen" not in options) for i in inputs())

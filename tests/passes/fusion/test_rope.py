@@ -80,10 +80,15 @@ def test_a_complex_product_of_narrow_types():
     assert report.counts[NAME] == 1
 
 
-@pytest.mark.parametrize("other", [
-    lambda a, b, c, s: torch.cat((b * c - a * s, a * c + b * s), -1), lambda a, b, c, s: torch.cat((a * c - b * s, b * c - a * s), -1),
-    lambda a, b, c, s: torch.stack((b * c + a * s, a * c - b * s), -1).flatten(-2), lambda a, b, c, s: torch.stack((a * c - b * s, b * c + a * s), -2).flatten(-2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda a, b, c, s: torch.cat((b * c - a * s, a * c + b * s), -1),
+        lambda a, b, c, s: torch.cat((a * c - b * s, b * c - a * s), -1),
+        lambda a, b, c, s: torch.stack((b * c + a * s, a * c - b * s), -1).flatten(-2),
+        lambda a, b, c, s: torch.stack((a * c - b * s, b * c + a * s), -2).flatten(-2),
+    ],
+)
 def test_other_orders_and_signs_are_what_the_operator_computes(other):
     assert (
         function_agrees(

@@ -148,15 +148,30 @@ def test_a_module_of_an_outside_user():
     assert function_agrees(Rotary(), double(2, 5, 3, DIM)).counts[NAME] == 1
 
 
-@pytest.mark.parametrize("f, reason", [
-    (lambda x, c, s: x * c + x[..., [1, 0, 3, 2, 5, 4, 7, 6]] * s, "moved by aten.index.Tensor, whose table or matrix "
-                                                                   "is not read"),
-    (lambda x, c, s: x * c + x @ (torch.eye(DIM, dtype=x.dtype).roll(1, 0)) * s, "moved by aten.matmul.default, whose "
-                                                                                 "table or matrix is not read"),
-    (lambda x, c, s: x * c + x.unflatten(-1, (2, 2, 2)).flip(-2).flatten(-3) * s, "element 0 of each head turns with "
-                                                                                  "element 2"),
-    (lambda x, c, s: (x[..., :4] * c[..., :4] - x[..., 4:] * s[..., :4], x[..., 4:] * c[..., :4] + x[..., :4] * s[..., :4]), "are not joined again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "f, reason",
+    [
+        (
+            lambda x, c, s: x * c + x[..., [1, 0, 3, 2, 5, 4, 7, 6]] * s,
+            "moved by aten.index.Tensor, whose table or matrix is not read",
+        ),
+        (
+            lambda x, c, s: x * c + x @ (torch.eye(DIM, dtype=x.dtype).roll(1, 0)) * s,
+            "moved by aten.matmul.default, whose table or matrix is not read",
+        ),
+        (
+            lambda x, c, s: x * c + x.unflatten(-1, (2, 2, 2)).flip(-2).flatten(-3) * s,
+            "element 0 of each head turns with element 2",
+        ),
+        (
+            lambda x, c, s: (
+                x[..., :4] * c[..., :4] - x[..., 4:] * s[..., :4],
+                x[..., 4:] * c[..., :4] + x[..., :4] * s[..., :4],
+            ),
+            "are not joined again",
+        ),
+    ],
+)
 def test_near_misses_say_why(f, reason):
     report = function_agrees(f, double(2, 3, 4, DIM), double(4, DIM, grad=False), double(4, DIM, grad=False))
     assert report.counts[NAME] == 0 and [reason in s.reason for s in report.skipped(NAME)] == [True], report.skipped(

@@ -35,10 +35,19 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("name, dtype", [
-    ("where", torch.float32), ("float32", torch.bfloat16),
-    *(pytest.param(name, dtype, marks=pytest.mark.slow) for name in SPELLINGS for dtype in (torch.float32, torch.bfloat16) if (name, dtype) not in (("where", torch.float32), ("float32", torch.bfloat16))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("where", torch.float32),
+        ("float32", torch.bfloat16),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name in SPELLINGS
+            for dtype in (torch.float32, torch.bfloat16)
+            if (name, dtype) not in (("where", torch.float32), ("float32", torch.bfloat16))
+        ),
+    ],
+)
 def test_on_npu(name, dtype):
     graphs = npu_graphs.trains_alike(Weights(SPELLINGS[name]), torch.randn(2, 32, 16, requires_grad=True), dtype=dtype)
     assert (

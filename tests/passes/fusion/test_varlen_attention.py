@@ -101,10 +101,18 @@ def test_every_spelling(form, calls):
     assert len(calls) >= 2, "forward and backward did not run document by document"
 
 
-@pytest.mark.parametrize("form", [
-    lambda q, k, v: (q @ k.mT * 0.5).masked_fill(equal(searched()), float("-inf")).softmax(-1) @ v,
-    pytest.param(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, equal(torch.tensor([[[0] * 6 + [1] * 6] * 4, [[0] * 3 + [1] * 9] * 4])), scale=0.5), marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda q, k, v: (q @ k.mT * 0.5).masked_fill(equal(searched()), float("-inf")).softmax(-1) @ v,
+        pytest.param(
+            lambda q, k, v: F.scaled_dot_product_attention(
+                q, k, v, equal(torch.tensor([[[0] * 6 + [1] * 6] * 4, [[0] * 3 + [1] * 9] * 4])), scale=0.5
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_other_masks_of_numbers_stay_masks(form, calls):
     assert function_agrees(form, *qkv()).counts[NAME] == 1 and not calls
 

@@ -110,7 +110,7 @@ def work(gm, hardware, fused):
 
 
 def test_unequal_shares_run_under_other_parts(lone_world, sizes_in_graphs, monkeypatch):
-    for module in ("schedule", "trials", "bucket"):
+    for module in ("schedule", "chunking.chunk_search", "bucket"):
         monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.cost_of", work)
     seen, tell = [], schedule._tell
     monkeypatch.setattr(

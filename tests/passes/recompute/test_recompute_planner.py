@@ -14,9 +14,9 @@ from mindspeed_fx.passes.recompute.problem import segments
 from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
 from mindspeed_fx.passes.recompute.solve import budget_search
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
-from mindspeed_fx.passes.recompute.solve.integer_program import exact_seconds, optimum
 from mindspeed_fx.passes.recompute.solve.lower_bound import least_seconds, moments
 from mindspeed_fx.passes.recompute.solve.max_flow import SINK, SOURCE, Network
+from mindspeed_fx.passes.recompute.solve.row_generation import exact_seconds, optimum
 from mindspeed_fx.passes.recompute.solve.threshold_accepting import anneal
 from tests.passes.recompute.random_steps import step
 
@@ -37,14 +37,14 @@ def test_gaps_to_the_optimum_and_bounds_over_random_steps():
     for seed in range(50):
         schedule, whole = step(seed, 9)
         every = choices(schedule)
-        Search(schedule)
-        assert budget_search.least.bytes == min(p.bytes for p in every), seed
-        assert budget_search.richest.seconds == 0.0
-        low, high = budget_search.least.bytes, budget_search.richest.bytes
+        search = Search(schedule)
+        assert search.least.bytes == min(p.bytes for p in every), seed
+        assert search.richest.seconds == 0.0
+        low, high = search.least.bytes, search.richest.bytes
         for part in range(10):
             limit = low + (high - low) * part // 9
             best = min(p.seconds for p in every if p.bytes <= limit)
-            plan, bound = budget_search.best(limit), least_seconds(schedule, budget_search.cuts, limit)
+            plan, bound = search.best(limit), least_seconds(schedule, search.cuts, limit)
             assert plan.bytes <= limit
             assert bound is not None and bound <= best + 1e-12, (seed, part)
             if seed % 5 == 0 and part % 3 == 0:
@@ -53,7 +53,7 @@ def test_gaps_to_the_optimum_and_bounds_over_random_steps():
                 programs.append((best - exact) / (whole + best))
             gaps.append((plan.seconds - best) / (whole + best))
             certified.append((plan.seconds - bound) / (whole + bound))
-        assert budget_search.best(low - 1) is None
+        assert search.best(low - 1) is None
     assert sum(gaps) / len(gaps) <= 0.01 and max(gaps) <= 0.03
     assert sum(certified) / len(certified) < 0.05  # the relaxation has a gap of its own
     assert sum(programs) / len(programs) < 0.02
@@ -246,13 +246,13 @@ def test_a_choice_that_takes_too_long_is_no_plan():
 @pytest.mark.parametrize("seed", range(10))
 def test_larger_random_steps(seed):
     schedule, whole = step(1000 + seed, 15)
-    every, _search = choices(schedule), Search(schedule)
-    low, high = budget_search.least.bytes, budget_search.richest.bytes
+    every, search = choices(schedule), Search(schedule)
+    low, high = search.least.bytes, search.richest.bytes
     assert low <= 1.03 * min(p.bytes for p in every)
     for part in range(10):
         limit = low + (high - low) * part // 9
         best = min(p.seconds for p in every if p.bytes <= limit)
-        assert (budget_search.best(limit).seconds - best) / (whole + best) <= 0.03
+        assert (search.best(limit).seconds - best) / (whole + best) <= 0.03
 
 
 def residual(layers: int) -> Schedule:

@@ -14,7 +14,8 @@ import torch.fx as fx
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis import mask
+from mindspeed_fx.passes.fusion.analysis import mask, positions
+from mindspeed_fx.passes.fusion.analysis.bands import Distance
 
 Given = tuple[str, fx.Node, fx.Node]
 """(kind, mask, where it is applied), as in :class:`mindspeed_fx.passes.fusion.analysis.attention_scores.Scores`."""
@@ -34,7 +35,7 @@ def apart(masks: list[Given]) -> list[Given]:
 
 
 def _others(masks: list[Given]) -> int:
-    return sum(mask.kept(n, kind) is None and mask.meaning(n) != 0 for kind, n, _ in masks)
+    return sum(mask.kept(n, kind) is None and positions.meaning(n) != 0 for kind, n, _ in masks)
 
 
 def _apart(n: fx.Node, where: fx.Node) -> list[Given]:
@@ -53,7 +54,7 @@ def _has_slopes(n: Any, depth: int = 6) -> bool:
     return _slopes(n) is not None or any(_has_slopes(a, depth - 1) for a in n.all_input_nodes)
 
 
-def _slopes(n: fx.Node) -> tuple[fx.Node, mask.Distance] | None:
+def _slopes(n: fx.Node) -> tuple[fx.Node, Distance] | None:
     """(slopes [..., heads, 1, 1], distance) when ``n`` is their product."""
     for slopes, distance in match.operands(n, aten.mul.Tensor):
         if (
@@ -61,7 +62,7 @@ def _slopes(n: fx.Node) -> tuple[fx.Node, mask.Distance] | None:
             and match.value(slopes).dim() >= 3
             and all(statically_known_true(s == 1) for s in match.value(slopes).shape[-2:])
         ):
-            found = mask.meaning(distance)
-            if isinstance(found, mask.Distance):
+            found = positions.meaning(distance)
+            if isinstance(found, Distance):
                 return slopes, found
     return None

@@ -12,8 +12,10 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.layout import before_copy, is_transpose
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis import kv_heads, mask
+from mindspeed_fx.passes.fusion.analysis import kv_heads, mask, positions
+from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band
 from mindspeed_fx.passes.fusion.analysis.softmax import shifted
 
 
@@ -42,7 +44,7 @@ class Scores:
     @property
     def blocking(self) -> list[tuple[str, fx.Node, fx.Node]]:
         """The masks, without those that add zero."""
-        return [given for given in self.masks if given[0] != "add" or mask.meaning(given[1]) != 0]
+        return [given for given in self.masks if given[0] != "add" or positions.meaning(given[1]) != 0]
 
 
 class Miss(Exception):
@@ -137,9 +139,9 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         if alpha is None or beta not in (0, 1):
             return None
         return Scores(n.args[1], n.args[2], float(alpha), [("add", n.args[0], n)] if beta else [], [n])
-    if (plain := match.copied(n)) is not n or match.is_call(n, aten.clone.default):
+    if (plain := before_copy(n)) is not n or match.is_call(n, aten.clone.default):
         return _extended(_product(n.args[0] if plain is n else plain, depth - 1), n)
-    if match.turned(n):
+    if is_transpose(n):
         return _extended(_exchanged(_product(n.args[0], depth - 1), n), n)
     inner, factor = match.unscale(n)
     if match.is_call(inner, aten.tanh.default) and factor > 0:
@@ -210,9 +212,7 @@ def _bounded(n: fx.Node, depth: int) -> Scores | None:
         if match.is_call(n, aten.clamp_min.default)
         else match.operands(n, aten.maximum.default, aten.max.other)
     )
-    found = next(
-        ((x, least) for x, b in pairs if (least := match.number(b)) is not None and least <= mask.BLOCKED), None
-    )
+    found = next(((x, least) for x, b in pairs if (least := match.number(b)) is not None and least <= BLOCKED), None)
     scores = _product(found[0], depth - 1) if found else None
     if scores is None:
         return None
@@ -279,7 +279,7 @@ def _gated(n: Any, bias: fx.Node, depth: int, sign: float = 1.0) -> Scores | Non
             band.low <= 0 <= band.high and symbols.statically_known_true(shape[-1] == shape[-2])
         ):
             continue  # a row without any key of its own would see all of them
-        if line is None or sum(line) or sign * line[1] > mask.BLOCKED:
+        if line is None or sum(line) or sign * line[1] > BLOCKED:
             continue
         scores = _product(a, depth - 1)
         if scores is not None:
@@ -293,12 +293,12 @@ def _line(n: Any, x: fx.Node, depth: int = 8) -> tuple[float, float] | None:
     n = match.uncast(n)
     if match.same(n, match.uncast(x)):
         return 1.0, 0.0
-    band, own = mask.meaning(n), mask.meaning(x)
+    band, own = positions.meaning(n), positions.meaning(x)
     if isinstance(band, (int, float)):
         return 0.0, float(band)
     if (
-        isinstance(band, mask.Band)
-        and isinstance(own, mask.Band)
+        isinstance(band, Band)
+        and isinstance(own, Band)
         and own.inside != own.outside
         and (band.low, band.high) == (own.low, own.high)
     ):

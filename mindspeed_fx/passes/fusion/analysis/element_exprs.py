@@ -3,20 +3,20 @@
 A value that is cut, joined, rolled, flipped, negated, multiplied and added element by element is read as one short sum
 of products per element of its last dimensions (a *lane*): ``x[..., 3] * cos[..., 3] - x[..., 7] * sin[..., 3]``. Two
 spellings of one meaning give the same sums, so that a matcher compares what is computed. What cannot be read is a
-tensor of its own. :meth:`Lanes.build` is the way back: a node for any list of lanes.
+tensor of its own. The way back, a node for any list of lanes: :mod:`mindspeed_fx.passes.fusion.emit.element_exprs`.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
-from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
 
 WIDEST = 2048
@@ -50,8 +50,6 @@ class Lanes:
         self._whole: set[fx.Node] = set()
         """Nodes whose lanes are those of a tensor, one by one."""
         self.of(root)
-
-    # ------------------------------------------------------------------ reading
 
     def lanes(self, n: fx.Node | None = None) -> list[Sum]:
         """The sums of ``n``'s lanes, of the root's without ``n``, in order."""
@@ -141,89 +139,6 @@ class Lanes:
         lanes = self.lanes(n)
         first = lanes[0][0][1][0][0] if lanes and lanes[0] and lanes[0][0][1] else None
         return all(len(total) == 1 and total[0][1] == ((first, i),) for i, total in enumerate(lanes))
-
-    # ------------------------------------------------------------------ writing
-
-    def build(self, gm: fx.GraphModule, before: fx.Node, wanted: Sequence[Sum]) -> fx.Node | None:
-        """A node whose last dimension is ``wanted``: one that is there, else made of a few pieces before ``before``."""
-        wanted = list(wanted)
-        negated = [tuple((-w, factors) for w, factors in total) for total in wanted]
-        for n, codes in reversed(self.read.items()):
-            if codes.dim() == 1 and codes.shape[0] == len(wanted) and n is not before:
-                there = self.lanes(n)
-                if there == wanted:
-                    return n
-                if there == negated:
-                    return rewrite.insert(gm, before, aten.neg.default, (n,))
-        if any(len(total) != 1 for total in wanted):
-            return None
-        pieces = _runs([total[0] for total in wanted])
-        if len(pieces) <= 4:
-            made = [self._piece(gm, before, *piece) for piece in pieces]
-            return made[0] if len(made) == 1 else rewrite.insert(gm, before, aten.cat.default, (made, -1))
-        if len(wanted) % 2 == 0 and all(len(_runs([t[0] for t in wanted[i::2]])) <= 2 for i in (0, 1)):
-            halves = [self.build(gm, before, wanted[i::2]) for i in (0, 1)]
-            return rewrite.insert(
-                gm,
-                before,
-                aten.flatten.using_ints,
-                (rewrite.insert(gm, before, aten.stack.default, (halves, -1)), -2, -1),
-            )
-        return None
-
-    def _piece(
-        self, gm: fx.GraphModule, before: fx.Node, weight: float, factors: tuple[tuple[int, int, int], ...], count: int
-    ) -> fx.Node:
-        """weight times the product of strided runs (tensor, first lane, step) of ``count`` lanes."""
-        made = None
-        for index, start, step in factors:
-            n, dims = self.tensors[index]
-            if dims > 1:
-                n = rewrite.insert(gm, before, aten.flatten.using_ints, (n, -dims, -1))
-            n = rewrite.insert(gm, before, aten.unsqueeze.default, (n, -1)) if dims == 0 else n
-            width = match.value(n).shape[-1]
-            if step == 0:
-                n = n if width == 1 else rewrite.insert(gm, before, aten.slice.Tensor, (n, -1, start, start + 1))
-            elif (start, step, width) != (0, 1, count):
-                n = rewrite.insert(gm, before, aten.slice.Tensor, (n, -1, start, start + step * (count - 1) + 1, step))
-            made = n if made is None else rewrite.insert(gm, before, aten.mul.Tensor, (made, n))
-        if match.value(made).shape[-1] != count:
-            made = rewrite.insert(gm, before, aten.expand.default, (made, [*match.value(made).shape[:-1], count]))
-        if weight == 1:
-            return made
-        return (
-            rewrite.insert(gm, before, aten.neg.default, (made,))
-            if weight == -1
-            else rewrite.insert(gm, before, aten.mul.Tensor, (made, weight))
-        )
-
-
-def _runs(lanes: list[tuple[float, tuple[Factor, ...]]]) -> list[tuple[float, tuple[tuple[int, int, int], ...], int]]:
-    """``lanes`` as runs (weight, ((tensor, first lane, step), ...), count) of equal weight and steady steps, as few as
-    greed finds.
-    """
-    runs: list = []
-    start = 0
-    while start < len(lanes):
-        weight, factors = lanes[start]
-        stop, steps = start + 1, None
-        while stop < len(lanes):
-            w, f = lanes[stop]
-            if w != weight or [t for t, _ in f] != [t for t, _ in factors]:
-                break
-            moved = tuple(b - a for (_, a), (_, b) in zip(lanes[stop - 1][1], f))
-            if any(step < 0 for step in moved) or (steps is not None and moved != steps):
-                break
-            steps, stop = moved, stop + 1
-        runs.append(
-            (
-                weight,
-                tuple((t, lane, step) for (t, lane), step in zip(factors, steps or [0] * len(factors))),
-                stop - start,
-            )
-        )
-        start = stop
-    return runs
 
 
 # --------------------------------------------------------------------------- what is read

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match
+from mindspeed_fx.graph.layout import untransposed
 from mindspeed_fx.graph.match import aten
 
 PLAIN = (*match.VIEWS, aten.to.dtype, aten.contiguous.default, aten.clone.default)
@@ -152,7 +153,7 @@ def product(n: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
     if match.value(x).dim() < 2 or match.value(w).dim() != 2 or (b is not None and match.value(b).dim() != 1):
         return None
     if not transposed:
-        w, transposed = match.untransposed(w)
+        w, transposed = untransposed(w)
     return x, w, b, transposed
 
 

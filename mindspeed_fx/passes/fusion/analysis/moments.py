@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match
+from mindspeed_fx.graph.layout import is_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.fusion.analysis import algebra
 
@@ -170,7 +171,7 @@ def _with_itself(n: fx.Node) -> fx.Node | None:
         and x is not None
         and match.same(column.args[0], x)
     )
-    return x if beside or (x is not None and match.turned(column) and match.same(column.args[0], row)) else None
+    return x if beside or (x is not None and is_transpose(column) and match.same(column.args[0], row)) else None
 
 
 def _moments(n: fx.Node) -> Spread | None:

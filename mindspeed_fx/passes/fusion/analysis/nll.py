@@ -18,7 +18,8 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import calls
-from mindspeed_fx.passes.fusion.analysis import mask
+from mindspeed_fx.passes.fusion.analysis import positions
+from mindspeed_fx.passes.fusion.analysis.bands import Index
 
 TIMES, OVER = (aten.mul.Tensor,), (aten.div.Tensor,)
 
@@ -245,8 +246,8 @@ def _target(n: Any, source: fx.Node) -> fx.Node | None:
         and None not in n.args[1]
     ):
         *rows, target = n.args[1]
-        places = [mask.Index(len(tokens) - i, 0) for i, _ in enumerate(tokens)]
-        whole = [mask.meaning(r) for r in rows] == places and list(match.value(target).shape) == tokens == list(
+        places = [Index(len(tokens) - i, 0) for i, _ in enumerate(tokens)]
+        whole = [positions.meaning(r) for r in rows] == places and list(match.value(target).shape) == tokens == list(
             match.value(n).shape
         )
         return target if whole and match.value(target).dtype == torch.int64 else None

@@ -16,7 +16,8 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis import mask
+from mindspeed_fx.passes.fusion.analysis import positions
+from mindspeed_fx.passes.fusion.analysis.bands import Index
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _equal(r: Reader, n: fx.Node) -> Sparse | None:
         if (
             not (isinstance(index, fx.Node) and isinstance(places, fx.Node))
             or match.value(index).is_floating_point()
-            or mask.meaning(places) != mask.Index(1, 0)
+            or positions.meaning(places) != Index(1, 0)
         ):
             continue
         shape, size = match.value(index).shape, match.value(n).shape[-1]

@@ -15,7 +15,8 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis import mask
+from mindspeed_fx.passes.fusion.analysis import positions
+from mindspeed_fx.passes.fusion.analysis.bands import Index
 from mindspeed_fx.passes.fusion.analysis.one_hot import parsed
 
 ONCE = (aten.to.dtype, aten.contiguous.default, aten.clone.default, aten.detach.default)
@@ -40,7 +41,7 @@ class Distribution(NamedTuple):
 
 def distribution(n: Any, depth: int = 12) -> Distribution | None:
     """What ``n`` [..., classes] is, when it is one-hot or smoothed one-hot."""
-    constant = mask.meaning(n)
+    constant = positions.meaning(n)
     if isinstance(constant, (bool, int, float)):
         return Distribution(float(constant), 0.0, None)
     if not depth or not isinstance(n, fx.Node) or n.op != "call_function" or n.meta["mutated"] or n.meta["needs_grad"]:
@@ -77,7 +78,7 @@ def _one_hot(n: fx.Node) -> Distribution | None:
             )
             if (
                 column
-                and mask.meaning(places) == mask.Index(1, 0)
+                and positions.meaning(places) == Index(1, 0)
                 and match.value(places).shape[-1] == match.value(n).shape[-1]
             ):
                 return Distribution(*((0.0, 1.0) if n.target is aten.eq.Tensor else (1.0, -1.0)), index)
@@ -106,7 +107,7 @@ def _one_hot(n: fx.Node) -> Distribution | None:
 
 
 def _constant(n: Any) -> float | None:
-    known = mask.meaning(n)
+    known = positions.meaning(n)
     return float(known) if isinstance(known, (bool, int, float)) else None
 
 

@@ -17,6 +17,7 @@ from mindspeed_fx.kernels.varlen_attention import varlen_attention
 from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.fusion.analysis import alibi, mask
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss, Scores
+from mindspeed_fx.passes.fusion.analysis.bands import CAUSAL, Band, is_causal, is_window, together
 from mindspeed_fx.passes.fusion.emit import alibi as alibi_emit
 from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences
 
@@ -76,7 +77,7 @@ def _emit(
     if generated and scores.drop is None:
         _long_enough(
             match.value(q),
-            bool(masks) and not any(mask.is_causal(b) or mask.is_window(b) for b in (_together(scores, bands), *bands)),
+            bool(masks) and not any(is_causal(b) or is_window(b) for b in (_together(scores, bands), *bands)),
         )
     if any(b is not None and b.documents is not None for b in bands):
         made = packing(gm, root, scores, q, k, v, bands)
@@ -86,13 +87,11 @@ def _emit(
             notes.append(note)
         bands = [b if b is None or b.documents is None else None for b in bands]
     both = _together(scores, bands)
-    whole = mask.is_causal(both) or mask.is_window(both)
-    windows = [1 - b.low for b in ([both] if whole else bands) if mask.is_window(b)]
-    causal = whole or scores.causal or bool(windows) or any(mask.is_causal(b) for b in bands)
+    whole = is_causal(both) or is_window(both)
+    windows = [1 - b.low for b in ([both] if whole else bands) if is_window(b)]
+    causal = whole or scores.causal or bool(windows) or any(is_causal(b) for b in bands)
     rest = [
-        given
-        for given, band in zip(masks, bands)
-        if band is None or not (whole or mask.is_causal(band) or mask.is_window(band))
+        given for given, band in zip(masks, bands) if band is None or not (whole or is_causal(band) or is_window(band))
     ]
     if scores.sinks is None:
         rest = [
@@ -119,9 +118,9 @@ def _emit(
     return _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, v))
 
 
-def _together(scores: Scores, bands: list[mask.Band | None]) -> mask.Band | None:
+def _together(scores: Scores, bands: list[Band | None]) -> Band | None:
     """What the masks allow together: half a plane from one and half from another are a window."""
-    return mask.together([*bands, mask.CAUSAL] if scores.causal else bands)
+    return together([*bands, CAUSAL] if scores.causal else bands)
 
 
 def _long_enough(q: torch.Tensor, masked: bool) -> None:
@@ -294,7 +293,7 @@ def _emit_sdpa(
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
     masks = scores.blocking
-    causal = bool(masks) and all(mask.is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
+    causal = bool(masks) and all(is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
     q, k, given, left = _operands(gm, root, scores, q, k, v, [] if causal else masks, notes)
     if given is not None and match.value(given).dtype != torch.bool:
         given = _widened(gm, root, given, match.value(q).dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.layout import is_transpose
 from mindspeed_fx.graph.match import aten
 
 BETWEEN = (aten.to.dtype, aten.dropout.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, *match.VIEWS)
@@ -46,7 +47,7 @@ def as_matmul(gm: fx.GraphModule, softmax: fx.Node) -> None:
 
 def _weights_on_the_left(gm: fx.GraphModule, weights: fx.Node) -> None:
     """``v^T @ weights^T`` (values as channels, the positions last) as the transpose of ``weights @ v``."""
-    for across in [u for u in weights.users if match.turned(u)]:
+    for across in [u for u in weights.users if is_transpose(u)]:
         for n in list(across.users):
             if (
                 match.is_call(n, aten.matmul.default, aten.bmm.default)

@@ -16,8 +16,9 @@ import torch.fx as fx
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis import mask
+from mindspeed_fx.passes.fusion.analysis import mask, positions
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores
+from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Distance
 
 
 def some_left(
@@ -70,7 +71,7 @@ def with_means(gm: fx.GraphModule, root: fx.Node, out: fx.Node, left: fx.Node, v
 
 def _finite(added: fx.Node) -> bool:
     """Whether what is added to the scores hides nothing: it is trained, or a distance."""
-    return added.meta["needs_grad"] or isinstance(mask.meaning(added), mask.Distance)
+    return added.meta["needs_grad"] or isinstance(positions.meaning(added), Distance)
 
 
 def _own_key(scores: Scores) -> bool:
@@ -92,7 +93,7 @@ def _fill(where: fx.Node) -> float:
         aten.where.ScalarSelf: 1,
     }.get(where.target)
     if where.target is aten.where.self:
-        position = 1 if isinstance(mask.meaning(where.args[1]), (int, float)) else 2
+        position = 1 if isinstance(positions.meaning(where.args[1]), (int, float)) else 2
     if position is not None:
         return float(mask.fill(where.args[position]))
-    return -math.inf if where.target is aten.scaled_dot_product_attention.default else mask.BLOCKED
+    return -math.inf if where.target is aten.scaled_dot_product_attention.default else BLOCKED

@@ -6,7 +6,8 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis import mask
+from mindspeed_fx.passes.fusion.analysis import positions
+from mindspeed_fx.passes.fusion.analysis.bands import Index
 
 
 def ends(gm: fx.GraphModule, before: fx.Node, numbers: fx.Node) -> fx.Node | None:
@@ -30,7 +31,7 @@ def ends(gm: fx.GraphModule, before: fx.Node, numbers: fx.Node) -> fx.Node | Non
     elif match.is_call(numbers, aten.repeat_interleave.self_Tensor, aten.repeat_interleave.Tensor):
         lengths = match.argument(numbers, "repeats")
         plain = match.value(lengths).dim() == 1 and (
-            numbers.target is aten.repeat_interleave.Tensor or mask.meaning(numbers.args[0]) == mask.Index(1, 0)
+            numbers.target is aten.repeat_interleave.Tensor or positions.meaning(numbers.args[0]) == Index(1, 0)
         )
         return rewrite.insert(gm, before, aten.cumsum.default, (lengths, 0)) if plain else None
     else:
@@ -39,7 +40,7 @@ def ends(gm: fx.GraphModule, before: fx.Node, numbers: fx.Node) -> fx.Node | Non
         not right
         or match.value(limits).dim() != 1
         or match.value(places).dim() != 1
-        or mask.meaning(places) != mask.Index(1, 0)
+        or positions.meaning(places) != Index(1, 0)
     ):
         return None
     # The limits may begin with 0 and may stop before the last token; documents of no tokens do no harm.

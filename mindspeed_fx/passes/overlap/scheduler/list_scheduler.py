@@ -8,7 +8,7 @@ is kept under a limit by :class:`~mindspeed_fx.passes.overlap.scheduler.memory_a
 
 from __future__ import annotations
 
-import heapq
+from heapq import heapify, heappop, heappush
 from typing import Sequence
 
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, TaskGraph
@@ -43,160 +43,224 @@ def list_schedule(
     Returns:
         The order, and the end time of each task by index.
     """
-    tasks = graph.tasks
-    users = graph.users
-    missing = [len(set(t.needs)) for t in tasks]
-    end, ready_at = [0.0] * len(tasks), [0.0] * len(tasks)
-    anchor = Anchor(graph, limit)
-    issued = anchor.issued  # what memory had issued out of turn stays in the heaps
-    free = dict.fromkeys(graph.links, 0.0)
-    ready: list[tuple[float, int]] = []  # compute that can run now
-    later: list[tuple[float, float, int]] = []  # compute that waits for running transfers
-    queued: dict[str, list[tuple[float, int]]] = {link: [] for link in graph.links}
-    transfers = (
-        {link: [i for i in graph.transfers if tasks[i].resource == link] for link in graph.links}
-        if expected and patience
-        else {}
+    scheduler = _ListScheduler(graph, keys, limit, patience, expected, release)
+    scheduler.run()
+    return scheduler.order, scheduler.end
+
+
+class _ListScheduler:
+    """The order made so far, and the tasks that can come next; arguments as :func:`list_schedule`'s."""
+
+    __slots__ = (
+        "anchor",
+        "asleep",
+        "clock",
+        "end",
+        "expected",
+        "free",
+        "issued",
+        "keys",
+        "later",
+        "missing",
+        "order",
+        "patience",
+        "progress",
+        "queued",
+        "ready",
+        "ready_at",
+        "release",
+        "tasks",
+        "transfers",
+        "users",
     )
-    asleep = dict.fromkeys(graph.links, 0)
-    order: list[int] = []
-    clock = progress = 0.0
-    push, pop = heapq.heappush, heapq.heappop
 
-    def available(i: int) -> None:
-        task = tasks[i]
+    def __init__(
+        self,
+        graph: TaskGraph,
+        keys: Sequence[float],
+        limit: int | None,
+        patience: float,
+        expected: Sequence[float] | None,
+        release: Sequence[float] | None,
+    ):
+        tasks = self.tasks = graph.tasks
+        self.users, self.keys = graph.users, keys
+        self.patience, self.expected, self.release = patience, expected, release
+        self.missing = [len(set(t.needs)) for t in tasks]
+        self.end, self.ready_at = [0.0] * len(tasks), [0.0] * len(tasks)
+        self.anchor = Anchor(graph, limit)
+        self.issued = self.anchor.issued  # what memory had issued out of turn stays in the heaps
+        self.free = dict.fromkeys(graph.links, 0.0)
+        self.ready: list[tuple[float, int]] = []  # compute that can run now
+        self.later: list[tuple[float, float, int]] = []  # compute that waits for running transfers
+        self.queued: dict[str, list[tuple[float, int]]] = {link: [] for link in graph.links}
+        self.transfers = (
+            {link: [i for i in graph.transfers if tasks[i].resource == link] for link in graph.links}
+            if expected and patience
+            else {}
+        )
+        self.asleep = dict.fromkeys(graph.links, 0)
+        self.order: list[int] = []
+        self.clock = self.progress = 0.0
+
+    def run(self) -> None:
+        """Issue every task."""
+        for i, count in enumerate(self.missing):
+            if not count:
+                self.queue(i)
+        size, ready, later = len(self.tasks), self.ready, self.later
+        while len(self.order) < size:
+            while self.current(later) and later[0][0] <= self.clock:
+                _, key, i = heappop(later)
+                heappush(ready, (key, i))
+            entry = self.take(ready, _TRIES)
+            if entry is not None:
+                self.step(entry)
+            else:
+                self.step_without_ready()
+
+    def step(self, entry: tuple[float, int]) -> None:
+        """Run ``entry``, or put it back where something else comes first."""
+        key, i = entry
+        seconds = self.tasks[i].seconds
+        if self.patience and seconds and self.feed(self.clock):
+            heappush(self.ready, entry)
+        elif self.patience and self.later and seconds and self.wait_for_better(entry):
+            pass
+        elif seconds and self.feed(self.clock + seconds):  # may have made a better task ready
+            heappush(self.ready, entry)
+        else:
+            self.issue(i)
+
+    def wait_for_better(self, entry: tuple[float, int]) -> bool:
+        """Whether a more urgent task that waits for a transfer goes before ``entry``: what fits in until then is
+        issued, or the compute stream idles.
+        """
+        key, i = entry
+        later, seconds = self.later, self.tasks[i].seconds
+        better = min((e for e in later if not self.issued[e[2]]), key=lambda e: e[1])
+        window = better[0] - self.clock
+        if better[1] < key and window < seconds and (filler := self.take_filler(window)) is not None:
+            heappush(self.ready, entry)
+            self.issue(filler)
+            return True
+        if better[1] < key and window <= self.patience * seconds and self.anchor.allowed(better[2]):
+            heappush(self.ready, entry)
+            if not self.feed(better[0]):
+                later.remove(better)
+                heapify(later)
+                self.issue(better[2])
+            return True
+        return False
+
+    def step_without_ready(self) -> None:
+        """Go on where none of the ready tasks that were asked for may run."""
+        if self.feed(self.clock):
+            return
+        # Memory is short: anything that it allows.
+        entry = self.take(self.ready, _WIDE) if len(self.ready) > _TRIES else None
+        if entry is not None:
+            self.issue(entry[-1])
+            return
+        entry = self.take(self.later, _TRIES)
+        if entry is not None:
+            if self.feed(entry[0]):
+                heappush(self.later, entry)
+            else:
+                self.issue(entry[-1])
+            return
+        if (self.transfers or self.release) and self.feed(self.clock, hold=False):
+            return
+        self.issue(self.anchor.first)  # memory allows nothing else: go on as the program was given
+
+    def queue(self, i: int) -> None:
+        """Put a task whose needs are all issued where it waits for its turn."""
+        task = self.tasks[i]
         if task.resource != COMPUTE:
-            push(queued[task.resource], (keys[i], i))
-        elif ready_at[i] > clock:
-            push(later, (ready_at[i], keys[i], i))
+            heappush(self.queued[task.resource], (self.keys[i], i))
+        elif self.ready_at[i] > self.clock:
+            heappush(self.later, (self.ready_at[i], self.keys[i], i))
         else:
-            push(ready, (keys[i], i))
+            heappush(self.ready, (self.keys[i], i))
 
-    def issue(i: int) -> None:
-        nonlocal clock, progress
-        task = tasks[i]
-        begin = max(clock, ready_at[i])
+    def issue(self, i: int) -> None:
+        task, ready_at, missing = self.tasks[i], self.ready_at, self.missing
+        begin = max(self.clock, ready_at[i])
         if task.resource == COMPUTE:
-            end[i] = clock = begin + task.seconds
-            progress += task.seconds
+            end = self.clock = begin + task.seconds
+            self.progress += task.seconds
         else:
-            end[i] = free[task.resource] = max(begin, free[task.resource]) + task.seconds
-        anchor.issue(i)
-        order.append(i)
-        for user in users[i]:
-            if end[i] > ready_at[user]:
-                ready_at[user] = end[i]
+            end = self.free[task.resource] = max(begin, self.free[task.resource]) + task.seconds
+        self.end[i] = end
+        self.anchor.issue(i)
+        self.order.append(i)
+        for user in self.users[i]:
+            if end > ready_at[user]:
+                ready_at[user] = end
             missing[user] -= 1
             if not missing[user]:
-                available(user)
+                self.queue(user)
 
-    def current(heap: list) -> list:
+    def current(self, heap: list) -> list:
         """The heap, its first entry a task that is not yet issued."""
+        issued = self.issued
         while heap and issued[heap[0][-1]]:
-            pop(heap)
+            heappop(heap)
         return heap
 
-    def take(heap: list, width: int, held: Sequence[float] | None = None) -> tuple | None:
+    def take(self, heap: list, width: int, held: Sequence[float] | None = None) -> tuple | None:
         """The first entry whose task memory allows (and ``held`` releases); up to ``width`` are asked."""
+        issued, allowed, progress = self.issued, self.anchor.allowed, self.progress
         passed = []
         found = None
         while heap and len(passed) < width:
-            entry = pop(heap)
+            entry = heappop(heap)
             if issued[entry[-1]]:
                 continue
-            if (held is None or held[entry[-1]] <= progress) and anchor.allowed(entry[-1]):
+            if (held is None or held[entry[-1]] <= progress) and allowed(entry[-1]):
                 found = entry
                 break
             passed.append(entry)
         for entry in passed:
-            push(heap, entry)
+            heappush(heap, entry)
         return found
 
-    def fitting(window: float) -> int | None:
+    def take_filler(self, window: float) -> int | None:
         """A ready task that is done within ``window``; the first by key of those looked at."""
-        passed, found = [], None
+        ready, passed, found = self.ready, [], None
         while ready and len(passed) < _FITS:
-            entry = pop(ready)
-            if issued[entry[1]]:
+            entry = heappop(ready)
+            if self.issued[entry[1]]:
                 continue
-            if 0 < tasks[entry[1]].seconds <= window and anchor.allowed(entry[1]):
+            if 0 < self.tasks[entry[1]].seconds <= window and self.anchor.allowed(entry[1]):
                 found = entry[1]
                 break
             passed.append(entry)
         for entry in passed:
-            push(ready, entry)
+            heappush(ready, entry)
         return found
 
-    def held_back(entry: tuple[float, int]) -> bool:
+    def is_held_back(self, entry: tuple[float, int]) -> bool:
         """Is a more urgent transfer expected on the same link so soon that this one should let it pass?"""
         key, i = entry
-        link = tasks[i].resource
-        latest = max(clock, free[link]) + patience * tasks[i].seconds
-        return any(keys[j] < key and missing[j] and expected[j] <= latest for j in transfers[link])
+        keys, missing, expected, link = self.keys, self.missing, self.expected, self.tasks[i].resource
+        latest = max(self.clock, self.free[link]) + self.patience * self.tasks[i].seconds
+        return any(keys[j] < key and missing[j] and expected[j] <= latest for j in self.transfers[link])
 
-    def feed(until: float, hold: bool = True) -> bool:
+    def feed(self, until: float, hold: bool = True) -> bool:
         """Give every link that is free before ``until`` its next transfers."""
-        fed = False
-        for link, heap in queued.items():
-            while current(heap) and len(order) >= asleep[link] and (free[link] < until or free[link] <= clock):
-                entry = take(heap, _TRIES, release if hold else None)
+        fed, free, order, asleep = False, self.free, self.order, self.asleep
+        for link, heap in self.queued.items():
+            while (
+                self.current(heap) and len(order) >= asleep[link] and (free[link] < until or free[link] <= self.clock)
+            ):
+                entry = self.take(heap, _TRIES, self.release if hold else None)
                 if entry is None:
-                    asleep[link] = len(order) + 1 + len(tasks) // _REST
+                    asleep[link] = len(order) + 1 + len(self.tasks) // _REST
                     break
-                if hold and transfers and held_back(entry):
-                    push(heap, entry)
+                if hold and self.transfers and self.is_held_back(entry):
+                    heappush(heap, entry)
                     break
-                issue(entry[-1])
+                self.issue(entry[-1])
                 fed = True
         return fed
-
-    for i, count in enumerate(missing):
-        if not count:
-            available(i)
-    while len(order) < len(tasks):
-        while current(later) and later[0][0] <= clock:
-            _, key, i = pop(later)
-            push(ready, (key, i))
-        entry = take(ready, _TRIES)
-        if entry is not None:
-            key, i = entry
-            seconds = tasks[i].seconds
-            if patience and seconds and feed(clock):
-                push(ready, entry)
-                continue
-            if patience and later and seconds:
-                better = min((e for e in later if not issued[e[2]]), key=lambda e: e[1])
-                window = better[0] - clock
-                if better[1] < key and window < seconds and (filler := fitting(window)) is not None:
-                    push(ready, entry)
-                    issue(filler)
-                    continue
-                if better[1] < key and window <= patience * seconds and anchor.allowed(better[2]):
-                    push(ready, entry)
-                    if not feed(better[0]):
-                        later.remove(better)
-                        heapq.heapify(later)
-                        issue(better[2])
-                    continue
-            if seconds and feed(clock + seconds):  # may have made a better task ready
-                push(ready, entry)
-                continue
-            issue(i)
-            continue
-        if feed(clock):
-            continue
-        entry = take(ready, _WIDE) if len(ready) > _TRIES else None  # memory is short: anything that it allows
-        if entry is not None:
-            issue(entry[-1])
-            continue
-        entry = take(later, _TRIES)
-        if entry is not None:
-            if feed(entry[0]):
-                push(later, entry)
-            else:
-                issue(entry[-1])
-            continue
-        if (transfers or release) and feed(clock, hold=False):
-            continue
-        issue(anchor.first)  # memory allows nothing else: go on as the program was given
-    return order, end

@@ -89,7 +89,8 @@ def check_across_ranks(gm: fx.GraphModule, side: str, settings: str = "") -> dic
     if store is not None:
         for group, order in found.items():
             ranks, own = distributed.ranks_of(group), distributed.rank()
-            key = f"mindspeed_fx/order/{group}/{side}/{hashlib.sha256(json.dumps(sorted(order)).encode()).hexdigest()[:16]}"
+            members = hashlib.sha256(json.dumps(sorted(order)).encode()).hexdigest()[:16]
+            key = f"mindspeed_fx/order/{group}/{side}/{members}"
             written = lambda r: json.loads(store.get(f"{key}/{r}")) if store.check([f"{key}/{r}"]) else []
             mine = written(own)
             if [settings, order] not in mine:

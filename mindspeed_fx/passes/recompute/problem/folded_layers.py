@@ -203,6 +203,94 @@ def groups(count: int, number: int | None = None) -> list[int]:
     return [left, *reversed(sizes)]
 
 
+class _KeptLayers:
+    """The nodes of a step that stay when all but ``keep`` of its repeated layers are cut out, and what they read and
+    stand for then. Node 0 of the folded step stands for all that the graph is given.
+    """
+
+    def __init__(self, schedule: Schedule, found: Repeats, keep: int):
+        self.schedule, self.found, self.keep = schedule, found, keep
+        s, gone = schedule, found.count - keep
+        self.gone = gone
+        self.low = keep // 2
+        """Kept layers below what is cut out."""
+        self.forward, self.span = found.first + self.low * found.period, gone * found.period
+        """The first node that is cut out of the forward, and how many are; of the backward likewise."""
+        self.backward, self.back = found.last - (self.low + gone - 1) * found.stride, gone * found.stride
+        x, y = self.forward, self.backward
+        self.nodes = [
+            i
+            for i in range(len(s.sources))
+            if not (x <= i < x + self.span or y <= i < y + self.back) and not (s.given[i] and not s.full[i])
+        ]
+        self.number = {i: n for n, i in enumerate(self.nodes, 1)}
+        self.odd = False
+        """Whether something reads many of the layers at once."""
+
+    @cached_property
+    def turn(self) -> int:
+        """The first node of the backward."""
+        return min(i for i in self.schedule.backward if self.schedule.sources[i])
+
+    def glue(self, i: int, a: int) -> int:
+        """What a kept node reads in place of ``a``."""
+        s, period, stride = self.schedule, self.found.period, self.found.stride
+        x, y, span, back = self.forward, self.backward, self.span, self.back
+        if s.given[s.root[a]] and not s.full[a]:
+            return 0
+        if x <= a < x + span:
+            over = x + span <= i < y
+            self.odd |= a < x + span - period if over else a >= x + period
+            a += -span if over else span
+        elif y <= a < y + back:
+            self.odd |= a < y + back - stride
+            a -= back
+        self.odd |= a not in self.number  # what is read so lies outside of the layers (recurrent steps inside of one)
+        return self.number.get(a, 0)
+
+    def group_of(self, i: int) -> int:
+        """The kept layer of a kept node of the forward; -1 outside."""
+        k = self._forward_layer(i)
+        return k if i >= self.found.first and 0 <= k < self.keep and i < self.turn else -1
+
+    def place_of(self, i: int) -> int:
+        """How far the step is at a kept node, see :attr:`Folded.place`."""
+        keep, found = self.keep, self.found
+        if i < self.turn:
+            return max(0, min(keep, self._forward_layer(i) + 1))
+        first = found.last - (found.count - 1) * found.stride
+        k = (i - first - (self.back if i >= self.backward + self.back else 0)) // found.stride
+        return max(keep, min(2 * keep + 1, keep + 1 + k))
+
+    def origins(self, group: Sequence[int], layers: Sequence[int]) -> list[int]:
+        """Of each node of the folded step that of the whole step which it stands for."""
+        first, period = self.found.first, self.found.period
+        starts = [0]
+        for n in layers:
+            starts.append(starts[-1] + n)
+        return [0] + [
+            i if g < 0 else first + starts[g] * period + self._forward_offset(i) % period
+            for i, g in zip(self.nodes, group[1:])
+        ]
+
+    def below(self) -> dict[int, list[int]]:
+        """See :attr:`Folded.below`."""
+        s, first, period = self.schedule, self.found.first, self.found.period
+        found: dict[int, list[int]] = {}
+        for o in range(period):
+            phases = [a - first for a in s.sources[first + period + o] if first <= a < first + period]
+            for g in range(self.keep) if phases else ():
+                start = first + (g if g < self.low else g + self.gone) * period
+                found[self.number[start + o]] = [self.number[start + p] for p in phases]
+        return found
+
+    def _forward_offset(self, i: int) -> int:
+        return i - self.found.first - (self.span if i >= self.forward + self.span else 0)
+
+    def _forward_layer(self, i: int) -> int:
+        return self._forward_offset(i) // self.found.period
+
+
 def fold(
     schedule: Schedule, found: Repeats, layers: Sequence[int], unplanned: Sequence[float] | None = None
 ) -> tuple[Folded, list[float] | None] | None:
@@ -212,98 +300,50 @@ def fold(
     Args:
         layers: how many layers each group has; their sum is that of the layers found.
     """
-    s, keep = schedule, len(layers)
-    gone = found.count - keep
-    first, period, stride = found.first, found.period, found.stride
-    low = keep // 2  # kept layers below what is cut out
-    x, y = first + low * period, found.last - (low + gone - 1) * stride
-    span, back = gone * period, gone * stride
-    nodes = [
-        i
-        for i in range(len(s.sources))
-        if not (x <= i < x + span or y <= i < y + back) and not (s.given[i] and not s.full[i])
-    ]
-    number = {i: n for n, i in enumerate(nodes, 1)}  # 0 stands for all that the graph is given
-    odd = False
-
-    def glued(i: int, a: int) -> int:
-        """What a kept node reads in place of ``a``."""
-        nonlocal odd
-        if s.given[s.root[a]] and not s.full[a]:
-            return 0
-        if x <= a < x + span:
-            over = x + span <= i < y
-            odd |= a < x + span - period if over else a >= x + period
-            a += -span if over else span
-        elif y <= a < y + back:
-            odd |= a < y + back - stride
-            a -= back
-        odd |= a not in number  # what is read so lies outside of the layers (recurrent steps inside of one)
-        return number.get(a, 0)
-
-    sources = [(), *(tuple(dict.fromkeys(glued(i, a) for a in s.sources[i])) for i in nodes)]
-    root = [0, *(glued(i, s.root[i]) for i in nodes)]
-    if odd:
+    s, kept = schedule, _KeptLayers(schedule, found, len(layers))
+    nodes, number = kept.nodes, kept.number
+    sources = [(), *(tuple(dict.fromkeys(kept.glue(i, a) for a in s.sources[i])) for i in nodes)]
+    root = [0, *(kept.glue(i, s.root[i]) for i in nodes)]
+    if kept.odd:
         return None
-    turn = min(i for i in s.backward if s.sources[i])
-    starts = [0]
-    for n in layers:
-        starts.append(starts[-1] + n)
-
-    def layer(i: int) -> int:
-        """The kept layer of a kept node of the forward; -1 outside."""
-        k = (i - first - (span if i >= x + span else 0)) // period
-        return k if i >= first and 0 <= k < keep and i < turn else -1
-
-    def where(i: int) -> int:
-        if i < turn:
-            k = (i - first - (span if i >= x + span else 0)) // period
-            return max(0, min(keep, k + 1))
-        k = (i - found.last + (found.count - 1) * stride - (back if i >= y + back else 0)) // stride
-        return max(keep, min(2 * keep + 1, keep + 1 + k))
-
-    group = [-1, *(layer(i) for i in nodes)]
+    group = [-1, *(kept.group_of(i) for i in nodes)]
     weight = [1 if g < 0 else layers[g] for g in group]
-    pick = lambda row, zero: [zero, *(row[i] for i in nodes)]  # noqa: E731
-    times = lambda row: [w * v if v else v for w, v in zip(weight, pick(row, 0.0))]  # noqa: E731
-    origin = [0]
-    for i, g in zip(nodes, group[1:]):
-        origin.append(
-            i if g < 0 else first + starts[g] * period + (i - first - (span if i >= x + span else 0)) % period
-        )
-    window = range(found.last, found.last + stride)
+
+    def pick(row: Sequence[Any], zero: Any) -> list:
+        return [zero, *(row[i] for i in nodes)]
+
+    def multiply(row: Sequence[float]) -> list[float]:
+        """Each number as often as its group has layers."""
+        return [w * v if v else v for w, v in zip(weight, pick(row, 0.0))]
+
+    def renumber(row: Iterable[int]) -> list[int]:
+        return [number[i] for i in row if i in number]
+
     ends = {s.root[i] for i in s.gradients}
-    below: dict[int, list[int]] = {}
-    for o in range(period):
-        phases = [a - first for a in s.sources[first + period + o] if first <= a < first + period]
-        for g in range(keep) if phases else ():
-            start = first + (g if g < low else g + gone) * period
-            below[number[start + o]] = [number[start + p] for p in phases]
-    kept = lambda row: [number[i] for i in row if i in number]  # noqa: E731
     made = Folded(
         sources=sources,
         root=root,
         size=pick(s.size, 0),
         full=pick(s.full, 0),
-        seconds=times(s.seconds),
+        seconds=multiply(s.seconds),
         savable=pick(s.savable, False),
         forced=pick(s.forced, False),
         given=pick(s.given, True),
-        backward=kept(s.backward),
-        needed=kept(s.needed),
-        returned=kept(s.returned),
-        gradients=kept(s.gradients),
-        maker={number[a]: glued(a, b) for a, b in s.maker.items() if a in number},
+        backward=renumber(s.backward),
+        needed=renumber(s.needed),
+        returned=renumber(s.returned),
+        gradients=renumber(s.gradients),
+        maker={number[a]: kept.glue(a, b) for a, b in s.maker.items() if a in number},
         workspace=pick(s.workspace, 0),
-        keep=times(s.keep),
+        keep=multiply(s.keep),
         prepares=pick(s.prepares, False),
         takes=pick(s.takes, 0.0),
         layers=list(layers),
         group=group,
-        place=[0, *(where(i) for i in nodes)],
-        origin=origin,
-        period=period,
-        below=below,
-        returns=sum(s.full[v] for v in window if v in ends and s.root[v] == v),
+        place=[0, *(kept.place_of(i) for i in nodes)],
+        origin=kept.origins(group, layers),
+        period=found.period,
+        below=kept.below(),
+        returns=sum(s.full[v] for v in range(found.last, found.last + found.stride) if v in ends and s.root[v] == v),
     )
-    return made, None if unplanned is None else times(unplanned)
+    return made, None if unplanned is None else multiply(unplanned)

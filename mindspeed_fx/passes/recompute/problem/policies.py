@@ -9,8 +9,8 @@ collectives and whatever a ``torch.utils.checkpoint`` policy keeps are never mad
 | none | nothing |
 | full | inside every numbered layer, all but what other layers read: Megatron's full, method uniform, one layer |
 | block:N | the same in the first N layers: Megatron's method block |
-| selective | the core of attention: from the product of queries and keys to its output (Korthikanti et al. 2022, arXiv 2205.05198) |
-| activation_function | what activation functions make, and the pointwise work on it (MindSpeed's recompute-activation-function) |
+| selective | the core of attention, from queries times keys to its output (Korthikanti et al. 2022, arXiv 2205.05198) |
+| activation_function | what activations make, and pointwise work on it (MindSpeed's recompute-activation-function) |
 | norm | what normalizations make, sums of residuals aside (MindSpeed's recompute-norm) |
 | norm+activation_function | both; any of the last three rows may be joined |
 """

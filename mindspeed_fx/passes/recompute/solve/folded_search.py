@@ -22,10 +22,10 @@ from mindspeed_fx.passes.recompute.problem.folded_layers import Folded, fold, gr
 from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
 from mindspeed_fx.passes.recompute.problem.repeated_layers import repeats
 from mindspeed_fx.passes.recompute.solve.budget_search import MOST_WALK, Search, _rank, _size
-from mindspeed_fx.passes.recompute.solve.integer_program import optimum
 from mindspeed_fx.passes.recompute.solve.lower_bound import Moments, least_seconds, moments
 from mindspeed_fx.passes.recompute.solve.max_flow import ENDLESS
 from mindspeed_fx.passes.recompute.solve.min_cut import UNIT, Cuts
+from mindspeed_fx.passes.recompute.solve.row_generation import optimum
 
 ALONE = 2
 """Layers at each end whose moments the certificate prices."""

@@ -1,0 +1,135 @@
+"""What DTensor (2.13) does wrong or slowly with strided shards, put right: their sizes, costs and redistribution."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Sequence
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat.dtensor import is_divided, is_strided, local_tensor_mode
+
+
+def count_strided_shards_for_real() -> None:
+    """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index
+    tensor that it reads back, which fails while tracing: the tensor is fake there. From here on it is computed outside
+    of any trace; nothing else changes."""
+    own = _StridedShard.local_shard_size_and_offset
+    if getattr(own, "_real", False):
+        return
+
+    @functools.wraps(own)
+    def real(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(isinstance(a, int) for a in args[:3]) and local_tensor_mode() is None:
+            with tracing.outside_tracing():
+                return own(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    real._real = True  # type: ignore[attr-defined]
+    _StridedShard.local_shard_size_and_offset = real
+
+
+def price_strided_shards_plainly() -> None:
+    """What it costs to bring a strided shard to where a way of an operator wants it DTensor (2.13) asks the cheapest
+    path through all placements of the mesh, for every way of every operator: 0.3 s each on three mesh dimensions,
+    minutes for a layer, and gathering one is free on that path. From here on it is what a shard of one piece costs, one
+    mesh dimension after the other; costs without strided shards stay."""
+    from torch.distributed.tensor import _collective_utils as costs
+    from torch.distributed.tensor._ops import utils
+
+    own = getattr(utils, "redistribute_cost", None)
+    if (
+        own is None
+        or getattr(own, "_plain", False)
+        or not all(hasattr(costs, n) for n in ("_compute_placement_transition_cost", "MeshTopoInfo", "spec_to_bytes"))
+    ):
+        return
+
+    def plain(current: Any, target: Any) -> float:
+        if (
+            current.mesh != target.mesh
+            or current.is_replicated()
+            or not any(map(is_strided, (*current.placements, *target.placements)))
+        ):
+            return own(current, target)
+        topology, cost = costs.MeshTopoInfo.build_from_mesh(current.mesh), 0.0
+        sent = (
+            costs.spec_to_bytes(current)
+            / math.prod(n for n, p in zip(current.mesh.shape, current.placements) if is_divided(p))
+            / 2**30
+        )
+        for dim, (p, q) in enumerate(zip(current.placements, target.placements)):
+            if p == q:
+                continue
+            p, q = (Shard(x.dim) if is_strided(x) else x for x in (p, q))
+            for a, b in ((p, Replicate()), (Replicate(), q)) if p == q else ((p, q),):
+                more, sent = costs._compute_placement_transition_cost(a, b, topology, dim, sent)
+                cost += more
+        return cost
+
+    plain._plain = True  # type: ignore[attr-defined]
+    utils.redistribute_cost = plain
+
+
+def redistribute_strided_shards_in_order() -> None:
+    """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers
+    one of the two with the size of the whole: rows come in another order, and memory behind them is read. From here on
+    parts are undone from the innermost mesh dimension outwards and made again inwards, each with the size that it is a
+    part of (:func:`_steps_in_order`); redistributions without strided shards stay."""
+    from torch.distributed.tensor import _redistribute
+
+    def replace(name: str) -> None:
+        own = getattr(_redistribute, name)
+        if getattr(own, "_in_order", False):
+            return
+
+        def plan(source: Any, target: Any, *args: Any) -> list[Any]:
+            if any(map(is_strided, (*source.placements, *target.placements))):
+                steps = _steps_in_order(source.shape, source.mesh, source.placements, target.placements)
+                if steps is not None:
+                    return [_redistribute._TransformInfo(*step) for step in steps]
+            return own(source, target, *args)
+
+        plan._in_order = True  # type: ignore[attr-defined]
+        plan.cache_clear = getattr(own, "cache_clear", None)  # type: ignore[attr-defined]
+        setattr(_redistribute, name, plan)
+
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        replace(name)
+
+
+def _steps_in_order(
+    shape: Sequence[int], mesh: Any, source: Sequence[Placement], target: Sequence[Placement]
+) -> list[tuple] | None:
+    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where parts are of different
+    sizes.
+    """
+    changed = {i for i, (p, q) in enumerate(zip(source, target)) if p != q}
+    for i in range(
+        mesh.ndim
+    ):  # what an inner mesh dimension divides is undone before an outer one changes, and made again
+        inside = {p.dim for j in changed if j < i for p in (source[j], target[j]) if is_divided(p)}
+        if any(is_divided(p) and p.dim in inside for p in (source[i], target[i])):
+            changed.add(i)
+    now, steps = list(source), []
+
+    def step(i: int, to: Placement) -> None:
+        others = [(mesh.size(j), p) for j, p in enumerate(now) if j != i]
+        whole = tuple(n // math.prod(size for size, p in others if is_divided(p, d)) for d, n in enumerate(shape))
+        steps.append((i, (now[i], to), whole))
+        now[i] = to
+
+    for placements in (source, target):
+        for d, n in enumerate(shape):
+            if n % math.prod(mesh.size(i) for i, p in enumerate(placements) if is_divided(p, d)):
+                return None
+    for i in sorted(changed, reverse=True):
+        if is_divided(now[i]):
+            step(i, Replicate())
+    for i in sorted(changed):
+        if now[i] != target[i]:
+            step(i, target[i])
+    return steps

@@ -1,0 +1,62 @@
+"""A searched plan as text: what ``print`` shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GiB = 2**30
+
+
+def format_plan(plan: Any) -> str:
+    """The plan beside its alternatives, kinds of layers and collectives, a line each."""
+    o, p = plan.searched.outcome, plan.searched.problem
+    head = (
+        f"modelled for {plan.searched.devices} x {plan.searched.prices.hw.name}, at most "
+        f"{plan.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by "
+        f"more than {100 * plan.gap:.2f} %"
+    )
+    lines = [
+        head,
+        f"{'tp':>4} {'sp':>3} {'cp':>3} {'dp':>4} {'ep':>3} {'pp':>3} {'micro':>5} {'zero':>6} {'recompute':>24} "
+        f"{'step ms':>9} {'GiB':>6} {'exposed ms':>10}  runs",
+    ]
+    for row in (a.row() for a in plan.alternatives):
+        cp = f"{row['cp']}" + (row["attention"][:1] if row["cp"] > 1 else "")
+        lines.append(
+            f"{row['tp']:>4} {'yes' if row['sp'] else 'no':>3} {cp:>3} {row['dp']:>4} {row['ep']:>3} "
+            f"{row['pp']:>3} {row['microbatches']:>5} {row['zero']:>6} {row['recompute']:>24} "
+            f"{row['seconds'] * 1e3:>9.1f} {row['bytes'] / GiB:>6.1f} {row['exposed_seconds'] * 1e3:>10.1f}  "
+            f"{row['runs']}"
+        )
+    lines += [
+        "",
+        f"{'layer':<28} {'count':>5} {'compute ms':>10} {'collectives ms':>14} {'state GiB':>9} {'kept GiB':>8}",
+    ]
+    lines += [
+        f"{r['layer']:<28} {r['count']:>5} {r['compute'] * 1e3:>10.3f} {r['collectives'] * 1e3:>14.3f} "
+        f"{r['state'] / GiB:>9.3f} {r['kept'] / GiB:>8.3f}"
+        for r in plan.layers()
+    ]
+    for c in plan.collectives():
+        lines.append(
+            f"  {c['module']} {c['value']}: {c['from']} -> {c['as']}, forward {c['forward'] or 'nothing'}, "
+            f"backward {c['backward'] or 'nothing'}, {c['seconds'] * 1e3:.3f} ms"
+        )
+    if not plan.unsupported and plan.microbatches > 1:
+        lines.append(f"to run it: {_loop(plan)}")
+    lines += [f"note: {n}" for n in p.notes] + [f"not executable yet: {u}" for u in plan.unsupported]
+    return "\n".join(lines)
+
+
+def _loop(plan: Any) -> str:
+    """What the caller's loop does about microbatches."""
+    if plan.layout.pp > 1:
+        return (
+            "stage = mindspeed_fx.pipeline_stage(...), and a schedule of torch.distributed.pipelining with "
+            f"{plan.microbatches} microbatches"
+        )
+    return (
+        f"loss = mindspeed_fx.accumulate(step, *args, microbatches={plan.microbatches}) in your loop instead "
+        "of "
+        "step(*args) and loss.backward()"
+    )
