@@ -1,46 +1,29 @@
-"""What a shared library asks of others: the names in its ELF tables, read without loading it."""
+"""What a shared library asks of others: the names in its ELF tables, read by pyelftools without loading it."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
-from typing import Iterator
-
-_DYNAMIC, _DYNSYM, _NEEDED = 6, 11, 1
 
 
-def wanted(path: str | os.PathLike) -> tuple[set[str], set[str]]:
-    """(libraries it needs, symbols it leaves undefined) of a little-endian 64-bit ELF file.
+def read_needed(path: str | os.PathLike) -> tuple[set[str], set[str]]:
+    """(libraries it needs, symbols it leaves undefined) of an ELF file.
 
     Raises:
         ValueError: another kind of file.
+        ImportError: pyelftools is missing.
     """
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{path} is not a little-endian 64-bit ELF file")
-        table, entry, count = struct.unpack_from("<Q", data, 40)[0], *struct.unpack_from("<HH", data, 58)
-        # name, type, flags, address, offset, size, link, info, alignment, entry size
-        sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * entry) for i in range(count)]
-        libraries, symbols = set(), set()
-        for _, kind, _, _, offset, size, link, *_ in sections:
-            if kind == _DYNAMIC:
-                strings = sections[link][4]
-                libraries |= {
-                    _string(data, strings + value)
-                    for tag, value in _entries("<qQ", data, offset, size)
-                    if tag == _NEEDED
-                }
-            elif kind == _DYNSYM:
-                strings = sections[link][4]
-                rows = _entries("<IBBHQQ", data, offset, size)  # name, info, other, section (0: undefined), value, size
-                symbols |= {_string(data, strings + name) for name, _, _, section, _, _ in rows if name and not section}
-    return libraries, symbols
+    try:
+        from elftools.common.exceptions import ELFError
+        from elftools.elf.elffile import ELFFile
+    except ImportError as error:
+        raise ImportError('reading shared libraries needs pyelftools: pip install "mindspeed-fx[ascend]"') from error
 
-
-def _entries(layout: str, data: mmap.mmap, offset: int, size: int) -> Iterator[tuple]:
-    yield from struct.iter_unpack(layout, data[offset : offset + size])
-
-
-def _string(data: mmap.mmap, start: int) -> str:
-    return data[start : data.find(b"\0", start)].decode()
+    with open(path, "rb") as file:
+        try:
+            elf = ELFFile(file)
+        except ELFError:
+            raise ValueError(f"{path} is not an ELF file") from None
+        dynamic, symbols = elf.get_section_by_name(".dynamic"), elf.get_section_by_name(".dynsym")
+        libraries = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")} if dynamic else set()
+        undefined = {s.name for s in symbols.iter_symbols() if s["st_shndx"] == "SHN_UNDEF"} if symbols else set()
+    return libraries, undefined - {""}

@@ -108,7 +108,7 @@ def _compile(package: pathlib.Path, out: pathlib.Path, soc: str, devices: int) -
         *package.glob("_C*.so"),
         *(p for p in (package / "lib").glob("*.so") if p.name != "libop_plugin_atb.so"),
     ]:
-        needed, undefined = elf.wanted(path)
+        needed, undefined = elf.read_needed(path)
         libraries |= {n for n in needed if _LIBRARIES.match(n)}
         symbols |= {s for s in undefined if _SYMBOLS.match(s)}
     (out / "stub.c").write_text(stub_source.text(soc, devices, symbols))

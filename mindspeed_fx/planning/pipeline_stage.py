@@ -5,7 +5,7 @@ schedules.
     schedule = Schedule1F1B(stage, 4, loss_fn=lambda loss, _: loss.sum())
     schedule.step(ids=ids, labels=labels, target=labels, losses=losses)
 
-The step is traced once, with the sizes of a microbatch; its graph is cut between layers (``stages.py``), and this
+The step is traced once, with the sizes of a microbatch; its graph is cut between layers (``split_stages.py``), and this
 rank's part goes the backend's way: what ``parallelize`` divides over the other mesh dimensions is in the graph already,
 and so are names. (torch's own ``pipeline`` cuts by torch.export, which refuses parameters that are DTensors,
 non-graphable "DTensorSpec", in 2.13.)

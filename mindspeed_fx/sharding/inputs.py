@@ -2,8 +2,8 @@
 
 ``inputs="whole"``: every rank passes the same values, and takes its part. ``inputs="local"``: an argument is the part
 that the plan gives this rank; a hook in front of ``forward`` shows it whole (:func:`whole_input`), and the backend cuts
-that call out of the graph, as it does for parameters (``local.py``). Either way the first step with new sizes compares
-the ranks (:class:`InputCheck`):
+that call out of the graph, as it does for parameters (``parallelized_graph.py``). Either way the first step with new
+sizes compares the ranks (:class:`InputCheck`):
 
     plan zero2+tp, mesh dp 2 x tp 2, ids [4, 16] divided along 0 over dp       rank    0      1      2      3
     whole: all bytes alike over dp and tp                                              0..3   0..3   0..3   0..3

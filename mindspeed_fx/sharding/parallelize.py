@@ -3,7 +3,7 @@
 A module with parameters gets a class of its own in which each parameter is a property: reading it gives the whole
 tensor (:func:`gathered`), so that the model, and Dynamo, see ordinary tensors; ``_parameters`` holds the DTensor, so
 that names, ``state_dict``, ``torch.distributed.checkpoint``, optimizers and gradient clipping are those of a model of
-DTensors. The backend cuts :func:`gathered` out of the graph again (``local.py``).
+DTensors. The backend cuts :func:`gathered` out of the graph again (``parallelized_graph.py``).
 """
 
 from __future__ import annotations

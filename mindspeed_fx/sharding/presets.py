@@ -187,8 +187,9 @@ def hybrid(model: nn.Module, beside: Plan | None = None, outer: str = "cp_ring",
 
 
 def ep_alltoall(model: nn.Module, beside: Plan | None = None, dim: str = "ep") -> Plan:
-    """As :func:`ep`, with tokens that stay divided and travel to their experts and back (:mod:`dispatch`): less is sent
-    where a token chooses fewer experts than there are ranks, and no rank has all tokens.
+    """As :func:`ep`, with tokens that stay divided and travel to their experts and back
+    (:mod:`mindspeed_fx.sharding.spmd.token_dispatch`): less is sent where a token chooses fewer experts than there are
+    ranks, and no rank has all tokens.
 
     Source: Megatron-core's "alltoall" token dispatcher.
     """

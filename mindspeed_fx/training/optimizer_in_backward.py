@@ -9,7 +9,8 @@ there.
 As with data_parallel.py a parameter is read through a function that is the identity forward; backward it hands the
 gradient, which may have been averaged over ranks before, to ``mindspeed::adamw_step`` and returns none. Weights,
 moments and step counts are inputs that the graph changes. The state is that of the torch optimizer: its ``state_dict``,
-its ``param_groups`` and schedulers of the learning rate go on working. :mod:`steps` joins the steps of a bucket.
+its ``param_groups`` and schedulers of the learning rate go on working. :mod:`mindspeed_fx.passes.overlap.step` joins
+the steps of a bucket.
 
 Source: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources" (gradients
     consumed as they become ready).

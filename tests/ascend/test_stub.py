@@ -21,10 +21,10 @@ def test_what_a_library_wants(tmp_path):
     source, library = tmp_path / "a.c", tmp_path / "liba.so"
     source.write_text("extern int aclrtSomething(int); int mine(void) { return aclrtSomething(1); }")
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library), "-Wl,--no-as-needed", "-lm"], check=True)
-    libraries, symbols = elf.wanted(library)
+    libraries, symbols = elf.read_needed(library)
     assert "libm.so.6" in libraries and "aclrtSomething" in symbols and "mine" not in symbols
     with pytest.raises(ValueError, match="not a little-endian 64-bit ELF"):
-        elf.wanted(source)
+        elf.read_needed(source)
 
 
 @pytest.mark.parametrize("name", ["ASCEND_HOME_PATH", "ASCEND_OPP_PATH"])

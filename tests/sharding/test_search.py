@@ -401,13 +401,8 @@ def test_an_nth_of_a_microbatch_takes_an_nth_of_its_time_at_least(mixture):
         assert [n for n, t in mine.items() if t * cut < seconds[cp, ep, tp, 1][n] * (1 - 1e-9)] == []
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_linear_programs(monkeypatch, inside):
-    """By HiGHS's classes and by scipy's function; a second cost goes on from the first's optimum."""
-    if not inside:
-        monkeypatch.setattr(highs, "classes", lambda: None)
-    elif highs.classes() is None:
-        pytest.skip("this scipy does not show HiGHS's classes")
+def test_linear_programs():
+    """A second cost goes on from the first's optimum."""
     program = highs.Linear(
         ([0, 0, 1, 1], [0, 1, 0, 1], [1.0, 1.0, 1.0, -1.0]), [2, -np.inf], [np.inf, 1], 2
     )  # x + y >= 2, x - y <= 1

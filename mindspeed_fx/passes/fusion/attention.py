@@ -11,7 +11,7 @@ npu ``mindspeed::attention_seeded``, whose kernel draws numbers of its own, as t
 ``scaled_dot_product_attention`` does. On cuda, where torch chooses among flash kernels behind
 ``scaled_dot_product_attention``, those calls stay and composed attention becomes one of them. Safe because the operator
 computes the softmax in float32 or better; rows that are masked whole by a finite fill value such as -10000 get the mean
-of the values, which the model's uniform weights make of them (``hidden_rows.py``).
+of the values, which the model's uniform weights make of them (``fully_masked_rows.py``).
 """
 
 from __future__ import annotations

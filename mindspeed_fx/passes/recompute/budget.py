@@ -3,8 +3,9 @@
 Bytes: the modelled peak, inputs included, is at most the budget less :data:`UNSEEN`. A fraction f: the modelled peak is
 at most least + f * (most - least), where *most* is the peak of the plan without a budget and *least* the smallest peak
 of any plan on the hull of time against memory; 1.0 is that plan itself. "min": the least. Plans are found by
-:mod:`search`, certified by :mod:`bound`; times are the cost model's (:mod:`mindspeed_fx.cost`). Deterministic, so that
-all ranks of one model find the same plan.
+:mod:`mindspeed_fx.passes.recompute.solve.budget_search`, certified by
+:mod:`mindspeed_fx.passes.recompute.solve.lower_bound`; times are the cost model's (:mod:`mindspeed_fx.cost`).
+Deterministic, so that all ranks of one model find the same plan.
 
 The peak counts everything the graph holds at once: its inputs (parameters, batch), activations, gradients. Optimizer
 states and other graphs of the model are not in it.

@@ -1,4 +1,5 @@
-"""The mixtures of a captured graph whose tokens can travel: -> the calls of :mod:`dispatch`, for plans that say
+"""The mixtures of a captured graph whose tokens can travel: -> the calls of
+:mod:`mindspeed_fx.sharding.spmd.token_dispatch`, for plans that say
 ``experts: {dispatch: all_to_all}``.
 
 A mixture is rows sorted by expert (``mindspeed::moe_permute``), products and whatever works row by row, and the way

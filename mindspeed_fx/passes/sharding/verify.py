@@ -10,8 +10,8 @@ module and line: ``report.skipped("sharding.verify")``, the log, the HTML page. 
 * a collective that is made twice of one value
 * an operator that is computed alike on every rank though what it reads is divided, without an edge of the plan
 * an operator whose gradient is computed on more than the operator was, as if what the forward divides were whole
-  (:mod:`backwards`)
-* more collectives, or more bytes, than the plan's edges need (:mod:`traffic`)
+  (:mod:`mindspeed_fx.sharding.audit.replicated_backward`)
+* more collectives, or more bytes, than the plan's edges need (:mod:`mindspeed_fx.sharding.spmd.expected_collectives`)
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def plan(
         ``seconds``, ``memory``, ``gap``, ``alternatives``, ``explain(...)``, ``diff(...)``; printed, a table.
 
     Raises:
-        ShardingError, OptionError: nothing fits; a wrong name or size; scipy is missing.
+        ShardingError, OptionError: nothing fits; a wrong name or size; scipy or highspy is missing.
     """
     from mindspeed_fx.cost.hardware import detect
     from mindspeed_fx.cost.hardware import hardware as device

@@ -1,9 +1,8 @@
-"""Linear programs by HiGHS, which scipy brings along.
+"""Linear programs by HiGHS through highspy.
 
-scipy's own door to it, ``optimize.milp``, takes longer around programs of a thousand columns than HiGHS takes to solve
-them (1.1 of 1.9 s in a search for DeepSeek-V3 over 609 meshes) and starts every program anew. Where scipy has HiGHS's
-classes (1.15 and newer; they are private) these are called instead: a program whose costs alone have changed goes on
-from where it was, which halves the iterations. Else ``milp`` it is, with the same optima.
+``scipy.optimize.milp`` takes longer around programs of a thousand columns than HiGHS takes to solve them (1.1 of 1.9 s
+in a search for DeepSeek-V3 over 609 meshes) and starts every program anew; here a program whose costs alone have
+changed goes on from where it was, which halves the iterations.
 """
 
 from __future__ import annotations
@@ -21,29 +20,17 @@ devices).
 
 
 def milp() -> Any:
-    """scipy's modules ``optimize`` and ``sparse``.
+    """scipy's modules ``optimize`` and ``sparse``, of which highspy needs a matrix.
 
     Raises:
-        ShardingError: scipy is missing.
+        ShardingError: scipy or highspy is missing.
     """
     try:
+        import highspy  # noqa: F401
         from scipy import optimize, sparse
-    except ImportError:
-        raise ShardingError('the search needs the package scipy: pip install "mindspeed-fx[plans]"') from None
+    except ImportError as error:
+        raise ShardingError(f'the search needs the package {error.name}: pip install "mindspeed-fx[plans]"') from None
     return optimize, sparse
-
-
-def classes() -> Any:
-    """The module of HiGHS's classes; None where scipy has none."""
-    try:
-        from scipy.optimize._highspy import _core
-    except ImportError:
-        return None
-    return (
-        _core
-        if all(hasattr(_core, n) for n in ("_Highs", "HighsLp", "HighsOptions", "HighsModelStatus", "MatrixFormat"))
-        else None
-    )
 
 
 class Linear:
@@ -58,44 +45,36 @@ class Linear:
     def __init__(self, rows: tuple[Any, Any, Any], low: Any, up: Any, columns: int):
         self._low, self._up = np.asarray(low, dtype=float), np.asarray(up, dtype=float)
         self.matrix = milp()[1].csc_matrix((rows[2], (rows[0], rows[1])), shape=(len(self._low), columns))
-        self._core, self._solver = classes(), None
+        self._solver: Any = None
 
     def minimum(self, cost: Any) -> tuple[float, Any] | None:
         """Optimum and a place of it [columns]; None where nothing satisfies the rows."""
-        if self._core is None:
-            optimize, _ = milp()
-            made = optimize.milp(
-                cost,
-                constraints=optimize.LinearConstraint(self.matrix, self._low, self._up),
-                bounds=optimize.Bounds(0, np.inf),
-                options=RELAXED,
-            )
-            return (float(made.fun), made.x) if made.x is not None else None
+        import highspy
+
         if self._solver is None:
-            self._solver = self._made(cost)
+            self._solver = self._build_solver(cost)
         else:
             self._solver.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), np.asarray(cost, dtype=float))
         self._solver.run()
-        if self._solver.getModelStatus() != self._core.HighsModelStatus.kOptimal:
+        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         return float(self._solver.getInfo().objective_function_value), np.array(self._solver.getSolution().col_value)
 
-    def _made(self, cost: Any) -> Any:
-        h, (rows, columns) = self._core, self.matrix.shape
-        program = h.HighsLp()
+    def _build_solver(self, cost: Any) -> Any:
+        import highspy
+
+        rows, columns = self.matrix.shape
+        program = highspy.HighsLp()
         program.num_col_ = program.a_matrix_.num_col_ = columns
         program.num_row_ = program.a_matrix_.num_row_ = rows
-        program.a_matrix_.format_ = h.MatrixFormat.kColwise
+        program.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         program.col_cost_ = np.asarray(cost, dtype=float)
         program.col_lower_, program.col_upper_ = np.zeros(columns), np.full(columns, np.inf)
         program.row_lower_, program.row_upper_ = self._low, self._up
-        program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = (
-            self.matrix.indptr,
-            self.matrix.indices,
-            self.matrix.data,
-        )
-        solver, options = h._Highs(), h.HighsOptions()
-        options.output_flag, options.presolve = False, "on" if RELAXED["presolve"] else "off"
-        solver.passOptions(options)
+        program.a_matrix_.start_, program.a_matrix_.index_ = self.matrix.indptr, self.matrix.indices
+        program.a_matrix_.value_ = self.matrix.data
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("presolve", "on" if RELAXED["presolve"] else "off")
         solver.passModel(program)
         return solver

@@ -7,7 +7,8 @@ a tensor as long as all of them, and between the grouped products whatever works
 is zero but for a rank's rows: a sum over ranks, which a plan's next edge scatters. The number of rows is data; nothing
 waits for it on the host, and no token is dropped.
 
-Source: Megatron-core's "allgather" token dispatcher; for its "alltoall" one see :mod:`dispatch`.
+Source: Megatron-core's "allgather" token dispatcher; for its "alltoall" one see
+    :mod:`mindspeed_fx.sharding.spmd.token_dispatch`.
 """
 
 from __future__ import annotations

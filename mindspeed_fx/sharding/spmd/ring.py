@@ -6,7 +6,8 @@ rank, and while it is in attention, rank r of n works on chunks r and 2n-1-r. Af
 two blocks of a chunk by a chunk with the keys of every other rank: the same number of scores on every rank in every
 step, and no mask. Elsewhere the sequence stays divided in order, so that nothing else of the model needs to know.
 
-With a mask or a window there is no ring: :mod:`blocks` says which rank computes what, and :mod:`ring_blocks` does it.
+With a mask or a window there is no ring: :mod:`mindspeed_fx.sharding.spmd.block_schedule` says which rank computes what,
+    and :mod:`ring_blocks` does it.
 
 The next keys and values are sent before this step's attention, and waited for after it. The backward sends them round
 again, and the gradients of keys and values with them, a step behind; what it needs besides is the log-sum-exp over all

@@ -1,5 +1,5 @@
-"""Attention over a divided sequence by the schedule of :mod:`blocks`: masks, windows, and causal attention whose
-lengths no ring divides.
+"""Attention over a divided sequence by the schedule of :mod:`mindspeed_fx.sharding.spmd.block_schedule`: masks, windows,
+and causal attention whose lengths no ring divides.
 
 Blocks of queries go to the rank that computes them, and their results back; keys and values come in stages, sent before
 the attention of the stage before. A row's result over several blocks of keys is their mean by share of the softmax, as
@@ -44,8 +44,8 @@ class Exchange:
     softcap: float
 
     def announced(self, q: DTensor, k: DTensor, v: DTensor) -> None:
-        """Says what the schedule sends (:mod:`traffic`): blocks of queries there and results back, and the keys of each
-        stage; backward also their gradients.
+        """Says what the schedule sends (:mod:`mindspeed_fx.sharding.spmd.expected_collectives`): blocks of queries
+        there and results back, and the keys of each stage; backward also their gradients.
         """
         numel, blocks = dtensor.local_numel, self.schedule.per_rank
         queries, keys = numel(q), (numel(k) + numel(v)) // blocks

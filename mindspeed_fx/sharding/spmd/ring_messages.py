@@ -45,9 +45,9 @@ class Ring:
         return (r // w - round_) % self.rounds * w + (r - step) % w
 
     def announced(self, q: DTensor, k: DTensor, v: DTensor) -> None:
-        """Says what a ring sends (:mod:`traffic`): keys and values n - 1 times, in the backward again and their
-        gradients once round every ring, in the type that sums are made in; if causal also the exchange of chunks before
-        and after."""
+        """Says what a ring sends (:mod:`mindspeed_fx.sharding.spmd.expected_collectives`): keys and values n - 1 times,
+        in the backward again and their gradients once round every ring, in the type that sums are made in; if causal
+        also the exchange of chunks before and after."""
         numel, wide = dtensor.local_numel, accumulation_dtype(q.dtype).itemsize
         keys, gradients, out = (
             (numel(k) + numel(v)) * k.dtype.itemsize,

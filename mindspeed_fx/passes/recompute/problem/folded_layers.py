@@ -1,9 +1,9 @@
 """A step in which one layer stands for many that are alike, so that they are planned once.
 
-Of the layers that repeat (:mod:`repeats`) a few are kept, each for a group of neighbours that all do as it does; the
-others are cut out, and what reads them reads the same value of the kept layer next to them. Times and prices of a kept
-layer count as often as its group has layers. Memory, for a group of 1 + M layers whose layer keeps m bytes between
-forward and backward and returns g bytes of gradients:
+Of the layers that repeat (:mod:`mindspeed_fx.passes.recompute.problem.repeated_layers`) a few are kept, each for a
+group of neighbours that all do as it does; the others are cut out, and what reads them reads the same value of the kept
+layer next to them. Times and prices of a kept layer count as often as its group has layers. Memory, for a group of 1 +
+M layers whose layer keeps m bytes between forward and backward and returns g bytes of gradients:
 
 - M * m more from the forward of the group to the end of its backward in the kept layers above,
 - M * max(m, g) more while the backward of the kept layer runs (the group's first layer of the backward has all m, its

@@ -106,7 +106,9 @@ class Schedule:
 
     @property
     def weight(self) -> list[int]:
-        """How many nodes of the step each node stands for (:mod:`folded`)."""
+        """How many nodes of the step each node stands for
+        (:mod:`mindspeed_fx.passes.recompute.problem.folded_layers`).
+        """
         return [1] * len(self.sources)
 
     @property
@@ -116,7 +118,9 @@ class Schedule:
 
     @property
     def edges(self) -> frozenset[int]:
-        """What crosses between layers of which one stands for many (:mod:`folded`)."""
+        """What crosses between layers of which one stands for many
+        (:mod:`mindspeed_fx.passes.recompute.problem.folded_layers`).
+        """
         return frozenset()
 
     def expand(self, saved: Iterable[int]) -> frozenset[int]:

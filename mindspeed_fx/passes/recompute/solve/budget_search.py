@@ -1,12 +1,12 @@
 """The least time under a limit of the peak.
 
-1. With a price per saved byte the best choice is a minimum cut (:mod:`cut`). A rising price walks along the lower hull
-   of time against memory, from saving everything to making everything again.
+1. With a price per saved byte the best choice is a minimum cut (:mod:`mindspeed_fx.passes.recompute.solve.min_cut`). A
+   rising price walks along the lower hull of time against memory, from saving everything to making everything again.
 2. Of two neighbours on the hull, the richer does not fit and the leaner does. Between them values are given back, in
    several orders, as many as fit: layers are decided one by one.
-3. Threshold accepting (:mod:`anneal`) leaves the neighbourhood of that plan, also through plans that do not fit; then a
-   local search adds, drops and swaps single values while that saves time. Work is counted in plans tried, not in time,
-   so that every rank finds the same plan.
+3. Threshold accepting (:mod:`mindspeed_fx.passes.recompute.solve.threshold_accepting`) leaves the neighbourhood of that
+   plan, also through plans that do not fit; then a local search adds, drops and swaps single values while that saves
+   time. Work is counted in plans tried, not in time, so that every rank finds the same plan.
 
 All peaks are those of the simulated step, so a plan that fits in the model fits in the model whatever the search did.
 """
@@ -41,7 +41,9 @@ WORK = 120_000
 TRIES, MOST = 8, 600
 
 WALK_WORK, MOST_WALK = 800_000, 4000
-"""Nodes that threshold accepting (:mod:`anneal`) may walk over, and plans it may look at."""
+"""Nodes that threshold accepting (:mod:`mindspeed_fx.passes.recompute.solve.threshold_accepting`) may walk over, and
+plans it may look at.
+"""
 
 FOLDED = 0.35
 """Part of that where layers are folded: such plans take longer to walk over, and what crosses between layers stays as

@@ -182,7 +182,8 @@ class Layers(Search):
         self, limit: int, plan: Plan, nodes: int = NODES, clock: float | None = None
     ) -> tuple[Plan, float | None]:
         """(``plan``, or a faster one of at most ``limit`` bytes, a bound of the time of all of them), by further walks
-        and by integer programs (:mod:`exact`); for steps of up to :data:`FEW` values, else None in place of the bound.
+        and by integer programs (:mod:`mindspeed_fx.passes.recompute.solve.integer_program`); for steps of up to
+        :data:`FEW` values, else None in place of the bound.
         """
         if len(self.small.values) > FEW:
             return plan, None

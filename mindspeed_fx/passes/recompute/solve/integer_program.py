@@ -1,10 +1,11 @@
 """The least time of a small step as an integer program (HiGHS through scipy): a lower bound, and a choice.
 
 Binary s_v says that value v is saved, r_v that it is made again. Times, and who needs whom, are those of the minimum
-cut; the memory at moment t is at least c_t + sum of w_tv s_v, as in :mod:`bound`, which must fit at every moment at
-once. That knows nothing of what a chain that is made again holds beside what is saved. So where the program's answer
-does not fit the simulated step, :mod:`row_generation` adds rows for that moment and solves it again. With begin_v the
-first moment at which the backward's own nodes read v:
+cut; the memory at moment t is at least c_t + sum of w_tv s_v, as in
+:mod:`mindspeed_fx.passes.recompute.solve.lower_bound`, which must fit at every moment at once. That knows nothing of
+what a chain that is made again holds beside what is saved. So where the program's answer does not fit the simulated
+step, :mod:`row_generation` adds rows for that moment and solves it again. With begin_v the first moment at which the
+backward's own nodes read v:
 
 - a_tv says that v has been made again by moment t. What is read by then has been saved or made; what is made needs what
   it reads: s_v + a_tv >= 1 for begin_v <= t, and s_v + a_tv >= a_tu for all u that read v. Made values that are read

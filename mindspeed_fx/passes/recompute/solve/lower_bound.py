@@ -13,10 +13,10 @@ prices p_t >= 0
     time(S) >= time(S) + sum_t p_t (m_t(S) - limit)
             >= min over S' of [time(S') + sum over v in S' of sum_t p_t w_tv] - sum_t p_t (limit - c_t).
 
-The minimum is a minimum cut (:mod:`cut`), solved exactly over all choices, whatever their memory; so the last line is a
-lower bound of the time of every plan that fits, for any prices. The best prices give the bound of the linear
-relaxation, since cuts are integral. They are looked for one moment after the other (the slope of the bound in p_t is
-c_t + w_t(S') - limit) and the
+The minimum is a minimum cut (:mod:`mindspeed_fx.passes.recompute.solve.min_cut`), solved exactly over all choices,
+whatever their memory; so the last line is a lower bound of the time of every plan that fits, for any prices. The best
+prices give the bound of the linear relaxation, since cuts are integral. They are looked for one moment after the other
+(the slope of the bound in p_t is c_t + w_t(S') - limit) and the
 best bound found is returned: fewer iterations make it weaker, never wrong. If c_t alone is above the limit nothing
     fits.
 """
