@@ -13,6 +13,7 @@ from mindspeed_fx import torch_compile
 from mindspeed_fx.ascend import kernels, ship
 from mindspeed_fx.backend import Compilation, device_of
 from mindspeed_fx.compat import dynamo, tracing
+from mindspeed_fx.graph.schema import all_arguments
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition.regions import regions
@@ -84,8 +85,7 @@ class _Kept(Compilation):
 def _arguments(node: fx.Node) -> list[Any]:
     """The call's arguments in the order of the schema, defaults filled in, with fake tensors for nodes."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    rest = node.target._schema.arguments[len(args) :]
-    return [*args, *(kwargs[a.name] if a.name in kwargs else a.default_value for a in rest)]
+    return all_arguments(node.target, args, kwargs)
 
 
 def trace(model: Any, args: tuple, kwargs: dict, options: Options, device: str = DEVICE) -> Traced:

@@ -18,6 +18,7 @@ import torch.fx as fx
 from mindspeed_fx.compat import fake
 from mindspeed_fx.graph.annotate import _differentiable, annotate, bodies, written_nodes
 from mindspeed_fx.graph.edit import drop_dead
+from mindspeed_fx.graph.schema import argument
 
 aten = torch.ops.aten
 
@@ -172,8 +173,7 @@ def _square(node: fx.Node) -> None:
 
 def _split(node: fx.Node) -> None:
     source = node.args[0]
-    names = [a.name for a in node.target._schema.arguments]
-    dim = node.args[names.index("dim")] if len(node.args) > names.index("dim") else node.kwargs.get("dim", 0)
+    dim = argument(node, "dim")
     sizes = [piece.shape[dim] for piece in node.meta["val"]]
     if all(isinstance(s, int) for s in sizes):
         _replace(node, aten.split_with_sizes.default, (source, sizes, dim % source.meta["val"].dim()))

@@ -91,11 +91,6 @@ def is_fusible(node: fx.Node) -> bool:
     return node.op == "call_function" and _types().is_fusible(node)
 
 
-def is_view(node: fx.Node) -> bool:
-    """True for views, and for calls whose results are all views of one tensor (split, unbind)."""
-    return node.op == "call_function" and (_returns_alias(node.target) or aliased_input(node) is not None)
-
-
 def is_random(node: fx.Node) -> bool:
     target = node.target
     return _types().is_random(node) or (
@@ -124,48 +119,6 @@ def must_save(node: fx.Node) -> bool:
     from torch.utils.checkpoint import CheckpointPolicy
 
     return node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-
-
-def aliased_input(node: fx.Node) -> fx.Node | None:
-    """The tensor whose memory ``node`` is a view of; None when it has its own."""
-    import operator
-
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
-        return None
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return aliased_input(source) if _returns_alias(source.target) else None
-    return node.args[0] if _returns_alias(node.target) else None
-
-
-def owner(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node`` is a view of, over any number of views; itself when it has its own."""
-    while (source := aliased_input(node)) is not None:
-        node = source
-    return node
-
-
-def read_from_memory(node: fx.Node) -> bool:
-    """True when something that generated code cannot fuse ``node`` into reads it, or a view of it: another call, or the
-    caller.
-    """
-    todo = [node]
-    while todo:
-        for user in todo.pop().users:
-            if is_view(user):
-                todo.append(user)
-            elif user.op == "output" or not is_fusible(user):
-                return True
-    return False
-
-
-@functools.cache
-def _returns_alias(target: Any) -> bool:
-    if target is torch.ops.aten._unsafe_view.default:
-        return True  # a view that promises its input is not used again
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
 
 
 def is_collective(node: fx.Node) -> bool:

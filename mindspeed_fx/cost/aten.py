@@ -24,6 +24,7 @@ from mindspeed_fx.cost.operators import (
     size,
     tensors,
 )
+from mindspeed_fx.graph.op_sets import is_pointwise
 
 SPECIAL_OPERATORS = frozenset(
     "exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan tanh sigmoid erf erfc gelu silu mish softplus elu selu celu "
@@ -253,11 +254,7 @@ def kind(name: str, overload: Any = None) -> str:
     ):
         if name in table:
             return label
-    return (
-        "pointwise"
-        if name in SPECIAL_OPERATORS or any("pointwise" in str(t) for t in getattr(overload, "tags", ()))
-        else "other"
-    )
+    return "pointwise" if name in SPECIAL_OPERATORS or is_pointwise(overload) else "other"
 
 
 def vector_flops(name: str, out: Any, *inputs: Any) -> Any:

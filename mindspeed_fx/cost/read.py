@@ -17,10 +17,14 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import distributed, fake, symbols
+from mindspeed_fx.compat import distributed, symbols
 from mindspeed_fx.cost import aten
 from mindspeed_fx.cost.operators import Cost, Spec, once, spec, tensors
 from mindspeed_fx.graph import memoize
+from mindspeed_fx.graph.annotate import written_nodes
+from mindspeed_fx.graph.liveness import live_nodes
+from mindspeed_fx.graph.op_sets import OVERWRITES, may_write
+from mindspeed_fx.graph.storage import is_view
 
 
 @dataclass
@@ -93,7 +97,7 @@ class Calls:
 
     calls: list[Call] = field(default_factory=list)
     outputs: set[str] = field(default_factory=set)
-    """Keys of the memory that the graph returns."""
+    """Keys of the memory that the graph returns, or changes of what it was given."""
     hints: dict[sympy.Symbol, int] = field(default_factory=dict)
     """Values the symbols had while tracing."""
     notes: list[str] = field(default_factory=list)
@@ -138,14 +142,15 @@ class _Reader:
         self.prefix, self.found = prefix, Calls()
         self.values: dict[Any, Any] = {}
         self.groups: dict[Any, Any] = {}
+        self.given: set[str] = set()  # keys of the memory that the graph is given
 
     def read(self, gm: fx.GraphModule) -> Calls:
-        missing, live = 0, _live(gm.graph)
+        missing, live = 0, live_nodes(gm.graph)
         for node in gm.graph.nodes:
             if node not in live and node.op != "placeholder":
                 continue
             if node.op == "output":
-                self.found.outputs = {
+                self.found.outputs |= {
                     s.key for s in tensors(*pytree.tree_leaves(fx.map_arg(node.args, self.values.get)))
                 }
             elif node.op in ("placeholder", "get_attr"):
@@ -158,6 +163,7 @@ class _Reader:
                     else None,
                     node.name,
                 )
+                self.given |= {s.key for s in tensors(self.values[node])}
             elif node.op == "call_function":
                 if isinstance(node.target, torch._ops.HigherOrderOperator):
                     self._nested(gm, node)
@@ -222,12 +228,15 @@ class _Reader:
         if (
             not isinstance(value, torch.Tensor)
             and not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value))
-            and not _changes(target)
+            and not may_write(target)
         ):
             self.values[node] = self._specs(value, node.name)
             return
         space, name, kind = _named(target)
-        if self._is_view(node, name):
+        if kind == "free" and not is_view(node):
+            self.values[node] = self._specs(value, node.name)
+            return
+        if is_view(node):
             base = next((s for s in tensors(*map(self._given, node.args))), None)
             made = self._specs(value, node.name)
             same = lambda s: (
@@ -236,7 +245,11 @@ class _Reader:
             self.values[node] = same(made) if isinstance(made, Spec) else pytree.tree_map(same, made)
             return
         out = self.values[node] = self._specs(value, node.name)
+        if not self.given.isdisjoint(s.key for s in tensors(*map(self._given, written_nodes(node)))):
+            self.found.outputs |= {s.key for s in tensors(out)}
         args, kwargs = self._arguments(node)
+        if target in OVERWRITES:
+            args = (None, *args[1:])
         call = Call(
             self.prefix + node.name,
             f"{space}.{name}" if space else name,
@@ -257,15 +270,6 @@ class _Reader:
                 f"{call.name} calls {name}, which is no operator: counted as one pass over its tensors"
             )
         self.found.calls.append(call)
-
-    def _is_view(self, node: fx.Node, name: str) -> bool:
-        always = _views(node.target, name)
-        if always is not None:
-            return always
-        base, made = node.args[0].meta.get("val"), node.meta["val"]
-        return all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (base, made)) and fake.storage_of(
-            base
-        ) == fake.storage_of(made)
 
     def _nested(self, gm: fx.GraphModule, node: fx.Node) -> None:
         """A higher-order operator: the first graph it is given counts (a branch of cond stands for both)."""
@@ -315,48 +319,11 @@ def _named(target: Any) -> tuple[str, str, str]:
 
 
 @memoize.by_target
-def _views(target: Any, name: str) -> bool | None:
-    """Whether the result is a view of the first argument; None where that depends on the call."""
-    if name in aten.UNFILLED or name == "_unsafe_view":
-        return True
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.returns:
-        return False
-    alias = target._schema.returns[0].alias_info
-    if alias is None or alias.is_write:
-        return False
-    return None if name in aten.COPIES else True
-
-
-@memoize.by_target
 def _defaults(target: torch._ops.OpOverload, given: int) -> tuple:
     """Values of the positional arguments after the first ``given``."""
     return tuple(
         a.default_value for a in target._schema.arguments[given:] if not a.kwarg_only and a.has_default_value()
     )
-
-
-@memoize.by_target
-def _changes(target: Any) -> bool:
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target._schema.is_mutable
-        or isinstance(target, torch._ops.HigherOrderOperator)
-    )
-
-
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose results somebody uses, or that change something; what a pass has replaced may still stand in the
-    graph.
-    """
-    live: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if (
-            node.op == "output"
-            or (node.op == "call_function" and _changes(node.target))
-            or not live.isdisjoint(node.users)
-        ):
-            live.add(node)
-    return live
 
 
 def _module(node: fx.Node) -> str:

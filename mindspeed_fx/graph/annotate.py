@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import fake, tracing
+from mindspeed_fx.graph.schema import argument
 
 aten = torch.ops.aten
 
@@ -90,9 +91,9 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     ):
         return []
     found = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
+    for a in node.target._schema.arguments:
+        if a.alias_info is not None and a.alias_info.is_write:
+            value = argument(node, a.name)
             found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
     return found
 

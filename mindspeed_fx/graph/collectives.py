@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives  # noqa: F401  registers the op
 import torch.fx as fx
 
 from mindspeed_fx.graph import memoize
-from mindspeed_fx.graph.match import argument
+from mindspeed_fx.graph.schema import argument
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

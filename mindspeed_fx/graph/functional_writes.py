@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph.annotate import written_nodes
+from mindspeed_fx.graph.op_sets import functional_form, is_random, may_alias
 
 aten = torch.ops.aten
 SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
@@ -66,35 +67,26 @@ def _parts(node: fx.Node) -> list[fx.Node] | None:
 def _only_parts(node: fx.Node, base: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether nobody reads the memory of ``base`` after ``node`` but through ``base`` itself: a part taken before it
     would have to be taken anew."""
-    views = [u for u in base.users if order.get(u, -1) < order[node] and _is_view(u, base)]
+    views = [u for u in base.users if order.get(u, -1) < order[node] and may_alias(u.target)]
     return all(order[user] <= order[node] for view in views for user in view.users)
-
-
-def _is_view(node: fx.Node, base: fx.Node) -> bool:
-    alias = getattr(node.target, "_schema", None)
-    return alias is None or any(r.alias_info is not None for r in alias.returns)
 
 
 def _as_written(gm: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The part as ``node`` leaves it; None where no functional operator computes it."""
     part = node.args[0].meta["val"]
     if node.target is not aten.copy_.default:
-        functional = _functional_form(node.target)
-        return None if functional is None else _call(gm, node, part, functional, node.args, dict(node.kwargs))
+        functional = functional_form(node.target)
+        return (
+            None
+            if functional is None or is_random(functional)
+            else _call(gm, node, part, functional, node.args, dict(node.kwargs))
+        )
     value = node.args[1]
     if value.meta["val"].dtype != part.dtype:
         value = _call(gm, node, value.meta["val"].to(part.dtype), aten.to.dtype, (value, part.dtype))
     if value.meta["val"].shape != part.shape:
         value = _call(gm, node, part, aten.expand.default, (value, list(part.shape)))
     return value
-
-
-def _functional_form(target: torch._ops.OpOverload) -> Any:
-    """``aten.fill`` for ``aten.fill_``; None of what draws random numbers, or has no such form."""
-    name = target._schema.name.removeprefix("aten::")
-    functional = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname or "default", None)
-    plain = name.endswith("_") and functional is not None and torch.Tag.nondeterministic_seeded not in functional.tags
-    return functional if plain else None
 
 
 def _call(gm: fx.GraphModule, node: fx.Node, val: Any, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:

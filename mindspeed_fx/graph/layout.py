@@ -9,8 +9,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fake
 from mindspeed_fx.graph.match import ADD, MUL, aten, is_call, value
-
-TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+from mindspeed_fx.graph.op_sets import TRANSPOSES
 
 
 def untransposed(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from typing import Any, Iterable
 
-import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import fake
-from mindspeed_fx.graph.liveness import curve
+from mindspeed_fx.graph.liveness import lives
+from mindspeed_fx.graph.storage import Memories
 
 
 def peak(gm: fx.GraphModule) -> dict[str, Any]:
@@ -19,27 +17,13 @@ def peak(gm: fx.GraphModule) -> dict[str, Any]:
     Inputs live throughout: parameters do, and what a backward is given is held by its caller. A value dies after its
     last use; workspaces within an operator and the allocator's rounding are not counted.
     """
-    nodes = [n for n in gm.graph.nodes if n.op != "output"]
-    first: dict[Any, int] = {}
-    last: dict[Any, int] = {}
-    bytes_: dict[Any, int] = {}
-    keys = _keys(gm)
-    for position, node in enumerate(nodes):
-        for key, size in keys[node]:
-            bytes_.setdefault(key, size)
-            first.setdefault(key, position)
-        for used in (node, *node.all_input_nodes):
-            for key, _ in keys[used]:
-                last[key] = position
-    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    for n in (*output.all_input_nodes, *(n for n in nodes if n.op in ("placeholder", "get_attr"))):
-        last.update((key, len(nodes) - 1) for key, _ in keys[n])
-    alive = curve(len(nodes), ((size, first[key], last[key]) for key, size in bytes_.items()))
+    found = lives(gm.graph)
+    alive = found.curve()
     best = max(alive, default=0)
-    where = nodes[alive.index(best)].name if best else ""
+    where = found.nodes[alive.index(best)].name if best else ""
     return {
-        "inputs": _total(keys, (n for n in nodes if n.op == "placeholder")),
-        "outputs": _total(keys, output.all_input_nodes),
+        "inputs": _total(found.memories, (n for n in found.nodes if n.op == "placeholder")),
+        "outputs": _total(found.memories, gm.graph.output_node().all_input_nodes),
         "peak": best,
         "node": where,
     }
@@ -47,64 +31,19 @@ def peak(gm: fx.GraphModule) -> dict[str, Any]:
 
 def made(gm: fx.GraphModule) -> dict[fx.Node, int]:
     """Bytes that each call allocates for its results: views and results written to inputs take none."""
-    keys = _keys(gm)
-    known = {key for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") for key, _ in keys[n]}
-    found: dict[fx.Node, int] = {}
-    for node in gm.graph.nodes:
-        if node.op == "call_function":
-            new = {key: size for key, size in keys[node] if key not in known}
-            known.update(new)
-            found[node] = sum(new.values())
-    return found
+    memories = Memories(gm.graph)
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    return {n: sum(memories.bytes[m] for m in memories.made_by(n)) for n in calls}
 
 
 def saved(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
     """Bytes that ``backward`` is given of what ``forward`` made: the activations kept between the two."""
-    keys = _keys(forward)
-    given = {key for n in forward.graph.nodes if n.op == "placeholder" for key, _ in keys[n]}
+    memories = Memories(forward.graph)
     names = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
-    output = next(n for n in forward.graph.nodes if n.op == "output")
-    return sum(
-        {
-            key: size for n in output.all_input_nodes if n.name in names for key, size in keys[n] if key not in given
-        }.values()
-    )
+    given = memories.behind(n for n in forward.graph.nodes if n.op == "placeholder")
+    kept = memories.behind(n for n in forward.graph.output_node().all_input_nodes if n.name in names)
+    return sum(memories.bytes[m] for m in kept - given)
 
 
-def _keys(gm: fx.GraphModule) -> dict[fx.Node, list[tuple[Any, int]]]:
-    """(identity, bytes) of the memory behind every node's value.
-
-    What is lowered is traced once for all layers, whose values then share their fake memory; so a call's result is
-    memory of its own unless its schema says that it is its argument's, or an argument has that memory.
-    """
-    keys: dict[fx.Node, list[tuple[Any, int]]] = {}
-    behind: dict[fx.Node, dict[int, Any]] = {}
-    for node in gm.graph.nodes:
-        inputs = {s: key for n in node.all_input_nodes for s, key in behind[n].items()}
-        base = node.args[0] if _aliases_first(node) else None
-        first = keys[base][0][0] if isinstance(base, fx.Node) and len(keys[base]) == 1 else None
-        behind[node] = {}
-        keys[node] = []
-        for storage, size in _storages(node):
-            key = inputs.get(storage, (node.name, storage) if first is None else first)
-            behind[node][storage] = key
-            keys[node].append((key, size))
-    return keys
-
-
-def _aliases_first(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    return bool(schema is not None and node.args and schema.returns and schema.returns[0].alias_info is not None)
-
-
-def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
-    """(identity, bytes) of the memory behind the node's value."""
-    if node.op == "output":
-        return
-    for value in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(value, torch.Tensor):
-            yield fake.storage_of(value), fake.hint(value.untyped_storage().nbytes())
-
-
-def _total(keys: dict, nodes: Any) -> int:
-    return sum({key: size for n in nodes for key, size in keys[n]}.values())
+def _total(memories: Memories, nodes: Iterable[fx.Node]) -> int:
+    return sum(memories.bytes[m] for m in memories.behind(nodes))

@@ -14,6 +14,8 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fake, symbols, tracing
 from mindspeed_fx.graph.annotate import written_nodes
+from mindspeed_fx.graph.op_sets import RESHAPES
+from mindspeed_fx.graph.schema import argument
 
 aten = torch.ops.aten
 
@@ -29,13 +31,7 @@ MUL = (aten.mul.Tensor, aten.mul.Scalar)
 DIV = (aten.div.Tensor, aten.div.Scalar)
 
 
-VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-)
+VIEWS = RESHAPES
 
 
 class Pieces(NamedTuple):
@@ -63,16 +59,6 @@ def rank(n: fx.Node) -> int:
 
 def is_float(n: Any) -> bool:
     return isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor) and value(n).is_floating_point()
-
-
-def argument(n: fx.Node, name: str, default: Any = None) -> Any:
-    """The argument of an ATen call by its schema name."""
-    for i, a in enumerate(n.target._schema.arguments):
-        if a.name == name:
-            if name in n.kwargs:
-                return n.kwargs[name]
-            return n.args[i] if i < len(n.args) else (a.default_value if a.has_default_value() else default)
-    return default
 
 
 def uncast(n: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat.fake import layout
+from mindspeed_fx.graph.op_sets import REORDERINGS, order_of
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ def tidy(gm: fx.GraphModule, added: list[fx.Node]) -> None:
         [
             n
             for n in gm.graph.nodes
-            if n in near or n.target in _VIEWS or n.target in (aten._to_copy.default, aten.clone.default)
+            if n in near or n.target in (*REORDERINGS, aten._to_copy.default, aten.clone.default)
         ],
     )
 
@@ -74,28 +75,12 @@ def _share_equal(gm: fx.GraphModule, added: list[fx.Node]) -> None:
 # --------------------------------------------------------------------------- what undoes what
 
 
-def _transposed(node: fx.Node) -> list[int]:
-    order = list(range(node.meta["val"].dim()))
-    a, b = node.args[1], node.args[2]
-    order[a], order[b] = order[b], order[a]
-    return order
-
-
-_VIEWS = {
-    aten.transpose.int: _transposed,
-    aten.permute.default: lambda node: [i % len(node.args[1]) for i in node.args[1]],
-    aten.t.default: lambda node: list(range(node.meta["val"].dim()))[::-1],
-}
-"""Views that reorder dimensions -> their order."""
-
-
 def _undone(node: fx.Node) -> fx.Node | None:
     """The value that a chain of reorderings ends up as again."""
-    if node.target not in _VIEWS:
+    if (order := order_of(node)) is None:
         return None
-    order, source = _VIEWS[node.target](node), node.args[0]
-    while source.target in _VIEWS:
-        inner = _VIEWS[source.target](source)
+    source = node.args[0]
+    while (inner := order_of(source)) is not None:
         order, source = [inner[i] for i in order], source.args[0]
         if order == sorted(order):
             return source
@@ -105,12 +90,10 @@ def _undone(node: fx.Node) -> fx.Node | None:
 def _share_copy(gm: fx.GraphModule, node: fx.Node, near: set[fx.Node]) -> None:
     """A contiguous copy of what, copied and reordered, lies in memory as the copy would is that value itself."""
     order, source = list(range(node.meta["val"].dim())), node.args[0]
-    while source.target in _VIEWS or (
+    while (inner := order_of(source)) is not None or (
         source.target is aten.clone.default and source.args[0] not in gm.graph.output_node().all_input_nodes
     ):
-        if source.target in _VIEWS:
-            inner = _VIEWS[source.target](source)
-            order = [inner[i] for i in order]
+        order = order if inner is None else [inner[i] for i in order]
         source = source.args[0]
     produced = source in near or (source.target is operator.getitem and source.args[0] in near)
     if not produced or layout(source.meta["val"].permute(order)) != layout(node.meta["val"]):

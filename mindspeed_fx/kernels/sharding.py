@@ -23,6 +23,7 @@ import functools
 from typing import Any, Sequence
 
 from mindspeed_fx.compat.placements import REPLICATED, _is_tensor
+from mindspeed_fx.graph.schema import all_arguments
 
 Way = tuple[list[Any], list[Any]]
 """Placements of the results, placements of the tensor arguments."""
@@ -75,6 +76,4 @@ def register_sharding_rules() -> None:
 
 
 def _complete(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Way]:
-    schema = operator.overload._schema.arguments
-    values = [*args, *(kwargs.get(a.name, a.default_value) for a in schema[len(args) :])]
-    return ways(operator, values)
+    return ways(operator, all_arguments(operator.overload, args, kwargs))

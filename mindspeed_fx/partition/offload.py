@@ -14,7 +14,8 @@ from typing import Mapping
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fake, partitioner, tracing
+from mindspeed_fx.compat import fake, tracing
+from mindspeed_fx.graph.storage import views_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def refusal(saved: fx.Node, forward: fx.GraphModule) -> str:
     if not dense(value):
         return "not a dense tensor"
     output = next(n for n in reversed(forward.graph.nodes) if n.op == "output")
-    if sum(n in family(saved) for n in output.args[0] if isinstance(n, fx.Node)) > 1:
+    if sum(n in views_of(saved) for n in output.args[0] if isinstance(n, fx.Node)) > 1:
         return "the forward returns it, or a view of it, beside"
     return ""
 
@@ -74,21 +75,11 @@ def dense(value: object) -> bool:
     return sum((n - 1) * s for n, s in sizes) + 1 == fake.hint(value.numel())
 
 
-def family(node: fx.Node) -> dict[fx.Node, None]:
-    """``node`` and every view of it, in order."""
-    found, todo = {}, [node]
-    while todo:
-        n = todo.pop()
-        found[n] = None
-        todo += [u for u in n.users if partitioner.is_view(u) and partitioner.owner(u) is partitioner.owner(node)]
-    return found
-
-
 def _out(gm: fx.GraphModule, saved: fx.Node, free: str | None) -> fx.Node:
     """Puts in the copy out and its wait; returns the wait, which the forward now returns."""
     place = {n: i for i, n in enumerate(gm.graph.nodes)}
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    last = max((u for n in family(saved) for u in (n, *n.users) if u is not output), key=place.__getitem__)
+    last = max((u for n in views_of(saved) for u in (n, *n.users) if u is not output), key=place.__getitem__)
     until = next((n for n in gm.graph.nodes if n.name == free and place[n] > place[last]), output)
     with gm.graph.inserting_after(last):
         host = _call(gm, torch.ops.mindspeed.offload.default, (saved,), f"{saved.name}_to_host")

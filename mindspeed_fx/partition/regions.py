@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 aten = torch.ops.aten
-POINTWISE = frozenset(
+GENERATED = frozenset(
     (
         aten.add.Tensor,
         aten.sub.Tensor,
@@ -51,6 +51,7 @@ POINTWISE = frozenset(
         aten.div.Scalar,
     )
 )
+"""Pointwise operators that kernels/triton/generate.py has a translation for."""
 REDUCTIONS = frozenset((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.bool)
 WIDEST = 16384
@@ -121,7 +122,7 @@ def regions(gm: fx.GraphModule, smallest: int = 2) -> list[Region]:
 
 def _domain(node: fx.Node, domain: dict[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
     """The rows on which a node computes; None when it is for no region."""
-    if node.op != "call_function" or node.target not in POINTWISE | REDUCTIONS or not _plain(node):
+    if node.op != "call_function" or node.target not in GENERATED | REDUCTIONS or not _plain(node):
         return None
     if node.target in REDUCTIONS:
         x = node.args[0].meta["val"]

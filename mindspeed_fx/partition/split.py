@@ -20,7 +20,7 @@ from typing import Any, Iterable, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import partitioner
+from mindspeed_fx.graph.storage import is_view
 
 
 class SplitError(ValueError):
@@ -80,7 +80,7 @@ def split(backward: fx.GraphModule, weights: Iterable[int]) -> Parts:
 
 def _is_value(node: fx.Node) -> bool:
     """True for what can be handed on: no view, and no bundle of results."""
-    return not partitioner.is_view(node) and not isinstance(node.meta.get("val"), (tuple, list))
+    return not is_view(node) and not isinstance(node.meta.get("val"), (tuple, list))
 
 
 def _after(nodes: Sequence[fx.Node], first: set[fx.Node]) -> set[fx.Node]:

@@ -28,6 +28,7 @@ from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.presets import named
 from tests.sharding.llama import Llama
 from tests.sharding.mixtral import Mixtral
+from tests.sharding.test_written_parts import Filled
 
 GiB = 2**30
 HW = hardware("ascend910b2")
@@ -55,6 +56,14 @@ def mixture():
             torch.zeros(8, 4096, dtype=torch.long),
         )
     return trace(model, (ids, ids.clone()), {})
+
+
+def test_keys_that_are_filled_part_by_part_are_made_of_their_projection():
+    """Writes into parts were dropped as read by nobody, and with them the projection of the keys from the search."""
+    found = trace(Filled(), (torch.zeros(2, 8, 16),), {})
+    assert sum(n.op.endswith("linear") for n in found.nodes) == 4
+    parameters = {p.name.rpartition(".")[0] for p in found.parameters if p.users}
+    assert "k_proj" in parameters
 
 
 def small_agrees(plan, mesh, model=None):

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fake, partitioner
+from mindspeed_fx.compat import fake
 from mindspeed_fx.graph import match, rewrite
-from mindspeed_fx.graph.layout import TRANSPOSES, untransposed
+from mindspeed_fx.graph.layout import untransposed
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.op_sets import IDENTITIES, TRANSPOSES
+from mindspeed_fx.graph.storage import is_view, owner
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion.analysis.loss_head import acts_on_rows
 
@@ -27,7 +29,6 @@ NAME, OPERATOR = "fusion.linear_cross_entropy_backward", "mindspeed::linear_cros
 SMALLEST = 8 * 2**20
 """Bytes of the gradient of the logits below which it fits one tile and nothing is saved."""
 
-COPIES = (aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default)
 FILL = {"grad": 0.0, "lse": float("inf")}
 """What padded rows hold: exp(logits - inf) is zero whatever the logits."""
 
@@ -78,12 +79,12 @@ def _gated(node: fx.Node, context: Context) -> str | None:
 
 def _outlives(logits: fx.Node) -> bool:
     """True when the memory of ``logits`` is returned to the caller."""
-    todo = [partitioner.owner(logits)]
+    todo = [owner(logits)]
     while todo:
         for user in todo.pop().users:
             if user.op == "output":
                 return True
-            if partitioner.is_view(user):
+            if is_view(user):
                 todo.append(user)
     return False
 
@@ -152,7 +153,7 @@ def _is_row_step(user: fx.Node, n: fx.Node) -> bool:
     ):
         return False
     last = before.dim() - 1
-    if match.is_call(user, *match.VIEWS, *COPIES, aten.transpose.int, aten.permute.default):
+    if match.is_call(user, *match.VIEWS, *IDENTITIES, aten.transpose.int, aten.permute.default):
         return acts_on_rows(user)
     if match.is_call(user, aten.slice_backward.default):
         return user.args[0] is n and user.args[2] % (last + 1) != last
@@ -203,25 +204,25 @@ def _linear(logits: fx.Node) -> tuple[fx.Node, tuple[fx.Node, bool], fx.Node] | 
     ``transposed``: the weight is [vocab, hidden]."""
     n = logits
     while not match.is_call(n, aten.mm.default, aten.addmm.default):
-        rows = match.is_call(n, *match.VIEWS, *COPIES, aten.slice.Tensor, aten.transpose.int, aten.permute.default)
+        rows = match.is_call(n, *match.VIEWS, *IDENTITIES, aten.slice.Tensor, aten.transpose.int, aten.permute.default)
         if not rows or not acts_on_rows(n):
             return None
         n = n.args[0]
     if n.kwargs:
         return None
     hidden, matrix = n.args[-2:]
-    return hidden, untransposed(matrix, *COPIES), n
+    return hidden, untransposed(matrix, *IDENTITIES), n
 
 
 def _other_operands(found: Products, hidden: fx.Node, weight: tuple[fx.Node, bool]) -> str | None:
     """Why the products of the backward are not with ``hidden`` and ``weight``; None when they are."""
     matrix, transposed = weight
-    if found.hidden is not None and untransposed(found.hidden.args[1], *COPIES) != (matrix, not transposed):
+    if found.hidden is not None and untransposed(found.hidden.args[1], *IDENTITIES) != (matrix, not transposed):
         return f"{found.hidden.name} multiplies the gradient of the logits with another matrix than the forward"
     if found.weight is not None:
         product, swapped = found.weight
-        x, flag = untransposed(product.args[0 if swapped else 1], *COPIES)
-        if (x, flag ^ swapped) != untransposed(hidden, *COPIES):
+        x, flag = untransposed(product.args[0 if swapped else 1], *IDENTITIES)
+        if (x, flag ^ swapped) != untransposed(hidden, *IDENTITIES):
             return f"{product.name} multiplies the gradient of the logits with another tensor than the forward"
     return None
 
@@ -292,7 +293,7 @@ def _on_rows(call: Any, step: fx.Node, vector: fx.Node, fill: float | int) -> fx
     """``step``, which acts on [..., vocab], applied to one number per token."""
     if match.is_call(step, *match.VIEWS):
         return call(aten.reshape.default, vector, list(match.value(step).shape[:-1]))
-    if match.is_call(step, *COPIES):
+    if match.is_call(step, *IDENTITIES):
         return vector
     if match.is_call(step, aten.transpose.int):
         dims = match.value(step).dim()

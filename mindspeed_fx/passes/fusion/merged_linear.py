@@ -24,21 +24,10 @@ from mindspeed_fx.cost.hardware import detect, hardware
 from mindspeed_fx.cost.operators import Cost, Spec, once, product
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.op_sets import TRANSPOSES, is_cast, is_pointwise, may_alias
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 
 NAME, OPERATOR = "fusion.merged_linear", "aten.linear"
-POINTWISE = (
-    *match.ADD,
-    *match.MUL,
-    aten.to.dtype,
-    aten.silu.default,
-    aten.gelu.default,
-    aten.relu.default,
-    aten.sigmoid.default,
-    aten.tanh.default,
-    aten.pow.Tensor_Scalar,
-)
-"""Readers that take a slice as well as what is dense."""
 
 
 @register(NAME)
@@ -122,9 +111,9 @@ def _symbolic(y: torch.Tensor) -> bool:
 
 def _takes(user: fx.Node, part: torch.Tensor | None) -> bool:
     """Whether ``user`` reads a slice ``part`` of a row as well as a tensor of its own."""
-    if match.is_call(
-        user, *POINTWISE, aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.linear.default
-    ):
+    if match.is_call(user, *TRANSPOSES, aten.slice.Tensor, aten.linear.default):
+        return True
+    if is_pointwise(user.target) and (is_cast(user.target) or not may_alias(user.target)):
         return True
     if isinstance(user.target, torch._ops.OpOverload) and user.target.namespace == "mindspeed":
         return True

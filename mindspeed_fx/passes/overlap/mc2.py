@@ -24,11 +24,11 @@ from mindspeed_fx.compat import npu as npu_compat
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.graph.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.graph.match import argument, value
+from mindspeed_fx.graph.op_sets import RESHAPES
 from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.graph.rewrite import insert
 from mindspeed_fx.kernels import npu
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.overlap.chunking.chunk_rules import VIEWS
 from mindspeed_fx.passes.overlap.chunking.chunk_search import GAIN, Trials
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import dense
 from mindspeed_fx.passes.overlap.chunking.region import sized
@@ -161,7 +161,7 @@ def beside(start: fx.Node) -> Pair | str:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    return node.target in VIEWS and value(node).shape[-1] == value(node.args[0]).shape[-1]
+    return node.target in RESHAPES and value(node).shape[-1] == value(node.args[0]).shape[-1]
 
 
 def _paths(node: fx.Node) -> Iterator[list[fx.Node]]:

@@ -19,9 +19,8 @@ import torch.fx as fx
 from mindspeed_fx.compat import auto_functionalized
 from mindspeed_fx.graph.collectives import is_start, is_wait
 from mindspeed_fx.graph.recompile import recompile
+from mindspeed_fx.graph.storage import Memories, is_view
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.overlap.chunking.chunk_spec import is_view
-from mindspeed_fx.passes.overlap.model.task_graph import aliases
 
 NAME = "overlap.step"
 STEP = torch.ops.mindspeed.adamw_step.default
@@ -59,7 +58,7 @@ def write_in_place(
         calls: ``auto_functionalized`` nodes.
         arguments: those of the operator itself, from the node and the inputs that it writes.
     """
-    memories = aliases(gm)
+    memories = Memories(gm.graph).of
     place = {n: k for k, n in enumerate(gm.graph.nodes)}
     readers: dict[int, fx.Node] = {}
     for node in gm.graph.nodes:
@@ -134,7 +133,7 @@ def joined(gm: fx.GraphModule) -> list[fx.Node]:
 def _bucket(grad: fx.Node) -> fx.Node | None:
     """The coalesced collective that a gradient comes from, through views; None without one."""
     while grad.op == "call_function" and not is_start(grad):
-        if not (is_wait(grad) or is_view(grad)):
+        if not (is_wait(grad) or is_view(grad) or grad.target is operator.getitem):
             return None
         grad = grad.args[0]
     return grad if is_start(grad) and re.search("coalesced", str(grad.target)) else None

@@ -20,7 +20,9 @@ from mindspeed_fx.compat import tracing
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.functional_writes import make_writes_functional
+from mindspeed_fx.graph.op_sets import REARRANGEMENTS
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding.constraint import operands, place
@@ -29,18 +31,6 @@ from mindspeed_fx.sharding.plan import Boundary, Placed, ShardingError, matching
 aten = torch.ops.aten
 
 NAME = "sharding.constraint"
-
-
-VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.contiguous.default,
-    aten._unsafe_view.default,
-)
 
 
 @register(NAME)
@@ -95,7 +85,7 @@ class _Edges:
             if (
                 node.target is aten.scaled_dot_product_attention.default
                 and not node.users
-                and not _argument(node, "dropout_p", 0.0)
+                and not argument(node, "dropout_p")
             ):
                 gm.graph.erase_node(node)
         for node in list(gm.graph.nodes):
@@ -172,7 +162,7 @@ class _Edges:
         if all(word == "R" for word in placed.values()):
             while (
                 source.op == "call_function"
-                and source.target in VIEWS
+                and source.target in REARRANGEMENTS
                 and len(source.users) == 1
                 and isinstance(source.args[0], fx.Node)
             ):
@@ -212,11 +202,6 @@ def _combined(section: Mapping[str, Boundary], name: str) -> Boundary | None:
     return Boundary(
         {k: v for e in found for k, v in e.input.items()}, {k: v for e in found for k, v in e.output.items()}, arguments
     )
-
-
-def _argument(node: fx.Node, name: str, default: Any) -> Any:
-    index = [a.name for a in node.target._schema.arguments].index(name)
-    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
 def _key(placed: Placed) -> tuple[tuple[str, str], ...]:

@@ -12,12 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Iterator, Sequence
 
-import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import distributed, fake
+from mindspeed_fx.compat import distributed
 from mindspeed_fx.graph.collectives import group_of, is_blocking, is_start, kind
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.storage import dense_bytes
 from mindspeed_fx.passes.base import Context, PassReport, register
 from mindspeed_fx.passes.overlap.model.costs import device
 from mindspeed_fx.sharding.audit import alternatives
@@ -68,11 +68,7 @@ def sent(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]:
     """The collectives of ``gm``, in order, over more than one rank, each with its node."""
     for n in gm.graph.nodes:
         if (found := kind_of(n)) is not None:
-            size = sum(
-                fake.hint(v.numel()) * v.dtype.itemsize
-                for a in n.all_input_nodes
-                if isinstance(v := a.meta.get("val"), torch.Tensor)
-            )
+            size = dense_bytes([a.meta.get("val") for a in n.all_input_nodes])
             yield n, Collective(*found, size, module_path(n))
 
 

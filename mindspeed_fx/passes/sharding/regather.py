@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import re
 
+import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import partitioner
 from mindspeed_fx.graph.collectives import is_start, is_wait
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.storage import is_view
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.passes.sharding.recognize import kind_of
 from mindspeed_fx.passes.sharding.verify import forward_of
 
+aten = torch.ops.aten
+
 NAME = "sharding.regather"
 REPEATABLE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-LAYOUT = ("cat", "split", "split_with_sizes", "slice", "clone", "permute", "transpose", "view", "reshape", "getitem")
 
 
 @register(NAME)
@@ -97,7 +100,7 @@ def _in_layer(start: fx.Node, forward: set[fx.Node], word: str) -> set[fx.Node]:
                 continue
             if _layer(user) != layer:
                 return set()
-            if is_wait(user) or gather and _name(user) in LAYOUT:
+            if is_wait(user) or gather and _lays_out(user):
                 found.add(user)
                 todo.append(user)
     return found
@@ -109,5 +112,6 @@ def _layer(n: fx.Node) -> str | None:
     return match[0] if match else None
 
 
-def _name(n: fx.Node) -> str:
-    return getattr(n.target, "__name__", str(n.target)).partition(".")[0]
+def _lays_out(n: fx.Node) -> bool:
+    """Whether a call puts elements in another order, or takes some, and computes nothing."""
+    return is_view(n) or n.target in (aten.cat.default, aten.clone.default)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.options import Options
 from mindspeed_fx.planning.search.layer_dedup import Repetition, repetition
@@ -84,6 +85,7 @@ def _captured(
                     "needs fixed ones; a mixture as a loop over its experts can be planned as grouped products of "
                     "stacked weights [experts, ., .]"
                 )
+        make_writes_functional(gm)
         made.append(gm)
 
         def run(*given: Any) -> Any:

@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.cost.read import Call, read
+from mindspeed_fx.graph.liveness import live_nodes
+from mindspeed_fx.graph.op_sets import REARRANGEMENTS, RESHAPES, UNIT_DIMENSIONS, names, order_of
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.planning.search.axes import Axes, Dim
 from mindspeed_fx.planning.search.layer_dedup import Repetition
@@ -24,26 +26,8 @@ from mindspeed_fx.planning.search.strategies import name_of, rows, tensor_argume
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
 
-RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
-VIEWS = RESHAPES | frozenset(
-    (
-        "transpose",
-        "t",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "contiguous",
-        "detach",
-        "alias",
-        "clone",
-        "chunk",
-        "slice",
-        "select",
-        "narrow",
-        "numpy_T",
-    )
-)
+CARRY_AXES = names(REARRANGEMENTS) | frozenset(("expand", "chunk", "slice", "select", "narrow"))
+"""Operators of one tensor that make no choice: the axes of their input are those of their result."""
 
 
 def build_problem(gm: fx.GraphModule, names: list[str | None], model: nn.Module, repeated: Repetition) -> Problem:
@@ -79,7 +63,7 @@ class _Builder:
         }
 
     def build(self) -> Problem:
-        live = _live(self.gm.graph)
+        live = live_nodes(self.gm.graph)
         for node in self.gm.graph.nodes:
             if node not in live and node.op != "placeholder":
                 continue
@@ -150,7 +134,7 @@ class _Builder:
                 "regions, the plan says what to recompute"
             )
         uses = [self.values[a] for a in tensor_arguments(node)]
-        if name in VIEWS and isinstance(value, torch.Tensor) and len(uses) == 1:
+        if name in CARRY_AXES and isinstance(value, torch.Tensor) and len(uses) == 1:
             self.values[node] = Use(
                 uses[0].value, self._viewed(node, name, uses[0], value), tuple(int(n) for n in value.shape)
             )
@@ -162,16 +146,11 @@ class _Builder:
 
     def _viewed(self, node: fx.Node, name: str, use: Use, value: torch.Tensor) -> list[Dim]:
         shape, dims = [int(n) for n in value.shape], list(use.dims)
-        if name in ("transpose", "t", "numpy_T"):
-            a, b = (node.args[1], node.args[2]) if name == "transpose" else (0, len(dims) - 1)
-            if len(dims) > 1:
-                dims[a], dims[b] = dims[b], dims[a]
-            return dims
-        if name == "permute":
-            return [dims[d] for d in node.args[1]]
+        if (order := order_of(node)) is not None:
+            return [dims[d] for d in order]
         if list(use.shape) == shape:
             return dims
-        if name in RESHAPES or name in ("unsqueeze", "squeeze"):
+        if node.target in (*RESHAPES, *UNIT_DIMENSIONS):
             return self.axes.reshape(dims, shape)
         if name == "select":
             del dims[node.args[1] % len(dims)]
@@ -346,11 +325,3 @@ class _Builder:
                     )
                 ):
                     raise NotRepeated(f"{theirs.name} is not fed by the layer before it")
-
-
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    live: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output" or any(user in live for user in node.users):
-            live.add(node)
-    return live

@@ -14,6 +14,8 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
+from mindspeed_fx.graph.op_sets import is_pointwise
+from mindspeed_fx.graph.schema import all_arguments, argument
 from mindspeed_fx.kernels.base import REGISTRY
 from mindspeed_fx.kernels.sharding import along
 from mindspeed_fx.kernels.sharding import ways as declared
@@ -21,40 +23,14 @@ from mindspeed_fx.kernels.sharding import ways as declared
 R, P = REPLICATED, PARTIAL
 Row = tuple[list[Any], list[Any]]
 
-POINTWISE_COPIES = frozenset(
-    "to _to_copy clone contiguous copy where masked_fill dropout fill type_as convert_element_type "
-    "native_dropout".split()
+ALONG_DIM = frozenset("softmax _softmax log_softmax _safe_softmax cumsum sort argsort topk".split())
+"""Operators that work along one dimension; every other may be divided."""
+PARTS = frozenset(
+    "split split_with_sizes chunk gather scatter scatter_add slice narrow slice_scatter select_scatter index_select "
+    "flip roll".split()
 )
-ALONG_DIM = {
-    "softmax": 1,
-    "_softmax": 1,
-    "log_softmax": 1,
-    "cumsum": 1,
-    "sort": 1,
-    "argsort": 1,
-    "topk": 2,
-    "_safe_softmax": 1,
-}
-"""Operators that work along one dimension, and where among the arguments that is; every other dimension may be
-divided.
-"""
-PARTS = {
-    "split": 2,
-    "split_with_sizes": 2,
-    "chunk": 2,
-    "gather": 1,
-    "scatter": 1,
-    "scatter_add": 1,
-    "slice": 1,
-    "narrow": 1,
-    "slice_scatter": 2,
-    "select_scatter": 2,
-    "index_select": 1,
-    "flip": 1,
-    "roll": 2,
-}
-"""Operators that take or put pieces along one dimension, or several, and where among the arguments that is: every other
-dimension that all have in common may be divided."""
+"""Operators that take or put pieces along one dimension, or several: every other dimension that all have in common may
+be divided."""
 LIKE = frozenset(
     ("zeros_like", "ones_like", "empty_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
 )
@@ -108,15 +84,14 @@ def rows(node: fx.Node) -> list[Row] | None:
         return _reduction(node, name, values[0], out)
     if name in COUNTS:
         return [([P], [d, *[R] * (len(values) - 1)]) for d in range(values[0].ndim)]
-    if name in POINTWISE_COPIES or any("pointwise" in str(t) for t in getattr(node.target, "tags", ())):
+    if is_pointwise(node.target):
         return [([d], [along(v, d, out.ndim) for v in values]) for d in range(out.ndim)]
     return None
 
 
 def _declared(known: Any, node: fx.Node) -> list[Row]:
-    args = fx.map_arg(node.args, lambda a: a.meta.get("val"))
-    schema = known.overload._schema.arguments
-    full = [*args, *(node.kwargs.get(a.name, a.default_value) for a in schema[len(args) :])]
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda a: a.meta.get("val"))
+    full = all_arguments(known.overload, args, kwargs)
     return [r for r in declared(known, full) if any(p not in (R,) for p in (*r[0], *r[1]))]
 
 
@@ -158,21 +133,15 @@ def _loss(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> l
 
 
 def _along(node: fx.Node, out: torch.Tensor, values: Sequence[torch.Tensor]) -> list[Row]:
-    position, name = ALONG_DIM[name_of(node)], name_of(node)
-    given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", -1)
-    dim = (given if isinstance(given, int) else -1) % out.ndim
+    dim = argument(node, "dim", -1) % out.ndim
     results = len(node.target._schema.returns)
-    return [([d] * results, [d]) for d in range(out.ndim) if d != dim] if name else []
+    return [([d] * results, [d]) for d in range(out.ndim) if d != dim]
 
 
 def _pieces(node: fx.Node, name: str, out: Any, values: Sequence[torch.Tensor]) -> list[Row]:
     """Along the dimensions that an operator leaves as they are, and that results and arguments have in common."""
     results = list(out) if isinstance(out, (tuple, list)) else [out]
-    given = (
-        node.args[PARTS[name]]
-        if len(node.args) > PARTS[name]
-        else node.kwargs.get("dims" if name in ("flip", "roll") else "dim", 0)
-    )
+    given = argument(node, "dims" if name in ("flip", "roll") else "dim")
     touched = {d % values[0].ndim for d in ([given] if isinstance(given, int) else given)}
     found: list[Row] = []
     for d in range(values[0].ndim):
@@ -198,14 +167,7 @@ def _beside(name: str, i: int, value: torch.Tensor, d: int, touched: set[int], n
 
 
 def _reduction(node: fx.Node, name: str, x: torch.Tensor, out: torch.Tensor) -> list[Row]:
-    dims = next(
-        (
-            a
-            for a in (node.args[1] if len(node.args) > 1 else None, node.kwargs.get("dim"))
-            if isinstance(a, (int, list, tuple)) and not isinstance(a, bool)
-        ),
-        None,
-    )
+    dims = argument(node, "dim")
     gone = (
         {d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)}
         if dims not in (None, [], ())
@@ -220,8 +182,7 @@ def _reduction(node: fx.Node, name: str, x: torch.Tensor, out: torch.Tensor) -> 
 
 def _cat(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
     """Along every dimension but the one that is joined."""
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return [([d], [d] * len(values)) for d in range(out.ndim) if d != given % out.ndim]
+    return [([d], [d] * len(values)) for d in range(out.ndim) if d != argument(node, "dim") % out.ndim]
 
 
 def _permute(node: fx.Node, values: Sequence[torch.Tensor], out: Any) -> list[Row]:

@@ -14,11 +14,11 @@ from typing import Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fake
 from mindspeed_fx.cost.collectives import collective_seconds
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.graph import estimate
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.storage import dense_bytes
 
 STATES = {4: 4, 2: 8}
 """Bytes of a parameter -> how many times them it takes with its gradient and Adam's states, of 16 bits also a float32
@@ -224,14 +224,15 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _bytes(node: fx.Node) -> int:
-    v = node.meta.get("val")
-    return fake.hint(v.numel()) * v.dtype.itemsize if isinstance(v, torch.Tensor) else 0
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
 def _signed(seconds: float) -> str:
     return f"{seconds * 1e3:+.4g} ms"
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of the elements of one tensor; 0 for several, which are nodes of their own."""
+    v = node.meta.get("val")
+    return dense_bytes(v) if isinstance(v, torch.Tensor) else 0

@@ -16,24 +16,13 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph.collectives import WAIT
+from mindspeed_fx.graph.op_sets import IDENTITIES, RESHAPES, UNIT_DIMENSIONS, is_cast, order_of
+from mindspeed_fx.graph.schema import argument
 
 aten = torch.ops.aten
 Dim = tuple[tuple[int, int], ...]
 """(size, stride) factors of one dimension, outermost first; () for a dimension of size 1."""
 
-SAME = frozenset(
-    (
-        WAIT,
-        aten.clone.default,
-        aten.contiguous.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten._to_copy.default,
-        torch.ops.prims.convert_element_type.default,
-    )
-)
-"""Every element stays where it is in the logical order."""
-RESHAPES = frozenset((aten.view.default, aten.reshape.default, aten._unsafe_view.default))
 PARTS = frozenset((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int))
 
 
@@ -167,7 +156,7 @@ def _moved(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     target, args = node.target, node.args
     x = known.get(args[0]) if args and isinstance(args[0], fx.Node) else None
     if target is aten.cat.default:
-        parts, dim = args[0], (args[1] if len(args) > 1 else node.kwargs.get("dim", 0))
+        parts, dim = args[0], argument(node, "dim")
         if any(p not in known for p in parts):
             return "later"
         return (
@@ -180,22 +169,14 @@ def _moved(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     if not isinstance(x, Layout):
         return None
     rank = len(x.dims)
-    if target in SAME:
+    if target is WAIT or target in IDENTITIES or is_cast(target):  # every element stays where it is in the order
         return x
-    if target in RESHAPES:
+    if target in (*RESHAPES, *UNIT_DIMENSIONS):
         return x.reshaped(_shape(node))
-    if target is aten.permute.default:
-        return x.permuted([d % rank for d in args[1]])
-    if target in (aten.transpose.int, aten.t.default):
-        a, b = (args[1] % rank, args[2] % rank) if target is aten.transpose.int else (0, rank - 1)
-        order = list(range(rank))
-        order[a], order[b] = order[b], order[a]
+    if (order := order_of(node)) is not None:
         return x.permuted(order)
-    if target in (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims):
-        return x.reshaped(_shape(node))
-    if target is aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
-        dim = (args[1] if len(args) > 1 else 0) % rank
-        start = args[2] if len(args) > 2 and args[2] is not None else 0
+    if target is aten.slice.Tensor and argument(node, "step") == 1:
+        dim, start = argument(node, "dim") % rank, argument(node, "start") or 0
         size = _size(x.dims[dim])
         return x.sliced(dim, start + size if start < 0 else start, _shape(node)[dim])
     if target is aten.select.int:
@@ -209,8 +190,7 @@ def _moved(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 def _parts(node: fx.Node, x: Layout, rank: int) -> tuple | None:
     unbind = node.target is aten.unbind.int
-    given = node.args[1 if unbind else 2] if len(node.args) > (1 if unbind else 2) else node.kwargs.get("dim", 0)
-    dim, start, made = given % rank, 0, []
+    dim, start, made = argument(node, "dim") % rank, 0, []
     for value in node.meta["val"]:
         length = 1 if unbind else int(value.shape[dim])
         part = x.sliced(dim, start, length)

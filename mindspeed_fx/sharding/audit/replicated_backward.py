@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import fake, tracing
+from mindspeed_fx.graph.op_sets import is_view, name
 
 
 class Grown(NamedTuple):
@@ -23,35 +24,8 @@ class Grown(NamedTuple):
     times: float
 
 
-FREE = frozenset(
-    (
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "detach",
-        "alias",
-        "clone",
-        "slice",
-        "select",
-        "split",
-        "cat",
-        "getitem",
-        "unsqueeze",
-        "squeeze",
-        "zeros",
-        "zeros_like",
-        "full",
-        "empty",
-        "new_zeros",
-        "new_empty",
-        "wait_tensor",
-    )
-)
-"""Operators that compute nothing: what follows a gather, and what a collective is fed."""
+MOVED_OR_FILLED = frozenset("clone cat zeros zeros_like full empty new_zeros new_empty".split())
+"""Operators that compute nothing, beside views: what follows a gather, and what a collective is fed."""
 
 
 def grown(gm: fx.GraphModule, forward: set[fx.Node], ranks: int) -> tuple[list[Grown], int]:
@@ -82,7 +56,8 @@ def _computes(n: fx.Node) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and target.namespace in ("aten", "mindspeed")
-        and target._schema.name.split("::")[1] not in FREE
+        and not is_view(target)
+        and name(target) not in MOVED_OR_FILLED
     )
 
 

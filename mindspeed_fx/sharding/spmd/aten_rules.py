@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.compat.placements import REPLICATED
+from mindspeed_fx.graph import op_sets
 from mindspeed_fx.kernels.sharding import along
 from mindspeed_fx.sharding.spmd.parts import Strategy, run_in_parts
 
@@ -92,8 +93,8 @@ def name_of(target: torch._ops.OpOverload) -> str:
 
 
 def is_pointwise(target: torch._ops.OpOverload) -> bool:
-    """Whether every element of the results is made of the same element of each argument."""
-    return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+    """Whether every element of the results is made of the same element of each argument, and drawn of none."""
+    return op_sets.is_pointwise(target) and not op_sets.is_random(target)
 
 
 def _summed_for(name: str, tensors: list[DTensor]) -> Callable[[DTensor], DTensor]:

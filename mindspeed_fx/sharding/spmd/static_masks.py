@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.sharding.constraint import operands
 
 MOST = 2**28
@@ -38,7 +39,7 @@ def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> 
         if node.op != "call_function":
             continue
         if node.target in ATTENTION:
-            mask = _argument(node, ATTENTION[node.target])
+            mask = argument(node, ATTENTION[node.target])
             if (
                 isinstance(mask, fx.Node)
                 and isinstance(value := _value(mask, values), torch.Tensor)
@@ -56,11 +57,6 @@ def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> 
                 }
                 found |= known_masks(body, known)
     return found
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    index = [a.name for a in node.target._schema.arguments].index(name)
-    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

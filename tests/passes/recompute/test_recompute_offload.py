@@ -11,8 +11,8 @@ import mindspeed_fx
 from mindspeed_fx.compat import fake
 from mindspeed_fx.compat.memory_meter import _Meter
 from mindspeed_fx.errors import OptionError
+from mindspeed_fx.graph.storage import views_of
 from mindspeed_fx.options import Options
-from mindspeed_fx.partition.offload import family
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 from mindspeed_fx.passes.recompute.solve.offload import Offload
 from tests.passes.recompute.random_steps import step
@@ -182,7 +182,7 @@ def test_copies_start_behind_the_last_reader_and_are_waited_for_as_late_as_can_b
         assert done.target is WAIT and done.args == (host, x_there) and host.meta["val"].device.type == "cpu"
         last = max(
             place[n]
-            for v in family(x_there)
+            for v in views_of(x_there)
             for n in (v, *v.users)
             if n.target not in (OFFLOAD, WAIT) and n.op != "output"
         )

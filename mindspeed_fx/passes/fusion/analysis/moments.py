@@ -15,6 +15,7 @@ from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match
 from mindspeed_fx.graph.layout import is_transpose
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.schema import has_argument
 from mindspeed_fx.passes.fusion.analysis import algebra
 
 VAR, STD = (aten.var.dim, aten.var.correction), (aten.std.dim, aten.std.correction)
@@ -213,8 +214,7 @@ def _statistic(n: fx.Node, single: tuple, index: int) -> Spread | None:
         return None
     if not match.is_call(call, *(PAIRS if pair else single)) or not match.is_float(call.args[0]):
         return None
-    names = [a.name for a in call.target._schema.arguments]
-    given = match.argument(call, "unbiased" if "unbiased" in names else "correction")
+    given = match.argument(call, "unbiased" if has_argument(call, "unbiased") else "correction")
     dims, correction = _dims(call), 1 if given is None else int(given)
     count = _count(call.args[0], dims) if correction else 1
     return (

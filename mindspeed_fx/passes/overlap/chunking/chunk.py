@@ -10,8 +10,9 @@ import torch.fx as fx
 
 from mindspeed_fx.graph.collectives import is_start
 from mindspeed_fx.graph.match import argument, value
+from mindspeed_fx.graph.op_sets import TO_SHAPE
 from mindspeed_fx.graph.rewrite import insert
-from mindspeed_fx.passes.overlap.chunking.chunk_rules import VIEWS
+from mindspeed_fx.graph.storage import is_view
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import (
     Parts,
     Put,
@@ -20,7 +21,6 @@ from mindspeed_fx.passes.overlap.chunking.chunk_spec import (
     chunk_size,
     dense,
     is_packed,
-    is_view,
     shares,
     take,
     together,
@@ -66,7 +66,7 @@ class _Chunks:
         if i and self._added_up(node):
             return self.put(node, aten.addmm.default, (self.made[node][-1], *args))
         args = self._sizes(node, list(args), i)
-        if node.target in VIEWS or is_start(node):
+        if node.target in TO_SHAPE or is_start(node):
             args[0] = dense(self.put, node, args[0])
         new = self.put(node, node.target, tuple(args), kwargs)
         if is_start(node):
@@ -113,7 +113,7 @@ class _Chunks:
     def _sizes(self, node: fx.Node, args: list[Any], i: int) -> list[Any]:
         """Arguments that are sizes, for a chunk."""
         cut, part = self.region.cuts[node], lambda size: chunk_size(size, self.parts, i)
-        if node.target in VIEWS:
+        if node.target in TO_SHAPE:
             args[1] = chunk_shape(value(node).shape, cut, self.parts, i)
         elif node.target in (aten.split.Tensor, aten.split_with_sizes.default):
             if argument(node, "dim") % value(node.args[0]).dim() == cut[0].dim:

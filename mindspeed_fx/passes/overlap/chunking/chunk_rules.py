@@ -13,16 +13,18 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
+from mindspeed_fx.graph import op_sets
 from mindspeed_fx.graph.collectives import is_wait
-from mindspeed_fx.graph.match import argument
+from mindspeed_fx.graph.op_sets import IDENTITIES, REORDERINGS, TO_SHAPE, order_of
+from mindspeed_fx.graph.schema import all_arguments, argument
 from mindspeed_fx.kernels.base import find
 from mindspeed_fx.kernels.sharding import ways
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut, Sum, through_view
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default, c10d.all_reduce.default)
+SAME_CUT = (*IDENTITIES, aten._to_copy.default, c10d.all_reduce.default)
+"""Results that are cut as their one input is."""
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
 PRODUCTS = (
     aten.mm.default,
@@ -89,7 +91,7 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
         yield args[0], tuple(out if k == args[1] % len(many) else None for k in range(len(many)))
         return
     shape = _shape(node)
-    if is_wait(node) or f in COPIES:
+    if is_wait(node) or f in SAME_CUT:
         yield args[0], out
     elif f in _MOVES:
         yield args[0], _moved(node, out, backwards=True)
@@ -101,10 +103,10 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
         yield from _summands(node, out)
     elif not isinstance(out, Cut):
         raise _Whole
-    elif f in VIEWS:
+    elif f in TO_SHAPE:
         yield args[0], _or_whole(through_view(out, shape, _shape(args[0])))
-    elif f in (aten.permute.default, aten.transpose.int, aten.t.default):
-        yield args[0], Cut(_order(node)[out.dim], out.blocks)
+    elif f in REORDERINGS:
+        yield args[0], Cut(order_of(node)[out.dim], out.blocks)
     elif f is aten.unsqueeze.default:
         yield (
             args[0],
@@ -136,7 +138,7 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
         yield from ((args[0], None), (args[1], _or_whole(out if out.dim < len(_shape(args[1])) else None)))
     elif f is aten._softmax.default:
         yield args[0], _or_whole(out if args[1] % len(shape) != out.dim else None)
-    elif _pointwise(f):
+    elif is_pointwise(f):
         for source in node.all_input_nodes:
             if isinstance(source.meta.get("val"), torch.Tensor):
                 own = out.dim - (len(shape) - len(_shape(source)))
@@ -160,7 +162,7 @@ def _candidates(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
         moved = _moved(node, cut, backwards=False)
         if moved is not None:
             yield moved
-    elif f in VIEWS:
+    elif f in TO_SHAPE:
         there = through_view(cut, here.shape, _shape(node))
         if there is not None:
             yield there
@@ -237,17 +239,6 @@ def _summands(node: fx.Node, out: Sum) -> Iterator[tuple[fx.Node, Any]]:
         raise _Whole
 
 
-def _order(node: fx.Node) -> list[int]:
-    dims = len(_shape(node))
-    order = list(range(dims))
-    if node.target is aten.permute.default:
-        return [d % dims for d in node.args[1]]
-    a, b = (0, 1) if node.target is aten.t.default else (node.args[1], node.args[2])
-    if dims > 1:
-        order[a % dims], order[b % dims] = order[b % dims], order[a % dims]
-    return order
-
-
 def _unreduced(node: fx.Node, out: Cut) -> Cut:
     dims = len(_shape(node.args[0]))
     gone = {d % dims for d in (argument(node, "dim") or range(dims))}
@@ -255,13 +246,9 @@ def _unreduced(node: fx.Node, out: Cut) -> Cut:
     return Cut(kept[out.dim], _or_whole(out.blocks if kept[out.dim] not in gone else None))
 
 
-def _pointwise(f: Any) -> bool:
-    return (
-        isinstance(f, torch._ops.OpOverload)
-        and torch.Tag.pointwise in f.tags
-        and torch.Tag.nondeterministic_seeded not in f.tags
-        and not f._schema.is_mutable
-    )
+def is_pointwise(f: Any) -> bool:
+    """Whether a chunk of the result is made of that chunk of each argument, whenever it is made."""
+    return op_sets.is_pointwise(f) and not op_sets.is_random(f) and not op_sets.may_write(f)
 
 
 # --------------------------------------------------------------------------- mindspeed:: operators
@@ -269,11 +256,7 @@ def _pointwise(f: Any) -> bool:
 
 def _own(node: fx.Node) -> Any:
     made = find(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
-    return (
-        made
-        if made is not None and made.sharding is not None and torch.Tag.nondeterministic_seeded not in node.target.tags
-        else None
-    )
+    return made if made is not None and made.sharding is not None and not op_sets.is_random(node.target) else None
 
 
 def _rows(node: fx.Node) -> Iterator[tuple[list, list[tuple[fx.Node, Any]]]]:
@@ -281,9 +264,7 @@ def _rows(node: fx.Node) -> Iterator[tuple[list, list[tuple[fx.Node, Any]]]]:
     argument's node.
     """
     schema = node.target._schema.arguments
-    given = [
-        node.args[k] if k < len(node.args) else node.kwargs.get(a.name, a.default_value) for k, a in enumerate(schema)
-    ]
+    given = all_arguments(node.target, node.args, node.kwargs)
     fakes = [g.meta["val"] if isinstance(g, fx.Node) else g for g in given]
     tensors = [g for g, a in zip(given, schema) if "Tensor" in str(a.type) and isinstance(g, fx.Node)]
     if any("Tensor[]" in str(a.type) or "List[Tensor" in str(a.type) for a in schema):

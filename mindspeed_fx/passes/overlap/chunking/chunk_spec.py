@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fake
 from mindspeed_fx.graph.match import value
+from mindspeed_fx.graph.op_sets import may_copy
 from mindspeed_fx.graph.rewrite import insert
 
 aten = torch.ops.aten
@@ -85,11 +86,6 @@ def chunk_shape(shape: Sequence[int], cut: Cut, parts: Parts, i: int) -> list[in
     return [chunk_size(n, parts, i) if d == cut.dim else n for d, n in enumerate(shape)]
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the result lies in the memory of the first argument."""
-    return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
-
-
 def is_packed(x: torch.Tensor) -> bool:
     """Whether the elements lie side by side, in whatever order of dimensions."""
     expected = 1
@@ -116,6 +112,8 @@ class Draft:
         self.gm, self.values = gm, values
 
     def __call__(self, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
+        if may_copy(target):  # whether it is a view says the memory of its own input
+            return insert(self.gm, before, target, args, kwargs)
         if target is operator.getitem:
             known = args[0].meta["val"][args[1]]
         else:

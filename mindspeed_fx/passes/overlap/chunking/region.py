@@ -18,8 +18,9 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_fx.graph.collectives import is_start, is_wait, kind
+from mindspeed_fx.graph.storage import is_view
 from mindspeed_fx.passes.overlap.chunking.chunk_rules import PRODUCTS, agree, completed, inputs, results
-from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut, Parts, is_packed, is_view
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut, Parts, is_packed
 
 REACHES = ("pair", "pipeline")
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")

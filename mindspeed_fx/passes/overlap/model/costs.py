@@ -7,19 +7,17 @@ and data parallelism between machines run side by side, two groups inside a mach
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
-import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
-from mindspeed_fx.compat import distributed, fake
+from mindspeed_fx.compat import distributed
 from mindspeed_fx.cost.collectives import Collective, collective
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.hardware import hardware as hardware_named
 from mindspeed_fx.graph.collectives import group_of, is_start, kind
-from mindspeed_fx.graph.match import argument
+from mindspeed_fx.graph.schema import argument
+from mindspeed_fx.graph.storage import dense_bytes
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.overlap.model.task_graph import CostOf
 
@@ -106,7 +104,7 @@ def fused_transfer(node: fx.Node, hardware: Hardware) -> Collective:
 
 def moved_bytes(node: fx.Node) -> int:
     """The larger of a collective's input and output, as the cost model counts."""
-    return max(_bytes(node.meta.get("val")), sum(_bytes(a.meta.get("val")) for a in node.all_input_nodes))
+    return max(dense_bytes(node.meta.get("val")), dense_bytes([a.meta.get("val") for a in node.all_input_nodes]))
 
 
 def ranks_of(node: fx.Node) -> list[int]:
@@ -123,14 +121,3 @@ def per_machine(ranks: list[int], machine: int) -> int | None:
     """How many of the ranks are in one machine; None (neighbours first) when machines hold unequal numbers."""
     counts = set(Counter(r // machine for r in ranks).values())
     return counts.pop() if len(counts) == 1 else None
-
-
-def _bytes(value: Any) -> int:
-    total = 0
-    for v in tree_leaves(value):
-        if isinstance(v, torch.Tensor):
-            size = v.element_size()
-            for s in v.shape:
-                size *= fake.hint(s)
-            total += size
-    return total

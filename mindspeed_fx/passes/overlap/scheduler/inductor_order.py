@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import distributed, inductor
 from mindspeed_fx.graph.collectives import group_of, is_start, is_wait, waits_of
+from mindspeed_fx.graph.op_sets import may_alias
 from mindspeed_fx.passes.base import Pass
 
 _CALLS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm", "_grouped_mm")
@@ -113,4 +114,4 @@ def _is_work(node: fx.Node) -> bool:
         or is_wait(node)
     ):
         return False
-    return isinstance(node.meta.get("val"), torch.Tensor) and not any(r.alias_info for r in node.target._schema.returns)
+    return isinstance(node.meta.get("val"), torch.Tensor) and not may_alias(node.target)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fake, partitioner
+from mindspeed_fx.compat import partitioner
+from mindspeed_fx.graph.storage import aliased_input, is_view, storage_bytes
 
 
 @dataclass(eq=False)
@@ -83,21 +84,21 @@ def record(graph: fx.Graph, info: Any) -> Tape | str:
         value = node.meta.get("val")
         if not _understood(value):
             return f"{node.name} ({node.target}) returns {type(value).__name__}"
-        source = partitioner.aliased_input(node)
+        source = aliased_input(node)
         if source is not None:
             if source in tape.of:
                 tape.of[node] = tape.of[source]
                 tape.of[node].views.append(node)
             continue
         if isinstance(value, (tuple, list)):
-            if partitioner.is_view(node):
+            if is_view(node):
                 continue  # the pieces are views of its input
             made[node] = _operation(tape, node)
             continue
         maker = (
             made[node.args[0]] if node.target is operator.getitem and node.args[0] in made else _operation(tape, node)
         )
-        tape.of[node] = Value(node, maker, in_memory(value), views=[node])
+        tape.of[node] = Value(node, maker, storage_bytes(value), views=[node])
         maker.outputs.append(tape.of[node])
         tape.values.append(tape.of[node])
     for node in _returned(graph, info):
@@ -143,16 +144,6 @@ def _understood(value: Any) -> bool:
     return value is None or isinstance(
         value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
     )
-
-
-def in_memory(value: Any) -> int:
-    if not isinstance(value, torch.Tensor):
-        return 0
-    if value.layout != torch.strided:
-        return fake.hint(value.numel()) * value.itemsize
-    # From the first to the last element: a dense tensor has no holes, and an expanded one no copies.
-    span = 1 + sum((fake.hint(n) - 1) * fake.hint(s) for n, s in zip(value.shape, value.stride()))
-    return span * value.itemsize if all(fake.hint(n) > 0 for n in value.shape) else 0
 
 
 def _returned(graph: fx.Graph, info: Any) -> list[fx.Node]:

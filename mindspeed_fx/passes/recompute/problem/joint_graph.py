@@ -20,10 +20,11 @@ from mindspeed_fx.compat import fake, partitioner
 from mindspeed_fx.compat.memory_meter import workspace
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.graph import Estimate, estimate
+from mindspeed_fx.graph.storage import aliased_input, is_view, read_from_memory, storage_bytes, total_bytes
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.partition.offload import dense
 from mindspeed_fx.passes.lowering import onednn
-from mindspeed_fx.passes.recompute.problem.dataflow import Tape, in_memory
+from mindspeed_fx.passes.recompute.problem.dataflow import Tape
 from mindspeed_fx.passes.recompute.problem.pointwise_costs import prices
 from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
 
@@ -53,14 +54,14 @@ class Step:
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         owners: dict[fx.Node, fx.Node] = {}
         for n in self.nodes:
-            source = partitioner.aliased_input(n)
+            source = aliased_input(n)
             owners[n] = n if source is None else owners[source]
         full = [
             _size(n) if owners[n] is n and n.op == "call_function" or n.op == "placeholder" and n in closure else 0
             for n in self.nodes
         ]
         written = [
-            not fused or not partitioner.is_fusible(n) or partitioner.read_from_memory(n) if size else False
+            not fused or not partitioner.is_fusible(n) or read_from_memory(n) if size else False
             for n, size in zip(self.nodes, full)
         ]
         cost = estimate(gm, hardware) if hardware else None
@@ -112,7 +113,7 @@ class Step:
             and full[i] >= hardware.launch * hardware.host_bandwidth
             and dense(n.meta.get("val"))
         ]
-        self.inputs = sum(in_memory(n.meta["val"]) for n in self.nodes if partitioner.is_input(n))
+        self.inputs = total_bytes(n.meta["val"] for n in self.nodes if partitioner.is_input(n))
 
     def _again(self, cost: Estimate | None) -> list[float]:
         """Modelled seconds of running each node again; infinite where it must not be."""
@@ -122,7 +123,7 @@ class Step:
             spent[name] = spent.get(name, 0.0) + row.seconds
         self.takes, found = [spent.get(n.name, 0.0) for n in self.nodes], []
         for n in self.nodes:
-            runs = n.op == "call_function" and not partitioner.is_view(n)
+            runs = n.op == "call_function" and not is_view(n)
             fixed = (
                 runs and not partitioner.must_recompute(n) and (partitioner.must_save(n) or not partitioner.is_pure(n))
             )
@@ -140,9 +141,9 @@ class Step:
 
 def _size(node: fx.Node) -> int:
     value = node.meta.get("val")
-    if isinstance(value, (tuple, list)) and not partitioner.is_view(node):
+    if isinstance(value, (tuple, list)) and not is_view(node):
         return 0  # its results are nodes of their own
-    return sum(in_memory(v) for v in pytree.tree_leaves(value))
+    return total_bytes([value])
 
 
 def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) -> int:
@@ -151,7 +152,7 @@ def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) 
     """
     if node.target is torch.ops.aten.mm.default and target == "cpu":
         a, b = (x.meta["val"] for x in node.args)
-        return in_memory(b) if onednn.packs(a, b) else 0
+        return storage_bytes(b) if onednn.packs(a, b) else 0
     if node.target not in REGISTRY:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

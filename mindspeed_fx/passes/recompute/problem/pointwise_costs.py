@@ -7,6 +7,7 @@ from typing import Callable
 
 from mindspeed_fx.compat import partitioner
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.storage import read_from_memory
 from mindspeed_fx.passes.recompute.problem.dataflow import Operation, Tape, Value
 
 KEEP = 4.0
@@ -21,7 +22,7 @@ def prices(tape: Tape) -> tuple[Callable[[Operation], float], Callable[[Value], 
     """What running an operation again and keeping a value cost under generated code, in bytes moved; which values are
     written out.
     """
-    written = {v: partitioner.read_from_memory(v.node) for v in tape.values}
+    written = {v: read_from_memory(v.node) for v in tape.values}
     far = _read_far_apart(tape)
     return lambda o: _again(o, written, far), _kept, written
 

@@ -26,7 +26,9 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import partitioner
 from mindspeed_fx.errors import OptionError, nearest
+from mindspeed_fx.graph.op_sets import IDENTITIES, is_cast
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.storage import is_view
 from mindspeed_fx.passes.base import PassReport, skip
 from mindspeed_fx.passes.recompute.problem.dataflow import Operation, Tape, Value
 
@@ -209,7 +211,7 @@ def _weight(node: fx.Node) -> bool:
     while (
         node.op == "call_function"
         and len(node.all_input_nodes) == 1
-        and (partitioner.is_view(node) or _name(node) in ("_to_copy", "convert_element_type", "clone", "permute", "t"))
+        and (is_view(node) or is_cast(node.target) or node.target in IDENTITIES)
     ):
         node = node.all_input_nodes[0]
     return partitioner.is_input(node)
