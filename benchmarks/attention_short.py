@@ -44,26 +44,26 @@ def _weighted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.
 
 def steps(attention: Any, rows: int, dtype: torch.dtype) -> dict[str, common.Step]:
     torch.manual_seed(0)
-    given = [torch.randn(BATCH, HEADS, rows, DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
+    arguments = [torch.randn(BATCH, HEADS, rows, DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
     last = (torch.arange(rows) % DOCUMENT == DOCUMENT - 1).long().expand(BATCH, rows).contiguous()
     rivals: dict[str, Any] = {
         "inductor": dict(backend="inductor"),
         "default": dict(backend="mindspeed"),
         "fused": dict(backend="mindspeed", options={"enable": ["fusion.attention"]}),
     }
-    found = {}
+    results = {}
     for name, how in rivals.items():
         torch._dynamo.reset()
         compiled = torch.compile(attention, dynamic=False, **how)
 
         def step(compiled: Any = compiled) -> None:
-            for x in given:
+            for x in arguments:
                 x.grad = None
-            compiled(*given, last).float().square().mean().backward()
+            compiled(*arguments, last).float().square().mean().backward()
 
         step()
-        found[name] = step
-    return found
+        results[name] = step
+    return results
 
 
 def main() -> None:

@@ -36,10 +36,10 @@ def trained(function: Callable, *inputs: torch.Tensor, hardware: str) -> Estimat
     several.
     """
 
-    def step(*given: torch.Tensor) -> Any:
-        out = function(*given)
+    def step(*args: torch.Tensor) -> Any:
+        out = function(*args)
         outs = out if isinstance(out, tuple) else (out,)
-        return torch.autograd.grad(outs, [x for x in given if x.requires_grad], [torch.empty_like(o) for o in outs])
+        return torch.autograd.grad(outs, [x for x in args if x.requires_grad], [torch.empty_like(o) for o in outs])
 
     with FAKE:
         return estimate(make_fx(step)(*inputs), hardware)
@@ -134,10 +134,10 @@ def llama_step(
 
 def rows() -> list[tuple[str, str, float, float, str, str]]:
     """(section, what, published, modelled, unit, source); a * at the end of what: used to set a constant."""
-    found = []
+    results = []
 
     def add(section: str, what: str, published: float, modelled: float, unit: str, source: str) -> None:
-        found.append((section, what, published, modelled, unit, source))
+        results.append((section, what, published, modelled, unit, source))
 
     section = "NVIDIA, operators"
     rms = tensor(2048, 32768), tensor(32768)
@@ -213,30 +213,30 @@ def rows() -> list[tuple[str, str, float, float, str, str]]:
         "Liger CSV; its chunks differ",
     )
     heads = [tensor(1, 16, 16384, 128) for _ in range(3)]
-    made = forward(lambda q, k, v: ops.attention(q, k, v, None, False, 0.1)[0], *heads, hardware="h100")
+    result = forward(lambda q, k, v: ops.attention(q, k, v, None, False, 0.1)[0], *heads, hardware="h100")
     add(
         section,
         "attention fwd head 128, 16K, H100",
         740,
-        made.flops / made.seconds / 1e12,
+        result.flops / result.seconds / 1e12,
         "TFLOP/s",
         "FlashAttention-3 paper",
     )
 
     section = "Ascend, operators"
     square = [tensor(8192, 8192) for _ in range(2)]
-    made = forward(lambda a, b: a @ b, *square, hardware="ascend910b1")
-    add(section, "matrix product bf16 910B", 328, made.flops / made.seconds / 1e12, "TFLOP/s", "limulidae")
-    made = forward(
+    result = forward(lambda a, b: a @ b, *square, hardware="ascend910b1")
+    add(section, "matrix product bf16 910B", 328, result.flops / result.seconds / 1e12, "TFLOP/s", "limulidae")
+    result = forward(
         lambda a, b: a @ b, *[tensor(8192, 8192, dtype=torch.float32) for _ in range(2)], hardware="ascend910b1"
     )
-    add(section, "matrix product fp32 910B", 87, made.flops / made.seconds / 1e12, "TFLOP/s", "limulidae")
-    made = forward(lambda q, k, v: ops.attention(q, k, v, None, False, 0.1)[0], *heads, hardware="ascend910b2")
+    add(section, "matrix product fp32 910B", 87, result.flops / result.seconds / 1e12, "TFLOP/s", "limulidae")
+    result = forward(lambda q, k, v: ops.attention(q, k, v, None, False, 0.1)[0], *heads, hardware="ascend910b2")
     add(
         section,
         "attention fwd head 128, 16K, 910B2",
         190,
-        made.flops / made.seconds / 1e12,
+        result.flops / result.seconds / 1e12,
         "TFLOP/s",
         "pto-isa, JIT, normalized",
     )
@@ -278,7 +278,7 @@ def rows() -> list[tuple[str, str, float, float, str, str]]:
         "% gain",
         "MindSpeed docs",
     )
-    return found
+    return results
 
 
 def main() -> None:
@@ -286,8 +286,8 @@ def main() -> None:
         f"mindspeed_fx {mindspeed_fx.__version__}: modelled against published; nothing was run. * set a constant of "
         "the model\n"
     )
-    found, last = rows(), ""
-    for section, what, published, modelled, unit, source in found:
+    result, last = rows(), ""
+    for section, what, published, modelled, unit, source in result:
         if section != last:
             print(f"{section}\n  {'':<62}{'published':>10}{'modelled':>10}{'error':>8}")
         last = section
@@ -296,8 +296,8 @@ def main() -> None:
             f"({source})"
         )
     for label, chosen in (
-        ("times and rates", [r for r in found if "gain" not in r[4]]),
-        ("gains", [r for r in found if "gain" in r[4]]),
+        ("times and rates", [r for r in result if "gain" not in r[4]]),
+        ("gains", [r for r in result if "gain" in r[4]]),
     ):
         errors = [abs(m / p - 1) * 100 for _, what, p, m, *_ in chosen if "*" not in what]
         print(

@@ -168,13 +168,13 @@ class Meter:
 def rivals_of(problem: Problem, device: str) -> dict[str, Callable]:
     """Every rival's forward, ours first; each works on leaves of its own."""
     options = {"target": "cuda"} if device == "cpu" else None
-    made = {
+    results = {
         OURS: torch.compile(problem.define, backend="mindspeed", dynamic=False, options=options),
         "inductor": torch.compile(problem.define, dynamic=False),
     }
     if device == "cuda":
-        made["multi_kernel"] = torch.compile(problem.define, dynamic=False, options={"triton.multi_kernel": 1})
-    return made | problem.rivals
+        results["multi_kernel"] = torch.compile(problem.define, dynamic=False, options={"triton.multi_kernel": 1})
+    return results | problem.rivals
 
 
 def measure(name: str, problem: Problem, meter: Meter, device: str, rounds: int) -> dict[str, tuple[float, float]]:

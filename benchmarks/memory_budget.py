@@ -22,7 +22,7 @@ from benchmarks.whole_models import Loss
 
 
 def main() -> None:
-    given = common.arguments(
+    arg = common.arguments(
         layers=8,
         hidden=128,
         batch=4,
@@ -33,26 +33,26 @@ def main() -> None:
     )
     torch.manual_seed(0)
     sizes = dict(
-        hidden_size=given.hidden,
-        intermediate_size=given.hidden * 11 // 4,
-        num_hidden_layers=given.layers,
+        hidden_size=arg.hidden,
+        intermediate_size=arg.hidden * 11 // 4,
+        num_hidden_layers=arg.layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        vocab_size=given.vocab,
+        vocab_size=arg.vocab,
     )
     model = Loss(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), attn_implementation="sdpa"))
-    ids = torch.randint(0, given.vocab, (given.batch, given.seq))
+    ids = torch.randint(0, arg.vocab, (arg.batch, arg.seq))
     named = dict(input_ids=ids, labels=ids, use_cache=False)
     common.header(
-        f"{given.layers} layers, hidden {given.hidden}, batch {given.batch}, sequence {given.seq}; peaks in MB without "
-        f"the gradients of parameters, times in ms (median of {given.rounds}, interleaved)"
+        f"{arg.layers} layers, hidden {arg.hidden}, batch {arg.batch}, sequence {arg.seq}; peaks in MB without "
+        f"the gradients of parameters, times in ms (median of {arg.rounds}, interleaved)"
     )
     print(
         f"{'budget':>6} {'torch MB':>9} {'ours MB':>9} {'ours/torch':>10} {'torch ms':>9} {'ours ms':>9} "
         f"{'ours/torch':>10}"
     )
     peaks: dict[str, list[int]] = {"torch": [], "ours": []}
-    for fraction in map(float, given.fractions.split(",")):
+    for fraction in map(float, arg.fractions.split(",")):
         steps = {}
         torch._dynamo.reset()
         for name in peaks:  # no reset in between: the first would be compiled again, at another budget
@@ -63,7 +63,7 @@ def main() -> None:
             steps[name] = common.training_step(model, compiled, named, lambda loss: loss)
             with functorch_config.patch(activation_memory_budget=fraction if name == "torch" else 1.0):
                 steps[name]()
-        times = common.interleaved(steps, given.rounds, 1) if given.rounds else {}
+        times = common.interleaved(steps, arg.rounds, 1) if arg.rounds else {}
         for name, step in steps.items():
             peaks[name].append(common.peak_bytes(step, common.gradient_bytes(model)))
         a, b = (peaks[n][-1] / 1e6 for n in ("torch", "ours"))
@@ -72,8 +72,8 @@ def main() -> None:
             s, t = (statistics.median(times[n]) * 1e3 for n in ("torch", "ours"))
             timed = f" {s:>9.1f} {t:>9.1f} {t / s:>10.3f}"
         print(f"{fraction:>6.2f} {a:>9.1f} {b:>9.1f} {b / a:>10.3f}{timed}", flush=True)
-    for name, found in peaks.items():
-        print(f"{name}: {'monotone' if all(x <= y for x, y in zip(found, found[1:])) else 'not monotone'}")
+    for name, result in peaks.items():
+        print(f"{name}: {'monotone' if all(x <= y for x, y in zip(result, result[1:])) else 'not monotone'}")
 
 
 if __name__ == "__main__":

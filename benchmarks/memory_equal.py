@@ -65,7 +65,7 @@ def recomputed_attention(model: torch.nn.Module, attention: str) -> torch.nn.Mod
         mask: torch.Tensor | None,
         **named: Any,
     ) -> Any:
-        return checkpoint(lambda *given: core(owner, *given, **named), q, k, v, mask, use_reentrant=False)
+        return checkpoint(lambda *args: core(owner, *args, **named), q, k, v, mask, use_reentrant=False)
 
     ALL_ATTENTION_FUNCTIONS.register("selective", selective)
     ALL_MASK_ATTENTION_FUNCTIONS.register("selective", ALL_MASK_ATTENTION_FUNCTIONS[attention])
@@ -85,33 +85,31 @@ def inductor(fraction: float) -> Callable:
     return backend
 
 
-def programs(name: str, given: Any) -> tuple[dict[str, common.Step], int]:
+def programs(name: str, arg: Any) -> tuple[dict[str, common.Step], int]:
     """Name -> one training step, every one with the same weights; and the bytes of the gradients."""
     torch.manual_seed(0)
-    model = build(name, given.attention, given.layers)
-    ids = torch.randint(0, 8192, (given.batch, given.seq))
+    model = build(name, arg.attention, arg.layers)
+    ids = torch.randint(0, 8192, (arg.batch, arg.seq))
     named = dict(input_ids=ids, labels=ids, use_cache=False)
 
     def step(owner: torch.nn.Module, **how: Any) -> common.Step:
         wrapped = Loss(owner)
         return common.training_step(owner, torch.compile(wrapped, **how), named, lambda loss: loss)
 
-    steps = {f"torch {f}": step(model, backend=inductor(float(f))) for f in given.torch.split(",")}
+    steps = {f"torch {f}": step(model, backend=inductor(float(f))) for f in arg.torch.split(",")}
     layered = copy.deepcopy(model)
     layered.gradient_checkpointing_enable({"use_reentrant": False})
     steps["layer"] = step(layered.train(), backend=inductor(1.0))
-    steps["selective"] = step(recomputed_attention(copy.deepcopy(model), given.attention), backend=inductor(1.0))
-    for f in given.ours.split(","):
-        steps[f"ours {f}"] = step(
-            model, backend="mindspeed", options={"memory_budget": float(f), **PASSES[given.passes]}
-        )
+    steps["selective"] = step(recomputed_attention(copy.deepcopy(model), arg.attention), backend=inductor(1.0))
+    for f in arg.ours.split(","):
+        steps[f"ours {f}"] = step(model, backend="mindspeed", options={"memory_budget": float(f), **PASSES[arg.passes]})
     return steps, common.gradient_bytes(model)
 
 
-def compare(name: str, given: Any) -> list[float]:
+def compare(name: str, arg: Any) -> list[float]:
     """Ours over the best rival, at each peak of the rivals' front."""
     torch._dynamo.reset()
-    steps, gradients = programs(name, given)
+    steps, gradients = programs(name, arg)
     losses, peaks = {}, {}
     for who, step in list(steps.items()):
         try:
@@ -122,10 +120,10 @@ def compare(name: str, given: Any) -> list[float]:
             del steps[who]
     first = next(iter(losses.values()))
     assert all(math.isclose(loss, first, rel_tol=1e-4) for loss in losses.values()), losses
-    times = {who: statistics.median(t) for who, t in common.interleaved(steps, given.rounds, 1).items()}
+    times = {who: statistics.median(t) for who, t in common.interleaved(steps, arg.rounds, 1).items()}
     common.header(
-        f"{name}, attention {given.attention}, {given.layers} layers, {given.batch} x {given.seq} tokens, passes of "
-        f"ours: {given.passes}; medians of {given.rounds} interleaved"
+        f"{name}, attention {arg.attention}, {arg.layers} layers, {arg.batch} x {arg.seq} tokens, passes of "
+        f"ours: {arg.passes}; medians of {arg.rounds} interleaved"
     )
     print(f"{'program':<12}{'peak MiB':>10}{'ms':>9}")
     for who in steps:
@@ -152,7 +150,7 @@ def compare(name: str, given: Any) -> list[float]:
 
 
 def main() -> None:
-    given = common.arguments(
+    arg = common.arguments(
         models="llama,gpt2,mixtral",
         attention="sdpa",
         layers=4,
@@ -164,7 +162,7 @@ def main() -> None:
         passes="all",
     )
     dynamo_config.recompile_limit = 64  # every program is one more for the same code
-    ratios = [r for name in given.models.split(",") for r in compare(name, given)]
+    ratios = [r for name in arg.models.split(",") for r in compare(name, arg)]
     print(
         f"{len(ratios)} peaks: geometric mean {math.exp(statistics.mean(map(math.log, ratios))):.3f}, worst "
         f"{max(ratios):.3f} of the best rival's time"

@@ -41,7 +41,7 @@ def modelled(model: torch.nn.Module, inputs: dict[str, Any], options: dict[str, 
             )
         )
     last = list(runs[0].curves.values())[-1]
-    return last.peak - last.given
+    return last.peak - last.input_bytes
 
 
 def training_step(model: torch.nn.Module, compiled: Callable, inputs: dict[str, Any]) -> common.Step:
@@ -68,24 +68,24 @@ def measured(step: common.Step, device: str) -> int:
 
 
 def main() -> None:
-    given = common.arguments(models=ZOO, budgets="1.0,0.5,min", tokens=1024, device="cpu")
+    arg = common.arguments(models=ZOO, budgets="1.0,0.5,min", tokens=1024, device="cpu")
     from tests.zoo import architectures
 
     common.header(
-        f"peak of a step of {given.tokens} tokens beyond parameters and inputs, modelled and measured, {given.device}"
+        f"peak of a step of {arg.tokens} tokens beyond parameters and inputs, modelled and measured, {arg.device}"
     )
-    budgets = given.budgets.split(",")
+    budgets = arg.budgets.split(",")
     print(f"{'model':<18}" + "".join(f"{b:>12} MiB  model/measured" for b in budgets))
     errors: list[float] = []
-    for name in architectures.names() if given.models == "all" else given.models.split(","):
+    for name in architectures.names() if arg.models == "all" else arg.models.split(","):
         try:
             model, inputs = architectures.build(name)
-            ids = torch.randint(3, 100, (given.tokens // 64, 64)).to(given.device)
+            ids = torch.randint(3, 100, (arg.tokens // 64, 64)).to(arg.device)
             model.loss_type = (
                 "ForCausalLM"  # some classes name none; transformers warns, at which Dynamo breaks the graph
             )
-            model, inputs = model.float().to(given.device), {**inputs, "input_ids": ids, "labels": ids}
-            found = []
+            model, inputs = model.float().to(arg.device), {**inputs, "input_ids": ids, "labels": ids}
+            results = []
             for budget in budgets:
                 options = {"codegen": "eager", "memory_budget": budget if budget == "min" else float(budget)}
                 expected = modelled(model, inputs, options)
@@ -93,12 +93,12 @@ def main() -> None:
                 step = training_step(model, torch.compile(model, backend="mindspeed", options=options), inputs)
                 step()
                 model.zero_grad(set_to_none=True)
-                found.append((measured(step, given.device), expected))
+                results.append((measured(step, arg.device), expected))
         except Exception as error:  # noqa: BLE001  the next model may do
             print(f"{name:<18}{type(error).__name__}: {str(error).splitlines()[0][:140]}", flush=True)
             continue
-        errors += [abs(e / m - 1) for m, e in found]
-        print(f"{name:<18}" + "".join(f"{m / 2**20:>16.2f}  {e / m:>14.4f}" for m, e in found), flush=True)
+        errors += [abs(e / m - 1) for m, e in results]
+        print(f"{name:<18}" + "".join(f"{m / 2**20:>16.2f}  {e / m:>14.4f}" for m, e in results), flush=True)
     print(f"{len(errors)} steps: median error {100 * statistics.median(errors):.2f} %, worst {100 * max(errors):.2f} %")
 
 

@@ -30,11 +30,11 @@ from mindspeed_fx.compat import inductor, partitioner
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.passes.base import PassReport
-from mindspeed_fx.passes.recompute.policy import kept
+from mindspeed_fx.passes.recompute.policy import cheapest_saved
 from mindspeed_fx.passes.recompute.problem.dataflow import record
-from mindspeed_fx.passes.recompute.problem.joint_graph import Step
-from mindspeed_fx.passes.recompute.problem.policies import fixed
-from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
+from mindspeed_fx.passes.recompute.problem.joint_graph import JointGraph
+from mindspeed_fx.passes.recompute.problem.policies import fix_by_policy
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, RematProblem
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 from mindspeed_fx.passes.recompute.solve.folded_search import Layers
 from tests.passes.recompute import random_steps
@@ -53,7 +53,7 @@ FRACTIONS = [f / 10 for f in range(1, 11)]
 @dataclass
 class Case:
     name: str
-    schedule: Schedule
+    schedule: RematProblem
     seconds: float
     """Of the step when nothing is made again."""
     rivals: dict[str, list[Plan]]
@@ -62,23 +62,24 @@ class Case:
 
 def of_model(name: str, model: Callable, inputs: dict[str, Any], device: str, layers: int) -> Case:
     """The first joint graph of ``model(**inputs)``."""
-    found: list[Case] = []
+    results: list[Case] = []
 
     def choose(graph: Any, info: Any) -> None:
-        if found:
+        if results:
             return
         prepare_early(graph, info)  # for all of them: it takes nothing and needs less memory
         tape = record(graph, info)
         if isinstance(tape, str):
             raise ValueError(f"{name}: {tape}")
-        step = Step(graph.owning_module, info, tape, hardware(device), False, hardware(device).target)
+        step = JointGraph(graph.owning_module, info, tape, hardware(device), False, hardware(device).target)
         evaluate = lambda nodes: step.schedule.evaluate({step.number[n] for n in nodes})  # noqa: E731
         rivals = {f"torch {s}": [evaluate(partitioner.knapsack(graph, info, f, s)) for f in FRACTIONS] for s in SOLVERS}
         modes = ["selective", "full", *(f"block:{n}" for n in range(1, layers))]
         rivals["megatron"] = [
-            evaluate([v.node for v in kept(tape, fixed(tape, mode, False, PassReport("")))]) for mode in modes
+            evaluate([v.node for v in cheapest_saved(tape, fix_by_policy(tape, mode, False, PassReport("")))])
+            for mode in modes
         ]
-        found.append(
+        results.append(
             Case(
                 name,
                 step.schedule,
@@ -94,7 +95,7 @@ def of_model(name: str, model: Callable, inputs: dict[str, Any], device: str, la
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(**inputs)
-    return found[0]
+    return results[0]
 
 
 def of_random(seed: int, most: int) -> Case:
@@ -103,8 +104,8 @@ def of_random(seed: int, most: int) -> Case:
 
     schedule, seconds = random_steps.step(seed, most)
     kept_anyhow = {schedule.root[i] for i in schedule.returned}
-    items = sorted((v for v in Search(schedule).richest.saved - kept_anyhow), key=lambda v: -schedule.full[v])
-    total = sum(schedule.full[v] for v in items)
+    items = sorted((v for v in Search(schedule).richest.saved - kept_anyhow), key=lambda v: -schedule.saved_bytes[v])
+    total = sum(schedule.saved_bytes[v] for v in items)
     rivals: dict[str, list[Plan]] = {}
     for solver in SOLVERS:
         solve = getattr(knapsacks, f"{solver}_knapsack")
@@ -112,7 +113,7 @@ def of_random(seed: int, most: int) -> Case:
             _, saved, _ = (
                 (0, [], [])
                 if not items
-                else solve([schedule.full[v] / total for v in items], [schedule.seconds[v] for v in items], f)
+                else solve([schedule.saved_bytes[v] / total for v in items], [schedule.seconds[v] for v in items], f)
             )
             rivals.setdefault(f"torch {solver}", []).append(
                 schedule.evaluate({*kept_anyhow, *(items[i] for i in saved)})
@@ -120,7 +121,7 @@ def of_random(seed: int, most: int) -> Case:
     return Case(f"random {seed}", schedule, seconds, rivals)
 
 
-def every_choice(schedule: Schedule) -> list[Plan]:
+def every_choice(schedule: RematProblem) -> list[Plan]:
     """All plans of a step with few values; none of one with more than :data:`FEW`."""
     anyhow = {schedule.root[i] for i in schedule.returned} & set(schedule.values)
     free = [v for v in schedule.values if v not in anyhow and schedule.savable[v]]
@@ -152,28 +153,28 @@ def compare(case: Case, budgets: int, clock: float = 10.0, enough: float = 0.0) 
 
 
 def main() -> None:
-    given = common.arguments(random=36, budgets=10, models=ZOO, hardware="cpu", most=24, clock=10.0, enough=1.0)
+    arg = common.arguments(random=36, budgets=10, models=ZOO, hardware="cpu", most=24, clock=10.0, enough=1.0)
     from tests.zoo import architectures
 
     common.header(
-        f"gaps in % to a time that no plan within the limit can beat; modelled, {given.hardware}, {given.budgets} "
+        f"gaps in % to a time that no plan within the limit can beat; modelled, {arg.hardware}, {arg.budgets} "
         "limits per graph"
     )
     print(f"{'graph':<14} {'nodes':>6} | mean (worst) gap, and limits that none of its plans meets")
     every: dict[str, list[float]] = {}
     cases: list[Callable[[], Case]] = []
-    for name in filter(None, given.models.split(",")):
+    for name in filter(None, arg.models.split(",")):
         model, inputs = architectures.build(name)
         ids = torch.randint(3, 100, (16, 64))
         cases.append(
             lambda n=name, m=model.float(), i={**inputs, "input_ids": ids, "labels": ids}: of_model(
-                n, m, i, given.hardware, 2
+                n, m, i, arg.hardware, 2
             )
         )
-    cases += [lambda s=s: of_random(s, 6 + s % (given.most - 5)) for s in range(given.random)]
+    cases += [lambda s=s: of_random(s, 6 + s % (arg.most - 5)) for s in range(arg.random)]
     for make in cases:
         case = make()
-        gaps = compare(case, given.budgets, given.clock, given.enough / 100)
+        gaps = compare(case, arg.budgets, arg.clock, arg.enough / 100)
         print(
             f"{case.name:<14} {len(case.schedule.sources):>6} | "
             + "; ".join(f"{who} {line(g)}" for who, g in gaps.items()),

@@ -112,8 +112,8 @@ def main() -> None:
         a, b = (statistics.median(times[n]) * 1e3 for n in ("inductor", "mindspeed"))
         ratios.setdefault(name.split(",")[0], []).append(b / a)
         print(f"{name:<24}{str(shape):<26}{a:>10.2f} ms{b:>10.2f} ms{b / a:>8.3f}", flush=True)
-    for name, found in ratios.items():
-        print(f"{name}: geometric mean {math.exp(statistics.mean(map(math.log, found))):.3f}, worst {max(found):.3f}")
+    for name, result in ratios.items():
+        print(f"{name}: geometric mean {math.exp(statistics.mean(map(math.log, result))):.3f}, worst {max(result):.3f}")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ class Link:
         self.ends[tensor.data_ptr()] = self.free
 
     def waited(self, tensor: torch.Tensor) -> None:
-        left = self.ends.pop(tensor.data_ptr(), 0.0) - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+        remaining = self.ends.pop(tensor.data_ptr(), 0.0) - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)
 
 
 def install(link: Link) -> None:
@@ -139,9 +139,9 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=768)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (f"{folder}/store", given.delay, given.size, given.layers, given.rounds), nprocs=2)
+        mp.spawn(worker, (f"{folder}/store", args.delay, args.size, args.layers, args.rounds), nprocs=2)
 
 
 if __name__ == "__main__":

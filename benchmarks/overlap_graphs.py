@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from mindspeed_fx.passes.overlap.model.reasons import hidden, hideable
+from mindspeed_fx.passes.overlap.model.reasons import hideable, is_hidden
 from mindspeed_fx.passes.overlap.model.simulator import Timeline
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -39,11 +39,11 @@ class Layer(nn.Module):
     def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int, ranks: int):
         super().__init__()
         self.dim = hidden // heads
-        self.heads, self.kv_heads = heads // ranks, kv_heads // ranks
+        self.asap_lengths, self.kv_heads = heads // ranks, kv_heads // ranks
         weight = lambda *shape: nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16, device="meta"))
         self.qkv, self.out = (
-            weight((self.heads + 2 * self.kv_heads) * self.dim, hidden),
-            weight(hidden, self.heads * self.dim),
+            weight((self.asap_lengths + 2 * self.kv_heads) * self.dim, hidden),
+            weight(hidden, self.asap_lengths * self.dim),
         )
         self.gate, self.up, self.down = (
             weight(ffn // ranks, hidden),
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
         y = gather(F.rms_norm(x, x.shape[-1:], self.norm1, 1e-5), True, group)
         q, k, v = F.linear(y, self.qkv).split(
-            [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim], -1
+            [self.asap_lengths * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim], -1
         )
         q, k, v = (t.view(*t.shape[:2], -1, self.dim).permute(1, 2, 0, 3) for t in (q, k, v))
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
@@ -87,16 +87,16 @@ def scheduled(*args: object, **options: object) -> tuple[dict[str, Timeline], st
     """The schedules of forward and backward, and what the passes say."""
     from mindspeed_fx.passes.overlap import schedule
 
-    made = []
+    results = []
 
     def tell(report, work, before, after):
-        made.append(after)
+        results.append(after)
         return original(report, work, before, after)
 
     original = schedule._tell
     with mock.patch.object(schedule, "_tell", tell):
         text = str(report(*args, **options))
-    return dict(zip(("forward", "backward"), made)), text
+    return dict(zip(("forward", "backward"), results)), text
 
 
 def main() -> None:
@@ -121,33 +121,33 @@ def main() -> None:
         "(overlap_optimum.proven_bound)",
     )
     parser.add_argument("--verbose", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     from benchmarks.overlap_optimum import proven_bound
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
     print(
-        f"# {datetime.date.today()} torch {torch.__version__}  modelled, not measured on a device; {given.layers} "
-        f"layers, batch {given.batch}, {given.seq} tokens, {given.ranks} ranks"
+        f"# {datetime.date.today()} torch {torch.__version__}  modelled, not measured on a device; {args.layers} "
+        f"layers, batch {args.batch}, {args.seq} tokens, {args.ranks} ranks"
     )
-    for device in given.devices:
-        for model in given.models:
-            for memory in given.memory:
+    for device in args.devices:
+        for model in args.models:
+            for memory in args.memory:
                 whole = None
                 for name, options in (
                     ("whole", {"disable": ["overlap.decompose", "overlap.mc2"]}),
                     ("chunks", {"disable": ["overlap.mc2"]}),
                     ("fused", {}),
                 ):
-                    if name not in given.variants or name == "fused" and not device.startswith("ascend910"):
+                    if name not in args.variants or name == "fused" and not device.startswith("ascend910"):
                         continue
                     begin = time.perf_counter()
-                    made, text = scheduled(
+                    result, text = scheduled(
                         model,
-                        given.layers,
+                        args.layers,
                         device,
-                        given.seq,
-                        given.batch,
-                        given.ranks,
+                        args.seq,
+                        args.batch,
+                        args.ranks,
                         overlap_memory="0B" if memory == "0" else memory,
                         **options,
                     )
@@ -168,35 +168,35 @@ def main() -> None:
                             flush=True,
                         )
                         continue
-                    whole = whole or {side: t.graph.bound() for side, t in made.items()}
+                    whole = whole or {side: t.graph.bound() for side, t in result.items()}
                     step, old, own = (
-                        sum(f(side, t) for side, t in made.items())
+                        sum(f(side, t) for side, t in result.items())
                         for f in (
                             lambda side, t: t.seconds,
                             lambda side, t: whole[side],
                             lambda side, t: t.graph.bound(),
                         )
                     )
-                    highest = lambda g: proven_bound(g, given.prove) if given.prove else g.highest_bound  # noqa: E731
+                    highest = lambda g: proven_bound(g, args.prove) if args.prove else g.highest_bound  # noqa: E731
                     serial, least = (
-                        sum(f(t.graph) for t in made.values()) for f in (lambda g: sum(g.busy().values()), highest)
+                        sum(f(t.graph) for t in result.values()) for f in (lambda g: sum(g.busy().values()), highest)
                     )
-                    could = sum(len(hideable(t.graph)) for t in made.values())
-                    did = sum(hidden(t, i) for t in made.values() for i in hideable(t.graph))
+                    could = sum(len(hideable(t.graph)) for t in result.values())
+                    did = sum(is_hidden(t, i) for t in result.values() for i in hideable(t.graph))
                     print(
                         label
                         + "".join(
                             f"{side} {t.seconds * 1e3:8.3f} ms ({t.seconds / whole[side]:.3f}, "
                             f"{t.seconds / t.graph.bound():.3f})   "
-                            for side, t in made.items()
+                            for side, t in result.items()
                         )
                         + f"both {step / old:.3f} of the whole's bound, {step / own:.3f} of its own; "
-                        f"{step / least:.3f} of {'what is proven' if given.prove else 'its highest'}; "
+                        f"{step / least:.3f} of {'what is proven' if args.prove else 'its highest'}; "
                         f"{(serial - step) / (serial - least):.1%} of what could be hidden is; of collectives "
                         f"{did}/{could}{f' {100 * did / could:.0f}%' if could else ''}; {took:.0f} s",
                         flush=True,
                     )
-                    if given.verbose:
+                    if args.verbose:
                         print(text)
 
 

@@ -47,14 +47,14 @@ def random_graph(seed: int, size: int) -> TaskGraph:
         readers = [here + 1] if len(tasks) - here == 2 else []
         buffers.append(Buffer(here, dice.randrange(1, 9), tuple(readers)))
     graph = TaskGraph(tasks)
-    made = []
+    outputs = []
     for b in buffers:  # a buffer is read by whoever needs its maker or its wait
         readers = set(graph.users[b.made_by])
         for r in list(readers):
             if tasks[r].kind == "wait":
                 readers |= set(graph.users[r])
-        made.append(Buffer(b.made_by, b.bytes, tuple(sorted(readers)), kept=not readers))
-    return TaskGraph(tasks, made)
+        outputs.append(Buffer(b.made_by, b.bytes, tuple(sorted(readers)), kept=not readers))
+    return TaskGraph(tasks, outputs)
 
 
 def optimum(graph: TaskGraph, seconds: float) -> float | None:
@@ -229,11 +229,11 @@ def optimum_within(
         at_least([(1.0, ("start", a)), (-1.0, ("start", b)), (big, ("first", a, b))], tasks[b].seconds)
     for n_, b in enumerate(graph.buffers):
         for k in range(n):
-            made = issued(b.made_by, k + 1) if b.made_by >= 0 else []
-            there = 0.0 if b.made_by >= 0 else 1.0
+            result = issued(b.made_by, k + 1) if b.made_by >= 0 else []
+            existing = 0.0 if b.made_by >= 0 else 1.0
             users = {*b.users, *([b.made_by] if b.made_by >= 0 else [])}
             for u in [None] if b.kept else users:
-                at_least([(1.0, ("live", n_, k)), *minus(made), *(issued(u, k) if u is not None else [])], there)
+                at_least([(1.0, ("live", n_, k)), *minus(result), *(issued(u, k) if u is not None else [])], existing)
     for k in range(n):
         at_least([(-float(b.bytes), ("live", m, k)) for m, b in enumerate(graph.buffers)], -float(limit))
     upper = [1.0 if isinstance(name, tuple) and name[0] in ("x", "first", "live") else big for name in index]
@@ -247,7 +247,7 @@ def optimum_within(
     )
     goal = [0.0] * len(index)
     goal[index["step"]] = 1.0
-    found = milp(
+    hit = milp(
         goal,
         constraints=LinearConstraint(matrix.tocsr(), [low for _, low in rows]),
         integrality=whole,
@@ -258,7 +258,7 @@ def optimum_within(
             **({} if nodes is None else {"node_limit": nodes}),
         },
     )
-    return float(found.fun) if found.status == 0 else None
+    return float(hit.fun) if hit.status == 0 else None
 
 
 def main() -> None:
@@ -272,15 +272,15 @@ def main() -> None:
         action="store_true",
         help="with the peak of the order as given as limit, proven by HiGHS, on smaller graphs",
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     ratios, unproven, ours_time, proof_time, worst, plain = [], 0, 0.0, 0.0, (0.0, -1), []
-    for seed in range(given.first, given.first + given.graphs):
-        graph = random_graph(seed, size=6 + seed % 5 if given.memory else 12 + seed % 29)
-        allowance = 0 if given.memory else None
+    for seed in range(args.first, args.first + args.graphs):
+        graph = random_graph(seed, size=6 + seed % 5 if args.memory else 12 + seed % 29)
+        allowance = 0 if args.memory else None
         begin = time.perf_counter()
-        ours = schedule(graph, allowance=allowance, work=given.work).seconds
+        ours = schedule(graph, allowance=allowance, work=args.work).seconds
         middle = time.perf_counter()
-        best = optimum_within(graph, simulate(graph).peak, given.limit) if given.memory else optimum(graph, given.limit)
+        best = optimum_within(graph, simulate(graph).peak, args.limit) if args.memory else optimum(graph, args.limit)
         ours_time, proof_time = ours_time + middle - begin, proof_time + time.perf_counter() - middle
         if best is None:
             unproven += 1
@@ -288,11 +288,11 @@ def main() -> None:
         ratios.append(ours / best)
         plain.append(schedule(graph, allowance=allowance, work=0).seconds / best)
         worst = max(worst, (ours / best, seed))
-    within = " within memory" if given.memory else ""
-    sizes = "6 to 12" if given.memory else "12 to 41"
+    within = " within memory" if args.memory else ""
+    sizes = "6 to 12" if args.memory else "12 to 41"
     print(
         f"{len(ratios)} graphs of {sizes} tasks with a proven optimum{within}, {unproven} without a proof in "
-        f"{given.limit:.0f} s"
+        f"{args.limit:.0f} s"
     )
     print(
         f"ours / optimum: mean {statistics.mean(ratios):.4f}, worst {worst[0]:.4f} (graph {worst[1]}), exactly optimal "

@@ -17,7 +17,7 @@ import datetime
 import time
 
 from benchmarks import overlap_traces as traces
-from mindspeed_fx.passes.overlap.model.reasons import hidden, hideable
+from mindspeed_fx.passes.overlap.model.reasons import hideable, is_hidden
 from mindspeed_fx.passes.overlap.model.simulator import Timeline, simulate
 from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
 
@@ -41,7 +41,7 @@ def cases(device: str) -> dict[str, object]:
 
 def row(name: str, t: Timeline, candidates: list[int], seconds: float | None = None) -> str:
     graph = t.graph
-    kept = sum(hidden(t, i) for i in candidates)
+    kept = sum(is_hidden(t, i) for i in candidates)
     took = f"{seconds:.2f}" if seconds is not None else "-"
     share = f"{kept}/{len(candidates)}" + (f" {100 * kept / len(candidates):.1f}%" if candidates else "")
     return (
@@ -60,11 +60,11 @@ def main() -> None:
         default=0,
         help="also Inductor's overlap scheduling, on graphs of up to this many tasks (slow)",
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(f"# {datetime.date.today()}  modelled, not measured on a device")
-    for device in given.devices:
+    for device in args.devices:
         for name, make in cases(device).items():
-            if given.only not in name:
+            if args.only not in name:
                 continue
             graph = make()
             busy = graph.busy()
@@ -79,7 +79,7 @@ def main() -> None:
                 f"{'exposed ms':>11}{'hidden':>18}{'peak GiB':>9}{'took s':>8}"
             )
             print(row("no overlap", simulate(graph), candidates))
-            if len(graph) <= given.inductor:
+            if len(graph) <= args.inductor:
                 from benchmarks.overlap_inductor import inductor_order
 
                 begin = time.perf_counter()

@@ -86,8 +86,8 @@ def graph(
             make(hidden, f),
             make(hidden),
         ]
-        one, given, parameters = (forward_layer, ahead, 1) if forward else (layer, backward, 5)
-        traced = make_fx(lambda *a: one(*a, ranks, dist.group.WORLD.group_name))(*given)
+        one, arguments, parameters = (forward_layer, ahead, 1) if forward else (layer, backward, 5)
+        traced = make_fx(lambda *a: one(*a, ranks, dist.group.WORLD.group_name))(*arguments)
     traced.graph.eliminate_dead_code()
     whole, outputs, grad = fx.Graph(), [], None
     count = 0
@@ -128,28 +128,28 @@ def main() -> None:
     parser.add_argument("--ffn", type=int, default=14336, help="smaller: weight gradients hide less, and chunks pay")
     parser.add_argument("--forward", action="store_true", help="the forward of layers with attention, where chunks pay")
     parser.add_argument("--profile", help="name of a pass to profile")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     known = {p.name: p for p in passes.registered()}
-    options = Options(target="npu", codegen="eager", hardware=given.device).resolve("npu")
-    print(f"# {datetime.date.today()} torch {torch.__version__}; {given.device}")
-    for nodes in given.nodes:
-        gm = graph(nodes, ffn=given.ffn, forward=given.forward)
+    options = Options(target="npu", codegen="eager", hardware=args.device).resolve("npu")
+    print(f"# {datetime.date.today()} torch {torch.__version__}; {args.device}")
+    for nodes in args.nodes:
+        gm = graph(nodes, ffn=args.ffn, forward=args.forward)
         before, total, told = len(gm.graph.nodes), 0.0, []
         with defer_recompile(gm):  # as the pipeline does
-            for name in given.passes:
+            for name in args.passes:
                 gc.collect()
                 begin = time.process_time()
-                if given.profile == name:
+                if args.profile == name:
                     import cProfile
                     import pstats
 
                     with cProfile.Profile() as profile:
-                        report = known[name].run(gm, Context(options, "forward" if given.forward else "backward"))
+                        report = known[name].run(gm, Context(options, "forward" if args.forward else "backward"))
                     pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
                 else:
-                    report = known[name].run(gm, Context(options, "forward" if given.forward else "backward"))
+                    report = known[name].run(gm, Context(options, "forward" if args.forward else "backward"))
                 took = time.process_time() - begin
                 total += took
                 told.append(

@@ -23,7 +23,7 @@ class Dense:
     name: str
     layers: int
     hidden: int
-    heads: int
+    asap_lengths: int
     kv_heads: int
     ffn: int
     vocab: int = 128256
@@ -72,8 +72,10 @@ class Trace:
         kept: bool = False,
     ) -> int:
         """A collective over ``size`` bytes (as cost/collectives.py counts), and its wait; returns the wait."""
-        made = collective(kind, size, ranks, self.hw, per_node)
-        start = self._add(Task(name, float(made.seconds), made.tier, tuple(sorted(set(needs))), group, kind), out, kept)
+        result = collective(kind, size, ranks, self.hw, per_node)
+        start = self._add(
+            Task(name, float(result.seconds), result.tier, tuple(sorted(set(needs))), group, kind), out, kept
+        )
         wait = self._add(Task(f"{name}.wait", 0.0, COMPUTE, (start,), kind="wait"), 0, False)
         for n in needs:  # the transfer reads its input until it is waited for
             self.reads.setdefault(n, set()).add(wait)
@@ -122,7 +124,7 @@ def tensor_parallel(
     none).
     """
     t, h, f = Trace(device), model.hidden, model.ffn / tp
-    q, kv = h / tp, h * model.kv_heads / model.heads / tp
+    q, kv = h / tp, h * model.kv_heads / model.asap_lengths / tp
     shard = tokens / tp
     piece = shard / chunks
 
@@ -235,7 +237,7 @@ def tensor_parallel(
 def zero3(model: Dense, device: str, *, ranks: int = 16, tokens: int = 8192, parts: int = 2) -> TaskGraph:
     """ZeRO-3: parameters gathered per layer (in ``parts``) before use, again in the backward, gradients scattered."""
     t, h, f = Trace(device), model.hidden, model.ffn
-    kv = h * model.kv_heads / model.heads
+    kv = h * model.kv_heads / model.asap_lengths
     sizes = (h * (h + 2 * kv) + h * h, 3 * h * f)
     products = (((h, h + 2 * kv), (h, h)), ((h, 2 * f), (f, h)))
     pieces = [s / (parts / 2) for s in sizes for _ in range(max(parts // 2, 1))] if parts > 1 else [sum(sizes)]
@@ -362,7 +364,7 @@ def experts(device: str, *, layers: int = 16, ep: int = 32, tokens: int = 4096, 
             moved=BF16 * (3 * h * expert + 2 * m * h),
             out=BF16 * m * h,
         )
-        made = t.work(
+        result = t.work(
             f"{name}.experts",
             (sent,),
             flops=2 * m * top * 3 * h * expert,
@@ -370,7 +372,7 @@ def experts(device: str, *, layers: int = 16, ep: int = 32, tokens: int = 4096, 
             out=BF16 * m * top * h,
         )
         back = t.comm(
-            f"{name}.combine", "all_to_all", (made,), BF16 * m * top * h, ep, group="ep", out=BF16 * m * top * h
+            f"{name}.combine", "all_to_all", (result,), BF16 * m * top * h, ep, group="ep", out=BF16 * m * top * h
         )
         out = t.work(f"{name}.add", (back, shared, attn), moved=BF16 * (top + 2) * m * h, out=BF16 * m * h)
         return out, (x, attn, sent)

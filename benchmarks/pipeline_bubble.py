@@ -44,24 +44,24 @@ class Stage(nn.Module):
 
 
 def main() -> None:
-    given = common.arguments(hidden=512, layers=2, batch=4, seq=256, hardware="cpu", ranks=4, microbatches=8)
+    arg = common.arguments(hidden=512, layers=2, batch=4, seq=256, hardware="cpu", ranks=4, microbatches=8)
     common.header(
-        f"a stage of {given.layers} layers of hidden {given.hidden}, {given.batch} x {given.seq} tokens, modelled for "
-        f"{given.hardware}; {given.ranks} ranks, {given.microbatches} microbatches"
+        f"a stage of {arg.layers} layers of hidden {arg.hidden}, {arg.batch} x {arg.seq} tokens, modelled for "
+        f"{arg.hardware}; {arg.ranks} ranks, {arg.microbatches} microbatches"
     )
     print(f"{'recompute':<10} {'F ms':>7} {'R ms':>7} {'I ms':>7} {'W ms':>7} | schedule: step ms, bubble")
-    device = hardware(given.hardware)
+    device = hardware(arg.hardware)
     for policy in ("none", "full"):
         torch.manual_seed(0)
-        part = mindspeed_fx.split_backward(Stage(given.hidden, given.layers), {"recompute": policy})
-        part(torch.randn(given.batch, given.seq, given.hidden, requires_grad=True)).sum().backward()
+        part = mindspeed_fx.split_backward(Stage(arg.hidden, arg.layers), {"recompute": policy})
+        part(torch.randn(arg.batch, arg.seq, arg.hidden, requires_grad=True)).sum().backward()
         (graphs,) = part.graphs
         seconds = [
             estimate(gm, device).seconds
             for gm in (graphs.forward, graphs.parts.recompute.gm, graphs.parts.inputs.gm, graphs.parts.weights.gm)
         ]
         parts = Parts(*seconds)
-        shape = (given.ranks, given.microbatches)
+        shape = (arg.ranks, arg.microbatches)
         orders = {
             "1F1B": one_f_one_b(*shape),
             "ahead": recompute_ahead(*shape),

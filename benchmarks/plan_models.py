@@ -26,11 +26,11 @@ def rotated(x, cos, sin):
 
 
 def angles(length: int, width: int, like, base: float):
-    found = torch.outer(
+    result = torch.outer(
         torch.arange(length, device=like.device).float(),
         1.0 / base ** (torch.arange(0, width, 2, device=like.device).float() / width),
     )
-    return [torch.cat((f(found), f(found)), -1).to(like.dtype) for f in (torch.cos, torch.sin)]
+    return [torch.cat((f(result), f(result)), -1).to(like.dtype) for f in (torch.cos, torch.sin)]
 
 
 class Attention(nn.Module):

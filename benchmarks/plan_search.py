@@ -24,13 +24,13 @@ import torch
 from benchmarks import plan_models
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.planning.search import plan
-from mindspeed_fx.planning.search.branch_and_bound import memory_of, search
+from mindspeed_fx.planning.search.branch_and_bound import branch_and_bound, memory_of
 from mindspeed_fx.planning.search.constraints import following
 from mindspeed_fx.planning.search.layouts import divisors
-from mindspeed_fx.planning.search.model_graph import trace
+from mindspeed_fx.planning.search.model_graph import trace_model
 from mindspeed_fx.planning.search.problem import Problem
 from mindspeed_fx.sharding.plan import ShardingError
-from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.presets import named_plan
 
 CELLS = [
     ("llama_8b", {"layers": 32, "batch": 8, "length": 4096}, 8, ("ascend910b2", "ascend910c", "h100")),
@@ -44,26 +44,28 @@ CELLS = [
 
 def timed(f: Callable[[], Any]) -> tuple[Any, float, float]:
     wall, busy = time.perf_counter(), time.process_time()
-    made = f()
-    return made, time.perf_counter() - wall, time.process_time() - busy
+    result = f()
+    return result, time.perf_counter() - wall, time.process_time() - busy
 
 
 def experts(problem: Problem, model: Any, device: Any, devices: int, memory: float) -> dict[str, float | None]:
     """Seconds of each expert's best."""
-    tp_sp = following(named("tp_sp", model), problem)
+    tp_sp = following(named_plan("tp_sp", model), problem)
     near = [n for n in divisors(devices) if n <= device.node]
 
     def best(fixed: list[dict], **settings: Any) -> float | None:
         times = []
         for f in fixed:
             try:
-                times.append(search(problem, device, devices, memory, keep=1, fixed=f, **settings).solutions[0].seconds)
+                times.append(
+                    branch_and_bound(problem, device, devices, memory, keep=1, fixed=f, **settings).solutions[0].seconds
+                )
             except ShardingError:
                 continue
         return min(times, default=None)
 
     flat = {"pp": 1, "cp": 1, "ep": 1, "tp": 1}
-    made = {
+    results = {
         "Megatron TP+SP": best(
             [{"cp": 1, "ep": 1, "tp": t, "pp": p} for t in near[1:] for p in (1, 2, 4, 8) if devices % (t * p) == 0],
             allowed=tp_sp,
@@ -73,7 +75,7 @@ def experts(problem: Problem, model: Any, device: Any, devices: int, memory: flo
         "Ulysses": best([{**flat, "cp": c, "dp": devices // c} for c in divisors(devices)[1:]], ways=("ulysses",)),
     }
     if problem.experts:
-        made["EP+TP"] = best(
+        results["EP+TP"] = best(
             [
                 {"cp": 1, "pp": 1, "ep": e, "tp": t, "dp": devices // t // e}
                 for t in near[:4]
@@ -82,7 +84,7 @@ def experts(problem: Problem, model: Any, device: Any, devices: int, memory: flo
             ],
             allowed=tp_sp,
         )
-    return made
+    return results
 
 
 def cells() -> None:
@@ -96,20 +98,20 @@ def cells() -> None:
     count = worse = 0
     for name, sizes, devices, kinds in CELLS:
         model, args = getattr(plan_models, name)(**sizes)
-        problem = trace(model, args, {})
+        problem = trace_model(model, args, {})
         for kind in kinds:
             device = hardware(kind)
             memory = memory_of(None, device)
-            made, wall, _ = timed(lambda: search(problem, device, devices, memory, keep=1))  # noqa: B023
-            found = made.solutions[0]
+            result, wall, _ = timed(lambda: branch_and_bound(problem, device, devices, memory, keep=1))  # noqa: B023
+            hit = result.solutions[0]
             rivals = experts(problem, model, device, devices, memory)
             count += 1
-            worse += any(r is not None and r < found.seconds * (1 - 1e-9) for r in rivals.values())
+            worse += any(r is not None and r < hit.seconds * (1 - 1e-9) for r in rivals.values())
             label = f"{name} " + " ".join(f"{k}={v}" for k, v in sizes.items())
             cols = " ".join(f"{rivals[n] * 1e3:>14.1f}" if rivals.get(n) is not None else f"{'-':>14}" for n in names)
             print(
-                f"{label:<42} {devices:>4} x {kind:<11} {found.seconds * 1e3:>9.1f} {100 * made.gap:>6.2f} "
-                f"{wall:>5.1f}  {cols}  {found.layout}",
+                f"{label:<42} {devices:>4} x {kind:<11} {hit.seconds * 1e3:>9.1f} {100 * result.gap:>6.2f} "
+                f"{wall:>5.1f}  {cols}  {hit.layout}",
                 flush=True,
             )
     print(f"{count} cells; an expert's plan is faster in {worse}")
@@ -170,13 +172,13 @@ def speed(whole: bool) -> None:
     for label, make, settings in cases:
         model, args = make()
         try:
-            found, wall, busy = timed(lambda: plan(model, args, **settings))  # noqa: B023
+            result, wall, busy = timed(lambda: plan(model, args, **settings))  # noqa: B023
         except ShardingError as e:
             print(f"{label:<64} {e}")
             continue
         print(
-            f"{label:<64} {wall:>7.2f} {busy:>6.2f} {found.searched.outcome.layouts:>6} {100 * found.gap:>6.2f}  "
-            f"{found.seconds * 1e3:.0f} ms, {found.memory / 2**30:.1f} GiB: {found.layout}",
+            f"{label:<64} {wall:>7.2f} {busy:>6.2f} {result.searched.outcome.layouts:>6} {100 * result.gap:>6.2f}  "
+            f"{result.seconds * 1e3:.0f} ms, {result.memory / 2**30:.1f} GiB: {result.layout}",
             flush=True,
         )
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import common
 from benchmarks.whole_models import Loss
 from mindspeed_fx.passes.recompute import budget
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 from mindspeed_fx.passes.recompute.solve.folded_search import Layers
 
 
@@ -27,12 +27,12 @@ class Found(Exception):
     """The joint graph has been priced."""
 
 
-def of_llama(layers: int) -> tuple[Schedule, list[float]]:
+def of_llama(layers: int) -> tuple[RematProblem, list[float]]:
     """The step of a Llama as the pass ``recompute.budget`` plans it, and the prices where no budget presses."""
-    found = []
+    results = []
 
-    def grab(schedule: Schedule, unplanned: list[float]) -> None:
-        found.append((schedule, unplanned))
+    def grab(schedule: RematProblem, unplanned: list[float]) -> None:
+        results.append((schedule, unplanned))
         raise Found
 
     sizes = dict(
@@ -52,14 +52,14 @@ def of_llama(layers: int) -> tuple[Schedule, list[float]]:
             input_ids=ids, labels=ids, use_cache=False
         )
     except Exception:
-        if not found:
+        if not results:
             raise
     finally:
         budget.Layers = own
-    return found[0]
+    return results[0]
 
 
-def timed(schedule: Schedule, unplanned: list[float] | None, rounds: int) -> tuple[float, str]:
+def timed(schedule: RematProblem, unplanned: list[float] | None, rounds: int) -> tuple[float, str]:
     """Median seconds of planning one budget, and what was done."""
     times = []
     for _ in range(rounds):
@@ -70,11 +70,11 @@ def timed(schedule: Schedule, unplanned: list[float] | None, rounds: int) -> tup
         bound = search.bound(limit, max(10, min(40, budget.ROUNDS_WORK // len(search.small.sources))))
         times.append(time.process_time() - start)
     folded = (
-        f"{search.found.count} layers folded to {[len(s.schedule.layers) for s in search.inner]} groups"
+        f"{search.repeats.count} layers folded to {[len(s.schedule.layers) for s in search.inner]} groups"
         if search.found
         else "not folded"
     )
-    takes = sum(schedule.takes)
+    takes = sum(schedule.run_seconds)
     tried = sum(s.schedule.evaluations for s in search.inner)
     return (
         statistics.median(times),
@@ -84,12 +84,12 @@ def timed(schedule: Schedule, unplanned: list[float] | None, rounds: int) -> tup
 
 
 def main() -> None:
-    given = common.arguments(layers="4,16,32", rounds=5, steps="230,3300")
-    common.header(f"planning time of one budget, CPU seconds (median of {given.rounds})")
+    arg = common.arguments(layers="4,16,32", rounds=5, steps="230,3300")
+    common.header(f"planning time of one budget, CPU seconds (median of {arg.rounds})")
     first = None
-    for layers in filter(None, given.layers.split(",")):
+    for layers in filter(None, arg.layers.split(",")):
         schedule, unplanned = of_llama(int(layers))
-        seconds, what = timed(schedule, unplanned, given.rounds)
+        seconds, what = timed(schedule, unplanned, arg.rounds)
         first = first or seconds
         print(
             f"llama, {layers:>4} layers {len(schedule.sources):>6} nodes {seconds:7.3f} s  {seconds / first:5.2f}  "
@@ -98,9 +98,9 @@ def main() -> None:
         )
     from tests.passes.recompute.random_steps import layered
 
-    for layers in filter(None, given.steps.split(",")):
+    for layers in filter(None, arg.steps.split(",")):
         schedule, _ = layered(1, int(layers), 6)
-        seconds, what = timed(schedule, None, min(3, given.rounds))
+        seconds, what = timed(schedule, None, min(3, arg.rounds))
         print(
             f"random, {layers:>4} layers {len(schedule.sources):>6} nodes {seconds:7.3f} s         {what}", flush=True
         )

@@ -48,9 +48,9 @@ def figures(first: list[int], end: list[int], ranks: int) -> tuple[float, ...]:
     fine = tuple(
         tuple(starts[i] < (j + 1) * rows and j * rows < ends[i] for j in range(len(starts))) for i in range(len(starts))
     )
-    made = block_schedule.best(fine, ranks, rows)
-    need = block_schedule.coarse(fine, block_schedule.PER_RANK[-1] // made.per_rank)
-    size, half = length // (ranks * made.per_rank), length // (2 * ranks)
+    result = block_schedule.best(fine, ranks, rows)
+    need = block_schedule.coarse(fine, block_schedule.PER_RANK[-1] // result.per_rank)
+    size, half = length // (ranks * result.per_rank), length // (2 * ranks)
     scores = [sum(e - f for f, e in zip(first[i : i + size], end[i : i + size])) for i in range(0, length, size)]
     zigzag = [
         [*range(r * half, (r + 1) * half), *range(length - (r + 1) * half, length - r * half)] for r in range(ranks)
@@ -62,18 +62,18 @@ def figures(first: list[int], end: list[int], ranks: int) -> tuple[float, ...]:
             )
             for own in zigzag
         ]
-        if made.per_rank > 1
+        if result.per_rank > 1
         else [1]
     )
-    travels = sum(s.received for s in made.stages) * ranks / ((ranks - 1) * ranks * made.per_rank)
+    travels = sum(s.received for s in result.stages) * ranks / ((ranks - 1) * ranks * result.per_rank)
     return (
-        made.imbalance,
-        imbalance([sum(scores[i] for i in own) for own in made.queries]),
+        result.imbalance,
+        imbalance([sum(scores[i] for i in own) for own in result.queries]),
         imbalance(pairs),
         imbalance([sum(end[i] - first[i] for i in own) for own in zigzag]),
-        made.per_rank,
+        result.per_rank,
         travels,
-        made.pairs * ranks / sum(made.work),
+        result.pairs * ranks / sum(result.work),
     )
 
 
@@ -82,19 +82,19 @@ def main() -> None:
     parser.add_argument("--length", type=int, nargs="+", default=[32768])
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--draws", type=int, default=8)
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(
         f"{'length':>7s} {'ranks':>5s}  {'mask':26s} {'pairs':>6s} {'scores':>7s} {'zig-zag pairs':>14s} "
         f"{'zig-zag scores':>15s} {'blocks/rank':>12s} {'moved':>6s} {'fillers':>8s}"
     )
-    for length in given.length:
-        for ranks in given.ranks:
-            for name, drawn in masks(length, given.draws):
-                found = [figures(first, end, ranks) for first, end in drawn]
-                pairs, scores, zigzag, zigzag_scores, _, moved, fillers = (max(x) for x in zip(*found))
+    for length in args.length:
+        for ranks in args.ranks:
+            for name, draws in masks(length, args.draws):
+                results = [figures(first, end, ranks) for first, end in draws]
+                pairs, scores, zigzag, zigzag_scores, _, moved, fillers = (max(x) for x in zip(*results))
                 print(
                     f"{length:7d} {ranks:5d}  {name:26s} {pairs:6.3f} {scores:7.3f} {zigzag:14.3f} "
-                    f"{zigzag_scores:15.3f} {found[0][4]:12.0f} {moved:6.2f} {fillers - 1:8.1%}"
+                    f"{zigzag_scores:15.3f} {results[0][4]:12.0f} {moved:6.2f} {fillers - 1:8.1%}"
                 )
 
 

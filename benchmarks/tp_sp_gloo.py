@@ -37,25 +37,25 @@ def parts(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     def mine(x: torch.Tensor, dim: int) -> torch.Tensor:
         return x.chunk(2, dim)[rank]
 
-    made = {
+    results = {
         "embedding.word_embeddings.weight": mine(whole["embed.weight"], 0),
         "decoder.final_layernorm.weight": whole["norm.weight"],
         "output_layer.weight": mine(whole["head.weight"], 0),
     }
     for i in range(LAYERS):
-        here, there = f"layers.{i}.", f"decoder.layers.{i}."
+        here, existing = f"layers.{i}.", f"decoder.layers.{i}."
         q, k, v = (whole[f"{here}self_attention.{n}_proj.weight"].view(KV, -1, HIDDEN) for n in "qkv")
-        made[f"{there}self_attention.linear_qkv.weight"] = mine(torch.cat([q, k, v], 1), 0).flatten(0, 1)
-        made[f"{there}self_attention.linear_proj.weight"] = mine(whole[f"{here}self_attention.o_proj.weight"], 1)
-        made[f"{there}mlp.linear_fc1.weight"] = torch.cat(
+        results[f"{existing}self_attention.linear_qkv.weight"] = mine(torch.cat([q, k, v], 1), 0).flatten(0, 1)
+        results[f"{existing}self_attention.linear_proj.weight"] = mine(whole[f"{here}self_attention.o_proj.weight"], 1)
+        results[f"{existing}mlp.linear_fc1.weight"] = torch.cat(
             [mine(whole[f"{here}mlp.{n}_proj.weight"], 0) for n in ("gate", "up")]
         )
-        made[f"{there}mlp.linear_fc2.weight"] = mine(whole[f"{here}mlp.down_proj.weight"], 1)
-        made[f"{there}input_layernorm.weight"], made[f"{there}pre_mlp_layernorm.weight"] = (
+        results[f"{existing}mlp.linear_fc2.weight"] = mine(whole[f"{here}mlp.down_proj.weight"], 1)
+        results[f"{existing}input_layernorm.weight"], results[f"{existing}pre_mlp_layernorm.weight"] = (
             whole[f"{here}input_norm.weight"],
             whole[f"{here}post_norm.weight"],
         )
-    return made
+    return results
 
 
 def megatron(whole: dict[str, torch.Tensor], rank: int) -> Any:
@@ -72,11 +72,11 @@ def megatron(whole: dict[str, torch.Tensor], rank: int) -> Any:
         tp=2,
         sequence_parallel=True,
     )
-    given = parts(whole, rank)
+    arg = parts(whole, rank)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(given.pop(name))
-    assert not given, given.keys()
+            p.copy_(arg.pop(name))
+    assert not arg, arg.keys()
     return model
 
 
@@ -115,11 +115,11 @@ def worker(rank: int, store: str, rounds: int, optimizer: bool, rivals_wanted: l
     whole = {n: p.detach().clone() for n, p in plain.named_parameters()}
     ids = torch.randint(0, VOCAB, (BATCH, SEQ))
     labels = ids.roll(-1, 1)
-    given = dict(input_ids=ids, position_ids=torch.arange(SEQ).expand_as(ids), attention_mask=None, labels=labels)
+    arguments = dict(input_ids=ids, position_ids=torch.arange(SEQ).expand_as(ids), attention_mask=None, labels=labels)
     steps: dict[str, Callable[[], torch.Tensor]] = {}
 
     def add(name: str, model: Any, loss_of: Callable[[], torch.Tensor], after: Callable[[], None]) -> None:
-        made = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True) if optimizer else None
+        result = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True) if optimizer else None
 
         def step() -> torch.Tensor:
             for p in model.parameters():
@@ -127,9 +127,9 @@ def worker(rank: int, store: str, rounds: int, optimizer: bool, rivals_wanted: l
             loss = loss_of()
             loss.backward()
             after()
-            if made is not None:
+            if result is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                made.step()
+                result.step()
             return loss.detach()
 
         steps[name] = step
@@ -139,7 +139,7 @@ def worker(rank: int, store: str, rounds: int, optimizer: bool, rivals_wanted: l
         if name.startswith("megatron"):
             model = megatron(whole, rank)
             run = model if name == "megatron eager" else torch.compile(model, backend=name.split()[1], fullgraph=True)
-            add(name, model, lambda run=run: run(**given).mean(), lambda model=model: sequence_gradients(model))
+            add(name, model, lambda run=run: run(**arguments).mean(), lambda model=model: sequence_gradients(model))
         else:
             model = mindspeed_fx.parallelize(
                 copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "tp_sp"
@@ -179,13 +179,13 @@ def main() -> None:
     parser.add_argument(
         "--rivals", nargs="+", default=["megatron eager", "megatron inductor", "megatron mindspeed", "plan tp_sp"]
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(
         f"# {datetime.date.today()} torch {torch.__version__}, two gloo processes, one thread each, {os.cpu_count()} "
-        f"cores, load {os.getloadavg()[0]:.1f}{', with clipping and AdamW' if given.optimizer else ''}"
+        f"cores, load {os.getloadavg()[0]:.1f}{', with clipping and AdamW' if args.optimizer else ''}"
     )
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (f"{folder}/store", given.rounds, given.optimizer, given.rivals), nprocs=2)
+        mp.spawn(worker, (f"{folder}/store", args.rounds, args.optimizer, args.rivals), nprocs=2)
 
 
 if __name__ == "__main__":

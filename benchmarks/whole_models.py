@@ -173,12 +173,12 @@ def main() -> None:
     )
     for attention in args.attention.split(","):
         names = [n for n in args.models.split(",") if attention == "eager" or n not in MEGATRON]
-        found = []
+        results = []
         for seq in map(int, args.seqs.split(",")):
             ratios = [compare(name, attention, seq, args.rounds) for name in names]
             summary(f"attention {attention}, {seq} tokens", ratios)
-            found += ratios
-        summary(f"attention {attention}", found)
+            results += ratios
+        summary(f"attention {attention}", results)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -21,10 +21,10 @@ class ArgumentError(OptionError):
 
 def refuse(function: str, name: str, value: Any, expected: str) -> None:
     """Raises the error for one argument."""
-    raise ArgumentError(f"{function}: {name} is {shown(value)}; {expected}")
+    raise ArgumentError(f"{function}: {name} is {format_value(value)}; {expected}")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value in few words: tensors, modules and functions by what they are."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

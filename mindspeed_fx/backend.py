@@ -109,7 +109,7 @@ class Compilation:
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         self.averaged = data_parallel.parameters(inputs) if self.options.data_parallel else []
-        if plan := sharding.cut(gm):
+        if plan := sharding.take_shown_calls(gm):
             self.sharding = plan
             self._take_recompute(plan.plan)
             if self.options.data_parallel:
@@ -283,7 +283,7 @@ class Compilation:
     # ---------------------------------------------------------------- bookkeeping
 
     def _timed(self, name: str) -> Any:
-        return recorder.timed(self.record, name)
+        return recorder.record_time(self.record, name)
 
     def _snapshot(self, stage: str, gm: fx.GraphModule, text: bool = True) -> None:
         if self.readable is not None:

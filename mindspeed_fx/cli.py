@@ -14,8 +14,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 fine, 1 the answer is bad news, 2 wrong usage)."""
     argv = sys.argv[1:] if argv is None else argv
     own, script_arguments = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    given = _parser().parse_args(own)
-    given.args = script_arguments
+    args = _parser().parse_args(own)
+    args.args = script_arguments
     try:
         return {
             "cross": _cross,
@@ -24,9 +24,9 @@ def main(argv: list[str] | None = None) -> int:
             "passes": _passes,
             "plan": _plan,
             "toolchain": _toolchain,
-        }[given.command](given)
+        }[args.command](args)
     except (ValueError, ImportError, OSError) as e:
-        print(f"mindspeed-fx {given.command}: {e}", file=sys.stderr)
+        print(f"mindspeed-fx {args.command}: {e}", file=sys.stderr)
         return 2
 
 
@@ -152,33 +152,33 @@ def _add_toolchain(commands: Any) -> None:
     toolchain.add_argument("--json", action="store_true")
 
 
-def _explain(given: argparse.Namespace) -> int:
+def _explain(arg: argparse.Namespace) -> int:
     from mindspeed_fx.options import json_object
     from mindspeed_fx.report.memory import pareto
 
-    path, _, function = given.script.partition(":")
+    path, _, function = arg.script.partition(":")
     if not path.endswith(".py"):
         raise ValueError(f"{path!r} is not a Python script")
-    options = json_object("--options", given.options)
-    if given.memory_curve:
+    options = json_object("--options", arg.options)
+    if arg.memory_curve:
         if not function:
             raise ValueError(
                 "--memory-curve needs SCRIPT.py:FUNCTION; a script names its own memory_budget, and its report has the "
                 "curve"
             )
         options.setdefault("memory_budget", "min")
-    report = _explain_function(path, function, options) if function else _explain_script(path, given.args, options)
-    print(report.to_json() if given.json else report)
-    for n, points in enumerate(report.pareto if given.memory_curve and not given.json else ()):
+    report = _explain_function(path, function, options) if function else _explain_script(path, arg.args, options)
+    print(report.to_json() if arg.json else report)
+    for n, points in enumerate(report.pareto if arg.memory_curve and not arg.json else ()):
         print(
             f"graph {n}: time against peak, modelled\n{pareto(points)}"
             if points
             else f"graph {n}: no plan; there is no backward to plan for"
         )
-    if given.save:
-        print(f"report: {report.save(given.save) / 'index.html'}", file=sys.stderr)
+    if arg.save:
+        print(f"report: {report.save(arg.save) / 'index.html'}", file=sys.stderr)
     if not report.graphs:
-        print(f'mindspeed-fx explain: {given.script} compiled nothing with backend="mindspeed"', file=sys.stderr)
+        print(f'mindspeed-fx explain: {arg.script} compiled nothing with backend="mindspeed"', file=sys.stderr)
         return 1
     return 0
 
@@ -186,61 +186,61 @@ def _explain(given: argparse.Namespace) -> int:
 def _explain_function(path: str, function: str, options: dict[str, Any]) -> Any:
     import mindspeed_fx
 
-    model, args, kwargs = _made(path, function)
+    model, args, kwargs = _build_model(path, function)
     return mindspeed_fx.explain(model, *args, options=options, **kwargs)
 
 
-def _made(path: str, function: str) -> tuple:
+def _build_model(path: str, function: str) -> tuple:
     """Model, args and kwargs that a function of a script returns."""
     namespace = runpy.run_path(path)
     if function not in namespace:
         raise ValueError(f"{path} has no function {function!r}")
-    made = namespace[function]()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    result = namespace[function]()
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ValueError(f"{function} must return (model, args) or (model, args, kwargs)")
-    return (*made, {})[:3]
+    return (*result, {})[:3]
 
 
-def _plan(given: argparse.Namespace) -> int:
+def _plan(arg: argparse.Namespace) -> int:
     import torch
 
     import mindspeed_fx
 
-    path, _, function = given.source.partition(":")
+    path, _, function = arg.source.partition(":")
     if not path.endswith(".py") or not function:
-        raise ValueError(f"{given.source!r} is not SCRIPT.py:FUNCTION")
+        raise ValueError(f"{arg.source!r} is not SCRIPT.py:FUNCTION")
     mesh = None
-    if given.mesh:
+    if arg.mesh:
         try:
-            mesh = {name.strip(): int(size) for name, size in (part.split("=") for part in given.mesh.split(","))}
+            mesh = {name.strip(): int(size) for name, size in (part.split("=") for part in arg.mesh.split(","))}
         except ValueError:
-            raise ValueError(f"--mesh {given.mesh!r}: sizes as in dp=8,tp=8 are expected") from None
+            raise ValueError(f"--mesh {arg.mesh!r}: sizes as in dp=8,tp=8 are expected") from None
     with torch.device("meta"):
-        model, args, kwargs = _made(path, function)
+        model, args, kwargs = _build_model(path, function)
     plan = mindspeed_fx.plan(
         model,
         args,
         kwargs,
-        devices=given.devices,
+        devices=arg.devices,
         mesh=mesh,
-        hardware=given.hardware,
-        memory=given.memory,
-        keep=given.keep,
-        optimizer=given.optimizer,
-        pipeline=not given.no_pipeline,
+        hardware=arg.hardware,
+        memory=arg.memory,
+        keep=arg.keep,
+        optimizer=arg.optimizer,
+        pipeline=not arg.no_pipeline,
     )
-    why = {name: plan.explain(name) for name in given.explain}
+    why = {name: plan.explain(name) for name in arg.explain}
     print(
         json.dumps({**plan.summary(), "explained": why}, indent=1)
-        if given.json
+        if arg.json
         else "\n".join([str(plan), *why.values()])
     )
-    if given.save:
-        plan.save(given.save)
-        print(f"plan: {given.save}", file=sys.stderr)
-    if given.html:
-        plan.save_picture(given.html)
-        print(f"picture: {given.html}", file=sys.stderr)
+    if arg.save:
+        plan.save(arg.save)
+        print(f"plan: {arg.save}", file=sys.stderr)
+    if arg.html:
+        plan.save_picture(arg.html)
+        print(f"picture: {arg.html}", file=sys.stderr)
     return 1 if plan.unsupported else 0
 
 
@@ -269,7 +269,7 @@ def _explain_script(path: str, arguments: list[str], options: dict[str, Any]) ->
     return Report(list(graphs), list(breaks))
 
 
-def _passes(given: argparse.Namespace) -> int:
+def _passes(arg: argparse.Namespace) -> int:
     from mindspeed_fx import passes
     from mindspeed_fx.passes.manager import ROWS, in_order
 
@@ -282,39 +282,39 @@ def _passes(given: argparse.Namespace) -> int:
     return 0
 
 
-def _cross(given: argparse.Namespace) -> int:
+def _cross(arg: argparse.Namespace) -> int:
     from mindspeed_fx.ascend.compile import CrossError, cross_compile
     from mindspeed_fx.options import json_object
 
-    for name, path in (("--json", given.json), ("--html", given.html)):  # not after minutes of work
+    for name, path in (("--json", arg.json), ("--html", arg.html)):  # not after minutes of work
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"{name} {path}: there is no directory {os.path.dirname(path)}")
     try:
         report = cross_compile(
-            given.source,
-            soc=given.soc,
-            options=json_object("--options", given.options),
-            baseline=not given.no_baseline,
-            kernels=not given.no_kernels,
-            toolchain=given.dir,
+            arg.source,
+            soc=arg.soc,
+            options=json_object("--options", arg.options),
+            baseline=not arg.no_baseline,
+            kernels=not arg.no_kernels,
+            toolchain=arg.dir,
         )
     except CrossError as e:
         print(f"{e.frames}mindspeed-fx cross: {e}", file=sys.stderr)
         return 2
     print(report)
-    for path in filter(None, (given.json, given.html)):
+    for path in filter(None, (arg.json, arg.html)):
         print(f"report: {report.save(path)}", file=sys.stderr)
     return 1 if report.without_gradient else 0
 
 
-def _toolchain(given: argparse.Namespace) -> int:
+def _toolchain(arg: argparse.Namespace) -> int:
     from mindspeed_fx.ascend import toolchain as toolchain_ascend
 
-    if given.action == "install":
-        rows = toolchain_ascend.install(given.dir, given.components, log=lambda line: print(line, file=sys.stderr))
+    if arg.action == "install":
+        rows = toolchain_ascend.install(arg.dir, arg.components, log=lambda line: print(line, file=sys.stderr))
     else:
-        rows = toolchain_ascend.status(given.dir, given.components)
-    if given.json:
+        rows = toolchain_ascend.status(arg.dir, arg.components)
+    if arg.json:
         print(json.dumps(rows, indent=1))
     else:
         for r in rows:
@@ -325,12 +325,12 @@ def _toolchain(given: argparse.Namespace) -> int:
     return 0 if all(r["installed"] for r in rows) else 1
 
 
-def _doctor(given: argparse.Namespace) -> int:
+def _doctor(arg: argparse.Namespace) -> int:
     from mindspeed_fx.report import doctor
 
-    found = doctor.examine()
-    print(json.dumps(found, indent=1) if given.json else doctor.text(found))
-    return 0 if any(t["works"] for t in found["targets"]) else 1
+    result = doctor.examine()
+    print(json.dumps(result, indent=1) if arg.json else doctor.text(result))
+    return 0 if any(t["works"] for t in result["targets"]) else 1
 
 
 if __name__ == "__main__":

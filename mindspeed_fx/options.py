@@ -162,19 +162,19 @@ class Options:
             raise OptionError(f'option "npugraph_ex" is for codegen "npugraph_ex"; codegen is "{self.codegen}"')
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> "Options":
-        """Options from the environment and from ``given``; ``given`` wins key by key.
+    def parse(cls, arguments: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> "Options":
+        """Options from the environment and from ``arguments``; ``arguments`` wins key by key.
 
         Raises:
             OptionError: unknown key (with the nearest valid one), bad value, or malformed JSON.
         """
-        if given is not None and not isinstance(given, Mapping):
+        if arguments is not None and not isinstance(arguments, Mapping):
             raise OptionError(
-                f'options is {given!r}; a mapping from names of options is expected, as in {{"level": 1}}'
+                f'options is {arguments!r}; a mapping from names of options is expected, as in {{"level": 1}}'
             )
         environ = os.environ if environ is None else environ
         merged = _from_environment(environ)
-        merged.update(_known(dict(given or {}), "options"))
+        merged.update(_check_known(dict(arguments or {}), "options"))
         return cls(**merged)
 
     def resolve(self, device: str) -> "Options":
@@ -196,8 +196,8 @@ class Options:
 
     def with_plan(self, recompute: str | None) -> "Options":
         """The same options with a plan's ``recompute``, where neither that option nor a ``memory_budget`` was given."""
-        given = self.recompute is not None or self.memory_budget is not None
-        return self if given or recompute is None else dataclasses.replace(self, recompute=recompute)
+        arg = self.recompute is not None or self.memory_budget is not None
+        return self if arg or recompute is None else dataclasses.replace(self, recompute=recompute)
 
     def deciding(self) -> str:
         """The options that decide what a graph becomes, as JSON: equal on ranks that compile alike, whatever they dump
@@ -219,9 +219,9 @@ class Options:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def environment(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment variables that give a process the options it has from ``environ`` with ``given`` over them."""
-    values = {**_from_environment(os.environ if environ is None else environ), **given}
+def environment(arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment variables that give a process the options it has from ``environ`` with ``arguments`` over them."""
+    values = {**_from_environment(os.environ if environ is None else environ), **arguments}
     dump = values.pop("dump", None)
     return {"MINDSPEED_FX_OPTIONS": json.dumps(values), "MINDSPEED_FX_DUMP": os.fspath(dump) if dump else ""}
 
@@ -233,12 +233,12 @@ def _one_of(name: str, value: Any, valid: tuple) -> None:
         raise OptionError(f'option "{name}" is {value!r}; valid: {words}{close}')
 
 
-def _known(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _check_known(arguments: dict[str, Any], where: str) -> dict[str, Any]:
     valid = [f.name for f in dataclasses.fields(Options)]
-    for key in given:
+    for key in arguments:
         if key not in valid:
             raise OptionError(f'unknown option "{key}" in {where}{nearest(str(key), valid)}; valid: {", ".join(valid)}')
-    return given
+    return arguments
 
 
 def json_object(name: str, text: str) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     text = environ.get("MINDSPEED_FX_OPTIONS", "").strip()
     if text:
-        values = _known(json_object("MINDSPEED_FX_OPTIONS", text), "MINDSPEED_FX_OPTIONS")
+        values = _check_known(json_object("MINDSPEED_FX_OPTIONS", text), "MINDSPEED_FX_OPTIONS")
     if environ.get("MINDSPEED_FX_DUMP"):
         values["dump"] = environ["MINDSPEED_FX_DUMP"]
     return values

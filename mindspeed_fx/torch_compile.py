@@ -49,9 +49,9 @@ def _is_torchs_own(function: Any) -> bool:
 
 
 def _replacement_error() -> str:
-    found = f"{getattr(torch.compile, '__module__', '?')}.{getattr(torch.compile, '__qualname__', torch.compile)}"
+    result = f"{getattr(torch.compile, '__module__', '?')}.{getattr(torch.compile, '__qualname__', torch.compile)}"
     return (
-        f'torch.compile has been replaced by {found}, so torch.compile(model, backend="mindspeed") would silently do '
+        f'torch.compile has been replaced by {result}, so torch.compile(model, backend="mindspeed") would silently do '
         "nothing "
         "(mindspeed.megatron_adaptor installs such a pass-through). Ways out: import mindspeed_fx before it and use "
         "mindspeed_fx.compile(model) or mindspeed_fx.restore_torch_compile(); or set MINDSPEED_FX_RESTORE_COMPILE=1, "

@@ -30,7 +30,6 @@ GONE = {
     "self_gated": "activations",
     "listing": "list_scheduler",
     "improve": "local_search",
-    "lanes": "exprs",
     "sends": "expected, or messages",
     "backwards": "replicated_backward",
     "compared": "alternatives",
@@ -63,10 +62,10 @@ def names(path: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("folder", sorted({p.parent.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py")}))
 def test_words_of_before_are_gone(folder):
-    left = [
+    remaining = [
         f"{path.name}:{line}: {name} (say {GONE[name]})"
         for path in (ROOT / folder).glob("*.py")
         for line, name in names(path)
         if name in GONE
     ]
-    assert not left, left
+    assert not remaining, remaining

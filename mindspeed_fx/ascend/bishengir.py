@@ -41,8 +41,8 @@ def compiler(folder: str) -> str:
 def version(program: str) -> str:
     """E.g. "1.2.0 (npuir-a3 8796a8ac1508 2026-07-29)"."""
     text = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"bishengir-compile (?:version )?(\S+ \([^)]*\))", text)
-    return found[1] if found else " ".join(text.split())[:80]
+    result = re.search(r"bishengir-compile (?:version )?(\S+ \([^)]*\))", text)
+    return result[1] if result else " ".join(text.split())[:80]
 
 
 def compile_linalg(program: str, text: str, soc: str, timeout: float = 120) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def compile_linalg(program: str, text: str, soc: str, timeout: float = 120) -> d
 
 def _failure(messages: list[str]) -> dict[str, str]:
     for line in reversed(messages):
-        if found := re.search(
+        if result := re.search(
             r"\b(ub|cbuf|cc) overflow(?:, requires (\d+) bits while (\d+) bits)?", line, re.IGNORECASE
         ):
-            sizes = f": needs {int(found[2]) // 8:,} bytes of {int(found[3]) // 8:,}" if found[2] else ""
-            return {"outcome": OVERFLOW, "message": f"{SPACES[found[1].lower()]} overflow{sizes}"}
+            sizes = f": needs {int(result[2]) // 8:,} bytes of {int(result[3]) // 8:,}" if result[2] else ""
+            return {"outcome": OVERFLOW, "message": f"{SPACES[result[1].lower()]} overflow{sizes}"}
     errors = [line for line in messages if "error" in line.lower() and "hivmc" not in line]
     return {"outcome": ERROR, "message": (errors[0] if errors else "the compiler left no module")[:300]}
 
@@ -129,12 +129,12 @@ def on_chip(module: str) -> dict[str, int]:
     for line in module.splitlines():
         if re.search(r"func\.func ", line):
             constants = {}
-        if found := re.search(r"(%\w+) = arith\.constant (\d+) : i64", line):
-            constants[found[1]] = int(found[2])
-        if found := re.search(r"hivm\.hir\.pointer_cast\(([^)]*)\).*?: (memref<.*address_space<(\w+)>.*)", line):
-            elements, bits = _shape(found[2])
-            space = SPACES.get(found[3], found[3])
-            for address in re.findall(r"%\w+", found[1]):
+        if result := re.search(r"(%\w+) = arith\.constant (\d+) : i64", line):
+            constants[result[1]] = int(result[2])
+        if result := re.search(r"hivm\.hir\.pointer_cast\(([^)]*)\).*?: (memref<.*address_space<(\w+)>.*)", line):
+            elements, bits = _shape(result[2])
+            space = SPACES.get(result[3], result[3])
+            for address in re.findall(r"%\w+", result[1]):
                 if elements is not None and address in constants:
                     highest[space] = max(highest.get(space, 0), constants[address] + elements * bits // 8)
     return highest
@@ -162,7 +162,7 @@ def tally(synced: str) -> dict[str, Any]:
             elements, bits = _shape(operands[1] if operands else line)
             if operator in _MOVES:
                 here["moves"] += 1
-                dynamic += "?" in "".join(found[1] for found in _MEMREF.finditer(line))
+                dynamic += "?" in "".join(result[1] for result in _MEMREF.finditer(line))
             elif elements:
                 here["repeats"] += max(1, -(-elements * bits // 2048))
     return {
@@ -184,9 +184,9 @@ def _statements(text: str) -> Iterator[tuple[str, str, list[dict[str, int]]]]:
             closed = blocks.pop()
             if closed is not None:
                 yield "loop ends", line, loops
-        elif found := re.search(r"hivm\.hir\.(\w+)", code):
-            if found[1] != "pointer_cast":
-                yield found[1], line, loops
+        elif result := re.search(r"hivm\.hir\.(\w+)", code):
+            if result[1] != "pointer_cast":
+                yield result[1], line, loops
         elif re.search(r"\bmemref\.(load|store) ", code):
             yield "scalar", line, loops
         if code.endswith("{"):
@@ -197,12 +197,12 @@ def _shape(text: str) -> tuple[int | None, int]:
     """(elements, bits of one) of the first memref in ``text``; None elements when a size is dynamic, 0 without a
     memref.
     """
-    found = _MEMREF.search(text)
-    if not found:
+    result = _MEMREF.search(text)
+    if not result:
         return 0, 0
-    sizes, count = found[1].split("x")[:-1], 1
+    sizes, count = result[1].split("x")[:-1], 1
     for size in sizes:
         if size == "?":
-            return None, _BITS.get(found[2], 32)
+            return None, _BITS.get(result[2], 32)
         count *= int(size)
-    return count, _BITS.get(found[2], 32)
+    return count, _BITS.get(result[2], 32)

@@ -17,7 +17,7 @@ _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)', re.M)
 _GOT = re.compile(r"\bgot (\w+)\((['\"])(.*?)\2\)(?:\s|$)", re.S)
 
 
-def told(e: BaseException) -> dict[str, str]:
+def describe_error(e: BaseException) -> dict[str, str]:
     """What a report of ``e`` needs.
 
     Returns:
@@ -36,8 +36,8 @@ def told(e: BaseException) -> dict[str, str]:
         where, shown = f"{e.filename}:{e.lineno}", "".join(traceback.format_exception_only(e)[:-1])
         message = e.msg
     elif inside:
-        found = _FRAME.findall(inside)
-        own = [f for f in found if _users(f[0])] or found
+        result = _FRAME.findall(inside)
+        own = [f for f in result if _users(f[0])] or result
         where, shown = (f"{own[-1][0]}:{own[-1][1]} in {own[-1][2]}" if own else ""), inside.strip("\n") + "\n"
     else:
         where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""

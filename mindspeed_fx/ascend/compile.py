@@ -83,7 +83,7 @@ def cross_compile(
     arguments.check_bool("cross_compile", "kernels", kernels)
     arguments.check_path("cross_compile", "toolchain", toolchain)
     arguments.check_seconds("cross_compile", "timeout", timeout)
-    given = _options(options, soc)
+    arg = _options(options, soc)
     source = (
         model
         if isinstance(model, str)
@@ -101,9 +101,9 @@ def cross_compile(
         "script": script,
         "model": data,
         "main": _main_module() if b"__main__" in data else None,
-        "options": given,
+        "options": arg,
         "baseline": baseline,
-        "hardware": given["hardware"],
+        "hardware": arg["hardware"],
         "path": sys.path,
         "argv": sys.argv[:1],
     }
@@ -121,16 +121,16 @@ def cross_compile(
 
 def _options(options: dict[str, Any] | None, soc: str) -> dict[str, Any]:
     """The options of the other process: target npu, codegen eager, the hardware of ``soc`` unless one is named."""
-    given = {
+    arguments = {
         **Options.parse(options).as_dict(),
         **{k: v for k, v in (options or {}).items() if k in ("target", "codegen")},
     }
     for name, only in (("target", "npu"), ("codegen", "eager")):
-        if given[name] not in ("auto", only):
-            raise OptionError(f'option "{name}" is {given[name]!r}; cross-compiling knows only "{only}"')
-        given[name] = only
-    given["hardware"] = given["hardware"] or soc
-    return given
+        if arguments[name] not in ("auto", only):
+            raise OptionError(f'option "{name}" is {arguments[name]!r}; cross-compiling knows only "{only}"')
+        arguments[name] = only
+    arguments["hardware"] = arguments["hardware"] or soc
+    return arguments
 
 
 def _kernels(calls: list[dict[str, Any]], soc: str, directory: str | os.PathLike | None) -> dict[str, Any]:
@@ -138,9 +138,9 @@ def _kernels(calls: list[dict[str, Any]], soc: str, directory: str | os.PathLike
     without.
     """
     try:
-        made = compile_kernels(calls, soc, directory)
-        rows = [{**row, "in_graph": call["in_graph"]} for row, call in zip(made["calls"], calls, strict=True)]
-        return {**made, "calls": rows, "problem": ""}
+        result = compile_kernels(calls, soc, directory)
+        rows = [{**row, "in_graph": call["in_graph"]} for row, call in zip(result["calls"], calls, strict=True)]
+        return {**result, "calls": rows, "problem": ""}
     except ToolchainError as e:
         return {"compiler": "", "calls": [], "problem": str(e)}
 

@@ -35,7 +35,7 @@ def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]
         ]
         by_side = {side: gm for g, side, gm in traced.sides if g == index}
         saved = (
-            live_memory.saved(by_side["forward"], by_side["backward"])
+            live_memory.saved_bytes(by_side["forward"], by_side["backward"])
             if {"forward", "backward"} <= by_side.keys()
             else 0
         )
@@ -68,9 +68,9 @@ def describe(traced: Traced, hardware: str, code: bool = True) -> dict[str, Any]
 
 
 def _side(gm: fx.GraphModule, hardware: str) -> dict[str, Any]:
-    made = estimate(gm, hardware)
-    rows = {r["operator"]: {**r, "made": 0} for r in made.by_operator()}
-    allocated = live_memory.made(gm)
+    result = estimate(gm, hardware)
+    rows = {r["operator"]: {**r, "made": 0} for r in result.by_operator()}
+    allocated = live_memory.allocated_bytes(gm)
     for node in gm.graph.nodes:  # views move nothing and cost nothing, but are there
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             name = str(node.target.overloadpacket)
@@ -82,6 +82,6 @@ def _side(gm: fx.GraphModule, hardware: str) -> dict[str, Any]:
     return {
         "nodes": len(gm.graph.nodes),
         "operators": list(rows.values()),
-        "cost": made.summary(),
+        "cost": result.summary(),
         "memory": live_memory.peak(gm),
     }

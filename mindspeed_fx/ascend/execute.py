@@ -59,10 +59,10 @@ class Program:
     """
 
     def __init__(self, text: str):
-        found = re.search(r"func\.func @(\w+)\((.*?)\) attributes", text, re.S)
-        if not found:
+        result = re.search(r"func\.func @(\w+)\((.*?)\) attributes", text, re.S)
+        if not result:
             raise ValueError("no kernel in the text")
-        self.name, self.types = found[1], re.findall(r"%\w+: (memref<\?x\w+>|\w+)", found[2])
+        self.name, self.types = result[1], re.findall(r"%\w+: (memref<\?x\w+>|\w+)", result[2])
         with ir.Context() as context:
             context.allow_unregistered_dialects = True
             module = ir.Module.parse(_newer(text))
@@ -88,8 +88,8 @@ class Program:
 def _argument(kind: str, value: Any) -> tuple:
     """A pointer to the value, and what must live as long."""
     if not isinstance(value, torch.Tensor):
-        made = _SCALARS[kind](value)
-        return ctypes.pointer(made), made
+        result = _SCALARS[kind](value)
+        return ctypes.pointer(result), result
     if value.device.type != "cpu":
         raise TypeError(f"a tensor is on {value.device}")
     memory = _Memory(
@@ -106,9 +106,9 @@ def _argument(kind: str, value: Any) -> tuple:
 def _newer(text: str) -> str:
     """The spelling of a newer MLIR, and no attributes of dialects it does not have."""
 
-    def tensor(found: re.Match) -> str:
-        shape = re.sub(r"^memref<([^,>]*).*$", r"tensor<\1>", found[3])
-        return f"bufferization.to_tensor {found[1]}{found[2]} : {found[3]} to {shape}"
+    def tensor(result: re.Match) -> str:
+        shape = re.sub(r"^memref<([^,>]*).*$", r"tensor<\1>", result[3])
+        return f"bufferization.to_tensor {result[1]}{result[2]} : {result[3]} to {shape}"
 
     text = re.sub(
         r"bufferization\.to_tensor (%\w+)((?: restrict| writable)*) : (memref<.*>)$", tensor, text, flags=re.M

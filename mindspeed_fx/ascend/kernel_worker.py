@@ -46,25 +46,25 @@ class Compiler:
         module, variants = tiles.VARIANTS.get(operator.removesuffix("_backward"), ("", ({},)))
         for settings in variants:
             try:
-                found = [self.launch(*made) for made in launches(run, arguments, module, settings)]
+                results = [self.launch(*result) for result in launches(run, arguments, module, settings)]
             except (NotImplementedError, AssertionError) as e:
                 return {
                     "operator": operator,
                     "kernels": [],
                     "problem": str(e) or "the launcher does not take these arguments",
                 }
-            if all("problem" not in f for f in found):
-                return {"operator": operator, "kernels": found, "problem": ""}
-            problems += [f"{f['kernel']}: {f['problem']}" for f in found if "problem" in f]
+            if all("problem" not in f for f in results):
+                return {"operator": operator, "kernels": results, "problem": ""}
+            problems += [f"{f['kernel']}: {f['problem']}" for f in results if "problem" in f]
         return {"operator": operator, "kernels": [], "problem": "; ".join(problems)}
 
     def region(self, call: dict[str, Any]) -> dict[str, Any]:
         """The kernel of a region of a graph."""
         inputs, outputs = ([tensor(t) for t in call[k]] for k in ("inputs", "outputs"))
-        (made,) = launches(generate.run, [call["source"], tuple(call["shape"]), inputs, outputs])
-        found = self.launch(*made)
-        problem = found.get("problem", "")
-        return {"operator": f"region of {call['what']}", "kernels": [] if problem else [found], "problem": problem}
+        (result,) = launches(generate.run, [call["source"], tuple(call["shape"]), inputs, outputs])
+        hit = self.launch(*result)
+        problem = hit.get("problem", "")
+        return {"operator": f"region of {call['what']}", "kernels": [] if problem else [hit], "problem": problem}
 
     def launch(self, kernel: Any, args: tuple, constants: dict[str, Any]) -> dict[str, Any]:
         """The best tile of one launch; "problem" instead when none compiles."""
@@ -123,16 +123,18 @@ def launches(
     """(kernel, arguments, constants) of each launch that a call makes, with thresholds of a launcher's file set;
     nothing is started.
     """
-    found: list = []
+    results: list = []
     where = vars(importlib.import_module(f"mindspeed_fx.kernels.triton.{module}")) if settings else {}
     before = {name: where[name] for name in settings or ()}
     where.update(settings or {})
     try:
-        with launch.launching(lambda kernel, grid, args, num_warps, constants: found.append((kernel, args, constants))):
+        with launch.launching(
+            lambda kernel, grid, args, num_warps, constants: results.append((kernel, args, constants))
+        ):
             run(*arguments)
     finally:
         where.update(before)
-    return found
+    return results
 
 
 def tensor(value: Any) -> Any:
@@ -144,12 +146,12 @@ def tensor(value: Any) -> Any:
 
 def main(folder: str, request: str, result: str) -> None:
     asked = json.loads(pathlib.Path(request).read_text())
-    made = Compiler(folder, asked["soc"])
+    output = Compiler(folder, asked["soc"])
     rows = [
-        made.region(c) if "source" in c else made.call(c["operator"], [tensor(a) for a in c["arguments"]])
+        output.region(c) if "source" in c else output.call(c["operator"], [tensor(a) for a in c["arguments"]])
         for c in asked["calls"]
     ]
-    pathlib.Path(result).write_text(json.dumps({"compiler": bishengir.version(made.program), "calls": rows}))
+    pathlib.Path(result).write_text(json.dumps({"compiler": bishengir.version(output.program), "calls": rows}))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def call(operator: str, *arguments: Any) -> dict[str, Any]:
     """A call of ``mindspeed::<operator>`` by its arguments, of whose tensors only shape, strides and type matter."""
     if not has_triton(operator):
         raise ValueError(f"mindspeed::{operator} has no Triton kernel")
-    return {"operator": operator, "arguments": [_described(a) for a in arguments]}
+    return {"operator": operator, "arguments": [_describe(a) for a in arguments]}
 
 
 def region_call(region: Region) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def region_call(region: Region) -> dict[str, Any]:
     Raises:
         NotImplementedError: an operator of it has no translation.
     """
-    described = {k: [_described(n.meta["val"]) for n in getattr(region, k)] for k in ("inputs", "outputs")}
+    described = {k: [_describe(n.meta["val"]) for n in getattr(region, k)] for k in ("inputs", "outputs")}
     return {
         "operator": "region",
         "what": names(region),
@@ -108,7 +108,7 @@ def compile_kernels(
         return json.loads(answered.read_text())
 
 
-def _described(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         sizes = {"shape": value.shape, "stride": value.stride()}
         return {

@@ -88,7 +88,7 @@ def _arguments(node: fx.Node) -> list[Any]:
     return all_arguments(node.target, args, kwargs)
 
 
-def trace(model: Any, args: tuple, kwargs: dict, options: Options, device: str = DEVICE) -> Traced:
+def trace_on_npu(model: Any, args: tuple, kwargs: dict, options: Options, device: str = DEVICE) -> Traced:
     """Compile ``model``, changed in place to hold fake tensors, with ``options`` and run it once on fake tensors.
 
     Args:

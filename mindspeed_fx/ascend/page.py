@@ -101,9 +101,9 @@ def _side(report: Any, i: int, side: dict[str, Any]) -> list[str]:
 
 
 def _kernels(report: Any) -> str:
-    made = report.values["kernels"]
-    if made["problem"]:
-        return f"<p>Not compiled: {escape(made['problem'])}</p>"
+    result = report.values["kernels"]
+    if result["problem"]:
+        return f"<p>Not compiled: {escape(result['problem'])}</p>"
     called = lambda r: "by the graph" if r["in_graph"] else "no: generated" if r["generated"] else "no: torch_npu's is"  # noqa: E731
     head = ("operator", "called", "kernel", "tile", "outcome", "on chip", "dynamic transfers", "scalar loops")
     rows = [
@@ -122,6 +122,6 @@ def _kernels(report: Any) -> str:
         for r in report.kernels
     ]
     return (
-        f"<p>Compiled for {escape(report.soc)} with bishengir-compile {escape(made['compiler'])}, up to the closed "
+        f"<p>Compiled for {escape(report.soc)} with bishengir-compile {escape(result['compiler'])}, up to the closed "
         "last stage; the tile is the best of those that were compiled.</p>" + table(head, rows)
     )

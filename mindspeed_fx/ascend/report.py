@@ -38,12 +38,12 @@ class CrossReport:
     @property
     def counts(self) -> dict[str, int]:
         """Pass name -> rewrites, over all graphs."""
-        return _added([g["counts"] for g in self.graphs])
+        return _add_rows([g["counts"] for g in self.graphs])
 
     @property
     def operators(self) -> dict[str, int]:
         """Operator -> calls, over all graphs and both directions, e.g. {"npu.npu_rms_norm": 65}."""
-        return _added([{o["operator"]: o["calls"] for o in s["operators"]} for g in self.graphs for s in g["sides"]])
+        return _add_rows([{o["operator"]: o["calls"] for o in s["operators"]} for g in self.graphs for s in g["sides"]])
 
     def costly(self, most: int = 10) -> list[dict[str, Any]]:
         """The operators that take most of the modelled time, over all graphs and both directions: operator, calls,
@@ -81,14 +81,16 @@ class CrossReport:
         Those of the graph first. ``generated``: made of a region of pointwise operators and row reductions that no
         fused operator took; the graph runs those one by one."""
         rows = []
-        for made in sorted(self.values["kernels"]["calls"], key=lambda m: not m["in_graph"]):
-            generated = made["operator"].startswith("region of ")
+        for results in sorted(self.values["kernels"]["calls"], key=lambda m: not m["in_graph"]):
+            generated = results["operator"].startswith("region of ")
             head = {
-                "operator": made["operator"] if generated else f"mindspeed.{made['operator']}",
+                "operator": results["operator"] if generated else f"mindspeed.{results['operator']}",
                 "generated": generated,
-                "in_graph": made["in_graph"],
+                "in_graph": results["in_graph"],
             }
-            rows += [{**head, **k, "problem": ""} for k in made["kernels"]] or [{**head, "problem": made["problem"]}]
+            rows += [{**head, **k, "problem": ""} for k in results["kernels"]] or [
+                {**head, "problem": results["problem"]}
+            ]
         return rows
 
     @property
@@ -200,7 +202,7 @@ class CrossReport:
             ]
         if self.skipped:
             lines += ["near misses"] + [
-                f"  {n:>5} x {name}: {reason}" for (name, reason), n in _grouped(self.skipped).items()
+                f"  {n:>5} x {name}: {reason}" for (name, reason), n in _group_rows(self.skipped).items()
             ]
         if self.without_gradient:
             lines += [
@@ -228,7 +230,7 @@ def _by_reference(row: dict[str, Any]) -> bool:
     return row["kernel"].startswith("reference")
 
 
-def _grouped(rows: list[dict[str, Any]]) -> dict[tuple[str, str], int]:
+def _group_rows(rows: list[dict[str, Any]]) -> dict[tuple[str, str], int]:
     counts: dict[tuple[str, str], int] = {}
     for row in rows:
         key = (row["pass"], row["reason"])
@@ -236,7 +238,7 @@ def _grouped(rows: list[dict[str, Any]]) -> dict[tuple[str, str], int]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _added(parts: list[dict[str, int]]) -> dict[str, int]:
+def _add_rows(parts: list[dict[str, int]]) -> dict[str, int]:
     totals: dict[str, int] = {}
     for part in parts:
         for name, count in part.items():

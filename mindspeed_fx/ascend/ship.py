@@ -104,12 +104,12 @@ def build(script: str, function: str) -> tuple[Any, tuple, dict]:
                 f'{script} has no function "{function}"{nearest(function, defined)}; it has: '
                 f"{', '.join(defined) or 'none'}"
             )
-        made = namespace[function]()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        result = namespace[function]()
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ShipError(
-            f"{function} returned a {type(made).__name__}; it must return (model, args) or (model, args, kwargs)"
+            f"{function} returned a {type(result).__name__}; it must return (model, args) or (model, args, kwargs)"
         )
-    model, args, kwargs = (*made, {})[:3]
+    model, args, kwargs = (*result, {})[:3]
     check_inputs(function, model, args, kwargs)
     return model, tuple(args), dict(kwargs)
 
@@ -142,14 +142,14 @@ def to_fake(mode: Any, device: str, model: Any, args: tuple, kwargs: dict) -> tu
     Parameters, buffers and tensors among a module's attributes (in lists, tuples and dicts too) are replaced; what is
     shared stays shared. Values are lost: code that reads one (``.item()``) cannot be traced.
     """
-    made: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     keep = []  # an id is unique only while its object lives
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         _refuse_subclass(value)
-        if id(value) not in made:
+        if id(value) not in results:
             keep.append(value)
             new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
             new = (
@@ -158,8 +158,8 @@ def to_fake(mode: Any, device: str, model: Any, args: tuple, kwargs: dict) -> tu
                 else new.requires_grad_(value.requires_grad)
             )
             vars(new).update(vars(value))
-            made[id(value)] = new
-        return made[id(value)]
+            results[id(value)] = new
+        return results[id(value)]
 
     with mode:
         for module in model.modules() if isinstance(model, torch.nn.Module) else ():

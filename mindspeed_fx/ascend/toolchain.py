@@ -87,7 +87,7 @@ def path(name: str, directory: str | os.PathLike | None = None) -> pathlib.Path:
     Raises:
         ToolchainError: the component is not installed; the message has the command that installs it.
     """
-    component = _named([name])[0]
+    component = _component([name])[0]
     folder = root(directory) / component.folder
     if not (folder / _MARK).is_file():
         where = f" --dir {directory}" if directory else ""
@@ -112,7 +112,7 @@ def status(directory: str | os.PathLike | None = None, names: Iterable[str] = ()
     ``seconds`` of its installation.
     """
     rows = []
-    for component in _named(names):
+    for component in _component(names):
         folder = root(directory) / component.folder
         row = {
             "name": component.name,
@@ -141,7 +141,7 @@ def install(
         ToolchainError: unknown component, no pip, no such wheel for this Python and machine, or no network.
     """
     where = root(directory)
-    for component in _named(names):
+    for component in _component(names):
         folder = where / component.folder
         if (folder / _MARK).is_file():
             log(f"{component.name}: there already, {folder}")
@@ -152,7 +152,7 @@ def install(
     return status(directory, names)
 
 
-def _named(names: Iterable[str]) -> tuple[Component, ...]:
+def _component(names: Iterable[str]) -> tuple[Component, ...]:
     known, names = {c.name: c for c in components()}, tuple(names)
     for name in names:
         if name not in known:
@@ -191,7 +191,7 @@ def _install(component: Component, where: pathlib.Path) -> dict[str, Any]:
         ]
         done = subprocess.run([*command, *component.packages], env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise ToolchainError(_explained(component, done.stderr))
+            raise ToolchainError(_explain(component, done.stderr))
         for tool in scratch.glob("ascendnpuir/bin/*"):
             tool.chmod(tool.stat().st_mode | 0o111)  # pip keeps the mode only if the wheel was packed with it
         size = sum(f.stat().st_size for f in scratch.rglob("*") if f.is_file())
@@ -215,7 +215,7 @@ def _publish(scratch: pathlib.Path, folder: pathlib.Path) -> None:
             raise
 
 
-def _explained(component: Component, stderr: str) -> str:
+def _explain(component: Component, stderr: str) -> str:
     lines = (
         [line for line in stderr.strip().splitlines() if line.startswith("ERROR")]
         or stderr.strip().splitlines()[-1:]

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from mindspeed_fx.ascend.blame import told
+from mindspeed_fx.ascend.blame import describe_error
 
 
 def main(request: str, result: str) -> None:
@@ -24,7 +24,7 @@ def main(request: str, result: str) -> None:
     try:
         answer = run(pickle.loads(pathlib.Path(request).read_bytes()))
     except BaseException as e:  # noqa: B036: whatever happens in the user's model belongs to the answer
-        answer = {"error": told(e)}
+        answer = {"error": describe_error(e)}
     pathlib.Path(result).write_text(json.dumps(answer, default=str))
 
 
@@ -36,7 +36,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     import torch_npu
 
     from mindspeed_fx.ascend.describe import describe
-    from mindspeed_fx.ascend.npu_graphs import trace
+    from mindspeed_fx.ascend.npu_graphs import trace_on_npu
     from mindspeed_fx.options import Options
 
     seconds, start = {}, time.perf_counter()
@@ -44,7 +44,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     seconds["build"] = time.perf_counter() - start
     options = Options.parse(request["options"], environ={})
     start = time.perf_counter()
-    traced = trace(model, args, kwargs, options)
+    traced = trace_on_npu(model, args, kwargs, options)
     seconds["trace"] = time.perf_counter() - start
     result = describe(traced, request["hardware"])
     if request["baseline"]:
@@ -53,7 +53,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             {**request["options"], "level": 0, "enable": [], "strict": False, "dump": None}, environ={}
         )
         torch._dynamo.reset()
-        result["unfused"] = describe(trace(model, args, kwargs, plain), request["hardware"], code=False)
+        result["unfused"] = describe(trace_on_npu(model, args, kwargs, plain), request["hardware"], code=False)
         del result["unfused"]["triton_calls"]
         seconds["unfused"] = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

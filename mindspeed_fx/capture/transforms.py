@@ -93,10 +93,10 @@ def _writes(n: fx.Node) -> bool:
 def writes_both_ways(gm: fx.GraphModule) -> bool:
     """Whether tensors are changed in place in the backward of an ``autograd.Function`` and also in the forward."""
     graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    backwards = [getattr(m, str(n.args[1].target)) for m in graphs for n in m.graph.nodes if _is_autograd_function(n)]
-    if not any(_changes_values(b) for b in backwards):
+    backward = [getattr(m, str(n.args[1].target)) for m in graphs for n in m.graph.nodes if _is_autograd_function(n)]
+    if not any(_changes_values(b) for b in backward):
         return False
-    return any(_changes_values(m) for m in graphs if all(m is not b for b in backwards))
+    return any(_changes_values(m) for m in graphs if all(m is not b for b in backward))
 
 
 def _is_autograd_function(n: fx.Node) -> bool:

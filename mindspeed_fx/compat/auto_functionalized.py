@@ -32,7 +32,7 @@ def bases_of(node: fx.Node) -> list[fx.Node] | None:
     return None if bases is None or views else list(bases)
 
 
-def written(node: fx.Node, names: Sequence[str]) -> dict[str, list[int]]:
+def written_positions(node: fx.Node, names: Sequence[str]) -> dict[str, list[int]]:
     """Positions among the bases, for every argument that is a list of tensors to write."""
     return {
         name: [node.kwargs[f"_{name}_{k}_base_index"] for k in range(node.kwargs[f"_{name}_length"])] for name in names

@@ -61,12 +61,12 @@ def function(name: str) -> Any:
     """An ``extern "C"`` function of the kernels, as ctypes has it; waits for the build. None where it failed, after a
     warning with the compiler's message.
     """
-    library = _built()
+    library = _built_library()
     return None if library is None else getattr(library, name)
 
 
 @functools.cache
-def _built() -> Any:
+def _built_library() -> Any:
     try:
         return _library().result()
     except Exception as error:  # CppCompileError, and what a full disk or a broken linker raises

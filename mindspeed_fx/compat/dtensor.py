@@ -100,7 +100,7 @@ def register_strategies(
         return expand_to_full_mesh_op_strategy(
             schema.get_mesh_from_args(),
             schema,
-            _spelled(rows, schema),
+            _dtensor_placements(rows, schema),
             input_index=len(overload._schema.returns),
             is_valid_strategy_cb=allowed,
         )
@@ -109,14 +109,14 @@ def register_strategies(
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(overload, strategy, info)
 
 
-def _spelled(rows: list[tuple[list, list]], schema: Any) -> list[list[Placement]]:
+def _dtensor_placements(rows: list[tuple[list, list]], schema: Any) -> list[list[Placement]]:
     """Ways as DTensor placements, those by strided shards first: a batch and its divided sequence, flattened, leave
     each rank some of the rows, and a way by rows does not ask which. DTensor thinks that gathering strided shards is
     free (2.13), and takes the first of what is free."""
     strided = []
     for results, inputs in rows:
-        for given, p in zip(schema.args_strategy + schema.kwargs_strategy, inputs):
-            for own in given.strategies[0].output_spec.placements:
+        for arg, p in zip(schema.args_strategy + schema.kwargs_strategy, inputs):
+            for own in arg.strategies[0].output_spec.placements:
                 if is_strided(own) and p == own.dim and not any(isinstance(q, Even) for q in results + inputs):
                     strided.append(
                         [
@@ -147,12 +147,12 @@ def has_dtensor(types: Any) -> bool:
     return any(t is DTensor for t in types)
 
 
-def annotated(word: str) -> Any:
+def annotate(word: str) -> Any:
     """Context in which nodes that are traced bear ``word`` in ``meta["custom"]["mindspeed_fx"]``; nothing where torch
     cannot.
     """
-    annotate = getattr(torch.fx.traceback, "annotate", None)
-    return annotate({"mindspeed_fx": word}) if annotate is not None else contextlib.nullcontext()
+    mark = getattr(torch.fx.traceback, "annotate", None)
+    return mark({"mindspeed_fx": word}) if mark is not None else contextlib.nullcontext()
 
 
 def as_graph(module: torch.nn.Module, like: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -170,11 +170,11 @@ def as_graph(module: torch.nn.Module, like: torch.fx.GraphModule) -> torch.fx.Gr
     return torch.fx.GraphModule({"program": module}, graph)
 
 
-def checkpointed(planned: Callable[[Any], Any], args: tuple, kwargs: dict) -> Any:
+def run_checkpointed(planned: Callable[[Any], Any], args: tuple, kwargs: dict) -> Any:
     """A checkpointed region whose body runs as ``planned(body).run(...)``."""
     from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-    body, *given = args
+    body, *arg = args
 
     class Body(torch.nn.Module):
         def forward(self, *values: Any) -> Any:
@@ -182,7 +182,7 @@ def checkpointed(planned: Callable[[Any], Any], args: tuple, kwargs: dict) -> An
 
     wrapped = as_graph(Body(), body)
     wrapped.meta.update(body.meta)
-    return tag_activation_checkpoint(wrapped, *given, **kwargs)
+    return tag_activation_checkpoint(wrapped, *arg, **kwargs)
 
 
 @contextlib.contextmanager
@@ -247,25 +247,27 @@ def _places(mesh: Any, dim: int) -> dict[int, int]:
     }
 
 
-def all_to_all(x: torch.Tensor, receives: list[int], sends: list[int], mesh: Any, dim: int) -> torch.Tensor:
-    """Rows of ``x`` to the ranks along mesh dimension ``dim``; to be :func:`waited` for."""
-    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receives, sends, mesh.get_group(dim).group_name)
+def all_to_all(x: torch.Tensor, receives: list[int], messages: list[int], mesh: Any, dim: int) -> torch.Tensor:
+    """Rows of ``x`` to the ranks along mesh dimension ``dim``; to be :func:`wait_for` for."""
+    return torch.ops._c10d_functional.all_to_all_single(
+        x.contiguous(), receives, messages, mesh.get_group(dim).group_name
+    )
 
 
 def all_to_all_by_counts(
-    x: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor, size: int, mesh: Any, dim: int
+    x: torch.Tensor, messages: torch.Tensor, receives: torch.Tensor, size: int, mesh: Any, dim: int
 ) -> torch.Tensor:
-    """Rows of ``x`` to the ranks along mesh dimension ``dim``, as many as ``sends`` and ``receives`` [ranks] say when
-    the program runs; [size, ...], zeros behind what came. Under LocalTensorMode the splits are known, and every rank's
-    result is filled up by itself."""
+    """Rows of ``x`` to the ranks along mesh dimension ``dim``, as many as ``messages`` and ``receives`` [ranks] say
+    when the program runs; [size, ...], zeros behind what came. Under LocalTensorMode the splits are known, and every
+    rank's result is filled up by itself."""
     group = mesh.get_group(dim).group_name
     if local_tensor_mode() is None:
-        return torch.ops.mindspeed.expert_exchange(x.contiguous(), sends, receives, size, group)
+        return torch.ops.mindspeed.expert_exchange(x.contiguous(), messages, receives, size, group)
     from torch.distributed._local_tensor import LocalTensor
 
-    given, taken = ([torch.SymInt(node) for node in _entries(t)] for t in (sends, receives))
-    rows = LocalTensor({rank: t[: int(sends._local_tensors[rank].sum())] for rank, t in x._local_tensors.items()})
-    came = waited(torch.ops._c10d_functional.all_to_all_single(rows, taken, given, group))._local_tensors
+    arguments, taken = ([torch.SymInt(node) for node in _entries(t)] for t in (messages, receives))
+    rows = LocalTensor({rank: t[: int(messages._local_tensors[rank].sum())] for rank, t in x._local_tensors.items()})
+    came = wait_for(torch.ops._c10d_functional.all_to_all_single(rows, taken, arguments, group))._local_tensors
     return LocalTensor({rank: torch.cat([t, t.new_zeros(size - t.shape[0], *t.shape[1:])]) for rank, t in came.items()})
 
 
@@ -280,7 +282,7 @@ def _entries(x: torch.Tensor) -> list[Any]:
 def all_reduce(x: torch.Tensor, mesh: Any, dims: Sequence[int], operation: str = "sum") -> torch.Tensor:
     """The sum (or "min", "max") of ``x`` over the ranks along mesh dimensions ``dims``."""
     for dim in dims:
-        x = waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, mesh.get_group(dim).group_name))
+        x = wait_for(torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, mesh.get_group(dim).group_name))
     return x
 
 
@@ -299,11 +301,11 @@ def on_each_rank(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) 
         return LocalTensor({rank: function(*own(rank)) for rank in mode.ranks})
 
 
-def reconciled(x: torch.Tensor) -> torch.Tensor:
+def reconcile(x: torch.Tensor) -> torch.Tensor:
     """``x``; under LocalTensorMode the tensor that all ranks hold alike."""
     return x.reconcile() if hasattr(x, "reconcile") else x
 
 
-def waited(x: torch.Tensor) -> torch.Tensor:
+def wait_for(x: torch.Tensor) -> torch.Tensor:
     """The result of a collective, when it is there."""
     return torch.ops._c10d_functional.wait_tensor(x)

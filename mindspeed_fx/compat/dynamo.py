@@ -33,13 +33,13 @@ def collecting_graph_breaks() -> Iterator[list[str]]:
     """Texts of the graph breaks that Dynamo meets within, one for each, with the line of the model."""
     import torch._dynamo.utils as utils
 
-    found: list[str] = []
+    results: list[str] = []
     before = dict(utils.counters["graph_break"])
     try:
-        yield found
+        yield results
     finally:
         for reason, count in utils.counters["graph_break"].items():
-            found.extend([" ".join(reason.split())] * (count - before.get(reason, 0)))
+            results.extend([" ".join(reason.split())] * (count - before.get(reason, 0)))
 
 
 def fresh_callable(model: Callable) -> Callable:

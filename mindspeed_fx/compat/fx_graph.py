@@ -55,16 +55,16 @@ def unused_attribute(gm: fx.GraphModule, stem: str) -> str:
     return f"{stem}_{index}"
 
 
-def replace_graph(gm: fx.GraphModule, by: fx.GraphModule) -> None:
-    """Make ``gm`` compute what ``by`` computes, in place: AOTAutograd holds on to the module it was given.
+def replace_graph(gm: fx.GraphModule, factor: fx.GraphModule) -> None:
+    """Make ``gm`` compute what ``factor`` computes, in place: AOTAutograd holds on to the module it was given.
 
     A parameter or buffer of ``gm`` keeps its name: AOTAutograd makes inputs of those, and asks Dynamo where each comes
     from.
     """
     names = {id(tensor): name for name, tensor in (*gm.named_buffers(), *gm.named_parameters())}
-    for node in by.graph.nodes:
+    for node in factor.graph.nodes:
         if node.op == "get_attr":
-            value = functools.reduce(getattr, node.target.split("."), by)
+            value = functools.reduce(getattr, node.target.split("."), factor)
             if id(value) not in names:
                 names[id(value)] = unused_attribute(gm, "captured")
                 setattr(gm, names[id(value)], value)
@@ -74,7 +74,7 @@ def replace_graph(gm: fx.GraphModule, by: fx.GraphModule) -> None:
     for node in reversed(list(gm.graph.nodes)):
         if node.op != "placeholder":
             gm.graph.erase_node(node)
-    memo = dict(zip([n for n in by.graph.nodes if n.op == "placeholder"], inputs))
-    output = gm.graph.graph_copy(by.graph, memo)
+    memo = dict(zip([n for n in factor.graph.nodes if n.op == "placeholder"], inputs))
+    output = gm.graph.graph_copy(factor.graph, memo)
     gm.graph.output(output)
     gm.recompile()

@@ -128,8 +128,8 @@ def compile_without_codegen(
 
     def compiler(side: str) -> Callable:
         def compile_side(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-            made = inner(graph, example_inputs, side)
-            return _boxed(made) if isinstance(made, fx.GraphModule) else make_boxed_func(made)
+            result = inner(graph, example_inputs, side)
+            return _box_arguments(result) if isinstance(result, fx.GraphModule) else make_boxed_func(result)
 
         return compile_side
 
@@ -144,7 +144,7 @@ def compile_without_codegen(
     return backend(gm, inputs)
 
 
-def _boxed(gm: fx.GraphModule) -> Callable:
+def _box_arguments(gm: fx.GraphModule) -> Callable:
     """``gm`` as a function of one list, which it empties: what is saved for the backward dies with its last reader, not
     with the call.
     """

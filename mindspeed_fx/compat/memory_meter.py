@@ -18,9 +18,9 @@ from mindspeed_fx.compat import fake, tracing
 
 
 class _Meter(TorchDispatchMode):
-    def __init__(self, given: Sequence[torch.Tensor]):
+    def __init__(self, arguments: Sequence[torch.Tensor]):
         super().__init__()
-        self.given = {fake.storage_of(t) for t in given}
+        self.input_storages = {fake.storage_of(t) for t in arguments}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -30,7 +30,7 @@ class _Meter(TorchDispatchMode):
         for value in pytree.tree_leaves(out):
             if (
                 isinstance(value, torch.Tensor)
-                and (key := fake.storage_of(value)) not in self.given
+                and (key := fake.storage_of(value)) not in self.input_storages
                 and key not in self.alive
             ):
                 storage = value.untyped_storage()
@@ -49,9 +49,9 @@ def workspace(run: Callable, values: Sequence[Any]) -> int:
     with mode if mode is not None else contextlib.nullcontext(), torch.no_grad():
         with (meter := _Meter([v for v in values if isinstance(v, torch.Tensor)])):
             out = run(*values)
-        made = {
+        results = {
             fake.storage_of(t): fake.hint(t.untyped_storage().nbytes())
             for t in pytree.tree_leaves(out)
             if isinstance(t, torch.Tensor)
         }
-    return max(0, meter.peak - sum(size for key, size in made.items() if key not in meter.given))
+    return max(0, meter.peak - sum(size for key, size in results.items() if key not in meter.input_storages))

@@ -22,9 +22,9 @@ class Even(int):
     of: int
 
     def __new__(cls, dim: int, of: int = 1) -> "Even":
-        made = super().__new__(cls, dim)
-        made.of = of
-        return made
+        result = super().__new__(cls, dim)
+        result.of = of
+        return result
 
 
 def _is_tensor(kind: Any) -> bool:

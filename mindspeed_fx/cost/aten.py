@@ -156,7 +156,7 @@ def _flash_backward(out: Any, grad: Spec, q: Spec, k: Spec, v: Spec, *more: Any,
     return attention(tensors(out)[:3], q, k, v, causal, grad, tensors(*more), kw.get("attn_mask"), backward=True)
 
 
-def _grouped(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
+def _grouped_cost(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
     """Every row times one matrix, as if each had a group; the product of two 2-D operands has a group dimension
     instead.
     """
@@ -186,8 +186,8 @@ def _embedding_backward(out: Any, grad: Spec, indices: Spec, *more: Any, **kw: A
 
 def _sort(out: Any, x: Spec, *more: Any, **kw: Any) -> Cost:
     """A radix sort passes over the data about as often as the type has bytes."""
-    made = tensors(out)
-    return Cost(vector=8 * x.numel, read=x.bytes + 8 * size(made), write=8 * size(made), launches=8)
+    result = tensors(out)
+    return Cost(vector=8 * x.numel, read=x.bytes + 8 * size(result), write=8 * size(result), launches=8)
 
 
 FORMULAS: dict[str, Callable[..., Cost]] = {
@@ -216,7 +216,7 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
         ),
         _flash_backward,
     ),
-    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_cost),
     **npu_operators.FORMULAS,
     **dict.fromkeys(
         (

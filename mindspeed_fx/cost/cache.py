@@ -29,18 +29,18 @@ class Cache:
         """
         if not self.room:
             return 0
-        writes, held, found = [s for c in calls for s in c.writes], self.held, 0
-        made = {s.key for s in writes}
-        inputs = {(s.key, s.shape): s for c in calls for s in c.reads if s.key not in made}
+        writes, held, result = [s for c in calls for s in c.writes], self.held, 0
+        output = {s.key for s in writes}
+        inputs = {(s.key, s.shape): s for c in calls for s in c.reads if s.key not in output}
         touched = [(s.key, value(s.bytes)) for s in inputs.values()]
         for key, n in touched:
             if key in held:
-                found += n
+                result += n
         for key, n in touched:
             self._hold(key, max(n, held.get(key, 0)))
         for s in writes:
             self._hold(s.key, max(value(s.bytes), held.get(s.key, 0)))
-        return found
+        return result
 
     def _hold(self, key: str, count: int) -> None:
         self.used += count - self.held.pop(key, 0)

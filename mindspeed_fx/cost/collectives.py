@@ -79,7 +79,7 @@ def collective(
     _check_kind(kind)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise OptionError(f"ranks is {ranks!r}; valid: a whole number from 1 on")
-    groups = placed(ranks, hw, ranks_per_node)
+    groups = place_group(ranks, hw, ranks_per_node)
     if not groups:
         return Collective(0.0, 0.0, 0.0, "")
     if kind == "send_recv":
@@ -130,7 +130,7 @@ def formula(kind: str, topology: str) -> sympy.Expr:
     return sympy.Add(*on_tier(kind, n, p, topology, a, b))
 
 
-def placed(ranks: int, hw: Hardware, ranks_per_node: int | None = None) -> list[tuple[Tier, int]]:
+def place_group(ranks: int, hw: Hardware, ranks_per_node: int | None = None) -> list[tuple[Tier, int]]:
     """The tiers a group spans, inside out, and into how many parts each cuts it. Where machines or packages are filled
     unequally the fullest one counts, so the product may exceed ``ranks``.
 
@@ -146,15 +146,15 @@ def placed(ranks: int, hw: Hardware, ranks_per_node: int | None = None) -> list[
                 f"to {hw.node}"
             )
         inside, machines = ranks_per_node, ranks // ranks_per_node
-    found, reached = [], 1
+    results, reached = [], 1
     for tier in hw.tiers:
         reaches = tier.ranks or max(ranks, hw.node) * hw.node
         within = min(inside, max(1, min(reaches, hw.node) // reached))
         across = min(machines, max(1, reaches // max(reached, hw.node)))
         inside, machines, reached = -(-inside // within), -(-machines // across), reaches
         if within * across > 1:
-            found.append((tier, within * across))
-    return found
+            results.append((tier, within * across))
+    return results
 
 
 def _check_kind(kind: str) -> None:

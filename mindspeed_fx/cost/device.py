@@ -119,11 +119,11 @@ class Hardware:
 
     def constants(self) -> dict[str, Constant]:
         """Every constant by path, such as "matrix.bfloat16" or "tiers.hccs.bandwidth"."""
-        found: dict[str, Constant] = {}
+        results: dict[str, Constant] = {}
 
         def visit(path: str, value: Any) -> None:
             if isinstance(value, Constant):
-                found[path] = value
+                results[path] = value
             elif isinstance(value, Mapping):
                 for k, v in value.items():
                     visit(f"{path}.{k}", v)
@@ -136,4 +136,4 @@ class Hardware:
 
         for f in fields(self):
             visit(f.name, getattr(self, f.name))
-        return found
+        return results

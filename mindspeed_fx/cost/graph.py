@@ -29,7 +29,7 @@ from mindspeed_fx.cost.hardware import hardware as device
 from mindspeed_fx.cost.naming import naming
 from mindspeed_fx.cost.operators import Cost, Spec
 from mindspeed_fx.cost.read import Call, Calls, read
-from mindspeed_fx.cost.regions import grouped
+from mindspeed_fx.cost.regions import group_kernels
 
 COLLECTIVES = {
     "all_reduce": "all_reduce",
@@ -93,17 +93,17 @@ class Estimate:
 
     @functools.cached_property
     def nodes(self) -> list[NodeCost]:
-        groups = grouped(self.calls) if self.fused else [([c], None) for c in self.calls.calls]
+        groups = group_kernels(self.calls) if self.fused else [([c], None) for c in self.calls.calls]
         cache, known = Cache(self.hardware), {}
-        made = []
+        results = []
         for members, cost in groups:
             cached = cache.touch(members, self.value)
             key = (cached, _alike(members[0])) if cost is None and len(members) == 1 else None  # layers repeat
             if key is None or key not in known:
-                made.append(self._node(members, cost, cached))
+                results.append(self._node(members, cost, cached))
             else:
                 like = known[key]
-                made.append(
+                results.append(
                     NodeCost(
                         members[0].name,
                         like.operator,
@@ -115,8 +115,8 @@ class Estimate:
                     )
                 )
             if key is not None:
-                known.setdefault(key, made[-1])
-        return made
+                known.setdefault(key, results[-1])
+        return results
 
     def _node(self, members: list[Call], cost: Cost | None, cached: int) -> NodeCost:
         last = members[-1]
@@ -222,8 +222,8 @@ class Estimate:
         return self._value(expression) if isinstance(expression, sympy.Basic) else expression
 
     def _evaluate(self, expression: sympy.Basic) -> Any:
-        found = expression.xreplace({s: sympy.Integer(self.sizes.get(s, 0)) for s in expression.free_symbols}).doit()
-        return int(found) if found.is_integer else float(found)
+        result = expression.xreplace({s: sympy.Integer(self.sizes.get(s, 0)) for s in expression.free_symbols}).doit()
+        return int(result) if result.is_integer else float(result)
 
     # ---------------------------------------------------------------- other sizes, other names
 

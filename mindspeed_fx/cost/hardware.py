@@ -21,12 +21,12 @@ MAKERS = ("ascend", "nvidia", "cpu")
 
 @functools.cache
 def _tables() -> tuple[dict[str, Hardware], dict[str, str]]:
-    made, aliases = {}, {}
+    results, aliases = {}, {}
     for maker in MAKERS:
         module = importlib.import_module(f"mindspeed_fx.cost.tables.{maker}")
-        made.update({hw.name: hw for hw in module.HARDWARE})
+        results.update({hw.name: hw for hw in module.HARDWARE})
         aliases.update(module.ALIASES)
-    return made, aliases
+    return results, aliases
 
 
 def names() -> tuple[str, ...]:
@@ -36,9 +36,9 @@ def names() -> tuple[str, ...]:
 
 def canonical(name: str) -> str | None:
     """The table's name for ``name`` ("Ascend910B2", "910b2", "NVIDIA H100 80GB HBM3"); None when there is no table."""
-    made, aliases = _tables()
+    result, aliases = _tables()
     key = re.sub(r"[\s_-]+", "", str(name).lower())
-    keys = {re.sub(r"[\s_-]+", "", k.lower()): v for k, v in (*((n, n) for n in made), *aliases.items())}
+    keys = {re.sub(r"[\s_-]+", "", k.lower()): v for k, v in (*((n, n) for n in result), *aliases.items())}
     return keys.get(key) or keys.get(f"ascend{key}")
 
 
@@ -86,12 +86,14 @@ def detect(target: str) -> tuple[str | None, str]:
     if device is None or not device.is_available():
         return None, f"no {target} device is here; name one: {example}"
     try:
-        found = device.get_device_name()
+        result = device.get_device_name()
     except RuntimeError as e:
         return None, f"the {target} driver does not say its name ({e}); give it: {example}"
-    known = canonical(found)
+    known = canonical(result)
     return (
-        (known, "") if known else (None, f'no table for "{found}"; name the nearest of {", ".join(names())}: {example}')
+        (known, "")
+        if known
+        else (None, f'no table for "{result}"; name the nearest of {", ".join(names())}: {example}')
     )
 
 
@@ -106,6 +108,6 @@ def measure_cpu(name: str = "cpu-measured", seconds: float = 1.0) -> Hardware:
         the documented "cpu" table with matrix, vector and memory rates and the launch cost replaced; efficiencies are
         1, since what is measured is what is reached.
     """
-    from mindspeed_fx.cost.tables.cpu import measured
+    from mindspeed_fx.cost.tables.cpu import measure_device
 
-    return measured(hardware("cpu"), name, seconds)
+    return measure_device(hardware("cpu"), name, seconds)

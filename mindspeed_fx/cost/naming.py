@@ -11,18 +11,18 @@ import sympy
 
 def naming(names: Mapping[str, int]) -> Callable[[Any], Any]:
     """Size -> expression: see :meth:`mindspeed_fx.cost.graph.Estimate.expression`."""
-    given = {
+    arguments = {
         sympy.sympify(k, locals={s: sympy.Symbol(s, positive=True) for s in re.findall(r"[A-Za-z_]\w*", k)}): int(v)
         for k, v in names.items()
     }
     by_value: dict[int, sympy.Expr] = {}
-    for expression, value in given.items():
+    for expression, value in arguments.items():
         if value < 2:
             raise ValueError(f"{expression} is {value}: a size of 1 cannot be told from any other 1; use a larger one")
         if value in by_value:
             raise ValueError(f"{by_value[value]} and {expression} are both {value}: give the graph sizes that differ")
         by_value[value] = expression
-    plain = [(e, v) for e, v in given.items() if e.is_Symbol]
+    plain = [(e, v) for e, v in arguments.items() if e.is_Symbol]
     products: dict[int, sympy.Expr] = {}
     for count in (2, 3):
         for chosen in itertools.combinations(plain, count):

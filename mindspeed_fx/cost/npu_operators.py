@@ -93,22 +93,26 @@ def _npu_attention_grad(
 
 def _product_and_collective(out: Any, a: Spec, b: Spec, *more: Any, **kw: Any) -> Cost:
     """The product: of all ranks' rows where the left operand is gathered. The collective counts 0 here."""
-    made = tensors(out)
+    result = tensors(out)
     return once(
-        out, a, b, flops=2 * (made[0].numel * a.shape[-1] if len(made) > 1 else a.numel * b.shape[-1]), dtype=a.dtype
+        out,
+        a,
+        b,
+        flops=2 * (result[0].numel * a.shape[-1] if len(result) > 1 else a.numel * b.shape[-1]),
+        dtype=a.dtype,
     )
 
 
 def _gather_and_products(out: Any, a: Spec, weights: Any, *more: Any, **kw: Any) -> Cost:
     """Products of all ranks' rows, which are gathered. The collective counts 0 here."""
-    made = tensors(out)[-len(tensors(weights)) :]
-    return once(out, a, weights, flops=2 * sum(m.numel for m in made) * a.shape[-1], dtype=a.dtype)
+    result = tensors(out)[-len(tensors(weights)) :]
+    return once(out, a, weights, flops=2 * sum(m.numel for m in result) * a.shape[-1], dtype=a.dtype)
 
 
 def _experts_and_collective(out: Any, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost:
     """The experts' product; the collective counts 0 here."""
-    made = tensors(out)[0]
-    return once(out, x, weight, flops=2 * made.shape[0] * weight.shape[1] * weight.shape[2], dtype=x.dtype)
+    result = tensors(out)[0]
+    return once(out, x, weight, flops=2 * result.shape[0] * weight.shape[1] * weight.shape[2], dtype=x.dtype)
 
 
 def _linear_max_sum(out: Any, x: Spec, weight: Spec, target: Spec, *more: Any, **kw: Any) -> Cost:
@@ -131,8 +135,8 @@ def _npu_grouped(out: Any, x: Sequence[Spec], weight: Sequence[Spec], **kw: Any)
     """Products of lists, each of groups of rows, of groups of the summed dimension, or of a pair: every element of x
     meets a row of the result.
     """
-    made = tensors(out)
-    width = [made[0].shape[-1]] * len(x) if len(made) == 1 else [m.shape[-1] for m in made]
+    result = tensors(out)
+    width = [result[0].shape[-1]] * len(x) if len(result) == 1 else [m.shape[-1] for m in result]
     return once(
         out, *x, *weight, kw.get("group_list"), flops=sum(2 * a.numel * n for a, n in zip(x, width)), dtype=x[0].dtype
     )

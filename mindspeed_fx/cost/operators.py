@@ -119,14 +119,14 @@ FREE = Cost(launches=0)
 
 def tensors(*values: Any) -> list[Spec]:
     """The specs among ``values``, each once; lists are looked into."""
-    found: dict[int, Spec] = {}
+    results: dict[int, Spec] = {}
     for v in values:
         if isinstance(v, Spec):
-            found[id(v)] = v
+            results[id(v)] = v
         elif isinstance(v, (list, tuple)):
             for spec in tensors(*v):
-                found[id(spec)] = spec
-    return list(found.values())
+                results[id(spec)] = spec
+    return list(results.values())
 
 
 def size(*values: Any) -> Size:
@@ -156,7 +156,7 @@ def product(out: Any, inner: Size, *inputs: Any, vector: Size = 0) -> Cost:
     return once(out, *inputs, flops=2 * out.numel * inner, vector=vector, dtype=tensors(*inputs)[0].dtype)
 
 
-def seen(queries: Size, keys: Size, causal: bool, window: Size = 0) -> Size:
+def visible_scores(queries: Size, keys: Size, causal: bool, window: Size = 0) -> Size:
     """Scores of one head that a kernel computes: all, or those a causal mask (aligned at the top left) and a window
     leave.
 
@@ -195,7 +195,7 @@ def attention(
         backward: five products instead of two (scores again, dV, dP, dQ, dK), as torch counts them.
     """
     (b, h, s, d), (t, e) = q.shape, v.shape[-2:]
-    scores, kept = b * h * s * t, b * h * seen(s, t, causal, window)
+    scores, kept = b * h * s * t, b * h * visible_scores(s, t, causal, window)
     each = 2 * (3 * d + 2 * e) if backward else 2 * (d + e)
     return once(
         out,
@@ -223,7 +223,7 @@ def elements(*values: Any) -> Size:
     return max(counts, default=0)
 
 
-def added(costs: Sequence[Cost]) -> Cost:
+def add_costs(costs: Sequence[Cost]) -> Cost:
     """Several kernels one after the other; types are those of the first that has matrix work."""
     first = next((c for c in costs if c.matrix != 0), costs[0] if costs else FREE)
     flops, matrix, vector, read, write = (

@@ -80,7 +80,7 @@ class Call:
 
 
 def _find_operator(overload: Any) -> Any:
-    return next((found for find in _LOOKUPS if (found := find(overload)) is not None), None)
+    return next((result for find in _LOOKUPS if (result := find(overload)) is not None), None)
 
 
 _LOOKUPS: list[Callable[[Any], Any]] = []
@@ -118,13 +118,13 @@ class Calls:
                 )
             return size(value) if isinstance(value, sympy.Basic) else value
 
-        made = [
+        results = [
             dataclasses.replace(
                 c, out=replaced(c.out), args=replaced(c.args), kwargs={k: replaced(v) for k, v in c.kwargs.items()}
             )
             for c in self.calls
         ]
-        return Calls(made, self.outputs, self.hints, self.notes)
+        return Calls(results, self.outputs, self.hints, self.notes)
 
 
 def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
@@ -139,10 +139,10 @@ def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
 
 class _Reader:
     def __init__(self, prefix: str):
-        self.prefix, self.found = prefix, Calls()
+        self.prefix, self.result = prefix, Calls()
         self.values: dict[Any, Any] = {}
         self.groups: dict[Any, Any] = {}
-        self.given: set[str] = set()  # keys of the memory that the graph is given
+        self.input_keys: set[str] = set()  # keys of the memory that the graph is given
 
     def read(self, gm: fx.GraphModule) -> Calls:
         missing, live = 0, live_nodes(gm.graph)
@@ -150,7 +150,7 @@ class _Reader:
             if node not in live and node.op != "placeholder":
                 continue
             if node.op == "output":
-                self.found.outputs |= {
+                self.result.outputs |= {
                     s.key for s in tensors(*pytree.tree_leaves(fx.map_arg(node.args, self.values.get)))
                 }
             elif node.op in ("placeholder", "get_attr"):
@@ -163,7 +163,7 @@ class _Reader:
                     else None,
                     node.name,
                 )
-                self.given |= {s.key for s in tensors(self.values[node])}
+                self.input_keys |= {s.key for s in tensors(self.values[node])}
             elif node.op == "call_function":
                 if isinstance(node.target, torch._ops.HigherOrderOperator):
                     self._nested(gm, node)
@@ -174,12 +174,12 @@ class _Reader:
             else:
                 missing += 1
         if missing:
-            self.found.notes.append(f"{missing} nodes without fake values are not counted")
-        return self.found
+            self.result.notes.append(f"{missing} nodes without fake values are not counted")
+        return self.result
 
     def _size(self, n: Any) -> Any:
         if isinstance(n, torch.SymInt):
-            self.found.hints.update(symbols.symbol_hints(n))
+            self.result.hints.update(symbols.symbol_hints(n))
         return symbols.size_expression(n)
 
     def _specs(self, value: Any, key: str) -> Any:
@@ -202,17 +202,17 @@ class _Reader:
         )
 
     def _arguments(self, node: fx.Node) -> tuple[tuple, dict]:
-        args = tuple(self._given(a) for a in node.args)
-        kwargs = {k: self._given(a) for k, a in node.kwargs.items()} if node.kwargs else {}
+        args = tuple(self._value_of(a) for a in node.args)
+        kwargs = {k: self._value_of(a) for k, a in node.kwargs.items()} if node.kwargs else {}
         if not kwargs and isinstance(node.target, torch._ops.OpOverload):
             args += _defaults(node.target, len(args))
         return args, kwargs
 
-    def _given(self, value: Any) -> Any:
+    def _value_of(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
             return self.values.get(value)
         if isinstance(value, (list, tuple)):
-            return tuple(map(self._given, value)) if isinstance(value, tuple) else [self._given(v) for v in value]
+            return tuple(map(self._value_of, value)) if isinstance(value, tuple) else [self._value_of(v) for v in value]
         return fx.map_arg(value, self.values.get) if isinstance(value, (dict, slice)) else value
 
     def _call(self, node: fx.Node) -> None:
@@ -232,21 +232,21 @@ class _Reader:
         ):
             self.values[node] = self._specs(value, node.name)
             return
-        space, name, kind = _named(target)
+        space, name, kind = _call_name(target)
         if kind == "free" and not is_view(node):
             self.values[node] = self._specs(value, node.name)
             return
         if is_view(node):
-            base = next((s for s in tensors(*map(self._given, node.args))), None)
-            made = self._specs(value, node.name)
+            base = next((s for s in tensors(*map(self._value_of, node.args))), None)
+            result = self._specs(value, node.name)
             same = lambda s: (
                 Spec(s.shape, s.dtype, s.itemsize, s.expanded, base.key) if isinstance(s, Spec) and base else s
             )
-            self.values[node] = same(made) if isinstance(made, Spec) else pytree.tree_map(same, made)
+            self.values[node] = same(result) if isinstance(result, Spec) else pytree.tree_map(same, result)
             return
         out = self.values[node] = self._specs(value, node.name)
-        if not self.given.isdisjoint(s.key for s in tensors(*map(self._given, written_nodes(node)))):
-            self.found.outputs |= {s.key for s in tensors(out)}
+        if not self.input_keys.isdisjoint(s.key for s in tensors(*map(self._value_of, written_nodes(node)))):
+            self.result.outputs |= {s.key for s in tensors(out)}
         args, kwargs = self._arguments(node)
         if target in OVERWRITES:
             args = (None, *args[1:])
@@ -266,10 +266,10 @@ class _Reader:
                 return
             call.ranks = _ranks(args, kwargs, self.groups)
         elif not isinstance(target, torch._ops.OpOverload):
-            self.found.notes.append(
+            self.result.notes.append(
                 f"{call.name} calls {name}, which is no operator: counted as one pass over its tensors"
             )
-        self.found.calls.append(call)
+        self.result.calls.append(call)
 
     def _nested(self, gm: fx.GraphModule, node: fx.Node) -> None:
         """A higher-order operator: the first graph it is given counts (a branch of cond stands for both)."""
@@ -281,15 +281,15 @@ class _Reader:
         inner = [g for g in inner if isinstance(g, fx.GraphModule)]
         self.values[node] = self._specs(node.meta.get("val"), node.name)
         if not inner:
-            self.found.notes.append(f"{node.name} ({node.target}) is not looked into: not counted")
+            self.result.notes.append(f"{node.name} ({node.target}) is not looked into: not counted")
             return
-        found = read(inner[0], f"{self.prefix}{node.name}/")
-        self.found.calls += found.calls
-        self.found.hints.update(found.hints)
-        self.found.notes += found.notes
-        self.found.outputs |= found.outputs
+        result = read(inner[0], f"{self.prefix}{node.name}/")
+        self.result.calls += result.calls
+        self.result.hints.update(result.hints)
+        self.result.notes += result.notes
+        self.result.outputs |= result.outputs
         if len(inner) > 1:
-            self.found.notes.append(
+            self.result.notes.append(
                 f"{node.name} ({node.target}): only the first of its {len(inner)} graphs is counted"
             )
 
@@ -303,7 +303,7 @@ def _layout(
 
 
 @memoize.by_target
-def _named(target: Any) -> tuple[str, str, str]:
+def _call_name(target: Any) -> tuple[str, str, str]:
     """Namespace, name without overload, and kind of what a node calls."""
     space, _, name = str(getattr(target, "overloadpacket", getattr(target, "__name__", target))).rpartition(".")
     name = name.removesuffix("_") if name.removesuffix("_") and not name.startswith("__") else name
@@ -319,11 +319,9 @@ def _named(target: Any) -> tuple[str, str, str]:
 
 
 @memoize.by_target
-def _defaults(target: torch._ops.OpOverload, given: int) -> tuple:
-    """Values of the positional arguments after the first ``given``."""
-    return tuple(
-        a.default_value for a in target._schema.arguments[given:] if not a.kwarg_only and a.has_default_value()
-    )
+def _defaults(target: torch._ops.OpOverload, arg: int) -> tuple:
+    """Values of the positional arguments after the first ``arg``."""
+    return tuple(a.default_value for a in target._schema.arguments[arg:] if not a.kwarg_only and a.has_default_value())
 
 
 def _module(node: fx.Node) -> str:

@@ -19,7 +19,7 @@ from mindspeed_fx.cost.read import Call, Calls
 FUSIBLE = frozenset(("pointwise", "copy", "gather", "creation", "rows", "reduction"))
 
 
-def grouped(calls: Calls) -> list[tuple[list[Call], Cost | None]]:
+def group_kernels(calls: Calls) -> list[tuple[list[Call], Cost | None]]:
     """Kernels in order: the calls of each, and its cost where that is not the cost of its one call."""
     order = calls.calls
     producer = {s.key: i for i, c in enumerate(order) for s in c.writes}
@@ -87,15 +87,15 @@ def _region(
 
 def _inputs(group: list[int], order: list[Call], producer: dict[str, int], find: Any) -> Any:
     """Bytes that a region reads: every view of memory from outside once, of a gather's table the rows taken."""
-    root, found = find(group[0]), {}
+    root, results = find(group[0]), {}
     for i in group:
         call = order[i]
         for position, s in enumerate(call.reads):
             if s.key in producer and find(producer[s.key]) == root:
                 continue
             taken = call.writes[0].bytes if call.kind == "gather" and position == 0 else s.bytes
-            found[(s.key, str(s.shape), i if call.kind == "gather" and position == 0 else None)] = taken
-    return sum(found.values())
+            results[(s.key, str(s.shape), i if call.kind == "gather" and position == 0 else None)] = taken
+    return sum(results.values())
 
 
 def _columns(call: Call) -> bool:

@@ -18,14 +18,14 @@ aten = torch.ops.aten
 def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Graphs that higher-order operators of ``gm`` run as part of the forward, in captured form (an autograd.Function's
     own backward is not one, nor is a function transform)."""
-    found = []
+    results = []
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_higher_order(node.target):
             graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
             graphs = [g for g in graphs if isinstance(g, fx.GraphModule)]
             graphs = graphs[:1] if tracing.is_autograd_function(node.target) else graphs
-            found += [g for g in graphs if _is_captured(g) and not is_transform_body(g)]
-    return found
+            results += [g for g in graphs if _is_captured(g) and not is_transform_body(g)]
+    return results
 
 
 def _is_captured(gm: fx.GraphModule) -> bool:
@@ -90,12 +90,12 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
         or not node.target._schema.is_mutable
     ):
         return []
-    found = []
+    results = []
     for a in node.target._schema.arguments:
         if a.alias_info is not None and a.alias_info.is_write:
             value = argument(node, a.name)
-            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
-    return found
+            results += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return results
 
 
 def _differentiable(value: Any) -> bool:

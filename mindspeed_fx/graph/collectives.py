@@ -45,10 +45,10 @@ def group_of(node: fx.Node) -> str:
 
 def waits_of(start: fx.Node) -> list[fx.Node]:
     """The waits that end a collective; one for each tensor of a coalesced one."""
-    found = []
+    results = []
     for user in start.users:
         if is_wait(user):
-            found.append(user)
+            results.append(user)
         else:
-            found += [w for w in user.users if is_wait(w)]
-    return found
+            results += [w for w in user.users if is_wait(w)]
+    return results

@@ -12,7 +12,7 @@ from mindspeed_fx.graph.match import ADD, MUL, aten, is_call, value
 from mindspeed_fx.graph.op_sets import TRANSPOSES
 
 
-def untransposed(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:
+def strip_transpose(n: fx.Node, *through: Any) -> tuple[fx.Node, bool]:
     """(x, flag) when the matrix ``n`` is x, transposed if ``flag``; also past calls of ``through``, which keep their
     input's shape.
     """
@@ -45,9 +45,9 @@ def before_copy(n: Any) -> Any:
     if (
         is_call(n, aten.permute.default)
         and is_call(middle := n.args[0], aten.contiguous.default)
-        and is_call(there := middle.args[0], aten.permute.default)
+        and is_call(inner := middle.args[0], aten.permute.default)
     ):
-        return there.args[0] if [there.args[1][d] for d in n.args[1]] == list(range(len(n.args[1]))) else n
+        return inner.args[0] if [inner.args[1][d] for d in n.args[1]] == list(range(len(n.args[1]))) else n
     return n
 
 
@@ -82,7 +82,7 @@ def layout_is_free(node: fx.Node, becomes: torch.Tensor, depth: int = 8) -> bool
             return False
         args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: becomes if n is node else n.meta["val"])
         with fake.fake_like(value(user)), torch.no_grad():
-            made = user.target(*args, **kwargs)
-        if fake.layout(made) != fake.layout(value(user)) and not layout_is_free(user, made, depth - 1):
+            result = user.target(*args, **kwargs)
+        if fake.layout(result) != fake.layout(value(user)) and not layout_is_free(user, result, depth - 1):
             return False
     return True

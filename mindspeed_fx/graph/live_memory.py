@@ -17,32 +17,32 @@ def peak(gm: fx.GraphModule) -> dict[str, Any]:
     Inputs live throughout: parameters do, and what a backward is given is held by its caller. A value dies after its
     last use; workspaces within an operator and the allocator's rounding are not counted.
     """
-    found = lives(gm.graph)
-    alive = found.curve()
+    result = lives(gm.graph)
+    alive = result.curve()
     best = max(alive, default=0)
-    where = found.nodes[alive.index(best)].name if best else ""
+    where = result.nodes[alive.index(best)].name if best else ""
     return {
-        "inputs": _total(found.memories, (n for n in found.nodes if n.op == "placeholder")),
-        "outputs": _total(found.memories, gm.graph.output_node().all_input_nodes),
+        "inputs": _total(result.memories, (n for n in result.nodes if n.op == "placeholder")),
+        "outputs": _total(result.memories, gm.graph.output_node().all_input_nodes),
         "peak": best,
         "node": where,
     }
 
 
-def made(gm: fx.GraphModule) -> dict[fx.Node, int]:
+def allocated_bytes(gm: fx.GraphModule) -> dict[fx.Node, int]:
     """Bytes that each call allocates for its results: views and results written to inputs take none."""
     memories = Memories(gm.graph)
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     return {n: sum(memories.bytes[m] for m in memories.made_by(n)) for n in calls}
 
 
-def saved(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+def saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
     """Bytes that ``backward`` is given of what ``forward`` made: the activations kept between the two."""
     memories = Memories(forward.graph)
     names = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
-    given = memories.behind(n for n in forward.graph.nodes if n.op == "placeholder")
+    arg = memories.behind(n for n in forward.graph.nodes if n.op == "placeholder")
     kept = memories.behind(n for n in forward.graph.output_node().all_input_nodes if n.name in names)
-    return sum(memories.bytes[m] for m in kept - given)
+    return sum(memories.bytes[m] for m in kept - arg)
 
 
 def _total(memories: Memories, nodes: Iterable[fx.Node]) -> int:

@@ -157,22 +157,22 @@ def unscale(n: Any) -> tuple[Any, float]:
 
 def unscalings(n: Any) -> list[tuple[Any, float]]:
     """Every (x, factor) that ``n`` can be read as: itself times 1.0, and without one number after the other."""
-    ways = [(n, 1.0)]
+    readings = [(n, 1.0)]
     while True:
-        n, factor = ways[-1]
-        found = next(
+        n, factor = readings[-1]
+        result = next(
             ((x, scale) for x, c in operands(n, *MUL) if (scale := number(c)) is not None and isinstance(x, fx.Node)),
             None,
         )
-        if found is not None:
-            ways.append((found[0], factor * found[1]))
+        if result is not None:
+            readings.append((result[0], factor * result[1]))
         elif is_call(n, *DIV) and (divisor := number(n.args[1])) and not n.kwargs:
-            ways.append((n.args[0], factor / divisor))
+            readings.append((n.args[0], factor / divisor))
         else:
-            return ways
+            return readings
 
 
-def squared(n: Any) -> fx.Node | None:
+def match_square(n: Any) -> fx.Node | None:
     """x when ``n`` is x squared (capture spells all of them ``pow(x, 2)``)."""
     return n.args[0] if is_call(n, aten.pow.Tensor_Scalar) and n.args[1] == 2 else None
 

@@ -12,14 +12,14 @@ def by_target(function: Callable) -> Callable:
     known: dict[tuple, tuple[Any, Any]] = {}
 
     def remembered(target: Any, *rest: Any) -> Any:
-        found = known.get((id(target), rest))
-        if found is None:
+        result = known.get((id(target), rest))
+        if result is None:
             if len(known) > 4096:
                 known.clear()
-            found = known[id(target), rest] = (
+            result = known[id(target), rest] = (
                 target,
                 function(target, *rest),
             )  # the target stays alive, and so its identity its own
-        return found[1]
+        return result[1]
 
     return remembered

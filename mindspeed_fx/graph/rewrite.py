@@ -48,14 +48,14 @@ def _size_node(gm: fx.GraphModule, before: fx.Node, size: torch.SymInt) -> fx.No
         for dim, length in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
             if isinstance(length, torch.SymInt) and length.node.expr == size.node.expr:
                 with gm.graph.inserting_before(before):
-                    made = gm.graph.call_function(aten.sym_size.int, (n, dim))
-                made.meta = {
+                    new = gm.graph.call_function(aten.sym_size.int, (n, dim))
+                new.meta = {
                     "val": length,
                     "mutated": False,
                     "needs_grad": False,
                     "grad_enabled": before.meta.get("grad_enabled", True),
                 }
-                return made
+                return new
     raise RuntimeError(f"no value before {before.name} has the size {size}")
 
 

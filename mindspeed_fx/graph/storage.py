@@ -80,13 +80,13 @@ def owner(node: fx.Node) -> fx.Node:
 
 def views_of(node: fx.Node) -> dict[fx.Node, None]:
     """``node`` and every view of it, in order."""
-    found: dict[fx.Node, None] = {}
+    results: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
         n = todo.pop()
-        found[n] = None
+        results[n] = None
         todo += [u for u in n.users if is_view(u) and owner(u) is owner(node)]
-    return found
+    return results
 
 
 def read_from_memory(node: fx.Node) -> bool:
@@ -116,8 +116,8 @@ def _shares_storage(node: fx.Node, source: Any) -> bool:
         return False
     if "val" not in node.meta or "val" not in source.meta:
         return op_sets.is_view(node.target)
-    made = {fake.storage_of(t) for t in _tensors(node.meta["val"]) if t.layout is torch.strided}
-    return bool(made) and made <= {
+    result = {fake.storage_of(t) for t in _tensors(node.meta["val"]) if t.layout is torch.strided}
+    return bool(result) and result <= {
         fake.storage_of(t) for t in _tensors(source.meta["val"]) if t.layout is torch.strided
     }
 
@@ -150,8 +150,8 @@ class Memories:
 
     def add(self, node: fx.Node) -> list[int]:
         """Notes the next node of the graph; returns its memories."""
-        found = self.of[node] = self._find(node)
-        return found
+        result = self.of[node] = self._find(node)
+        return result
 
     def behind(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The memories of these nodes."""
@@ -179,12 +179,14 @@ class Memories:
             return [self._block(own, node, t) for t in tensors]
         if op_sets.may_copy(node.target):
             return [m for t in tensors for m in self._of_input(node, t) or [self._block(own, node, t)]]
-        found = []
+        results = []
         for i, part in _results(node.target, value):
             aliased = [m for source in _sources(node, i) for m in self.of.get(source, ())]
-            made = _tensors(part)
-            found += (aliased * len(made))[: len(made)] if aliased else [self._block(own, node, t) for t in made]
-        return found
+            result = _tensors(part)
+            results += (
+                (aliased * len(result))[: len(result)] if aliased else [self._block(own, node, t) for t in result]
+            )
+        return results
 
     def _of_input(self, node: fx.Node, value: torch.Tensor) -> list[int]:
         """The memory of the argument whose fake memory ``value`` has; [] where it has its own."""
@@ -198,16 +200,16 @@ class Memories:
     def _item(self, node: fx.Node) -> list[int]:
         """One of several results."""
         source, index = node.args
-        found = self.of.get(source, [])
+        result = self.of.get(source, [])
         whole = source.meta.get("val") if isinstance(source, fx.Node) else None
         if not (
             isinstance(whole, (list, tuple))
             and all(isinstance(v, torch.Tensor) or v is None for v in whole)
             and isinstance(index, int)
         ):
-            return list(found)
+            return list(result)
         at = sum(isinstance(v, torch.Tensor) for v in whole[: index % len(whole)])
-        return found[at : at + 1]
+        return result[at : at + 1]
 
     def _block(self, known: dict[int, int], node: fx.Node, value: torch.Tensor) -> int:
         """The memory of ``value``, new where its storage is not ``known``."""
@@ -232,11 +234,11 @@ def _results(target: torch._ops.OpOverload, value: Any) -> Iterator[tuple[int, A
 
 def _sources(node: fx.Node, result: int) -> list[fx.Node]:
     """The arguments whose memory the schema says that a result lies in."""
-    found = []
+    results = []
     for i, name in _aliased(node.target, result):
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        found += [n for n in pytree.tree_leaves(given) if isinstance(n, fx.Node)]
-    return found
+        arg = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        results += [n for n in pytree.tree_leaves(arg) if isinstance(n, fx.Node)]
+    return results
 
 
 @memoize.by_target

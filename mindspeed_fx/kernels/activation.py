@@ -71,12 +71,12 @@ torch.library.register_autograd("mindspeed::activation", _backward, setup_contex
 
 
 @activation.shard
-def _ways(x, kind):
+def _sharding_rule(x, kind):
     return [([d], [d]) for d in range(x.ndim)]
 
 
 @activation_backward.shard
-def _ways_backward(grad, x, kind):
+def _sharding_rule_backward(grad, x, kind):
     return [([d], [d, d]) for d in range(x.ndim)]
 
 

@@ -43,8 +43,8 @@ def adamw_(
     Raises:
         ValueError: buffers of different lengths, or not flat and contiguous; a step below 1.
     """
-    given = {"weight": weight, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
-    for name, x in given.items():
+    arguments = {"weight": weight, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
+    for name, x in arguments.items():
         if x is not None and (x.dim() != 1 or len(x) != len(weight) or not x.is_contiguous()):
             raise ValueError(
                 f"adamw_: {name} is {list(x.shape)} with strides {list(x.stride())}; valid: [{len(weight)}], contiguous"

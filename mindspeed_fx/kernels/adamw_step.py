@@ -36,10 +36,10 @@ def adamw_step(
         numbers: [5] float64 on cpu: see :data:`NUMBERS`.
     """
     with torch.no_grad():
-        for weight, exp_avg, exp_avg_sq, step, grad, given in zip(
+        for weight, exp_avg, exp_avg_sq, step, grad, arg in zip(
             weights, exp_avgs, exp_avg_sqs, steps, grads, numbers, strict=True
         ):
-            lr, beta1, beta2, eps, weight_decay = given.tolist()
+            lr, beta1, beta2, eps, weight_decay = arg.tolist()
             step += 1
             flat = (t.view(-1) for t in (weight, grad.contiguous(), exp_avg, exp_avg_sq))
             adamw_(*flat, step=int(step.item()), lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)

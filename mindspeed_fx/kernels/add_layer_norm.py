@@ -109,12 +109,12 @@ torch.library.register_autograd("mindspeed::add_layer_norm", _backward, setup_co
 
 
 @add_layer_norm.shard
-def _ways(x, *rest):
+def _sharding_rule(x, *rest):
     return [([d, d, d, d], [d, d, REPLICATED, REPLICATED]) for d in range(x.ndim - 1)]
 
 
 @add_layer_norm_backward.shard
-def _ways_backward(grad, grad_sum, *rest):
+def _sharding_rule_backward(grad, grad_sum, *rest):
     return [(results, [inputs[0], *inputs]) for results, inputs in ways_backward(grad, *rest)]
 
 

@@ -96,12 +96,12 @@ def _backward_cost(out, grad, grad_sum, s, weight, rstd, cast_first, need_weight
 
 
 @add_rms_norm.shard
-def _ways(x, residual, weight, eps, cast_first):
+def _sharding_rule(x, residual, weight, eps, cast_first):
     return [([d, d, d], [d, d, REPLICATED]) for d in range(x.ndim - 1)]
 
 
 @add_rms_norm_backward.shard
-def _ways_backward(grad, grad_sum, s, weight, rstd, cast_first, need_weight):
+def _sharding_rule_backward(grad, grad_sum, s, weight, rstd, cast_first, need_weight):
     return [([d, PARTIAL if need_weight else REPLICATED], [d, d, d, REPLICATED, d]) for d in range(s.ndim - 1)]
 
 

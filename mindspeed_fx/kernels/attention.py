@@ -32,12 +32,12 @@ def fake(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     return _like_bsnd(q, v.shape[-1]), lse
 
 
-def grouped(q: Tensor, k: Tensor) -> Tensor:
+def repeat_kv_heads(q: Tensor, k: Tensor) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     return k if groups == 1 else k.repeat_interleave(groups, 1)
 
 
-def _allowed(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
+def _allowed_mask(q: Tensor, k: Tensor, causal: bool, window: int) -> Tensor | None:
     if not causal:
         return None
     keep = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
@@ -48,11 +48,11 @@ def masked_scores(
     q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
     """Masked scores, and tanh(scores / softcap) where there is a soft-cap, which its gradient needs."""
-    scores, tanh = (q * scale) @ grouped(q, k).transpose(-1, -2), None
+    scores, tanh = (q * scale) @ repeat_kv_heads(q, k).transpose(-1, -2), None
     if softcap:
         tanh = torch.tanh(scores / softcap)
         scores = tanh * softcap
-    keep = _allowed(q, k, causal, window)
+    keep = _allowed_mask(q, k, causal, window)
     if keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))
     if mask is not None:
@@ -103,7 +103,7 @@ def attention(
     if sinks is not None:
         lse = torch.logaddexp(lse, by_row(sinks.to(wide)))
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-    out = weights @ grouped(q, v).to(wide)
+    out = weights @ repeat_kv_heads(q, v).to(wide)
     return stored_bsnd(out.to(q.dtype)), stored_bsnd(lse)
 
 
@@ -126,7 +126,7 @@ def gradients(
     def shared(x: Tensor, like: Tensor) -> Tensor:
         return x.unflatten(1, (like.shape[1], -1)).sum(2)
 
-    dq = ds @ grouped(q, kw) * scale
+    dq = ds @ repeat_kv_heads(q, kw) * scale
     dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared(weights.transpose(-1, -2) @ g, v)
     return tuple(stored_bsnd(x.to(like.dtype)) for x, like in ((dq, q), (dk, k), (dv, v)))
 
@@ -147,7 +147,7 @@ def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, s
     scores, tanh = masked_scores(qw, kw, mask, causal, scale, window, softcap)
     p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     delta = (g * out.to(wide)).sum(-1, keepdim=True)
-    ds = p * (g @ grouped(q, vw).transpose(-1, -2) - delta)
+    ds = p * (g @ repeat_kv_heads(q, vw).transpose(-1, -2) - delta)
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)
     return gradients(q, k, v, qw, kw, g, p, ds, scale)
@@ -184,25 +184,27 @@ torch.library.register_autograd("mindspeed::attention", _backward, setup_context
 
 
 @attention.shard
-def _ways(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+def _sharding_rule(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     return [
         ([out, lse], [dq, dk, dv, m, s if sinks is None or sinks.ndim == 1 else lse])
-        for out, lse, dq, dk, dv, m, s, _ in ways(q, k, mask, causal)
+        for out, lse, dq, dk, dv, m, s, _ in attention_strategies(q, k, mask, causal)
     ]
 
 
 @attention_backward.shard
-def _ways_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
-    found = [(grads, [o, dq, dk, dv, o, s, m]) for o, s, dq, dk, dv, m, _, grads in ways(q, k, mask, causal)]
+def _sharding_rule_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    results = [
+        (grads, [o, dq, dk, dv, o, s, m]) for o, s, dq, dk, dv, m, _, grads in attention_strategies(q, k, mask, causal)
+    ]
     # The log-sum-exp of all keys is known here, so some of the keys are enough.
     return (
-        found
+        results
         if causal
-        else found + [([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, along(mask, 3, 4)])]
+        else results + [([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, along(mask, 3, 4)])]
     )
 
 
-def ways(q, k, mask, causal):
+def attention_strategies(q, k, mask, causal):
     """Rows of placements: out, lse, q, k, v, mask, sinks, and the gradients of q, k and v.
 
     By batch; by head, those that share a key together; by query where no query's place matters; by the width of v.

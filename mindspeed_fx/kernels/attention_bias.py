@@ -55,23 +55,23 @@ def attention_bias_backward(
     scores, tanh = attention.masked_scores(qw, kw, bias, causal, scale, window, softcap)
     p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     delta = (g * out.to(wide)).sum(-1, keepdim=True)
-    ds = p * (g @ attention.grouped(q, vw).transpose(-1, -2) - delta)
+    ds = p * (g @ attention.repeat_kv_heads(q, vw).transpose(-1, -2) - delta)
     dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()  # the bias is added after a soft-cap
     return *attention.gradients(q, k, v, qw, kw, g, p, ds if tanh is None else ds * (1 - tanh * tanh), scale), dbias
 
 
 @attention_bias_backward.shard
-def _ways(grad, q, k, v, out, lse, bias, causal, scale, window=0, softcap=0.0):
+def _sharding_rule(grad, q, k, v, out, lse, bias, causal, scale, window=0, softcap=0.0):
     # A bias that parts share has the sum of their gradients.
-    found = [
+    results = [
         ([*grads, PARTIAL if m == REPLICATED else m], [o, dq, dk, dv, o, s, m])
-        for o, s, dq, dk, dv, m, _, grads in attention.ways(q, k, bias, causal)
+        for o, s, dq, dk, dv, m, _, grads in attention.attention_strategies(q, k, bias, causal)
     ]
     keys = along(bias, 3, 4)
     return (
-        found
+        results
         if causal
-        else found
+        else results
         + [
             (
                 [PARTIAL, 2, 2, PARTIAL if keys == REPLICATED else keys],

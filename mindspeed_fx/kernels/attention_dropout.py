@@ -46,7 +46,7 @@ def attention_dropout(
     scores = plain.masked_scores(q.to(wide), k.to(wide), None, True, scale, window, softcap)[0]
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp() * keep
-    out = (weights @ plain.grouped(q, v).to(wide)) / (1 - p)
+    out = (weights @ plain.repeat_kv_heads(q, v).to(wide)) / (1 - p)
     return plain.stored_bsnd(out.to(q.dtype)), plain.stored_bsnd(lse)
 
 
@@ -66,7 +66,7 @@ def attention_dropout_backward(grad, q, k, v, out, lse, keep, scale, window, sof
     g, qw, kw, vw = grad.to(wide) / (1 - p), q.to(wide), k.to(wide), v.to(wide)
     scores, tanh = plain.masked_scores(qw, kw, None, True, scale, window, softcap)
     weights = (scores - lse.unsqueeze(-1)).exp()
-    dp = (g @ plain.grouped(q, vw).transpose(-1, -2)) * keep
+    dp = (g @ plain.repeat_kv_heads(q, vw).transpose(-1, -2)) * keep
     ds = weights * (dp - (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True))
     if tanh is not None:
         ds = ds * (1 - tanh * tanh)
@@ -91,13 +91,18 @@ torch.library.register_autograd("mindspeed::attention_dropout", _backward, setup
 
 
 @attention_dropout.shard
-def _ways(q, k, v, keep, *settings):
-    return [([out, lse], [dq, dk, dv, m]) for out, lse, dq, dk, dv, m, *_ in plain.ways(q, k, keep, True)]
+def _sharding_rule(q, k, v, keep, *settings):
+    return [
+        ([out, lse], [dq, dk, dv, m]) for out, lse, dq, dk, dv, m, *_ in plain.attention_strategies(q, k, keep, True)
+    ]
 
 
 @attention_dropout_backward.shard
-def _ways_backward(grad, q, k, v, out, lse, keep, *settings):
-    return [(grads, [o, dq, dk, dv, o, s, m]) for o, s, dq, dk, dv, m, _, grads in plain.ways(q, k, keep, True)]
+def _sharding_rule_backward(grad, q, k, v, out, lse, keep, *settings):
+    return [
+        (grads, [o, dq, dk, dv, o, s, m])
+        for o, s, dq, dk, dv, m, _, grads in plain.attention_strategies(q, k, keep, True)
+    ]
 
 
 @attention_dropout.costs
@@ -110,7 +115,7 @@ def _backward_cost(out, grad, q, k, v, result, lse, keep, scale, window, softcap
     return cost.attention(out, q, k, v, True, grad, result, lse, keep, window=window, backward=True)
 
 
-def _fixed(q, k):
+def _fixed_settings(q, k):
     sizes = (q.shape[2], k.shape[2])
     return (
         None
@@ -119,11 +124,13 @@ def _fixed(q, k):
     )
 
 
-@attention_dropout.lower("cpu")("attention in blocks of rows", lambda q, k, *rest: _fixed(q, k))
-def _blocked(q, k, v, keep, scale, window, softcap, p):
+@attention_dropout.lower("cpu")("attention in blocks of rows", lambda q, k, *rest: _fixed_settings(q, k))
+def _attend_blocked(q, k, v, keep, scale, window, softcap, p):
     return attention_blocked.overload(q, k, v, scale, window, softcap, keep, p)
 
 
-@attention_dropout_backward.lower("cpu")("attention backward in blocks of rows", lambda grad, q, k, *rest: _fixed(q, k))
+@attention_dropout_backward.lower("cpu")(
+    "attention backward in blocks of rows", lambda grad, q, k, *rest: _fixed_settings(q, k)
+)
 def _blocked_backward(grad, q, k, v, out, lse, keep, scale, window, softcap, p):
     return attention_blocked_backward.overload(grad, q, k, v, out, lse, scale, window, softcap, keep, p)

@@ -22,10 +22,10 @@ SETTINGS = "bool causal, float scale, int window, float p"
 
 def _keep(seed: Tensor, weights: Tensor, p: float) -> Tensor:
     """What dropout multiplies the weights with: the same for the same seed."""
-    drawn = torch.rand(
+    draws = torch.rand(
         weights.shape, generator=torch.Generator(weights.device).manual_seed(int(seed)), device=weights.device
     )
-    return (drawn >= p).to(weights.dtype) / (1 - p)
+    return (draws >= p).to(weights.dtype) / (1 - p)
 
 
 def _fake(q, k, v, mask, causal, scale, window, p):
@@ -62,7 +62,7 @@ def attention_seeded(
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     seed = torch.randint(2**31, (1,), device=q.device) if p else torch.zeros(1, dtype=torch.int64, device=q.device)
-    out = (weights * _keep(seed, weights, p) if p else weights) @ plain.grouped(q, v).to(wide)
+    out = (weights * _keep(seed, weights, p) if p else weights) @ plain.repeat_kv_heads(q, v).to(wide)
     return plain.stored_bsnd(out.to(q.dtype)), plain.stored_bsnd(lse), seed, torch.zeros_like(seed)
 
 
@@ -84,7 +84,7 @@ def attention_seeded_backward(grad, q, k, v, out, lse, seed, offset, mask, causa
         (plain.masked_scores(qw, kw, mask, causal, scale, window, 0.0)[0] - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     )
     keep = _keep(seed, weights, p) if p else torch.ones_like(weights)
-    dp = (g @ plain.grouped(q, vw).transpose(-1, -2)) * keep
+    dp = (g @ plain.repeat_kv_heads(q, vw).transpose(-1, -2)) * keep
     ds = weights * (dp - (g * out.to(wide)).sum(-1, keepdim=True))
     return plain.gradients(q, k, v, qw, kw, g, weights * keep, ds, scale)
 
@@ -114,11 +114,11 @@ torch.library.register_autograd("mindspeed::attention_seeded", _backward, setup_
 def _rows(q, k, v, mask, causal, p):
     """The ways of attention. With dropout each rank draws the numbers of its part, so parts of v's width, which would
     all need the same numbers, are no way; the backward finds what the forward saved placed as its own way wants it."""
-    return [row for row in plain.ways(q, k, mask, causal) if not (p and row[4] == 3)]
+    return [row for row in plain.attention_strategies(q, k, mask, causal) if not (p and row[4] == 3)]
 
 
 @attention_seeded.shard
-def _ways(q, k, v, mask, causal, scale, window, p):
+def _sharding_rule(q, k, v, mask, causal, scale, window, p):
     return [
         ([out, lse, REPLICATED, REPLICATED], [dq, dk, dv, m])
         for out, lse, dq, dk, dv, m, *_ in _rows(q, k, v, mask, causal, p)
@@ -126,7 +126,7 @@ def _ways(q, k, v, mask, causal, scale, window, p):
 
 
 @attention_seeded_backward.shard
-def _ways_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
+def _sharding_rule_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
     rows = [
         (grads, [o, dq, dk, dv, o, s, REPLICATED, REPLICATED, m])
         for o, s, dq, dk, dv, m, _, grads in _rows(q, k, v, mask, causal, p)

@@ -151,9 +151,9 @@ def operator(
         )
         LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mindspeed::{name}", fake, lib=LIBRARY)
-        made = Operator(getattr(torch.ops.mindspeed, name).default, reference, opaque)
-        REGISTRY[made.overload] = made
-        return made
+        result = Operator(getattr(torch.ops.mindspeed, name).default, reference, opaque)
+        REGISTRY[result.overload] = result
+        return result
 
     return wrap
 

@@ -17,7 +17,7 @@ from mindspeed_fx.graph.op_sets import REORDERINGS, order_of
 aten = torch.ops.aten
 
 
-def tidy(gm: fx.GraphModule, added: list[fx.Node]) -> None:
+def cleanup(gm: fx.GraphModule, added: list[fx.Node]) -> None:
     """Clean up after ``added``, the calls that lowering put into ``gm``."""
     _drop_unread(gm, added)
     _share_equal(gm, added)
@@ -28,7 +28,7 @@ def tidy(gm: fx.GraphModule, added: list[fx.Node]) -> None:
             and (node in near or any(n in near for n in node.all_input_nodes))
             and not node._erased
         ):
-            source = _undone(node) or _restored(node)
+            source = _undone(node) or _match_restore(node)
             # A result must stay a tensor of its own: neither an input of the graph nor another result.
             taken = source is not None and node in results and (source.op == "placeholder" or source in results)
             if source is not None and not taken and layout(source.meta["val"]) == layout(node.meta["val"]):
@@ -62,11 +62,11 @@ def _drop_unread(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
 
 def _share_equal(gm: fx.GraphModule, added: list[fx.Node]) -> None:
     """What is made twice from the same, such as the mask of causal attention in every layer, is made once."""
-    made: dict[tuple, fx.Node] = {}
+    results: dict[tuple, fx.Node] = {}
     for node in added:
         if node._erased or not _pure(node) or any(u.op == "output" for u in node.users):
             continue
-        other = made.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        other = results.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if other is not node:
             node.replace_all_uses_with(other)
             gm.graph.erase_node(node)
@@ -105,7 +105,7 @@ def _share_copy(gm: fx.GraphModule, node: fx.Node, near: set[fx.Node]) -> None:
     node.replace_all_uses_with(source)
 
 
-def _restored(node: fx.Node) -> fx.Node | None:
+def _match_restore(node: fx.Node) -> fx.Node | None:
     """The value that was widened and comes back to its type."""
     if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
         return None

@@ -91,14 +91,16 @@ torch.library.register_autograd("mindspeed::clipped_swiglu", _backward, setup_co
 
 
 @clipped_swiglu.shard
-def _ways(x, up, alpha, limit, offset, interleaved):
+def _sharding_rule(x, up, alpha, limit, offset, interleaved):
     """Alternating columns may be divided between pairs."""
     last = x.ndim - 1
-    return swiglu.ways(x, up) + ([([Even(last)], [Even(last, 2), last])] if up is None and interleaved else [])
+    return swiglu.gate_strategies(x, up) + (
+        [([Even(last)], [Even(last, 2), last])] if up is None and interleaved else []
+    )
 
 
 @clipped_swiglu_backward.shard
-def _ways_backward(grad, x, up, alpha, limit, offset, interleaved):
+def _sharding_rule_backward(grad, x, up, alpha, limit, offset, interleaved):
     last = x.ndim - 1
     return swiglu.ways_backward(grad, x, up) + (
         [([Even(last, 2), REPLICATED], [Even(last), Even(last, 2), last])] if up is None and interleaved else []

@@ -118,13 +118,13 @@ def _backward_cost(out, grad, logits, target, lse, ignore_index, label_smoothing
 
 
 @cross_entropy.shard
-def _ways(logits, target, ignore_index, label_smoothing):
+def _sharding_rule(logits, target, ignore_index, label_smoothing):
     """By token. Logits divided by class need collectives inside the operator: sharding/spmd/vocabulary.py."""
     return [([0, 0], [0, 0])]
 
 
 @cross_entropy_backward.shard
-def _ways_backward(grad, logits, target, lse, ignore_index, label_smoothing):
+def _sharding_rule_backward(grad, logits, target, lse, ignore_index, label_smoothing):
     return [([0], [0, 0, 0, 0])]
 
 

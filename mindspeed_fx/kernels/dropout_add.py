@@ -67,7 +67,7 @@ torch.library.register_autograd("mindspeed::dropout_add", _backward, setup_conte
 
 
 @dropout_add.shard
-def _ways(x, bias, residual, p):
+def _sharding_rule(x, bias, residual, p):
     """Each rank draws the numbers of its part."""
     return [([d, d], [d, along(bias, d, x.ndim), d]) for d in range(x.ndim)]
 

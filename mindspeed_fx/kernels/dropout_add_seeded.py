@@ -29,7 +29,7 @@ Ascend.
 """
 
 
-def drawn(shape: torch.Size, seed: Tensor) -> Tensor:
+def draw_levels(shape: torch.Size, seed: Tensor) -> Tensor:
     """int64 tensor of ``shape``, uniform in [0, :data:`LEVELS`): the number of element i, counted in row-major order
     modulo 2**32.
 
@@ -67,7 +67,7 @@ def dropout_add_seeded(x: Tensor, bias: Tensor | None, residual: Tensor, seed: T
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
-    kept = torch.where(drawn(x.shape, seed) >= threshold(p), y * (1 / (1 - p)), 0.0)
+    kept = torch.where(draw_levels(x.shape, seed) >= threshold(p), y * (1 / (1 - p)), 0.0)
     return (residual.to(wide) + kept).to(residual.dtype).contiguous()
 
 
@@ -81,7 +81,11 @@ def dropout_add_seeded_backward(grad: Tensor, seed: Tensor, p: float) -> Tensor:
     residual.
     """
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    return torch.where(drawn(grad.shape, seed) >= threshold(p), wide * (1 / (1 - p)), 0.0).to(grad.dtype).contiguous()
+    return (
+        torch.where(draw_levels(grad.shape, seed) >= threshold(p), wide * (1 / (1 - p)), 0.0)
+        .to(grad.dtype)
+        .contiguous()
+    )
 
 
 def _setup(ctx, inputs, output):
@@ -107,13 +111,13 @@ torch.library.register_autograd("mindspeed::dropout_add_seeded", _backward, setu
 
 
 @dropout_add_seeded.shard
-def _ways(x, bias, residual, seed, p):
+def _sharding_rule(x, bias, residual, seed, p):
     """Whole alone where it draws: the number of an element is a function of its place in the whole tensor."""
     return [] if p else [([d], [d, along(bias, d, x.ndim), d, REPLICATED]) for d in range(x.ndim)]
 
 
 @dropout_add_seeded_backward.shard
-def _ways_backward(grad, seed, p):
+def _sharding_rule_backward(grad, seed, p):
     return [] if p else [([d], [d, REPLICATED]) for d in range(grad.ndim)]
 
 

@@ -18,7 +18,7 @@ from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "sigmoid")
 
 
-def _activated(x: Tensor, activation: str) -> Tensor:
+def _activate(x: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
         return torch.nn.functional.gelu(x)
     if activation == "gelu_tanh":
@@ -65,7 +65,7 @@ def glu(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     gate, up = swiglu.halves(x, up)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     wide = gate.to(accumulation_dtype(dtype))
-    return (_activated(wide, activation) * up.to(wide.dtype)).to(dtype).contiguous()
+    return (_activate(wide, activation) * up.to(wide.dtype)).to(dtype).contiguous()
 
 
 def _fake_backward(grad, x, up, activation):
@@ -79,7 +79,7 @@ def glu_backward(grad: Tensor, x: Tensor, up: Tensor | None, activation: str) ->
     gate, u = swiglu.halves(x, up)
     dtype = accumulation_dtype(torch.promote_types(gate.dtype, u.dtype))
     g, wide, u = grad.to(dtype), gate.to(dtype), u.to(dtype)
-    dgate, dup = g * u * _derivative(wide, activation), g * _activated(wide, activation)
+    dgate, dup = g * u * _derivative(wide, activation), g * _activate(wide, activation)
     if up is None:
         return torch.cat((dgate, dup), -1).to(x.dtype), x.new_empty(0)
     return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()
@@ -111,7 +111,7 @@ def _backward_cost(out, grad, x, up, activation):
     return once(out, grad, x, up, vector=(special + 8) * grad.numel)
 
 
-glu.shard(swiglu.ways)
+glu.shard(swiglu.gate_strategies)
 glu_backward.shard(swiglu.ways_backward)
 
 

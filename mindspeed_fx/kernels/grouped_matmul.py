@@ -24,7 +24,7 @@ def _split(offsets: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(t[: sum(counts)].split(counts) for t in tensors))
 
 
-def _unfilled(x: Tensor, width: int, offsets: Tensor) -> Tensor:
+def _allocate_rows(x: Tensor, width: int, offsets: Tensor) -> Tensor:
     """[tokens, width], to be filled but for the rows after the last group, which are zero."""
     out = x.new_empty(x.shape[0], width)
     out[int(offsets[-1]) :].zero_()
@@ -50,7 +50,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # One ATen product per group, into place: what aten._grouped_mm does on CPU too. oneDNN, faster for fixed shapes,
     # gains nothing: it makes a kernel for every number of rows it has not seen, and routing brings new ones at every
     # step.
-    out = _unfilled(x, weight.shape[2], offsets)
+    out = _allocate_rows(x, weight.shape[2], offsets)
     for (rows, result), matrix in zip(_split(offsets, x, out), weight):
         torch.mm(rows, matrix, out=result)
     return out
@@ -74,7 +74,7 @@ def grouped_matmul_backward(
 
     Per group: dx = grad w^T, dweight = x^T grad, zero for a group without rows. dweight is stored as ``weight`` is.
     """
-    dx = _unfilled(x, x.shape[1], offsets) if need_x else x.new_empty(0)
+    dx = _allocate_rows(x, x.shape[1], offsets) if need_x else x.new_empty(0)
     dweight = torch.empty_like(weight) if need_weight else x.new_empty(0)
     if need_x:
         for (g, result), matrix in zip(_split(offsets, grad, dx), weight):
@@ -100,13 +100,13 @@ torch.library.register_autograd("mindspeed::grouped_matmul", _backward, setup_co
 
 
 @grouped_matmul.shard
-def _ways(x, weight, offsets):
+def _sharding_rule(x, weight, offsets):
     """By column or by summand of every product; rows and groups are divided by an exchange of tokens, not here."""
     return [([1], [REPLICATED, 2, REPLICATED]), ([PARTIAL], [1, 1, REPLICATED])]
 
 
 @grouped_matmul_backward.shard
-def _ways_backward(grad, x, weight, offsets, need_x, need_weight):
+def _sharding_rule_backward(grad, x, weight, offsets, need_x, need_weight):
     column = [PARTIAL if need_x else REPLICATED, 2 if need_weight else REPLICATED]
     row = [1 if need_x else REPLICATED, 1 if need_weight else REPLICATED]
     return [(column, [1, REPLICATED, 2, REPLICATED]), (row, [REPLICATED, 1, 1, REPLICATED])]

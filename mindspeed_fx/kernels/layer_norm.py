@@ -105,7 +105,7 @@ def _backward(ctx, grad, _grad_mean, _grad_rstd):
 torch.library.register_autograd("mindspeed::layer_norm", _backward, setup_context=_setup, lib=LIBRARY)
 
 
-def _ways(x, *rest):
+def _sharding_rule(x, *rest):
     return [([d, d, d], [d, REPLICATED, REPLICATED]) for d in range(x.ndim - 1)]
 
 
@@ -113,7 +113,7 @@ def ways_backward(grad, x, weight, mean, rstd, *need):
     return [([d, *(PARTIAL if n else REPLICATED for n in need)], [d, d, REPLICATED, d, d]) for d in range(x.ndim - 1)]
 
 
-layer_norm.shard(_ways)
+layer_norm.shard(_sharding_rule)
 layer_norm_backward.shard(ways_backward)
 
 
@@ -155,7 +155,7 @@ def layer_norm_aten_backward(grad, x, weight, mean, rstd, need_weight, need_bias
     return dx, dweight.to(weight.dtype) if need_weight else x.new_empty(0), dbias if need_bias else rstd.new_empty(0)
 
 
-layer_norm_aten.shard(_ways)
+layer_norm_aten.shard(_sharding_rule)
 layer_norm_aten_backward.shard(ways_backward)
 
 
@@ -163,9 +163,9 @@ layer_norm_aten.costs(_cost)
 layer_norm_aten_backward.costs(_backward_cost)
 
 
-def supports(x: Tensor, *given: Tensor | None) -> str | None:
+def supports(x: Tensor, *args: Tensor | None) -> str | None:
     """Why ATen's kernel cannot take these; None when it can."""
-    others = {str(t.dtype).removeprefix("torch.") for t in given if t is not None} - {
+    others = {str(t.dtype).removeprefix("torch.") for t in args if t is not None} - {
         "float64",
         "float32",
         "bfloat16",

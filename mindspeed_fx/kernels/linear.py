@@ -70,7 +70,7 @@ torch.library.register_autograd("mindspeed::linear", _backward, setup_context=_s
 
 
 @linear.shard
-def _ways(x, weight, bias=None):
+def _sharding_rule(x, weight, bias=None):
     """By row, by column of the result, and by summand; a bias is then one more summand."""
     last = x.ndim - 1
     return [([d], [d, REPLICATED, REPLICATED]) for d in range(last)] + [
@@ -80,13 +80,13 @@ def _ways(x, weight, bias=None):
 
 
 @linear_backward.shard
-def _ways_backward(grad, x, weight, needed):
+def _sharding_rule_backward(grad, x, weight, needed):
     def results(*placements):
         return [p if need else REPLICATED for p, need in zip(placements, needed)]
 
     last = x.ndim - 1
-    found = [(results(d, PARTIAL, PARTIAL), [d, d, REPLICATED]) for d in range(last)]
-    return found + [
+    matches = [(results(d, PARTIAL, PARTIAL), [d, d, REPLICATED]) for d in range(last)]
+    return matches + [
         (results(PARTIAL, 0, 0), [last, REPLICATED, 0]),
         (results(last, 1, REPLICATED), [REPLICATED, last, 1]),
     ]

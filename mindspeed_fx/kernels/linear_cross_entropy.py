@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.linear_cross_entropy_chunks import chunked, parts
+from mindspeed_fx.kernels.linear_cross_entropy_chunks import parts, run_in_chunks
 from mindspeed_fx.kernels.linear_cross_entropy_work import CHUNK
 
 SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
@@ -81,7 +81,7 @@ LIBRARY.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAut
 # --------------------------------------------------------------------------- mean and sum: gradients in the forward
 
 
-def _saved(x: Tensor | None, like: Tensor, needed: bool) -> Tensor:
+def _empty_gradient(x: Tensor | None, like: Tensor, needed: bool) -> Tensor:
     """Empty gradient of ``x``; nothing when it is not needed. float16 waits for its loss scale in float32: before the
     scale, gradients of a mean underflow."""
     return torch.empty(x.shape, dtype=_saved_dtype(x), device=x.device) if needed else like.new_empty(0)
@@ -93,7 +93,7 @@ def _saved_dtype(x: Tensor) -> torch.dtype:
 
 def _fake_total(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed):
     loss = hidden.new_empty((), dtype=accumulation_dtype(hidden.dtype))
-    return loss, *(_saved(x, hidden, need) for x, need in zip((hidden, weight, bias), needed))
+    return loss, *(_empty_gradient(x, hidden, need) for x, need in zip((hidden, weight, bias), needed))
 
 
 @operator(
@@ -115,7 +115,7 @@ def linear_cross_entropy_total(
     """
     kept = (target != ignore_index).sum().item()
     scale = 1.0 / max(kept, 1) if mean else 1.0
-    losses, *grads = chunked(
+    losses, *grads = run_in_chunks(
         hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, scale, needed
     )
     total = losses.sum()
@@ -173,7 +173,9 @@ def _fake_tokens(hidden, weight, bias, target, ignore_index, label_smoothing, z_
 @operator(f"linear_cross_entropy_tokens({INPUTS}) -> Tensor", _fake_tokens, opaque=True)
 def linear_cross_entropy_tokens(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap):
     """:func:`linear_cross_entropy` per token: [tokens] in float32 (float64 for float64 inputs)."""
-    return chunked(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, 1.0, (False,) * 3)[0]
+    return run_in_chunks(
+        hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, 1.0, (False,) * 3
+    )[0]
 
 
 def _fake_tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
@@ -194,7 +196,9 @@ def linear_cross_entropy_tokens_backward(
     """Gradients for hidden, weight and bias from ``grad`` [tokens], of size 0 where not needed; the logits are made
     again.
     """
-    _, *grads = chunked(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, grad, needed)
+    _, *grads = run_in_chunks(
+        hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, grad, needed
+    )
     return tuple(hidden.new_empty(0) if g is None else g.to(hidden.dtype) for g in grads)
 
 

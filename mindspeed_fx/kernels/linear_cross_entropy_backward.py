@@ -77,13 +77,13 @@ def linear_cross_entropy_backward(
             g = grad[r].to(wide).where(target[r] != ignore_index, 0.0)
             smooth = g.unsqueeze(1) * (label_smoothing / vocab) if label_smoothing else None
             terms = (g.unsqueeze(1), lse[r].unsqueeze(1), g * (label_smoothing - 1.0), smooth)
-            for left in range(0, vocab, columns):
-                c = slice(left, min(vocab, left + columns))
+            for first in range(0, vocab, columns):
+                c = slice(first, min(vocab, first + columns))
                 shape = (r.stop - r.start, c.stop - c.start)
                 d = _tile(
                     work[: shape[0] * shape[1]].view(shape),
                     logits[r, c],
-                    target[r] - left,
+                    target[r] - first,
                     terms,
                     None if extra is None else extra[r, c],
                 )
@@ -119,7 +119,7 @@ def _tile(
 
 
 @linear_cross_entropy_backward.shard
-def _ways(grad, logits, target, lse, extra, hidden, weight, ignore_index, label_smoothing, needed):
+def _sharding_rule(grad, logits, target, lse, extra, hidden, weight, ignore_index, label_smoothing, needed):
     """By token: each rank has the part of the weight's and bias' sums that its tokens give. By width: the logits are
     known, so each rank multiplies their gradient with its columns."""
 

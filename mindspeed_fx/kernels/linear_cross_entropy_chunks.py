@@ -15,10 +15,10 @@ from mindspeed_fx.compat import fake
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.cpu import weight_gradient
-from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, full, onednn, work
+from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, full_chunk, onednn, work
 
 
-def chunked(
+def run_in_chunks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -79,7 +79,7 @@ def parts(
     if hidden.dtype not in triton.DTYPES:
         return []
     vocab = fake.hint(weight.shape[0])
-    rows = full(fake.hint(hidden.shape[0]), vocab, accumulation_dtype(hidden.dtype))
+    rows = full_chunk(fake.hint(hidden.shape[0]), vocab, accumulation_dtype(hidden.dtype))
     target, upstream = (
         hidden.new_empty(rows, dtype=torch.int64),
         hidden.new_empty(rows, dtype=torch.float32) if per_token else None,

@@ -76,7 +76,7 @@ class Linear(abc.ABC):
         """
 
 
-def full(tokens: int, vocab: int, wide: torch.dtype, budget: int | None = None) -> int:
+def full_chunk(tokens: int, vocab: int, wide: torch.dtype, budget: int | None = None) -> int:
     """Rows of a full chunk of at most ``budget`` bytes in the type ``wide``; CHUNK when None."""
     return max(1, min(tokens, (CHUNK if budget is None else budget) // (vocab * wide.itemsize)))
 
@@ -114,7 +114,7 @@ class InTriton(Linear):
     def __init__(self, hidden: Tensor, *args):
         super().__init__(hidden, *args)
         self.kernel = triton.load(triton.PARTS["linear_cross_entropy_chunk"])
-        self.rows = full(hidden.shape[0], self.weight.shape[0], accumulation_dtype(hidden.dtype))
+        self.rows = full_chunk(hidden.shape[0], self.weight.shape[0], accumulation_dtype(hidden.dtype))
         self.logits = self.buffer(self.rows, hidden.dtype)
 
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
@@ -140,11 +140,11 @@ class InCpp(Linear):
     def __init__(self, hidden: Tensor, *args):
         super().__init__(hidden, *args)
         tokens, vocab = hidden.shape[0], self.weight.shape[0]
-        small, large = (full(tokens, vocab, torch.float32, budget) for budget in (CACHED, CHUNK))
+        small, large = (full_chunk(tokens, vocab, torch.float32, budget) for budget in (CACHED, CHUNK))
         self.rows = max(small, min(ROWS, large))
         # What fits a block of oneDNN's becomes its own gradient; larger chunks are gathered in a buffer.
         self.own = onednn(hidden, self.weight)
-        self.block = full(tokens, vocab, torch.float32, BLOCK) if self.own else self.rows
+        self.block = full_chunk(tokens, vocab, torch.float32, BLOCK) if self.own else self.rows
         self.wide = (
             self.buffer(self.rows, torch.float32)
             if not self.own or (self.gradients and self.rows > self.block)
@@ -198,18 +198,18 @@ class InTorch(Linear):
         wide, vocab = accumulation_dtype(hidden.dtype), self.weight.shape[0]
         slope = self.softcap and self.gradients
         self.own = onednn(hidden, self.weight)
-        self.rows = full(
+        self.rows = full_chunk(
             hidden.shape[0], vocab, wide, (CHUNK if self.gradients or not self.own else BLOCK) // (2 if slope else 1)
         )
-        self.block = full(hidden.shape[0], vocab, wide, BLOCK) if self.own else self.rows
+        self.block = full_chunk(hidden.shape[0], vocab, wide, BLOCK) if self.own else self.rows
         self.wide = self.buffer(self.rows, wide) if self.gradients or not self.own else None
         self.short = self.buffer(self.rows, hidden.dtype) if wide != hidden.dtype else None
         self.slope = self.buffer(self.rows, wide) if slope else None
 
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
         t = target.unsqueeze(1)
-        found = [self._block(x[i : i + self.block], t[i : i + self.block], i) for i in range(0, len(x), self.block)]
-        lse, losses = (torch.cat(parts) for parts in zip(*found))
+        results = [self._block(x[i : i + self.block], t[i : i + self.block], i) for i in range(0, len(x), self.block)]
+        lse, losses = (torch.cat(parts) for parts in zip(*results))
         if not self.gradients:
             return None, losses
         # d loss / d logits = p (1 + 2 z lse) - (1 - s) onehot - s / vocab, in place of p.

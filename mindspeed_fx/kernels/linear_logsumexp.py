@@ -19,7 +19,7 @@ from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy import _work
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, pieces, times_weight
-from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, CHUNK, full, onednn
+from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, CHUNK, full_chunk, onednn
 
 ELSEWHERE, IGNORED, INVALID = -1, -2, -3
 """Targets that are no class of ``weight``: a class of another part, a token that does not count, no class at all."""
@@ -119,7 +119,7 @@ def _chunks(
     if low < ELSEWHERE or high >= weight.shape[0]:
         raise IndexError("Target out of bounds: a token's target is neither a class nor ignore_index.")
     own = onednn(hidden, weight)
-    rows = full(len(kept), weight.shape[0], wide, BLOCK if own else CHUNK)
+    rows = full_chunk(len(kept), weight.shape[0], wide, BLOCK if own else CHUNK)
     with torch.autocast(hidden.device.type, enabled=False):  # what a caller's autocast would cast was cast before
         for at in pieces(kept, len(target), rows):
             x = hidden[at]
@@ -150,13 +150,13 @@ torch.library.register_autograd("mindspeed::linear_logsumexp", _backward, setup_
 
 
 @linear_logsumexp.shard
-def _ways(hidden, weight, bias, target, softcap, sums):
+def _sharding_rule(hidden, weight, bias, target, softcap, sums):
     """By token. By class the results of two parts are not those of the whole: vocabulary.py puts them together."""
     return [([0, 0, 0 if sums else REPLICATED], [0, REPLICATED, REPLICATED, 0])]
 
 
 @linear_logsumexp_backward.shard
-def _ways_backward(grad, grad_picked, grad_sums, hidden, weight, bias, target, lse, softcap, needed):
+def _sharding_rule_backward(grad, grad_picked, grad_sums, hidden, weight, bias, target, lse, softcap, needed):
     results = [p if need else REPLICATED for p, need in zip((0, PARTIAL, PARTIAL), needed)]
     return [(results, [0, 0, REPLICATED if 0 in grad_sums.shape else 0, 0, REPLICATED, REPLICATED, 0, 0])]
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.kernels.base import find
-from mindspeed_fx.kernels.cleanup import tidy
+from mindspeed_fx.kernels.cleanup import cleanup
 
 
 def lower(
@@ -61,7 +61,7 @@ def lower(
         rows.append(_row(fused, side, target, kernel, reasons, node))
         added += _inline(gm, node, build, decompositions, traces)
     if rows:
-        tidy(gm, added)
+        cleanup(gm, added)
         gm.graph.lint()
         gm.recompile()
     return rows
@@ -87,9 +87,9 @@ def _inline(
     constants = [None if isinstance(a, fx.Node) else a for a in leaves]
 
     def run(*values: Any) -> Any:
-        given = iter(values)
+        arg = iter(values)
         args, kwargs = pytree.tree_unflatten(
-            [next(given) if isinstance(a, fx.Node) else c for a, c in zip(leaves, constants)], spec
+            [next(arg) if isinstance(a, fx.Node) else c for a, c in zip(leaves, constants)], spec
         )
         return build(*args, **kwargs)
 
@@ -99,11 +99,11 @@ def _inline(
         traces[key] = tracing.make_fx_decomposed(run, [n.meta["val"] for n in inputs], decompositions)
         traces[key].graph.eliminate_dead_code()
     body, env, added = traces[key], {}, []
-    given = iter(inputs)
+    arg = iter(inputs)
     with gm.graph.inserting_before(node):
         for n in body.graph.nodes:
             if n.op == "placeholder":
-                env[n] = next(given)
+                env[n] = next(arg)
             elif n.op == "output":
                 results = fx.map_arg(n.args[0], env.__getitem__)
             else:

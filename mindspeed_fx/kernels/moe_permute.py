@@ -154,12 +154,12 @@ torch.library.register_autograd(
 
 
 @moe_permute.shard
-def _ways(tokens, indices):
+def _sharding_rule(tokens, indices):
     return [([1, REPLICATED], [1, REPLICATED])]
 
 
 @moe_permute_backward.shard
-def _ways_backward(grad, sorted_indices, tokens):
+def _sharding_rule_backward(grad, sorted_indices, tokens):
     return [([1], [1, REPLICATED])]
 
 

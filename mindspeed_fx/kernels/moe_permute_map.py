@@ -22,7 +22,7 @@ def _fake(tokens, routing_map, probs, k):
     return tokens.new_empty(rows, tokens.shape[1]), probs.new_empty(rows), tokens.new_empty(rows, dtype=torch.int64)
 
 
-def _scattered(rows: int | torch.SymInt, place: Tensor, values: Tensor) -> Tensor:
+def _scatter(rows: int | torch.SymInt, place: Tensor, values: Tensor) -> Tensor:
     """[rows] with ``values`` at ``place``; those at place ``rows`` are dropped."""
     return values.new_zeros(rows + 1).scatter(0, place.reshape(-1), values.reshape(-1))[:rows]
 
@@ -45,9 +45,9 @@ def moe_permute_map(tokens: Tensor, routing_map: Tensor, probs: Tensor, k: int) 
     count, rows = tokens.shape[0], tokens.shape[0] * k
     chosen = routing_map.t().reshape(-1)
     place = torch.where(chosen, chosen.cumsum(0) - 1, rows)  # of (expert, token), expert by expert
-    pair = _scattered(rows, place, torch.arange(chosen.shape[0], device=chosen.device))
+    pair = _scatter(rows, place, torch.arange(chosen.shape[0], device=chosen.device))
     number = torch.arange(count, device=chosen.device).unsqueeze(1) * k + routing_map.cumsum(1) - 1
-    inverse = _scattered(rows, torch.where(routing_map, number, rows), place.view(routing_map.shape[1], count).t())
+    inverse = _scatter(rows, torch.where(routing_map, number, rows), place.view(routing_map.shape[1], count).t())
     return tokens.index_select(0, pair % count if count else pair), probs.t().reshape(-1).index_select(0, pair), inverse
 
 
@@ -90,12 +90,12 @@ torch.library.register_autograd("mindspeed::moe_permute_map", _backward, setup_c
 
 
 @moe_permute_map.shard
-def _ways(tokens, routing_map, probs, k):
+def _sharding_rule(tokens, routing_map, probs, k):
     return [([1, REPLICATED, REPLICATED], [1, REPLICATED, REPLICATED])]
 
 
 @moe_permute_map_backward.shard
-def _ways_backward(grad, grad_probs, sorted_indices, routing_map, k):
+def _sharding_rule_backward(grad, grad_probs, sorted_indices, routing_map, k):
     """By width, or by token: whole tokens, whose copies lie anywhere in the rows."""
     return [
         ([1, REPLICATED], [1, REPLICATED, REPLICATED, REPLICATED]),

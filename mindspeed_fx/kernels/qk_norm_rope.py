@@ -146,12 +146,12 @@ def _backward_cost(out, grad, x, weight, rstd, cos, sin, interleaved, need_weigh
 
 
 @qk_norm_rope.shard
-def _ways(x, weight, cos, sin, eps, cast_first, interleaved):
+def _sharding_rule(x, weight, cos, sin, eps, cast_first, interleaved):
     return [([d, d], [d, REPLICATED, along(cos, d, x.ndim), along(sin, d, x.ndim)]) for d in range(x.ndim - 1)]
 
 
 @qk_norm_rope_backward.shard
-def _ways_backward(grad, x, weight, rstd, cos, sin, interleaved, need_weight):
+def _sharding_rule_backward(grad, x, weight, rstd, cos, sin, interleaved, need_weight):
     return [
         (
             [d, PARTIAL if need_weight else REPLICATED],

@@ -51,7 +51,7 @@ torch.library.register_autograd(
 
 
 @ring_attention_update.shard
-def _ways(out, lse, block, block_lse):
+def _sharding_rule(out, lse, block, block_lse):
     return [([d, d], [d, d, d, d]) for d in range(3)] + [([3, REPLICATED], [3, REPLICATED, 3, REPLICATED])]
 
 

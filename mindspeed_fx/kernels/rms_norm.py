@@ -105,12 +105,12 @@ def _backward_cost(out, grad, x, weight, rstd, cast_first, need_weight):
 
 
 @rms_norm.shard
-def _ways(x, weight, eps, cast_first):
+def _sharding_rule(x, weight, eps, cast_first):
     return [([d, d], [d, REPLICATED]) for d in range(x.ndim - 1)]
 
 
 @rms_norm_backward.shard
-def _ways_backward(grad, x, weight, rstd, cast_first, need_weight):
+def _sharding_rule_backward(grad, x, weight, rstd, cast_first, need_weight):
     return [([d, PARTIAL if need_weight else REPLICATED], [d, d, REPLICATED, d]) for d in range(x.ndim - 1)]
 
 

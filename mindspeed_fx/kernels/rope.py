@@ -112,12 +112,12 @@ def _backward_cost(out, grad, x, cos, sin, interleaved, need_angles):
 
 
 @rope.shard
-def _ways(x, cos, sin, interleaved):
+def _sharding_rule(x, cos, sin, interleaved):
     return [([d], [d, along(cos, d, x.ndim), along(sin, d, x.ndim)]) for d in _divisible(x, interleaved)]
 
 
 @rope_backward.shard
-def _ways_backward(grad, x, cos, sin, interleaved, need_angles):
+def _sharding_rule_backward(grad, x, cos, sin, interleaved, need_angles):
     def angles(t, d):
         own = along(t, d, x.ndim)
         return REPLICATED if not need_angles else PARTIAL if own == REPLICATED else own

@@ -61,12 +61,12 @@ torch.library.register_autograd("mindspeed::scaled_masked_softmax", _backward, s
 
 
 @scaled_masked_softmax.shard
-def _ways(x, mask, scale):
+def _sharding_rule(x, mask, scale):
     return [([d], [d, along(mask, d, x.ndim)]) for d in range(x.ndim - 1)]
 
 
 @scaled_masked_softmax_backward.shard
-def _ways_backward(grad, y, mask, scale):
+def _sharding_rule_backward(grad, y, mask, scale):
     return [([d], [d, d, along(mask, d, y.ndim)]) for d in range(y.ndim - 1)]
 
 

@@ -25,7 +25,7 @@ from typing import Any, Sequence
 from mindspeed_fx.compat.placements import REPLICATED, _is_tensor
 from mindspeed_fx.graph.schema import all_arguments
 
-Way = tuple[list[Any], list[Any]]
+Strategy = tuple[list[Any], list[Any]]
 """Placements of the results, placements of the tensor arguments."""
 
 
@@ -35,7 +35,7 @@ def along(x: Any, dim: int, ndim: int) -> Any:
     return REPLICATED if own < 0 or x.shape[own] == 1 else own
 
 
-def ways(operator: Any, args: Sequence[Any]) -> list[Way]:
+def strategies(operator: Any, args: Sequence[Any]) -> list[Strategy]:
     """Every way of ``operator`` for these arguments (tensors, or anything with ``shape`` and ``ndim``), replicated
     first.
 
@@ -44,16 +44,16 @@ def ways(operator: Any, args: Sequence[Any]) -> list[Way]:
     schema = operator.overload._schema
     present = [_is_tensor(a.type) and v is not None for a, v in zip(schema.arguments, args, strict=True)]
     optional = [v is not None for a, v in zip(schema.arguments, args) if _is_tensor(a.type)]
-    found = [([REPLICATED] * len(schema.returns), [REPLICATED] * sum(present))]
+    matches = [([REPLICATED] * len(schema.returns), [REPLICATED] * sum(present))]
     for results, inputs in operator.sharding(*args):
         row = (list(results), [p for p, here in zip(inputs, optional, strict=True) if here])
         if len(results) != len(schema.returns):
             raise ValueError(
                 f"the sharding rule of {operator.name} places {len(results)} results of {len(schema.returns)}"
             )
-        if row not in found:
-            found.append(row)
-    return found
+        if row not in matches:
+            matches.append(row)
+    return matches
 
 
 @functools.cache
@@ -75,5 +75,5 @@ def register_sharding_rules() -> None:
         dtensor.register_strategies(operator.overload, functools.partial(_complete, operator))
 
 
-def _complete(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Way]:
-    return ways(operator, all_arguments(operator.overload, args, kwargs))
+def _complete(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Strategy]:
+    return strategies(operator, all_arguments(operator.overload, args, kwargs))

@@ -88,7 +88,7 @@ def _backward_cost(out, grad, x, up=None):
 
 
 @swiglu.shard
-def ways(x, up=None, *activation):
+def gate_strategies(x, up=None, *activation):
     """Packed halves are not divided: a part would hold some of the gate and none of what it gates."""
     return [([d], [d, d]) for d in range(x.ndim - (up is None))]
 

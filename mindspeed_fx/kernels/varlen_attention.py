@@ -61,15 +61,15 @@ def varlen_attention(
         qs, ks, vs = (piece.of(x) for x in (q, k, v))
         mask = piece.mask(causal, window)
         if window and mask is None:
-            made = attention_blocked.reference(qs, ks, vs, scale, window)
+            result = attention_blocked.reference(qs, ks, vs, scale, window)
         elif q.shape[-1] < v.shape[-1]:
-            made = plain.attention.reference(qs, ks, vs, mask, causal and mask is None, scale)
+            result = plain.attention.reference(qs, ks, vs, mask, causal and mask is None, scale)
         else:
-            made = aten._scaled_dot_product_flash_attention_for_cpu(
-                qs, ks, _padded(vs, qs), 0.0, causal and mask is None, attn_mask=_additive(mask, q.dtype), scale=scale
+            result = aten._scaled_dot_product_flash_attention_for_cpu(
+                qs, ks, _pad(vs, qs), 0.0, causal and mask is None, attn_mask=_additive(mask, q.dtype), scale=scale
             )
-            made = made[0][..., : v.shape[-1]], made[1]
-        for whole, part in zip((out, lse), made):
+            result = result[0][..., : v.shape[-1]], result[1]
+        for whole, part in zip((out, lse), result):
             piece.put(whole, part)
     return out, lse
 
@@ -117,23 +117,23 @@ def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, 
         g, qs, ks, vs, o, s = (piece.of(x) for x in (grad, q, k, v, out, lse))
         mask = piece.mask(causal, window)
         if window and mask is None:
-            made = attention_blocked_backward.reference(g, qs, ks, vs, o, s, scale, window)
+            result = attention_blocked_backward.reference(g, qs, ks, vs, o, s, scale, window)
         elif q.shape[-1] < v.shape[-1]:
-            made = plain.attention_backward.reference(g, qs, ks, vs, o, s, mask, causal and mask is None, scale)
+            result = plain.attention_backward.reference(g, qs, ks, vs, o, s, mask, causal and mask is None, scale)
         else:
-            made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _padded(g, qs),
+            result = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _pad(g, qs),
                 qs,
                 ks,
-                _padded(vs, qs),
-                _padded(o, qs),
+                _pad(vs, qs),
+                _pad(o, qs),
                 s,
                 0.0,
                 causal and mask is None,
                 attn_mask=_additive(mask, q.dtype),
                 scale=scale,
             )
-        for whole, part in zip(grads, made):
+        for whole, part in zip(grads, result):
             piece.put(whole, part[..., : whole.shape[-1]])
     return grads
 
@@ -181,11 +181,11 @@ def _pieces(documents: Tensor, batch: int) -> Iterator[_Piece]:
             # A number comes back: tokens are brought together, in the order that they have.
             numbers, order = numbers.sort(stable=True)
             starts = [0, *((numbers[1:] != numbers[:-1]).nonzero().flatten() + 1).tolist()]
-        for low, high, single in _grouped(starts, numbers.shape[0]):
+        for low, high, single in _group_documents(starts, numbers.shape[0]):
             yield _Piece(rows, slice(low, high) if order is None else order[low:high], numbers[low:high], single)
 
 
-def _grouped(starts: Sequence[int], seq: int) -> Iterator[tuple[int, int, bool]]:
+def _group_documents(starts: Sequence[int], seq: int) -> Iterator[tuple[int, int, bool]]:
     """(first token, one past the last, whether it is one document) of documents that are attended to together."""
     low, count = 0, 0
     for stop in [*starts[1:], seq]:
@@ -203,7 +203,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     )
 
 
-def _padded(x: Tensor, like: Tensor) -> Tensor:
+def _pad(x: Tensor, like: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, like.shape[-1] - x.shape[-1])) if x.shape[-1] != like.shape[-1] else x
 
 
@@ -230,21 +230,21 @@ torch.library.register_autograd("mindspeed::varlen_attention", _backward, setup_
 def _rows(q, k, documents, ends):
     """The ways of causal attention: tokens see each other by their numbers, which every rank needs whole. By batch only
     without ``ends``, which count the tokens of all rows."""
-    for out, lse, dq, dk, dv, _, _, grads in plain.ways(q, k, None, True):
+    for out, lse, dq, dk, dv, _, _, grads in plain.attention_strategies(q, k, None, True):
         rows = out == 0
         if not (rows and ends is not None):
             yield out, lse, dq, dk, dv, 0 if rows and documents.shape[0] != 1 else REPLICATED, REPLICATED, grads
 
 
 @varlen_attention.shard
-def _ways(q, k, v, documents, ends, causal, scale, window=0):
+def _sharding_rule(q, k, v, documents, ends, causal, scale, window=0):
     return [
         ([out, lse], [dq, dk, dv, numbers, e]) for out, lse, dq, dk, dv, numbers, e, _ in _rows(q, k, documents, ends)
     ]
 
 
 @varlen_attention_backward.shard
-def _ways_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
+def _sharding_rule_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
     return [
         (grads, [o, dq, dk, dv, o, s, numbers, e])
         for o, s, dq, dk, dv, numbers, e, grads in _rows(q, k, documents, ends)

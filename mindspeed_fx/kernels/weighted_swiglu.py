@@ -73,13 +73,13 @@ torch.library.register_autograd("mindspeed::weighted_swiglu", _backward, setup_c
 
 
 @weighted_swiglu.shard
-def _ways(x, up, weight):
+def _sharding_rule(x, up, weight):
     rows = [([d], [d, d, d]) for d in range(x.ndim - 1)]
     return rows if up is None else [*rows, ([x.ndim - 1], [x.ndim - 1, x.ndim - 1, REPLICATED])]
 
 
 @weighted_swiglu_backward.shard
-def _ways_backward(grad, x, up, weight):
+def _sharding_rule_backward(grad, x, up, weight):
     last = x.ndim - 1
     rows = [([d, REPLICATED if up is None else d, d], [d, d, d, d]) for d in range(last)]
     return rows if up is None else [*rows, ([last, last, PARTIAL], [last, last, last, REPLICATED])]

@@ -141,18 +141,18 @@ class _UnevenReduceScatter(torch.autograd.Function):
 
 def _gather_parts(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """x [sizes[rank], ...] of every rank -> [sum(sizes), ...]."""
-    whole = _all_gather(_lengthened(x, max(sizes)), 0, group)
+    whole = _all_gather(_lengthen(x, max(sizes)), 0, group)
     return torch.cat([part[:n] for part, n in zip(whole.chunk(len(sizes), 0), sizes)], 0)
 
 
 def _scatter_sum(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """x [sum(sizes), ...] of every rank -> the sum's own part, [sizes[rank], ...]."""
     longest = max(sizes)
-    own = _reduce_scatter(torch.cat([_lengthened(part, longest) for part in x.split(sizes, 0)], 0), 0, group)
+    own = _reduce_scatter(torch.cat([_lengthen(part, longest) for part in x.split(sizes, 0)], 0), 0, group)
     return own[: sizes[group.rank()]].clone()
 
 
-def _lengthened(x: Tensor, rows: int) -> Tensor:
+def _lengthen(x: Tensor, rows: int) -> Tensor:
     """x [n, ...] with rows of zeros behind: [rows, ...]."""
     return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])], 0)
 

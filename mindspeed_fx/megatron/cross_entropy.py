@@ -34,7 +34,7 @@ def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Te
 
 
 def _megatrons_own() -> bool:
-    return not torch.compiler.is_compiling() and groups.accelerated() and dist.is_initialized()
+    return not torch.compiler.is_compiling() and groups.has_accelerator() and dist.is_initialized()
 
 
 def _loss(logits: Tensor, target: Tensor, label_smoothing: float, group: Any) -> Tensor:

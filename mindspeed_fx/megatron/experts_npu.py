@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import adopt
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, lowering, within
 from mindspeed_fx.kernels.npu.grouped_matmul import INNER, _zero_outside
 from mindspeed_fx.megatron import experts
 
@@ -38,8 +38,8 @@ def _backward_cost(out: Any, grad: Any, x: Any, weights: Any, counts: Any) -> An
 def _supports(x: Tensor, weights: list[Tensor], counts: Tensor, grad: Tensor | None = None) -> str | None:
     kinds = {w.dtype for w in weights} | {x.dtype}
     return first(
-        typed(x=x),
-        typed((x.dtype,), grad=grad),
+        check_types(x=x),
+        check_types((x.dtype,), grad=grad),
         f"{OP}: x and the weights are {', '.join(sorted(map(str, kinds)))}; valid: one type".replace("torch.", "")
         if len(kinds) > 1
         else None,
@@ -51,14 +51,14 @@ def _supports(x: Tensor, weights: list[Tensor], counts: Tensor, grad: Tensor | N
 
 def _rows(x: Tensor, weights: list[Tensor], ends: Tensor) -> Tensor:
     """Each expert's rows of x times its [k, n] of ``weights``; zero after the last."""
-    given = [torch.stack(weights)] if x.dtype == torch.float32 else list(weights)
+    arguments = [torch.stack(weights)] if x.dtype == torch.float32 else list(weights)
     return _zero_outside(
-        npu.npu_grouped_matmul([x], given, group_list=ends, split_item=3, group_type=0, group_list_type=0)[0], ends
+        npu.npu_grouped_matmul([x], arguments, group_list=ends, split_item=3, group_type=0, group_list_type=0)[0], ends
     )
 
 
 @lowering(grouped_linear, OP, _supports, (OP,))
-def _grouped(x, weights, counts):
+def _group(x, weights, counts):
     return _rows(x, [w.t() for w in weights], counts.to(torch.int64).cumsum(0))
 
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from mindspeed_fx.megatron import patches
 
 
-def accelerated() -> bool:
+def has_accelerator() -> bool:
     """True where there is CUDA or an NPU."""
     return torch.cuda.is_available() or (hasattr(torch, "npu") and torch.npu.is_available())
 
 
 def kind() -> str:
     """Device type of this process: "cuda" (torch_npu's transfer_to_npu calls an NPU so too), else "npu", else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "npu" if accelerated() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "npu" if has_accelerator() else "cpu"
 
 
 def current_device() -> torch.device:

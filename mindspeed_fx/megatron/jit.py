@@ -23,7 +23,7 @@ def jit_fuser(function: Callable) -> Callable:
 
 def unwrap() -> None:
     """Put the plain function in the place of every function compiled at import."""
-    found: dict[int, tuple[Any, Any]] = {}
+    results: dict[int, tuple[Any, Any]] = {}
     for module_name, module in list(sys.modules.items()):
         if module is None or not module_name.startswith(patches.PREFIX):
             continue
@@ -34,9 +34,9 @@ def unwrap() -> None:
             for value in vars(holder).values():
                 plain = getattr(value, "_torchdynamo_orig_callable", None) if callable(value) else None
                 if plain is not None:
-                    found[id(value)] = (value, plain)
-    _compiled.extend((plain, compiled) for compiled, plain in found.values())
-    patches.sweep(found, classes_of=patches.PREFIX)
+                    results[id(value)] = (value, plain)
+    _compiled.extend((plain, compiled) for compiled, plain in results.values())
+    patches.sweep(results, classes_of=patches.PREFIX)
 
 
 def restore() -> None:

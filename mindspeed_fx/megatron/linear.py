@@ -79,9 +79,11 @@ def embedding_forward(self: Any, input_: Tensor) -> Tensor:
     ranks = groups.size(self.tp_group)
     outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
     ids = input_ if ranks == 1 else (input_ - self.vocab_start_index).masked_fill(outside, 0)
-    found = self.weight[ids] if self.deterministic_mode else F.embedding(ids, self.weight)
+    result = self.weight[ids] if self.deterministic_mode else F.embedding(ids, self.weight)
     if ranks > 1:
-        found = found.masked_fill(outside.unsqueeze(-1), 0.0)
+        result = result.masked_fill(outside.unsqueeze(-1), 0.0)
     if self.reduce_scatter_embeddings:
-        return collectives.reduce_scatter_to_sequence_parallel_region(found.transpose(0, 1).contiguous(), self.tp_group)
-    return collectives.reduce_from_tensor_model_parallel_region(found, self.tp_group)
+        return collectives.reduce_scatter_to_sequence_parallel_region(
+            result.transpose(0, 1).contiguous(), self.tp_group
+        )
+    return collectives.reduce_from_tensor_model_parallel_region(result, self.tp_group)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.compat.fake import hint
-from mindspeed_fx.kernels.npu import FLOATS, first, lowering, typed, within
+from mindspeed_fx.kernels.npu import FLOATS, check_types, first, lowering, within
 from mindspeed_fx.kernels.npu.grouped_matmul import INNER
 from mindspeed_fx.megatron.main_grad import added, product_of
 
@@ -20,9 +20,9 @@ npu, OP = torch.ops.npu, "npu_grouped_matmul_add_"
 
 def _supports(main_grad: Tensor, grad: Tensor, x: Tensor) -> str | None:
     return first(
-        typed((torch.float32,), main_grad=main_grad),
-        typed((torch.float16, torch.bfloat16), grad=grad),
-        typed((grad.dtype,), x=x),
+        check_types((torch.float32,), main_grad=main_grad),
+        check_types((torch.float16, torch.bfloat16), grad=grad),
+        check_types((grad.dtype,), x=x),
         f"{OP}: main_grad is not contiguous in memory" if not main_grad.is_contiguous() else None,
         within(f"{OP}: columns of the weight", x.shape[1], 1, INNER),
     )
@@ -39,14 +39,18 @@ def _add(main_grad, grad, x):
 @lowering(
     added,
     "aten addmm_",
-    lambda main_grad, grad, x: first(typed(FLOATS, main_grad=main_grad), typed((main_grad.dtype,), grad=grad, x=x)),
+    lambda main_grad, grad, x: first(
+        check_types(FLOATS, main_grad=main_grad), check_types((main_grad.dtype,), grad=grad, x=x)
+    ),
 )
 def _addmm(main_grad, grad, x):
     main_grad.addmm_(grad.t(), x)
 
 
 @lowering(
-    product_of, "aten linear", lambda x, weight, main_grad, dummy: first(typed(x=x), typed((x.dtype,), weight=weight))
+    product_of,
+    "aten linear",
+    lambda x, weight, main_grad, dummy: first(check_types(x=x), check_types((x.dtype,), weight=weight)),
 )
 def _linear(x, weight, main_grad, dummy):
     return torch.mm(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], weight.shape[0])

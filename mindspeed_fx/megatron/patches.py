@@ -59,9 +59,9 @@ def apply(patches: list[Patch]) -> None:
     Raises:
         ImportError: Megatron-core has no such name; nothing has been changed then.
     """
-    found = [(patch, *_locate(patch.target)) for patch in patches]
+    results = [(patch, *_locate(patch.target)) for patch in patches]
     swaps: dict[int, tuple[Any, Any]] = {}
-    for patch, owner, name in found:
+    for patch, owner, name in results:
         original = owner.__dict__[name]
         replacement = in_graph(patch.replacement, original) if patch.where == IN_GRAPH else patch.replacement
         setattr(owner, name, replacement)

@@ -25,7 +25,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rng,
     rotary,
 )
-from mindspeed_fx.megatron.groups import accelerated
+from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
 HIDES = "its handwritten backward hides it from the passes"
@@ -35,7 +35,10 @@ def table() -> list[Patch]:
     """The patches for this machine and this Megatron-core."""
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
     return (
-        _everywhere() + _in_graph() + without_cuda + (_with_accelerator() if accelerated() else _without_accelerator())
+        _everywhere()
+        + _in_graph()
+        + without_cuda
+        + (_with_accelerator() if has_accelerator() else _without_accelerator())
     )
 
 
@@ -60,7 +63,7 @@ def _everywhere() -> list[Patch]:
             "utils:GlobalMemoryBuffer.get_tensor",
             groups.buffer_get_tensor,
             "a graph cannot own a shared buffer; a CPU has no need of one",
-            IN_GRAPH if accelerated() else EVERYWHERE,
+            IN_GRAPH if has_accelerator() else EVERYWHERE,
         ),
         Patch(
             "transformer.torch_norm:WrappedTorchNorm.__new__",
@@ -139,7 +142,7 @@ def _in_graph() -> list[Patch]:
 
 def _mapping(name: str, reason: str) -> Patch:
     target, ours = f"tensor_parallel.mappings:{name}", getattr(collectives, name)
-    if name in collectives.UNEVEN and not accelerated():
+    if name in collectives.UNEVEN and not has_accelerator():
         chosen = collectives.in_graph_or_uneven(target, ours, collectives.UNEVEN[name])
         return Patch(target, chosen, f"{reason}; and gloo moves parts of one length alone", WITHOUT_ACCELERATOR)
     return Patch(target, ours, reason)
@@ -194,13 +197,13 @@ def _without_accelerator() -> list[Patch]:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     where = WITHOUT_ACCELERATOR
-    made = "a tracker made inside the graph would compile the model twice"
+    result = "a tracker made inside the graph would compile the model twice"
     return [
         Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),
         Patch(f"{moe.DISPATCHER}.cuda_dtoh_stream", object(), "makes a CUDA stream where there is none yet", where),
         Patch(rng.FORK, rng.fork, "forks CUDA's generator", where),
-        Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER", CudaRNGStatesTracker(), made, where),
-        Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER_INITIALIZED", True, made, where),
+        Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER", CudaRNGStatesTracker(), result, where),
+        Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER_INITIALIZED", True, result, where),
     ]
 
 

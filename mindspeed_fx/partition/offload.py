@@ -42,14 +42,14 @@ def move(forward: fx.GraphModule, backward: fx.GraphModule, moves: Mapping[str, 
     kept = {}
     for name, places in moves.items():
         saved = next((n for n in forward.graph.nodes if n.name == name), None)
-        given = next((n for n in backward.graph.nodes if n.name == name and n.op == "placeholder"), None)
-        if saved is None or given is None:
+        arg = next((n for n in backward.graph.nodes if n.name == name and n.op == "placeholder"), None)
+        if saved is None or arg is None:
             kept[name] = "the cut saves something else in its place"
         elif reason := refusal(saved, forward):
             kept[name] = reason
         else:
             host = _out(forward, saved, places.free)
-            _back(backward, given, host.meta["val"], places.back)
+            _back(backward, arg, host.meta["val"], places.back)
     for gm in (forward, backward):
         gm.graph.lint()
         gm.recompile()
@@ -89,10 +89,10 @@ def _out(gm: fx.GraphModule, saved: fx.Node, free: str | None) -> fx.Node:
     return done
 
 
-def _back(gm: fx.GraphModule, given: fx.Node, host: torch.Tensor, back: str | None) -> None:
+def _back(gm: fx.GraphModule, arg: fx.Node, host: torch.Tensor, back: str | None) -> None:
     place = {n: i for i, n in enumerate(gm.graph.nodes)}
-    device = given.meta["val"].device
-    readers = list(given.users)
+    device = arg.meta["val"].device
+    readers = list(arg.users)
     first = min(readers, key=place.__getitem__)
     start = next(n for n in gm.graph.nodes if n.op != "placeholder")
     begin = (
@@ -102,14 +102,14 @@ def _back(gm: fx.GraphModule, given: fx.Node, host: torch.Tensor, back: str | No
             (n for n in gm.graph.nodes if n.name == back and n.op != "placeholder" and place[n] < place[first]), first
         )
     )
-    given.meta["val"] = host
-    given.meta.pop("tensor_meta", None)
+    arg.meta["val"] = host
+    arg.meta.pop("tensor_meta", None)
     with gm.graph.inserting_before(begin):
-        coming = _call(gm, torch.ops.mindspeed.reload.default, (given, device), f"{given.name}_from_host")
+        coming = _call(gm, torch.ops.mindspeed.reload.default, (arg, device), f"{arg.name}_from_host")
     with gm.graph.inserting_before(first):
-        there = _call(gm, torch.ops.mindspeed.wait_copy.default, (coming, given), f"{given.name}_on_device")
+        existing = _call(gm, torch.ops.mindspeed.wait_copy.default, (coming, arg), f"{arg.name}_on_device")
     for reader in readers:
-        reader.replace_input_with(given, there)
+        reader.replace_input_with(arg, existing)
 
 
 def _call(gm: fx.GraphModule, target: torch._ops.OpOverload, args: tuple, name: str) -> fx.Node:

@@ -39,9 +39,9 @@ def prepare_early(graph: fx.Graph, info: Any) -> int:
             continue  # views of parameters cost nothing where they are
         behind[node] = (behind.get(last, (place[last], 0))[0], place[node])
         moved += 1
-    tails: dict[int, fx.Node] = {}
+    alap: dict[int, fx.Node] = {}
     nodes = list(place)
     for node, (at, _) in sorted(behind.items(), key=lambda e: e[1]):
-        tails.get(at, nodes[at]).append(node)
-        tails[at] = node
+        alap.get(at, nodes[at]).append(node)
+        alap[at] = node
     return moved

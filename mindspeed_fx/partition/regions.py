@@ -99,25 +99,25 @@ def regions(gm: fx.GraphModule, smallest: int = 2) -> list[Region]:
         return n
 
     for node in gm.graph.nodes:
-        found = _domain(node, domain)
-        if found is not None:
-            domain[node], parent[node] = found, node
+        result = _domain(node, domain)
+        if result is not None:
+            domain[node], parent[node] = result, node
         # Whoever leaves a domain and comes back is on another level, however short the way.
         level[node] = max(
-            (level[a] + (found is None or domain.get(a) != found) for a in node.all_input_nodes), default=0
+            (level[a] + (result is None or domain.get(a) != result) for a in node.all_input_nodes), default=0
         )
-        for a in node.all_input_nodes if found is not None else ():
-            if domain.get(a) == found and level[a] == level[node]:
+        for a in node.all_input_nodes if result is not None else ():
+            if domain.get(a) == result and level[a] == level[node]:
                 parent[find(node)] = find(a)
     members: dict[fx.Node, list[fx.Node]] = {}
     for node in domain:
         members.setdefault(find(node), []).append(node)
-    made = (
+    results = (
         _region(nodes, domain[nodes[0]])
         for nodes in members.values()
         if sum(n.target is not aten._to_copy.default for n in nodes) >= smallest
     )
-    return [r for r in made if r is not None]
+    return [r for r in results if r is not None]
 
 
 def _domain(node: fx.Node, domain: dict[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -135,8 +135,8 @@ def _domain(node: fx.Node, domain: dict[fx.Node, tuple[int, ...]]) -> tuple[int,
             else None
         )
     own = tuple(node.meta["val"].shape)
-    given = [domain[a] for a in node.all_input_nodes if a in domain]
-    shape = next((d for d in given if kind(node.meta["val"], d) == "row" and d[-1] > 1), own)
+    arguments = [domain[a] for a in node.all_input_nodes if a in domain]
+    shape = next((d for d in arguments if kind(node.meta["val"], d) == "row" and d[-1] > 1), own)
     tensors = [a.meta["val"] for a in node.all_input_nodes]
     return shape if _wide(shape) and all(kind(t, shape) for t in tensors) else None
 

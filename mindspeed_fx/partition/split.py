@@ -60,10 +60,10 @@ def split(backward: fx.GraphModule, weights: Iterable[int]) -> Parts:
             raise SplitError(f"the backward cannot be split: {n.name} ({n.target}) writes in place")
     output = nodes[-1]
     returned, late = list(output.args[0]), set(weights)
-    given = [n for n in nodes if n.op == "placeholder"]
-    tangents = {n for n in given if "tangents" in str(n.target)}
+    arguments = [n for n in nodes if n.op == "placeholder"]
+    tangents = {n for n in arguments if "tangents" in str(n.target)}
     after = _after(nodes, tangents)
-    made = {n for n in nodes if n not in after and n.op == "call_function" and _is_value(n)}
+    result = {n for n in nodes if n not in after and n.op == "call_function" and _is_value(n)}
 
     first = [r for i, r in enumerate(returned) if i not in late]
     early = _before(first, nodes) & after
@@ -71,11 +71,11 @@ def split(backward: fx.GraphModule, weights: Iterable[int]) -> Parts:
     done = {n for n in early if _is_value(n)}
 
     last = [r for i, r in enumerate(returned) if i in late]
-    weights_part = _part(backward, last, {*given, *made, *done})
-    left = [n for n in nodes if n.name in weights_part.reads and n in done and n not in first]
-    inputs_part = _part(backward, [*first, *left], {*given, *made})
-    again = [n for n in nodes if n in made and n.name in {*inputs_part.reads, *weights_part.reads}]
-    return Parts(_part(backward, again, set(given)), inputs_part, weights_part)
+    weights_part = _part(backward, last, {*arguments, *result, *done})
+    remaining = [n for n in nodes if n.name in weights_part.reads and n in done and n not in first]
+    inputs_part = _part(backward, [*first, *remaining], {*arguments, *result})
+    again = [n for n in nodes if n in result and n.name in {*inputs_part.reads, *weights_part.reads}]
+    return Parts(_part(backward, again, set(arguments)), inputs_part, weights_part)
 
 
 def _is_value(node: fx.Node) -> bool:
@@ -85,38 +85,38 @@ def _is_value(node: fx.Node) -> bool:
 
 def _after(nodes: Sequence[fx.Node], first: set[fx.Node]) -> set[fx.Node]:
     """``first`` and all that is computed from it."""
-    found = set(first)
+    results = set(first)
     for n in nodes:
-        if n.op != "output" and any(a in found for a in n.all_input_nodes):
-            found.add(n)
-    return found
+        if n.op != "output" and any(a in results for a in n.all_input_nodes):
+            results.add(n)
+    return results
 
 
 def _before(last: Iterable[Any], nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """``last`` and all that it is computed from."""
-    found = {n for n in last if isinstance(n, fx.Node)}
+    results = {n for n in last if isinstance(n, fx.Node)}
     for n in reversed(nodes):
-        if n in found:
-            found.update(n.all_input_nodes)
-    return found
+        if n in results:
+            results.update(n.all_input_nodes)
+    return results
 
 
-def _part(gm: fx.GraphModule, wanted: Sequence[Any], given: set[fx.Node]) -> Part:
-    """The graph that computes ``wanted`` from what it needs of ``given``."""
+def _part(gm: fx.GraphModule, wanted: Sequence[Any], arg: set[fx.Node]) -> Part:
+    """The graph that computes ``wanted`` from what it needs of ``arg``."""
     needed: set[fx.Node] = set()
     todo = [n for n in wanted if isinstance(n, fx.Node)]
     while todo:
         n = todo.pop()
         if n not in needed:
             needed.add(n)
-            todo += [] if n in given else n.all_input_nodes
+            todo += [] if n in arg else n.all_input_nodes
     graph, copy = fx.Graph(), {}
     order = [n for n in gm.graph.nodes if n in needed]
-    reads = [n for n in order if n in given]
+    reads = [n for n in order if n in arg]
     for n in reads:
         copy[n] = graph.placeholder(n.name)
     for n in order:
-        if n not in given:
+        if n not in arg:
             copy[n] = graph.node_copy(n, copy.__getitem__)
     for n, new in copy.items():
         new.meta = dict(n.meta)

@@ -75,14 +75,14 @@ def _real(node: fx.Node) -> Any:
     shape = [fake.hint(s) for s in value.shape]
     generator = torch.Generator().manual_seed(len(node.name) + sum(map(ord, node.name)))
     if value.dtype == torch.bool:
-        made = torch.rand(shape, generator=generator) < 0.5
+        result = torch.rand(shape, generator=generator) < 0.5
     elif value.is_floating_point():
         # Like trained weights and activations: products over the last dimension stay near one.
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
-        made = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(value.dtype)
+        result = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(value.dtype)
     else:
-        made = torch.randint(0, 2, shape, generator=generator).to(value.dtype)
-    return made.to(value.device)
+        result = torch.randint(0, 2, shape, generator=generator).to(value.dtype)
+    return result.to(value.device)
 
 
 def _evaluate(gm: fx.GraphModule, inputs: list[Any], differentiable: bool) -> list[tuple[str, torch.Tensor | None]]:

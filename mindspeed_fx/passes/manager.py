@@ -107,7 +107,7 @@ def in_order(passes: Sequence[Any]) -> list[Any]:
     """
     by_name = {p.name: p for p in passes}
     place = {row.name: i for i, row in enumerate(PASSES)}
-    found = []
+    results = []
     for stage in STAGES:
         mine = sorted((p for p in passes if p.stage == stage), key=lambda p: (place.get(p.name, len(place)), p.name))
         listed = [p.name for p in mine if p.name in place]
@@ -119,8 +119,8 @@ def in_order(passes: Sequence[Any]) -> list[Any]:
                 waits[_same_stage(p, other, by_name, "before")].add(p.name)
             for other in p.after:
                 waits[p.name].add(_same_stage(p, other, by_name, "after"))
-        found += [by_name[name] for name in _sorted(waits, [p.name for p in mine])]
-    return found
+        results += [by_name[name] for name in _topological_order(waits, [p.name for p in mine])]
+    return results
 
 
 def _same_stage(p: Any, other: str, by_name: dict[str, Any], word: str) -> str:
@@ -135,7 +135,7 @@ def _same_stage(p: Any, other: str, by_name: dict[str, Any], word: str) -> str:
     return other
 
 
-def _sorted(waits: dict[str, set[str]], preferred: list[str]) -> list[str]:
+def _topological_order(waits: dict[str, set[str]], preferred: list[str]) -> list[str]:
     """Topological order; of those that are free the first in ``preferred``."""
     sorter = graphlib.TopologicalSorter(waits)
     try:
@@ -143,11 +143,11 @@ def _sorted(waits: dict[str, set[str]], preferred: list[str]) -> list[str]:
     except graphlib.CycleError as error:
         raise PassError(f"passes wait for each other in a circle: {', '.join(error.args[1])}") from None
     free: set[str] = set()
-    found: list[str] = []
+    results: list[str] = []
     while sorter.is_active():
         free.update(sorter.get_ready())
         first = min(free, key=preferred.index)
         free.remove(first)
         sorter.done(first)
-        found.append(first)
-    return found
+        results.append(first)
+    return results

@@ -178,14 +178,14 @@ def _matches(name: str, wanted: tuple[str, ...], option: str) -> bool:
 def _with_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """``gm`` and the bodies of its checkpointed and wrapped regions. The forward of an opaque autograd.Function is left
     alone: its own backward reads what that forward saved."""
-    found = [gm]
+    results = [gm]
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_autograd_function(node.target):
-            return found + list(_wrapped(gm))
-    return found + [inner for body in bodies(gm) for inner in _with_bodies(body)]
+            return results + list(_wrap(gm))
+    return results + [inner for body in bodies(gm) for inner in _with_bodies(body)]
 
 
-def _wrapped(gm: fx.GraphModule) -> list[fx.GraphModule]:
+def _wrap(gm: fx.GraphModule) -> list[fx.GraphModule]:
     own = {
         id(getattr(gm, str(n.args[0].target)))
         for n in gm.graph.nodes

@@ -155,7 +155,7 @@ def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, 
         recorder.collecting() as graphs,
         dynamo.collecting_graph_breaks() as breaks,
         dynamo.recompiling(),
-        _unchanged(model),
+        _check_unchanged(model),
     ):
         outputs = torch_compile.compile_with_backend(dynamo.fresh_callable(model), backend=backend)(*args, **kwargs)
         loss = loss_of(outputs)
@@ -176,7 +176,7 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
+def _check_unchanged(model: Any) -> Iterator[None]:
     module = model if isinstance(model, torch.nn.Module) else None
     grads = {p: p.grad for p in module.parameters()} if module else {}
     for p in grads:

@@ -26,7 +26,7 @@ from mindspeed_fx import arguments, torch_compile
 from mindspeed_fx.backend import Compilation, device_of
 from mindspeed_fx.compat import fx_graph, tracing
 from mindspeed_fx.options import Options
-from mindspeed_fx.planning.split_stages import RECEIVED, Part, cut, layers_of, receivable
+from mindspeed_fx.planning.split_stages import RECEIVED, Part, layers_of, receivable, split_stages
 from mindspeed_fx.sharding.parallelize import check_mesh, parallelize, plan_for
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.training.accumulation import rows_of
@@ -63,28 +63,28 @@ class Stage(nn.Module):
                 owner = owner._modules[word]
             if id(value) in parameters:
                 owner.register_parameter(last, value)
-                self._values.append(lambda given: owner._parameters[last])
+                self._values.append(lambda arg: owner._parameters[last])
             else:
                 owner.register_buffer(last, value)
-                self._values.append(lambda given: owner._buffers[last])
+                self._values.append(lambda arg: owner._buffers[last])
         elif (name := inputs.get(id(value))) is not None:
             shape = tuple(value.shape)
-            self._values.append(lambda given: self._argument(given, name, shape))
+            self._values.append(lambda arg: self._argument(arg, name, shape))
         else:
-            self._values.append(lambda given: value)
+            self._values.append(lambda arg: value)
 
-    def _argument(self, given: dict[str, Any], name: str, shape: tuple[int, ...]) -> Any:
-        if name not in given:
+    def _argument(self, arguments: dict[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+        if name not in arguments:
             raise ShardingError(
                 f'stage {self._index} of {self._stages} reads the model\'s argument "{name}", which is missing: give '
                 f"every rank all of them by name, schedule.step({name}=...)"
             )
-        if tuple(given[name].shape) != shape:
+        if tuple(arguments[name].shape) != shape:
             raise ShardingError(
-                f'stage {self._index} of {self._stages}: "{name}" is {tuple(given[name].shape)}; microbatches of '
+                f'stage {self._index} of {self._stages}: "{name}" is {tuple(arguments[name].shape)}; microbatches of '
                 f"{shape} were traced: give the schedule and pipeline_stage the same batch and number of microbatches"
             )
-        return given[name]
+        return arguments[name]
 
     def forward(self, *received: Any, **arguments: Any) -> Any:
         if not self._index:
@@ -127,17 +127,17 @@ def stages(
     """
     layers = layers_of(model, count)
     bound = inspect.signature(model.forward).bind(*args, **(kwargs or {}))
-    given = {name: _rows(name, value, microbatches) for name, value in _named(bound).items()}
-    inputs = {id(value): name for name, value in given.items() if isinstance(value, torch.Tensor)}
+    arguments = {name: _rows(name, value, microbatches) for name, value in _bind_arguments(bound).items()}
+    inputs = {id(value): name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     options_ = Options.parse(options).with_plan(recompute)
-    made: list[Stage] = []
+    outputs: list[Stage] = []
     wrong: list[BaseException] = []
 
     def backend(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable:
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         numbers = {n: i for i, n in enumerate(placeholders)}
         try:
-            parts = cut(gm, layers, count)
+            parts = split_stages(gm, layers, count)
             if len(results := [n for n in gm.graph.nodes if n.op == "output"][0].args[0]) != 1:
                 raise ShardingError(
                     f"the model returns {len(results)} tensors; a pipeline needs a training step that returns its loss "
@@ -146,11 +146,11 @@ def stages(
             chosen = [(s, p) for s, p in enumerate(parts) if only in (None, s)]
             for s, part in chosen:
                 examples = [
-                    *(fakes[numbers[n]] for n in part.given),
+                    *(fakes[numbers[n]] for n in part.inputs),
                     *(receivable(fx_graph.example_value_of(n)) for n in part.received),
                 ]
                 compiled = Compilation(options_.resolve(device_of(examples))).compile(part.gm, examples)
-                made.append(Stage(s, count, part, fx_graph.example_value_of(results[0]), compiled, list(given)))
+                outputs.append(Stage(s, count, part, fx_graph.example_value_of(results[0]), compiled, list(arguments)))
         except Exception as e:
             wrong.append(e)
             raise
@@ -158,8 +158,8 @@ def stages(
         def run(*values: Any) -> Any:
             parameters = {id(p): n for n, p in model.named_parameters()}
             buffers = {id(b): n for n, b in model.named_buffers()}
-            for stage, (_, part) in zip(made, chosen):
-                for n in part.given:
+            for stage, (_, part) in zip(outputs, chosen):
+                for n in part.inputs:
                     stage._bind(values[numbers[n]], parameters, buffers, inputs)
             raise _Traced
 
@@ -168,7 +168,7 @@ def stages(
     torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
     try:
         with torch.enable_grad(), tracing.in_one_graph(ShardingError, "pipeline_stage"):
-            torch_compile.compile_with_backend(model, backend=backend, fullgraph=True, dynamic=False)(**given)
+            torch_compile.compile_with_backend(model, backend=backend, fullgraph=True, dynamic=False)(**arguments)
     except _Traced:
         pass
     except Exception:
@@ -177,7 +177,7 @@ def stages(
         raise
     finally:
         torch._dynamo.reset()
-    return made
+    return outputs
 
 
 def pipeline_stage(
@@ -285,19 +285,19 @@ def inside(plan: Plan) -> Plan:
     return Plan(**{**parts, "mesh": tuple(d for d in plan.mesh if d != "pp"), "inputs": inputs})
 
 
-def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
+def _bind_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Arguments by name.
 
     Raises:
         ShardingError: arguments without a name.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             raise ShardingError(f'the model takes "*{name}"; a pipeline needs arguments with names')
-        found.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-    return found
+        results.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return results
 
 
 def _rows(name: str, value: Any, microbatches: int) -> Any:

@@ -76,16 +76,16 @@ def simulate(
     unmatched_patterns(model, plan)
     names = {id(p): n for n, p in model.named_parameters()}
     show_whole(model, Sharding(plan, None, [n for n, _ in model.named_modules()]), lambda name, p: p)
-    made: list[Simulation] = []
+    results: list[Simulation] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        found = parallelized_graph.cut(gm)
-        if found is None:
+        result = parallelized_graph.take_shown_calls(gm)
+        if result is None:
             raise ShardingError("simulate: the model reads none of its parameters")
         compilation = Compilation(parsed.resolve("cpu"))
-        compilation.sharding = found
+        compilation.sharding = result
         compilation.capture(gm)
-        return lambda *given: _run(gm, found, plan, mesh, given, names, made, local_inputs)
+        return lambda *args: _run(gm, result, plan, mesh, args, names, results, local_inputs)
 
     torch._dynamo.reset()
     try:
@@ -93,28 +93,28 @@ def simulate(
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     finally:
         torch._dynamo.reset()
-    return made[0]
+    return results[0]
 
 
 def _run(
     gm: fx.GraphModule,
-    found: parallelized_graph.ParallelizedGraph,
+    hit: parallelized_graph.ParallelizedGraph,
     plan: Plan,
     sizes: dict[str, int],
-    given: Sequence[Any],
+    arguments: Sequence[Any],
     names: dict[int, str],
-    made: list[Simulation],
+    results: list[Simulation],
     parts: bool,
 ) -> Any:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from mindspeed_fx.sharding.parallelize import parameter_placements
-    from mindspeed_fx.sharding.spmd.program import Program, differentiated
+    from mindspeed_fx.sharding.spmd.program import Program, differentiating
 
     with dtensor.all_ranks(sizes) as mesh, dtensor.plain_tensors_as_replicated():
-        found.sharding.mesh = mesh
+        hit.sharding.mesh = mesh
         values, tensors, parameters = [], [], {}
-        for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], given, strict=True):
+        for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], arguments, strict=True):
             name = names.get(id(x))
             if (
                 parts
@@ -122,14 +122,14 @@ def _run(
                 and isinstance(x, torch.Tensor)
                 and (argument := parallelized_graph.argument_name(node)) is not None
             ):
-                placements = parallelized_graph.input_value(node, x, found).placements
+                placements = parallelized_graph.input_value(node, x, hit).placements
                 whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
-                found.parts[node.name] = (argument, x)
-                values.append(parallelized_graph.part_value(x, *found.parts[node.name], found))
+                hit.parts[node.name] = (argument, x)
+                values.append(parallelized_graph.part_value(x, *hit.parts[node.name], hit))
                 tensors.append(whole.to_local().requires_grad_(x.requires_grad))
                 continue
             if name is None:
-                values.append(parallelized_graph.input_value(node, x, found))
+                values.append(parallelized_graph.input_value(node, x, hit))
                 tensors.append(dtensor.on_every_rank(x) if isinstance(x, torch.Tensor) else x)
                 continue
             placements = parameter_placements(plan, mesh, name, x)
@@ -143,7 +143,7 @@ def _run(
         wanted = [
             o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
         ]
-        with _Collectives() as backward, differentiated(lambda: program):
+        with _Collectives() as backward, differentiating(lambda: program):
             if wanted:  # none under no_grad
                 torch.autograd.backward([o.sum() for o in wanted])
         result = Simulation(
@@ -155,7 +155,7 @@ def _run(
                     part.grad, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
                 )
                 result.gradients[name] = _one(gradient.redistribute(placements=[Replicate()] * mesh.ndim).to_local())
-    made.append(result)
+    results.append(result)
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result.outputs)
 
 

@@ -81,10 +81,10 @@ class SplitBackward(nn.Module):
         if not self.ahead:
             raise RuntimeError("recompute: give split_backward(..., ahead=True)")
         call = next(
-            (c for c in self._calls if c.made is None and c.graphs.parts and c.graphs.parts.recompute.makes), None
+            (c for c in self._calls if c.gradients is None and c.graphs.parts and c.graphs.parts.recompute.makes), None
         )
         if call is not None:
-            call.made = _run(call.graphs.parts.recompute, call.saved)
+            call.gradients = _run(call.graphs.parts.recompute, call.saved)
         return call is not None
 
 
@@ -102,7 +102,7 @@ class _Call:
     """One forward whose backward is to come."""
 
     def __init__(self, graphs: Graphs, saved: dict[str, Any]):
-        self.graphs, self.saved, self.made = graphs, saved, None
+        self.graphs, self.saved, self.gradients = graphs, saved, None
         self.key = _key(saved)
 
 
@@ -161,14 +161,14 @@ class _Compilation(Compilation):
             call = next((c for c in owner._calls if c.graphs is graphs and c.key == key), None) if owner.ahead else None
             if call is not None:
                 owner._calls.remove(call)
-            values.update(_run(parts.recompute, values) if call is None or call.made is None else call.made)
-            made = parts.inputs.gm(*(values[n] for n in parts.inputs.reads))
-            values.update((n, v) for n, v in zip(parts.inputs.makes, made) if n)
+            values.update(_run(parts.recompute, values) if call is None or call.gradients is None else call.gradients)
+            result = parts.inputs.gm(*(values[n] for n in parts.inputs.reads))
+            values.update((n, v) for n, v in zip(parts.inputs.makes, result) if n)
             rest, held = [values[n] for n in parts.weights.reads], graphs.held
             owner.dropped += owner._late is not None
             owner._late = lambda: _add(held, parts.weights.gm, rest)
             out: list[Any] = [None] * returned
-            for i, value in zip(early, made):
+            for i, value in zip(early, result):
                 out[i] = value
             return out
 

@@ -38,7 +38,7 @@ class Part:
     """
 
     gm: fx.GraphModule
-    given: list[fx.Node]
+    inputs: list[fx.Node]
     """Placeholders of the whole graph."""
     received: list[fx.Node]
     sent: list[fx.Node]
@@ -62,13 +62,13 @@ def layers_of(model: nn.Module, stages: int) -> tuple[str, int]:
             f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList or Sequential of modules of one "
             "class) to make stages of"
         )
-    name, found = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    if stages > len(found):
-        raise ShardingError(f'pp={stages}: "{name}" has {len(found)} layers; valid: 2 to {len(found)} stages')
-    return name, len(found)
+    name, result = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    if stages > len(result):
+        raise ShardingError(f'pp={stages}: "{name}" has {len(result)} layers; valid: 2 to {len(result)} stages')
+    return name, len(result)
 
 
-def cut(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> list[Part]:
+def split_stages(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> list[Part]:
     """The graphs of all stages; layer i of n is in stage i * stages // n, so that none has more than ceil(n / stages).
 
     Args:
@@ -168,23 +168,23 @@ class _Homes:
 
     def _find_readers(self) -> None:
         for n in reversed(self.nodes):
-            found: set[int] = set()
+            results: set[int] = set()
             for u in n.users:
-                found |= (
+                results |= (
                     {self.stages - 1}
                     if u is self.output
                     else {self.stage[u]}
                     if u in self.stage
                     else self.readers.get(u, set())
                 )
-            self.readers[n] = found
+            self.readers[n] = results
 
     def _check_parameters(self) -> None:
         for n in self.nodes:
-            if self._is_parameter(n) and len(found := self.readers[n]) > 1:
+            if self._is_parameter(n) and len(result := self.readers[n]) > 1:
                 raise ShardingError(
-                    f"parameter {n.name} is read by stages {' and '.join(map(str, sorted(found)))}: tied weights would "
-                    "need their gradients summed over stages; untie them, or use pp=1"
+                    f"parameter {n.name} is read by stages {' and '.join(map(str, sorted(result)))}: tied weights "
+                    "would need their gradients summed over stages; untie them, or use pp=1"
                 )
 
     def _check_writes(self) -> None:
@@ -203,7 +203,7 @@ class _Homes:
             ]
             if (
                 len(
-                    found := set().union(
+                    result := set().union(
                         *(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same))
                     )
                 )
@@ -211,7 +211,7 @@ class _Homes:
             ):
                 raise ShardingError(
                     f"{_where(writer)}: {writer.name} writes in place to what stages "
-                    f"{' and '.join(map(str, sorted(found)))} read; stages share no memory"
+                    f"{' and '.join(map(str, sorted(result)))} read; stages share no memory"
                 )
             if writer not in self.stage:
                 raise ShardingError(
@@ -248,8 +248,8 @@ def _part(gm: fx.GraphModule, homes: _Homes, s: int) -> Part:
             needed.add(n)
         todo += [a for a in n.all_input_nodes if a in homes.again and a not in needed]
     graph, copy = fx.Graph(), {}
-    given = [n for n in homes.nodes if n.op == "placeholder" and n in needed]
-    for n in given:
+    arguments = [n for n in homes.nodes if n.op == "placeholder" and n in needed]
+    for n in arguments:
         copy[n] = graph.node_copy(n)
     for i, n in enumerate(received):
         copy[n] = graph.placeholder(f"{RECEIVED}{i}")
@@ -259,7 +259,7 @@ def _part(gm: fx.GraphModule, homes: _Homes, s: int) -> Part:
             copy[n] = graph.node_copy(n, copy.__getitem__)
     graph.output(fx.map_arg(homes.output.args[0], copy.__getitem__) if last else tuple(copy[n] for n in sent))
     graph.lint()
-    return Part(fx.GraphModule(gm, graph), given, received, sent)
+    return Part(fx.GraphModule(gm, graph), arguments, received, sent)
 
 
 def receivable(value: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import difflib
 from mindspeed_fx.report.records import GraphRecord, PassRun
 
 
-def changed(run: PassRun) -> bool:
+def is_changed(run: PassRun) -> bool:
     """True when the pass rewrote something and its code was kept."""
     return run.before is not None and run.after is not None and run.before != run.after
 

@@ -94,30 +94,30 @@ def triton_ascend_problem() -> str | None:
 
 def npugraph_ex_problem() -> str | None:
     """Why codegen "npugraph_ex" has nothing to run on; None when this torch_npu brings it."""
-    found = importlib.util.find_spec("torch_npu")
-    brought = found and any(
-        pathlib.Path(p, "npu", "npugraph_ex").is_dir() for p in found.submodule_search_locations or ()
+    result = importlib.util.find_spec("torch_npu")
+    brought = result and any(
+        pathlib.Path(p, "npu", "npugraph_ex").is_dir() for p in result.submodule_search_locations or ()
     )
     return None if brought else "this torch_npu has no torch.npu.npugraph_ex"
 
 
-def text(found: dict[str, Any]) -> str:
+def text(results: dict[str, Any]) -> str:
     """What :func:`examine` found, for a person."""
-    lines = ["installed"] + [f"  {k:<16} {v or '-'}" for k, v in found["installed"].items()]
+    lines = ["installed"] + [f"  {k:<16} {v or '-'}" for k, v in results["installed"].items()]
     lines += ["targets"] + [
         f"  {t['target']:<5} {t['codegen']:<12} {'works' if t['works'] else 'no: ' + t['reason']}"
-        for t in found["targets"]
+        for t in results["targets"]
     ]
-    lines += ["kernels in C++ for cpu", f"  {found['cpu_kernels']}"]
+    lines += ["kernels in C++ for cpu", f"  {results['cpu_kernels']}"]
     lines += [
         "torch.compile",
-        f"  {found['torch_compile']}",
-        f"  entry point {found['entry_point']}",
-        f"  caches in {found['caches']}",
+        f"  {results['torch_compile']}",
+        f"  entry point {results['entry_point']}",
+        f"  caches in {results['caches']}",
     ]
     lines += ["patches of Megatron-core"] + [
         f"  {p}"
-        for p in found["megatron_patches"]
+        for p in results["megatron_patches"]
         or ("none in this process: importing mindspeed_fx.megatron_adaptor applies them",)
     ]
     return "\n".join(lines)

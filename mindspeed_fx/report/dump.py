@@ -19,7 +19,7 @@ from typing import Any
 
 from mindspeed_fx.compat import distributed
 from mindspeed_fx.report import memory
-from mindspeed_fx.report.diffs import changed, diff_text, lowered_counts
+from mindspeed_fx.report.diffs import diff_text, is_changed, lowered_counts
 from mindspeed_fx.report.records import GraphRecord
 
 _begun: set[tuple[int, str, int]] = set()
@@ -103,7 +103,7 @@ def _files(record: GraphRecord) -> dict[str, str]:
     files = {f"{number:02d}.graph.{stage}.py": text for number, (stage, text) in enumerate(record.stages.items())}
     for number, run in enumerate(record.runs):
         stem = f"{number:02d}.{run.stage}.{run.report.name}"
-        if changed(run):
+        if is_changed(run):
             files |= {f"{stem}.before.py": run.before, f"{stem}.after.py": run.after, f"{stem}.diff": diff_text(run)}
         files |= {f"{stem}.{name}": text for name, text in run.report.files.items()}
     return {**files, "index.md": index_text(record), "report.html": graph_page(record)}
@@ -122,7 +122,7 @@ def _pictures(record: GraphRecord) -> dict[str, Any]:
 
 def metadata(record: GraphRecord) -> dict[str, Any]:
     """Everything but the code, ready for JSON."""
-    from mindspeed_fx.report.modelled import rows
+    from mindspeed_fx.report.modelled import modelled_rows
 
     values = dataclasses.asdict(dataclasses.replace(record, calls={}, stages={}))
     del values["stages"], values["calls"]
@@ -131,7 +131,7 @@ def metadata(record: GraphRecord) -> dict[str, Any]:
         run.pop("after")
         run["report"].pop("files")
         run["report"].pop("curves")
-    return {**values, "counts": record.counts, "modelled": rows(record)}
+    return {**values, "counts": record.counts, "modelled": modelled_rows(record)}
 
 
 def index_text(record: GraphRecord) -> str:
@@ -152,7 +152,9 @@ def index_text(record: GraphRecord) -> str:
     for number, run in enumerate(record.runs):
         stem = f"{number:02d}.{run.stage}.{run.report.name}"
         files = (
-            f"[before]({stem}.before.py) [after]({stem}.after.py) [diff]({stem}.diff)" if changed(run) else "unchanged"
+            f"[before]({stem}.before.py) [after]({stem}.after.py) [diff]({stem}.diff)"
+            if is_changed(run)
+            else "unchanged"
         )
         files += "".join(f" [{name}]({stem}.{name})" for name in run.report.files)
         lines.append(

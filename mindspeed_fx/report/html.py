@@ -6,7 +6,7 @@ from html import escape
 from typing import Any, Iterable
 
 from mindspeed_fx.report import modelled
-from mindspeed_fx.report.diffs import changed, diff_text, lowered_counts
+from mindspeed_fx.report.diffs import diff_text, is_changed, lowered_counts
 from mindspeed_fx.report.records import GraphRecord, PassRun
 
 _STYLE = """
@@ -59,7 +59,7 @@ def graph_page(record: GraphRecord) -> str:
         rows = [(o, s, k, str(n), w) for (o, s, k, w), n in lowered_counts(record).items()]
         body += ["<h2>Kernels</h2>", table(("operator", "graph", "kernel", "calls", "why not a better one"), rows)]
     if record.calls:
-        cost = [modelled.cells(r) for r in modelled.rows(record)]
+        cost = [modelled.cells(r) for r in modelled.modelled_rows(record)]
         body += [
             "<h2>Modelled cost</h2>",
             f"<p>{escape(modelled.about(record))}.</p>",
@@ -101,7 +101,7 @@ def _pass(number: int, run: PassRun) -> str:
         ]
     if run.check:
         parts.append(f"<p>Check: {escape(run.check)}</p>")
-    if changed(run):
+    if is_changed(run):
         parts += ["<p><b>Difference</b></p>", _diff(diff_text(run))]
     inside = "".join(parts) or '<p class="muted">Nothing to rewrite in this graph.</p>'
     head = (

@@ -37,7 +37,7 @@ class Curve:
     """(module, operator) of every call."""
     forward: int
     """How many calls are the forward's."""
-    given: int = 0
+    input_bytes: int = 0
     """Bytes of parameters and inputs, part of every entry of ``bytes``."""
 
     @property

@@ -57,14 +57,14 @@ class Modelled:
         stages = (
             [stage] if stage else [s for s in ("forward", "backward", "inference") if s in self.graphs[graph].calls]
         )
-        any_device = _named(self.graphs[graph]) or "cpu"  # FLOP and bytes are the same on all
+        any_device = _hardware_name(self.graphs[graph]) or "cpu"  # FLOP and bytes are the same on all
         return sum(self.estimate(s, graph, any_device).expression(what, names) for s in stages)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each stage of each graph: graph, stage, kernels, flops, bytes, seconds, network_seconds,
         hardware, fused, notes, operators.
         """
-        return [{"graph": g.index, **r} for g in self.graphs for r in rows(g)]
+        return [{"graph": g.index, **r} for g in self.graphs for r in modelled_rows(g)]
 
     def total(self, what: str, *stages: str) -> float:
         """Sum of "flops", "bytes", "seconds" or "kernels" over all graphs; the final graphs where no stage is named."""
@@ -77,12 +77,12 @@ class Modelled:
         for g in self.graphs:
             lines += [
                 f"  graph {g.index} {name:<28}{kernels:>6} kernels {flops:>12} GFLOP {moved:>12} MB {us:>12} us"
-                for name, kernels, flops, moved, us, _ in map(cells, rows(g))
+                for name, kernels, flops, moved, us, _ in map(cells, modelled_rows(g))
             ]
         return "\n".join(lines)
 
 
-def _named(record: GraphRecord) -> str | None:
+def _hardware_name(record: GraphRecord) -> str | None:
     """The hardware that times are for; None where none is known."""
     name = str(record.effective["hardware"])
     return None if name.startswith("none: ") else name
@@ -94,26 +94,26 @@ def estimated(record: GraphRecord, stage: str, hardware: str | None = None) -> A
     from mindspeed_fx.cost.hardware import hardware as device
     from mindspeed_fx.errors import OptionError
 
-    name = hardware or _named(record)
+    name = hardware or _hardware_name(record)
     if name is None:
         raise OptionError(f'option "hardware": {str(record.effective["hardware"]).removeprefix("none: ")}')
     calls = record.calls[stage]
     return Estimate(calls, device(name), record.effective["codegen"] == "inductor", calls.hints)
 
 
-def rows(record: GraphRecord) -> list[dict[str, Any]]:
+def modelled_rows(record: GraphRecord) -> list[dict[str, Any]]:
     """One row for each stage, ready for JSON; [] where no hardware is known or nothing was kept."""
-    if _named(record) is None:
+    if _hardware_name(record) is None:
         return []
-    found = []
+    results = []
     for stage in record.calls:
-        made = estimated(record, stage)
-        found.append({"stage": stage, **made.summary(), "operators": made.by_operator()})
-    return found
+        result = estimated(record, stage)
+        results.append({"stage": stage, **result.summary(), "operators": result.by_operator()})
+    return results
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row of :func:`rows` as the words of :data:`HEAD`."""
+    """A row of :func:`modelled_rows` as the words of :data:`HEAD`."""
     slow = row["operators"][0] if row["operators"] else None
     return (
         MEANING[row["stage"]],
@@ -127,25 +127,26 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def about(record: GraphRecord) -> str:
     """What the numbers are."""
-    if _named(record) is None:
+    if _hardware_name(record) is None:
         return f"cost not modelled: {str(record.effective['hardware']).removeprefix('none: ')}"
     how = (
         "pointwise work grouped as Inductor would"
         if record.effective["codegen"] == "inductor"
         else "a kernel for every operator"
     )
-    return f"modelled for {_named(record)}, not measured: {how}, collectives not overlapped"
+    return f"modelled for {_hardware_name(record)}, not measured: {how}, collectives not overlapped"
 
 
 def text(record: GraphRecord) -> list[str]:
     """The lines of a Markdown section; [] where nothing was kept."""
     if not record.calls:
         return []
-    found = rows(record)
-    notes = dict.fromkeys(n for r in found for n in r["notes"])
+    result = modelled_rows(record)
+    notes = dict.fromkeys(n for r in result for n in r["notes"])
     table = (
-        ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)] + ["| " + " | ".join(cells(r)) + " |" for r in found]
-        if found
+        ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+        + ["| " + " | ".join(cells(r)) + " |" for r in result]
+        if result
         else []
     )
     return [about(record) + ".", "", *table, *(["", *(f"- {n}" for n in notes)] if notes else [])]

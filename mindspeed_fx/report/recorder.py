@@ -88,7 +88,7 @@ def collecting() -> Iterator[list[GraphRecord]]:
 
 
 @contextlib.contextmanager
-def timed(record: GraphRecord, name: str) -> Iterator[None]:
+def record_time(record: GraphRecord, name: str) -> Iterator[None]:
     """Add the time spent within to ``record.seconds[name]``."""
     start = time.perf_counter()
     try:

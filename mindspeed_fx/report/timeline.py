@@ -28,7 +28,7 @@ def chrome_trace(timelines: Mapping[str, Any]) -> str:
     """
     events: list[str] = []  # a step has tens of thousands: json.dumps takes several times as long as writing them
     for pid, (name, timeline) in enumerate(timelines.items()):
-        lanes, tasks, start, memory, last = (
+        tracks, tasks, start, memory, last = (
             _lanes(timeline),
             timeline.graph.tasks,
             timeline.start,
@@ -38,14 +38,14 @@ def chrome_trace(timelines: Mapping[str, Any]) -> str:
         events.append(json.dumps({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}))
         events += [
             json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}})
-            for lane, tid in lanes.items()
+            for lane, tid in tracks.items()
         ]
         for k, i in enumerate(timeline.order):
             task = tasks[i]
             if task.seconds:
                 args = f'"exposed_us": {timeline.exposed[i] * 1e6!r}' if i in timeline.exposed else ""
                 events.append(
-                    f'{{"ph": "X", "pid": {pid}, "tid": {lanes[task.resource]}, "ts": {start[i] * 1e6!r}, "dur": '
+                    f'{{"ph": "X", "pid": {pid}, "tid": {tracks[task.resource]}, "ts": {start[i] * 1e6!r}, "dur": '
                     f'{task.seconds * 1e6!r}, "name": {_quoted(task.name)}, "cat": {_quoted(task.kind)}, "args": '
                     f"{{{args}}}}}"
                 )
@@ -74,18 +74,18 @@ def picture(timelines: Mapping[str, Any]) -> str:
             )
         )
         y += _LANE
-        lanes = _lanes(timeline)
-        for lane, n in lanes.items():
+        tracks = _lanes(timeline)
+        for lane, n in tracks.items():
             parts.append(_text(0, y + n * (_LANE + 2) + 11, lane[:16]))
         scale = (_WIDTH - _LEFT) / longest
         for resource, begin, end, kind, title in _blocks(timeline, longest / (_WIDTH - _LEFT)):
             width = max((end - begin) * scale, 0.4)
-            at = y + lanes[resource] * (_LANE + 2)
+            at = y + tracks[resource] * (_LANE + 2)
             parts.append(
                 f'<rect x="{_LEFT + begin * scale:.1f}" y="{at}" width="{width:.1f}" height="{_LANE}" '
                 f'fill="{_color(kind)}"><title>{escape(title)}</title></rect>'
             )
-        y += len(lanes) * (_LANE + 2) + 4
+        y += len(tracks) * (_LANE + 2) + 4
         if peak and timeline.memory:
             parts.append(
                 _text(0, y + 11, "memory")
@@ -120,12 +120,12 @@ def png(timelines: Mapping[str, Any], path: str) -> None:
         len(timelines), 1, figsize=(12, 1.2 + 1.6 * len(timelines)), sharex=True, squeeze=False, layout="constrained"
     )
     for axis, (name, timeline) in zip(axes[:, 0], timelines.items()):
-        lanes = _lanes(timeline)
+        tracks = _lanes(timeline)
         for resource, begin, end, kind, _ in _blocks(timeline, longest / 2000):
             axis.broken_barh(
-                [(begin * 1e3, (end - begin) * 1e3)], (-lanes[resource] - 0.4, 0.8), facecolors=_color(kind)
+                [(begin * 1e3, (end - begin) * 1e3)], (-tracks[resource] - 0.4, 0.8), facecolors=_color(kind)
             )
-        axis.set_yticks([-n for n in lanes.values()], list(lanes))
+        axis.set_yticks([-n for n in tracks.values()], list(tracks))
         axis.set_title(
             f"{name}: {timeline.seconds * 1e3:.2f} ms, exposed {timeline.exposed_seconds * 1e3:.2f} ms",
             fontsize=10,

@@ -12,7 +12,7 @@ import torch.fx as fx
 aten = torch.ops.aten
 
 
-def place(x: torch.Tensor, placements: tuple[tuple[str, str], ...]) -> torch.Tensor:
+def constrain(x: torch.Tensor, placements: tuple[tuple[str, str], ...]) -> torch.Tensor:
     """``x`` at the given placements, pairs of mesh dimension and word; other mesh dimensions stay as they are."""
     if placements and hasattr(x, "device_mesh"):
         from mindspeed_fx.sharding.spmd.redistribute import redistribute
@@ -30,7 +30,7 @@ def operands(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[fx.GraphModule
         and a.op == "get_attr"
         and isinstance(getattr(gm, str(a.target), None), fx.GraphModule)
     ]
-    given = [a for a in node.args if a not in graphs]
+    arguments = [a for a in node.args if a not in graphs]
     for graph in graphs:
         body = getattr(gm, str(graph.target))
-        yield body, dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], given))
+        yield body, dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], arguments))

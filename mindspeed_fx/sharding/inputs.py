@@ -58,9 +58,9 @@ def show_inputs_whole(model: nn.Module, number: int) -> None:
     names, rest = argument_names(model.forward)
 
     def show(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = [*names[: len(args)], *(f"{rest}_{i}" for i in range(len(args) - len(names)))]
+        arguments = [*names[: len(args)], *(f"{rest}_{i}" for i in range(len(args) - len(names)))]
         by_name = {name: _each(x, name.lower(), number) for name, x in kwargs.items()}
-        return tuple(_each(x, name, number) for x, name in zip(args, given)), by_name
+        return tuple(_each(x, name, number) for x, name in zip(args, arguments)), by_name
 
     model.register_forward_pre_hook(show, with_kwargs=True)
 
@@ -126,13 +126,13 @@ class InputCheck:
         """The first argument with other sizes on some rank; the first with other values where ranks pass the same."""
         mesh: DeviceMesh = self.sharding.mesh
         count = COMPARED + 1
-        layout_digests = _folded([_digest(repr(layout).encode()) for layout in self.layouts])
+        layout_digests = _fold_digests([_digest(repr(layout).encode()) for layout in self.layouts])
         differ = None
         for dim in range(mesh.ndim):
             alike = [not a.placements[dim].is_shard() for a in self.arguments]
 
             def digests(*parts: torch.Tensor) -> torch.Tensor:
-                values = _folded([_digest(_bytes(x)) if same else 0 for x, same in zip(parts, alike)])
+                values = _fold_digests([_digest(_bytes(x)) if same else 0 for x, same in zip(parts, alike)])
                 both = torch.tensor([layout_digests, values], dtype=torch.int64)
                 return torch.stack([both, -both]).to(mesh.device_type)
 
@@ -141,7 +141,7 @@ class InputCheck:
             unlike = (least[0] != -least[1]).to(torch.int64)
             differ = unlike if differ is None else differ | unlike
         everywhere = dtensor.all_reduce(differ, mesh, range(mesh.ndim), "max")
-        flags = dtensor.reconciled(everywhere).tolist()
+        flags = dtensor.reconcile(everywhere).tolist()
         first = [next((i for i in range(count) if row[i]), None) for row in flags]
         return first[0], first[1]
 
@@ -174,7 +174,7 @@ class InputCheck:
         return f'{same}; to pass each rank\'s own part: parallelize(..., inputs="local")'
 
 
-def _folded(digests: list[int]) -> list[int]:
+def _fold_digests(digests: list[int]) -> list[int]:
     """``COMPARED`` numbers, and one for all that are behind."""
     rest = _digest(repr(digests[COMPARED:]).encode())
     return digests[:COMPARED] + [0] * (COMPARED - len(digests)) + [rest]

@@ -1,9 +1,9 @@
 """``parallelize(model, mesh, plan)``: parameters become DTensors that the model's own code still sees whole.
 
 A module with parameters gets a class of its own in which each parameter is a property: reading it gives the whole
-tensor (:func:`gathered`), so that the model, and Dynamo, see ordinary tensors; ``_parameters`` holds the DTensor, so
+tensor (:func:`gather`), so that the model, and Dynamo, see ordinary tensors; ``_parameters`` holds the DTensor, so
 that names, ``state_dict``, ``torch.distributed.checkpoint``, optimizers and gradient clipping are those of a model of
-DTensors. The backend cuts :func:`gathered` out of the graph again (``parallelized_graph.py``).
+DTensors. The backend cuts :func:`gather` out of the graph again (``parallelized_graph.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding import initialize, optimizers
 from mindspeed_fx.sharding.inputs import show_inputs_whole
-from mindspeed_fx.sharding.plan import Plan, ShardingError, placement_of, unmatched
-from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.plan import Plan, ShardingError, check_patterns, placement_of
+from mindspeed_fx.sharding.presets import named_plan
 from mindspeed_fx.sharding.registry import INPUTS, LOCAL, SHARDINGS, WHOLE, Sharding
 from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
 
@@ -50,7 +50,7 @@ def parallelize(
         model: whole parameters (rank 0's are used) or parameters on the meta device, which are initialized module by
             module: no rank ever holds more than one module whole, and the values do not depend on the mesh.
         mesh: with named dimensions, those of the plan.
-        plan: a plan, or the name of one (see :func:`mindspeed_fx.sharding.presets.named`).
+        plan: a plan, or the name of one (see :func:`mindspeed_fx.sharding.presets.named_plan`).
         inputs: "whole": every rank passes the same tensors, and takes its part of those that the plan divides. "local":
             every rank passes that part alone, e.g. [batch / dp, sequence / cp], parts of one size; the batch is that of
             all ranks, and so is its loss.
@@ -99,11 +99,11 @@ def plan_for(function: str, plan: Any, model: nn.Module) -> Plan:
         ShardingError: it is neither.
     """
     if isinstance(plan, str):
-        return named(plan, model)
+        return named_plan(plan, model)
     if not isinstance(plan, Plan):
         raise ShardingError(
-            f"{function}: plan is {arguments.shown(plan)} of type {type(plan).__name__}; a Plan or the name of one is "
-            "expected"
+            f"{function}: plan is {arguments.format_value(plan)} of type {type(plan).__name__}; a Plan or the name "
+            "of one is expected"
         )
     return plan
 
@@ -115,9 +115,9 @@ def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tenso
         ShardingError: a dimension it does not have or that does not divide evenly.
     """
     where = f'plan "{plan.name}", parameter "{name}" of shape {tuple(p.shape)}'
-    found = placements_of(placement_of(plan.parameters, name, "parameter"), mesh, p.ndim, where)
-    even(p.shape, found, mesh, where)
-    return found
+    result = placements_of(placement_of(plan.parameters, name, "parameter"), mesh, p.ndim, where)
+    even(p.shape, result, mesh, where)
+    return result
 
 
 def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.Parameter], nn.Parameter]) -> nn.Module:
@@ -150,7 +150,7 @@ def _showing(cls: type, names: tuple[str, ...]) -> type:
 
     def show(name: str) -> property:
         def get(self: nn.Module) -> torch.Tensor:
-            return gathered(self._parameters[name], self._sharded[name])
+            return gather(self._parameters[name], self._sharded[name])
 
         def put(self: nn.Module, value: Any) -> None:
             self._parameters[name] = value
@@ -163,7 +163,7 @@ def _showing(cls: type, names: tuple[str, ...]) -> type:
 
 
 @torch._dynamo.allow_in_graph
-def gathered(parameter: torch.Tensor, key: str) -> torch.Tensor:
+def gather(parameter: torch.Tensor, key: str) -> torch.Tensor:
     """A parameter, whole. ``key`` is "number of the sharding:name"; the backend knows the call by it."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
@@ -195,11 +195,13 @@ def unmatched_patterns(model: nn.Module, plan: Plan) -> None:
     Raises:
         ShardingError: with the nearest name.
     """
-    unmatched(plan.parameters, [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name)
-    unmatched(
+    check_patterns(
+        plan.parameters, [n for n, _ in model.named_parameters(remove_duplicate=False)], "parameter", plan.name
+    )
+    check_patterns(
         plan.experts.get("parameters", ()),
         [n for n, _ in model.named_parameters(remove_duplicate=False)],
         "parameter",
         plan.name,
     )
-    unmatched(plan.modules, [n for n, _ in model.named_modules()], "module", plan.name)
+    check_patterns(plan.modules, [n for n, _ in model.named_modules()], "module", plan.name)

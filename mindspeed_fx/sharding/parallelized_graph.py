@@ -45,7 +45,7 @@ class ParallelizedGraph:
         return self.sharding.modules
 
 
-def cut(gm: fx.GraphModule) -> ParallelizedGraph | None:
+def take_shown_calls(gm: fx.GraphModule) -> ParallelizedGraph | None:
     """Take the whole-showing calls out of ``gm``, in place; None if it has none, and the model is not parallelized.
 
     Raises:
@@ -55,7 +55,7 @@ def cut(gm: fx.GraphModule) -> ParallelizedGraph | None:
     names: dict[str, str] = {}
     parts: dict[str, tuple[str, torch.Tensor]] = {}
     prefixes: set[str] = set()
-    for shown, source, key, path in _cut(gm):
+    for shown, source, key, path in _shown_calls(gm):
         number, _, name = key.partition(":")
         name, owner = name.lstrip("."), name.lstrip(".").rpartition(".")[0]
         numbers.add(int(number))
@@ -75,17 +75,17 @@ def cut(gm: fx.GraphModule) -> ParallelizedGraph | None:
         )
     from mindspeed_fx.sharding.registry import SHARDINGS
 
-    found = ParallelizedGraph(SHARDINGS[numbers.pop()], names, parts, min(prefixes, key=len, default=""))
-    return found
+    result = ParallelizedGraph(SHARDINGS[numbers.pop()], names, parts, min(prefixes, key=len, default=""))
+    return result
 
 
 BETWEEN_GRAPHS = ("received_", "stack")
 """Names of inputs that no caller passes: activations of a pipeline, and what is handed on behind a graph break."""
-SHOWN, WHOLE_INPUT = ("gathered", "whole_input"), "whole_input"
+SHOWN, WHOLE_INPUT = ("gather", "whole_input"), "whole_input"
 """What shows parameters whole, and arguments of which a rank passes its part."""
 
 
-def _shown(n: fx.Node) -> str | None:
+def _shown_name(n: fx.Node) -> str | None:
     """The name of the call by which ``n`` shows its first argument whole; None for other nodes."""
     name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
     return name if name in SHOWN and n.target.__module__.rpartition(".")[0] == __package__ else None
@@ -103,31 +103,33 @@ def check_part(source: fx.Node, name: str) -> None:
         raise ShardingError(
             f'argument "{name}" {what}; inputs="local" takes tensors as they come from outside; {way_out}'
         )
-    if other := next((u for u in source.users if not _shown(u) and not tracing_compat.is_higher_order(u.target)), None):
+    if other := next(
+        (u for u in source.users if not _shown_name(u) and not tracing_compat.is_higher_order(u.target)), None
+    ):
         what = f"is read outside of the model too ({other.name})"
         raise ShardingError(f'argument "{name}" {what}, where it is this rank\'s part; with inputs="local" {way_out}')
 
 
-def _cut(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Node, str, str]]:
+def _shown_calls(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Node, str, str]]:
     """What is called, input of ``gm``, key and module path, for every call that shows one whole, in it and in the
     graphs of its checkpointed regions; afterwards the inputs look whole.
 
     Raises:
         ShardingError: see :func:`check_part`.
     """
-    calls = [n for n in gm.graph.nodes if _shown(n)]
+    calls = [n for n in gm.graph.nodes if _shown_name(n)]
     for n in calls:
-        if _shown(n) == WHOLE_INPUT:
+        if _shown_name(n) == WHOLE_INPUT:
             check_part(n.args[0], n.args[1].partition(":")[2])
     for n in calls:
         _becomes(n.args[0], fx_graph.example_value_of(n))
-        yield _shown(n), n.args[0], n.args[1], module_path(n)
+        yield _shown_name(n), n.args[0], n.args[1], module_path(n)
         n.replace_all_uses_with(n.args[0])
         gm.graph.erase_node(n)
     for n in [n for n in gm.graph.nodes if n.op == "call_function" and tracing_compat.is_higher_order(n.target)]:
-        for body, given in operands(gm, n):
-            for shown, source, key, path in _cut(body):
-                if isinstance(outer := given.get(source), fx.Node):
+        for body, arg in operands(gm, n):
+            for shown, source, key, path in _shown_calls(body):
+                if isinstance(outer := arg.get(source), fx.Node):
                     if shown == WHOLE_INPUT:
                         check_part(outer, key.partition(":")[2])
                     _becomes(outer, source.meta["example_value"])
@@ -140,7 +142,7 @@ def _becomes(node: fx.Node, whole: torch.Tensor) -> None:
 
 
 def localize(
-    gm: fx.GraphModule, inputs: Sequence[Any], found: ParallelizedGraph | None
+    gm: fx.GraphModule, inputs: Sequence[Any], result: ParallelizedGraph | None
 ) -> tuple[fx.GraphModule, list[Any], Callable[[Callable], Callable]]:
     """The local program as a graph, its example inputs, and what makes a compiled program take the original arguments;
     everything as it is without a sharding.
@@ -148,7 +150,7 @@ def localize(
     Raises:
         ShardingError: symbolic sizes, or an input that cannot be divided as the plan says.
     """
-    if found is None:
+    if result is None:
         return gm, list(inputs), lambda compiled: compiled
     from torch.distributed.tensor import DTensor
 
@@ -157,9 +159,9 @@ def localize(
     from mindspeed_fx.sharding.spmd.program import Program
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    values = [_value(n, x, found) for n, x in zip(placeholders, inputs, strict=True)]
-    check = InputCheck(found.sharding, arguments_of(placeholders, inputs, values, found), inputs)
-    program = found.program = Program(gm, found.plan, found.sharding.mesh, values)
+    values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
+    check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs)
+    program = result.program = Program(gm, result.plan, result.sharding.mesh, values)
     local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
 
     def wrap(compiled: Callable) -> Callable:
@@ -173,23 +175,23 @@ def localize(
 
 
 @contextlib.contextmanager
-def tracing(found: ParallelizedGraph | None) -> Iterator[None]:
+def tracing(result: ParallelizedGraph | None) -> Iterator[None]:
     """AOTAutograd traces a local program within, forward and backward; nothing without a sharding.
 
     Raises:
         ShardingError: an operator that cannot be computed in parts, with module and line.
     """
-    if found is None:
+    if result is None:
         yield
         return
     from mindspeed_fx.compat import dtensor
-    from mindspeed_fx.sharding.spmd.program import differentiated
+    from mindspeed_fx.sharding.spmd.program import differentiating
 
-    with dtensor.plain_tensors_as_replicated(), differentiated(lambda: found.program):
+    with dtensor.plain_tensors_as_replicated(), differentiating(lambda: result.program):
         yield
 
 
-def _value(node: fx.Node, x: Any, found: ParallelizedGraph) -> Any:
+def _value(node: fx.Node, x: Any, result: ParallelizedGraph) -> Any:
     """How the program takes one input."""
     if isinstance(x, torch.SymInt):
         raise ShardingError(
@@ -202,12 +204,14 @@ def _value(node: fx.Node, x: Any, found: ParallelizedGraph) -> Any:
             f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., "
             "dynamic=False)"
         )
-    if node.name in found.inputs:
-        return parameter_value(x, found.inputs[node.name])
+    if node.name in result.inputs:
+        return parameter_value(x, result.inputs[node.name])
     if tracing_compat.wraps_tensors(x):
         what = f'input "{argument_name(node)}" is a {type(x).__name__}'
         raise ShardingError(f'{what}; pass the whole tensor, or, with parallelize(..., inputs="local"), its to_local()')
-    return part_value(x, *found.parts[node.name], found) if node.name in found.parts else input_value(node, x, found)
+    return (
+        part_value(x, *result.parts[node.name], result) if node.name in result.parts else input_value(node, x, result)
+    )
 
 
 def parameter_value(x: Any, name: str = "") -> Any:
@@ -217,23 +221,23 @@ def parameter_value(x: Any, name: str = "") -> Any:
     return Value(tuple(x.placements), x.shape, x.stride(), True, name)
 
 
-def part_value(x: torch.Tensor, name: str, whole: torch.Tensor, found: ParallelizedGraph) -> Any:
+def part_value(x: torch.Tensor, name: str, whole: torch.Tensor, result: ParallelizedGraph) -> Any:
     """An argument of which each rank passes its part: placed as the plan says."""
     from mindspeed_fx.sharding.inputs import argument_placements
     from mindspeed_fx.sharding.spmd.program import Value
 
-    return Value(argument_placements(found.sharding, name, x), whole.shape, whole.stride(), False, name, part=True)
+    return Value(argument_placements(result.sharding, name, x), whole.shape, whole.stride(), False, name, part=True)
 
 
 def arguments_of(
-    placeholders: list[fx.Node], inputs: Sequence[Any], values: list[Any], found: ParallelizedGraph
+    placeholders: list[fx.Node], inputs: Sequence[Any], values: list[Any], result: ParallelizedGraph
 ) -> list[Any]:
     """The tensors among the inputs of a graph that callers of the model pass."""
     from torch.distributed.tensor import Replicate
 
     from mindspeed_fx.sharding.inputs import Argument
 
-    whole, arguments = (Replicate(),) * found.sharding.mesh.ndim, []
+    whole, arguments = (Replicate(),) * result.sharding.mesh.ndim, []
     for i, (n, _x, value) in enumerate(zip(placeholders, inputs, values, strict=True)):
         if value is None or value.parameter or (not value.part and argument_name(n) is None):
             continue
@@ -241,16 +245,16 @@ def arguments_of(
     return [a for a in arguments if not a.name.startswith(BETWEEN_GRAPHS)]
 
 
-def input_value(node: fx.Node, x: torch.Tensor, found: ParallelizedGraph) -> Any:
+def input_value(node: fx.Node, x: torch.Tensor, result: ParallelizedGraph) -> Any:
     """An argument of the model, or a buffer: whole, and divided as the plan says."""
     from mindspeed_fx.sharding.spmd.program import Value
     from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
 
     name = argument_name(node)
-    placed = {} if name is None else placement_of(found.plan.inputs, name, "input")
-    where = f'plan "{found.plan.name}", input "{name}" of shape {tuple(x.shape)}'
-    placements = placements_of(placed, found.sharding.mesh, x.ndim, where)
-    even(x.shape, placements, found.sharding.mesh, where)
+    placed = {} if name is None else placement_of(result.plan.inputs, name, "input")
+    where = f'plan "{result.plan.name}", input "{name}" of shape {tuple(x.shape)}'
+    placements = placements_of(placed, result.sharding.mesh, x.ndim, where)
+    even(x.shape, placements, result.sharding.mesh, where)
     return Value(placements, x.shape, x.stride(), False)
 
 

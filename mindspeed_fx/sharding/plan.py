@@ -164,7 +164,7 @@ class Plan:
             )
 
     @property
-    def travels(self) -> bool:
+    def uses_all_to_all(self) -> bool:
         """Whether tokens are sent to experts instead of gathered for them."""
         return self.experts.get("dispatch") == "all_to_all"
 
@@ -184,9 +184,9 @@ class Plan:
             raise ShardingError(
                 f'plans "{self.name}" and "{other.name}" both use mesh dimension {", ".join(sorted(shared))}'
             )
-        return self.beside(other)
+        return self.combine(other)
 
-    def beside(self, other: "Plan") -> "Plan":
+    def combine(self, other: "Plan") -> "Plan":
         """As the sum, for a plan that was made for ``other`` and speaks of its dimensions too."""
         merged: dict[str, Any] = {
             s: _merge(getattr(self, s), getattr(other, s)) for s in ("parameters", "inputs", "modules", "operators")
@@ -219,12 +219,12 @@ class Plan:
         for key in ("name", "mesh"):
             if key not in values:
                 raise ShardingError(f'a plan needs "{key}"')
-        made = dict(values)
+        results = dict(values)
         for section in ("modules", "operators"):
-            for pattern, edge in made.get(section, {}).items():
+            for pattern, edge in results.get(section, {}).items():
                 _keys(edge, Boundary, f'{section} "{pattern}"')
-            made[section] = {p: Boundary(**edge) for p, edge in made.get(section, {}).items()}
-        return cls(**made)
+            results[section] = {p: Boundary(**edge) for p, edge in results.get(section, {}).items()}
+        return cls(**results)
 
     def save(self, path: str) -> None:
         """Write the plan to ``path``: JSON for a name that ends so, else YAML."""
@@ -259,10 +259,10 @@ def parse_placement(word: Any, where: str) -> int | None:
     Raises:
         ShardingError: anything else.
     """
-    found = re.fullmatch(r"S\((-?\d+)\)|R", word) if isinstance(word, str) else None
-    if not found:
+    result = re.fullmatch(r"S\((-?\d+)\)|R", word) if isinstance(word, str) else None
+    if not result:
         raise ShardingError(f"{where}: placement {word!r}; valid: R (whole), S(d) (divided along dimension d)")
-    return int(found.group(1)) if found.group(1) else None
+    return int(result.group(1)) if result.group(1) else None
 
 
 def matching(patterns: Iterable[str], name: str) -> list[str]:
@@ -277,22 +277,22 @@ def placement_of(section: Mapping[str, Placed], name: str, what: str) -> dict[st
     Raises:
         ShardingError: two patterns of as many letters say different things.
     """
-    found: dict[str, tuple[str, str]] = {}
+    results: dict[str, tuple[str, str]] = {}
     for pattern in sorted(matching(section, name), key=_letters, reverse=True):
         for dim, word in section[pattern].items():
-            if dim in found and found[dim][0] != word and _letters(found[dim][1]) == _letters(pattern):
+            if dim in results and results[dim][0] != word and _letters(results[dim][1]) == _letters(pattern):
                 raise ShardingError(
-                    f'{what} "{name}" is {found[dim][0]} on "{dim}" by "{found[dim][1]}" and {word} by "{pattern}"'
+                    f'{what} "{name}" is {results[dim][0]} on "{dim}" by "{results[dim][1]}" and {word} by "{pattern}"'
                 )
-            found.setdefault(dim, (word, pattern))
-    return {dim: word for dim, (word, _) in found.items()}
+            results.setdefault(dim, (word, pattern))
+    return {dim: word for dim, (word, _) in results.items()}
 
 
 def _letters(pattern: str) -> int:
     return len(pattern) - pattern.count("*")
 
 
-def unmatched(patterns: Iterable[str], names: Iterable[str], what: str, plan: str) -> None:
+def check_patterns(patterns: Iterable[str], names: Iterable[str], what: str, plan: str) -> None:
     """Refuse patterns that name nothing.
 
     Raises:
@@ -320,8 +320,8 @@ def _merge(a: Mapping, b: Mapping) -> dict:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        found = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return found if isinstance(value, Plan) else {k: v for k, v in found.items() if v}
+        results = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return results if isinstance(value, Plan) else {k: v for k, v in results.items() if v}
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     return list(value) if isinstance(value, tuple) else value

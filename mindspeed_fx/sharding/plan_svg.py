@@ -16,15 +16,15 @@ COLORS = {"whole": "#d9d9d9", "in parts": "#fdb462", "gathered before use": "#8d
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
-def picture(parameters: Mapping[str, Mapping[str, str]], gather: Mapping[str, str], sends: Sequence[Send]) -> str:
+def picture(parameters: Mapping[str, Mapping[str, str]], gather: Mapping[str, str], messages: Sequence[Send]) -> str:
     """The SVG.
 
     Args:
         parameters: name -> placements at rest, mesh dimension -> word ("S(0)").
         gather: as in the plan.
-        sends: what its edges need.
+        messages: what its edges need.
     """
-    rows = _rows(parameters, gather, sends)
+    rows = _rows(parameters, gather, messages)
     height = ROW * (len(rows) + 2)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
@@ -52,7 +52,7 @@ def picture(parameters: Mapping[str, Mapping[str, str]], gather: Mapping[str, st
 
 
 def _rows(
-    parameters: Mapping[str, Mapping[str, str]], gather: Mapping[str, str], sends: Sequence[Send]
+    parameters: Mapping[str, Mapping[str, str]], gather: Mapping[str, str], messages: Sequence[Send]
 ) -> list[tuple[int, str, str, str, str]]:
     """Depth, module, color, placements, what is sent, of every module with parameters or edges and of those around
     them.
@@ -66,7 +66,7 @@ def _rows(
         )
     counts: dict[str, Counter] = {}
     owners = set(placed)
-    for s in sends:
+    for s in messages:
         module = NUMBER.sub(".*", s.module)
         if module not in owners and module.rpartition(".")[0] in owners:
             module = module.rpartition(".")[0]  # a parameter's own

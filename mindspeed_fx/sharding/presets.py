@@ -44,7 +44,7 @@ ATTENTION = "mindspeed.attention|mindspeed.varlen_attention|aten.scaled_dot_prod
 QKV = ("q|query", "k|key", "v|value")
 
 
-def named(name: str, model: nn.Module) -> Plan:
+def named_plan(name: str, model: nn.Module) -> Plan:
     """The plan ``name`` for ``model``, or several joined by "+", outermost mesh dimension first ("zero3+tp_sp").
 
     Mesh dimensions are "dp" for zero1, zero2 and zero3, "tp" for tp and tp_sp, "tp_x" and "tp_y" for tp_2d, "cp" for
@@ -66,12 +66,12 @@ def named(name: str, model: nn.Module) -> Plan:
         new = NAMED[part](model, plan)
         if colon:
             new = dataclasses.replace(new, name=f"{part}:{number}", rings={new.mesh[0]: int(number)})
-        plan = new if plan is None else new.beside(plan) if part.startswith("ep") else new + plan
+        plan = new if plan is None else new.combine(plan) if part.startswith("ep") else new + plan
     return plan
 
 
 def tp(
-    model: nn.Module, beside: Plan | None = None, dim: str = "tp", sequence: bool = False, vocabulary: bool = True
+    model: nn.Module, other: Plan | None = None, dim: str = "tp", sequence: bool = False, vocabulary: bool = True
 ) -> Plan:
     """Tensor parallelism: columns, then rows; two all-reduces per layer and direction.
 
@@ -104,12 +104,12 @@ def tp(
     return Plan("tp_sp" if sequence else "tp", (dim,), parameters, modules=modules)
 
 
-def tp_sp(model: nn.Module, beside: Plan | None = None) -> Plan:
+def tp_sp(model: nn.Module, other: Plan | None = None) -> Plan:
     """Tensor parallelism with the sequence divided between pairs of linear layers."""
-    return tp(model, beside, sequence=True)
+    return tp(model, other, sequence=True)
 
 
-def tp_2d(model: nn.Module, beside: Plan | None = None, x: str = "tp_x", y: str = "tp_y") -> Plan:
+def tp_2d(model: nn.Module, other: Plan | None = None, x: str = "tp_x", y: str = "tp_y") -> Plan:
     """Tensor parallelism over two mesh dimensions: weights divided in both directions, activations by sequence and by
     width.
 
@@ -132,7 +132,7 @@ def tp_2d(model: nn.Module, beside: Plan | None = None, x: str = "tp_x", y: str 
     return Plan("tp_2d", (x, y), parameters, modules=modules, operators={ATTENTION: Boundary(arguments=heads_divided)})
 
 
-def ulysses(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
+def ulysses(model: nn.Module, other: Plan | None = None, dim: str = "cp") -> Plan:
     """The sequence is divided but for attention, which has its heads divided; four all-to-alls per layer and direction.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
@@ -146,7 +146,7 @@ def ulysses(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Pl
     )
 
 
-def kv_allgather(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
+def kv_allgather(model: nn.Module, other: Plan | None = None, dim: str = "cp") -> Plan:
     """The sequence is divided, also the queries of attention, which gathers keys and values: any number of heads."""
     placed = {QKV[0]: {dim: "S(2)"}, QKV[1]: {dim: "R"}, QKV[2]: {dim: "R"}}
     return Plan(
@@ -157,7 +157,7 @@ def kv_allgather(model: nn.Module, beside: Plan | None = None, dim: str = "cp") 
     )
 
 
-def ring(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
+def ring(model: nn.Module, other: Plan | None = None, dim: str = "cp") -> Plan:
     """The sequence is divided everywhere; in attention keys and values pass from rank to rank (:mod:`ring`).
 
     Source: Liu et al. 2023, "Ring Attention".
@@ -171,7 +171,7 @@ def ring(model: nn.Module, beside: Plan | None = None, dim: str = "cp") -> Plan:
     )
 
 
-def hybrid(model: nn.Module, beside: Plan | None = None, outer: str = "cp_ring", inner: str = "cp_ulysses") -> Plan:
+def hybrid(model: nn.Module, other: Plan | None = None, outer: str = "cp_ring", inner: str = "cp_ulysses") -> Plan:
     """Ulysses inside a ring: the sequence is divided over both; attention has heads divided over ``inner``, a ring over
     ``outer``.
 
@@ -186,17 +186,17 @@ def hybrid(model: nn.Module, beside: Plan | None = None, outer: str = "cp_ring",
     )
 
 
-def ep_alltoall(model: nn.Module, beside: Plan | None = None, dim: str = "ep") -> Plan:
+def ep_alltoall(model: nn.Module, other: Plan | None = None, dim: str = "ep") -> Plan:
     """As :func:`ep`, with tokens that stay divided and travel to their experts and back
     (:mod:`mindspeed_fx.sharding.spmd.token_dispatch`): less is sent where a token chooses fewer experts than there are
     ranks, and no rank has all tokens.
 
     Source: Megatron-core's "alltoall" token dispatcher.
     """
-    return ep(model, beside, dim, travels=True)
+    return ep(model, other, dim, uses_all_to_all=True)
 
 
-def ep(model: nn.Module, beside: Plan | None = None, dim: str = "ep", travels: bool = False) -> Plan:
+def ep(model: nn.Module, other: Plan | None = None, dim: str = "ep", uses_all_to_all: bool = False) -> Plan:
     """The batch is divided, and so are the experts of every mixture; tokens are gathered for the experts and their
     results scattered (:mod:`experts`). Ranks that divide the batch by a zero plan share the rows of the experts that
     they all hold. Beside tensor parallelism the experts are divided over "tp" too, by number and not by width
@@ -211,27 +211,27 @@ def ep(model: nn.Module, beside: Plan | None = None, dim: str = "ep", travels: b
             'plan "ep" found no experts: parameters of shape [experts, ., .] in a module whose name ends in "experts"; '
             "experts that are a list of modules are not divided"
         )
-    dims = [dim, *(d for d in (beside.mesh if beside else ()) if d == "tp")]
+    dims = [dim, *(d for d in (other.mesh if other else ()) if d == "tp")]
     # Where the sequence is divided between layers, the sum of the experts' results meets it there.
     whole = (
         {"tp": "R"}
-        if "tp" in dims and not any(edge.output.get("tp", "R") != "R" for edge in beside.modules.values())
+        if "tp" in dims and not any(edge.output.get("tp", "R") != "R" for edge in other.modules.values())
         else {}
     )
     edge = (
         Boundary(dict.fromkeys(dims[1:], "R"), whole)
-        if travels
+        if uses_all_to_all
         else Boundary(dict.fromkeys(dims, "R"), {dim: "S(0)", **whole})
     )
     modules = {n.rpartition(".")[0]: edge for n in held} if edge != Boundary() else {}
     parameters = {n: dict.fromkeys(dims, "S(0)") for n in held}
     return Plan(
-        "ep_alltoall" if travels else "ep",
+        "ep_alltoall" if uses_all_to_all else "ep",
         (dim, *dims[1:]),
         parameters,
         inputs={"*": {dim: "S(0)"}},
         modules=modules,
-        experts={"dispatch": "all_to_all"} if travels else {},
+        experts={"dispatch": "all_to_all"} if uses_all_to_all else {},
     )
 
 
@@ -244,14 +244,14 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
     Source: Rajbhandari et al. 2019, "ZeRO".
     """
 
-    def make(model: nn.Module, beside: Plan | None = None, dim: str = "dp") -> Plan:
+    def make(model: nn.Module, other: Plan | None = None, dim: str = "dp") -> Plan:
         from mindspeed_fx.sharding.plan import parse_placement, placement_of
 
         parameters = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             taken = (
-                {parse_placement(w, name) for w in placement_of(beside.parameters, name, "parameter").values()}
-                if beside
+                {parse_placement(w, name) for w in placement_of(other.parameters, name, "parameter").values()}
+                if other
                 else set()
             )
             free = [d for d in range(p.ndim) if d not in taken and p.shape[d] > 1]

@@ -48,7 +48,7 @@ def parameters(inputs: Sequence[Any]) -> list[int]:
 
 
 def average(gm: fx.GraphModule, positions: Sequence[int], name: str) -> None:
-    """Read the parameters at ``positions`` of the inputs of ``gm`` through :func:`averaged`, in place."""
+    """Read the parameters at ``positions`` of the inputs of ``gm`` through :func:`read_averaged`, in place."""
     group, size = ranks(name)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     if size == 1:
@@ -57,7 +57,7 @@ def average(gm: fx.GraphModule, positions: Sequence[int], name: str) -> None:
         for i in positions:
             users = list(placeholders[i].users)
             if users:
-                read = gm.graph.call_function(averaged, (placeholders[i], group, size))
+                read = gm.graph.call_function(read_averaged, (placeholders[i], group, size))
                 read.meta = {
                     k: v for k, v in placeholders[i].meta.items() if k in ("val", "example_value", "tensor_meta")
                 }
@@ -66,7 +66,7 @@ def average(gm: fx.GraphModule, positions: Sequence[int], name: str) -> None:
     gm.recompile()
 
 
-def averaged(parameter: torch.Tensor, group: str, size: int) -> torch.Tensor:
+def read_averaged(parameter: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """``parameter``, whose gradient is the mean over the ranks of ``group``."""
     return _Averaged.apply(parameter, group, size)
 

@@ -48,15 +48,15 @@ class _Parts(nn.Module):
         self.module, self.parts, self.dim, self.arguments = module, parts, dim, arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update(kwargs.items())
+        arguments: dict[int | str, Any] = dict(enumerate(args))
+        arguments.update(kwargs.items())
         pieces: dict[int | str, list[torch.Tensor]] = {}
         rows = None
         for name in self.arguments:
-            x = given.get(name)
+            x = arguments.get(name)
             if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim():
                 raise ValueError(
-                    f"in_parts: argument {name!r} is {_described(x)}; valid: a tensor with rows along dimension "
+                    f"in_parts: argument {name!r} is {_describe(x)}; valid: a tensor with rows along dimension "
                     f"{self.dim}"
                 )
             if rows is not None and x.shape[self.dim] != rows:
@@ -71,25 +71,25 @@ class _Parts(nn.Module):
                     f"{self.parts}, one for each part"
                 )
             pieces[name] = list(x.tensor_split(self.parts, self.dim))
-        made = []
+        results = []
         for k in range(self.parts):
-            own = {name: pieces[name][k] if name in pieces else x for name, x in given.items()}
-            made.append(self.module(*(own[i] for i in range(len(args))), **{name: own[name] for name in kwargs}))
-        return self._together(made, [p.shape[self.dim] for p in pieces[self.arguments[0]]])
+            own = {name: pieces[name][k] if name in pieces else x for name, x in arguments.items()}
+            results.append(self.module(*(own[i] for i in range(len(args))), **{name: own[name] for name in kwargs}))
+        return self._together(results, [p.shape[self.dim] for p in pieces[self.arguments[0]]])
 
-    def _together(self, made: list[Any], rows: list[int]) -> Any:
-        if isinstance(made[0], (tuple, list)):
-            return type(made[0])(self._together(list(same), rows) for same in zip(*made, strict=True))
-        if made[0] is None:
+    def _together(self, results: list[Any], rows: list[int]) -> Any:
+        if isinstance(results[0], (tuple, list)):
+            return type(results[0])(self._together(list(same), rows) for same in zip(*results, strict=True))
+        if results[0] is None:
             return None
-        for x, size in zip(made, rows, strict=True):
+        for x, size in zip(results, rows, strict=True):
             if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] != size:
                 raise ValueError(
-                    f"in_parts: a part of {size} rows returned {_described(x)}; valid: tensors with as many rows along "
+                    f"in_parts: a part of {size} rows returned {_describe(x)}; valid: tensors with as many rows along "
                     f"dimension {self.dim}, tuples of them, None"
                 )
-        return torch.cat(made, self.dim)
+        return torch.cat(results, self.dim)
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)

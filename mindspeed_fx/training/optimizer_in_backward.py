@@ -108,20 +108,20 @@ class Steps:
 
     def state(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
         """Moments and step count of every parameter, made where there are none, and the numbers of every group."""
-        found = []
+        results = []
         for p, k in zip(parameters, self.group, strict=True):
             own = self.groups[k][0].state[p]
             if not own:
                 own.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            found += [own["exp_avg"], own["exp_avg_sq"], own["step"]]
+            results += [own["exp_avg"], own["exp_avg_sq"], own["step"]]
         for optimizer, number in self.groups:
             group = optimizer.param_groups[number]
             numbers = {**group, "beta1": group["betas"][0], "beta2": group["betas"][1]}
-            found.append(torch.tensor([float(numbers[k]) for k in NUMBERS], dtype=torch.float64))
-        return found
+            results.append(torch.tensor([float(numbers[k]) for k in NUMBERS], dtype=torch.float64))
+        return results
 
     def read(self, gm: fx.GraphModule) -> None:
-        """Read the parameters through :func:`stepped`, in place."""
+        """Read the parameters through :func:`read_stepped`, in place."""
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         added = placeholders[len(placeholders) - self.added :]
         with gm.graph.inserting_after(placeholders[-1]):
@@ -129,7 +129,7 @@ class Steps:
                 users = list(placeholders[i].users)
                 if users:
                     read = gm.graph.call_function(
-                        stepped, (placeholders[i], *added[3 * at : 3 * at + 3], added[3 * len(self.positions) + k])
+                        read_stepped, (placeholders[i], *added[3 * at : 3 * at + 3], added[3 * len(self.positions) + k])
                     )
                     read.meta = {
                         key: v
@@ -149,7 +149,7 @@ class Steps:
         return run
 
 
-def stepped(
+def read_stepped(
     parameter: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
     """``parameter``, which takes a step of AdamW when its gradient comes."""

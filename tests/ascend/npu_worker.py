@@ -16,7 +16,7 @@ import torch
 import torch_npu  # noqa: F401
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.ascend.npu_graphs import trace
+from mindspeed_fx.ascend.npu_graphs import trace_on_npu
 from mindspeed_fx.options import Options
 from tests.ascend import npu_models
 from tests.ascend.gradients import lost as gradients_lost
@@ -31,7 +31,7 @@ def _sites(name: str, device: str) -> dict[str, Any]:
     torch._dynamo.reset()
     with torch.device("meta"):
         model, args, kwargs = (*getattr(npu_models, name)(), {})[:3]
-    traced = trace(model, args, kwargs, Options(codegen="eager"), device)
+    traced = trace_on_npu(model, args, kwargs, Options(codegen="eager"), device)
     products = Counter(
         side
         for _, side, gm in traced.sides
@@ -138,7 +138,7 @@ def npugraph_ex() -> dict[str, Any]:
         with torch.device("meta"):
             model, args, kwargs = (*npu_models.norms(), {})[:3]
         try:
-            traced = trace(model, args, kwargs, Options(codegen="npugraph_ex", npugraph_ex=options))
+            traced = trace_on_npu(model, args, kwargs, Options(codegen="npugraph_ex", npugraph_ex=options))
             found.update(
                 sides=[side for _, side, _ in traced.sides],
                 without_gradient=traced.without_gradient,

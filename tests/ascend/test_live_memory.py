@@ -32,7 +32,7 @@ def test_what_is_saved_counts_each_memory_once_and_no_inputs():
     for name in names[1:]:
         backward.placeholder(name)
     backward.output(())
-    assert live_memory.saved(gm, torch.fx.GraphModule(torch.nn.Module(), backward)) == 1024
+    assert live_memory.saved_bytes(gm, torch.fx.GraphModule(torch.nn.Module(), backward)) == 1024
 
 
 def test_layers_that_are_lowered_alike_have_memory_of_their_own():
@@ -47,6 +47,6 @@ def test_layers_that_are_lowered_alike_have_memory_of_their_own():
     lower(gm, "npu", "forward", inline_references=False)
     calls = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
     assert calls == ["aten.relu.default", "aten.mul.Tensor"] * 3 + ["aten.view.default"]
-    assert list(live_memory.made(gm).values()) == [1024] * 6 + [0]
+    assert list(live_memory.allocated_bytes(gm).values()) == [1024] * 6 + [0]
     found = live_memory.peak(gm)
     assert (found["peak"], found["inputs"], found["outputs"]) == (3072, 1024, 1024)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_fx.ascend import bishengir, kernels, toolchain
-from mindspeed_fx.ascend.npu_graphs import trace
+from mindspeed_fx.ascend.npu_graphs import trace_on_npu
 from mindspeed_fx.kernels.triton import npu, tiles
 from mindspeed_fx.options import Options
 from tests.ascend import kernel_calls
@@ -230,7 +230,7 @@ def test_kernels_of_a_graph_and_of_an_operators_way():
 
     x, gate, up, head = torch.randn(64, 32), *(torch.randn(n, 32, requires_grad=True) for n in (32, 32, 5000))
     options = Options.parse({"target": "npu", "enable": ["fusion.linear_cross_entropy"]}, environ={})
-    calls = trace(
+    calls = trace_on_npu(
         model, (x, gate, up, head, torch.zeros(64, dtype=torch.int64)), {}, options, device="cpu"
     ).triton_calls
     found = {c["operator"]: c for c in calls}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mindspeed_fx.ascend import ship
-from mindspeed_fx.ascend.blame import told
+from mindspeed_fx.ascend.blame import describe_error
 from mindspeed_fx.compat import tracing
 from tests.ascend.npu_models import Gpt2
 
@@ -101,7 +101,7 @@ def fails_in_a_model(kind):
     try:
         namespace["run"]()
     except Exception as e:
-        return told(e)
+        return describe_error(e)
 
 
 @pytest.mark.parametrize("text, kind, message, where", [
@@ -128,5 +128,5 @@ def test_a_script_that_is_no_python_is_named(tmp_path):
     script.write_text("def run(:\n")
     with pytest.raises(SyntaxError) as caught:
         ship.build(str(script), "run")
-    found = told(caught.value)
+    found = describe_error(caught.value)
     assert found["where"] == f"{script}:1" and found["message"] == "invalid syntax" and "def run(:" in found["frames"]

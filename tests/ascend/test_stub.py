@@ -23,7 +23,7 @@ def test_what_a_library_wants(tmp_path):
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library), "-Wl,--no-as-needed", "-lm"], check=True)
     libraries, symbols = elf.read_needed(library)
     assert "libm.so.6" in libraries and "aclrtSomething" in symbols and "mine" not in symbols
-    with pytest.raises(ValueError, match="not a little-endian 64-bit ELF"):
+    with pytest.raises(ValueError, match="is not an ELF file"):
         elf.read_needed(source)
 
 

@@ -3,7 +3,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_fx.cost.collectives import KINDS, TOPOLOGIES, collective, collective_seconds, formula, placed
+from mindspeed_fx.cost.collectives import KINDS, TOPOLOGIES, collective, collective_seconds, formula, place_group
 from mindspeed_fx.cost.hardware import hardware, names
 from mindspeed_fx.errors import OptionError
 
@@ -59,7 +59,7 @@ def test_groups_across_machines_use_the_outer_network():
     ],
 )
 def test_placement(name, ranks, per_node, expected):
-    assert [(t.name, p) for t, p in placed(ranks, hardware(name), per_node)] == expected
+    assert [(t.name, p) for t, p in place_group(ranks, hardware(name), per_node)] == expected
 
 
 @settings(max_examples=60, deadline=None)

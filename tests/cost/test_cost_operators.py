@@ -7,7 +7,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_fx.cost.hardware import hardware, names
-from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, seen, spec
+from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, spec, visible_scores
 from mindspeed_fx.kernels import REGISTRY
 from tests.sharding.operator_cases import calls
 
@@ -97,8 +97,8 @@ def test_grouped_backward_reads_what_each_gradient_needs():
 @pytest.mark.parametrize("queries, keys, window", [(7, 7, 0), (5, 9, 0), (9, 5, 0), (8, 8, 3), (4, 8, 6), (1, 1, 1)])
 def test_scores_behind_a_causal_mask(queries, keys, window):
     keep = torch.ones(queries, keys, dtype=torch.bool).tril()
-    assert seen(queries, keys, True, window) == (keep.triu(1 - window) if window else keep).sum()
-    assert seen(queries, keys, False) == queries * keys
+    assert visible_scores(queries, keys, True, window) == (keep.triu(1 - window) if window else keep).sum()
+    assert visible_scores(queries, keys, False) == queries * keys
 
 
 def test_causal_attention_does_half_the_work_and_counts_all():

@@ -14,10 +14,10 @@ from mindspeed_fx.graph.annotate import annotate
 from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.passes.base import PassReport
 from mindspeed_fx.passes.fusion import merged_linear
-from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec
 from mindspeed_fx.passes.overlap.chunking.region import _only_inside
 from mindspeed_fx.passes.sharding.constraint import _Edges
-from mindspeed_fx.sharding.constraint import place
+from mindspeed_fx.sharding.constraint import constrain
 from mindspeed_fx.sharding.plan import Boundary
 from tests.models import double, function_agrees
 
@@ -49,7 +49,7 @@ def test_a_value_is_placed_whole_before_whatever_rearranges_it(target, rest):
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
     plan = SimpleNamespace(name="test", modules={}, operators={"aten.matmul": Boundary({"tp": "R"})})
     _Edges(gm, SimpleNamespace(plan=plan, prefix="", modules=[]), PassReport("test")).insert({w: ""})
-    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [place, target, aten.matmul.default]
+    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [constrain, target, aten.matmul.default]
 
 
 @pytest.mark.parametrize("reader", [torch.exp, lambda y: 1 - y, lambda y: y / 2, torch.nn.functional.relu6, torch.neg])
@@ -76,7 +76,7 @@ def test_one_of_several_results_is_no_view():
     with torch._subclasses.FakeTensorMode():
         gaps = torch.empty(8, 8)[:, :4]
         pair.meta["val"], item.meta["val"] = (gaps, gaps), gaps
-    assert _only_inside(item, Cut(0))
+    assert _only_inside(item, ChunkSpec(0))
 
 
 def test_fused_code_writes_what_it_was_given():

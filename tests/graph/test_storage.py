@@ -26,7 +26,7 @@ def overlap_bytes(gm):
 
 
 def alive_bytes(gm):
-    return {n.name: size for n, size in live_memory.made(gm).items() if size}
+    return {n.name: size for n, size in live_memory.allocated_bytes(gm).items() if size}
 
 
 # --------------------------------------------------------------------------- bytes

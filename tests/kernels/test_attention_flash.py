@@ -175,7 +175,7 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
     monkeypatch.setattr(cpp, "_library", lambda: broken)
     monkeypatch.setattr(cpp, "problem", lambda: None)
     monkeypatch.setattr(cpp.log, "warning", lambda text, *args: told.append(text % args))
-    for cached in (cpp.function, cpp._built):
+    for cached in (cpp.function, cpp._built_library):
         cached.cache_clear()
     try:
         q, k, v, grad = (torch.randn(1, 2, 9, 8) for _ in range(4))
@@ -192,7 +192,7 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
         torch.testing.assert_close(weight_gradient(a, b), a.t() @ b)
         assert len(told) == 1 and "cannot find -lgomp" in told[0]
     finally:
-        for cached in (cpp.function, cpp._built):
+        for cached in (cpp.function, cpp._built_library):
             cached.cache_clear()
 
 

@@ -215,7 +215,7 @@ def test_matrix_products_are_counted_as_they_are_done(needed, products):
     hidden, weight, bias, target = inputs()
     args = ([x.detach() for x in (hidden, weight, bias)], target.clamp_min(0))
     with FlopCounterMode(display=False) as done, torch.no_grad():
-        chunks.chunked(*args[0], args[1], *PLAIN, 1.0, needed)
+        chunks.run_in_chunks(*args[0], args[1], *PLAIN, 1.0, needed)
     with FlopCounterMode(display=False) as counted:
         ops.linear_cross_entropy_total(*args[0], args[1], *PLAIN, True, list(needed))
     with FlopCounterMode(display=False) as again:
@@ -229,7 +229,7 @@ def test_matrix_products_are_counted_as_they_are_done(needed, products):
 def test_the_logits_never_exist_whole(dtype):
     hidden, weight, bias, target = (x.detach() for x in inputs(dtype, tokens=40, vocab=7))
     with Seen() as seen, torch.no_grad():
-        chunks.chunked(hidden, weight, bias, target, *PLAIN, 1.0, (True,) * 3)
+        chunks.run_in_chunks(hidden, weight, bias, target, *PLAIN, 1.0, (True,) * 3)
     rows = 3 * 8 // max(4, dtype.itemsize)
     assert seen.largest == max(hidden.numel(), rows * 7) < 40 * 7
 

@@ -111,7 +111,7 @@ def test_eager_mode_is_megatrons_own_code(monkeypatch):
 def test_on_an_accelerator_nothing_is_done_for_want_of_one(monkeypatch, kind):
     from mindspeed_fx.megatron import groups, table
 
-    monkeypatch.setattr(table, "accelerated", lambda: True)
+    monkeypatch.setattr(table, "has_accelerator", lambda: True)
     monkeypatch.setattr(groups, "kind", lambda: kind)
     found = table.table()
     assert not [p for p in found if p.where == patches.WITHOUT_ACCELERATOR]

@@ -12,7 +12,7 @@ from typing import Any, Sequence
 import torch
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even, is_even
-from mindspeed_fx.kernels.sharding import ways
+from mindspeed_fx.kernels.sharding import strategies
 
 
 def parts(x: torch.Tensor, placement: Any, ranks: int) -> list[torch.Tensor] | None:
@@ -76,7 +76,7 @@ def wrong_ways(operator: Any, args: Sequence[Any], ranks: int) -> tuple[int, lis
     whole = run(operator, args, [REPLICATED] * sum(isinstance(a, torch.Tensor) for a in args), 1)[0]
     shapes = [a.shape for a in args if isinstance(a, torch.Tensor)]
     tried, wrong = 0, []
-    for results, inputs in ways(operator, args):
+    for results, inputs in strategies(operator, args):
         if any(isinstance(p, Even) and not is_even(s, p, ranks) for s, p in zip(shapes, inputs)):
             continue
         if any(parts(a, p, ranks) is None for a, p in zip([a for a in args if isinstance(a, torch.Tensor)], inputs)):
@@ -98,7 +98,7 @@ def missing_ways(operator: Any, args: Sequence[Any], ranks: int) -> set[tuple]:
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     whole = run(operator, args, [REPLICATED] * len(tensors), 1)[0]
     unread = UNREAD.get((operator.name, sum(a is None for a in args)), ())
-    known = {tuple(p for n, p in enumerate(i) if n not in unread) for _, i in ways(operator, args)}
+    known = {tuple(p for n, p in enumerate(i) if n not in unread) for _, i in strategies(operator, args)}
     found = set()
     for inputs in itertools.product(*([REPLICATED] if n in unread else choices(t) for n, t in enumerate(tensors))):
         if tuple(p for n, p in enumerate(inputs) if n not in unread) in known:

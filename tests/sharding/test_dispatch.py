@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mindspeed_fx  # noqa: F401  registers the operators
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
-from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.presets import named_plan
 from mindspeed_fx.sharding.spmd.token_dispatch import _gathers
 
 ops = torch.ops.mindspeed
@@ -104,14 +104,14 @@ def test_equals_one_device(mesh, plan, favourite):
 
 def test_fixed_splits():
     model = Mixture()
-    plan = dataclasses.replace(named("ep_alltoall", model), experts={"dispatch": "all_to_all", "capacity": 2.0})
+    plan = dataclasses.replace(named_plan("ep_alltoall", model), experts={"dispatch": "all_to_all", "capacity": 2.0})
     assert Plan.from_dict(plan.as_dict()).as_dict() == plan.as_dict()
     checked(model, {"ep": 2}, plan)
 
 
 def test_more_than_the_capacity_is_an_error():
     model = Mixture(99.0)
-    plan = dataclasses.replace(named("ep_alltoall", model), experts={"dispatch": "all_to_all", "capacity": 1})
+    plan = dataclasses.replace(named_plan("ep_alltoall", model), experts={"dispatch": "all_to_all", "capacity": 1})
     with pytest.raises(Exception, match="capacity of 1 has room for"):
         simulate(model, {"ep": 4}, plan, torch.zeros(4, 6, dtype=torch.long))
 

@@ -7,7 +7,7 @@ import torch
 
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import ShardingError
-from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.presets import named_plan
 
 SMALL = dict(
     hidden_size=16,
@@ -118,4 +118,4 @@ def test_equals_one_device(kind, implementation, mesh, plan):
 
 def test_a_model_without_experts():
     with pytest.raises(ShardingError, match='plan "ep" found no experts'):
-        named("ep", torch.nn.Linear(2, 2))
+        named_plan("ep", torch.nn.Linear(2, 2))

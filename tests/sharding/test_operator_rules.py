@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_fx.compat.placements import Even, is_even
 from mindspeed_fx.kernels import REGISTRY
-from mindspeed_fx.kernels.sharding import register_sharding_rules, ways
+from mindspeed_fx.kernels.sharding import register_sharding_rules, strategies
 from tests.sharding.exhaust import missing_ways, wrong_ways
 from tests.sharding.operator_cases import calls
 
@@ -77,7 +77,7 @@ def test_triton_operators_take_their_operators_rule():
         if operator.name.endswith("_triton"):
             of = next(o for o in REGISTRY.values() if o.name == operator.name.removesuffix("_triton"))
             args = next(a for o, a in calls(*EVEN) if o is of)
-            assert ways(operator, args) == ways(of, args)
+            assert strategies(operator, args) == strategies(of, args)
 
 
 def test_dtensor_takes_every_way_without_a_collective(ranks):
@@ -95,7 +95,7 @@ def test_dtensor_takes_every_way_without_a_collective(ranks):
         mesh = init_device_mesh("cpu", (2,))
         for operator, args in given:
             whole = operator.overload(*args)
-            for results, inputs in ways(operator, args):
+            for results, inputs in strategies(operator, args):
                 tensors = [a for a in args if isinstance(a, torch.Tensor)]
                 if (
                     any(isinstance(p, Even) and not is_even(t.shape, p, 2) for t, p in zip(tensors, inputs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
-from mindspeed_fx.sharding.presets import NAMED, named
+from mindspeed_fx.sharding.presets import NAMED, named_plan
 from tests.sharding.llama import Llama
 from tests.sharding.test_experts import Mixture
 
@@ -22,7 +22,7 @@ PLAN = Plan(
 
 @pytest.mark.parametrize("ending", ["yaml", "json"])
 def test_saved_and_loaded_alike(tmp_path, ending):
-    for plan in (PLAN, *(named(n, Mixture() if n.startswith("ep") else Llama()) for n in NAMED)):
+    for plan in (PLAN, *(named_plan(n, Mixture() if n.startswith("ep") else Llama()) for n in NAMED)):
         plan.save(str(tmp_path / f"plan.{ending}"))
         assert Plan.load(str(tmp_path / f"plan.{ending}")) == plan
 
@@ -47,17 +47,17 @@ def test_what_is_wrong_in_a_plan(change, says):
 
 
 def test_plans_for_different_dimensions_add_up():
-    both = named("zero3+tp_sp", Llama())
+    both = named_plan("zero3+tp_sp", Llama())
     assert both.mesh == ("dp", "tp") and both.gather == {"dp": "zero3"}
     assert both.parameters["layers.0.attention.q_proj.weight"] == {"dp": "S(1)", "tp": "S(0)"}
     with pytest.raises(ShardingError, match="both use mesh dimension tp"):
-        named("tp+tp_sp", Llama())
+        named_plan("tp+tp_sp", Llama())
 
 
 def test_names_that_mean_nothing():
     with pytest.raises(ShardingError, match='no plan is named "tp_ps".*did you mean "tp_sp"'):
-        named("tp_ps", Llama())
+        named_plan("tp_ps", Llama())
     with pytest.raises(ShardingError, match="no pairs of column and row"):
         import torch
 
-        named("tp", torch.nn.Linear(4, 4))
+        named_plan("tp", torch.nn.Linear(4, 4))

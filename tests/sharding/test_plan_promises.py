@@ -17,7 +17,7 @@ import mindspeed_fx
 from mindspeed_fx.planning.search.layouts import MOST, microbatches
 from mindspeed_fx.report import recorder
 from mindspeed_fx.sharding.plan import Plan, ShardingError
-from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.presets import named_plan
 from tests.sharding.llama import Llama
 
 
@@ -36,7 +36,7 @@ def batch(rows=4, seq=16):
 
 @pytest.mark.parametrize("file", ["plan.yaml", "plan.json"])
 def test_words_are_kept_and_compared(file, tmp_path):
-    bare = named("tp_sp", small())
+    bare = named_plan("tp_sp", small())
     plan = dataclasses.replace(bare, recompute="norm+activation_function", microbatches=4)
     plan.save(tmp_path / file)
     loaded = Plan.load(tmp_path / file)
@@ -46,10 +46,10 @@ def test_words_are_kept_and_compared(file, tmp_path):
     ) and loaded.as_dict() == plan.as_dict()
     assert "microbatches" in (text := bare.diff(plan)) and "norm+activation_function" in text
     assert not {"recompute", "microbatches"} & set(bare.as_dict())
-    summed = named("zero2", small()) + plan
+    summed = named_plan("zero2", small()) + plan
     assert (summed.recompute, summed.microbatches) == ("norm+activation_function", 4)
     with pytest.raises(ShardingError, match="recompute is 'full' and 'norm"):
-        dataclasses.replace(named("zero2", small()), recompute="full") + plan
+        dataclasses.replace(named_plan("zero2", small()), recompute="full") + plan
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def trained():
 def test_recompute_of_a_plan_is_done(trained):
     """Less is kept the more is said, gathered activations are not kept, and a user's option goes first."""
     plan = {
-        word: dataclasses.replace(named("tp_sp", small(layers=1)), recompute=word)
+        word: dataclasses.replace(named_plan("tp_sp", small(layers=1)), recompute=word)
         for word in (None, "norm+activation_function", "full")
     }
     kept = {word: trained(p, {"tp": 2}) for word, p in plan.items()}
@@ -149,7 +149,7 @@ def test_recompute_of_a_plan_is_done(trained):
 
 def test_zero3_gathers_again(trained):
     """The whole of a parameter is kept under zero2, and under zero3 gathered again."""
-    kept = {stage: trained(named(stage, small(layers=1)), {"dp": 2}) for stage in ("zero2", "zero3")}
+    kept = {stage: trained(named_plan(stage, small(layers=1)), {"dp": 2}) for stage in ("zero2", "zero3")}
     parameters = sum(p.numel() * 8 for p in small(layers=1).parameters() if p.ndim > 1)
     assert not kept["zero2"][1]["sharding.regather"].rewrites
     assert {s.operator for s in kept["zero3"][1]["sharding.regather"].rewrites} == {"all_gather"}
@@ -235,13 +235,13 @@ def test_odd_batches_are_planned_and_what_is_found_is_told(rows, tmp_path):
 
 def test_a_plan_that_fits_by_recomputation_says_so():
     pytest.importorskip("scipy")
-    from mindspeed_fx.planning.search.branch_and_bound import search
+    from mindspeed_fx.planning.search.branch_and_bound import branch_and_bound
     from mindspeed_fx.planning.search.searched_plan import SearchedPlan
 
     free = mindspeed_fx.plan(*wide(1), mesh={"tp": 8}, hardware="ascend910b2")
     known, fixed = free.searched, {"pp": 1, "dp": 1, "cp": 1, "ep": 1, "tp": 8}
     for word in ("norm+activation_function", "full"):
-        made = search(known.problem, known.prices.hw, 8, 1e15, keep=1, fixed=fixed, recompute=(word,))
+        made = branch_and_bound(known.problem, known.prices.hw, 8, 1e15, keep=1, fixed=fixed, recompute=(word,))
         plan = SearchedPlan.of(dataclasses.replace(known, outcome=made), made.solutions[0])
         assert plan.recompute == word == Plan.from_dict(plan.as_dict()).recompute and word in str(plan)
         assert plan.memory < free.memory and plan.solution.parts["recompute"] > 0
@@ -306,7 +306,7 @@ def test_every_large_value_of_deepseek_is_divided_with_the_batch():
     every rank.
     """
     pytest.importorskip("scipy")
-    from mindspeed_fx.planning.search.model_graph import trace
+    from mindspeed_fx.planning.search.model_graph import trace_model
 
     rows, seq = 6, 10
     model, args = deepseek(
@@ -330,7 +330,7 @@ def test_every_large_value_of_deepseek_is_divided_with_the_batch():
         v_head_dim=12,
         qk_nope_head_dim=8,
     )
-    found = trace(model, args, {})
+    found = trace_model(model, args, {})
     large = [
         (n.op, n.module, v.shape)
         for n in found.nodes

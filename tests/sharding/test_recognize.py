@@ -9,7 +9,7 @@ import pytest
 from mindspeed_fx.cost.collectives import collective_seconds
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.passes.sharding import recognize
-from mindspeed_fx.passes.sharding.recognize import Collective, amounts_to, described, per_layer
+from mindspeed_fx.passes.sharding.recognize import Collective, amounts_to, describe_collectives, per_layer
 from mindspeed_fx.sharding.audit import alternatives
 
 
@@ -47,7 +47,7 @@ def test_counts_per_layer_and_group(monkeypatch):
         "1": (3, Counter(all_reduce=2)),
         "2": (3, Counter({"experts' all_to_all": 2})),
     }
-    first, second, third = described(layer + other + outer, "forward")
+    first, second, third = describe_collectives(layer + other + outer, "forward")
     assert 'forward, 2 ranks of group 1: 2 all_reduce per layer (3 layers, 2 MiB each) amount to plan "tp"' in first
     assert 'amount to plan "ep"' in second and third == "forward, outside of layers: 1 all_reduce"
 
@@ -60,7 +60,7 @@ def test_rivals_are_priced():
     layer = alternatives.Layer(
         tokens=2**28, weights=2**26, states=2**29, queries=2**28, keys=2**27, between=1e-3, kept=2**29
     )
-    found = {r.name: r for r in alternatives.rivals(layer, 8, hw)}
+    found = {r.name: r for r in alternatives.alternative_plans(layer, 8, hw)}
     tp, sp = found["tp"], found["tp_sp"]
     assert (
         abs(tp.seconds - sp.seconds) < 0.1 * tp.seconds
@@ -70,7 +70,7 @@ def test_rivals_are_priced():
     assert found["zero2"].seconds == pytest.approx(
         sum(collective_seconds(k, 2**26, 8, hw) for k in ("all_gather", "reduce_scatter"))
     )
-    lines = alternatives.told("tp", alternatives.rivals(layer, 8, hw), 8, hw)
+    lines = alternatives.describe_best("tp", alternatives.alternative_plans(layer, 8, hw), 8, hw)
     assert lines[1].startswith('mindspeed_fx.plan would do better over this group: "zero2" saves') and any(
         n.startswith('"tp_sp" wins') and "memory -" in n for n in lines
     )
@@ -79,6 +79,6 @@ def test_rivals_are_priced():
     )
     assert any(
         n.startswith('"zero2" loses') and "collectives +" in n
-        for n in alternatives.told("tp_sp", alternatives.rivals(heavy, 8, hw), 8, hw)
+        for n in alternatives.describe_best("tp_sp", alternatives.alternative_plans(heavy, 8, hw), 8, hw)
     )
-    assert alternatives.told("ulysses", alternatives.rivals(layer, 8, hw), 8, hw) == []
+    assert alternatives.describe_best("ulysses", alternatives.alternative_plans(layer, 8, hw), 8, hw) == []

@@ -15,7 +15,7 @@ import mindspeed_fx  # noqa: F401  registers the operators
 from mindspeed_fx.cost.ring import ring_seconds
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
-from mindspeed_fx.sharding.presets import QKV, named
+from mindspeed_fx.sharding.presets import QKV, named_plan
 from mindspeed_fx.sharding.spmd.ring_messages import Ring
 from tests.sharding.llama import Llama
 
@@ -175,10 +175,12 @@ def test_inner_rings_hide_the_links_between_machines(length, ranks):
 
 
 def test_words_for_inner_rings():
-    assert named("hybrid:2", Llama()).rings == {"cp_ring": 2} and named("zero2+ring:4", Llama()).rings == {"cp": 4}
+    assert named_plan("hybrid:2", Llama()).rings == {"cp_ring": 2} and named_plan("zero2+ring:4", Llama()).rings == {
+        "cp": 4
+    }
     for word, says in (("ring:0", "ring:N"), ("tp:2", "ring:N")):
         with pytest.raises(ShardingError, match=says):
-            named(word, Llama())
+            named_plan(word, Llama())
     with pytest.raises(ShardingError, match="an inner ring of 3 ranks does not divide the 4"):
         simulate(Attend(torch.float64, is_causal=True), {"cp": 4}, dataclasses.replace(PLAN, rings={"cp": 3}), *qkv())
 

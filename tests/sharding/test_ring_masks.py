@@ -186,17 +186,17 @@ def test_schedule(ranks, per_rank, seed, share):
     """Every pair once, from a block that is there; as many pairs, sends and receipts on every rank."""
     draw, n = random.Random(seed), ranks * per_rank
     need = tuple(tuple(draw.random() < share for _ in range(n)) for _ in range(n))
-    made = block_schedule.scheduled(need, ranks)
+    made = block_schedule.schedule_blocks(need, ranks)
     assert sorted(q for own in made.queries for q in own) == list(range(n)) and {len(own) for own in made.queries} == {
         per_rank
     }
     done = []
     for stage in made.stages:
-        assert {len(x) for x in (*stage.sends,)} == {stage.received} and all(
+        assert {len(x) for x in (*stage.messages,)} == {stage.received} and all(
             sum(c[r] for c in stage.counts) == stage.received for r in range(ranks)
         )
         assert len({len(p) for p in stage.pairs}) == 1
-        queues = [list(s) for s in stage.sends]
+        queues = [list(s) for s in stage.messages]
         sent = [
             [
                 [source * per_rank + queues[source].pop(0) for _ in range(stage.counts[source][to])]

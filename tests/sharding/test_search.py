@@ -16,16 +16,16 @@ import mindspeed_fx
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.planning.search import highs
 from mindspeed_fx.planning.search.axes import Axes
-from mindspeed_fx.planning.search.branch_and_bound import search
+from mindspeed_fx.planning.search.branch_and_bound import branch_and_bound
 from mindspeed_fx.planning.search.constraints import following
 from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layer_dedup import repetition
 from mindspeed_fx.planning.search.layouts import Layout, meshes
-from mindspeed_fx.planning.search.model_graph import trace
+from mindspeed_fx.planning.search.model_graph import trace_model
 from mindspeed_fx.planning.search.solve import Program, Unsayable
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Plan, ShardingError
-from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.presets import named_plan
 from tests.sharding.llama import Llama
 from tests.sharding.mixtral import Mixtral
 from tests.sharding.test_written_parts import Filled
@@ -45,7 +45,7 @@ def large(layers=8, batch=8, seq=4096, **sizes):
 
 @pytest.fixture(scope="module")
 def problem():
-    return trace(*large(), {})
+    return trace_model(*large(), {})
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def mixture():
             Mixtral(4, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=4, vocab=4096).bfloat16(),
             torch.zeros(8, 4096, dtype=torch.long),
         )
-    return trace(model, (ids, ids.clone()), {})
+    return trace_model(model, (ids, ids.clone()), {})
 
 
 def test_keys_that_are_filled_part_by_part_are_made_of_their_projection():
     """Writes into parts were dropped as read by nobody, and with them the projection of the keys from the search."""
-    found = trace(Filled(), (torch.zeros(2, 8, 16),), {})
+    found = trace_model(Filled(), (torch.zeros(2, 8, 16),), {})
     assert sum(n.op.endswith("linear") for n in found.nodes) == 4
     parameters = {p.name.rpartition(".")[0] for p in found.parameters if p.users}
     assert "k_proj" in parameters
@@ -100,9 +100,9 @@ def test_axes_follow_reshapes():
 
 def test_two_of_each_kind_of_layer_are_traced(problem):
     assert len(problem.runs) == 1 and len(problem.runs[0]) == 8
-    deep = trace(*large(layers=80), {})
+    deep = trace_model(*large(layers=80), {})
     assert len(deep.nodes) == len(problem.nodes) and len(deep.edges) == len(problem.edges)
-    whole = trace(*large(layers=2), {})
+    whole = trace_model(*large(layers=2), {})
     assert not whole.runs and len([n for n in problem.nodes if n.run == 0]) * 2 + len(
         [n for n in problem.nodes if n.run < 0]
     ) == len(whole.nodes)
@@ -133,7 +133,7 @@ class ByNumber(Llama):
 
 def test_a_model_that_counts_its_layers_is_traced_whole():
     model, args = ByNumber(layers=4), (torch.zeros(2, 8, dtype=torch.long),) * 2
-    found = trace(model, (args[0], args[1].clone()), {})
+    found = trace_model(model, (args[0], args[1].clone()), {})
     assert not found.runs and any("every layer was traced" in n for n in found.notes)
     assert {n.module.split(".")[1] for n in found.nodes if n.module.startswith("layers.")} == {"0", "1", "2", "3"}
 
@@ -166,7 +166,7 @@ class Pair(nn.Module):
 def test_no_choice_is_better(layout, batch):
     """Every combination of every operator's strategies, one by one, without a memory limit and with two."""
     with torch.device("meta"):
-        made = trace(Pair(), (torch.zeros(batch * layout.dp, 512, 1024),), {})
+        made = trace_model(Pair(), (torch.zeros(batch * layout.dp, 512, 1024),), {})
     program = Program(Prices(made, HW), layout, 1e15)
     program.priced()
     found = []
@@ -191,7 +191,7 @@ def test_megatrons_pattern_is_recovered_where_it_is_best():
     """One sequence on eight neighbours: columns, rows, the sequence divided in between."""
     model, args = large(batch=1)
     plan = mindspeed_fx.plan(model, args, mesh={"tp": 8}, hardware="ascend910b2")
-    expert = named("tp_sp", model)
+    expert = named_plan("tp_sp", model)
     assert plan.gap < 1e-6 and plan.row()["sp"]
     for name, placed in expert.parameters.items():
         if name.startswith("layers.0."):
@@ -216,7 +216,7 @@ def test_megatrons_pattern_is_recovered_where_it_is_best():
     assert "loses" in plan.explain("layers.3.attention.q_proj.weight", "S(1)") and "collectives +" in plan.explain(
         "layers.3.attention.q_proj", "S(1)"
     )
-    assert "tp=8 -> tp: " in (text := plan.diff(named("tp", model))) and "loses" in text and "+++ tp" in text
+    assert "tp=8 -> tp: " in (text := plan.diff(named_plan("tp", model))) and "loses" in text and "+++ tp" in text
     with pytest.raises(ShardingError, match='did you mean "layers.3.attention.q_proj'):
         plan.explain("layers.3.attention.q_prj")
 
@@ -268,9 +268,9 @@ def test_all_weights_of_experts_are_divided_over_ep():
             Mixtral(2, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=64, vocab=256).bfloat16(),
             torch.zeros(8, 512, dtype=torch.long),
         )
-    found = trace(model, (ids, ids.clone()), {})
+    found = trace_model(model, (ids, ids.clone()), {})
     one, many = (
-        search(
+        branch_and_bound(
             found, HW, n, 1e15, keep=1, fixed={"pp": 1, "dp": 1, "cp": 1, "ep": n, "tp": 1}, zero=("never",)
         ).solutions[0]
         for n in (1, 8)
@@ -326,19 +326,19 @@ def test_more_ranks_than_experts_are_modelled_alone():
 def test_no_expert_is_faster(problem):
     """Megatron TP+SP, FSDP and Ulysses, each at its best degree, under the same model."""
     model, _ = large()
-    found = search(problem, HW, 8, 50 * GiB, keep=1)
+    found = branch_and_bound(problem, HW, 8, 50 * GiB, keep=1)
     assert 0 <= found.gap < 0.01
     for tp, cp, plan in [(8, 1, "tp_sp"), (4, 1, "tp_sp"), (2, 1, "tp_sp"), (1, 1, None), (1, 8, None), (1, 4, None)]:
         fixed = {"pp": 1, "ep": 1, "tp": tp, "cp": cp, "dp": 8 // tp // cp}
         try:
-            expert = search(
+            expert = branch_and_bound(
                 problem,
                 HW,
                 8,
                 50 * GiB,
                 keep=1,
                 fixed=fixed,
-                allowed=following(named(plan, model), problem) if plan else None,
+                allowed=following(named_plan(plan, model), problem) if plan else None,
             )
         except ShardingError as e:
             assert "fits" in str(e)
@@ -348,21 +348,23 @@ def test_no_expert_is_faster(problem):
 
 def test_memory_is_a_hard_limit(problem):
     fixed = {"pp": 1, "cp": 1, "ep": 1}
-    free = search(problem, HW, 8, 1e15, keep=1, fixed=fixed).solutions[0]
-    tight = search(problem, HW, 8, 0.6 * free.memory, keep=1, fixed=fixed).solutions[0]
+    free = branch_and_bound(problem, HW, 8, 1e15, keep=1, fixed=fixed).solutions[0]
+    tight = branch_and_bound(problem, HW, 8, 0.6 * free.memory, keep=1, fixed=fixed).solutions[0]
     assert tight.memory <= 0.6 * free.memory and tight.seconds > free.seconds
     with pytest.raises(ShardingError, match="no plan for 8 ascend910b2 fits in 1.0 GiB"):
-        search(problem, HW, 8, GiB, keep=1)
+        branch_and_bound(problem, HW, 8, GiB, keep=1)
 
 
 def test_no_mesh_is_lost(mixture):
     """The best meshes of a search over all are those of searches of one mesh each: no bound is above what it bounds."""
-    found = search(mixture, HW, 8, 20 * GiB, keep=4)
+    found = branch_and_bound(mixture, HW, 8, 20 * GiB, keep=4)
     alone = {}
     for mesh in meshes(8, 8, 4096, 4, 4, {}, True, HW.node):
         try:
             alone[mesh] = (
-                search(mixture, HW, 8, 20 * GiB, keep=1, fixed=dict(zip(("pp", "dp", "cp", "ep", "tp"), mesh)))
+                branch_and_bound(
+                    mixture, HW, 8, 20 * GiB, keep=1, fixed=dict(zip(("pp", "dp", "cp", "ep", "tp"), mesh))
+                )
                 .solutions[0]
                 .seconds
             )

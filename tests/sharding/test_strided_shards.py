@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from mindspeed_fx.compat import dtensor, strided_shards
-from mindspeed_fx.sharding.spmd.redistribute import _redistributed, reshape
+from mindspeed_fx.sharding.spmd.redistribute import _redistribute, reshape
 
 R = Replicate()
 
@@ -76,7 +76,7 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
                 x, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride()
             )
             summed = 2 if Partial() in source else 1
-            for way in (made.redistribute(placements=target), _redistributed(made, target)):
+            for way in (made.redistribute(placements=target), _redistribute(made, target)):
                 check(way, whole * summed, sizes)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import mindspeed_fx
-from mindspeed_fx.sharding.presets import named
+from mindspeed_fx.sharding.presets import named_plan
 from tests.sharding.llama import Llama
 
 RANKS = 2
@@ -184,7 +184,7 @@ def travelling(codegen="eager", capacity=None):
     torch.manual_seed(0)
     reference = Mixture()
     plan = dataclasses.replace(
-        named("ep_alltoall", reference),
+        named_plan("ep_alltoall", reference),
         experts={"dispatch": "all_to_all", **({"capacity": capacity} if capacity else {})},
     )
     model, step = compiled(copy.deepcopy(reference), "ep", plan, codegen=codegen)
@@ -230,7 +230,7 @@ def recomputed():
         ("dp", "zero3", "full", 2),
         ("tp", "tp_sp", "norm+activation_function", 1),
     ):
-        plan = dataclasses.replace(named(name, reference), recompute=word, microbatches=parts)
+        plan = dataclasses.replace(named_plan(name, reference), recompute=word, microbatches=parts)
         torch._dynamo.reset()  # or the other size of the batch would be a symbol
         model, step = compiled(whole_model(), dim, plan, level=1)
         mean = mindspeed_fx.accumulate(step, *batch(), microbatches=plan.microbatches)

@@ -80,7 +80,7 @@ def _best(run: Callable[[], object], seconds: float) -> float:
             return best
 
 
-def measured(base: Hardware, name: str, seconds: float) -> Hardware:
+def measure_device(base: Hardware, name: str, seconds: float) -> Hardware:
     """``base`` with what was measured here: see :func:`mindspeed_fx.cost.hardware.measure_cpu`."""
     import torch
 

@@ -56,7 +56,7 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
 
 
-def _padded(x: Tensor, like: Tensor) -> Tensor:
+def _pad(x: Tensor, like: Tensor) -> Tensor:
     """Flash wants one head dimension: zeros beyond v's add nothing (multi-head latent attention)."""
     missing = like.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
@@ -65,7 +65,7 @@ def _padded(x: Tensor, like: Tensor) -> Tensor:
 @attention.lower("cpu")("aten flash attention", _flash_supports)
 def _flash(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, _padded(v, q), 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+        q, k, _pad(v, q), 0.0, causal, attn_mask=_additive(mask, q), scale=scale
     )
     out = out[..., : v.shape[-1]]
     if sinks is not None:
@@ -106,7 +106,7 @@ def _blocked_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, win
 
 
 @attention.lower("cpu")("attention in blocks of rows", _blocked_supports)
-def _blocked(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+def _attend_blocked(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     return attention_blocked.overload(q, k, v, scale, window, softcap)
 
 
@@ -120,11 +120,11 @@ attention_backward.lower("cpu")("attention backward in blocks of rows", _short_s
 @attention_backward.lower("cpu")("aten flash attention backward", _flash_backward_supports)
 def _flash_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _padded(grad, q),
+        _pad(grad, q),
         q,
         k,
-        _padded(v, q),
-        _padded(out, q),
+        _pad(v, q),
+        _pad(out, q),
         lse,
         0.0,
         causal,

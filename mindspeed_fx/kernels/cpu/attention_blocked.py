@@ -115,13 +115,19 @@ def attention_blocked_backward(grad, q, k, v, out, lse, scale, window=0, softcap
 
 
 @attention_blocked.shard
-def _ways(q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
-    return [([out, lse], [dq, dk, dv, m]) for out, lse, dq, dk, dv, m, *_ in attention.ways(q, k, keep, True)]
+def _sharding_rule(q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
+    return [
+        ([out, lse], [dq, dk, dv, m])
+        for out, lse, dq, dk, dv, m, *_ in attention.attention_strategies(q, k, keep, True)
+    ]
 
 
 @attention_blocked_backward.shard
-def _ways_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
-    return [(grads, [o, dq, dk, dv, o, s, m]) for o, s, dq, dk, dv, m, _, grads in attention.ways(q, k, keep, True)]
+def _sharding_rule_backward(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, keep=None, p=0.0):
+    return [
+        (grads, [o, dq, dk, dv, o, s, m])
+        for o, s, dq, dk, dv, m, _, grads in attention.attention_strategies(q, k, keep, True)
+    ]
 
 
 @attention_blocked.costs

@@ -158,16 +158,22 @@ def _call(kernel: Any, problem: _Problem, *tensors: Tensor | None) -> None:
 
 
 @attention_flash.shard
-def _ways(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
-    return [([out, lse], [dq, dk, dv, s]) for out, lse, dq, dk, dv, _, s, _ in attention.ways(q, k, None, causal)]
+def _sharding_rule(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
+    return [
+        ([out, lse], [dq, dk, dv, s])
+        for out, lse, dq, dk, dv, _, s, _ in attention.attention_strategies(q, k, None, causal)
+    ]
 
 
 @attention_flash_backward.shard
-def _ways_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
-    found = [(grads, [o, dq, dk, dv, o, s]) for o, s, dq, dk, dv, *_, grads in attention.ways(q, k, None, causal)]
+def _sharding_rule_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
+    results = [
+        (grads, [o, dq, dk, dv, o, s])
+        for o, s, dq, dk, dv, *_, grads in attention.attention_strategies(q, k, None, causal)
+    ]
     # Some of the keys are enough, as in attention: the log-sum-exp and the result, of which the kernel makes rowsum(dO
     # * O), are of all.
-    return found if causal else [*found, ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED])]
+    return results if causal else [*results, ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED])]
 
 
 @attention_flash.costs

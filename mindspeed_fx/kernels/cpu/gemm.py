@@ -38,7 +38,7 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
 
 
 @gemm.shard
-def _ways(a, b):
+def _sharding_rule(a, b):
     return [([0], [0, REPLICATED]), ([1], [REPLICATED, 1]), ([PARTIAL], [1, 0])]
 
 

@@ -81,7 +81,7 @@ def within(what: str, value: Any, low: int, high: int) -> str | None:
     return None if low <= hint(value) <= high else f"{what} is {hint(value)}; valid: {low} to {high}"
 
 
-def typed(allowed: tuple[torch.dtype, ...] = FLOATS, **tensors: Tensor | None) -> str | None:
+def check_types(allowed: tuple[torch.dtype, ...] = FLOATS, **tensors: Tensor | None) -> str | None:
     """Every tensor has one of the ``allowed`` types."""
     for name, x in tensors.items():
         if x is not None and x.dtype not in allowed:
@@ -89,11 +89,11 @@ def typed(allowed: tuple[torch.dtype, ...] = FLOATS, **tensors: Tensor | None) -
     return None
 
 
-def promoted(*tensors: Tensor | None) -> torch.dtype:
+def promote_types(*tensors: Tensor | None) -> torch.dtype:
     """The common type of those that are there."""
-    given = [x.dtype for x in tensors if x is not None]
-    out = given[0]
-    for dtype in given[1:]:
+    arguments = [x.dtype for x in tensors if x is not None]
+    out = arguments[0]
+    for dtype in arguments[1:]:
         out = torch.promote_types(out, dtype)
     return out
 

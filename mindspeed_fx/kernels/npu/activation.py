@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.kernels.activation import activation, activation_backward
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, lowering, within
 
 npu, aten = torch.ops.npu, torch.ops.aten
 
@@ -25,12 +25,13 @@ GELU, GELU_BACKWARD = ("npu_fast_gelu",), ("npu_fast_gelu_backward",)
 def _quick(op: str, x: Tensor, kind: str, grad: Tensor | None = None) -> str | None:
     if kind != "quick_gelu":
         return f"{op}: the activation is {kind}; valid: quick_gelu"
-    return first(typed(x=x), typed((x.dtype,), grad=grad), within(f"{op}: dimensions of x", x.dim(), 1, 8))
+    return first(check_types(x=x), check_types((x.dtype,), grad=grad), within(f"{op}: dimensions of x", x.dim(), 1, 8))
 
 
-def _squared(x: Tensor, kind: str, grad: Tensor | None = None) -> str | None:
+def _square(x: Tensor, kind: str, grad: Tensor | None = None) -> str | None:
     return first(
-        f"the activation is {kind}; valid: squared_relu" if kind != "squared_relu" else None, typed(x=x, grad=grad)
+        f"the activation is {kind}; valid: squared_relu" if kind != "squared_relu" else None,
+        check_types(x=x, grad=grad),
     )
 
 
@@ -49,12 +50,12 @@ def _quick_gelu_backward(grad, x, kind):
     return npu.npu_fast_gelu_backward(grad, x).contiguous()
 
 
-@lowering(activation, "aten relu and product", _squared)
+@lowering(activation, "aten relu and product", _square)
 def _squared_relu(x, kind):
     positive = torch.relu(x)
     return (positive * positive).contiguous()
 
 
-@lowering(activation_backward, "aten relu and products", lambda grad, x, kind: _squared(x, kind, grad))
+@lowering(activation_backward, "aten relu and products", lambda grad, x, kind: _square(x, kind, grad))
 def _squared_relu_backward(grad, x, kind):
     return (grad * torch.relu(x) * 2).to(x.dtype).contiguous()

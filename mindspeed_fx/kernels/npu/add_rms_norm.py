@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from mindspeed_fx.kernels.add_rms_norm import add_rms_norm, add_rms_norm_backward
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, lowering, within
 from mindspeed_fx.kernels.npu.rms_norm import (
     BACKWARD,
     FORWARD,
@@ -24,7 +24,7 @@ npu = torch.ops.npu
 def _supports_sum(x, residual, weight, eps, cast_first):
     if weight is not None and weight.dtype != x.dtype:
         return f"npu_add_rms_norm: x is {x.dtype}, gamma {weight.dtype}; valid: one type".replace("torch.", "")
-    return first(within("npu_add_rms_norm: dimensions of x", x.dim(), 2, 8), typed(x=x))
+    return first(within("npu_add_rms_norm: dimensions of x", x.dim(), 2, 8), check_types(x=x))
 
 
 @lowering(add_rms_norm, "npu_add_rms_norm", _supports_sum, ("npu_add_rms_norm",))

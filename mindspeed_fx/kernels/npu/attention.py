@@ -22,7 +22,7 @@ from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
 from mindspeed_fx.kernels.cpu.attention import _blocked_backward_supports, _blocked_supports
 from mindspeed_fx.kernels.cpu.attention_blocked import attention_blocked, attention_blocked_backward
-from mindspeed_fx.kernels.npu import first, in_acl_graph, lowering, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, in_acl_graph, lowering, within
 
 npu = torch.ops.npu
 TRIANGLE, FULL = 2048, 2147483647
@@ -39,7 +39,7 @@ def _supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None, o
         return f"{op}: a sink for each query; valid: one for each head"
     heads, shared = hint(q.shape[1]), hint(k.shape[1])
     return first(
-        typed(q=q, k=k, v=v),
+        check_types(q=q, k=k, v=v),
         f"{op}: q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; valid: one type".replace("torch.", "")
         if not q.dtype == k.dtype == v.dtype
         else None,
@@ -75,7 +75,9 @@ def _mask_limits(op, q, k, mask, causal, scale, window):
 
 def _supports_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     op = "npu_fusion_attention_grad_v3"
-    return _supports(q, k, v, mask, causal, scale, window, softcap, op=op) or typed((q.dtype,), grad=grad, out=out)
+    return _supports(q, k, v, mask, causal, scale, window, softcap, op=op) or check_types(
+        (q.dtype,), grad=grad, out=out
+    )
 
 
 # --------------------------------------------------------------------------- masks
@@ -90,7 +92,7 @@ def _band(size: int, window: int, device: torch.device) -> Tensor:
 
 def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int) -> dict:
     """The arguments that mask: pse, atten_mask, sparse_mode, pre_tockens, next_tockens, inner_precise."""
-    given = {
+    arguments = {
         "pse": None,
         "atten_mask": None,
         "sparse_mode": 0,
@@ -100,7 +102,7 @@ def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float,
     }
     if mask is not None and mask.dtype != torch.bool:
         # Not minus infinity: the running maximum of a block that is masked whole would make it NaN.
-        given["pse"] = (_bias(mask, q.shape[1]) / scale).clamp(min=torch.finfo(q.dtype).min / 2)
+        arguments["pse"] = (_bias(mask, q.shape[1]) / scale).clamp(min=torch.finfo(q.dtype).min / 2)
     if mask is not None and mask.dtype == torch.bool:
         mask = ~mask
         if causal:
@@ -109,17 +111,17 @@ def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float,
             mask = mask | hidden
         # Shapes are BNSS, B1SS, 11SS; rows without any allowed key are zero only with inner_precise 2.
         batch, heads = (q.shape[0], q.shape[1]) if hint(mask.shape[1]) != 1 else (mask.shape[0], 1)
-        given.update(atten_mask=mask.expand(batch, heads, q.shape[2], k.shape[2]).contiguous(), inner_precise=2)
+        arguments.update(atten_mask=mask.expand(batch, heads, q.shape[2], k.shape[2]).contiguous(), inner_precise=2)
     elif causal:
         small = isinstance(q.shape[2], int) and q.shape[2] == k.shape[2] < TRIANGLE
         before = window - 1 if window else FULL
         if small:
-            given.update(atten_mask=_band(q.shape[2], window, q.device), pre_tockens=before, next_tockens=0)
+            arguments.update(atten_mask=_band(q.shape[2], window, q.device), pre_tockens=before, next_tockens=0)
         elif window:
-            given.update(atten_mask=_band(TRIANGLE, 0, q.device), sparse_mode=4, pre_tockens=before, next_tockens=0)
+            arguments.update(atten_mask=_band(TRIANGLE, 0, q.device), sparse_mode=4, pre_tockens=before, next_tockens=0)
         else:
-            given.update(atten_mask=_band(TRIANGLE, 0, q.device), sparse_mode=2)
-    return given
+            arguments.update(atten_mask=_band(TRIANGLE, 0, q.device), sparse_mode=2)
+    return arguments
 
 
 def _bias(bias: Tensor, heads: int) -> Tensor:
@@ -167,7 +169,7 @@ def _layout(inputs: tuple[Tensor, ...], results: int) -> str:
     )
 
 
-def _laid(x: Tensor, layout: str) -> Tensor:
+def _to_layout(x: Tensor, layout: str) -> Tensor:
     x = x.permute(ORDERS[layout])
     return x.flatten(2) if layout == "SBH" else x
 
@@ -187,10 +189,10 @@ def _back(x: Tensor, layout: str, heads: int) -> Tensor:
 @lowering(attention, "npu_fusion_attention_v3", _supports, ("npu_fusion_attention_v3",))
 def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     layout = _layout((q, k, v), 1)
-    given = _mask(q, k, _four(mask, q, k), causal, scale, window)
-    qkv = (_laid(x, layout) for x in (q, k, v))
+    arg = _mask(q, k, _four(mask, q, k), causal, scale, window)
+    qkv = (_to_layout(x, layout) for x in (q, k, v))
     out, top, total, *_ = npu.npu_fusion_attention_v3(
-        *qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **given
+        *qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **arg
     )
     lse = top[..., 0] + total[..., 0].log()
     if mask is not None:
@@ -201,9 +203,9 @@ def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
 @lowering(attention_backward, "npu_fusion_attention_grad_v3", _supports_backward, ("npu_fusion_attention_grad_v3",))
 def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     layout = _layout((q, k, v, grad, out), 3)
-    given = _mask(q, k, _four(mask, q, k), causal, scale, window)
+    arg = _mask(q, k, _four(mask, q, k), causal, scale, window)
     top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
-    laid = functools.partial(_laid, layout=layout)
+    laid = functools.partial(_to_layout, layout=layout)
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
         laid(q),
         laid(k),
@@ -215,7 +217,7 @@ def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, 
         softmax_sum=torch.ones(top.shape, dtype=top.dtype, device=top.device),
         attention_in=laid(out),
         scale_value=scale,
-        **given,
+        **arg,
     )
     return tuple(_back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))
 

@@ -14,7 +14,7 @@ import torch
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.attention_seeded import attention_seeded, attention_seeded_backward
 from mindspeed_fx.kernels.npu import attention as plain
-from mindspeed_fx.kernels.npu import lowering, typed
+from mindspeed_fx.kernels.npu import check_types, lowering
 
 npu = torch.ops.npu
 
@@ -24,7 +24,7 @@ def _supports(q, k, v, mask, causal, scale, window, p):
 
 
 def _supports_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
-    return plain._supports(q, k, v, mask, causal, scale, window, op="npu_fusion_attention_grad_v3") or typed(
+    return plain._supports(q, k, v, mask, causal, scale, window, op="npu_fusion_attention_grad_v3") or check_types(
         (q.dtype,), grad=grad, out=out
     )
 
@@ -32,10 +32,10 @@ def _supports_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scal
 @lowering(attention_seeded, "npu_fusion_attention_v3 with keep_prob", _supports, ("npu_fusion_attention_v3",))
 def _attention(q, k, v, mask, causal, scale, window, p):
     layout = plain._layout((q, k, v), 1)
-    given = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
-    qkv = (plain._laid(x, layout) for x in (q, k, v))
+    arg = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
+    qkv = (plain._to_layout(x, layout) for x in (q, k, v))
     out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(
-        *qkv, q.shape[1], layout, scale=scale, keep_prob=1 - p, **given
+        *qkv, q.shape[1], layout, scale=scale, keep_prob=1 - p, **arg
     )
     lse = top[..., 0] + total[..., 0].log()
     if mask is not None:
@@ -51,9 +51,9 @@ def _attention(q, k, v, mask, causal, scale, window, p):
 )
 def _attention_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
     layout = plain._layout((q, k, v, grad, out), 3)
-    given = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
+    arg = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
     top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
-    laid = functools.partial(plain._laid, layout=layout)
+    laid = functools.partial(plain._to_layout, layout=layout)
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
         laid(q),
         laid(k),
@@ -68,6 +68,6 @@ def _attention_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, sca
         keep_prob=1 - p,
         seed=seed,
         offset=offset,
-        **given,
+        **arg,
     )
     return tuple(plain._back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))

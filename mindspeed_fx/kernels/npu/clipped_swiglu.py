@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels.activation import SLOPE
 from mindspeed_fx.kernels.clipped_swiglu import _pair, clipped_swiglu, clipped_swiglu_backward
-from mindspeed_fx.kernels.npu import first, lowering, promoted, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, lowering, promote_types, within
 from mindspeed_fx.kernels.npu.activation import GELU, GELU_BACKWARD
 
 npu, aten = torch.ops.npu, torch.ops.aten
@@ -17,8 +17,8 @@ npu, aten = torch.ops.npu, torch.ops.aten
 # --------------------------------------------------------------------------- clipped SwiGLU
 
 
-def _clipped(x, up, alpha, limit, offset, interleaved, grad=None):
-    return typed(x=x, up=up, grad=grad)
+def _clip(x, up, alpha, limit, offset, interleaved, grad=None):
+    return check_types(x=x, up=up, grad=grad)
 
 
 def _clipped_quick(x, up, alpha, limit, offset, interleaved, grad=None):
@@ -26,19 +26,21 @@ def _clipped_quick(x, up, alpha, limit, offset, interleaved, grad=None):
         f"npu_fast_gelu: alpha is {alpha}; valid: {SLOPE}"
         if alpha != SLOPE
         else first(
-            _clipped(x, up, alpha, limit, offset, interleaved, grad),
+            _clip(x, up, alpha, limit, offset, interleaved, grad),
             within("npu_fast_gelu: dimensions of x", x.dim(), 1, 8),
         )
     )
 
 
-def _bounded(x: Tensor, up: Tensor | None, limit: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _bound_gates(
+    x: Tensor, up: Tensor | None, limit: float, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(gate, up, bounded gate, bounded up) in one type."""
-    gate, u = (t.to(promoted(x, up)) for t in _pair(x, up, interleaved))
+    gate, u = (t.to(promote_types(x, up)) for t in _pair(x, up, interleaved))
     return gate, u, gate.clamp(max=limit), u.clamp(-limit, limit)
 
 
-def _joined(dgate: Tensor, dup: Tensor, x: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _join(dgate: Tensor, dup: Tensor, x: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
     if up is not None:
         return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()
     return (torch.stack((dgate, dup), -1).flatten(-2) if interleaved else torch.cat((dgate, dup), -1)).to(
@@ -52,29 +54,29 @@ def _inside(dgate: Tensor, dup: Tensor, gate: Tensor, u: Tensor, limit: float) -
 
 @lowering(clipped_swiglu, "npu_fast_gelu, aten clamps and products", _clipped_quick, GELU)
 def _quick_clipped(x, up, alpha, limit, offset, interleaved):
-    _, _, g, u = _bounded(x, up, limit, interleaved)
+    _, _, g, u = _bound_gates(x, up, limit, interleaved)
     return (npu.npu_fast_gelu(g) * (u + offset)).contiguous()
 
 
 @lowering(
     clipped_swiglu_backward,
     "npu_fast_gelu and its backward, aten clamps and products",
-    lambda grad, *given: _clipped_quick(*given, grad),
+    lambda grad, *args: _clipped_quick(*args, grad),
     GELU + GELU_BACKWARD,
 )
 def _quick_clipped_backward(grad, x, up, alpha, limit, offset, interleaved):
-    gate, v, g, u = _bounded(x, up, limit, interleaved)
+    gate, v, g, u = _bound_gates(x, up, limit, interleaved)
     dgate, dup = npu.npu_fast_gelu_backward((grad * (u + offset)).to(g.dtype), g), grad * npu.npu_fast_gelu(g)
-    return _joined(*_inside(dgate, dup, gate, v, limit), x, up, interleaved)
+    return _join(*_inside(dgate, dup, gate, v, limit), x, up, interleaved)
 
 
-@lowering(clipped_swiglu, "aten clamps, sigmoid and products", _clipped)
+@lowering(clipped_swiglu, "aten clamps, sigmoid and products", _clip)
 def _clipped_swiglu(x, up, alpha, limit, offset, interleaved):
-    _, _, g, u = _bounded(x, up, limit, interleaved)
+    _, _, g, u = _bound_gates(x, up, limit, interleaved)
     return (g * torch.sigmoid(alpha * g) * (u + offset)).contiguous()
 
 
-@lowering(clipped_swiglu_backward, "aten clamps, sigmoid and products", lambda grad, *given: _clipped(*given, grad))
+@lowering(clipped_swiglu_backward, "aten clamps, sigmoid and products", lambda grad, *args: _clip(*args, grad))
 def _clipped_swiglu_backward(grad, x, up, alpha, limit, offset, interleaved):
     # In float32: the derivative of the sigmoid's product is a difference of close numbers.
     return clipped_swiglu_backward.reference(grad, x, up, alpha, limit, offset, interleaved)

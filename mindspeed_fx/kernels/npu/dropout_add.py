@@ -12,7 +12,7 @@ import torch
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.dropout_add import dropout_add
 from mindspeed_fx.kernels.dropout_add_seeded import dropout_add_seeded, dropout_add_seeded_backward
-from mindspeed_fx.kernels.npu import lowering, typed
+from mindspeed_fx.kernels.npu import check_types, lowering
 
 triton.on_npu(dropout_add_seeded)
 triton.on_npu(dropout_add_seeded_backward)
@@ -21,7 +21,7 @@ triton.on_npu(dropout_add_seeded_backward)
 @lowering(
     dropout_add,
     "aten native_dropout, products and additions",
-    lambda x, bias, residual, p: typed(x=x, bias=bias, residual=residual),
+    lambda x, bias, residual, p: check_types(x=x, bias=bias, residual=residual),
 )
 def _dropout_add(x, bias, residual, p):
     y = x if bias is None else x + bias

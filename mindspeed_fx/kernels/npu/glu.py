@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.glu import glu, glu_backward
-from mindspeed_fx.kernels.npu import first, lowering, promoted, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, lowering, promote_types, within
 from mindspeed_fx.kernels.swiglu import halves, swiglu, swiglu_backward
 from mindspeed_fx.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 
@@ -25,13 +25,13 @@ APPROXIMATE = {"gelu": 0, "gelu_tanh": 1}
 # --------------------------------------------------------------------------- SwiGLU
 
 
-def _packed(op, x, up):
+def _pack(op, x, up):
     if up is not None:
         return f"{op}: gate and up are two tensors; it takes one, and joining them moves more bytes than it saves"
-    return first(typed(x=x), within(f"{op}: dimensions of x", x.dim(), 1, 8))
+    return first(check_types(x=x), within(f"{op}: dimensions of x", x.dim(), 1, 8))
 
 
-@lowering(swiglu, "npu_swiglu", lambda x, up=None: _packed("npu_swiglu", x, up), ("npu_swiglu",))
+@lowering(swiglu, "npu_swiglu", lambda x, up=None: _pack("npu_swiglu", x, up), ("npu_swiglu",))
 def _swiglu(x, up=None):
     return npu.npu_swiglu(x, -1)
 
@@ -39,7 +39,7 @@ def _swiglu(x, up=None):
 @lowering(
     swiglu_backward,
     "npu_swiglu_backward",
-    lambda grad, x, up=None: first(_packed("npu_swiglu_backward", x, up), typed(grad=grad)),
+    lambda grad, x, up=None: first(_pack("npu_swiglu_backward", x, up), check_types(grad=grad)),
     ("npu_swiglu_backward",),
 )
 def _swiglu_backward(grad, x, up=None):
@@ -52,7 +52,7 @@ def _swiglu_backward(grad, x, up=None):
 def _supports_geglu(op, x, up, activation):
     if activation not in APPROXIMATE:
         return f"{op}: the activation is {activation}; valid: {', '.join(APPROXIMATE)}"
-    return _packed(op, x, up)
+    return _pack(op, x, up)
 
 
 @lowering(glu, "npu_geglu", lambda x, up, activation: _supports_geglu("npu_geglu", x, up, activation), ("npu_geglu",))
@@ -76,7 +76,7 @@ def _geglu_backward(grad, x, up, activation):
 # --------------------------------------------------------------------------- activation and product
 
 
-def _activated(x: Tensor, activation: str) -> Tensor:
+def _activate(x: Tensor, activation: str) -> Tensor:
     return {
         "silu": F.silu,
         "gelu": F.gelu,
@@ -98,46 +98,46 @@ def _slope(grad: Tensor, x: Tensor, activation: str) -> Tensor:
 
 def _product(x, up, activation):
     gate, up = halves(x, up)
-    return (_activated(gate, activation) * up).contiguous()
+    return (_activate(gate, activation) * up).contiguous()
 
 
 def _product_backward(grad, x, up, activation):
     gate, u = halves(x, up)
-    dgate, dup = _slope((grad * u).to(gate.dtype), gate, activation), (grad * _activated(gate, activation)).to(u.dtype)
+    dgate, dup = _slope((grad * u).to(gate.dtype), gate, activation), (grad * _activate(gate, activation)).to(u.dtype)
     return (torch.cat((dgate, dup), -1), x.new_empty(0)) if up is None else (dgate.contiguous(), dup.contiguous())
 
 
 for _operator in (swiglu, swiglu_backward, glu, glu_backward):
     triton.on_npu(_operator)
-lowering(swiglu, "aten silu and product", lambda x, up=None: typed(x=x, up=up))(
+lowering(swiglu, "aten silu and product", lambda x, up=None: check_types(x=x, up=up))(
     lambda x, up=None: _product(x, up, "silu")
 )
-lowering(swiglu_backward, "aten silu_backward and products", lambda grad, x, up=None: typed(x=x, up=up))(
+lowering(swiglu_backward, "aten silu_backward and products", lambda grad, x, up=None: check_types(x=x, up=up))(
     lambda grad, x, up=None: _product_backward(grad, x, up, "silu")
 )
-lowering(glu, "aten activation and product", lambda x, up, activation: typed(x=x, up=up))(_product)
-lowering(glu_backward, "aten activation's backward and products", lambda grad, x, up, activation: typed(x=x, up=up))(
-    _product_backward
-)
+lowering(glu, "aten activation and product", lambda x, up, activation: check_types(x=x, up=up))(_product)
+lowering(
+    glu_backward, "aten activation's backward and products", lambda grad, x, up, activation: check_types(x=x, up=up)
+)(_product_backward)
 
 
 # --------------------------------------------------------------------------- SwiGLU times a weight per row
 
 
-def _gated(x: Tensor, up: Tensor | None) -> Tensor:
+def _gate(x: Tensor, up: Tensor | None) -> Tensor:
     """SwiGLU, by the kernel where gate and up are one tensor."""
     return npu.npu_swiglu(x, -1) if up is None else _product(x, up, "silu")
 
 
-def _weighted(x, up, weight):
+def _weight(x, up, weight):
     """The product with the weight in the wider type of the two, rounded once, as the model has it."""
-    gated = _gated(x, up)
+    gated = _gate(x, up)
     return (gated * weight).to(gated.dtype).contiguous()
 
 
 def _weighted_backward(grad, x, up, weight):
     # The product that the gradient of the weight needs is made again: kept, it would be one more saved tensor.
-    gated, inner = _gated(x, up), (grad * weight).to(promoted(x, up))
+    gated, inner = _gate(x, up), (grad * weight).to(promote_types(x, up))
     # In float32: a sum over a row of thousands.
     dweight = (grad.float() * gated).sum(-1, keepdim=True).to(weight.dtype)
     if up is None:
@@ -148,18 +148,20 @@ def _weighted_backward(grad, x, up, weight):
 lowering(
     weighted_swiglu,
     "npu_swiglu and product",
-    lambda x, up, weight: first(_packed("npu_swiglu", x, up), typed(weight=weight)),
+    lambda x, up, weight: first(_pack("npu_swiglu", x, up), check_types(weight=weight)),
     ("npu_swiglu",),
-)(_weighted)
+)(_weight)
 lowering(
     weighted_swiglu_backward,
     "npu_swiglu, npu_swiglu_backward and products",
-    lambda grad, x, up, weight: first(_packed("npu_swiglu_backward", x, up), typed(grad=grad, weight=weight)),
+    lambda grad, x, up, weight: first(_pack("npu_swiglu_backward", x, up), check_types(grad=grad, weight=weight)),
     ("npu_swiglu", "npu_swiglu_backward"),
 )(_weighted_backward)
-lowering(weighted_swiglu, "aten silu and products", lambda x, up, weight: typed(x=x, up=up, weight=weight))(_weighted)
+lowering(weighted_swiglu, "aten silu and products", lambda x, up, weight: check_types(x=x, up=up, weight=weight))(
+    _weight
+)
 lowering(
     weighted_swiglu_backward,
     "aten silu_backward and products",
-    lambda grad, x, up, weight: typed(x=x, up=up, grad=grad, weight=weight),
+    lambda grad, x, up, weight: check_types(x=x, up=up, grad=grad, weight=weight),
 )(_weighted_backward)

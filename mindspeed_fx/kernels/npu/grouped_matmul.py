@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.kernels.grouped_matmul import grouped_matmul, grouped_matmul_backward
-from mindspeed_fx.kernels.npu import dense_order, first, lowering, typed, within
+from mindspeed_fx.kernels.npu import check_types, dense_order, first, lowering, within
 
 npu = torch.ops.npu
 
@@ -23,7 +23,7 @@ INNER = 65535
 
 def _supports_grouped(x, weight, offsets, op="npu_grouped_matmul"):
     return first(
-        typed(x=x, weight=weight),
+        check_types(x=x, weight=weight),
         f"{op}: x is {x.dtype}, weight {weight.dtype}; valid: one type".replace("torch.", "")
         if x.dtype != weight.dtype
         else None,
@@ -33,7 +33,7 @@ def _supports_grouped(x, weight, offsets, op="npu_grouped_matmul"):
     )
 
 
-def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, group_type: int) -> Tensor:
+def _group(x: Tensor, weight: Tensor, offsets: Tensor, group_type: int) -> Tensor:
     return npu.npu_grouped_matmul(
         [x], [weight], group_list=offsets.to(torch.int64), split_item=3, group_type=group_type, group_list_type=0
     )[0]
@@ -46,11 +46,11 @@ def _zero_outside(y: Tensor, offsets: Tensor) -> Tensor:
 
 @lowering(grouped_matmul, "npu_grouped_matmul", _supports_grouped, ("npu_grouped_matmul",))
 def _grouped_matmul(x, weight, offsets):
-    return _zero_outside(_grouped(x, weight, offsets, 0), offsets)
+    return _zero_outside(_group(x, weight, offsets, 0), offsets)
 
 
 def _supports_grouped_backward(grad, x, weight, offsets, need_x, need_weight):
-    return first(typed((x.dtype,), grad=grad), _supports_grouped(x, weight, offsets))
+    return first(check_types((x.dtype,), grad=grad), _supports_grouped(x, weight, offsets))
 
 
 @lowering(
@@ -62,10 +62,10 @@ def _supports_grouped_backward(grad, x, weight, offsets, need_x, need_weight):
 def _grouped_matmul_backward(grad, x, weight, offsets, need_x, need_weight):
     dx, dweight = x.new_empty(0), x.new_empty(0)
     if need_x:
-        dx = _zero_outside(_grouped(grad, weight.transpose(1, 2), offsets, 0), offsets)
+        dx = _zero_outside(_group(grad, weight.transpose(1, 2), offsets, 0), offsets)
     if need_weight:
         order = dense_order(weight.stride())
         dweight = (
-            _grouped(x.t(), grad, offsets, 2).permute(order).contiguous().permute([order.index(i) for i in range(3)])
+            _group(x.t(), grad, offsets, 2).permute(order).contiguous().permute([order.index(i) for i in range(3)])
         )  # stored as weight is
     return dx, dweight

@@ -10,13 +10,13 @@ import torch
 
 from mindspeed_fx.kernels.add_layer_norm import _plus_sum, add_layer_norm_backward
 from mindspeed_fx.kernels.layer_norm import layer_norm, layer_norm_backward
-from mindspeed_fx.kernels.npu import first, lowering, typed
+from mindspeed_fx.kernels.npu import check_types, first, lowering
 
 npu, aten = torch.ops.npu, torch.ops.aten
 
 
 def _supports(x, weight, bias, *rest):
-    return first(typed(x=x), typed((x.dtype,), weight=weight, bias=bias))
+    return first(check_types(x=x), check_types((x.dtype,), weight=weight, bias=bias))
 
 
 @lowering(layer_norm, "aten native_layer_norm", _supports)
@@ -26,7 +26,7 @@ def _layer_norm(x, weight, bias, eps):
 
 
 def _supports_backward(grad, x, weight, *rest):
-    return first(typed((x.dtype,), grad=grad), _supports(x, weight, None))
+    return first(check_types((x.dtype,), grad=grad), _supports(x, weight, None))
 
 
 @lowering(layer_norm_backward, "aten native_layer_norm_backward", _supports_backward)

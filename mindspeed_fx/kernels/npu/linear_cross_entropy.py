@@ -19,8 +19,8 @@ from mindspeed_fx.kernels.linear_cross_entropy import (
     linear_cross_entropy_total,
     linear_cross_entropy_total_backward,
 )
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
-from mindspeed_fx.kernels.npu.cross_entropy import _ignored, _smoothing
+from mindspeed_fx.kernels.npu import check_types, first, lowering, within
+from mindspeed_fx.kernels.npu.cross_entropy import _ignored_tokens, _smoothing
 
 npu = torch.ops.npu
 
@@ -36,11 +36,11 @@ LINEAR_BACKWARD = ("npu_fused_linear_online_max_sum", "npu_fused_linear_cross_en
 def _supports_linear(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, *rest):
     op = LINEAR[0]
     return first(
-        typed((torch.float16, torch.bfloat16), hidden=hidden, weight=weight),
+        check_types((torch.float16, torch.bfloat16), hidden=hidden, weight=weight),
         f"{op}: hidden is {hidden.dtype}, weight {weight.dtype}; valid: one type".replace("torch.", "")
         if hidden.dtype != weight.dtype
         else None,
-        typed((torch.int32, torch.int64), target=target),
+        check_types((torch.int32, torch.int64), target=target),
         f"{op}: a bias; the kernel has none" if bias is not None else None,
         _smoothing(op, label_smoothing),
         f"{op}: a z-loss of {z_loss}; the kernel has none" if z_loss else None,
@@ -73,7 +73,7 @@ def _gradients(grad: Tensor, hidden: Tensor, weight: Tensor, stats: tuple[Tensor
     (*LINEAR, *LINEAR_BACKWARD[1:]),
 )
 def _total(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, mean, needed):
-    ignored, classes = _ignored(target, ignore_index)
+    ignored, classes = _ignored_tokens(target, ignore_index)
     stats = _max_sum(hidden, weight, classes)
     total = _losses(stats, ignored).sum()
     share = (
@@ -100,7 +100,7 @@ def _total_backward(grad, dhidden, dweight, dbias):
 
 @lowering(linear_cross_entropy_tokens, "npu_fused_linear_online_max_sum and its loss", _supports_linear, LINEAR)
 def _tokens(hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap):
-    ignored, classes = _ignored(target, ignore_index)
+    ignored, classes = _ignored_tokens(target, ignore_index)
     return _losses(_max_sum(hidden, weight, classes), ignored)
 
 
@@ -115,7 +115,7 @@ def _supports_tokens_backward(grad, *args):
     LINEAR_BACKWARD,
 )
 def _tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed):
-    ignored, classes = _ignored(target, ignore_index)
+    ignored, classes = _ignored_tokens(target, ignore_index)
     grads = _gradients(grad.masked_fill(ignored, 0.0), hidden, weight, _max_sum(hidden, weight, classes))
     return *(g if need else hidden.new_empty(0) for g, need in zip(grads, needed)), hidden.new_empty(0)
 
@@ -126,8 +126,8 @@ def _tokens_backward(grad, hidden, weight, bias, target, ignore_index, label_smo
 def _supports_chunks(hidden, weight, bias, target, *rest):
     return first(
         triton.missing_on_npu(),
-        typed((*triton.DTYPES,), hidden=hidden, weight=weight, bias=bias),
-        typed((torch.int64,), target=target),
+        check_types((*triton.DTYPES,), hidden=hidden, weight=weight, bias=bias),
+        check_types((torch.int64,), target=target),
     )
 
 

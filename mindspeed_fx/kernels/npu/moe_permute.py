@@ -15,7 +15,7 @@ from mindspeed_fx.kernels.moe_permute import (
     moe_unpermute,
     moe_unpermute_backward,
 )
-from mindspeed_fx.kernels.npu import first, lowering, promoted, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, lowering, promote_types, within
 
 npu = torch.ops.npu
 
@@ -25,8 +25,8 @@ npu = torch.ops.npu
 def _supports_permute(tokens, indices):
     op = "npu_moe_token_permute"
     return first(
-        typed(tokens=tokens),
-        typed((torch.int32, torch.int64), indices=indices),
+        check_types(tokens=tokens),
+        check_types((torch.int32, torch.int64), indices=indices),
         within(f"{op}: dimensions of indices", indices.dim(), 1, 2),
         within(f"{op}: elements of indices", indices.numel(), 0, 16777214),
         within(f"{op}: choices of a token", hint(indices.numel()) // max(1, hint(tokens.shape[0])), 0, 512),
@@ -43,7 +43,7 @@ def _permute(tokens, indices):
 
 def _supports_permute_backward(grad, sorted_indices, tokens):
     return first(
-        typed(grad=grad),
+        check_types(grad=grad),
         within(
             "npu_moe_token_permute_grad_v2: choices of a token",
             hint(sorted_indices.shape[0]) // max(1, hint(tokens)),
@@ -67,7 +67,7 @@ def _permute_backward(grad, sorted_indices, tokens):
 
 def _supports_unpermute(permuted, sorted_indices, probs=None, k=1, op="npu_moe_token_unpermute"):
     return first(
-        typed(permuted=permuted, probs=probs),
+        check_types(permuted=permuted, probs=probs),
         within(f"{op}: choices of a token", k if probs is None else probs.shape[1], 1, 512),
     )
 
@@ -81,13 +81,14 @@ def _weights(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None, k: 
 
 @lowering(moe_unpermute, "npu_moe_token_unpermute", _supports_unpermute, ("npu_moe_token_unpermute",))
 def _unpermute(permuted, sorted_indices, probs=None, k=1):
-    wide = permuted.to(promoted(permuted, probs))  # the result has the type of the tokens
+    wide = permuted.to(promote_types(permuted, probs))  # the result has the type of the tokens
     return npu.npu_moe_token_unpermute(wide, sorted_indices.to(torch.int32), _weights(wide, sorted_indices, probs, k))
 
 
 def _supports_unpermute_backward(grad, permuted, sorted_indices, probs, k):
     return first(
-        typed(grad=grad), _supports_unpermute(permuted, sorted_indices, probs, k, "npu_moe_token_unpermute_grad_v2")
+        check_types(grad=grad),
+        _supports_unpermute(permuted, sorted_indices, probs, k, "npu_moe_token_unpermute_grad_v2"),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.kernels.moe_permute_map import moe_permute_map, moe_permute_map_backward
-from mindspeed_fx.kernels.npu import FLOATS, first, lowering, typed, within
+from mindspeed_fx.kernels.npu import FLOATS, check_types, first, lowering, within
 
 npu = torch.ops.npu
 LARGEST = 16777214
@@ -21,19 +21,21 @@ LARGEST = 16777214
 def _supports(tokens, routing_map, probs, k):
     op = "npu_moe_token_permute_with_routing_map"
     return first(
-        typed(tokens=tokens), _share(tokens, probs), _map(op, tokens.shape[0], routing_map, k),
+        check_types(tokens=tokens), _share(tokens, probs), _map(op, tokens.shape[0], routing_map, k),
         within(f"{op}: copies of tokens", hint(tokens.shape[0]) * k, 0, LARGEST),
     )  # fmt: skip
 
 
 def _share(tokens: Tensor, probs: Tensor) -> str | None:
     """Probabilities have the type of the tokens, or float32 beside bfloat16."""
-    return typed((torch.bfloat16, torch.float32) if tokens.dtype == torch.bfloat16 else (tokens.dtype,), probs=probs)
+    return check_types(
+        (torch.bfloat16, torch.float32) if tokens.dtype == torch.bfloat16 else (tokens.dtype,), probs=probs
+    )
 
 
 def _map(op: str, tokens: int, routing_map: Tensor, k: int) -> str | None:
     return first(
-        typed((torch.bool, torch.int8), routing_map=routing_map), within(f"{op}: tokens", tokens, 0, LARGEST),
+        check_types((torch.bool, torch.int8), routing_map=routing_map), within(f"{op}: tokens", tokens, 0, LARGEST),
         within(f"{op}: experts", routing_map.shape[1], 0, LARGEST), within(f"{op}: choices of a token", k, 1, 511),
     )  # fmt: skip
 
@@ -50,7 +52,9 @@ def _permute(tokens, routing_map, probs, k):
 
 def _supports_backward(grad, grad_probs, sorted_indices, routing_map, k):
     op = "npu_moe_token_permute_with_routing_map_grad"
-    return first(typed(FLOATS, grad=grad), _share(grad, grad_probs), _map(op, routing_map.shape[0], routing_map, k))
+    return first(
+        check_types(FLOATS, grad=grad), _share(grad, grad_probs), _map(op, routing_map.shape[0], routing_map, k)
+    )
 
 
 @lowering(

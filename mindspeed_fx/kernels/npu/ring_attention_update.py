@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_fx.kernels.npu import dense_order, first, lowering, typed, within
+from mindspeed_fx.kernels.npu import check_types, dense_order, first, lowering, within
 from mindspeed_fx.kernels.ring_attention_update import ring_attention_update
 
 npu = torch.ops.npu
@@ -26,14 +26,14 @@ well.
 def _supports(out, lse, block, block_lse):
     op = "npu_ring_attention_update"
     return first(
-        typed(out=out, block=block),
-        typed((torch.float32,), lse=lse, block_lse=block_lse),
+        check_types(out=out, block=block),
+        check_types((torch.float32,), lse=lse, block_lse=block_lse),
         within(f"{op}: dimensions of out", out.dim(), 4, 4),
         f"{op}: the last dimension of out is not contiguous in memory" if out.stride(-1) != 1 else None,
     )
 
 
-def _folded(x: Tensor, order: list[int], heads: bool) -> Tensor:
+def _fold(x: Tensor, order: list[int], heads: bool) -> Tensor:
     """x [batch, heads, seq, ...] as [seq, batch, heads, ...] of the operator, the dimensions of ``order`` outermost
     first.
     """
@@ -45,10 +45,10 @@ def _folded(x: Tensor, order: list[int], heads: bool) -> Tensor:
 
 def _statistics(lse: Tensor, order: list[int], heads: bool) -> Tensor:
     """[batch, heads, seq, 8] of the operator."""
-    return _folded(lse, order, heads).permute(1, 2, 0).unsqueeze(-1).expand(-1, -1, -1, COPIES).contiguous()
+    return _fold(lse, order, heads).permute(1, 2, 0).unsqueeze(-1).expand(-1, -1, -1, COPIES).contiguous()
 
 
-def _unfolded(x: Tensor, order: list[int], like: Tensor) -> Tensor:
+def _unfold(x: Tensor, order: list[int], like: Tensor) -> Tensor:
     """Back from [seq, batch, heads, ...] to the shape and layout of ``like``."""
     x = x.reshape(*(like.shape[i] for i in order), *like.shape[3:])
     return torch.empty_like(like).copy_(x.permute(*(order.index(i) for i in range(3)), *range(3, like.dim())))
@@ -58,9 +58,9 @@ def _unfolded(x: Tensor, order: list[int], like: Tensor) -> Tensor:
 def _ring_attention_update(out, lse, block, block_lse):
     order = dense_order(out.stride()[:3])
     heads = order[2] == 1
-    laid = [_folded(x.to(out.dtype), order, heads).flatten(2).contiguous() for x in (out, block)]
+    laid = [_fold(x.to(out.dtype), order, heads).flatten(2).contiguous() for x in (out, block)]
     old, new = (_statistics(x.clamp(min=LOWEST), order, heads) for x in (lse, block_lse))
     ones = torch.ones_like(old)
     both, top, total = npu.npu_ring_attention_update(laid[0], old, ones, laid[1], new, ones, input_layout="SBH")
     merged = (top[..., 0] + total[..., 0].log()).permute(2, 0, 1)
-    return _unfolded(both.unflatten(2, (top.shape[1], -1)), order, out), _unfolded(merged, order, lse)
+    return _unfold(both.unflatten(2, (top.shape[1], -1)), order, out), _unfold(merged, order, lse)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.compat.fake import hint
-from mindspeed_fx.kernels.npu import dense_order, first, lowering, promoted, typed, within
+from mindspeed_fx.kernels.npu import check_types, dense_order, first, lowering, promote_types, within
 from mindspeed_fx.kernels.rope import rope, rope_backward
 
 npu = torch.ops.npu
@@ -60,7 +60,7 @@ def _supports(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, op: str = 
             "shape, as long as a head"
         )
     if reason := first(
-        typed(x=x, cos=cos, sin=sin),
+        check_types(x=x, cos=cos, sin=sin),
         within(f"{op}: head_dim", dim, 2, LIMIT),
         f"{op}: head_dim is {dim}; valid: even" if hint(dim) % 2 else None,
     ):
@@ -72,7 +72,7 @@ def _supports(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, op: str = 
     for layout, ((batch, heads), forms) in LAYOUTS.items():
         if not any(varying <= set(form) <= varying | free for form in (forms[:1] if interleaved else forms)):
             continue
-        reason = _limits(op, layout, sizes[batch], sizes[heads], dim * promoted(x, cos).itemsize, interleaved)
+        reason = _limits(op, layout, sizes[batch], sizes[heads], dim * promote_types(x, cos).itemsize, interleaved)
         if reason is None:
             return None
         refused = refused or reason
@@ -113,7 +113,7 @@ def _angles(view: _View, dtype: torch.dtype, *angles: Tensor) -> list[Tensor]:
 
 @lowering(rope, "npu_rotary_mul", _supports, ("npu_rotary_mul",))
 def _rope(x, cos, sin, interleaved):
-    view, dtype = _view(x), promoted(x, cos)
+    view, dtype = _view(x), promote_types(x, cos)
     return view.back(
         npu.npu_rotary_mul(
             view.of(x.to(dtype)), *_angles(view, dtype, cos, sin), "interleave" if interleaved else "half"
@@ -132,7 +132,7 @@ def _supports_backward(grad, x, cos, sin, interleaved, need_angles):
 
 @lowering(rope_backward, "npu_rotary_mul_backward", _supports_backward, ("npu_rotary_mul_backward",))
 def _rope_backward(grad, x, cos, sin, interleaved, need_angles):
-    view, dtype = _view(grad), promoted(grad, cos)
+    view, dtype = _view(grad), promote_types(grad, cos)
     g = view.of(grad.to(dtype))
     # The second argument serves the gradients of the angles alone.
     dx = npu.npu_rotary_mul_backward(g, g, *_angles(view, dtype, cos, sin), "interleave" if interleaved else "half")[0]

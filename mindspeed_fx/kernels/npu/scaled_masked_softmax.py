@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mindspeed_fx.compat.fake import hint
-from mindspeed_fx.kernels.npu import first, lowering, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, lowering, within
 from mindspeed_fx.kernels.scaled_masked_softmax import scaled_masked_softmax, scaled_masked_softmax_backward
 
 npu = torch.ops.npu
@@ -19,8 +19,8 @@ def _supports(x, mask, scale, op="npu_scaled_masked_softmax"):
         )
 
     return first(
-        typed(x=x),
-        typed((torch.bool,), mask=mask),
+        check_types(x=x),
+        check_types((torch.bool,), mask=mask),
         within(f"{op}: dimensions of x", x.dim(), 4, 4),
         within(f"{op}: dimensions of the mask", mask.dim(), 4, 4),
         side("rows", x.shape[-2]),
@@ -34,7 +34,7 @@ def _softmax(x, mask, scale):
 
 
 def _supports_backward(grad, y, mask, scale):
-    return typed((y.dtype,), grad=grad) or _supports(y, mask, scale, "npu_scaled_masked_softmax_backward")
+    return check_types((y.dtype,), grad=grad) or _supports(y, mask, scale, "npu_scaled_masked_softmax_backward")
 
 
 @lowering(

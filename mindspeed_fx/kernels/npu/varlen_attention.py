@@ -12,7 +12,7 @@ import torch
 from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.npu import attention as plain
-from mindspeed_fx.kernels.npu import first, in_acl_graph, lowering, typed, within
+from mindspeed_fx.kernels.npu import check_types, first, in_acl_graph, lowering, within
 from mindspeed_fx.kernels.varlen_attention import varlen_attention, varlen_attention_backward
 
 npu = torch.ops.npu
@@ -36,22 +36,22 @@ def _supports(q, k, v, documents, ends, causal, scale, window=0, op="npu_fusion_
 
 def _supports_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
     op = "npu_fusion_attention_grad_v3"
-    return _supports(q, k, v, documents, ends, causal, scale, window, op) or typed((q.dtype,), grad=grad, out=out)
+    return _supports(q, k, v, documents, ends, causal, scale, window, op) or check_types((q.dtype,), grad=grad, out=out)
 
 
-def _given(q, ends, causal, window) -> dict:
+def _call_arguments(q, ends, causal, window) -> dict:
     lengths = ends.to(torch.int64)
     if q.device.type != "cpu":
         lengths = lengths.cpu()  # the kernel reads them on the host
-    given = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths, "softmax_layout": "TND", "sparse_mode": 0}
+    arguments = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths, "softmax_layout": "TND", "sparse_mode": 0}
     if causal:
-        given.update(
+        arguments.update(
             atten_mask=plain._band(plain.TRIANGLE, 0, q.device),
             sparse_mode=4 if window else 3,
             pre_tockens=window - 1 if window else plain.FULL,
             next_tockens=0,
         )
-    return given
+    return arguments
 
 
 def _tnd(x):
@@ -66,7 +66,7 @@ def _back(x):
 @lowering(varlen_attention, "npu_fusion_attention_v3 in TND", _supports, ("npu_fusion_attention_v3",))
 def _attention(q, k, v, documents, ends, causal, scale, window=0):
     out, top, total, *_ = npu.npu_fusion_attention_v3(
-        _tnd(q), _tnd(k), _tnd(v), q.shape[1], "TND", scale=scale, **_given(q, ends, causal, window)
+        _tnd(q), _tnd(k), _tnd(v), q.shape[1], "TND", scale=scale, **_call_arguments(q, ends, causal, window)
     )
     return _back(out), stored_bsnd(_back(top[..., 0] + total[..., 0].log()))
 
@@ -90,6 +90,6 @@ def _attention_backward(grad, q, k, v, out, lse, documents, ends, causal, scale,
         softmax_sum=torch.ones_like(top),
         attention_in=_tnd(out),
         scale_value=scale,
-        **_given(q, ends, causal, window),
+        **_call_arguments(q, ends, causal, window),
     )
     return tuple(_back(g) for g in (dq, dk, dv))

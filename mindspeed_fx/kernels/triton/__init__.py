@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.kernels.base import Operator, operator
-from mindspeed_fx.kernels.triton.launch import redirected
+from mindspeed_fx.kernels.triton.launch import is_redirected
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,12 +57,12 @@ def kernel(
             return of.reference(*args, **kwargs)  # a graph of another target run on cpu
         return load(launcher)(*args, **kwargs)
 
-    made = operator(schema, fake, opaque=True)(run)
-    made.shard(lambda *args: of.sharding(*args))
-    made.costs(lambda *args, **kwargs: of.cost(*args, **kwargs))
-    _KERNELS[of.name] = what, supports, beats_codegen, made
+    result = operator(schema, fake, opaque=True)(run)
+    result.shard(lambda *args: of.sharding(*args))
+    result.costs(lambda *args, **kwargs: of.cost(*args, **kwargs))
+    _KERNELS[of.name] = what, supports, beats_codegen, result
     of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(
-        made.overload
+        result.overload
     )
 
 
@@ -76,12 +76,12 @@ def on_npu(of: Operator, only: Callable[..., str | None] = lambda *args, **kwarg
         of: an operator that has a :func:`kernel`.
         only: reason why these fake arguments are for torch_npu, or None.
     """
-    what, supports, beats_codegen, made = _KERNELS[of.name]
+    what, supports, beats_codegen, result = _KERNELS[of.name]
     of.lower("npu")(
         f"triton, {what}",
         lambda *args, **kwargs: missing_on_npu() or only(*args, **kwargs) or supports(*args, **kwargs),
         beats_codegen,
-    )(made.overload)
+    )(result.overload)
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def missing_on_npu() -> str | None:
 def unable(device: torch.device) -> str | None:
     """Why Triton cannot run on tensors of ``device``; on cpu it can where launches are interpreted or go elsewhere."""
     if device.type == "cpu":
-        return None if os.environ.get("TRITON_INTERPRET") == "1" or redirected() else "the tensors are on cpu"
+        return None if os.environ.get("TRITON_INTERPRET") == "1" or is_redirected() else "the tensors are on cpu"
     return {"cuda": missing, "npu": missing_on_npu}.get(device.type, lambda: f"no kernels for {device.type}")()
 
 

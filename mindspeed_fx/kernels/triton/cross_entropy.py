@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, rows, warps
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, power_of_two, programs, warps
 
 BLOCK = 4096
 """Most logits of a block."""
@@ -92,7 +92,7 @@ def forward(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: 
     [tokens].
     """
     loss, lse = (logits.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
-    logits = rows(logits)
+    logits = as_rows(logits)
     count, n = logits.shape
     block = min(BLOCK, power_of_two(n))
     grid = programs(logits, count, warps(block), 64)
@@ -115,7 +115,7 @@ def backward(
 ) -> Tensor:
     """``mindspeed::cross_entropy_backward``: gradient of the logits [tokens, vocab], contiguous, in their type."""
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    logits = rows(logits)
+    logits = as_rows(logits)
     count, n = logits.shape
     block = min(BLOCK, power_of_two(n))
     grid = programs(logits, count * -(-n // block), warps(block), 64)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_fx.kernels.dropout_add_seeded import FIRST, SECOND, threshold
-from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, rows, warps
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, power_of_two, programs, warps
 
 BLOCK = 4096
 """Most elements of a column block."""
@@ -94,7 +94,7 @@ def dropout_add_backward(
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor, seed: Tensor, p: float) -> Tensor:
     """``mindspeed::dropout_add_seeded``: [..., hidden] contiguous, in the type of the residual."""
     y = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    lines, others = rows(x), rows(residual)
+    lines, others = as_rows(x), as_rows(residual)
     args = (
         lines,
         lines if bias is None else bias.contiguous(),
@@ -119,7 +119,7 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor, seed: Tensor, p: f
 def backward(grad: Tensor, seed: Tensor, p: float) -> Tensor:
     """``mindspeed::dropout_add_seeded_backward``: dx [..., hidden] contiguous."""
     dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    g = rows(grad)
+    g = as_rows(grad)
     _run(dropout_add_backward, g, g, seed, dx, g.shape[0], float(threshold(p)), 1 / (1 - p), G_STRIDE=g.stride(0))
     return dx
 

@@ -91,24 +91,24 @@ def source(region: Any, name: str = "region") -> str:
 
 def _expression(node: fx.Node, known: dict[fx.Node, str]) -> str:
     operator = node.target._schema.name.split("::")[1]
-    given = [
+    arguments = [
         known[a] if isinstance(a, fx.Node) else repr(float(a)) if isinstance(a, (int, float)) else "" for a in node.args
     ]
     if operator == "_to_copy":
         narrow = _NARROW.get(node.meta["val"].dtype)
-        widened = f"{given[0]}.to(tl.float32)"
+        widened = f"{arguments[0]}.to(tl.float32)"
         return f"{widened}.to({narrow}).to(tl.float32)" if narrow else widened
     if operator == "pow":
         if node.args[1] != 2:
             raise NotImplementedError(f"a power of {node.args[1]}")
-        return f"{given[0]} * {given[0]}"
+        return f"{arguments[0]} * {arguments[0]}"
     if operator in ("add", "sub") and node.kwargs.get("alpha", 1) != 1:
-        return f"{given[0]} {_INFIX[operator]} {float(node.kwargs['alpha'])!r} * {given[1]}"
+        return f"{arguments[0]} {_INFIX[operator]} {float(node.kwargs['alpha'])!r} * {arguments[1]}"
     if operator in _INFIX:
-        return f"{given[0]} {_INFIX[operator]} {given[1]}"
+        return f"{arguments[0]} {_INFIX[operator]} {arguments[1]}"
     if operator not in _CALLS:
         raise NotImplementedError(f"aten.{operator}")
-    return _CALLS[operator].format(*given)
+    return _CALLS[operator].format(*arguments)
 
 
 @functools.cache

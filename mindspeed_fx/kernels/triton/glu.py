@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, rows, warps
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, power_of_two, programs, warps
 
 BLOCK = 4096
 """Most elements of a column block."""
@@ -102,7 +102,7 @@ def forward(x: Tensor, up: Tensor | None = None, activation: str = "silu") -> Te
     """``mindspeed::glu``, and ``mindspeed::swiglu``, which names no activation: [..., ffn] contiguous of gate and up
     [..., ffn], or of the two packed in x [..., 2 * ffn].
     """
-    gate, u = halves(rows(x), up)
+    gate, u = halves(as_rows(x), up)
     count, n = gate.shape
     y = torch.empty((*x.shape[:-1], n), dtype=torch.promote_types(gate.dtype, u.dtype), device=x.device)
     block, num_warps, grid = tile(gate)
@@ -127,11 +127,11 @@ def backward(grad: Tensor, x: Tensor, up: Tensor | None = None, activation: str 
     """``mindspeed::glu_backward`` and ``mindspeed::swiglu_backward``: (dx, dup) contiguous; packed inputs have one
     packed gradient and an empty dup.
     """
-    g = rows(grad)
-    gate, u = halves(rows(x), up)
+    g = as_rows(grad)
+    gate, u = halves(as_rows(x), up)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dup = x.new_empty(0) if up is None else torch.empty(up.shape, dtype=up.dtype, device=x.device)
-    dgate, du = halves(rows(dx), None if up is None else dup)
+    dgate, du = halves(as_rows(dx), None if up is None else dup)
     block, num_warps, grid = tile(gate)
     tensors = {"G": g, "GATE": gate, "UP": u, "DGATE": dgate, "DUP": du}
     strides = {f"{name}_STRIDE": t.stride(0) for name, t in tensors.items()}
@@ -151,7 +151,7 @@ def backward(grad: Tensor, x: Tensor, up: Tensor | None = None, activation: str 
 
 def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """(gate, up) [rows, ffn] of x [rows, ffn] and up, or of x [rows, 2 * ffn]."""
-    return x.chunk(2, -1) if up is None else (x, rows(up))
+    return x.chunk(2, -1) if up is None else (x, as_rows(up))
 
 
 def tile(gate: Tensor) -> tuple[int, int, int]:

@@ -56,7 +56,7 @@ def launch(kernel: Any, grid: int, *args: Any, num_warps: int, **constants: Any)
 _instead: list[Callable] = []
 
 
-def redirected() -> bool:
+def is_redirected() -> bool:
     """Whether launches go elsewhere than to a device: :func:`launching`."""
     return bool(_instead)
 
@@ -71,7 +71,7 @@ def launching(instead: Callable[[Any, int, tuple, int, dict[str, Any]], None]) -
         _instead.pop()
 
 
-def rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """``x`` [..., width] as [rows, width] with adjacent elements in a row; copies what is laid out otherwise."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()

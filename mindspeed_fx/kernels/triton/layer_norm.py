@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, programs, rows
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, programs
 from mindspeed_fx.kernels.triton.layer_norm_parameter_gradients import parameter_gradients
 from mindspeed_fx.kernels.triton.rms_norm import SPLIT, whole_rows
 
@@ -55,8 +55,8 @@ def layer_norm_forward(
     cols = tl.arange(0, BLOCK)[None, :]
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         base = tl.cast(first, tl.int64)
-        there = lines < count - first
-        mask = there[:, None] & (cols < N)
+        in_rows = lines < count - first
+        mask = in_rows[:, None] & (cols < N)
         x = load_row(
             x_ptr + base * X_STRIDE,
             residual_ptr + base * RESIDUAL_STRIDE,
@@ -71,8 +71,8 @@ def layer_norm_forward(
         mean = tl.sum(wide, axis=1) / N
         centered = tl.where(mask, wide - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N + eps)
-        tl.store(mean_ptr + base + lines, mean, mask=there)
-        tl.store(rstd_ptr + base + lines, rstd, mask=there)
+        tl.store(mean_ptr + base + lines, mean, mask=in_rows)
+        tl.store(rstd_ptr + base + lines, rstd, mask=in_rows)
         y = centered * rstd[:, None]
         if WEIGHT:
             y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -161,12 +161,12 @@ def layer_norm_backward(
     db = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         base = tl.cast(first, tl.int64)
-        there = lines < count - first
-        mask = there[:, None] & (cols < N)
+        in_rows = lines < count - first
+        mask = in_rows[:, None] & (cols < N)
         x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(g_ptr + base * G_STRIDE + lines[:, None] * G_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + base + lines, mask=there, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + base + lines, mask=there, other=0.0)[:, None]
+        mean = tl.load(mean_ptr + base + lines, mask=in_rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + base + lines, mask=in_rows, other=0.0)[:, None]
         # Beyond the row h is zero, so that what the centred zeros there are does not count.
         normal = (x - mean) * rstd
         h = g
@@ -250,7 +250,7 @@ def normalize(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     s = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2))
-    lines, others = rows(x), rows(x if residual is None else residual)
+    lines, others = as_rows(x), as_rows(x if residual is None else residual)
     count, n = lines.shape
     w, b = (x if p is None else p.contiguous() for p in (weight, bias))
     args = (lines, others, w, b, y, s, mean, rstd, count, eps)
@@ -299,9 +299,9 @@ def gradients(
     """``mindspeed::add_layer_norm_backward``: :func:`backward` with ``plus`` [..., hidden] added to dx."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, others, lines, mean, rstd = (
-        rows(grad),
-        rows(grad if plus is None else plus),
-        rows(x),
+        as_rows(grad),
+        as_rows(grad if plus is None else plus),
+        as_rows(x),
         mean.contiguous(),
         rstd.contiguous(),
     )

@@ -42,15 +42,15 @@ def layer_norm_parameter_gradients(
         db = tl.zeros([ROWS, BLOCK], tl.float32)
         for first in range(chunk * ROWS, count, chunks * ROWS):
             base = tl.cast(first, tl.int64)
-            there = lines < count - first
-            mask = there[:, None] & (cols < N)
+            in_rows = lines < count - first
+            mask = in_rows[:, None] & (cols < N)
             g = tl.load(g_ptr + base * G_STRIDE + lines[:, None] * G_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
             if NEED_WEIGHT:
                 x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0).to(
                     tl.float32
                 )
-                mean = tl.load(mean_ptr + base + lines, mask=there, other=0.0)[:, None]
-                dw += g * ((x - mean) * tl.load(rstd_ptr + base + lines, mask=there, other=0.0)[:, None])
+                mean = tl.load(mean_ptr + base + lines, mask=in_rows, other=0.0)[:, None]
+                dw += g * ((x - mean) * tl.load(rstd_ptr + base + lines, mask=in_rows, other=0.0)[:, None])
             if NEED_BIAS:
                 db += g
         cols = (item % BLOCKS) * BLOCK + tl.arange(0, BLOCK)

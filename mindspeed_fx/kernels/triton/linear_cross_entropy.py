@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, rows, warps
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, power_of_two, programs, warps
 
 BLOCK = 4096
 """Most logits of a block."""
 
 
 @triton.jit
-def capped(x, cap, CAP: tl.constexpr):
+def softcap_tanh(x, cap, CAP: tl.constexpr):
     """cap * tanh(x / cap); tanh by an exponential of what is not positive."""
     if CAP:
         e = tl.exp(-2.0 * tl.abs(x) / cap)
@@ -56,7 +56,7 @@ def cross_entropy_chunk(
         plain = 0.0
         for start in range(0, V, BLOCK):
             cols = start + tl.arange(0, BLOCK)
-            x = capped(tl.load(base + cols, mask=cols < V, other=0.0).to(tl.float32), cap, CAP)
+            x = softcap_tanh(tl.load(base + cols, mask=cols < V, other=0.0).to(tl.float32), cap, CAP)
             if SMOOTH:
                 plain += tl.sum(tl.where(cols < V, x, 0.0), axis=0)
             x = tl.where(cols < V, x, float("-inf"))
@@ -66,7 +66,7 @@ def cross_entropy_chunk(
         lse = tl.log(total) + top
         # A block of one: scalars have no hyperbolic functions on Ascend's vector cores.
         picked = tl.sum(
-            capped(
+            softcap_tanh(
                 tl.load(base + target + tl.arange(0, 16), mask=tl.arange(0, 16) < 1, other=0.0).to(tl.float32), cap, CAP
             ),
             axis=0,
@@ -83,7 +83,7 @@ def cross_entropy_chunk(
             at = tl.cast(target, tl.int32)
             for start in range(0, V, BLOCK):
                 cols = start + tl.arange(0, BLOCK)
-                x = capped(tl.load(base + cols, mask=cols < V, other=0.0).to(tl.float32), cap, CAP)
+                x = softcap_tanh(tl.load(base + cols, mask=cols < V, other=0.0).to(tl.float32), cap, CAP)
                 d = tl.exp(x - lse) * factor - smoothing / V
                 d = tl.where(cols == at, d - (1.0 - smoothing), d)
                 if CAP:
@@ -108,7 +108,7 @@ def chunk(
         upstream: [rows], or None for ones.
     """
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    lines = rows(logits)
+    lines = as_rows(logits)
     if lines.data_ptr() != logits.data_ptr():
         raise NotImplementedError("linear_cross_entropy: the logits of a chunk are not rows")
     count, n = lines.shape

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, rows, warps
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, power_of_two, programs, warps
 
 BLOCK = 4096
 """Most elements of a column block."""
@@ -84,7 +84,7 @@ def forward(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None = Non
     k, dtype = (
         (k, permuted.dtype) if probs is None else (probs.shape[1], torch.promote_types(permuted.dtype, probs.dtype))
     )
-    lines, n = rows(permuted), permuted.shape[1]
+    lines, n = as_rows(permuted), permuted.shape[1]
     y = permuted.new_empty((sorted_indices.shape[0] // k, n), dtype=dtype)
     block = min(BLOCK, power_of_two(n))
     grid = programs(lines, y.shape[0] * -(-n // block), warps(block), 64)
@@ -108,7 +108,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """``mindspeed::moe_unpermute_backward``: (dpermuted, dprobs), dprobs empty without probs."""
     k = k if probs is None else probs.shape[1]
-    g, lines, n = rows(grad), rows(permuted), permuted.shape[1]
+    g, lines, n = as_rows(grad), as_rows(permuted), permuted.shape[1]
     dx = torch.empty(permuted.shape, dtype=permuted.dtype, device=permuted.device)
     dprobs = permuted.new_empty(0) if probs is None else probs.new_empty(probs.shape)
     block = min(BLOCK, power_of_two(n))

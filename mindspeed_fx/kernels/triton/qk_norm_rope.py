@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels.qk_norm_rope import result_dtype
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, warps
-from mindspeed_fx.kernels.triton.rope import leading, load_pairs, place, store_pairs
+from mindspeed_fx.kernels.triton.rope import element_place, leading, load_pairs, store_pairs
 
 FORWARD_TILE, BACKWARD_TILE = 4096, 2048
 """Elements that a tile aims at: the backward holds two tensors and the sums of the weight's gradient."""
@@ -64,29 +64,29 @@ def qk_norm_rope_forward(
     if WEIGHT:
         wa, wb = load_pairs(w_ptr + one, one < 1, TURNED, INTERLEAVED, 1, HALF)
     for item in range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0)):
-        o, i, h, lines, left = place(item, inner, heads, HEADS)
-        there = lines < left
+        o, i, h, lines, remaining = element_place(item, inner, heads, HEADS)
+        in_rows = lines < remaining
         x = x_ptr + o * x0 + i * x1 + h * x2 + lines * x2
         y = y_ptr + o * y0 + i * y1 + h * y2 + lines * y2
-        a, b = load_pairs(x, there, TURNED, INTERLEAVED, HEADS, HALF)
+        a, b = load_pairs(x, in_rows, TURNED, INTERLEAVED, HEADS, HALF)
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
         if REST:
             cols = tl.arange(0, REST)[None, :]
-            inside = there & (cols < DIM - TURNED)
+            inside = in_rows & (cols < DIM - TURNED)
             c = tl.load(x + TURNED + cols, mask=inside, other=0.0).to(tl.float32)
             squares += tl.sum(c * c, axis=1)
         rstd = 1.0 / tl.sqrt(squares / DIM + eps)[:, None]
-        tl.store(rstd_ptr + o * r0 + i * r1 + h * r2 + lines * r2, rstd, mask=there)
+        tl.store(rstd_ptr + o * r0 + i * r1 + h * r2 + lines * r2, rstd, mask=in_rows)
         a *= rstd
         b *= rstd
         if WEIGHT:
             a *= wa
             b *= wb
         angles = tl.arange(0, ANGLES)[:, None]
-        known = angles < left
+        known = angles < remaining
         ca, cb = load_pairs(cos_ptr + o * c0 + i * c1 + h * c2 + angles * c2, known, TURNED, INTERLEAVED, ANGLES, HALF)
         sa, sb = load_pairs(sin_ptr + o * s0 + i * s1 + h * s2 + angles * s2, known, TURNED, INTERLEAVED, ANGLES, HALF)
-        store_pairs(y, a * ca - b * sa, b * cb + a * sb, there, TURNED, INTERLEAVED, HEADS, HALF)
+        store_pairs(y, a * ca - b * sa, b * cb + a * sb, in_rows, TURNED, INTERLEAVED, HEADS, HALF)
         if REST:
             c *= rstd
             if WEIGHT:
@@ -119,20 +119,20 @@ def qk_norm_rope_backward(
         cols = tl.arange(0, REST)[None, :]
         dwc = tl.zeros([HEADS, REST], tl.float32)
     for item in range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0)):
-        o, i, h, lines, left = place(item, inner, heads, HEADS)
-        there = lines < left
+        o, i, h, lines, remaining = element_place(item, inner, heads, HEADS)
+        in_rows = lines < remaining
         g = g_ptr + o * g0 + i * g1 + h * g2 + lines * g2
         x = x_ptr + o * x0 + i * x1 + h * x2 + lines * x2
         dx = dx_ptr + o * d0 + i * d1 + h * d2 + lines * d2
-        rstd = tl.load(rstd_ptr + o * r0 + i * r1 + h * r2 + lines * r2, mask=there, other=0.0)
+        rstd = tl.load(rstd_ptr + o * r0 + i * r1 + h * r2 + lines * r2, mask=in_rows, other=0.0)
         angles = tl.arange(0, ANGLES)[:, None]
-        known = angles < left
+        known = angles < remaining
         ca, cb = load_pairs(cos_ptr + o * c0 + i * c1 + h * c2 + angles * c2, known, TURNED, INTERLEAVED, ANGLES, HALF)
         sa, sb = load_pairs(sin_ptr + o * s0 + i * s1 + h * s2 + angles * s2, known, TURNED, INTERLEAVED, ANGLES, HALF)
-        ga, gb = load_pairs(g, there, TURNED, INTERLEAVED, HEADS, HALF)
+        ga, gb = load_pairs(g, in_rows, TURNED, INTERLEAVED, HEADS, HALF)
         ha = ga * ca + gb * sb
         hb = gb * cb - ga * sa
-        na, nb = load_pairs(x, there, TURNED, INTERLEAVED, HEADS, HALF)
+        na, nb = load_pairs(x, in_rows, TURNED, INTERLEAVED, HEADS, HALF)
         na *= rstd
         nb *= rstd
         if NEED_WEIGHT:
@@ -143,7 +143,7 @@ def qk_norm_rope_backward(
             hb *= wb
         mean = tl.sum(ha * na, axis=1) + tl.sum(hb * nb, axis=1)
         if REST:
-            inside = there & (cols < DIM - TURNED)
+            inside = in_rows & (cols < DIM - TURNED)
             hc = tl.load(g + TURNED + cols, mask=inside, other=0.0).to(tl.float32)
             nc = tl.load(x + TURNED + cols, mask=inside, other=0.0).to(tl.float32) * rstd
             if NEED_WEIGHT:
@@ -152,7 +152,7 @@ def qk_norm_rope_backward(
                 hc *= tl.load(w_ptr + TURNED + cols, mask=cols < DIM - TURNED, other=0.0).to(tl.float32)
             mean += tl.sum(hc * nc, axis=1)
         mean = (mean / DIM)[:, None]
-        store_pairs(dx, rstd * (ha - na * mean), rstd * (hb - nb * mean), there, TURNED, INTERLEAVED, HEADS, HALF)
+        store_pairs(dx, rstd * (ha - na * mean), rstd * (hb - nb * mean), in_rows, TURNED, INTERLEAVED, HEADS, HALF)
         if REST:
             tl.store(dx + TURNED + cols, (rstd * (hc - nc * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
     if NEED_WEIGHT:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, rows, warps
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, power_of_two, programs, warps
 
 TILE = 4096
 """Elements that a tile of narrow rows aims at."""
@@ -52,8 +52,8 @@ def rms_norm_forward(
     cols = tl.arange(0, BLOCK)[None, :]
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         base = tl.cast(first, tl.int64)
-        there = lines < count - first
-        mask = there[:, None] & (cols < N)
+        in_rows = lines < count - first
+        mask = in_rows[:, None] & (cols < N)
         x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0)
         if ADD:
             residual = tl.load(
@@ -63,7 +63,7 @@ def rms_norm_forward(
             tl.store(s_ptr + base * N + lines[:, None] * N + cols, x, mask=mask)
         wide = x.to(tl.float32)
         rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / N + eps)
-        tl.store(rstd_ptr + base + lines, rstd, mask=there)
+        tl.store(rstd_ptr + base + lines, rstd, mask=in_rows)
         y = wide * rstd[:, None]
         if WEIGHT:
             if CAST_FIRST:
@@ -149,11 +149,11 @@ def rms_norm_backward(
     # The sums keep a multiprocessor to one or two programs: the loads of the next rows start early to fill the gap.
     for first in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=2):
         base = tl.cast(first, tl.int64)
-        there = lines < count - first
-        mask = there[:, None] & (cols < N)
+        in_rows = lines < count - first
+        mask = in_rows[:, None] & (cols < N)
         x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0)
         g = tl.load(g_ptr + base * G_STRIDE + lines[:, None] * G_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + base + lines, mask=there, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + base + lines, mask=in_rows, other=0.0)[:, None]
         normal = x.to(tl.float32) * rstd
         h = g
         if WEIGHT:
@@ -239,11 +239,11 @@ def rms_norm_weight_gradient(
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
         for first in range(chunk * ROWS, count, chunks * ROWS):
             base = tl.cast(first, tl.int64)
-            there = lines < count - first
-            mask = there[:, None] & (cols < N)
+            in_rows = lines < count - first
+            mask = in_rows[:, None] & (cols < N)
             x = tl.load(x_ptr + base * X_STRIDE + lines[:, None] * X_STRIDE + cols, mask=mask, other=0.0)
             g = tl.load(g_ptr + base * G_STRIDE + lines[:, None] * G_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
-            normal = x.to(tl.float32) * tl.load(rstd_ptr + base + lines, mask=there, other=0.0)[:, None]
+            normal = x.to(tl.float32) * tl.load(rstd_ptr + base + lines, mask=in_rows, other=0.0)[:, None]
             if CAST_FIRST:
                 normal = normal.to(x.dtype).to(tl.float32)
             dw += g * normal
@@ -267,7 +267,7 @@ def normalize(
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     s = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    lines, others = rows(x), rows(x if residual is None else residual)
+    lines, others = as_rows(x), as_rows(x if residual is None else residual)
     count, n = lines.shape
     args = (lines, others, x if weight is None else weight.contiguous(), y, s, rstd, count, eps)
     constants = {
@@ -313,7 +313,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """``mindspeed::add_rms_norm_backward``: :func:`backward` with ``plus`` [..., hidden] added to dx."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    g, others, lines, rstd = rows(grad), rows(grad if plus is None else plus), rows(x), rstd.contiguous()
+    g, others, lines, rstd = as_rows(grad), as_rows(grad if plus is None else plus), as_rows(x), rstd.contiguous()
     count, n = lines.shape
     w = x if weight is None else weight.contiguous()
     constants = {

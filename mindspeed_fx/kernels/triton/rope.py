@@ -18,36 +18,36 @@ TILE = 4096
 
 
 @triton.jit
-def load_pairs(rows, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES: tl.constexpr, HALF: tl.constexpr):
+def load_pairs(rows, inside, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES: tl.constexpr, HALF: tl.constexpr):
     """Both members [LINES, HALF] float32 of the pairs of rows [LINES, 1]; memory is read in the order it lies in."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * HALF)[None, :]
-        both = tl.load(rows + cols, mask=there & (cols < DIM), other=0.0).to(tl.float32)
+        both = tl.load(rows + cols, mask=inside & (cols < DIM), other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(both, (LINES, HALF, 2)))
     else:
         cols = tl.arange(0, HALF)[None, :]
-        a = tl.load(rows + cols, mask=there & (cols < DIM // 2), other=0.0).to(tl.float32)
-        b = tl.load(rows + DIM // 2 + cols, mask=there & (cols < DIM // 2), other=0.0).to(tl.float32)
+        a = tl.load(rows + cols, mask=inside & (cols < DIM // 2), other=0.0).to(tl.float32)
+        b = tl.load(rows + DIM // 2 + cols, mask=inside & (cols < DIM // 2), other=0.0).to(tl.float32)
     return a, b
 
 
 @triton.jit
 def store_pairs(
-    rows, a, b, there, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES: tl.constexpr, HALF: tl.constexpr
+    rows, a, b, inside, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, LINES: tl.constexpr, HALF: tl.constexpr
 ):
     """Writes what :func:`load_pairs` reads, in the type of the rows."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * HALF)[None, :]
         both = tl.reshape(tl.join(a, b), (LINES, 2 * HALF))
-        tl.store(rows + cols, both.to(rows.dtype.element_ty), mask=there & (cols < DIM))
+        tl.store(rows + cols, both.to(rows.dtype.element_ty), mask=inside & (cols < DIM))
     else:
         cols = tl.arange(0, HALF)[None, :]
-        tl.store(rows + cols, a.to(rows.dtype.element_ty), mask=there & (cols < DIM // 2))
-        tl.store(rows + DIM // 2 + cols, b.to(rows.dtype.element_ty), mask=there & (cols < DIM // 2))
+        tl.store(rows + cols, a.to(rows.dtype.element_ty), mask=inside & (cols < DIM // 2))
+        tl.store(rows + DIM // 2 + cols, b.to(rows.dtype.element_ty), mask=inside & (cols < DIM // 2))
 
 
 @triton.jit
-def place(item, inner, heads, HEADS: tl.constexpr):
+def element_place(item, inner, heads, HEADS: tl.constexpr):
     """(outer and inner index, first head, lines [HEADS, 1] from it, heads that are left) of a tile of [outer, inner,
     heads].
     """
@@ -96,11 +96,11 @@ def rope_rotate(
     tiles = (heads + HEADS - 1) // HEADS
     ANGLES: tl.constexpr = 1 if SHARED else HEADS
     for item in range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0)):
-        o, i, h, lines, left = place(item, inner, heads, HEADS)
-        there = lines < left
-        xa, xb = load_pairs(x_ptr + o * x0 + i * x1 + h * x2 + lines * x2, there, DIM, INTERLEAVED, HEADS, HALF)
+        o, i, h, lines, remaining = element_place(item, inner, heads, HEADS)
+        inside = lines < remaining
+        xa, xb = load_pairs(x_ptr + o * x0 + i * x1 + h * x2 + lines * x2, inside, DIM, INTERLEAVED, HEADS, HALF)
         angles = tl.arange(0, ANGLES)[:, None]
-        known = angles < left
+        known = angles < remaining
         ca, cb = load_pairs(cos_ptr + o * c0 + i * c1 + h * c2 + angles * c2, known, DIM, INTERLEAVED, ANGLES, HALF)
         sa, sb = load_pairs(sin_ptr + o * s0 + i * s1 + h * s2 + angles * s2, known, DIM, INTERLEAVED, ANGLES, HALF)
         if BACKWARD:
@@ -109,7 +109,7 @@ def rope_rotate(
         else:
             ya = xa * ca - xb * sa
             yb = xb * cb + xa * sb
-        store_pairs(y_ptr + o * y0 + i * y1 + h * y2 + lines * y2, ya, yb, there, DIM, INTERLEAVED, HEADS, HALF)
+        store_pairs(y_ptr + o * y0 + i * y1 + h * y2 + lines * y2, ya, yb, inside, DIM, INTERLEAVED, HEADS, HALF)
 
 
 def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -36,8 +36,8 @@ def candidates(constants: dict[str, Any]) -> list[dict[str, int]]:
     """
     width = constants.get("N", constants.get("V"))
     if "HEADS" in constants:
-        lanes = 2 * constants["HALF"]
-        return [{"HEADS": h} for h in _powers(constants["HEADS"]) if h * lanes <= _TOGETHER][:TRIES]
+        tracks = 2 * constants["HALF"]
+        return [{"HEADS": h} for h in _powers(constants["HEADS"]) if h * tracks <= _TOGETHER][:TRIES]
     if "BLOCK" not in constants:
         return [{}]
     if width is None:
@@ -58,9 +58,9 @@ def _blocks(width: int) -> Iterator[int]:
     """
     divisors = {width // n for n in range(1, 33) if width % n == 0 and width // n % 16 == 0}
     powers = {b for b in (8192, 4096, 2048) if b < width}
-    found = sorted((b for b in divisors | powers if 1024 <= b <= _WIDEST), reverse=True)
+    results = sorted((b for b in divisors | powers if 1024 <= b <= _WIDEST), reverse=True)
     # Without a divisor to take, one padded block.
-    yield from found or [min(_WIDEST, -(-width // 16) * 16)]
+    yield from results or [min(_WIDEST, -(-width // 16) * 16)]
 
 
 def _powers(most: int) -> list[int]:
@@ -78,16 +78,16 @@ def trips(constants: dict[str, Any]) -> float:
     return rows * (1 if constants.get("BLOCK", width) >= width else -(-width // constants["BLOCK"]))
 
 
-def cycles(found: dict[str, Any], constants: dict[str, Any]) -> float:
+def cycles(results: dict[str, Any], constants: dict[str, Any]) -> float:
     """Modelled vector and synchronization cycles for each row: what the tile changes; bytes moved it does not change.
 
     A statement in an inner loop counts once for each column block.
     """
     width = constants.get("N", constants.get("V", 1))
     inner = -(-width // constants.get("BLOCK", width))
-    nested = "2" in found["work"]
+    nested = "2" in results["work"]
     total = 0.0
-    for depth, counts in found["work"].items():
+    for depth, counts in results["work"].items():
         if depth != "0":
             total += (counts["repeats"] + SYNC * counts["sync"]) * (inner if nested and depth != "1" else 1)
     return total * (trips(constants) if not nested else 1 / constants.get("ROWS", 1))

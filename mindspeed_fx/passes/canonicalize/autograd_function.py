@@ -137,13 +137,13 @@ def _compare(forward: fx.GraphModule, backward: fx.GraphModule, values: list[Any
     watched = [t for t in (*weights, *saved) if isinstance(t, torch.Tensor)]
     versions, random = [t._version for t in watched], torch.get_rng_state()
     with torch.no_grad():
-        given = fx.Interpreter(backward).run(*weights, *saved)
+        arg = fx.Interpreter(backward).run(*weights, *saved)
     if [t._version for t in watched] != versions:
         return "its backward changes a tensor in place"
     if not torch.equal(torch.get_rng_state(), random):
         return "its backward draws random numbers"
-    given = given if isinstance(given, (tuple, list)) else [given]
-    have_all = [g for g, v in zip(given, leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
+    arg = arg if isinstance(arg, (tuple, list)) else [arg]
+    have_all = [g for g, v in zip(arg, leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
     for have, want in zip(have_all, expected, strict=True):
         if (have is None) != (want is None):
             return other

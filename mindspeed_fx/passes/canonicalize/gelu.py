@@ -25,7 +25,7 @@ def gelu(gm: fx.GraphModule, context: Context) -> PassReport:
         gm,
         NAME,
         OPERATOR,
-        lambda found: (
-            (aten.gelu.default, (), {"approximate": APPROXIMATE[found.kind]}) if found.kind in APPROXIMATE else None
+        lambda result: (
+            (aten.gelu.default, (), {"approximate": APPROXIMATE[result.kind]}) if result.kind in APPROXIMATE else None
         ),
     )

@@ -41,23 +41,23 @@ def npu_attention(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node) -> str | None:
-    given = _named(node)
+    arg = _bind_arguments(node)
     for name in ONLY_V1:
-        if given.pop(name, None) not in (None, 0):
+        if arg.pop(name, None) not in (None, 0):
             return f"{name} is given, which version 3 does not take"
     for name in LENGTHS:
-        lengths = given.get(name)
+        lengths = arg.get(name)
         if lengths is not None and not all(isinstance(n, int) for n in lengths):
             return f"{name} has symbolic lengths"
     if any(u.args[1] > 3 and u.users for u in node.users):
         return "its seed, offset or number of random values is used, integers that version 3 does not return"
     for name in LENGTHS:
-        if given.get(name) is not None:
-            given[name] = _constant(gm, node, torch.tensor(list(given[name]), dtype=torch.int64))
+        if arg.get(name) is not None:
+            arg[name] = _constant(gm, node, torch.tensor(list(arg[name]), dtype=torch.int64))
     new = torch.ops.npu.npu_fusion_attention_v3.default
-    args = tuple(given.pop(a.name) for a in new._schema.arguments[:5])
-    made = rewrite.insert(gm, node, new, args, {n: v for n, v in given.items() if v is not None})
-    node.replace_all_uses_with(made)
+    args = tuple(arg.pop(a.name) for a in new._schema.arguments[:5])
+    new_node = rewrite.insert(gm, node, new, args, {n: v for n, v in arg.items() if v is not None})
+    node.replace_all_uses_with(new_node)
     gm.graph.erase_node(node)
     return None
 
@@ -67,14 +67,14 @@ def _constant(gm: fx.GraphModule, before: fx.Node, value: torch.Tensor) -> fx.No
     name = fx_graph.unused_attribute(gm, "lengths")
     setattr(gm, name, value)
     with gm.graph.inserting_before(before):
-        made = gm.graph.get_attr(name)
+        result = gm.graph.get_attr(name)
     with fake.fake_like(before.meta.get("val")) as mode:
-        made.meta = {"val": mode.from_tensor(value), "mutated": False, "needs_grad": False}
+        result.meta = {"val": mode.from_tensor(value), "mutated": False, "needs_grad": False}
     return rewrite.insert(
-        gm, before, torch.ops.aten.lift_fresh_copy.default, (made,)
+        gm, before, torch.ops.aten.lift_fresh_copy.default, (result,)
     )  # what tracing makes of a constant
 
 
-def _named(node: fx.Node) -> dict[str, Any]:
+def _bind_arguments(node: fx.Node) -> dict[str, Any]:
     names = [a.name for a in node.target._schema.arguments]
     return {**dict(zip(names, node.args)), **node.kwargs}

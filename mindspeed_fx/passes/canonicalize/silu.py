@@ -24,9 +24,9 @@ def silu(gm: fx.GraphModule, context: Context) -> PassReport:
         gm,
         NAME,
         OPERATOR,
-        lambda found: (
+        lambda result: (
             (aten.silu.default, (), {})
-            if found.kind == "swish" and math.isclose(found.slope, 1.0, rel_tol=1e-6)
+            if result.kind == "swish" and math.isclose(result.slope, 1.0, rel_tol=1e-6)
             else None
         ),
     )

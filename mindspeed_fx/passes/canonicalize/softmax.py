@@ -29,31 +29,31 @@ NAME = "canonicalize.softmax"
 @register(NAME)
 def softmax(gm: fx.GraphModule, context: Context) -> PassReport:
     """A softmax, its logarithm or its log-sum-exp that is written out becomes ATen's."""
-    report, made = PassReport(NAME), {}
+    report, results = PassReport(NAME), {}
     for node in calls(gm, *_RULES):
         if not node.users or not match.is_float(node):
             continue
-        found = _RULES[node.target](node)
+        result = _RULES[node.target](node)
         reason = (
-            found
-            if isinstance(found, str)
-            else found
+            result
+            if isinstance(result, str)
+            else result
             and (
-                match.unsafe([node, *found.region], [found.x, *(m for _, m in found.hidden)])
-                or _rewrite(gm, node, found, made)
+                match.unsafe([node, *result.region], [result.x, *(m for _, m in result.hidden)])
+                or _rewrite(gm, node, result, results)
             )
         )
         if reason:
             report.skipped.append(skip("softmax", node, reason))
     rewrite.finish(gm)
     # One that became a part of another has no site of its own.
-    report.rewrites += [found for new, found in made.items() if not new._erased]
+    report.rewrites += [result for new, result in results.items() if not new._erased]
     return report
 
 
-def _rewrite(gm: fx.GraphModule, node: fx.Node, found: Found, made: dict) -> str | None:
-    x, rank = found.x, match.value(found.x).dim()
-    for kind, hidden in found.hidden:
+def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Found, results: dict) -> str | None:
+    x, rank = result.x, match.value(result.x).dim()
+    for kind, hidden in result.hidden:
         hidden = (
             hidden
             if match.value(hidden).dtype == torch.bool
@@ -61,12 +61,12 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, found: Found, made: dict) -> str
         )
         hidden = rewrite.insert(gm, node, aten.logical_not.default, (hidden,)) if kind == "keep" else hidden
         x = rewrite.insert(gm, node, aten.masked_fill.Scalar, (x, hidden, -math.inf))
-    if found.target is LOG_SUM_EXP:
-        new = rewrite.insert(gm, node, LOG_SUM_EXP, (x, [found.dim], match.value(node).dim() == rank))
+    if result.target is LOG_SUM_EXP:
+        new = rewrite.insert(gm, node, LOG_SUM_EXP, (x, [result.dim], match.value(node).dim() == rank))
     else:
-        new = rewrite.insert(gm, node, found.target, (x, found.dim))
+        new = rewrite.insert(gm, node, result.target, (x, result.dim))
     first = new
-    for call in found.after:
+    for call in result.after:
         before = next(a for a in call.all_input_nodes if match.is_float(a))
         if call.target in PRODUCTS and match.value(new).dtype != match.value(before).dtype:
             new = rewrite.insert(gm, node, aten.to.dtype, (new, match.value(before).dtype))
@@ -75,5 +75,5 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, found: Found, made: dict) -> str
         )
     reason = rewrite.substitute(gm, node, new)
     if reason is None:
-        made[first] = site(str(found.target), node, [node, *found.region])
+        results[first] = site(str(result.target), node, [node, *result.region])
     return reason

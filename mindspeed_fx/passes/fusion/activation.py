@@ -29,10 +29,10 @@ def activation(gm: fx.GraphModule, context: Context) -> PassReport:
     """Squared ReLU and quick GELU become one operator."""
     report = activations.fuse(gm, NAME, OPERATOR, _quick_gelu)
     for node in calls(gm, aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.where.self, aten.where.ScalarOther):
-        found = _squared_relu(node)
-        if found is None:
+        result = _squared_relu(node)
+        if result is None:
             continue
-        x, inner = found
+        x, inner = result
         reason = match.unsafe([node, *inner], [x])
         if reason is None and match.value(x).dtype != match.value(node).dtype:
             reason = f"the input is {match.value(x).dtype} and the result {match.value(node).dtype}"
@@ -48,17 +48,17 @@ def activation(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _quick_gelu(found: activations_analysis.SelfGated) -> tuple | None:
-    quick = found.kind == "swish" and math.isclose(found.slope, SLOPE, rel_tol=1e-6)
+def _quick_gelu(result: activations_analysis.SelfGated) -> tuple | None:
+    quick = result.kind == "swish" and math.isclose(result.slope, SLOPE, rel_tol=1e-6)
     return (torch.ops.mindspeed.activation.default, ("quick_gelu",), {}) if quick else None
 
 
 def _squared_relu(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     """(x, nodes) when ``node`` is relu(x)^2: a square, or the product of relu(x) with itself or with x."""
-    inner = match.squared(node)
+    inner = match.match_square(node)
     if (
-        (masked := _masked(node))
-        and (x := match.squared(match.uncast(masked[0]))) is not None
+        (masked := _match_mask(node))
+        and (x := match.match_square(match.uncast(masked[0]))) is not None
         and _step(masked[1], x) is not False
     ):
         return x, [match.uncast(masked[0])]
@@ -92,26 +92,22 @@ def positive_part(n: fx.Node) -> tuple[fx.Node, list[fx.Node], str | None] | Non
     for x, zero in match.operands(n, aten.maximum.default, aten.max.other):
         if match.is_zeros(zero):
             return x, [n], "half"
-    x, mask = _masked(n) or (None, None)
+    x, mask = _match_mask(n) or (None, None)
     step = _step(mask, x)
     return None if step is False else (x, [n], step)
 
 
-def _masked(n: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _match_mask(n: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(x, condition) when ``n`` is x where a comparison holds, else zero."""
     if match.is_call(n, aten.where.self, aten.where.ScalarOther):
         return (n.args[1], n.args[0]) if match.is_zeros(n.args[2]) else None
     return next(
-        (
-            (x, _unconverted(m))
-            for x, m in match.operands(n, aten.mul.Tensor)
-            if match.is_call(_unconverted(m), *GREATER)
-        ),
+        ((x, _skip_casts(m)) for x, m in match.operands(n, aten.mul.Tensor) if match.is_call(_skip_casts(m), *GREATER)),
         None,
     )
 
 
-def _unconverted(n: object) -> object:
+def _skip_casts(n: object) -> object:
     return n.args[0] if match.is_call(n, aten.to.dtype, aten._to_copy.default) else n
 
 

@@ -70,7 +70,7 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, list[fx.Node]]:
-    q, k, v, given = (match.argument(node, a) for a in ("query", "key", "value", "attn_mask"))
+    q, k, v, arguments = (match.argument(node, a) for a in ("query", "key", "value", "attn_mask"))
     p = match.number(match.argument(node, "dropout_p", 0.0))
     if any(match.value(x).dim() != 4 for x in (q, k, v)):
         raise Miss("q, k and v are not 4-dimensional [batch, heads, seq, dim]")
@@ -82,8 +82,8 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     if scale is None:
         raise Miss("the scale is not a number")
     causal, masks = bool(match.argument(node, "is_causal", False)), []
-    if given is not None:
-        masks = [("keep" if match.value(given).dtype == torch.bool else "add", given, node)]
+    if arguments is not None:
+        masks = [("keep" if match.value(arguments).dtype == torch.bool else "add", arguments, node)]
     k, v = (kv_heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
     if match.value(k).shape[1] != match.value(v).shape[1]:
         k, v = match.argument(node, "key"), match.argument(node, "value")
@@ -135,7 +135,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     scores.region += [node, *after]
     scores.cleared = cleared is not None
     scores.drop, scores.p = drop, float(drop.args[1]) if drop else 0.0
-    q, k = scores.q, _transposed(gm, root, scores.k_transposed)
+    q, k = scores.q, _skip_transpose(gm, root, scores.k_transposed)
     weights = next(n for n in after if match.is_call(n, aten.matmul.default, aten.bmm.default)).args[0]
     product = [torch.broadcast_shapes(*(match.value(x).shape[:-2] for x in pair)) for pair in ((q, k), (weights, v))]
     alone = (
@@ -148,8 +148,8 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
             rewrite.insert(gm, root, aten.reshape.default, (x, [lead[0], alone, *match.value(x).shape[-2:]]))
             for x in (k, v)
         )
-        return root, emit(gm, root, scores, whole(_expanded(gm, root, q, product[0])), k, v)
-    q, k, v = (whole(_expanded(gm, root, x, shape)) for x, shape in zip((q, k, v), (product[0], *product)))
+        return root, emit(gm, root, scores, whole(_skip_expand(gm, root, q, product[0])), k, v)
+    q, k, v = (whole(_skip_expand(gm, root, x, shape)) for x, shape in zip((q, k, v), (product[0], *product)))
     grouped = [kv_heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = grouped
@@ -166,7 +166,7 @@ def _shared(lead: list, k: list, v: list) -> Any:
     return None
 
 
-def _expanded(gm: fx.GraphModule, before: fx.Node, x: fx.Node, lead: Any) -> fx.Node:
+def _skip_expand(gm: fx.GraphModule, before: fx.Node, x: fx.Node, lead: Any) -> fx.Node:
     """``x``, repeated where the product broadcasts it."""
     shape = [*lead, *match.value(x).shape[-2:]]
     return x if list(match.value(x).shape) == shape else rewrite.insert(gm, before, aten.expand.default, (x, shape))
@@ -253,8 +253,8 @@ def _weighted_sum(
 
 def _clears(u: fx.Node, n: fx.Node) -> tuple[str, fx.Node] | None:
     """("keep" | "drop", mask) when ``u`` is ``n`` with elements set to zero."""
-    found = [(x, m) for x, m in hiding(u) if x is n and m is not None]
-    return found[0][1] if found else None
+    results = [(x, m) for x, m in hiding(u) if x is n and m is not None]
+    return results[0][1] if results else None
 
 
 def _changes(users: list[fx.Node], n: fx.Node) -> str | None:
@@ -295,9 +295,11 @@ def _used_elsewhere(n: fx.Node) -> str:
 
 def _from_a_stream(n: fx.Node) -> bool:
     """Dropout as the Megatron adaptor writes it: a product with noise from a named state."""
-    given = [a for a in n.args if match.is_call(a, match.operator.getitem)] if match.is_call(n, aten.mul.Tensor) else []
-    return any(str(g.args[0].target).startswith("mindspeed.dropout_noise") for g in given)
+    arguments = (
+        [a for a in n.args if match.is_call(a, match.operator.getitem)] if match.is_call(n, aten.mul.Tensor) else []
+    )
+    return any(str(g.args[0].target).startswith("mindspeed.dropout_noise") for g in arguments)
 
 
-def _transposed(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
+def _skip_transpose(gm: fx.GraphModule, before: fx.Node, n: fx.Node) -> fx.Node:
     return n.args[0] if is_transpose(n) else rewrite.insert(gm, before, aten.transpose.int, (n, -2, -1))

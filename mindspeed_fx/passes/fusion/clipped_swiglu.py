@@ -27,7 +27,7 @@ def clipped_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """silu of a clamped gate times a clamped up becomes one operator."""
     report = PassReport(NAME)
     for node in calls(gm, aten.mul.Tensor, *match.DIV):
-        gated = _gated(node) if match.is_float(node) else None
+        gated = _match_gate(node) if match.is_float(node) else None
         bounds = _bounds(gated.x) if gated else None
         if bounds is None or bounds[0] is not None or bounds[1] is None:
             continue
@@ -41,16 +41,16 @@ def clipped_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _gated(node: fx.Node) -> activations.SelfGated | None:
+def _match_gate(node: fx.Node) -> activations.SelfGated | None:
     """``node`` as x * sigmoid(slope * x) times one more factor."""
-    found = next((f for f in activations.readings(node) if _bounds(match.uncast(f.x)) is not None), None)
-    if found is None:
+    result = next((f for f in activations.readings(node) if _bounds(match.uncast(f.x)) is not None), None)
+    if result is None:
         flat = algebra.product(node)
         at = next((i for i, n in enumerate(flat.over) if match.is_call(n, aten.silu.default)), None)
         if at is None:
             return None
         silu = flat.over[at]
-        found = activations.SelfGated(
+        result = activations.SelfGated(
             match.uncast(silu.args[0]),
             "swish",
             1.0,
@@ -59,8 +59,8 @@ def _gated(node: fx.Node) -> activations.SelfGated | None:
             flat.under,
             [*flat.nodes, silu],
         )
-    alone = len(found.over) == 1 and not found.under and math.isclose(found.number, 1.0, rel_tol=1e-6)
-    return found._replace(x=match.uncast(found.x)) if alone and found.kind == "swish" else None
+    alone = len(result.over) == 1 and not result.under and math.isclose(result.number, 1.0, rel_tol=1e-6)
+    return result._replace(x=match.uncast(result.x)) if alone and result.kind == "swish" else None
 
 
 def _bounds(n: fx.Node) -> tuple[float | None, float | None] | None:
@@ -82,7 +82,7 @@ def _rewrite(gm, report, root, gated, limit, up, offset, other) -> str | None:
         return "the gate is clamped and up is not"
     if bounds != (-limit, limit):
         return f"the gate is clamped to {limit}, up to {bounds}"
-    gate, v = (norms.unwidened(n.args[0]) for n in (clamped, up))
+    gate, v = (norms.strip_widening(n.args[0]) for n in (clamped, up))
     if match.value(gate).shape != match.value(v).shape or match.value(gate).shape != match.value(root).shape:
         return f"gate and up have different shapes, {tuple(match.value(gate).shape)} and {tuple(match.value(v).shape)}"
     if not match.value(gate).dtype == match.value(v).dtype == match.value(root).dtype:
@@ -94,7 +94,7 @@ def _rewrite(gm, report, root, gated, limit, up, offset, other) -> str | None:
     reason = match.unsafe(region, [gate, v])
     if reason:
         return reason
-    source, columns = gates.packed(gate, v), _columns(gate, v)
+    source, columns = gates.packed_source(gate, v), _columns(gate, v)
     x, second = (source or columns, None) if source or columns else (gate, v)
     new = rewrite.insert(
         gm,

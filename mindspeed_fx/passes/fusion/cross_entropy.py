@@ -19,7 +19,7 @@ from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion.analysis.nll import Likelihood, likelihoods
 from mindspeed_fx.passes.fusion.analysis.targets import MEAN, NONE, SUM
-from mindspeed_fx.passes.fusion.emit.nll import again, derived
+from mindspeed_fx.passes.fusion.emit.nll import emit_loss, repeat_steps
 from mindspeed_fx.passes.fusion.emit.targets import pick_instead
 
 NAME, OPERATOR = "fusion.cross_entropy", "mindspeed::cross_entropy"
@@ -47,12 +47,12 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
                 )
                 continue
             logits = softmax.args[0] if logits is not None else _classes_last(softmax.args[0])
-        reason = _unsupported(node) or match.unsafe(
+        reason = _find_unsupported(node) or match.unsafe(
             region, [node.args[0] if logits is None else logits, match.argument(node, "target")]
         )
         if reason is None and logits is None:
-            given, rank = region[-1].args[0], match.value(node.args[0]).dim()
-            logits = rewrite.insert(gm, node, aten.permute.default, (given, [0, *range(2, rank), 1]))
+            arg, rank = region[-1].args[0], match.value(node.args[0]).dim()
+            logits = rewrite.insert(gm, node, aten.permute.default, (arg, [0, *range(2, rank), 1]))
         if reason is None:
             reason = rewrite.substitute(gm, node, _insert(gm, node, logits))
         (
@@ -60,12 +60,12 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
             if reason
             else report.rewrites.append(site(OPERATOR, node, region))
         )
-    for found in likelihoods(gm):
-        if isinstance(found, Likelihood):
-            reason = _written_out(gm, found)
-            node, region = found.root, found.region
+    for result in likelihoods(gm):
+        if isinstance(result, Likelihood):
+            reason = _written_out(gm, result)
+            node, region = result.root, result.region
         else:
-            node, reason = found
+            node, reason = result
         (
             report.skipped.append(skip(OPERATOR, node, reason))
             if reason
@@ -131,21 +131,21 @@ def _tokens(n: fx.Node) -> fx.Node:
     return n
 
 
-def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
+def _written_out(gm: fx.GraphModule, result: Likelihood) -> str | None:
     """The operator in the place of a loss per token that is written out; the reason when not."""
-    root, target, classes = found.root, found.target, match.value(found.logits).shape[-1]
-    if match.value(root).dtype.itemsize > accumulation_dtype(match.value(found.logits).dtype).itemsize:
-        return f"the loss of {match.value(found.logits).dtype} logits is computed in {match.value(root).dtype}"
-    if reason := match.unsafe(found.region, [found.logits, target]):
+    root, target, classes = result.root, result.target, match.value(result.logits).shape[-1]
+    if match.value(root).dtype.itemsize > accumulation_dtype(match.value(result.logits).dtype).itemsize:
+        return f"the loss of {match.value(result.logits).dtype} logits is computed in {match.value(root).dtype}"
+    if reason := match.unsafe(result.region, [result.logits, target]):
         return reason
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     # What reads the log-probabilities before the targets are there keeps them.
-    leaves = [leaf for leaf in found.leaves if order[leaf] > order[target]]
+    leaves = [leaf for leaf in result.leaves if order[leaf] > order[target]]
     first = min((root, *leaves), key=order.__getitem__)
     logits = (
-        found.logits
-        if match.value(found.logits).dim() == 2
-        else rewrite.insert(gm, first, aten.reshape.default, (found.logits, [-1, classes]))
+        result.logits
+        if match.value(result.logits).dim() == 2
+        else rewrite.insert(gm, first, aten.reshape.default, (result.logits, [-1, classes]))
     )
     target = (
         target if match.value(target).dim() == 1 else rewrite.insert(gm, first, aten.reshape.default, (target, [-1]))
@@ -154,11 +154,11 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
         gm,
         first,
         torch.ops.mindspeed.cross_entropy.default,
-        (_narrow(gm, first, logits), target, -100, found.smoothing),
+        (_narrow(gm, first, logits), target, -100, result.smoothing),
     )
     loss = rewrite.insert(gm, first, match.operator.getitem, (both, 0))
-    loss = loss if found.factor == 1.0 else rewrite.insert(gm, root, aten.mul.Tensor, (loss, found.factor))
-    loss = again(gm, root, loss, found.steps)
+    loss = loss if result.factor == 1.0 else rewrite.insert(gm, root, aten.mul.Tensor, (loss, result.factor))
+    loss = repeat_steps(gm, root, loss, result.steps)
     if match.value(loss).shape != match.value(root).shape:
         loss = rewrite.insert(gm, root, aten.reshape.default, (loss, list(match.value(root).shape)))
     if reason := rewrite.substitute(gm, root, loss):
@@ -167,7 +167,7 @@ def _written_out(gm: fx.GraphModule, found: Likelihood) -> str | None:
     for leaf in leaves:
         if not leaf._erased:
             lse = rewrite.insert(gm, both.next, match.operator.getitem, (both, 1))
-            rewrite.substitute(gm, leaf, derived(gm, leaf, found.logits, lse))
+            rewrite.substitute(gm, leaf, emit_loss(gm, leaf, result.logits, lse))
     return None
 
 
@@ -186,7 +186,7 @@ def _classes_last(n: fx.Node) -> fx.Node | None:
     return inner.args[0] if moved and match.value(inner).dtype == match.value(n).dtype else None
 
 
-def _unsupported(node: fx.Node) -> str | None:
+def _find_unsupported(node: fx.Node) -> str | None:
     target = match.argument(node, "target")
     if match.argument(node, "weight") is not None:
         return "class weights are not supported"

@@ -41,9 +41,13 @@ def dropout_add(gm: fx.GraphModule, context: Context) -> PassReport:
                 report.skipped.append(skip(OPERATOR, root, reason))
         elif any(match.is_call(u, aten.add.Tensor) for u in drop.users):
             report.skipped.append(skip(OPERATOR, drop, "the dropped value is used elsewhere in the model"))
-        elif (by := algebra.step(root)) and by[2] == 0 and match.is_call(norms.only_user(root), aten.add.Tensor):
+        elif (
+            (factor := algebra.linear_step(root))
+            and factor[2] == 0
+            and match.is_call(norms.only_user(root), aten.add.Tensor)
+        ):
             report.skipped.append(
-                skip(OPERATOR, root, f"the dropped value is multiplied by {by[1]:g} before the addition")
+                skip(OPERATOR, root, f"the dropped value is multiplied by {factor[1]:g} before the addition")
             )
     for drop in calls(gm, aten.dropout_.default, aten.native_dropout.default):
         users = (
@@ -119,12 +123,12 @@ def _draws(n: fx.Node) -> bool:
 
 def _bias(n: fx.Node) -> tuple[fx.Node, fx.Node | None, list[fx.Node]]:
     """(x, bias, nodes) when ``n`` is x plus a vector that nobody else reads, in its type; else (n, None, [])."""
-    for x, given in match.operands(n, aten.add.Tensor) if len(n.users) == 1 else []:
-        vector = given.args[0] if match.is_call(given, aten.expand.default, aten.expand_as.default) else given
+    for x, arg in match.operands(n, aten.add.Tensor) if len(n.users) == 1 else []:
+        vector = arg.args[0] if match.is_call(arg, aten.expand.default, aten.expand_as.default) else arg
         if match.is_float(x) and match.is_float(vector) and match.value(x).shape == match.value(n).shape:
             if (
                 norms.is_vector(vector, match.value(n).shape[-1])
                 and match.value(x).dtype == match.value(vector).dtype == match.value(n).dtype
             ):
-                return x, vector, [n, given] if given is not vector else [n]
+                return x, vector, [n, arg] if arg is not vector else [n]
     return n, None, []

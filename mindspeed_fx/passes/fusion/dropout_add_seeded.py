@@ -44,26 +44,26 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, context: Context, report: PassRe
     if any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users):
         return "the mask is used elsewhere in the model"
     like = match.value(residual)
-    drawn = rewrite.insert(
+    draws = rewrite.insert(
         gm,
         node,
         torch.ops.aten.randint.default,
         (2**31 - 1, [2]),
         {"dtype": torch.int32, "device": like.device, "pin_memory": False},
     )
-    args = (x, bias, residual, drawn, p)
+    args = (x, bias, residual, draws, p)
     _, reasons = find(torch.ops.mindspeed.dropout_add_seeded.default).choose(
         "npu", *fx.map_arg((args, {}), match.value)
     )
     if reasons:
-        gm.graph.erase_node(drawn)
+        gm.graph.erase_node(draws)
         return reasons[0]
-    made = rewrite.insert(gm, node, torch.ops.mindspeed.dropout_add_seeded.default, args)
-    made.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "source_fn_stack") if k in node.meta})
+    new = rewrite.insert(gm, node, torch.ops.mindspeed.dropout_add_seeded.default, args)
+    new.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "source_fn_stack") if k in node.meta})
     report.rewrites.append(site(OPERATOR, node, [node]))
     for user in list(node.users):
         if user.args[1] == 0:
-            user.replace_all_uses_with(made)
+            user.replace_all_uses_with(new)
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)
     return None

@@ -18,7 +18,7 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion.moe_permute import repeated
+from mindspeed_fx.passes.fusion.moe_permute import match_repeat
 
 NAME, OPERATOR = "fusion.gathered_experts", "mindspeed::grouped_matmul"
 CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable)
@@ -52,9 +52,9 @@ def gathered_experts(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products of rows with gathered matrices become one product per expert."""
     report = PassReport(NAME)
     for node in calls(gm, aten.bmm.default, aten.matmul.default):
-        found = _rows(node)
-        if found is not None:
-            reason = _rewrite(gm, report, node, found)
+        result = _rows(node)
+        if result is not None:
+            reason = _rewrite(gm, report, node, result)
             if reason:
                 report.skipped.append(skip(OPERATOR, node, reason))
     rewrite.finish(gm)
@@ -69,7 +69,7 @@ def _rows(node: fx.Node) -> Rows | None:
         (True, node.args[0], node.args[1], 2),
         (False, node.args[1], node.args[0], 1),
     ):
-        gathered = _gathered(matrices)
+        gathered = _match_gather(matrices)
         if gathered is not None and match.value(vectors).dim() == 3 and match.value(vectors).shape[one] == 1:
             region = [node, matrices, vectors]
             if match.is_call(vectors, aten.unsqueeze.default) and vectors.args[1] % 3 == one:
@@ -78,10 +78,10 @@ def _rows(node: fx.Node) -> Rows | None:
     return None
 
 
-def _gathered(n: Any) -> tuple[fx.Node, fx.Node] | None:
+def _match_gather(n: Any) -> tuple[fx.Node, fx.Node] | None:
     """(weight, expert) when ``n`` is weight[expert], [rows, ...] of [experts, ...] with two more dimensions."""
-    found = match.indexed_rows(n)
-    return found if found is not None and match.value(found[0]).dim() == 3 else None
+    result = match.indexed_rows(n)
+    return result if result is not None and match.value(result[0]).dim() == 3 else None
 
 
 def _never_negative(n: fx.Node) -> bool:
@@ -95,8 +95,8 @@ def _never_negative(n: fx.Node) -> bool:
     )
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Rows) -> str | None:
-    x, weight, expert, transposed, region = found
+def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, result: Rows) -> str | None:
+    x, weight, expert, transposed, region = result
     if not _never_negative(expert):
         return (
             f"the experts' numbers ({expert.name}) come from no topk, sort or argmax and may be negative, counting "
@@ -112,7 +112,7 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Rows)
         x = rewrite.insert(gm, node, aten.reshape.default, (x, [match.value(expert).shape[0], -1]))
     if transposed:
         weight = rewrite.insert(gm, node, aten.transpose.int, (weight, 1, 2))
-    copies = repeated(x)
+    copies = match_repeat(x)
     both = rewrite.insert(gm, node, ops.moe_permute.default, (copies[0] if copies else x, expert))
     permuted, sorted_indices = (rewrite.insert(gm, node, getitem, (both, i)) for i in (0, 1))
     product = rewrite.insert(

@@ -51,15 +51,15 @@ def _activation(n: fx.Node) -> tuple[fx.Node, tuple] | None:
     return (n.args[0], ("sigmoid",)) if match.is_call(n, aten.sigmoid.default) else None
 
 
-def _belong(found: tuple[fx.Node, tuple], up: fx.Node) -> bool:
-    given, (activation,) = found
+def _belong(results: tuple[fx.Node, tuple], up: fx.Node) -> bool:
+    arg, (activation,) = results
     if activation.startswith("gelu"):
         return True
-    sources = [_projected(n) for n in (given, up)]
+    sources = [_projection_input(n) for n in (arg, up)]
     return None not in sources and match.same(*sources)
 
 
-def _projected(n: fx.Node) -> fx.Node | None:
+def _projection_input(n: fx.Node) -> fx.Node | None:
     """The input of the matrix product that ``n`` or the tensor it is a part of comes from."""
     n = match.uncast(n)
     piece = match.part(n)

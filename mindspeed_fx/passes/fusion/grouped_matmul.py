@@ -28,14 +28,14 @@ def grouped_matmul(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     single = {n.target for n in gm.graph.nodes if n.target is aten._grouped_mm.default or str(n.target) == HUGGING_FACE}
     for node in calls(gm, aten.cat.default, *single):
-        found = _one_call(node, context.options.target) if node.target in single else _loop(gm, node, context)
-        if isinstance(found, tuple):
-            region, arguments = found
-            found = match.unsafe(region, [a for a in arguments if isinstance(a, fx.Node)]) or _rewrite(
+        result = _one_call(node, context.options.target) if node.target in single else _loop(gm, node, context)
+        if isinstance(result, tuple):
+            region, arguments = result
+            result = match.unsafe(region, [a for a in arguments if isinstance(a, fx.Node)]) or _rewrite(
                 gm, report, node, region, arguments
             )
-        if found:
-            report.skipped.append(skip(OPERATOR, node, found))
+        if result:
+            report.skipped.append(skip(OPERATOR, node, result))
     rewrite.finish(gm)
     return report
 

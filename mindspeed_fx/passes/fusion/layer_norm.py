@@ -34,30 +34,30 @@ class Miss(Exception):
 def layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """LayerNorm, composed or torch.nn.LayerNorm, becomes one operator."""
     report = PassReport(NAME)
-    left: list[fx.Node] = []
+    skipped_nodes: list[fx.Node] = []
     _gather(gm)
     for node in calls(gm, aten.layer_norm.default, aten.group_norm.default, *match.MUL, *match.DIV):
         try:
             if node.target is aten.layer_norm.default:
-                _called(gm, report, node)
+                _match_call(gm, report, node)
             elif node.target is aten.group_norm.default:
                 _one_group(gm, report, node)
             else:
-                _composed(gm, report, node, left)
+                _match_product(gm, report, node, skipped_nodes)
         except Miss as miss:
             report.skipped.append(skip(OPERATOR, node, str(miss)))
-            left.append(node)
+            skipped_nodes.append(node)
     rewrite.finish(gm)
     return report
 
 
-def _called(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
+def _match_call(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
     x, shape, weight, bias, eps = (
         match.argument(node, a) for a in ("input", "normalized_shape", "weight", "bias", "eps")
     )
     if len(shape) != 1:
         raise Miss(f"normalizes over {len(shape)} dimensions; only the last one is supported")
-    root, narrow = _narrowed(node, x)
+    root, narrow = _match_narrow_cast(node, x)
     _rewrite(gm, report, root, [node, root], narrow, weight, bias, float(match.number(eps)))
 
 
@@ -65,7 +65,7 @@ def _one_group(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
     """``group_norm`` of rows [tokens, channels] in one group."""
     x, groups, weight, bias, eps = (match.argument(node, a) for a in ("input", "num_groups", "weight", "bias", "eps"))
     if groups == 1 and match.value(x).dim() == 2:
-        root, narrow = _narrowed(node, x)
+        root, narrow = _match_narrow_cast(node, x)
         _rewrite(gm, report, root, [node, root], narrow, weight, bias, float(match.number(eps)))
 
 
@@ -75,7 +75,7 @@ def _gather(gm: fx.GraphModule) -> None:
     """
     for node in calls(gm, *match.ADD, aten.sub.Tensor):
         for scaled, shifted, bias in _differences(node):
-            found = next(
+            result = next(
                 (
                     (x, r, mean)
                     for x, r in match.operands(scaled, aten.mul.Tensor)
@@ -84,9 +84,9 @@ def _gather(gm: fx.GraphModule) -> None:
                 ),
                 None,
             )
-            if found is None or not all(match.is_float(n) for n in found):
+            if result is None or not all(match.is_float(n) for n in result):
                 continue
-            x, r, mean = found
+            x, r, mean = result
             if match.unsafe([node, scaled, shifted], [x, r, mean, bias]) is None:
                 new = rewrite.insert(
                     gm, node, aten.mul.Tensor, (rewrite.insert(gm, node, aten.sub.Tensor, (x, mean)), r)
@@ -111,7 +111,7 @@ def _is_mean(n: fx.Node, x: fx.Node, r: fx.Node) -> bool:
     if mean is None or not match.same(match.uncast(mean[0]), match.uncast(x)):
         return False
     centered = [
-        (found.of, found.variance) for _, found in norms.roots(algebra_analysis.product(r)) if found.dims == mean[1]
+        (result.x, result.centered) for _, result in norms.roots(algebra_analysis.product(r)) if result.dims == mean[1]
     ]
     return any(
         match.same(match.uncast(of), match.uncast(x))
@@ -121,37 +121,37 @@ def _is_mean(n: fx.Node, x: fx.Node, r: fx.Node) -> bool:
     )
 
 
-def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[fx.Node]) -> None:
+def _match_product(gm: fx.GraphModule, report: PassReport, node: fx.Node, skipped_nodes: list[fx.Node]) -> None:
     """Match from the least product or quotient that holds x less its mean and the root of its variance."""
-    found = norms.normal(node, _is_centered, left)
-    if found is None:
+    result = norms.normal(node, _is_centered, skipped_nodes)
+    if result is None:
         return
-    if found.spread.differs:
-        raise Miss(found.spread.differs)
-    if not found.spread.last:
-        raise Miss(f"normalizes over dimensions {found.spread.dims}; only the last one is supported")
-    difference = match.uncast(found.x)
+    if result.spread.differs:
+        raise Miss(result.spread.differs)
+    if not result.spread.last:
+        raise Miss(f"normalizes over dimensions {result.spread.dims}; only the last one is supported")
+    difference = match.uncast(result.x)
     x, mean = _difference(difference)
-    hidden, number = match.value(x).shape[-1], 1.0 if math.isclose(found.number, 1.0, rel_tol=1e-12) else found.number
-    first = next((n for n in found.over if norms.is_vector(n, hidden)), None)
-    over = [n for n in found.over if n is not first]
+    hidden, number = match.value(x).shape[-1], 1.0 if math.isclose(result.number, 1.0, rel_tol=1e-12) else result.number
+    first = next((n for n in result.over if norms.is_vector(n, hidden)), None)
+    over = [n for n in result.over if n is not first]
     if (
         over
-        or found.under
+        or result.under
         or (number != 1 and first is None and not any(norms.is_vector(w, hidden) for w in _factors_of_user(node)))
     ):
         weight, bias, root = first, None, node  # what else multiplies comes before a bias
         narrow = x
     else:
         weight, bias, last = _parameters(node, hidden, first)
-        root, narrow = _narrowed(last, x)
+        root, narrow = _match_narrow_cast(last, x)
         if first is None and root is last and match.value(narrow).dtype != match.value(last).dtype:
             # Weights that the model applies after rounding, or in another type, stay outside.
-            weight, bias, (root, narrow) = None, None, _narrowed(node, x)
+            weight, bias, (root, narrow) = None, None, _match_narrow_cast(node, x)
     if match.value(narrow).itemsize < match.value(root).itemsize:
         narrow = rewrite.insert(gm, root, aten.to.dtype, (narrow, match.value(root).dtype))
-    region = [root, node, difference, mean, *found.nodes]
-    _rewrite(gm, report, root, region, narrow, weight, bias, found.eps, number, (over, found.under))
+    region = [root, node, difference, mean, *result.nodes]
+    _rewrite(gm, report, root, region, narrow, weight, bias, result.eps, number, (over, result.under))
 
 
 def _factors_of_user(node: fx.Node) -> list[fx.Node]:
@@ -160,9 +160,9 @@ def _factors_of_user(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _is_centered(n: fx.Node, root: moments.Spread) -> bool:
+def _is_centered(n: fx.Node, root: moments.RootMoment) -> bool:
     """Whether ``n`` is x less its mean, over the dimensions of ``root``, which is the deviation of x."""
-    n, of = match.uncast(n), match.uncast(root.of)
+    n, of = match.uncast(n), match.uncast(root.x)
     x, less = _difference(n) or (None, None)
     mean = moments.mean_of(less)
     if (
@@ -173,7 +173,7 @@ def _is_centered(n: fx.Node, root: moments.Spread) -> bool:
         or not match.same(match.uncast(mean[0]), match.uncast(x))
     ):
         return False
-    return match.same(of, n) or (root.variance and match.same(of, match.uncast(x)))
+    return match.same(of, n) or (root.centered and match.same(of, match.uncast(x)))
 
 
 def _difference(n: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -207,11 +207,11 @@ def _parameters(
     return weight, bias, last if bias is None else user
 
 
-def _narrowed(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _match_narrow_cast(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
     """(root, x): the 16-bit input and the cast back to it, where there are both; else ``last`` and ``x`` in its
     type.
     """
-    narrow, down = norms.unwidened(x), norms.only_user(last)
+    narrow, down = norms.strip_widening(x), norms.only_user(last)
     if narrow is not x and match.is_call(down, aten.to.dtype) and match.value(down).dtype == match.value(narrow).dtype:
         return down, narrow
     return last, x
@@ -220,7 +220,7 @@ def _narrowed(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
 def _rewrite(gm, report, root, region, x, weight, bias, eps, number=1.0, rest=((), ())) -> None:
     if reason := match.unsafe(region, [x, weight, bias, *rest[0], *rest[1]]):
         raise Miss(reason)
-    weight, bias = (p if p is None else norms.unwidened(p) for p in (weight, bias))
+    weight, bias = (p if p is None else norms.strip_widening(p) for p in (weight, bias))
     if number != 1 and weight is not None:
         wide = match.value(weight).itemsize > 2
         weight = rewrite.insert(
@@ -231,7 +231,9 @@ def _rewrite(gm, report, root, region, x, weight, bias, eps, number=1.0, rest=((
         )
         number = 1.0
     three = rewrite.insert(gm, root, torch.ops.mindspeed.layer_norm.default, (x, weight, bias, eps))
-    new = algebra.multiplied(gm, root, rewrite.insert(gm, root, match.operator.getitem, (three, 0)), number, *rest)
+    new = algebra.multiply_factors(
+        gm, root, rewrite.insert(gm, root, match.operator.getitem, (three, 0)), number, *rest
+    )
     where = site(OPERATOR, root, region)
     if reason := rewrite.replace(gm, root, new):
         raise Miss(reason)

@@ -60,7 +60,7 @@ def linear_cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, torch.ops.mindspeed.cross_entropy.default, aten.cross_entropy_loss.default):
         head = head_of(node.args[0])
         if isinstance(head, Head):
-            reason = _refused(head, node, named, context.options.target) or _rewrite(gm, report, node, head, named)
+            reason = _needs_logits(head, node, named, context.options.target) or _rewrite(gm, report, node, head, named)
         else:
             reason = head
         if reason:
@@ -72,7 +72,7 @@ def linear_cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
 # --------------------------------------------------------------------------- when not
 
 
-def _refused(head: Head, node: fx.Node, named: bool, target: str) -> str | None:
+def _needs_logits(head: Head, node: fx.Node, named: bool, target: str) -> str | None:
     """Why the logits that ``node`` reads must, or had better, exist; None when they need not."""
     if node.target == aten.cross_entropy_loss.default:
         return "fusion.cross_entropy, on whose result this pass builds, is off or left this loss as it is"
@@ -113,21 +113,21 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, 
     )
     if losses is None:
         return "only the log-sum-exp of the tokens is used, which the chunks do not give"
-    found = _reduction(losses, node)
-    reduction, old = found.kind, found.root
-    times, masks, factor = found.factor, found.masks, 0.0
+    result = _reduction(losses, node)
+    reduction, old = result.kind, result.root
+    times, masks, factor = result.factor, result.masks, 0.0
     if sums is not None:
-        found = (
+        result = (
             _z_loss(sums, node, reduction, old)
             if times == 1.0 and not masks
             else "the losses are masked or scaled before they are reduced"
         )
-        if isinstance(found, str):
+        if isinstance(result, str):
             return (
                 "the log-sum-exp of the tokens is used too (a z-loss), which the chunks do not give; the logits "
-                f"exist, and are read once: {found}"
+                f"exist, and are read once: {result}"
             )
-        factor, end = found
+        factor, end = result
     trains = torch.is_grad_enabled() and head.product.meta["needs_grad"]  # a whole compilation may stand under no_grad
     if reduction == "none" and trains and not named:
         return (
@@ -139,7 +139,7 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, 
     old = old if sums is None else end
     if reason := match.unsafe([old], [m for _, m, _ in masks]):
         return reason
-    target = _kept(gm, old, target, ignore, masks)
+    target = _mask_target(gm, old, target, ignore, masks)
     new = rewrite.insert(
         gm,
         old,
@@ -165,16 +165,16 @@ def _reduction(losses: fx.Node, node: fx.Node) -> Reduction:
         user = next(iter(n.users))
         if user.op != "call_function":
             break
-        inner, by = (
+        inner, scale_by = (
             (n, -1.0)
             if match.is_call(user, aten.neg.default)
             else match.unscalings(user)[min(1, len(match.unscalings(user)) - 1)]
         )
-        given = _mask(user, n)
+        arg = _mask(user, n)
         if inner is n and inner is not user:
-            factor *= by
-        elif given is not None:
-            masks.append((*given, n))
+            factor *= scale_by
+        elif arg is not None:
+            masks.append((*arg, n))
         elif not match.is_call(
             user, *PLAIN, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int
         ) or not symbols.statically_known_true(match.value(user).numel() == match.value(n).numel()):
@@ -231,7 +231,7 @@ def _mask(user: fx.Node, n: fx.Node) -> tuple[str, fx.Node] | None:
     )
 
 
-def _kept(gm: fx.GraphModule, before: fx.Node, target: fx.Node, ignore: int, masks: tuple) -> fx.Node:
+def _mask_target(gm: fx.GraphModule, before: fx.Node, target: fx.Node, ignore: int, masks: tuple) -> fx.Node:
     """``target`` with ``ignore`` where a mask drops the loss."""
     for kind, m, losses in masks:
         m = m if match.value(m).dtype == torch.bool else rewrite.insert(gm, before, aten.to.dtype, (m, torch.bool))
@@ -253,7 +253,7 @@ def _z_loss(sums: fx.Node, node: fx.Node, reduction: str, old: fx.Node) -> tuple
         if len(n.users) != 1 or user.op != "call_function":
             return "it is used for more than the square that is added to the loss"
         other = next((a for a in user.args if a is not n), None)
-        if match.squared(user) is n and not squared and not masked:
+        if match.match_square(user) is n and not squared and not masked:
             squared = True
         elif match.is_call(user, *PLAIN, aten.squeeze.dim, aten.unsqueeze.default):
             pass
@@ -314,7 +314,7 @@ def _counts(n: Any, node: fx.Node) -> bool:
         target = target.args[0]
     if not match.is_call(n, aten.ne.Scalar) or n.args[1] != node.args[2]:
         return False
-    compared = n.args[0]
-    while match.is_call(compared, *match.VIEWS):
-        compared = compared.args[0]
-    return match.same(compared, target)
+    alternatives = n.args[0]
+    while match.is_call(alternatives, *match.VIEWS):
+        alternatives = alternatives.args[0]
+    return match.same(alternatives, target)

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fake
 from mindspeed_fx.graph import match, rewrite
-from mindspeed_fx.graph.layout import untransposed
+from mindspeed_fx.graph.layout import strip_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.op_sets import IDENTITIES, TRANSPOSES
 from mindspeed_fx.graph.storage import is_view, owner
@@ -49,7 +49,7 @@ def linear_cross_entropy_backward(gm: fx.GraphModule, context: Context) -> PassR
     """The gradient of the logits never exists whole."""
     report = PassReport(NAME)
     for node in calls(gm, torch.ops.mindspeed.cross_entropy_backward.default):
-        reason = _gated(node, context) or _rewrite(gm, report, node)
+        reason = _match_gate(node, context) or _rewrite(gm, report, node)
         if reason:
             report.skipped.append(skip(OPERATOR, node, reason))
     if report.rewrites:
@@ -58,7 +58,7 @@ def linear_cross_entropy_backward(gm: fx.GraphModule, context: Context) -> PassR
     return report
 
 
-def _gated(node: fx.Node, context: Context) -> str | None:
+def _match_gate(node: fx.Node, context: Context) -> str | None:
     if NAME in context.options.enable:
         return None
     if context.options.target != "cpu":
@@ -96,18 +96,18 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> str | Non
     end, steps, extra, reason = _path(node)
     if reason:
         return reason
-    found = _products(end)
-    if isinstance(found, str):
-        return found
+    result = _products(end)
+    if isinstance(result, str):
+        return result
     linear = _linear(node.args[1])
     if linear is None:
         return "the logits are not a linear whose tokens alone were viewed, sliced or transposed"
     hidden, weight, product = linear
-    reason = _other_operands(found, hidden, weight) or _later(gm, [hidden, weight[0], extra], end)
+    reason = _other_operands(result, hidden, weight) or _later(gm, [hidden, weight[0], extra], end)
     if reason:
         return reason
-    _insert(gm, node, end, steps, extra, found, hidden, weight, product)
-    report.rewrites.append(site(OPERATOR, node, [node, *steps, *found.region]))
+    _insert(gm, node, end, steps, extra, result, hidden, weight, product)
+    report.rewrites.append(site(OPERATOR, node, [node, *steps, *result.region]))
     return None
 
 
@@ -211,18 +211,18 @@ def _linear(logits: fx.Node) -> tuple[fx.Node, tuple[fx.Node, bool], fx.Node] | 
     if n.kwargs:
         return None
     hidden, matrix = n.args[-2:]
-    return hidden, untransposed(matrix, *IDENTITIES), n
+    return hidden, strip_transpose(matrix, *IDENTITIES), n
 
 
-def _other_operands(found: Products, hidden: fx.Node, weight: tuple[fx.Node, bool]) -> str | None:
+def _other_operands(result: Products, hidden: fx.Node, weight: tuple[fx.Node, bool]) -> str | None:
     """Why the products of the backward are not with ``hidden`` and ``weight``; None when they are."""
     matrix, transposed = weight
-    if found.hidden is not None and untransposed(found.hidden.args[1], *IDENTITIES) != (matrix, not transposed):
-        return f"{found.hidden.name} multiplies the gradient of the logits with another matrix than the forward"
-    if found.weight is not None:
-        product, swapped = found.weight
-        x, flag = untransposed(product.args[0 if swapped else 1], *IDENTITIES)
-        if (x, flag ^ swapped) != untransposed(hidden, *IDENTITIES):
+    if result.hidden is not None and strip_transpose(result.hidden.args[1], *IDENTITIES) != (matrix, not transposed):
+        return f"{result.hidden.name} multiplies the gradient of the logits with another matrix than the forward"
+    if result.weight is not None:
+        product, swapped = result.weight
+        x, flag = strip_transpose(product.args[0 if swapped else 1], *IDENTITIES)
+        if (x, flag ^ swapped) != strip_transpose(hidden, *IDENTITIES):
             return f"{product.name} multiplies the gradient of the logits with another tensor than the forward"
     return None
 
@@ -243,7 +243,7 @@ def _insert(
     end: fx.Node,
     steps: list[fx.Node],
     extra: fx.Node | None,
-    found: Products,
+    result: Products,
     hidden: fx.Node,
     weight: tuple[fx.Node, bool],
     product: fx.Node,
@@ -263,7 +263,7 @@ def _insert(
         rows = {name: _on_rows(call, step, vector, FILL.get(name, ignore)) for name, vector in rows.items()}
         if added:
             extra = call(step.target, extra, *step.args[1:])
-    needed = [found.hidden is not None, found.weight is not None, found.bias is not None]
+    needed = [result.hidden is not None, result.weight is not None, result.bias is not None]
     matrix = weight[0] if weight[1] else call(aten.t.default, weight[0])
     both = call(
         torch.ops.mindspeed.linear_cross_entropy_backward.default,
@@ -278,13 +278,15 @@ def _insert(
         smoothing,
         needed,
     )
-    for index, (old, swapped) in enumerate(((found.hidden, False), found.weight or (None, False), (found.bias, False))):
+    for index, (old, swapped) in enumerate(
+        ((result.hidden, False), result.weight or (None, False), (result.bias, False))
+    ):
         if old is None:
             continue
         new = call(match.operator.getitem, both, index)
         if swapped:
             new = call(aten.t.default, new)
-        if old is found.bias and match.argument(old, "keepdim", False):
+        if old is result.bias and match.argument(old, "keepdim", False):
             new = call(aten.unsqueeze.default, new, 0)
         old.replace_all_uses_with(new)
 
@@ -303,11 +305,11 @@ def _on_rows(call: Any, step: fx.Node, vector: fx.Node, fill: float | int) -> fx
         return call(aten.permute.default, vector, [d % dims for d in step.args[1][:-1]])
     dims = match.value(step).dim()
     if match.is_call(step, aten.slice_backward.default):
-        _, _, dim, start, stop, by = step.args
+        _, _, dim, start, stop, factor = step.args
     else:
-        dim, start, stop, by = (
+        dim, start, stop, factor = (
             match.argument(step, name, default)
             for name, default in (("dim", 0), ("start", None), ("end", None), ("step", 1))
         )
     base = call(aten.new_full.default, vector, list(match.value(step).shape[:-1]), fill)
-    return call(aten.slice_scatter.default, base, vector, dim % dims, start, stop, by)
+    return call(aten.slice_scatter.default, base, vector, dim % dims, start, stop, factor)

@@ -44,7 +44,7 @@ def merged_linear(gm: fx.GraphModule, context: Context) -> PassReport:
     if name is None:
         return report.note_reason(f"whether it pays is asked of the cost model, and {why}")
     for group in _groups(gm):
-        reason = _refused(group) or _unpaid(group, hardware(name))
+        reason = _refusal(group) or _unpaid(group, hardware(name))
         if reason is None:
             _merge(gm, group)
             report.rewrites.append(site(OPERATOR, group[0], group))
@@ -60,9 +60,9 @@ def _groups(gm: fx.GraphModule) -> Iterator[list[fx.Node]]:
     """
     by_input: dict[fx.Node, list[fx.Node]] = {}
     for node in calls(gm, aten.linear.default):
-        found = by_input.setdefault(node.args[0], [])
-        if all(node.args[1] is not other.args[1] for other in found):
-            found.append(node)
+        result = by_input.setdefault(node.args[0], [])
+        if all(node.args[1] is not other.args[1] for other in result):
+            result.append(node)
     return iter([group for group in by_input.values() if len(group) > 1])
 
 
@@ -70,7 +70,7 @@ def _bias(node: fx.Node) -> Any:
     return match.argument(node, "bias")
 
 
-def _refused(group: Sequence[fx.Node]) -> str | None:
+def _refusal(group: Sequence[fx.Node]) -> str | None:
     weights, biases = [n.args[1] for n in group], [_bias(n) for n in group]
     if len({match.value(w).dtype for w in weights}) > 1 or any(match.value(w).dim() != 2 for w in weights):
         shown = ", ".join(f"{match.value(w).dtype} {tuple(match.value(w).shape)}" for w in weights)

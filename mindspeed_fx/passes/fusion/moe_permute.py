@@ -23,7 +23,7 @@ from mindspeed_fx.compat import fake, symbols
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion.analysis.one_hot import parsed
+from mindspeed_fx.passes.fusion.analysis.one_hot import parse_einsum
 
 NAME, PERMUTE, UNPERMUTE = "fusion.moe_permute", "mindspeed::moe_permute", "mindspeed::moe_unpermute"
 GATHERS = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
@@ -55,17 +55,17 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
     inverses: dict[fx.Node, fx.Node] = {}
     seen: set[fx.Node] = set()
     for node in calls(gm, *GATHERS):
-        found = _permuted(node)
-        if found is not None:
+        result = _match_permute(node)
+        if result is not None:
             seen.add(node)
-        if isinstance(found, tuple):
-            tokens, order = (fake.hint(match.value(n).shape[0]) for n in found)
-            if tokens and order // tokens < MANY and _left(gm, context):
-                found = _FEW.format(k=order // tokens)
-        if isinstance(found, tuple):
-            found = _rewrite_permute(gm, report, node, *found, inverses)
-        if found:
-            report.skipped.append(skip(PERMUTE, node, found))
+        if isinstance(result, tuple):
+            tokens, order = (fake.hint(match.value(n).shape[0]) for n in result)
+            if tokens and order // tokens < MANY and _left_to_inductor(gm, context):
+                result = _FEW.format(k=order // tokens)
+        if isinstance(result, tuple):
+            result = _rewrite_permute(gm, report, node, *result, inverses)
+        if result:
+            report.skipped.append(skip(PERMUTE, node, result))
     for node in calls(
         gm,
         aten.sum.dim_IntList,
@@ -76,20 +76,20 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
         aten.matmul.default,
         aten.einsum.default,
     ):
-        combined = _combined(node)
+        combined = _match_combine(node)
         if combined is not None:
             seen.update(combined.region)
-            few = fake.hint(combined.k) < MANY and _left(gm, context)
+            few = fake.hint(combined.k) < MANY and _left_to_inductor(gm, context)
             reason = _FEW.format(k=combined.k) if few else _rewrite_unpermute(gm, report, node, combined, inverses)
             if reason:
                 report.skipped.append(skip(UNPERMUTE, node, reason))
     for node in calls(gm, *GATHERS):
-        found = match.indexed_rows(node) if node not in seen and node.users else None
+        result = match.indexed_rows(node) if node not in seen and node.users else None
         if (
-            found is not None
+            result is not None
             and match.value(node).dim() == 2
             and match.is_float(node)
-            and (sort := _sort_behind(found[1])) is not None
+            and (sort := _sort_behind(result[1])) is not None
         ):
             report.skipped.append(
                 skip(
@@ -103,38 +103,40 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _left(gm: fx.GraphModule, context: Context) -> bool:
+def _left_to_inductor(gm: fx.GraphModule, context: Context) -> bool:
     """Whether Inductor's code is to be preferred for few choices; never where a plan sends tokens to their experts, and
     knows them by this operator.
     """
-    return context.left_to_inductor(NAME) and not (context.sharding is not None and context.sharding.plan.travels)
+    return context.left_to_inductor(NAME) and not (
+        context.sharding is not None and context.sharding.plan.uses_all_to_all
+    )
 
 
 # --------------------------------------------------------------------------- permutations
 
 
-def _sorted(n: Any) -> fx.Node | None:
+def _match_sort(n: Any) -> fx.Node | None:
     """The sort that ``n`` is the order of: n[i] is where the i-th smallest of a list of integers stands."""
-    found = None
+    result = None
     if (
         match.is_call(n, match.operator.getitem)
         and n.args[1] == 1
         and match.is_call(n.args[0], aten.sort.default, aten.sort.stable)
     ):
-        found = n.args[0]
+        result = n.args[0]
     elif match.is_call(n, aten.argsort.default, aten.argsort.stable):
-        found = n
-    plain = found is not None and match.value(found.args[0]).dim() == 1 and not match.is_float(found.args[0])
-    return found if plain and not match.argument(found, "descending", False) else None
+        result = n
+    plain = result is not None and match.value(result.args[0]).dim() == 1 and not match.is_float(result.args[0])
+    return result if plain and not match.argument(result, "descending", False) else None
 
 
 def _sort_behind(n: Any, depth: int = 3) -> fx.Node | None:
-    if not isinstance(n, fx.Node) or n.op != "call_function" or _sorted(n) is not None or not depth:
-        return _sorted(n)
-    return next((found for a in n.all_input_nodes if (found := _sort_behind(a, depth - 1)) is not None), None)
+    if not isinstance(n, fx.Node) or n.op != "call_function" or _match_sort(n) is not None or not depth:
+        return _match_sort(n)
+    return next((result for a in n.all_input_nodes if (result := _sort_behind(a, depth - 1)) is not None), None)
 
 
-def _divided(n: Any) -> tuple[fx.Node, int] | None:
+def _match_floor_divide(n: Any) -> tuple[fx.Node, int] | None:
     """(order, k) when ``n`` is order // k."""
     floor = match.is_call(n, aten.floor_divide.default) or (
         match.is_call(n, aten.div.Tensor_mode) and n.kwargs.get("rounding_mode") == "floor"
@@ -144,15 +146,15 @@ def _divided(n: Any) -> tuple[fx.Node, int] | None:
 
 def _inverse(n: Any) -> fx.Node | None:
     """The order that ``n`` is the inverse of."""
-    again = _sorted(n)
+    again = _match_sort(n)
     if again is not None:
-        return again.args[0] if _sorted(again.args[0]) is not None else None
-    written = _written(n)
+        return again.args[0] if _match_sort(again.args[0]) is not None else None
+    written = _match_scatter(n)
     counting = written is not None and match.is_call(written[1], aten.arange.default) and len(written[1].args) == 1
     return written[0] if counting and written[0].meta["val"].shape == match.value(written[1]).shape else None
 
 
-def _written(n: Any) -> tuple[fx.Node, fx.Node] | None:
+def _match_scatter(n: Any) -> tuple[fx.Node, fx.Node] | None:
     """(order, x) when ``n`` is x [rows, ...] written to the places that ``order`` says: n[order] = x."""
     if match.is_call(n, aten.index_put.default) and not match.argument(n, "accumulate", False):
         places, x = n.args[1], n.args[2]
@@ -160,33 +162,33 @@ def _written(n: Any) -> tuple[fx.Node, fx.Node] | None:
         places, x = [n.args[2]], n.args[3]
     else:
         return None
-    whole = len(places) == 1 and _sorted(places[0]) is not None and match.value(n).shape == match.value(x).shape
+    whole = len(places) == 1 and _match_sort(places[0]) is not None and match.value(n).shape == match.value(x).shape
     return (places[0], x) if whole else None
 
 
 # --------------------------------------------------------------------------- there
 
 
-def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
+def _match_permute(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
     """(tokens, order) when ``node`` is the tokens in the order of their experts; why it stays; None for another
     gather.
     """
-    found = match.indexed_rows(node)
-    if found is None or match.value(node).dim() != 2 or not match.is_float(node):
+    result = match.indexed_rows(node)
+    if result is None or match.value(node).dim() != 2 or not match.is_float(node):
         return None
-    source, index = found
-    divided = _divided(index)
+    source, index = result
+    divided = _match_floor_divide(index)
     if divided is not None:
         (order, k), tokens = divided, source
     else:
-        copies = repeated(source)
+        copies = match_repeat(source)
         if copies is None:
             return None
         order, (tokens, k) = index, copies
     cut = match.part(order)
-    if cut is not None and _sorted(cut.source) is not None:
+    if cut is not None and _match_sort(cut.source) is not None:
         return f"only rows {cut.start} to {cut.stop} of the sorted tokens are kept"
-    if _sorted(order) is None:
+    if _match_sort(order) is None:
         return None
     if not symbols.statically_known_true(match.value(order).shape[0] == match.value(tokens).shape[0] * k):
         return (
@@ -196,7 +198,7 @@ def _permuted(node: fx.Node) -> tuple[fx.Node, fx.Node] | str | None:
     return tokens, order
 
 
-def repeated(n: fx.Node) -> tuple[fx.Node, int] | None:
+def match_repeat(n: fx.Node) -> tuple[fx.Node, int] | None:
     """(x, k) when ``n`` is [tokens * k, hidden] with each row of x k times in a row."""
     if (
         match.is_call(n, aten.repeat_interleave.self_int)
@@ -220,7 +222,7 @@ def repeated(n: fx.Node) -> tuple[fx.Node, int] | None:
 def _rewrite_permute(
     gm: fx.GraphModule, report: PassReport, node: fx.Node, tokens: fx.Node, order: fx.Node, inverses: dict
 ) -> str | None:
-    sort = _sorted(order)
+    sort = _match_sort(order)
     indices = sort.args[0]
     reason = match.unsafe([node], [tokens, order, indices])
     if reason:
@@ -243,12 +245,12 @@ def _stabilize(sort: fx.Node) -> None:
 # --------------------------------------------------------------------------- and back
 
 
-def _combined(node: fx.Node) -> Combined | None:
+def _match_combine(node: fx.Node) -> Combined | None:
     """What ``node`` adds up, when it is the way back."""
     if match.is_call(node, aten.sum.dim_IntList):
-        return _summed(node)
+        return _match_sum(node)
     if match.is_call(node, aten.bmm.default, aten.matmul.default, aten.einsum.default):
-        return _multiplied(node)
+        return _match_weighted_product(node)
     if match.is_call(node, aten.index_put.default):
         if not match.argument(node, "accumulate", False) or len(node.args[1]) != 1:
             return None
@@ -259,18 +261,18 @@ def _combined(node: fx.Node) -> Combined | None:
             return None
     if match.is_call(node, aten.scatter_add.default):
         index = match.row_number(index) if match.value(index).shape == match.value(rows).shape else None
-    divided = _divided(index)
-    if divided is None or _sorted(divided[0]) is None or match.value(rows).dim() != 2:
+    divided = _match_floor_divide(index)
+    if divided is None or _match_sort(divided[0]) is None or match.value(rows).dim() != 2:
         return None
     order, k = divided
-    rows, probs, region = _weighted(rows, order)
+    rows, probs, region = _match_weights(rows, order)
     return Combined(rows, probs, k, order, [node, *region], None if match.is_zeros(base) else base)
 
 
-def _multiplied(node: fx.Node) -> Combined | None:
+def _match_weighted_product(node: fx.Node) -> Combined | None:
     """[tokens, 1, k] @ [tokens, k, hidden], or their einsum."""
     if match.is_call(node, aten.einsum.default):
-        words = parsed(node)
+        words = parse_einsum(node)
         if words is None or len(words[0]) != 2 or sorted(map(len, words[0])) != [2, 3]:
             return None
         (one, probs), (three, copies) = sorted(zip(words[0], node.args[1]), key=lambda pair: len(pair[0]))
@@ -285,10 +287,10 @@ def _multiplied(node: fx.Node) -> Combined | None:
         ):
             return None
     copies = match.uncast(copies)
-    return _gathered(copies, probs, match.value(copies), [node]) if match.is_float(copies) else None
+    return _match_gather(copies, probs, match.value(copies), [node]) if match.is_float(copies) else None
 
 
-def _summed(node: fx.Node) -> Combined | None:
+def _match_sum(node: fx.Node) -> Combined | None:
     """The sum over the second of [tokens, k, hidden]."""
     whole = match.value(node.args[0])
     if (
@@ -308,10 +310,12 @@ def _summed(node: fx.Node) -> Combined | None:
             region.append(copies)
             probs, copies = match.uncast(b).args[0], match.uncast(a)
             break
-    return _gathered(copies, probs, whole, region)
+    return _match_gather(copies, probs, whole, region)
 
 
-def _gathered(copies: fx.Node, probs: fx.Node | None, whole: torch.Tensor, region: list[fx.Node]) -> Combined | None:
+def _match_gather(
+    copies: fx.Node, probs: fx.Node | None, whole: torch.Tensor, region: list[fx.Node]
+) -> Combined | None:
     """The way back of ``copies`` [tokens, k, hidden], which are summed over k, times ``probs`` if there are any."""
     if not match.is_call(copies, *match.VIEWS):
         return None
@@ -319,18 +323,18 @@ def _gathered(copies: fx.Node, probs: fx.Node | None, whole: torch.Tensor, regio
     rows = match.uncast(copies.args[0])
     if not isinstance(rows, fx.Node) or match.value(rows).dim() != 2 or match.value(rows).shape[1] != whole.shape[2]:
         return None
-    gathered, written = match.indexed_rows(rows), _written(rows)
+    gathered, written = match.indexed_rows(rows), _match_scatter(rows)
     order, source = (_inverse(gathered[1]), gathered[0]) if gathered else written or (None, None)
     if order is None:
         return None
     region.append(rows)
     if probs is None:
-        source, probs, more = _weighted(source, order)
+        source, probs, more = _match_weights(source, order)
         region += more
     return Combined(match.uncast(source), probs, whole.shape[1], order, region)
 
 
-def _weighted(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list[fx.Node]]:
+def _match_weights(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list[fx.Node]]:
     """(rows, probabilities in the order of the tokens, nodes) when ``n`` is rows times sorted probabilities; else (n,
     None, []).
     """
@@ -349,9 +353,9 @@ def _weighted(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None, list
 
 
 def _rewrite_unpermute(
-    gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Combined, inverses: dict
+    gm: fx.GraphModule, report: PassReport, node: fx.Node, result: Combined, inverses: dict
 ) -> str | None:
-    rows, probs, k, order, region, base = found
+    rows, probs, k, order, region, base = result
     shape, root = match.value(rows).shape, match.value(node)
     if not symbols.statically_known_true(shape[0] == root.shape[0] * k) or not symbols.statically_known_true(
         shape[0] == match.value(order).shape[0]

@@ -19,11 +19,11 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match, rewrite
-from mindspeed_fx.graph.layout import untransposed
+from mindspeed_fx.graph.layout import strip_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion.analysis.one_hot import Reader, Sparse, parsed
+from mindspeed_fx.passes.fusion.analysis.one_hot import Reader, Sparse, parse_einsum
 
 NAME = "fusion.one_hot_dispatch"
 DISPATCH, COMBINE = "rows added at their places", "rows read from their places"
@@ -72,7 +72,7 @@ def _roles(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, fx.Node, s
     if node.target != aten.einsum.default:
         yield from _matrix_product(node)
         return
-    words = parsed(node)
+    words = parse_einsum(node)
     if words is None or len(words[0]) != 2 or len(node.args[1]) != 2:
         return
     for i in (0, 1):
@@ -93,7 +93,7 @@ def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, f
     matrix, rows = node.args
     if match.value(matrix).dim() != 2 or match.value(rows).dim() != 2 or not match.is_float(rows):
         return
-    matrix, turned = untransposed(matrix)
+    matrix, turned = strip_transpose(matrix)
     if not match.is_call(matrix, *match.VIEWS):
         return
     weights = matrix.args[0]
@@ -128,9 +128,9 @@ def _rewrite(
         and set(x) != {*groups, *places, hidden}
         or set(result) != ({*groups, *places, hidden} if dispatching else {*tokens, hidden})
     ):
-        return f"{_named(node)} is neither a dispatch of rows nor a combination"
+        return f"{_bind_labels(node)} is neither a dispatch of rows nor a combination"
     if groups != list(tokens[: len(groups)]) or len(groups) >= len(tokens) or len(groups) > 1:
-        return f"{_named(node)}: tokens may have one dimension of groups before the one that moves"
+        return f"{_bind_labels(node)}: tokens may have one dimension of groups before the one that moves"
     index, weight = r.stacked(sparse)
     flat = index[0]
     for letter, place in zip(places[1:], index[1:]):
@@ -151,7 +151,7 @@ def _rewrite(
     if weight is not None:
         weight = r.make(aten.unsqueeze.default, weight, -1)
     if dispatching:
-        rows = _ordered(r, rows, x, [*tokens, hidden])
+        rows = _order_labels(r, rows, x, [*tokens, hidden])
         rows = r.make(aten.unsqueeze.default, rows, -2)
         choices = match.value(index[0]).shape[-1]
         rows = (
@@ -165,7 +165,7 @@ def _rewrite(
         order = [*groups, *places, hidden]
         out = r.make(aten.index_add.default, empty, 0, flat, rows)
     else:
-        rows = _ordered(r, rows, x, [*groups, *places, hidden])
+        rows = _order_labels(r, rows, x, [*groups, *places, hidden])
         rows = r.make(aten.index_select.default, r.make(aten.reshape.default, rows, [-1, size[hidden]]), 0, flat)
         rows = r.make(aten.reshape.default, rows, [*match.value(index[0]).shape, size[hidden]])
         wide = accumulation_dtype(dtype)
@@ -178,17 +178,17 @@ def _rewrite(
         out = out if match.value(out).dtype == dtype else r.make(aten.to.dtype, out, dtype)
         order = [*tokens, hidden]
     out = r.make(aten.reshape.default, out, [size[letter] for letter in order])
-    out = _ordered(r, out, "".join(order), list(result))
+    out = _order_labels(r, out, "".join(order), list(result))
     if node.target != aten.einsum.default:
         out = r.make(aten.reshape.default, out, list(match.value(node).shape))
     return rewrite.substitute(r.gm, node, out)
 
 
-def _named(node: fx.Node) -> str:
+def _bind_labels(node: fx.Node) -> str:
     return f"einsum {node.args[0]!r}" if node.target == aten.einsum.default else f"the matrix product {node.name}"
 
 
-def _ordered(r: Reader, x: fx.Node, letters: str, wanted: list[str]) -> fx.Node:
+def _order_labels(r: Reader, x: fx.Node, letters: str, wanted: list[str]) -> fx.Node:
     order = [letters.index(letter) for letter in wanted]
     return x if order == list(range(len(order))) else r.make(aten.permute.default, x, order)
 

@@ -44,16 +44,16 @@ def qk_norm_rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """RMSNorm of heads and the rotation of the result become one operator."""
     report = PassReport(NAME)
     for node in calls(gm, ops.rope.default):
-        found = _found(node)
-        if isinstance(found, Found):
-            found = _rewrite(gm, report, node, found, context)
-        if found:
-            report.skipped.append(skip(OPERATOR, node, found))
+        result = _match_norm(node)
+        if isinstance(result, Found):
+            result = _rewrite(gm, report, node, result, context)
+        if result:
+            report.skipped.append(skip(OPERATOR, node, result))
     rewrite.finish(gm)
     return report
 
 
-def _found(rope: fx.Node) -> Found | str | None:
+def _match_norm(rope: fx.Node) -> Found | str | None:
     """The norm before ``rope`` and what lies between; the reason of a near miss; None where there is no norm."""
     turned = rope.args[0]
     part = match.part(turned)
@@ -69,9 +69,9 @@ def _found(rope: fx.Node) -> Found | str | None:
             last = last.args[0]
         else:
             break
-    if any(_normalized(before_copy(a)) and len(a.users) > 1 for a, _ in match.operands(last, aten.mul.Tensor)):
+    if any(_match_normalize(before_copy(a)) and len(a.users) > 1 for a, _ in match.operands(last, aten.mul.Tensor)):
         return "what the norm makes before its weight is used elsewhere in the model"
-    if not _normalized(last):
+    if not _match_normalize(last):
         return None
     norm, dim = last.args[0], match.value(whole).shape[-1]
     if match.value(last).shape[-1] != dim:
@@ -80,19 +80,19 @@ def _found(rope: fx.Node) -> Found | str | None:
         return "cos and sin need gradients, which the operator does not give"
     if not all(_keeps_heads(m, dim) for m in moves):
         return "the elements of a head are moved between the norm and the rotation"
-    root, beside = rope, []
+    root, other = rope, []
     if whole is not turned:
-        joined = _joined(rope, whole, part, dim)
+        joined = _match_concat(rope, whole, part, dim)
         if joined is None:
             return f"elements {part.start} to {part.stop} of {dim} turn and are not joined with the others as they were"
-        root, beside = joined
-    region = [root, rope, turned, *beside, *moves, *copies, last, norm]
+        root, other = joined
+    region = [root, rope, turned, *other, *moves, *copies, last, norm]
     if any(set(n.users) - set(region) for n in (last, *moves, *copies, whole) if n is not root):
         return "the normalized heads are used elsewhere in the model"
     return Found(root, norm, moves, [n for i, n in enumerate(region) if n not in region[:i]])
 
 
-def _normalized(n: fx.Node) -> bool:
+def _match_normalize(n: fx.Node) -> bool:
     return (
         match.is_call(n, match.operator.getitem) and n.args[1] == 0 and match.is_call(n.args[0], ops.rms_norm.default)
     )
@@ -108,7 +108,7 @@ def _keeps_heads(move: fx.Node, dim: int) -> bool:
     return before.shape[-1] == match.value(move).shape[-1] == dim
 
 
-def _joined(rope: fx.Node, whole: fx.Node, part: match.Pieces, dim: int) -> tuple[fx.Node, list[fx.Node]] | None:
+def _match_concat(rope: fx.Node, whole: fx.Node, part: match.Pieces, dim: int) -> tuple[fx.Node, list[fx.Node]] | None:
     """(the concatenation of ``rope`` and the elements of ``whole`` after it, what lies on the way)."""
     way = [rope]
     while len(way[-1].users) == 1 and match.is_call(user := next(iter(way[-1].users)), aten.to.dtype):
@@ -122,7 +122,7 @@ def _joined(rope: fx.Node, whole: fx.Node, part: match.Pieces, dim: int) -> tupl
         or cat.args[0][0] is not way[-1]
     ):
         return None
-    given, rest = cat.args[0][1], match.uncast(cat.args[0][1])
+    arg, rest = cat.args[0][1], match.uncast(cat.args[0][1])
     other, axis = match.part(rest), match.argument(cat, "dim", 0)
     if (
         other is None
@@ -131,14 +131,14 @@ def _joined(rope: fx.Node, whole: fx.Node, part: match.Pieces, dim: int) -> tupl
         or axis % match.value(cat).dim() != part.dim
     ):
         return None
-    while given is not rest:
-        way.append(given)
-        given = given.args[0]
+    while arg is not rest:
+        way.append(arg)
+        arg = arg.args[0]
     return cat, [*way[1:], rest]
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, found: Found, context: Context) -> str | None:
-    root, norm, moves, region = found
+def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, result: Found, context: Context) -> str | None:
+    root, norm, moves, region = result
     x, weight, eps, cast_first = norm.args
     cos, sin, interleaved = rope.args[1:]
     if reason := match.unsafe(region, [x, weight, cos, sin]):
@@ -154,18 +154,18 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, found: Found
         elif match.is_call(move, *SWAPS):
             x = rewrite.insert(gm, root, move.target, (x, *move.args[1:]))
     args = (x, weight, cos, sin, eps, cast_first, interleaved)
-    made = rewrite.insert(gm, root, ops.qk_norm_rope.default, args)
-    new = rewrite.insert(gm, root, match.operator.getitem, (made, 0))
+    new_node = rewrite.insert(gm, root, ops.qk_norm_rope.default, args)
+    new = rewrite.insert(gm, root, match.operator.getitem, (new_node, 0))
     if match.value(new).dtype != match.value(rope).dtype:
         types = f"in {match.value(rope).dtype} from a norm in {match.value(norm)[0].dtype}".replace("torch.", "")
         return f"the rotation is computed {types}"
-    if reason := _unpaid(args, made, context):
+    if reason := _unpaid(args, new_node, context):
         return reason
     report.rewrites.append(site(OPERATOR, root, region))
     return rewrite.substitute(gm, root, new)
 
 
-def _unpaid(args: tuple, made: fx.Node, context: Context) -> str | None:
+def _unpaid(args: tuple, result: fx.Node, context: Context) -> str | None:
     """Why norm and rotation are better apart on the target."""
     options = context.options
     if context.left_to_inductor(NAME):
@@ -176,14 +176,12 @@ def _unpaid(args: tuple, made: fx.Node, context: Context) -> str | None:
     if options.target == "cpu" or NAME in options.enable:
         return None
     x, weight, cos, sin, *_, interleaved = fx.map_arg(args, match.value)
-    y, rstd = match.value(made)
+    y, rstd = match.value(result)
     backward = (y, x, weight, rstd, cos, sin, interleaved, weight is not None)
-    for operator, given in ((ops.qk_norm_rope, fx.map_arg(args, match.value)), (ops.qk_norm_rope_backward, backward))[
-        : 2 if made.meta["needs_grad"] else 1
+    for operator, arg in ((ops.qk_norm_rope, fx.map_arg(args, match.value)), (ops.qk_norm_rope_backward, backward))[
+        : 2 if result.meta["needs_grad"] else 1
     ]:
-        kernel, reasons = find(operator.default).choose(
-            options.target, given, {}, codegen=options.codegen == "inductor"
-        )
+        kernel, reasons = find(operator.default).choose(options.target, arg, {}, codegen=options.codegen == "inductor")
         if kernel is None:
             return f"no kernel for both: {reasons[-1] if reasons else f'{options.target} has none'}"
     return None

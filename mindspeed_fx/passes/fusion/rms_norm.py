@@ -39,29 +39,29 @@ def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
         # Without an eps torch takes that of the type it computes in.
         eps = torch.finfo(accumulation_dtype(match.value(x).dtype)).eps if eps is None else eps
         _rewrite(gm, report, node, [node], x, weight, float(eps), cast_first=False)
-    left: list[fx.Node] = []
+    skipped_nodes: list[fx.Node] = []
     for node in calls(gm, *match.MUL, *match.DIV):
         if match.is_float(node):
-            _composed(gm, report, node, left)
+            _match_product(gm, report, node, skipped_nodes)
     rewrite.finish(gm)
     return report
 
 
-def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[fx.Node]) -> None:
+def _match_product(gm: fx.GraphModule, report: PassReport, node: fx.Node, skipped_nodes: list[fx.Node]) -> None:
     """Match from the least product or quotient that holds x and its root."""
-    found = norms.normal(node, _is_x, left)
-    if found is None:
+    result = norms.normal(node, _is_x, skipped_nodes)
+    if result is None:
         return
-    hidden, x = match.value(found.x).shape[-1], norms.unwidened(found.x)
-    weight = next((n for n in found.over if norms.is_vector(n, hidden)), None)
-    over = [n for n in found.over if n is not weight]
-    beside = bool(found.over or found.under)
-    end, number, passed = norms.scaled_on(node, found.number, None if beside else hidden)
-    if beside:
+    hidden, x = match.value(result.x).shape[-1], norms.strip_widening(result.x)
+    weight = next((n for n in result.over if norms.is_vector(n, hidden)), None)
+    over = [n for n in result.over if n is not weight]
+    other = bool(result.over or result.under)
+    end, number, passed = norms.scaled_on(node, result.number, None if other else hidden)
+    if other:
         root, cast_first, down = end, False, norms.only_user(end)
         if (
             not over
-            and not found.under
+            and not result.under
             and match.is_call(down, aten.to.dtype)
             and match.value(down).dtype == match.value(x).dtype
         ):
@@ -70,33 +70,33 @@ def _composed(gm: fx.GraphModule, report: PassReport, node: fx.Node, left: list[
     else:
         root, weight, cast_first, reached = _with_weight(node, x, end)
         if not reached:
-            number, passed = found.number, []
+            number, passed = result.number, []
             root, weight, cast_first, _ = _with_weight(node, x, node)
     number = 1.0 if math.isclose(number, 1.0, rel_tol=1e-7) else number
     if number != 1 and weight is None:
         return  # divided by its norm, and no weight takes the factor: not what is called RMSNorm
-    region = [root, node, *passed, *found.nodes]
-    reason = found.spread.differs
-    if not found.spread.last:
-        reason = f"the mean square is taken over dimensions {found.spread.dims}, not over the last one alone"
-    reason = reason or match.unsafe(region, [x, weight, *over, *found.under])
+    region = [root, node, *passed, *result.nodes]
+    reason = result.spread.differs
+    if not result.spread.last:
+        reason = f"the mean square is taken over dimensions {result.spread.dims}, not over the last one alone"
+    reason = reason or match.unsafe(region, [x, weight, *over, *result.under])
     if reason:
         report.skipped.append(skip(OPERATOR, node, reason))
-        left.append(node)
+        skipped_nodes.append(node)
         return
-    if match.value(root).dtype != _result_dtype(x, weight, cast_first) or over or found.under:
-        x, cast_first = found.x, not beside  # the result stays wide: start from the wide input
+    if match.value(root).dtype != _result_dtype(x, weight, cast_first) or over or result.under:
+        x, cast_first = result.x, not other  # the result stays wide: start from the wide input
         if match.value(x).itemsize < match.value(root).itemsize:
             x = rewrite.insert(gm, root, aten.to.dtype, (x, match.value(root).dtype))
     if number != 1:
         if match.value(weight).itemsize == 2:
             weight, cast_first = rewrite.insert(gm, root, aten.to.dtype, (weight, torch.float32)), False
         weight = rewrite.insert(gm, root, aten.mul.Tensor, (weight, number))
-    _rewrite(gm, report, root, region, x, weight, found.eps, cast_first, (over, found.under))
+    _rewrite(gm, report, root, region, x, weight, result.eps, cast_first, (over, result.under))
 
 
-def _is_x(n: fx.Node, root: moments.Spread) -> bool:
-    return not root.variance and match.same(match.uncast(n), match.uncast(root.of))
+def _is_x(n: fx.Node, root: moments.RootMoment) -> bool:
+    return not root.centered and match.same(match.uncast(n), match.uncast(root.x))
 
 
 def _with_weight(node: fx.Node, x: fx.Node, end: fx.Node) -> tuple[fx.Node, fx.Node | None, bool, bool]:
@@ -121,7 +121,7 @@ def _with_weight(node: fx.Node, x: fx.Node, end: fx.Node) -> tuple[fx.Node, fx.N
             cast_first = weight is None
         elif vector is not None and weight is None:
             weight, wide = vector, match.value(last).dtype != dtype
-        elif reached or (by := algebra_analysis.step(user)) is None or by[0] is not last:
+        elif reached or (factor := algebra_analysis.linear_step(user)) is None or factor[0] is not last:
             break
         last, reached = user, reached or user is end
     return last, weight if cast_first or weight is None else match.uncast(weight), cast_first, reached
@@ -138,7 +138,7 @@ def _rewrite(gm, report, root, region, x, weight, eps, cast_first, rest=((), ())
         both = rewrite.insert(gm, root, torch.ops.mindspeed.rms_norm.default, (x, weight, eps, cast_first))
         new = rewrite.insert(gm, root, match.operator.getitem, (both, 0))
         where = site(OPERATOR, root, region)
-        reason = rewrite.replace(gm, root, algebra.multiplied(gm, root, new, 1.0, *rest))
+        reason = rewrite.replace(gm, root, algebra.multiply_factors(gm, root, new, 1.0, *rest))
     if reason is None:
         report.rewrites.append(where)
     else:

@@ -21,7 +21,7 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
-from mindspeed_fx.passes.fusion.analysis.element_exprs import Lanes, Sum, TooWide
+from mindspeed_fx.passes.fusion.analysis.element_exprs import ElementExprs, Sum, TooWide
 from mindspeed_fx.passes.fusion.emit.element_exprs import build
 
 NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
@@ -79,7 +79,7 @@ def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     apart: dict[fx.Node, fx.Node] = {}
     for node in calls(gm, *SUMS, aten.cat.default, *match.VIEWS):
         try:
-            region = _rotated(gm, node, apart)
+            region = _rewrite_rotation(gm, node, apart)
         except Miss as miss:
             report.skipped.append(skip(OPERATOR, node, str(miss)))
         else:
@@ -98,24 +98,24 @@ def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _rotated(gm: fx.GraphModule, node: fx.Node, apart: dict[fx.Node, fx.Node]) -> list[fx.Node] | None:
+def _rewrite_rotation(gm: fx.GraphModule, node: fx.Node, apart: dict[fx.Node, fx.Node]) -> list[fx.Node] | None:
     """Rewrites ``node`` where it is a rotation and returns what it replaces; None where it is none."""
     if not match.is_float(node):
         return None
     real = match.uncast(node.args[0]) if match.is_call(node, *match.VIEWS) else None
     if match.is_call(real, aten.view_as_real.default) and match.value(real).dim() == match.value(node).dim() + 1:
-        found = _complex(gm, node, real)
-        return found and _rewrite(gm, node, *found)
+        result = _complex(gm, node, real)
+        return result and _rewrite(gm, node, *result)
     if not _may_rotate(node):
         return None
     for split in (False, True):
         try:
-            lanes = Lanes(node, split)
+            exprs = ElementExprs(node, split)
         except TooWide:
             continue
-        rotation = _rotation(lanes, apart)
+        rotation = _rotation(exprs, apart)
         if rotation is not None:
-            return _rewrite_lanes(gm, lanes, rotation)
+            return _rewrite_lanes(gm, exprs, rotation)
     return None
 
 
@@ -139,8 +139,8 @@ def _may_rotate(node: fx.Node, depth: int = 8) -> bool:
 # --------------------------------------------------------------------------- which rotation it is
 
 
-def _rotation(lanes: Lanes, apart: dict[fx.Node, fx.Node]) -> Rotation | None:
-    sums = lanes.lanes()
+def _rotation(exprs: ElementExprs, apart: dict[fx.Node, fx.Node]) -> Rotation | None:
+    sums = exprs.exprs()
     turned = [i for i, s in enumerate(sums) if len(s) == 2]
     if not turned:
         return None
@@ -148,9 +148,9 @@ def _rotation(lanes: Lanes, apart: dict[fx.Node, fx.Node]) -> Rotation | None:
     if len(turned) != high - low or not all(s for s in sums):
         return None
     sums = sums[low:high]
-    tensors = [t for t in range(len(lanes.tensors)) if all(_degree(term, t) == 1 for s in sums for term in s)]
+    tensors = [t for t in range(len(exprs.tensors)) if all(_degree(term, t) == 1 for s in sums for term in s)]
     # A product is symmetric in what turns and what is turned: the one with more elements is turned.
-    tensors.sort(key=lambda t: (-match.value(lanes.tensors[t][0]).dim(), not lanes.tensors[t][0].meta["needs_grad"], t))
+    tensors.sort(key=lambda t: (-match.value(exprs.tensors[t][0]).dim(), not exprs.tensors[t][0].meta["needs_grad"], t))
     for tensor in tensors:
         pairs = [tuple(_lane(term, tensor) for term in s) for s in sums]
         known = sorted({lane for pair in pairs for lane in pair})
@@ -158,13 +158,13 @@ def _rotation(lanes: Lanes, apart: dict[fx.Node, fx.Node]) -> Rotation | None:
             continue
         if len(known) == 2 * len(sums):
             # Half of a rotation: x1 cos - x2 sin by itself.
-            apart[lanes.root] = lanes.tensors[tensor][0]
+            apart[exprs.root] = exprs.tensors[tensor][0]
             continue
         if len(known) != len(sums) or len(known) % 2:
             continue
-        found = _ordered(lanes, tensor, sums, pairs, known)
-        if found is not None:
-            x, angles, interleaved = found
+        result = _rotation_order(exprs, tensor, sums, pairs, known)
+        if result is not None:
+            x, angles, interleaved = result
             return Rotation(
                 low, high, tensor, [((1.0, ((tensor, lane),)),) for lane in x], angles[0], angles[1], interleaved
             )
@@ -178,12 +178,12 @@ def _rotation(lanes: Lanes, apart: dict[fx.Node, fx.Node]) -> Rotation | None:
                 f"element {min(a, b)} of each head turns with element {max(a, b)}: pairs are halves or neighbours, in "
                 "the order that they have or the other's"
             )
-    if lanes.split:  # the last try
-        _complain(lanes, sums)
+    if exprs.split:  # the last try
+        _complain(exprs, sums)
     return None
 
 
-def _ordered(lanes: Lanes, tensor: int, sums: list[Sum], pairs: list[tuple[int, int]], known: list[int]):
+def _rotation_order(exprs: ElementExprs, tensor: int, sums: list[Sum], pairs: list[tuple[int, int]], known: list[int]):
     """(lanes of x in the order in which they turn, (cos, sin), interleaved), or None."""
     half = len(known) // 2
     orders = [known, known[::2] + known[1::2], [known[i // 2 + i % 2 * half] for i in range(2 * half)]]
@@ -213,12 +213,12 @@ def _angle(term, tensor: int, sign: float) -> Sum:
     return ((term[0] * sign, tuple(f for f in term[1] if f[0] != tensor)),)
 
 
-def _complain(lanes: Lanes, sums: list[Sum]) -> None:
+def _complain(exprs: ElementExprs, sums: list[Sum]) -> None:
     """A near miss where x is added to what moved its elements, each with a factor of its own, and the move was not
     read.
     """
-    for t, (moved, _) in enumerate(lanes.tensors):
-        for x, (n, _) in enumerate(lanes.tensors):
+    for t, (moved, _) in enumerate(exprs.tensors):
+        for x, (n, _) in enumerate(exprs.tensors):
             if x == t or not all(
                 len(s) == 2
                 and {_degree(s[0], x), _degree(s[1], x)} == {0, 1} == {_degree(s[0], t), _degree(s[1], t)}
@@ -233,61 +233,61 @@ def _complain(lanes: Lanes, sums: list[Sum]) -> None:
                 and match.value(n).shape == match.value(moved).shape
             ):
                 raise Miss(f"the elements are moved by {moved.target}, whose table or matrix is not read")
-            if not lanes.is_leaf(moved) and _lanes_of(lanes, moved) == _lanes_of(lanes, n):
+            if not exprs.is_leaf(moved) and _exprs_of(exprs, moved) == _exprs_of(exprs, n):
                 raise Miss(
                     f"{moved.name} has the elements of {n.name}, and is multiplied by angles over more dimensions than "
                     "those are read along"
                 )
 
 
-def _lanes_of(lanes: Lanes, n: fx.Node) -> list[Sum]:
+def _exprs_of(exprs: ElementExprs, n: fx.Node) -> list[Sum]:
     """The sums of ``n``'s lanes without their signs and order."""
-    return sorted(tuple((abs(w), f) for w, f in s) for s in lanes.lanes(n))
+    return sorted(tuple((abs(w), f) for w, f in s) for s in exprs.exprs(n))
 
 
 # --------------------------------------------------------------------------- the operator
 
 
-def _rewrite_lanes(gm: fx.GraphModule, lanes: Lanes, rotation: Rotation) -> list[fx.Node]:
-    root, dims = lanes.root, lanes.of(lanes.root).dim()
+def _rewrite_lanes(gm: fx.GraphModule, exprs: ElementExprs, rotation: Rotation) -> list[fx.Node]:
+    root, dims = exprs.root, exprs.of(exprs.root).dim()
     shape = list(match.value(root).shape)
     region = [
         n
-        for n in lanes.read
+        for n in exprs.read
         if any(
             f[0] == rotation.tensor
-            for i in lanes.read[n].flatten().unique().tolist()
-            for _, fs in lanes.sums[i]
+            for i in exprs.read[n].flatten().unique().tolist()
+            for _, fs in exprs.sums[i]
             for f in fs
         )
     ]
-    turned, _ = lanes.tensors[rotation.tensor]
-    region = [n for n in region if n is not turned and not lanes.is_leaf(n)]
-    inputs = [n for n, _ in lanes.tensors]
+    turned, _ = exprs.tensors[rotation.tensor]
+    region = [n for n in region if n is not turned and not exprs.is_leaf(n)]
+    inputs = [n for n, _ in exprs.tensors]
     if reason := match.unsafe(region, inputs):
         raise Miss(reason)
-    x = build(lanes, gm, root, rotation.x)
+    x = build(exprs, gm, root, rotation.x)
     lead = shape[: len(shape) - dims]
     if x is None or list(match.value(x).shape[:-1]) != lead:
         raise Miss(f"what is turned has shape {tuple(match.value(turned).shape)} and the result {tuple(shape)}")
-    cos, sin = (build(lanes, gm, root, angles) for angles in (rotation.cos, rotation.sin))
+    cos, sin = (build(exprs, gm, root, angles) for angles in (rotation.cos, rotation.sin))
     if cos is None or sin is None:
         raise Miss("cos and sin are not made of a few parts of tensors")
     if any(match.value(a).numel() > match.value(x).numel() for a in (cos, sin)):
         raise Miss("cos and sin are larger than what they turn")
     new = _operator(gm, root, x, cos, sin, rotation.interleaved)
-    total = lanes.of(root).numel()
+    total = exprs.of(root).numel()
     if rotation.high - rotation.low < total:
-        sums = lanes.lanes()
+        sums = exprs.exprs()
         dtype = match.value(new).dtype
-        beside = [
-            build(lanes, gm, root, part) if part else None for part in (sums[: rotation.low], sums[rotation.high :])
+        other = [
+            build(exprs, gm, root, part) if part else None for part in (sums[: rotation.low], sums[rotation.high :])
         ]
-        if any(made is None for made, part in zip(beside, (sums[: rotation.low], sums[rotation.high :])) if part):
+        if any(result is None for result, part in zip(other, (sums[: rotation.low], sums[rotation.high :])) if part):
             raise Miss("what passes beside the rotated elements is not made of a few parts of tensors")
         before, after = (
             b if b is None or match.value(b).dtype == dtype else rewrite.insert(gm, root, aten.to.dtype, (b, dtype))
-            for b in beside
+            for b in other
         )
         new = rewrite.insert(gm, root, aten.cat.default, ([n for n in (before, new, after) if n is not None], -1))
     if dims != 1:

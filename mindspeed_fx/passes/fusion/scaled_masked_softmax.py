@@ -39,8 +39,8 @@ def scaled_masked_softmax(gm: fx.GraphModule, context: Context) -> PassReport:
     """The softmax of attention weights that are needed, its scale and its mask become one kernel."""
     report = PassReport(NAME)
     for node in calls(gm, aten.softmax.int, aten._softmax.default, aten._safe_softmax.default):
-        found = _scores(node)
-        if found is None:
+        result = _scores(node)
+        if result is None:
             continue
         if context.options.target != "npu" and NAME not in context.options.enable:
             reason = (
@@ -48,7 +48,7 @@ def scaled_masked_softmax(gm: fx.GraphModule, context: Context) -> PassReport:
                 f'"{NAME}" in enable to fuse all the same'
             )
         else:
-            reason = _rewrite(gm, report, node, found, context.options.target)
+            reason = _rewrite(gm, report, node, result, context.options.target)
         if reason:
             report.skipped.append(skip(OPERATOR, node, reason))
     rewrite.finish(gm)
@@ -65,13 +65,13 @@ def _scores(node: fx.Node) -> Scores | None:
         region.append(n)
         n = n.args[0]
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask_analysis.blocks(n.args[2]):
-        inner, given, masked = n.args[0], n.args[1], True
+        inner, arg, masked = n.args[0], n.args[1], True
     elif (
         match.is_call(n, aten.where.self, aten.where.ScalarOther)
         and mask_analysis.blocks(n.args[2])
         and isinstance(n.args[1], fx.Node)
     ):
-        inner, given, masked = n.args[1], n.args[0], False
+        inner, arg, masked = n.args[1], n.args[0], False
     else:
         return None
     region.append(n)
@@ -81,31 +81,31 @@ def _scores(node: fx.Node) -> Scores | None:
     while walk is not x:
         region.append(walk)
         walk = next(a for a in walk.args if isinstance(a, fx.Node) and match.number(a) is None)
-    return Scores(x, given, masked, float(scale), region)
+    return Scores(x, arg, masked, float(scale), region)
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, found: Scores, target: str) -> str | None:
-    x, narrow = found.x, match.value(found.x).dtype
+def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, result: Scores, target: str) -> str | None:
+    x, narrow = result.x, match.value(result.x).dtype
     user = next(iter(node.users)) if len(node.users) == 1 else None
     root = user if match.is_call(user, aten.to.dtype) and match.value(user).dtype == narrow else node
     if match.value(x).shape != match.value(node).shape:
         return "the mask widens the scores"
-    if match.value(found.mask).dtype != torch.bool:
-        return f"the mask is {match.value(found.mask).dtype}, not boolean".replace("torch.", "")
-    region = [*found.region, *([root] if root is not node else [])]
-    if reason := match.unsafe(region, [x, found.mask]):
+    if match.value(result.mask).dtype != torch.bool:
+        return f"the mask is {match.value(result.mask).dtype}, not boolean".replace("torch.", "")
+    region = [*result.region, *([root] if root is not node else [])]
+    if reason := match.unsafe(region, [x, result.mask]):
         return reason
-    given = found.mask
+    arg = result.mask
     if match.value(root).dtype != narrow:
         x = rewrite.insert(gm, root, aten.to.dtype, (x, match.value(root).dtype))
-    while match.value(given).dim() < 4:
-        given = rewrite.insert(gm, root, aten.unsqueeze.default, (given, 0))
-    given = given if found.masked else rewrite.insert(gm, root, aten.logical_not.default, (given,))
+    while match.value(arg).dim() < 4:
+        arg = rewrite.insert(gm, root, aten.unsqueeze.default, (arg, 0))
+    arg = arg if result.masked else rewrite.insert(gm, root, aten.logical_not.default, (arg,))
     if target == "npu":
-        kernel, reasons = operator.choose("npu", (match.value(x), match.value(given), found.scale), {})
+        kernel, reasons = operator.choose("npu", (match.value(x), match.value(arg), result.scale), {})
         if kernel is None:
             return "; ".join(reasons)
-    reason = rewrite.substitute(gm, root, rewrite.insert(gm, root, operator.overload, (x, given, found.scale)))
+    reason = rewrite.substitute(gm, root, rewrite.insert(gm, root, operator.overload, (x, arg, result.scale)))
     if reason is None:
         report.rewrites.append(site(OPERATOR, root, region))
     return reason

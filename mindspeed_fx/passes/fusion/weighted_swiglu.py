@@ -36,7 +36,7 @@ def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
             report.skipped.append(skip(OPERATOR, node, "the product without the weight is used elsewhere in the model"))
         product = norms.only_user(product) if match.is_call(product, aten.to.dtype) else product
         gate, up = node.args if len(node.args) > 1 else (node.args[0], None)
-        found = next(
+        result = next(
             (
                 (product, up, w)
                 for v, w in match.operands(product, aten.mul.Tensor)
@@ -53,11 +53,11 @@ def weighted_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
             and _per_row(w, node)
             and match.value(v).shape == match.value(node).shape
         )
-        found = found or next(inside, None)
-        if found is not None:
-            reason = _rewrite(gm, report, node, gate, *found)
+        result = result or next(inside, None)
+        if result is not None:
+            reason = _rewrite(gm, report, node, gate, *result)
             if reason:
-                report.skipped.append(skip(OPERATOR, found[0], reason))
+                report.skipped.append(skip(OPERATOR, result[0], reason))
     rewrite.finish(gm)
     return report
 
@@ -86,7 +86,7 @@ def _rewrite(
     reason = match.unsafe(region, [gate, up, weight])
     if reason:
         return reason
-    source = None if up is None else gates.packed(gate, up)
+    source = None if up is None else gates.packed_source(gate, up)
     x, up = (gate, up) if source is None else (source, None)
     new = rewrite.insert(gm, root, torch.ops.mindspeed.weighted_swiglu.default, (x, up, weight))
     report.rewrites.append(site(OPERATOR, root, region))

@@ -28,7 +28,7 @@ def bool_collectives(gm: fx.GraphModule, context: Context) -> PassReport:
             continue
         source, waits = node.args[0], waits_of(node)
         with gm.graph.inserting_before(node):
-            sent = _made(gm, source, torch.uint8)
+            sent = _make_collective(gm, source, torch.uint8)
         node.replace_input_with(source, sent)
         for n in (node, *waits):
             n.meta["val"] = n.meta["val"].to(torch.uint8)
@@ -43,7 +43,7 @@ def bool_collectives(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _made(gm: fx.GraphModule, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _make_collective(gm: fx.GraphModule, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     new = gm.graph.call_function(convert, (source, dtype))
     new.meta = {**source.meta, "val": source.meta["val"].to(dtype)}
     return new

@@ -29,7 +29,7 @@ def onednn(gm: fx.GraphModule, context: Context) -> PassReport:
         return report
     for node in calls(gm, aten.mm.default):
         a, b = node.args
-        reason = _refused(match.value(a), match.value(b))
+        reason = _refusal(match.value(a), match.value(b))
         if reason is None:
             new = rewrite.insert(gm, node, torch.ops.mindspeed.gemm.default, (a, b))
             node.replace_all_uses_with(new)
@@ -43,10 +43,10 @@ def onednn(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def packs(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether ``a @ b`` becomes a product that packs ``b`` into memory of its own: a weight gradient does."""
-    return a.stride(1) != 1 and _refused(a, b) is None
+    return a.stride(1) != 1 and _refusal(a, b) is None
 
 
-def _refused(a: torch.Tensor, b: torch.Tensor) -> str | None:
+def _refusal(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why MKL keeps this product; None when oneDNN takes it."""
     if a.dtype != torch.float32 or a.device.type != "cpu":
         return f"{a.dtype} on {a.device.type}; float32 on cpu only"

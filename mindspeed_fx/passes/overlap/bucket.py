@@ -25,10 +25,10 @@ from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.chunking.chunk import CHUNK
 from mindspeed_fx.passes.overlap.model.costs import cost_of, device, moved_bytes, transfer
 from mindspeed_fx.passes.overlap.model.simulator import simulate
-from mindspeed_fx.passes.overlap.model.task_graph import GraphTasks, priced, saved_activation
-from mindspeed_fx.passes.overlap.scheduler.buckets import Candidate, acyclic, buckets, merged
+from mindspeed_fx.passes.overlap.model.task_graph import GraphTasks, cached_tasks, saved_activation
+from mindspeed_fx.passes.overlap.scheduler.buckets import Candidate, acyclic, buckets, merge_buckets
 from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
-from mindspeed_fx.passes.overlap.step import joined
+from mindspeed_fx.passes.overlap.step import join_steps
 
 NAME = "overlap.bucket"
 OVERHEAD = 0.05
@@ -55,7 +55,7 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     if hardware is None:
         report.skipped += [skip(kind(n), n, f"no cost model: {why}") for n in starts]
         return report
-    work = priced(
+    work = cached_tasks(
         gm,
         context,
         lambda: cost_of(gm, hardware, context.options.codegen == "inductor"),
@@ -73,14 +73,18 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     report.notes.append(told)
     inside = {c.task for bucket in chosen for c in bucket}
     if chosen:
-        work.apply([i for group in merged(work.tasks, chosen)[1] for i in group])  # every member beside the others
+        work.apply(
+            [i for group in merge_buckets(work.tasks, chosen)[1] for i in group]
+        )  # every member beside the others
         for bucket in chosen:
             nodes = [work.nodes[c.task] for c in bucket]
             new = _coalesce(gm, nodes)
             report.rewrites.append(
                 site(f"{kind(new)} of {len(nodes)}, {sum(c.bytes for c in bucket) / 2**20:.2f} MiB", nodes[0], nodes)
             )
-        report.rewrites += [site(f"one step of {len(step.args[0])} parameters", step, [step]) for step in joined(gm)]
+        report.rewrites += [
+            site(f"one step of {len(step.args[0])} parameters", step, [step]) for step in join_steps(gm)
+        ]
         recompile(gm)
     for c in candidates:
         if c.task not in inside:
@@ -98,7 +102,7 @@ def choose(work: GraphTasks, candidates: list[Candidate], allowance: int) -> tup
     graph = work.tasks
     sizes = []
     for times in (1,) if len(graph) > LARGE else (0.5, 1, 2, 4):
-        found = [
+        results = [
             b
             for key in {c.key: None for c in candidates}
             for b in buckets(
@@ -107,24 +111,24 @@ def choose(work: GraphTasks, candidates: list[Candidate], allowance: int) -> tup
                 int(times * _cap([c for c in candidates if c.key == key])),
             )
         ]
-        if found := acyclic(graph, sorted(found, key=lambda b: b[0].task)):
-            sizes.append(found)
+        if results := acyclic(graph, sorted(results, key=lambda b: b[0].task)):
+            sizes.append(results)
     if not sizes:
         return [], "no two of them are small and independent of each other"
-    given = simulate(graph)
-    limit = given.peak + allowance
+    arg = simulate(graph)
+    limit = arg.peak + allowance
     effort = len(graph) if len(graph) > LARGE else max(4 * len(graph), min(16 * len(graph), 30_000))
     base = schedule(graph, allowance=allowance, work=effort).seconds
     best, seconds, refused = [], base, 0
-    for found in sizes:
-        together, _ = merged(graph, found)
+    for results in sizes:
+        together, _ = merge_buckets(graph, results)
         start = simulate(together)
         if start.peak > limit:
             refused += 1
             continue
         step = schedule(together, allowance=limit - start.peak, work=effort).seconds
         if step < seconds * (1 - 1e-6):
-            best, seconds = found, step
+            best, seconds = results, step
     told = f"modelled step {base * 1e3:.3f} ms without buckets, {seconds * 1e3:.3f} ms with {len(best)}"
     return best, told + (f"; {refused} sizes would raise peak memory over {limit / 2**20:.1f} MiB" if refused else "")
 

@@ -23,10 +23,10 @@ import torch.fx as fx
 from mindspeed_fx.graph.collectives import is_start, kind
 from mindspeed_fx.graph.recompile import no_gc
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.overlap.chunking.chunk import chunked
+from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import PARTS, Trials
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Parts
-from mindspeed_fx.passes.overlap.chunking.region import KINDS, REACHES, regions, sized
+from mindspeed_fx.passes.overlap.chunking.region import KINDS, REACHES, has_static_sizes, regions
 from mindspeed_fx.passes.overlap.chunking.windows import best
 from mindspeed_fx.passes.overlap.model.costs import device
 from mindspeed_fx.passes.overlap.model.task_graph import LARGE
@@ -61,37 +61,41 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         report.skipped += [skip(kind(n), n, full) for n in starts]
         return report.note_reason(f"modelled step {tried.plain.seconds * 1e3:.3f} ms whole; {full}")
     with no_gc(large):
-        found = best(tried, starts)
+        result = best(tried, starts)
     report.notes.append(tried.told)
     inside: set[fx.Node] = set()
-    for region, parts in found.regions:
+    for region, parts in result.regions:
         inside |= set(region.starts)
         label = " and ".join(dict.fromkeys(f"{kind(s)}" for s in region.starts))
         report.rewrites.append(
-            site(f"{label} with {len(region.products)} products in {_told(parts)}", region.starts[0], list(region.cuts))
+            site(
+                f"{label} with {len(region.products)} products in {_describe(parts)}",
+                region.starts[0],
+                list(region.cuts),
+            )
         )
     for n in starts:
         if n not in inside:
-            report.skipped.append(skip(kind(n), n, found.untried.get(n) or _why(n, found.cuttable)))
-    if not found.regions:
+            report.skipped.append(skip(kind(n), n, result.untried.get(n) or _why(n, result.cuttable)))
+    if not result.regions:
         context.overlap.order = (tried.nodes, tried.plain.order)
     put = Draft(gm, tried.values) if large else None
-    for region, parts in found.regions:
-        chunked(gm, region, parts, put)
-    if found.regions:
+    for region, parts in result.regions:
+        compute_in_chunks(gm, region, parts, put)
+    if result.regions:
         work = tried.tasks(gm)
         work.apply(leaner(work.tasks, tried.limit) or range(len(work.tasks)))
     return report
 
 
-def _told(parts: Parts) -> str:
+def _describe(parts: Parts) -> str:
     return f"{parts} chunks" if isinstance(parts, int) else f"{len(parts)} chunks of {':'.join(map(str, parts))}"
 
 
 def _why(start: fx.Node, cuttable: set[fx.Node]) -> str:
     if start in cuttable:
         return "the model finds no shorter step with it in chunks"
-    if not sized(start) or not sized(start.args[0]):
+    if not has_static_sizes(start) or not has_static_sizes(start.args[0]):
         return "its sizes are known at run time only (dynamic shapes)"
     grown = [r for reach in REACHES for r in regions(start, reach)]
     if grown:
@@ -103,8 +107,8 @@ def _why(start: fx.Node, cuttable: set[fx.Node]) -> str:
             if not any(r.most_parts(PARTS) for r in grown)
             else "its chunks would share nodes with another collective's"
         )
-    beside = {
+    other = {
         "all_gather_into_tensor": "no product of matrices reads its rows",
         "all_to_all_single": "no product of matrices works on its rows, or its splits are not equal",
     }
-    return beside.get(kind(start), "what it reduces is made by no product of matrices, row by row")
+    return other.get(kind(start), "what it reduces is made by no product of matrices, row by row")

@@ -5,9 +5,9 @@ tile.
     product -> reduce_scatter   npu_mm_reduce_scatter_base
     product -> all_reduce       npu_mm_all_reduce_base       (documented for inference: graphs without a backward alone)
 
-Their limits, from torch_npu's documentation, are checked by :func:`refused`, which names the one that is broken. Taken
-where the modelled step is shorter than whole and than in chunks. An operator sums over tiles and ranks in an order of
-its own, so the pass is not exact. Traced and modelled; nothing has run on a device.
+Their limits, from torch_npu's documentation, are checked by :func:`limit_broken`, which names the one that is broken.
+Taken where the modelled step is shorter than whole and than in chunks. An operator sums over tiles and ranks in an
+order of its own, so the pass is not exact. Traced and modelled; nothing has run on a device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mindspeed_fx.kernels import npu
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.chunking.chunk_search import GAIN, Trials
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import dense
-from mindspeed_fx.passes.overlap.chunking.region import sized
+from mindspeed_fx.passes.overlap.chunking.region import has_static_sizes
 from mindspeed_fx.passes.overlap.chunking.windows import best
 from mindspeed_fx.passes.overlap.decompose import INEXACT
 from mindspeed_fx.passes.overlap.model.costs import FUSED, device, ranks_of
@@ -67,7 +67,7 @@ def overlap_mc2(gm: fx.GraphModule, context: Context) -> PassReport:
         "npu",
         "torch_npu has these operators",
         names,
-        lambda pair, hardware: refused(pair, hardware.name, hardware.node, context.side),
+        lambda pair, hardware: limit_broken(pair, hardware.name, hardware.node, context.side),
         fuse,
     )
     report, fused = one_operator(gm, context, NAME, library)
@@ -104,7 +104,7 @@ def one_operator(gm: fx.GraphModule, context: Context, name: str, library: Libra
     pairs: list[Pair] = []
     taken: set[fx.Node] = set()
     for start in starts:
-        pair = beside(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
+        pair = neighbour_product(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
         reason = pair if isinstance(pair, str) else library.refused(pair, hardware)
         if reason is None and pair.product in taken:
             reason = "its product is fused with another collective"
@@ -115,17 +115,18 @@ def one_operator(gm: fx.GraphModule, context: Context, name: str, library: Libra
             report.skipped.append(skip(names[kind(start)], start, reason))
     if not pairs:
         return report, []
-    trials = Trials(gm, context, hardware)
-    fused = seconds_fused(trials, pairs, library.fuse)
-    best(trials, starts)
+    attempts = Trials(gm, context, hardware)
+    fused = seconds_fused(attempts, pairs, library.fuse)
+    best(attempts, starts)
     told = (
-        f"modelled step {trials.plain.seconds * 1e3:.3f} ms whole, {trials.seconds * 1e3:.3f} ms at best in chunks, "
+        f"modelled step {attempts.plain.seconds * 1e3:.3f} ms whole, "
+        f"{attempts.seconds * 1e3:.3f} ms at best in chunks, "
         f"{fused * 1e3:.3f} ms with {len(pairs)} fused"
         if fused is not None
         else "fused operators need more memory than is allowed"
     )
     report.notes.append(told)
-    if fused is None or fused > trials.plain.seconds * (1 - GAIN) or fused > trials.seconds:
+    if fused is None or fused > attempts.plain.seconds * (1 - GAIN) or fused > attempts.seconds:
         report.skipped += [skip(names[kind(p.start)], p.start, told) for p in pairs]
         return report, []
     for pair in pairs:
@@ -136,15 +137,15 @@ def one_operator(gm: fx.GraphModule, context: Context, name: str, library: Libra
     return report, pairs
 
 
-def beside(start: fx.Node) -> Pair | str:
+def neighbour_product(start: fx.Node) -> Pair | str:
     """The product next to a collective with nothing but views between; or why there is none."""
-    if not sized(start) or not sized(start.args[0]):
+    if not has_static_sizes(start) or not has_static_sizes(start.args[0]):
         return "its sizes are known at run time only (dynamic shapes)"
     if kind(start) == "all_gather_into_tensor":
-        found = [path[-1] for path in _paths(start)]
+        results = [path[-1] for path in _paths(start)]
         return (
-            Pair(start, max(found, key=lambda n: value(n).numel()), group_of(start))
-            if found
+            Pair(start, max(results, key=lambda n: value(n).numel()), group_of(start))
+            if results
             else "no product of matrices reads its rows as they are gathered"
         )
     node, alone = start.args[0], len(start.args[0].users) == 1
@@ -175,11 +176,11 @@ def _paths(node: fx.Node) -> Iterator[list[fx.Node]]:
 
 def _waits(start: fx.Node) -> list[fx.Node]:
     """Waits of a collective, and waits of waits."""
-    found = [u for u in start.users if is_wait(u)]
-    return found + [w for f in found for w in _waits(f)]
+    results = [u for u in start.users if is_wait(u)]
+    return results + [w for f in results for w in _waits(f)]
 
 
-def refused(pair: Pair, hardware: str, machine: int, side: str) -> str | None:
+def limit_broken(pair: Pair, hardware: str, machine: int, side: str) -> str | None:
     """The documented limit of the operator that the pair breaks, or None."""
     start, name = pair.start, OPERATORS[kind(pair.start)]
     a = start.args[0] if kind(start) == "all_gather_into_tensor" else pair.product.args[0]
@@ -205,7 +206,7 @@ def refused(pair: Pair, hardware: str, machine: int, side: str) -> str | None:
         if not _domain - {group_of(start)} or not hardware.startswith("ascend910b")
         else f'on Atlas A2 the fused operators of a model share one communication domain, and group "{min(_domain)}" '
         "has it",
-        npu.typed((torch.float16, torch.bfloat16), x=value(a), weight=stored),
+        npu.check_types((torch.float16, torch.bfloat16), x=value(a), weight=stored),
         None
         if value(a).dtype == stored.dtype
         else f"x is {value(a).dtype}, weight {stored.dtype}; valid: one type".replace("torch.", ""),
@@ -258,12 +259,12 @@ def fuse(
     rows = put(at, aten.view.default, (dense(put, at, a), [-1, value(a).shape[-1]]))
     weight = put(at, aten.t.default, (product.args[1],)) if product.target is _LINEAR else product.args[1]
     out, gathered = (called or _of_torch_npu)(Call(put, at, rows, weight, start, others))
-    made = put(at, aten.view.default, (out, list(value(at).shape)))
+    result = put(at, aten.view.default, (out, list(value(at).shape)))
     if gathers:
-        product.replace_all_uses_with(made)
+        product.replace_all_uses_with(result)
         whole = put(at, aten.view.default, (gathered, list(value(start).shape))) if others else None
     else:
-        whole = made
+        whole = result
     views = path[:-1] if gathers else _views_before(start, product)
     for wait in _waits(start):
         if whole is not None:
@@ -290,14 +291,14 @@ def _of_torch_npu(c: Call) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _views_before(start: fx.Node, product: fx.Node) -> list[fx.Node]:
-    found, node = [], start.args[0]
+    results, node = [], start.args[0]
     while node is not product:
-        found.append(node)
+        results.append(node)
         node = node.args[0]
-    return found
+    return results
 
 
-def seconds_fused(trials: Trials, pairs: Sequence[Any], fuse: Callable[[fx.GraphModule, Any], None]) -> float | None:
+def seconds_fused(attempts: Trials, pairs: Sequence[Any], fuse: Callable[[fx.GraphModule, Any], None]) -> float | None:
     """Modelled seconds of the step with all of ``pairs``, tuples with nodes of the graph, put together by ``fuse``;
     None when it does not fit.
     """
@@ -307,7 +308,7 @@ def seconds_fused(trials: Trials, pairs: Sequence[Any], fuse: Callable[[fx.Graph
             fuse(copy, p)
         in_order(copy)
 
-    return trials.step(all_fused)
+    return attempts.step(all_fused)
 
 
 def in_order(gm: fx.GraphModule) -> None:

@@ -9,8 +9,8 @@ capacity, [ranks, experts, capacity, hidden], forward and backward. Of what a ro
 host knows the splits of the all-to-all, a number for each rank; the counts for each expert of each rank are on the
 device, and torch_npu documents its arguments that would take them there (``send_counts_tensor``,
 ``recv_counts_tensor``) as not yet supported. So dropless routing stays apart. Their limits, from torch_npu's
-documentation, are checked by :func:`refused`. Taken where the modelled step is shorter. Traced, emulated and modelled;
-nothing has run on a device.
+documentation, are checked by :func:`limit_broken`. Taken where the modelled step is shorter. Traced, emulated and
+modelled; nothing has run on a device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mindspeed_fx.kernels import npu
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.chunking.chunk_search import GAIN, Trials
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import dense
-from mindspeed_fx.passes.overlap.chunking.region import sized
+from mindspeed_fx.passes.overlap.chunking.region import has_static_sizes
 from mindspeed_fx.passes.overlap.decompose import INEXACT
 from mindspeed_fx.passes.overlap.mc2 import _waits, in_order, seconds_fused
 from mindspeed_fx.passes.overlap.model.costs import FUSED, device, ranks_of
@@ -81,25 +81,27 @@ def overlap_mc2_experts(gm: fx.GraphModule, context: Context) -> PassReport:
         hardware, why = None, INEXACT
     pairs: list[Found] = []
     for start in starts:
-        found = beside(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
-        reason = found if isinstance(found, str) else refused(found, hardware.name)
-        if reason is None and any(found.product is other.product for other in pairs):
+        result = (
+            neighbour_product(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
+        )
+        reason = result if isinstance(result, str) else limit_broken(result, hardware.name)
+        if reason is None and any(result.product is other.product for other in pairs):
             reason = "its product is fused with another all-to-all"
         if reason is None:
-            pairs.append(found)
+            pairs.append(result)
         else:
             report.skipped.append(skip("all_to_all", start, reason))
     if not pairs:
         return report
-    trials = Trials(gm, context, hardware)
-    fused = seconds_fused(trials, pairs, fuse)
+    attempts = Trials(gm, context, hardware)
+    fused = seconds_fused(attempts, pairs, fuse)
     told = (
-        f"modelled step {trials.plain.seconds * 1e3:.3f} ms apart, {fused * 1e3:.3f} ms with {len(pairs)} fused"
+        f"modelled step {attempts.plain.seconds * 1e3:.3f} ms apart, {fused * 1e3:.3f} ms with {len(pairs)} fused"
         if fused is not None
         else "fused operators need more memory than is allowed"
     )
     report.notes.append(told)
-    if fused is None or fused > trials.plain.seconds * (1 - GAIN):
+    if fused is None or fused > attempts.plain.seconds * (1 - GAIN):
         report.skipped += [skip(p.operator, p.start, told) for p in pairs]
         return report
     for pair in pairs:
@@ -113,10 +115,10 @@ def overlap_mc2_experts(gm: fx.GraphModule, context: Context) -> PassReport:
 # --------------------------------------------------------------------------- which product it is
 
 
-def beside(start: fx.Node) -> Found | str:
+def neighbour_product(start: fx.Node) -> Found | str:
     """The batched product before or after an all-to-all with tokens put in order between; or why there is none."""
     shares = [argument(start, name) for name in ("output_split_sizes", "input_split_sizes")]
-    if not sized(start) or not all(isinstance(n, int) for s in shares for n in s):
+    if not has_static_sizes(start) or not all(isinstance(n, int) for s in shares for n in s):
         return UNKNOWN
     if len({n for s in shares for n in s}) > 1:
         return "the ranks' shares differ, and how many tokens each expert gets is not in the graph"
@@ -161,7 +163,7 @@ def _by_expert(path: list[fx.Node], ranks: int, tokens: torch.Tensor) -> bool:
     """Received [ranks, experts, capacity, width], read as [experts, ranks, capacity, width] and stored so."""
     experts, rows, width = tokens.shape
     capacity = rows // ranks
-    return _reordered(
+    return _is_reordering(
         path, (experts, ranks, capacity, width), (capacity * width, experts * capacity * width, width, 1), tokens
     )
 
@@ -170,12 +172,12 @@ def _by_rank(path: list[fx.Node], ranks: int, tokens: torch.Tensor) -> bool:
     """Made [experts, ranks, capacity, width], sent as [ranks, experts, capacity, width]."""
     experts, rows, width = tokens.shape
     capacity = rows // ranks
-    return _reordered(
+    return _is_reordering(
         path, (ranks, experts, capacity, width), (capacity * width, ranks * capacity * width, width, 1), value(path[-1])
     )
 
 
-def _reordered(path: list[fx.Node], shape: tuple[int, ...], strides: tuple[int, ...], last: torch.Tensor) -> bool:
+def _is_reordering(path: list[fx.Node], shape: tuple[int, ...], strides: tuple[int, ...], last: torch.Tensor) -> bool:
     """Whether ``path`` views what is contiguous as ``shape`` with ``strides``, copies that once, and only views it
     then.
     """
@@ -186,8 +188,8 @@ def _reordered(path: list[fx.Node], shape: tuple[int, ...], strides: tuple[int, 
     )
     if not copies:  # one expert or one rank: nothing is moved
         return kept and all(value(n).is_contiguous() for n in path) and 1 in shape[:2]
-    found = value(path[copies[0]].args[0])
-    plain = [(n, s) for n, s in zip(found.shape, found.stride()) if n != 1]
+    result = value(path[copies[0]].args[0])
+    plain = [(n, s) for n, s in zip(result.shape, result.stride()) if n != 1]
     return (
         kept
         and len(copies) == 1
@@ -196,17 +198,17 @@ def _reordered(path: list[fx.Node], shape: tuple[int, ...], strides: tuple[int, 
     )
 
 
-def refused(found: Found, hardware: str) -> str | None:
+def limit_broken(result: Found, hardware: str) -> str | None:
     """The documented limit of the operator that is broken, or None."""
-    x, weight = value(found.product.args[0]), _stored(found.product.args[1])[0]
-    ranks = ranks_of(found.start)
-    name = npu_compat.hcom(group_of(found.start))
+    x, weight = value(result.product.args[0]), _stored_weight(result.product.args[1])[0]
+    ranks = ranks_of(result.start)
+    name = npu_compat.hcom(group_of(result.start))
     return npu.first(
-        npu.missing((found.operator,)),
+        npu.missing((result.operator,)),
         None if hardware.startswith("ascend910c") else f"documented for Atlas A3; the hardware is {hardware}",
         None if len(ranks) in WORLDS else f"{len(ranks)} ranks; valid: {', '.join(map(str, WORLDS))}",
         npu.within("characters of the communicator's name", len(name), 1, 127),
-        npu.typed((torch.float16, torch.bfloat16), x=x, weight=value(weight)),
+        npu.check_types((torch.float16, torch.bfloat16), x=x, weight=value(weight)),
         None
         if x.dtype == value(weight).dtype
         else f"x is {x.dtype}, weight {value(weight).dtype}; valid: one type".replace("torch.", ""),
@@ -217,7 +219,7 @@ def refused(found: Found, hardware: str) -> str | None:
 # --------------------------------------------------------------------------- the rewrite
 
 
-def _stored(weight: fx.Node) -> tuple[fx.Node, bool]:
+def _stored_weight(weight: fx.Node) -> tuple[fx.Node, bool]:
     """The weight as it is stored, and whether the product reads it transposed."""
     transposes = (
         weight.target is aten.permute.default
@@ -228,16 +230,16 @@ def _stored(weight: fx.Node) -> tuple[fx.Node, bool]:
     return (weight.args[0], True) if transposes and value(weight).dim() == 3 else (weight, False)
 
 
-def fuse(gm: fx.GraphModule, found: Found) -> None:
+def fuse(gm: fx.GraphModule, result: Found) -> None:
     """Put the operator in the place of the pair; what nobody reads any more is erased."""
     put = functools.partial(insert, gm)
-    start, product, name, tokens = found
+    start, product, name, tokens = result
     at = product if name == DISPATCH else start
     x = start.args[0] if name == DISPATCH else product.args[0]
     experts, rows, _ = value(product).shape
     ranks = len(argument(start, "output_split_sizes"))
     counts = [rows // ranks] * (experts * ranks)
-    weight, transposed = _stored(product.args[1])
+    weight, transposed = _stored_weight(product.args[1])
     others = name == DISPATCH and any(u is not product for u in tokens.users)
     args = (
         put(at, aten.view.default, (dense(put, at, x), [-1, value(x).shape[-1]])),
@@ -254,14 +256,14 @@ def fuse(gm: fx.GraphModule, found: Found) -> None:
         {"trans_gmm_weight": transposed, **({"permute_out_flag": others} if name == DISPATCH else {})},
     )
     new.meta[FUSED] = (kind(start), group_of(start))
-    made = put(at, operator.getitem, (new, 0))
+    output = put(at, operator.getitem, (new, 0))
     if name == DISPATCH:
-        product.replace_all_uses_with(put(at, aten.view.default, (made, list(value(product).shape))))
+        product.replace_all_uses_with(put(at, aten.view.default, (output, list(value(product).shape))))
         if others:
             again = put(at, aten.view.default, (put(at, operator.getitem, (new, 2)), list(value(tokens).shape)))
             tokens.replace_all_uses_with(again, delete_user_cb=lambda u: u is not product)
     else:
-        whole = put(at, aten.view.default, (made, list(value(start).shape)))
+        whole = put(at, aten.view.default, (output, list(value(start).shape)))
         for wait in _waits(start):
             wait.replace_all_uses_with(whole, delete_user_cb=lambda u: not is_wait(u))
     for wait in _waits(start)[:1]:

@@ -14,7 +14,7 @@ from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.model.costs import FUSED, cost_of, device
 from mindspeed_fx.passes.overlap.model.reasons import reasons, share_hidden
 from mindspeed_fx.passes.overlap.model.simulator import Timeline, simulate
-from mindspeed_fx.passes.overlap.model.task_graph import LARGE, GraphTasks, priced, saved_activation
+from mindspeed_fx.passes.overlap.model.task_graph import LARGE, GraphTasks, cached_tasks, saved_activation
 from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
 from mindspeed_fx.passes.overlap.scheduler.rank_agreement import check_across_ranks
 from mindspeed_fx.report.timeline import chrome_trace, picture
@@ -44,7 +44,7 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
         starts = [n for n in gm.graph.nodes if is_start(n)]
         report.skipped += [skip(str(n.target), n, f"no cost model: {why}") for n in starts]
         return report
-    work = priced(
+    work = cached_tasks(
         gm,
         context,
         lambda: cost_of(gm, hardware, context.options.codegen == "inductor"),
@@ -53,7 +53,7 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     context.overlap.tasks = (None, None)
     before = simulate(work.tasks)
     limit = context.overlap.limit if context.overlap.limit is not None else before.peak + context.options.overlap_memory
-    after = _known(context, gm, work, limit) or schedule(
+    after = _cached_schedule(context, gm, work, limit) or schedule(
         work.tasks,
         allowance=max(limit - before.peak, 0),
         work=None if len(work.tasks) <= LARGE else 2 * len(work.tasks),
@@ -66,13 +66,13 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _known(context: Context, gm: fx.GraphModule, work: GraphTasks, limit: int) -> Timeline | None:
+def _cached_schedule(context: Context, gm: fx.GraphModule, work: GraphTasks, limit: int) -> Timeline | None:
     """The schedule of a large graph that an earlier pass of this family worked out, if the graph is still the same."""
     (nodes, order), context.overlap.order = context.overlap.order, ((), ())
     if len(gm.graph.nodes) <= LARGE or nodes != work.nodes:
         return None
-    found = simulate(work.tasks, order)
-    return found if found.peak <= limit else None
+    result = simulate(work.tasks, order)
+    return result if result.peak <= limit else None
 
 
 def _tell(report: PassReport, work: GraphTasks, before: Timeline, after: Timeline) -> None:

@@ -18,7 +18,7 @@ from mindspeed_fx.graph.recompile import no_gc, recompile
 from mindspeed_fx.graph.rewrite import insert
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Put, dense
-from mindspeed_fx.passes.overlap.chunking.region import sized
+from mindspeed_fx.passes.overlap.chunking.region import has_static_sizes
 from mindspeed_fx.passes.overlap.model.task_graph import LARGE
 
 NAME = "overlap.split"
@@ -42,11 +42,15 @@ def overlap_split(gm: fx.GraphModule, context: Context) -> PassReport:
             grad, x, weight, needed = node.args
             if not needed[0] or not (needed[1] or needed[2]):
                 continue
-            put = draft if draft is not None and all(map(sized, (grad, x, weight))) else functools.partial(insert, gm)
-            made = _products(put, node)
-            products |= {user: made[user.args[1]] for user in node.users if made[user.args[1]] is not None}
+            put = (
+                draft
+                if draft is not None and all(map(has_static_sizes, (grad, x, weight)))
+                else functools.partial(insert, gm)
+            )
+            result = _products(put, node)
+            products |= {user: result[user.args[1]] for user in node.users if result[user.args[1]] is not None}
             gone += [*node.users, node]
-            report.rewrites.append(site("two products", made[0], [node]))
+            report.rewrites.append(site("two products", result[0], [node]))
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         output.args = fx.map_arg(
             output.args, lambda n: products.get(n, n)

@@ -38,7 +38,10 @@ def overlap_step(gm: fx.GraphModule, context: Context) -> PassReport:
         return report.note_reason("Inductor lets steps write in place by itself")
 
     def arguments(node: fx.Node, bases: list[fx.Node]) -> tuple:
-        at = {name: [bases[i] for i in found] for name, found in auto_functionalized.written(node, WRITTEN).items()}
+        at = {
+            name: [bases[i] for i in result]
+            for name, result in auto_functionalized.written_positions(node, WRITTEN).items()
+        }
         return (*(at[name] for name in WRITTEN), node.kwargs["grads"], node.kwargs["numbers"])
 
     write_in_place(gm, calls, arguments, report)
@@ -95,7 +98,7 @@ def write_in_place(
 
 def _ends(node: fx.Node, bases: list[fx.Node]) -> list[fx.Node] | None:
     """The copies back and what they copy, last first; None when something else reads what the call made."""
-    found: list[fx.Node] = []
+    results: list[fx.Node] = []
     for item in node.users:
         if item.target is not operator.getitem:
             return None
@@ -106,11 +109,11 @@ def _ends(node: fx.Node, bases: list[fx.Node]) -> list[fx.Node] | None:
                 or user.args[0] is not bases[item.args[1] - 1]
             ):
                 return None
-        found += [item, *item.users]
-    return found[::-1]
+        results += [item, *item.users]
+    return results[::-1]
 
 
-def joined(gm: fx.GraphModule) -> list[fx.Node]:
+def join_steps(gm: fx.GraphModule) -> list[fx.Node]:
     """Steps whose gradients come from one bucket become one call, where the last of them stands; returns those
     calls.
     """
@@ -118,7 +121,7 @@ def joined(gm: fx.GraphModule) -> list[fx.Node]:
     for node in gm.graph.nodes:
         if node.target is STEP and len({_bucket(g) for g in node.args[4]} - {None}) == 1:
             buckets.setdefault(_bucket(node.args[4][0]), []).append(node)
-    made = []
+    results = []
     for steps in buckets.values():
         if len(steps) > 1:
             with gm.graph.inserting_after(steps[-1]):
@@ -126,8 +129,8 @@ def joined(gm: fx.GraphModule) -> list[fx.Node]:
             new.meta = dict(steps[-1].meta)
             for s in steps:
                 gm.graph.erase_node(s)
-            made.append(new)
-    return made
+            results.append(new)
+    return results
 
 
 def _bucket(grad: fx.Node) -> fx.Node | None:

@@ -45,13 +45,13 @@ def overlap_symmetric_memory(gm: fx.GraphModule, context: Context) -> PassReport
         "cuda",
         "torch has these operators on cuda",
         OPERATORS,
-        refused,
+        refusal,
         functools.partial(fuse, called=_of_torch),
     )
     return one_operator(gm, context, NAME, library)[0]
 
 
-def refused(pair: Pair, hardware: Hardware) -> str | None:
+def refusal(pair: Pair, hardware: Hardware) -> str | None:
     """Why torch's operator does not take the pair, or None."""
     start, product = pair.start, pair.product
     a, b, ranks = (

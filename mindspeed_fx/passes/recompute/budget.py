@@ -22,9 +22,9 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.recompute.problem import activation_table
-from mindspeed_fx.passes.recompute.problem.dataflow import Tape, record, saved_names
-from mindspeed_fx.passes.recompute.problem.joint_graph import Step
-from mindspeed_fx.passes.recompute.problem.policies import Fixed, fixed
+from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, record, saved_names
+from mindspeed_fx.passes.recompute.problem.joint_graph import JointGraph
+from mindspeed_fx.passes.recompute.problem.policies import Fixed, fix_by_policy
 from mindspeed_fx.passes.recompute.problem.remat_problem import Plan
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 from mindspeed_fx.passes.recompute.solve.folded_search import FEW, Layers
@@ -65,7 +65,7 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
             f'option "memory_budget" is {asked!r}, but the memory of this graph cannot be planned: {step}; valid here: '
             "a fraction"
         )
-    decided = fixed(tape, context.options.recompute or {}, context.options.strict, report)
+    decided = fix_by_policy(tape, context.options.recompute or {}, context.options.strict, report)
     _fix(step, decided)
     search = Layers(step.schedule, step.unplanned)
     if search.empty:
@@ -78,7 +78,7 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     limit = _limit(asked, search, least, step.inputs)
     plan, proved = search.best(limit), None
     if plan and context.options.certify:
-        plan, proved = _certified(search, limit, plan, step, report)
+        plan, proved = _certify(search, limit, plan, step, report)
     plan = moves.best(limit, plan) if moves else plan
     if plan is None and least.bytes <= limit:
         plan = least
@@ -95,8 +95,8 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
             )
         )
     report.saved = saved_names(gm.graph, context.nodes, {step.nodes[i] for i in plan.saved})
-    report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]] + [
-        site("offloaded", step.nodes[v]) for v, _, _ in plan.ways
+    report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.recompute if step.schedule.size[i]] + [
+        site("offloaded", step.nodes[v]) for v, _, _ in plan.moves
     ]
     report.notes = [
         _peaks(plan, search, least, step),
@@ -116,25 +116,27 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _step(gm: fx.GraphModule, context: Context, tape: Tape | str) -> Step | str:
+def _step(gm: fx.GraphModule, context: Context, tape: Dataflow | str) -> JointGraph | str:
     """The graph as numbers, or why it cannot be planned."""
     options = context.options
     if isinstance(tape, str):
         return tape
     if options.hardware is None:
         return f'planning needs times, and option "hardware" is None: {detect(options.target)[1]}'
-    return Step(gm, context.nodes, tape, hardware(options.hardware), options.codegen == "inductor", options.target)
+    return JointGraph(
+        gm, context.nodes, tape, hardware(options.hardware), options.codegen == "inductor", options.target
+    )
 
 
-def _fix(step: Step, decided: Fixed) -> None:
+def _fix(step: JointGraph, decided: Fixed) -> None:
     """What the user decided is no choice: what is to be made again cannot be saved, what is to be saved must not run
     again.
     """
-    for v in decided.again:
-        step.schedule.forced[step.number[v.node]] = True
+    for v in decided.recompute:
+        step.schedule.must_recompute[step.number[v.node]] = True
         if step.unplanned[step.number[v.made_by.node]] == math.inf:
             step.unplanned[step.number[v.made_by.node]] = step.schedule.seconds[step.number[v.made_by.node]]
-    for v in decided.keep:
+    for v in decided.save:
         for prices in (step.schedule.seconds, step.unplanned):
             prices[step.number[v.made_by.node]] = math.inf
 
@@ -148,7 +150,7 @@ def _limit(asked: float | int | str, search: Search, least: Plan, inputs: int) -
     return int((asked - inputs) * (1 - UNSEEN))
 
 
-def _infeasible(asked: int, least: Plan, step: Step) -> str:
+def _infeasible(asked: int, least: Plan, step: JointGraph) -> str:
     smallest, node = int(least.bytes / (1 - UNSEEN)) + 1 + step.inputs, step.nodes[least.at]
     return (
         f'option "memory_budget" is {asked} bytes ({asked / MIB:.1f} MiB); the smallest this graph can do is '
@@ -158,7 +160,7 @@ def _infeasible(asked: int, least: Plan, step: Step) -> str:
     )
 
 
-def _peaks(plan: Plan, search: Search, least: Plan, step: Step) -> str:
+def _peaks(plan: Plan, search: Search, least: Plan, step: JointGraph) -> str:
     mib = lambda p: f"{(p.bytes + step.inputs) / MIB:.1f} MiB"  # noqa: E731
     return (
         f"modelled peak {mib(plan)}, of which {step.inputs / MIB:.1f} MiB parameters and inputs; saving everything "
@@ -166,7 +168,7 @@ def _peaks(plan: Plan, search: Search, least: Plan, step: Step) -> str:
     )
 
 
-def _certified(search: Layers, limit: int, plan: Plan, step: Step, report: PassReport) -> tuple[Plan, float | None]:
+def _certify(search: Layers, limit: int, plan: Plan, step: JointGraph, report: PassReport) -> tuple[Plan, float | None]:
     """Option "certify": a plan at least as fast, and what is proved of all plans."""
     try:
         better, proved = search.certified(limit, plan)
@@ -187,9 +189,9 @@ def _certified(search: Layers, limit: int, plan: Plan, step: Step, report: PassR
     return better, proved
 
 
-def _times(plan: Plan, search: Search, step: Step, limit: int, proved: float | None = None) -> str:
+def _times(plan: Plan, search: Search, step: JointGraph, limit: int, proved: float | None = None) -> str:
     """Modelled time of the plan, what no plan under the limit can beat, and the gap between the two."""
-    if plan.ways:
+    if plan.moves:
         return (
             f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for "
             "what is made again and for copies that nothing hides; nothing takes less than "

@@ -12,9 +12,9 @@ import math
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.recompute.problem.dataflow import Tape, Value, record, saved_names
+from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, Value, record, saved_names
 from mindspeed_fx.passes.recompute.problem.pointwise_costs import prices
-from mindspeed_fx.passes.recompute.problem.policies import fixed
+from mindspeed_fx.passes.recompute.problem.policies import fix_by_policy
 from mindspeed_fx.passes.recompute.solve.min_cut import cheapest
 
 NAME = "recompute.pointwise"
@@ -44,30 +44,30 @@ def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
         # No buffer of another call is there to be used again: what is not kept is allocated once more, for a gradient.
         return report.note_reason("all of it is generated code; torch's min-cut decides")
     again, keep, written = prices(tape)
-    decided = fixed(tape, wishes or {}, context.options.strict, report)
-    kept = {v.made_by for v in decided.keep}
+    decided = fix_by_policy(tape, wishes or {}, context.options.strict, report)
+    kept = {v.made_by for v in decided.save}
     saved = cheapest(
         tape,
         lambda o: (
             math.inf
             if o in kept
             else again(o)
-            if not any(v in decided.again for v in o.outputs)
+            if not any(v in decided.recompute for v in o.outputs)
             else min(again(o), 1.0)
         ),
-        lambda v: math.inf if v in decided.again else keep(v),
+        lambda v: math.inf if v in decided.recompute else keep(v),
     )
     report.saved = saved_names(gm.graph, context.nodes, {v.node for v in saved})
     report.rewrites = [site("recomputed", v.node) for v in _made_again(tape, saved) if written[v]]
     return report
 
 
-def _made_again(tape: Tape, saved: list[Value]) -> list[Value]:
+def _made_again(tape: Dataflow, saved: list[Value]) -> list[Value]:
     """The values that the backward makes, in order."""
-    keep, todo, found = set(saved), [v for v in tape.values if v.needed], set()
+    keep, todo, results = set(saved), [v for v in tape.values if v.needed], set()
     while todo:
         v = todo.pop()
-        if v not in keep and v not in found:
-            found.add(v)
+        if v not in keep and v not in results:
+            results.add(v)
             todo += v.made_by.inputs
-    return [v for v in tape.values if v in found]
+    return [v for v in tape.values if v in results]

@@ -14,9 +14,9 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.recompute.pointwise import NAME as POINTWISE
 from mindspeed_fx.passes.recompute.problem import activation_table
-from mindspeed_fx.passes.recompute.problem.dataflow import Tape, Value, record, saved_names
-from mindspeed_fx.passes.recompute.problem.joint_graph import Step
-from mindspeed_fx.passes.recompute.problem.policies import Fixed, fixed
+from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, Value, record, saved_names
+from mindspeed_fx.passes.recompute.problem.joint_graph import JointGraph
+from mindspeed_fx.passes.recompute.problem.policies import Fixed, fix_by_policy
 from mindspeed_fx.passes.recompute.solve.min_cut import cheapest
 
 NAME = "recompute.policy"
@@ -28,7 +28,7 @@ def policy_of(asked: Any) -> str:
 
 
 @register(NAME)
-def named(gm: fx.GraphModule, context: Context) -> PassReport:
+def apply_policy(gm: fx.GraphModule, context: Context) -> PassReport:
     """Named recompute policies and per-module wishes: what they name is made again in the backward, the rest is
     saved.
     """
@@ -47,10 +47,10 @@ def named(gm: fx.GraphModule, context: Context) -> PassReport:
             raise OptionError(f'option "recompute" is {asked!r}, but this graph cannot be planned: {tape}')
         report.skipped.append(skip("", next(iter(gm.graph.nodes)), f"{tape}; torch's min-cut decides"))
         return report
-    decided = fixed(tape, asked, options.strict, report)
-    saved = kept(tape, decided)
+    decided = fix_by_policy(tape, asked, options.strict, report)
+    saved = cheapest_saved(tape, decided)
     report.saved = saved_names(gm.graph, context.nodes, {v.node for v in saved})
-    step = Step(
+    step = JointGraph(
         gm,
         context.nodes,
         tape,
@@ -61,10 +61,10 @@ def named(gm: fx.GraphModule, context: Context) -> PassReport:
     plan = step.schedule.evaluate({step.number[v.node] for v in saved})
     schedule = step.schedule
     everything = schedule.evaluate(
-        {r for i in schedule.needed if not schedule.given[r := schedule.root[i]] and schedule.savable[r]}
+        {r for i in schedule.needed if not schedule.is_input[r := schedule.root[i]] and schedule.savable[r]}
     )
     if plan is not None:
-        report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.again if step.schedule.size[i]]
+        report.rewrites = [site("recomputed", step.nodes[i]) for i in plan.recompute if step.schedule.size[i]]
         activation_table.show(
             report,
             step,
@@ -75,11 +75,11 @@ def named(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def kept(tape: Tape, decided: Fixed) -> list[Value]:
+def cheapest_saved(tape: Dataflow, decided: Fixed) -> list[Value]:
     """What is saved when nothing but ``decided`` is made again: the fewest bytes."""
-    again = {v.made_by for v in decided.again}
+    again = {v.made_by for v in decided.recompute}
     return cheapest(
         tape,
         lambda o: 1.0 if o in again else 0.0 if not all(v.savable for v in o.outputs) else math.inf,
-        lambda v: 0.0 if v.returned else math.inf if v in decided.again else 1.0 + v.bytes,
+        lambda v: 0.0 if v.returned else math.inf if v in decided.recompute else 1.0 + v.bytes,
     )

@@ -25,7 +25,7 @@ from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.report.records import Skip
-from mindspeed_fx.sharding.constraint import operands, place
+from mindspeed_fx.sharding.constraint import constrain, operands
 from mindspeed_fx.sharding.plan import Boundary, Placed, ShardingError, matching
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ class _Edges:
     def __init__(self, gm: fx.GraphModule, sharding: Any, report: PassReport):
         self.gm, self.plan, self.prefix, self.report = gm, sharding.plan, sharding.prefix, report
         self.boundaries = {
-            name: edge for name in sharding.modules if (edge := _combined(self.plan.modules, name)) is not None
+            name: edge for name in sharding.modules if (edge := _combine_edges(self.plan.modules, name)) is not None
         }
         self.seen: set[str] = set()
 
@@ -79,7 +79,7 @@ class _Edges:
                 )
 
     def _graph(self, gm: fx.GraphModule, parameters: dict[fx.Node, str]) -> None:
-        self.made: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self.constraints: dict[tuple[fx.Node, Any], fx.Node] = {}
         for node in reversed(gm.graph.nodes):
             # Its tag says that it draws random numbers, so that nobody else removes what fusion left behind.
             if (
@@ -92,11 +92,11 @@ class _Edges:
             if node.op != "call_function":
                 continue
             if tracing.is_higher_order(node.target):
-                made, self.made = self.made, {}
+                result, self.constraints = self.constraints, {}
                 for body, inputs in operands(gm, node):
                     self._graph(body, {p: parameters[a] for p, a in inputs.items() if a in parameters})
                     body.recompile()
-                self.made = made
+                self.constraints = result
                 continue
             self._operator(gm, node, parameters)
             for module in self._around(node, parameters):
@@ -119,7 +119,7 @@ class _Edges:
                     _is_activation(a)
                     and a not in parameters
                     and not self._inside(a, module)
-                    and not (a.target is place and a.args[1] == _key(edge.input))
+                    and not (a.target is constrain and a.args[1] == _key(edge.input))
                 ):
                     self._before(gm, node, a, edge.input)
         if edge.output and isinstance(node.meta.get("val"), torch.Tensor):
@@ -132,7 +132,7 @@ class _Edges:
             return
         name = str(node.target).removesuffix(".default")
         self.seen.add(name)
-        edge = _combined(self.plan.operators, name)
+        edge = _combine_edges(self.plan.operators, name)
         if edge is None:
             return
         names = [a.name for a in node.target._schema.arguments]
@@ -170,9 +170,9 @@ class _Edges:
         if source.meta.get("mutated"):  # it may be written between here and there
             node.replace_input_with(source, self._insert(gm, source, key, node, at=node))
             return
-        if (source, key) not in self.made:
-            self.made[source, key] = self._insert(gm, source, key, node)
-        node.replace_input_with(source, self.made[source, key])
+        if (source, key) not in self.constraints:
+            self.constraints[source, key] = self._insert(gm, source, key, node)
+        node.replace_input_with(source, self.constraints[source, key])
 
     def _after(self, gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], placed: Placed) -> None:
         new = self._insert(gm, node, _key(placed), node)
@@ -186,21 +186,23 @@ class _Edges:
         if at is None and source.op == "placeholder":
             at = next(n for n in gm.graph.nodes if n.op != "placeholder")
         with gm.graph.inserting_after(source) if at is None else gm.graph.inserting_before(at):
-            new = gm.graph.call_function(place, (source, key))
+            new = gm.graph.call_function(constrain, (source, key))
         new.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "grad_enabled")}
         new.meta.update({k: source.meta[k] for k in ("val", "needs_grad") if k in source.meta}, mutated=False)
         self.report.rewrites.append(site(", ".join(f"{dim}: {word}" for dim, word in key), new, [source]))
         return new
 
 
-def _combined(section: Mapping[str, Boundary], name: str) -> Boundary | None:
+def _combine_edges(section: Mapping[str, Boundary], name: str) -> Boundary | None:
     """What all patterns for ``name`` say together."""
-    found = [edge for pattern, edge in section.items() if matching(pattern.split("|"), name)]
-    if not found:
+    results = [edge for pattern, edge in section.items() if matching(pattern.split("|"), name)]
+    if not results:
         return None
-    arguments = {k: v for edge in found for k, v in edge.arguments.items()}
+    arguments = {k: v for edge in results for k, v in edge.arguments.items()}
     return Boundary(
-        {k: v for e in found for k, v in e.input.items()}, {k: v for e in found for k, v in e.output.items()}, arguments
+        {k: v for e in results for k, v in e.input.items()},
+        {k: v for e in results for k, v in e.output.items()},
+        arguments,
     )
 
 

@@ -47,8 +47,8 @@ class Collective:
     @property
     def layer(self) -> str:
         """Path of the layer that it is part of; "" outside of layers."""
-        found = LAYER.match(self.module)
-        return found.group(1) if found else ""
+        result = LAYER.match(self.module)
+        return result.group(1) if result else ""
 
 
 def kind_of(node: fx.Node) -> tuple[str, str] | None:
@@ -64,17 +64,17 @@ def kind_of(node: fx.Node) -> tuple[str, str] | None:
     return SHORT.get(word, word), group_of(node)
 
 
-def sent(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]:
+def list_collectives(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]:
     """The collectives of ``gm``, in order, over more than one rank, each with its node."""
     for n in gm.graph.nodes:
-        if (found := kind_of(n)) is not None:
+        if (result := kind_of(n)) is not None:
             size = dense_bytes([a.meta.get("val") for a in n.all_input_nodes])
-            yield n, Collective(*found, size, module_path(n))
+            yield n, Collective(*result, size, module_path(n))
 
 
 def collectives_of(gm: fx.GraphModule) -> list[Collective]:
     """The collectives of ``gm``, in order, over more than one rank."""
-    return [c for _, c in sent(gm)]
+    return [c for _, c in list_collectives(gm)]
 
 
 def per_layer(collectives: Sequence[Collective]) -> dict[str, tuple[int, Counter]]:
@@ -86,8 +86,11 @@ def per_layer(collectives: Sequence[Collective]) -> dict[str, tuple[int, Counter
                 "experts' " * bool(EXPERTS.search(c.module)) + c.kind
             ] += 1
     return {
-        group: (len(by), Counter(dict(Counter(tuple(sorted(x.items())) for x in by.values()).most_common(1)[0][0])))
-        for group, by in layers.items()
+        group: (
+            len(factor),
+            Counter(dict(Counter(tuple(sorted(x.items())) for x in factor.values()).most_common(1)[0][0])),
+        )
+        for group, factor in layers.items()
     }
 
 
@@ -116,16 +119,16 @@ def amounts_to(counts: Counter) -> str:
 def recognize(gm: fx.GraphModule, context: Context) -> PassReport:
     """Names the plan that a graph's collectives amount to."""
     report = PassReport(NAME)
-    found = collectives_of(gm)
-    if not found:
+    result = collectives_of(gm)
+    if not result:
         return report.note_reason("no collectives over several ranks")
-    report.notes += described(found, context.side)
+    report.notes += describe_collectives(result, context.side)
     if context.side == "forward":
-        report.notes += _compared(gm, found, context)
+        report.notes += _compare_plans(gm, result, context)
     return report
 
 
-def _compared(gm: fx.GraphModule, collectives: Sequence[Collective], context: Context) -> list[str]:
+def _compare_plans(gm: fx.GraphModule, collectives: Sequence[Collective], context: Context) -> list[str]:
     """What other plans over the same ranks would cost, where tensor parallelism was recognized and there is a cost
     model.
     """
@@ -146,11 +149,13 @@ def _compared(gm: fx.GraphModule, collectives: Sequence[Collective], context: Co
                 hardware,
             )
         ) is not None:
-            lines += alternatives.told(name, alternatives.rivals(layer, ranks, hardware), ranks, hardware)
+            lines += alternatives.describe_best(
+                name, alternatives.alternative_plans(layer, ranks, hardware), ranks, hardware
+            )
     return lines
 
 
-def described(collectives: Sequence[Collective], side: str) -> list[str]:
+def describe_collectives(collectives: Sequence[Collective], side: str) -> list[str]:
     """What :func:`recognize` says of a graph's collectives."""
     lines = []
     for group, (layers, counts) in per_layer(collectives).items():

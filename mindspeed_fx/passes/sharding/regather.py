@@ -35,10 +35,10 @@ REPEATABLE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 @register(NAME)
 def regather(gm: fx.GraphModule, context: Context) -> PassReport:
     """Marks collectives of the forward that a plan wants made again: zero3's, and those of recomputed layers."""
-    report, found = PassReport(NAME), context.sharding
-    if found is None or found.program is None:
+    report, result = PassReport(NAME), context.sharding
+    if result is None or result.program is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
-    plan, mesh = found.plan, found.sharding.mesh
+    plan, mesh = result.plan, result.sharding.mesh
     whole = {mesh.get_group(d).group_name for d, stage in plan.gather.items() if stage == "zero3"}
     forward = forward_of(gm)
     nodes = [n for n in gm.graph.nodes if n in forward]
@@ -57,27 +57,27 @@ def regather(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def _of_one_input(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Nodes that are computed from a single input of the graph, a parameter's whole for instance -> that input."""
-    found: dict[fx.Node, fx.Node] = {}
+    results: dict[fx.Node, fx.Node] = {}
     for n in nodes:
-        sources = {n} if n.op == "placeholder" else {found.get(a) for a in n.all_input_nodes}
+        sources = {n} if n.op == "placeholder" else {results.get(a) for a in n.all_input_nodes}
         if len(sources) == 1 and (source := sources.pop()) is not None:
-            found[n] = source
-    return found
+            results[n] = source
+    return results
 
 
 def _gathered_parameters(of_parameters: dict[fx.Node, fx.Node], groups: set[str]) -> set[fx.Node]:
     """What is made of single inputs by gathers over ``groups``, and everything made of that alone."""
-    found: set[fx.Node] = set()
+    results: set[fx.Node] = set()
     for n in of_parameters:
         kind = kind_of(n)
         if (
             kind is not None
             and kind[0] == "all_gather"
             and kind[1] in groups
-            or any(a in found for a in n.all_input_nodes)
+            or any(a in results for a in n.all_input_nodes)
         ):
-            found.add(n)
-    return found
+            results.add(n)
+    return results
 
 
 def _repeatable(n: fx.Node) -> bool:
@@ -93,17 +93,17 @@ def _in_layer(start: fx.Node, forward: set[fx.Node], word: str) -> set[fx.Node]:
     layer = _layer(start)
     if layer is None or not (word == "full" or gather and word != "none" and not word.startswith("block:")):
         return set()
-    found, todo = {start}, [start]
+    results, todo = {start}, [start]
     while todo:
         for user in todo.pop().users:
-            if user not in forward or user in found:
+            if user not in forward or user in results:
                 continue
             if _layer(user) != layer:
                 return set()
             if is_wait(user) or gather and _lays_out(user):
-                found.add(user)
+                results.add(user)
                 todo.append(user)
-    return found
+    return results
 
 
 def _layer(n: fx.Node) -> str | None:

@@ -18,7 +18,7 @@ import torch.fx as fx
 from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.passes.base import Context, PassReport, register, site
-from mindspeed_fx.sharding.constraint import operands, place
+from mindspeed_fx.sharding.constraint import constrain, operands
 from mindspeed_fx.sharding.plan import ShardingError
 
 NAME = "sharding.token_dispatch"
@@ -36,7 +36,7 @@ SAME = frozenset(
         aten.squeeze.dim,
         aten.unsqueeze.default,
         aten.detach.default,
-        place,
+        constrain,
     )
 )
 """Operators that keep a list of choices, but for its shape and type."""
@@ -44,13 +44,13 @@ SORTS = frozenset((aten.sort.default, aten.sort.stable))
 
 
 @register(NAME)
-def travel(gm: fx.GraphModule, context: Context) -> PassReport:
+def dispatch_tokens(gm: fx.GraphModule, context: Context) -> PassReport:
     """Marks the mixtures of experts whose tokens a plan sends to their experts."""
     report = PassReport(NAME)
     sharding = context.sharding
     if sharding is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
-    if not sharding.plan.travels:
+    if not sharding.plan.uses_all_to_all:
         return report.note_reason(
             f'plan "{sharding.plan.name}" does not send tokens to experts (experts: {{dispatch: all_to_all}})'
         )
@@ -97,38 +97,38 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             elif user.target in ROWWISE or user.target in BY_DIMENSION:
                 pending.append(user)
             else:
-                raise _refused(
+                raise _refusal(
                     user, f"{user.target} reads rows that are sorted by expert, and does not work row by row"
                 )
     for reader in (u for o in order for u in o.users):
         if reader not in ends:
-            raise _refused(reader, f"{reader.target} reads the order of the rows that are sorted by expert")
+            raise _refusal(reader, f"{reader.target} reads the order of the rows that are sorted by expert")
     for product in products:
         counted = counts(product.args[2])
         if counted is None or counted[0] is not chosen or counted[1] != product.args[1].meta["val"].shape[0]:
-            raise _refused(product, "where the rows of each expert end is not counted from the choices that sort them")
+            raise _refusal(product, "where the rows of each expert end is not counted from the choices that sort them")
     for product in products:
         with node.graph.inserting_before(product):
-            made = node.graph.call_function(
+            new = node.graph.call_function(
                 token_dispatch.ends, (node.args[1], counts(product.args[2])[1], product.args[2].meta["val"].dtype)
             )
-        made.meta = {
+        new.meta = {
             **{k: v for k, v in product.meta.items() if k in ("stack_trace", "nn_module_stack", "grad_enabled")},
             "val": product.args[2].meta["val"],
             "mutated": False,
         }
-        product.args = (*product.args[:2], made)
-    node.target = token_dispatch.permuted
+        product.args = (*product.args[:2], new)
+    node.target = token_dispatch.permute_tokens
     for end in ends:
         end.target, end.args, end.kwargs = (
-            token_dispatch.unpermuted,
+            token_dispatch.unpermute_tokens,
             (*end.args, *(None, 1)[len(end.args) - 2 :]) if len(end.args) < 4 else end.args,
             {},
         )
     report.rewrites.append(site("tokens travel to experts", node, [node, *products, *ends]))
 
 
-def _refused(node: fx.Node, why: str) -> ShardingError:
+def _refusal(node: fx.Node, why: str) -> ShardingError:
     return ShardingError(
         f'module "{module_path(node)}": tokens cannot travel to their experts: {why}; plan "ep" gathers tokens instead'
     )
@@ -154,18 +154,18 @@ def counts(n: Any) -> tuple[Any, int] | None:
     if not isinstance(n, fx.Node):
         return None
     if n.target is aten.cumsum.default and n.args[1] in (0, -1):
-        given = _plain(n.args[0])
-        if given.target is aten.histc.default:
-            x, bins, low, high = (*given.args, *(100, 0, 0)[len(given.args) - 1 :])[:4]
+        arg = _plain(n.args[0])
+        if arg.target is aten.histc.default:
+            x, bins, low, high = (*arg.args, *(100, 0, 0)[len(arg.args) - 1 :])[:4]
             return (choices(x), bins) if low == 0 and high == bins - 1 else None
     if n.target is aten.sum.dim_IntList and list(n.args[1]) == [0]:
-        compared = _plain(n.args[0])
+        alternatives = _plain(n.args[0])
         if (
-            compared.target is aten.le.Tensor
-            and compared.args[1].target is aten.arange.default
-            and len(compared.args[1].args) == 1
+            alternatives.target is aten.le.Tensor
+            and alternatives.args[1].target is aten.arange.default
+            and len(alternatives.args[1].args) == 1
         ):
-            return choices(compared.args[0]), compared.args[1].args[0]
+            return choices(alternatives.args[0]), alternatives.args[1].args[0]
     return None
 
 

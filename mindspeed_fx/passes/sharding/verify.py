@@ -24,9 +24,9 @@ from typing import Any, Iterator, Sequence
 import torch.fx as fx
 
 from mindspeed_fx.passes.base import Context, PassReport, register, skip
-from mindspeed_fx.passes.sharding.recognize import LAYER, Collective, kind_of, sent
+from mindspeed_fx.passes.sharding.recognize import LAYER, Collective, kind_of, list_collectives
 from mindspeed_fx.report.records import Skip
-from mindspeed_fx.sharding.audit.gather_layout import Layout, followed
+from mindspeed_fx.sharding.audit.gather_layout import Layout, follow_elements
 from mindspeed_fx.sharding.audit.replicated_backward import grown
 from mindspeed_fx.sharding.expected import NUMBER, Send
 from mindspeed_fx.sharding.plan_svg import picture
@@ -49,13 +49,13 @@ class Made:
 @register(NAME)
 def verify(gm: fx.GraphModule, context: Context) -> PassReport:
     """Looks for redundant collectives, and for computations that a plan did not ask to be whole."""
-    report, found = PassReport(NAME), context.sharding
-    if found is None or found.program is None:
+    report, result = PassReport(NAME), context.sharding
+    if result is None or result.program is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
-    mesh, traffic = found.sharding.mesh, found.program.traffic
-    made = collectives(gm, mesh)
+    mesh, traffic = result.sharding.mesh, result.program.traffic
+    output = collectives(gm, mesh)
     places = {mesh.mesh_dim_names[i]: mesh.get_local_rank(i) for i in range(mesh.ndim)}
-    report.skipped += [*undone(made, places), *repeated(made), *beyond(made, traffic.sends)]
+    report.skipped += [*undone(output, places), *find_repeated(output), *beyond(output, traffic.messages)]
     report.skipped += [
         Skip(
             w.operator,
@@ -66,7 +66,7 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
         )
         for w in traffic.wholes
     ]
-    larger, compared = grown(gm, forward_of(gm), min((n for n in mesh.shape if n > 1), default=2))
+    larger, alternatives = grown(gm, forward_of(gm), min((n for n in mesh.shape if n > 1), default=2))
     report.skipped += [
         skip(
             str(g.node.target),
@@ -77,8 +77,8 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
         for g in larger
     ]
     report.notes += [
-        *told(made, traffic.sends),
-        f"{compared} operators of the backward compared with what the forward has of them here",
+        *describe_counts(output, traffic.messages),
+        f"{alternatives} operators of the backward compared with what the forward has of them here",
     ]
     report.files["collectives.json"] = json.dumps(
         [
@@ -89,22 +89,22 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
                 "backward": m.backward,
                 "module": m.collective.module,
             }
-            for m in made
+            for m in output
         ],
         indent=1,
     )
     names = mesh.mesh_dim_names
     at_rest = {
         v.name: {names[i]: f"S({p.dim})" for i, p in enumerate(v.placements) if p.is_shard()}
-        for v in found.program.values
+        for v in result.program.values
         if v is not None and v.parameter
     }
     report.files["plan.svg"] = picture(
-        at_rest, {d: g for d, g in found.plan.gather.items() if g != "never"}, traffic.sends
+        at_rest, {d: g for d, g in result.plan.gather.items() if g != "never"}, traffic.messages
     )
     if not report.skipped:
         report.notes.append(
-            f"{len(made)} collectives, none of them redundant; nothing is computed whole that the plan wants divided"
+            f"{len(output)} collectives, none of them redundant; nothing is computed whole that the plan wants divided"
         )
     return report
 
@@ -113,7 +113,7 @@ def collectives(gm: fx.GraphModule, mesh: Any) -> list[Made]:
     """Those of a joint graph, in order."""
     dims = {mesh.get_group(i).group_name: mesh.mesh_dim_names[i] for i in range(mesh.ndim)}
     forward = forward_of(gm)
-    return [Made(n, c, dims.get(c.group, c.group), n not in forward) for n, c in sent(gm)]
+    return [Made(n, c, dims.get(c.group, c.group), n not in forward) for n, c in list_collectives(gm)]
 
 
 def forward_of(gm: fx.GraphModule) -> set[fx.Node]:
@@ -134,13 +134,13 @@ def forward_of(gm: fx.GraphModule) -> set[fx.Node]:
     return forward
 
 
-def undone(made: Sequence[Made], places: dict[str, int]) -> Iterator[Skip]:
+def undone(results: Sequence[Made], places: dict[str, int]) -> Iterator[Skip]:
     """Gathers whose result is read in own parts or scattered again, and scatters that are gathered again."""
-    for m in made:
+    for m in results:
         word = m.collective.kind
         if word not in (GATHER, SCATTER):
             continue
-        ends = list(followed(m.node))
+        ends = list(follow_elements(m.node))
         if not ends or any(layout is None for _, layout in ends):
             continue
         size, again = m.node.meta["val"].numel(), SCATTER if word == GATHER else GATHER
@@ -160,31 +160,31 @@ def undone(made: Sequence[Made], places: dict[str, int]) -> Iterator[Skip]:
 
 
 def _is(node: fx.Node, word: str, other: Made) -> bool:
-    found = kind_of(node)
-    return found is not None and found[0] == word and found[1] == other.collective.group
+    result = kind_of(node)
+    return result is not None and result[0] == word and result[1] == other.collective.group
 
 
 def _whole(layout: Layout, size: int) -> bool:
     return layout.span() == (0, size - 1)
 
 
-def repeated(made: Sequence[Made]) -> Iterator[Skip]:
+def find_repeated(results: Sequence[Made]) -> Iterator[Skip]:
     """The same collective of the same value, twice in one direction; twice in both may be the price of memory."""
     seen: set[tuple] = set()
-    for m in made:
+    for m in results:
         key = (m.backward, m.node.target, m.node.args)
         if key in seen and m.collective.bytes > NUMBER:
             yield skip(m.collective.kind, m.node, f'made twice of one value over "{m.dim}"')
         seen.add(key)
 
 
-def beyond(made: Sequence[Made], sends: Sequence[Send]) -> Iterator[Skip]:
+def beyond(results: Sequence[Made], messages: Sequence[Send]) -> Iterator[Skip]:
     """Collectives that no edge of the plan needs. One may be smaller than what is allowed for: a gradient that was
     scattered over another dimension before, or that is gathered because the ranks have parts of it and no sums."""
     spare: dict[tuple[bool, str, str], list[int]] = {}
-    for s in sorted(sends, key=lambda s: -s.bytes):
+    for s in sorted(messages, key=lambda s: -s.bytes):
         spare.setdefault((s.backward, s.dim, s.kind), []).append(s.bytes)
-    for m in sorted(made, key=lambda m: -m.collective.bytes):
+    for m in sorted(results, key=lambda m: -m.collective.bytes):
         if m.collective.bytes <= NUMBER:
             continue
         for word in (m.collective.kind, "all_reduce")[: 1 + (m.collective.kind == GATHER)]:
@@ -201,14 +201,14 @@ def beyond(made: Sequence[Made], sends: Sequence[Send]) -> Iterator[Skip]:
             )
 
 
-def told(made: Sequence[Made], sends: Sequence[Send]) -> list[str]:
+def describe_counts(results: Sequence[Made], messages: Sequence[Send]) -> list[str]:
     """Counts and bytes per direction, mesh dimension and layer, beside the fewest."""
     lines = []
     for back in (False, True):
-        for dim in sorted({m.dim for m in made if m.backward == back}):
-            mine = [m.collective for m in made if m.backward == back and m.dim == dim]
-            least = [s for s in sends if s.backward == back and s.dim == dim]
-            layers = {found.group(1) for c in mine if (found := LAYER.match(c.module))}
+        for dim in sorted({m.dim for m in results if m.backward == back}):
+            mine = [m.collective for m in results if m.backward == back and m.dim == dim]
+            least = [s for s in messages if s.backward == back and s.dim == dim]
+            layers = {result.group(1) for c in mine if (result := LAYER.match(c.module))}
             each = Counter(c.kind for c in mine if c.layer)
             per = (
                 f"; per layer {', '.join(f'{n / len(layers):g} {k}' for k, n in sorted(each.items()))}, "

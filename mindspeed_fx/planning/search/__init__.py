@@ -72,10 +72,10 @@ def plan(
     """
     from mindspeed_fx.cost.hardware import detect
     from mindspeed_fx.cost.hardware import hardware as device
-    from mindspeed_fx.planning.search.branch_and_bound import memory_of, search
+    from mindspeed_fx.planning.search.branch_and_bound import branch_and_bound, memory_of
     from mindspeed_fx.planning.search.costs import OPTIMIZERS, Prices
     from mindspeed_fx.planning.search.highs import milp
-    from mindspeed_fx.planning.search.model_graph import trace
+    from mindspeed_fx.planning.search.model_graph import trace_model
     from mindspeed_fx.planning.search.searched_plan import Searched, SearchedPlan
 
     arguments.check_module("plan", model)
@@ -83,7 +83,7 @@ def plan(
     arguments.check_word("plan", "optimizer", optimizer, tuple(OPTIMIZERS))
     arguments.check_whole("plan", "keep", keep)
     arguments.check_bool("plan", "pipeline", pipeline)
-    fixed, devices = _fixed(mesh, devices)
+    fixed, devices = _fixed_sizes(mesh, devices)
     milp()
     if hardware is None:
         target = next((p.device.type for p in model.parameters() if p.device.type not in ("meta", "cpu")), "cpu")
@@ -96,14 +96,14 @@ def plan(
     with no_gc(
         True
     ):  # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
-        problem = trace(model, args, kwargs or {})
-        outcome = search(problem, hw, devices, limit, keep=keep, **settings)
+        problem = trace_model(model, args, kwargs or {})
+        outcome = branch_and_bound(problem, hw, devices, limit, keep=keep, **settings)
     return SearchedPlan.of(
         Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings), outcome.solutions[0]
     )
 
 
-def _fixed(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:
+def _fixed_sizes(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:
     """Sizes that are given, and the number of devices."""
     if mesh is None:
         if devices is None:

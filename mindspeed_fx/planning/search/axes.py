@@ -39,11 +39,11 @@ class Axes:
 
     def atoms(self, dim: Dim) -> Dim:
         """``dim`` in the atoms of now."""
-        found: list[int] = []
+        results: list[int] = []
         for a in dim:
             a = self._root(a)
-            found += self.atoms(self._parts[a]) if a in self._parts else (a,)
-        return tuple(found)
+            results += self.atoms(self._parts[a]) if a in self._parts else (a,)
+        return tuple(results)
 
     def extent(self, dim: Dim) -> int:
         return math.prod(self.size[a] for a in self.atoms(dim))
@@ -75,19 +75,19 @@ class Axes:
 
     def reshape(self, dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
         """The dimensions of a view of ``shape``; those whose factors do not fit are new."""
-        left = [a for d in dims for a in self.atoms(d)]
-        made: list[Dim] = []
+        remaining = [a for d in dims for a in self.atoms(d)]
+        results: list[Dim] = []
         for size in shape:
             taken, need = [], int(size)
-            while need > 1 and left:
-                a = left[0]
+            while need > 1 and remaining:
+                a = remaining[0]
                 if need % self.size[a] == 0:
                     need //= self.size[a]
-                    taken.append(left.pop(0))
+                    taken.append(remaining.pop(0))
                 elif self.size[a] % need == 0:
                     self._split(a, need)
-                    left = list(self.atoms(tuple(left)))
+                    remaining = list(self.atoms(tuple(remaining)))
                 else:
                     return [self.new(int(n)) for n in shape]
-            made.append(tuple(taken) if need == 1 else self.new(int(size)))
-        return made
+            results.append(tuple(taken) if need == 1 else self.new(int(size)))
+        return results

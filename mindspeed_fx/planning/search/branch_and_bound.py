@@ -48,7 +48,7 @@ class Outcome:
         return max(0.0, self.solutions[0].seconds / self.bound - 1)
 
 
-def search(
+def branch_and_bound(
     problem: Problem,
     hw: Hardware,
     devices: int,
@@ -61,7 +61,7 @@ def search(
     zero: tuple[str, ...] = ZERO,
     recompute: tuple[str, ...] = RECOMPUTE,
     allowed: Allowed | None = None,
-    ways: tuple[str, ...] = (),
+    strategies: tuple[str, ...] = (),
 ) -> Outcome:
     """The fastest ``keep`` meshes with the best plan of each.
 
@@ -69,12 +69,12 @@ def search(
         memory: bytes that one rank may hold.
         fixed: sizes of mesh dimensions that are given.
         allowed: strategies that may be used; None: all.
-        ways: names of the ways on cp that may be used; (): all.
+        strategies: names of the ways on cp that may be used; (): all.
 
     Raises:
         ShardingError: nothing fits, with what the least demanding layout needs.
     """
-    prices = Prices(problem, hw, optimizer, ways)
+    prices = Prices(problem, hw, optimizer, strategies)
     axes, batch = problem.axes, problem.batch
     rows = axes.size[batch] if batch is not None else 1
     length = axes.size[problem.sequence] if problem.sequence is not None else 1
@@ -104,9 +104,9 @@ def search(
     state.close()
     if not state.best:
         raise ShardingError(f"no plan for {devices} {hw.name} fits in {memory / 2**30:.1f} GiB; {state.nearest()}")
-    found = sorted(state.best.values(), key=lambda s: s.seconds)[:keep]
+    result = sorted(state.best.values(), key=lambda s: s.seconds)[:keep]
     return Outcome(
-        found, min(*state.bounds, found[0].seconds), len(factored), state.solved, state.too_large, state.times
+        result, min(*state.bounds, result[0].seconds), len(factored), state.solved, state.too_large, state.times
     )
 
 
@@ -235,14 +235,14 @@ class _State:
                 self.times["prices"] += time.perf_counter() - start
                 continue
             start = time.perf_counter()
-            made = program.solve()
+            result = program.solve()
             self.times["programs"] += time.perf_counter() - start
             self.solved += 1
             slack = False
-            if made is None:
+            if result is None:
                 self._refuse(layout, self.memory)
             else:
-                bound, chosen = made
+                bound, chosen = result
                 slack = program.slack
                 try:
                     self._enter(program.evaluate(chosen, bound))
@@ -270,8 +270,8 @@ class _State:
             program = Program(self.prices, layout, self.memory, self.allowed)
             if program.possible:
                 program.priced()
-                made = program.frugal()
-                best = made if made is not None and (best is None or made.memory < best.memory) else best
+                result = program.least_memory()
+                best = result if result is not None and (best is None or result.memory < best.memory) else best
         if best is None:
             return "no layout of these devices has a way to compute every operator; use other sizes of the mesh"
         shown = {k: f"{v / 2**30:.1f}" for k, v in best.bytes.items()}
@@ -304,27 +304,27 @@ class _State:
         """
         start = time.perf_counter()
         for bound, _, program, place in sorted(self.open, key=lambda o: o[:2]):
-            left = seconds - (time.perf_counter() - start)
-            if left <= 0:
+            remaining = seconds - (time.perf_counter() - start)
+            if remaining <= 0:
                 break
             if bound >= self.limit(program.layout.mesh) * (1 - 1e-4):
                 continue
-            if (made := program.solve(integral=True, seconds=left)) is not None:
-                self.bounds[place] = max(bound, made[0])
-                self._enter(program.evaluate(made[1], self.bounds[place]))
+            if (result := program.solve(integral=True, seconds=remaining)) is not None:
+                self.bounds[place] = max(bound, result[0])
+                self._enter(program.evaluate(result[1], self.bounds[place]))
             elif program.infeasible:
                 self.bounds[place] = float("inf")
         self.times["integers"] = time.perf_counter() - start
 
 
-def memory_of(given: Any, hw: Hardware) -> float:
+def memory_of(arg: Any, hw: Hardware) -> float:
     """Bytes from "60GiB" or a number; None: nine tenths of the device's memory.
 
     Raises:
         OptionError: no number of bytes, or less than a MiB.
     """
-    if given is None:
+    if arg is None:
         return 0.9 * float(hw.memory)
-    if not (size := parse_bytes("memory", given, least=2**20)):
-        raise OptionError(f'option "memory" is {given!r}; valid: bytes of one device, as in "60GiB"')
+    if not (size := parse_bytes("memory", arg, least=2**20)):
+        raise OptionError(f'option "memory" is {arg!r}; valid: bytes of one device, as in "60GiB"')
     return float(size)

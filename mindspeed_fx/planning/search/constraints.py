@@ -25,8 +25,8 @@ def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
         for node, i in parameter.users:
             wanted[node, i] = word
     for edge in problem.edges:
-        made, reader = edge.value.producer, edge.node
-        for module in _owners(made):
+        result, reader = edge.value.producer, edge.node
+        for module in _owners(result):
             if word := _edge(plan, module, "output").get(dim):
                 wanted[reader, edge.argument] = word
         for module in _owners(reader):

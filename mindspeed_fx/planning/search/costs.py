@@ -18,7 +18,7 @@ from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.operators import Cost, Spec
 from mindspeed_fx.kernels.base import REGISTRY
 from mindspeed_fx.planning.search.layouts import Layout
-from mindspeed_fx.planning.search.problem import Node, Problem, Use, localized
+from mindspeed_fx.planning.search.problem import Node, Problem, Use, localize
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, R, Strategy, StrategySpace, is_divided_by_class
 
 OPTIMIZERS = {"adam": 8, "sgd": 0, "momentum": 4}
@@ -72,8 +72,8 @@ NOTHING = NodePrice()
 class Prices:
     """Prices for one problem on one device; what does not depend on the layout is computed once."""
 
-    def __init__(self, problem: Problem, hw: Hardware, optimizer: str = "adam", ways: tuple[str, ...] = ()):
-        self.ways = ways
+    def __init__(self, problem: Problem, hw: Hardware, optimizer: str = "adam", strategies: tuple[str, ...] = ()):
+        self.sequence_strategies = strategies
         self.problem, self.hw, self.state_bytes = problem, hw, OPTIMIZERS[optimizer]
         self.space = StrategySpace(problem)
         self._compute: dict[tuple, tuple[float, float]] = {}
@@ -96,8 +96,8 @@ class Prices:
         """Seconds of a collective as (fixed, per byte)."""
         if ranks == 1:
             return 0.0, 0.0
-        made = collective(kind, 2**30, ranks, self.hw, near)
-        return float(made.launch + made.alpha), float(made.beta) / 2**30
+        result = collective(kind, 2**30, ranks, self.hw, near)
+        return float(result.launch + result.alpha), float(result.beta) / 2**30
 
     def seconds(self, kind: str, nbytes: float, layout: Layout, dim: str) -> float:
         fixed, each = self.line(kind, *layout.ranks_per_node(dim, self.hw.node))
@@ -136,27 +136,27 @@ class Prices:
             layout.ranks_per_node("expert", node_size),
             layout.zero,
         )
-        if (found := self._stored.get(key)) is None:
-            found = self._stored[key] = NodePrice()
+        if (result := self._stored.get(key)) is None:
+            result = self._stored[key] = NodePrice()
             for i in self.stores[node.name]:
-                self._parameter(node, i, strategy.ins[i], layout, found)
-        return found
+                self._parameter(node, i, strategy.ins[i], layout, result)
+        return result
 
     def activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
         """The seconds of :meth:`price` that have nothing to do with parameters; often a matter of tokens and tp
         alone.
         """
         key = self._key(node, strategy, layout)
-        if (found := self._prices.get(key)) is None:
-            found = self._prices[key] = self._activations(node, strategy, layout)
-        return found
+        if (result := self._prices.get(key)) is None:
+            result = self._prices[key] = self._activations(node, strategy, layout)
+        return result
 
     def sizes(self, node: Node, strategy: Strategy, layout: Layout) -> tuple[float, float]:
         """The bytes of :meth:`price` that are kept, and those at hand in the backward."""
         key = self._key(node, strategy, layout)
-        if (found := self._sizes.get(key)) is None:
-            found = self._sizes[key] = self._sized(node, strategy, layout)
-        return found
+        if (result := self._sizes.get(key)) is None:
+            result = self._sizes[key] = self._sized(node, strategy, layout)
+        return result
 
     def _key(self, node: Node, strategy: Strategy, layout: Layout) -> tuple:
         rows = layout.dp * layout.microbatches * layout.ep * layout.cp
@@ -166,15 +166,15 @@ class Prices:
         return (strategy, layout.tp, rows) if alone else (strategy, layout.tp, layout.ep, layout.cp, rows)
 
     def _activations(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
-        made = NodePrice()
+        result = NodePrice()
         best = None
         for how, other, without, moved, tag in self._around(node, strategy, layout):
             forward, backward = self._time(node, strategy, layout, other, without, tag)
             if best is None or forward + backward + moved < best[0]:
                 best = (forward + backward + moved, forward, backward, moved, how)
-        _, made.forward, made.backward, made.moved, made.how = best
-        made.moved += self._inside(node, strategy, layout)
-        return made
+        _, result.forward, result.backward, result.moved, result.how = best
+        result.moved += self._inside(node, strategy, layout)
+        return result
 
     def _sized(self, node: Node, strategy: Strategy, layout: Layout) -> tuple[float, float]:
         labels = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
@@ -234,8 +234,8 @@ class Prices:
                 spec, shape=self.space.local(use.dims, use.shape, layout, labels.get(id(use), {}), without), expanded=()
             )
 
-        args = localized(node.args, node.call.args, size)
-        out = localized(outs[0] if isinstance(node.call.out, Spec) else outs, node.call.out, size)
+        args = localize(node.args, node.call.args, size)
+        out = localize(outs[0] if isinstance(node.call.out, Spec) else outs, node.call.out, size)
         if node.op == "attention" and len(args) > 4 and args[4] and self._by_query(node, strategy, other):
             args = (*args[:4], False, *args[5:])  # a mask of the rank's rows: nothing is skipped
         call = dataclasses.replace(node.call, args=args, out=out)
@@ -298,18 +298,18 @@ class Prices:
         for other in self.space.labelled(
             node, layout.cp, lambda a: self.space.axes.size[a] // (self.space.parts(layout, a, "cp") * taken.get(a, 1))
         ):
-            by = {x for x in (*other.ins, *other.outs) if isinstance(x, int)}
-            if self.problem.batch in by:
+            factor = {x for x in (*other.ins, *other.outs) if isinstance(x, int)}
+            if self.problem.batch in factor:
                 continue
-            heads = self.problem.sequence not in by
-            if self.ways and ("ulysses" if heads else "kv_allgather") not in self.ways:
+            heads = self.problem.sequence not in factor
+            if self.sequence_strategies and ("ulysses" if heads else "kv_allgather") not in self.sequence_strategies:
                 continue
             yield (
                 ("ulysses" if heads else "kv_allgather"),
                 other,
                 "cp",
                 moved + self._there_and_back(node, strategy, other, layout),
-                f"cp{sorted(by)}",
+                f"cp{sorted(factor)}",
             )
         whole = Strategy((R,) * len(node.uses), (R,) * len(node.outs))
         yield "whole", whole, "cp", moved + self._there_and_back(node, strategy, whole, layout), "cp whole"
@@ -350,7 +350,7 @@ class Prices:
 
     # ---------------------------------------------------------------- parameters
 
-    def _parameter(self, node: Node, i: int, label: Label, layout: Layout, made: NodePrice) -> None:
+    def _parameter(self, node: Node, i: int, label: Label, layout: Layout, result: NodePrice) -> None:
         parameter = node.uses[i].value.parameter
         expert = any(a in self.space.expert_atoms for d in node.uses[i].value.dims for a in d)
         n = parameter.bytes / (layout.tp if isinstance(label, int) else 1) / (layout.ep if expert else 1)
@@ -365,19 +365,19 @@ class Prices:
                 if parameter.trained
                 else 0
             )
-            made.state += share + states + (share if parameter.trained else 0) + (n if zero == "zero2" else 0)
+            result.state += share + states + (share if parameter.trained else 0) + (n if zero == "zero2" else 0)
             if parameter.trained:
-                made.update += (2 * states + 3 * share) / self.hw.memory_rate
+                result.update += (2 * states + 3 * share) / self.hw.memory_rate
         if zero != "never":
             gather = self.seconds("all_gather", n, layout, dim)
-            made.gather += gather
-            made.reduce += gather if zero == "zero3" else 0.0
-            made.gathered += n if zero == "zero3" else 0.0
+            result.gather += gather
+            result.reduce += gather if zero == "zero3" else 0.0
+            result.gathered += n if zero == "zero3" else 0.0
         if not parameter.trained:
             return
         if zero != "never":
-            made.reduce += self.seconds("reduce_scatter", n, layout, dim)
+            result.reduce += self.seconds("reduce_scatter", n, layout, dim)
         else:
-            made.reduce += self.seconds("all_reduce", n, layout, dim)
+            result.reduce += self.seconds("all_reduce", n, layout, dim)
         if label == SUMMED:
-            made.reduce += self.seconds("all_reduce", share, layout, "tp")
+            result.reduce += self.seconds("all_reduce", share, layout, "tp")

@@ -37,14 +37,14 @@ class Repetition:
         """The name that ``name`` of the shortened model has in the whole one."""
         parts = name.split(".")
         for end in range(len(parts), 0, -1):
-            if (found := self.names.get(".".join(parts[:end]))) is not None:
-                return ".".join([found, *parts[end:]])
+            if (result := self.names.get(".".join(parts[:end]))) is not None:
+                return ".".join([result, *parts[end:]])
         return name
 
 
 def repetition(model: nn.Module) -> Repetition:
     """Find the runs of ``model``; the model itself stays as it is, and parameters are shared, not copied."""
-    found = Repetition(model, module_names=[n for n, _ in model.named_modules()])
+    result = Repetition(model, module_names=[n for n, _ in model.named_modules()])
     owners: dict[int, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[id(p)] = owners.get(id(p), 0) + 1
@@ -55,37 +55,37 @@ def repetition(model: nn.Module) -> Repetition:
     for path, layers in lists:
         if any(path.startswith(f"{outer}.") for outer in kept) or any(owners[id(p)] > 1 for p in layers.parameters()):
             continue
-        signs = [_signature(layer, i, found.notes) for i, layer in enumerate(layers)]
+        signs = [_signature(layer, i, result.notes) for i, layer in enumerate(layers)]
         chosen, start = [], 0
         for i in range(1, len(signs) + 1):
             if i == len(signs) or signs[i] != signs[start]:
                 members = list(range(start, i))
                 if len(members) > TRACED:
-                    found.runs.append(([f"{path}.{j}" for j in members], [f"{path}.{j}" for j in members[:TRACED]]))
+                    result.runs.append(([f"{path}.{j}" for j in members], [f"{path}.{j}" for j in members[:TRACED]]))
                 chosen += members[:TRACED]
                 start = i
         if len(chosen) < len(layers):
             kept[path] = chosen
-            found.names.update({f"{path}.{new}": f"{path}.{old}" for new, old in enumerate(chosen)})
-    found.notes = sorted(set(found.notes))
+            result.names.update({f"{path}.{new}": f"{path}.{old}" for new, old in enumerate(chosen)})
+    result.notes = sorted(set(result.notes))
     if kept:
-        found.model = _shortened(model, "", kept)
-    return found
+        result.model = _shorten(model, "", kept)
+    return result
 
 
-def _shortened(module: nn.Module, path: str, kept: dict[str, list[int]]) -> nn.Module:
+def _shorten(module: nn.Module, path: str, kept: dict[str, list[int]]) -> nn.Module:
     """A shallow copy of ``module`` whose lists have the kept layers; modules without such a list inside are shared."""
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
+    result = copy.copy(module)
+    result._modules = dict(module._modules)
     if path in kept:
         layers = list(module._modules.values())
-        made._modules = {str(new): layers[old] for new, old in enumerate(kept[path])}
-        return made
+        result._modules = {str(new): layers[old] for new, old in enumerate(kept[path])}
+        return result
     for name, child in module._modules.items():
         inner = f"{path}.{name}".lstrip(".")
         if child is not None and any(k == inner or k.startswith(f"{inner}.") for k in kept):
-            made._modules[name] = _shortened(child, inner, kept)
-    return made
+            result._modules[name] = _shorten(child, inner, kept)
+    return result
 
 
 _SKIPPED = frozenset(("_parameters", "_buffers", "_modules"))

@@ -89,8 +89,14 @@ def meshes(
     expert groups divide the experts. ``fixed`` names dimensions with their sizes; tp else stays inside a machine of
     ``node`` ranks."""
 
-    def choices(name: str, left: int) -> list[int]:
-        return [fixed[name]] if name in fixed and left % fixed[name] == 0 else [] if name in fixed else divisors(left)
+    def choices(name: str, remaining: int) -> list[int]:
+        return (
+            [fixed[name]]
+            if name in fixed and remaining % fixed[name] == 0
+            else []
+            if name in fixed
+            else divisors(remaining)
+        )
 
     for tp in choices("tp", devices):
         if node and tp > node and "tp" not in fixed:
@@ -131,8 +137,8 @@ def _apart(numbers: list[int], times: float) -> list[int]:
     """The first and the last of rising ``numbers``, and of the others those that are at least so many times the one
     before.
     """
-    found = numbers[:1]
+    result = numbers[:1]
     for n in numbers[1:]:
-        if n >= times * found[-1]:
-            found.append(n)
-    return found if found[-1] == numbers[-1] else [*found, numbers[-1]]
+        if n >= times * result[-1]:
+            result.append(n)
+    return result if result[-1] == numbers[-1] else [*result, numbers[-1]]

@@ -108,5 +108,5 @@ def _coarser(known: dict[int, Any], cut: int) -> tuple[Any, int]:
     An n-th of a microbatch takes at least an n-th of its time: launches and weights are the same, local sizes no
     smaller than an n-th, and no operator has more ways.
     """
-    found = max((c for c in known if cut % c == 0), default=0)
-    return (known[found], cut // found) if found else (None, 1)
+    result = max((c for c in known if cut % c == 0), default=0)
+    return (known[result], cut // result) if result else (None, 1)

@@ -42,15 +42,15 @@ class Move:
 
 def moves(problem: Problem) -> list[Move]:
     """The values that go from one operator to others."""
-    found: dict[tuple, Move] = {}
+    results: dict[tuple, Move] = {}
     for e in problem.edges:
-        made = found.setdefault((e.value, e.where), Move(e.value, e.where, []))
-        made.readers.append(e)
+        result = results.setdefault((e.value, e.where), Move(e.value, e.where, []))
+        result.readers.append(e)
         run, more = e.count
-        made.times, made.staged = (
+        result.times, result.staged = (
             (float(max(0, len(problem.runs[run]) + more)), True) if run >= 0 else (float(more), False)
         )
-    return list(found.values())
+    return list(results.values())
 
 
 def kind(p: Label, t: Label) -> str:
@@ -70,19 +70,19 @@ def there_and_back(move: Move, p: Label, t: Label) -> tuple[str, str]:
 def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
     """Whether a plan can say that the value moves so before this reader, or DTensor does it unasked: it sums what an
     operator needs whole."""
-    made = move.value.producer
+    result = move.value.producer
     if p == t or not move.value.shape:
         return True
     if edge.node.op in EXPERTS and edge.argument:
         return True  # choices, their weights and counts go where the rows are
-    if made.op in EXPERTS and made.op != UNPERMUTE:
+    if result.op in EXPERTS and result.op != UNPERMUTE:
         return p in (P, R) and t in (
             R,
             SUMMED,
         )  # rows stay where they were sorted until they are back; experts divided inside make sums
     if edge.node.op in EXPERTS and edge.node.op != PERMUTE:
         return False
-    return (p in (P, R) and t in (R, SUMMED)) or leaves(made, move.value, t) or expressible(edge)
+    return (p in (P, R) and t in (R, SUMMED)) or leaves(result, move.value, t) or expressible(edge)
 
 
 class Pair(NamedTuple):
@@ -121,7 +121,7 @@ class Flows:
         self._tied()
         kinds = {k: i for i, k in enumerate(KINDS)}
         words = [there_and_back(moves[a.move], a.p, a.t) for a in self.pairs]
-        self.there, self.back = (np.array([kinds[w[i]] for w in words], dtype=int) for i in (0, 1))
+        self.forth, self.back = (np.array([kinds[w[i]] for w in words], dtype=int) for i in (0, 1))
         self.of, self.at = (
             np.array([x(a) for a in self.pairs], dtype=int) for x in (lambda a: a.move, lambda a: a.column)
         )
@@ -143,28 +143,28 @@ class Flows:
         return self.columns - 1
 
     def _move(self, number: int, move: Move) -> None:
-        made = move.value.producer
+        result = move.value.producer
         sources: dict[Label, list[int]] = {}
-        for i, s in enumerate(self.choices[made]):
-            sources.setdefault(s.outs[move.value.index], []).append(self.first[made] + i)
+        for i, s in enumerate(self.choices[result]):
+            sources.setdefault(s.outs[move.value.index], []).append(self.first[result] + i)
         targets = []
         for edge in move.readers:
-            found: dict[Label, list[int]] = {}
+            results: dict[Label, list[int]] = {}
             for i, s in enumerate(self.choices[edge.node]):
-                found.setdefault(s.ins[edge.argument], []).append(self.first[edge.node] + i)
-            targets.append(found)
+                results.setdefault(s.ins[edge.argument], []).append(self.first[edge.node] + i)
+            targets.append(results)
         pairs = {}
         for p in sources:
-            for t in dict.fromkeys(t for found in targets for t in found):
+            for t in dict.fromkeys(t for result in targets for t in result):
                 if kind(p, t) != "never" and any(
-                    sayable(move, p, t, e) for e, found in zip(move.readers, targets) if t in found
+                    sayable(move, p, t, e) for e, result in zip(move.readers, targets) if t in result
                 ):
                     pairs[p, t] = self._column()
                     self.pairs.append(Pair(number, p, t, pairs[p, t]))
-        for edge, found in zip(move.readers, targets):
+        for edge, results in zip(move.readers, targets):
             mine = {}
             for (p, t), y in pairs.items():
-                if t not in found or not sayable(move, p, t, edge):
+                if t not in results or not sayable(move, p, t, edge):
                     continue
                 if len(targets) == 1:
                     mine[p, t] = y
@@ -178,7 +178,7 @@ class Flows:
                     0,
                     0,
                 )
-            for t, columns in found.items():
+            for t, columns in results.items():
                 self._row(
                     [c for (_, u), c in mine.items() if u == t] + columns,
                     [1.0] * sum(u == t for _, u in mine) + [-1.0] * len(columns),

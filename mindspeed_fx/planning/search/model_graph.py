@@ -31,7 +31,7 @@ class _Seen(Exception):
     """Ends the run of the traced model before it starts."""
 
 
-def trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Problem:
+def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Problem:
     """The search's view of ``model``: two of each kind of layer are traced, or all where that is no proof.
 
     Args:
@@ -44,23 +44,23 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Prob
     short = repetition(model)
     if short.runs:
         try:
-            return build_problem(*_captured(short.model, args, kwargs, contextlib.nullcontext()), short.model, short)
+            return build_problem(*_capture(short.model, args, kwargs, contextlib.nullcontext()), short.model, short)
         except NotRepeated as e:
             why = str(e)
         except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException) as e:
             why = f"the model does not run with fewer layers ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
         whole = Repetition(model, notes=[*short.notes, f"every layer was traced and is planned by itself: {why}"])
-        return build_problem(*_captured(model, args, kwargs), model, whole)
-    return build_problem(*_captured(model, args, kwargs), model, short)
+        return build_problem(*_capture(model, args, kwargs), model, whole)
+    return build_problem(*_capture(model, args, kwargs), model, short)
 
 
-def _captured(
+def _capture(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], named: Any = None
 ) -> tuple[fx.GraphModule, list[str | None]]:
     """The graph of ``model`` and the names of its inputs; a break is told within ``named``."""
     from mindspeed_fx.backend import Compilation
 
-    made: list[fx.GraphModule] = []
+    results: list[fx.GraphModule] = []
     wrong: list[str] = []
     names: list[list[str | None]] = []
     parameters = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
@@ -86,10 +86,10 @@ def _captured(
                     "stacked weights [experts, ., .]"
                 )
         make_writes_functional(gm)
-        made.append(gm)
+        results.append(gm)
 
-        def run(*given: Any) -> Any:
-            names.append([parameters.get(id(x), "" if id(x) in buffers else None) for x in given])
+        def run(*args: Any) -> Any:
+            names.append([parameters.get(id(x), "" if id(x) in buffers else None) for x in args])
             raise _Seen
 
         return run
@@ -104,4 +104,4 @@ def _captured(
         torch._dynamo.reset()
     if wrong:
         raise ShardingError(wrong[0])
-    return made[0], names[0]
+    return results[0], names[0]

@@ -166,13 +166,13 @@ class NotRepeated(Exception):
     """The trace does not show what the module tree promised."""
 
 
-def localized(args: Any, call_args: Any, size: Any) -> Any:
+def localize(args: Any, call_args: Any, size: Any) -> Any:
     """``call_args`` with every :class:`Spec` at its local size: ``size(use, spec)`` gives the shape."""
     if isinstance(call_args, Spec):
         return size(args, call_args)
     if isinstance(call_args, (tuple, list)):
-        given = list(args) if isinstance(args, (tuple, list)) else []
+        arguments = list(args) if isinstance(args, (tuple, list)) else []
         return type(call_args)(
-            localized(given[i] if i < len(given) else None, c, size) for i, c in enumerate(call_args)
+            localize(arguments[i] if i < len(arguments) else None, c, size) for i, c in enumerate(call_args)
         )
     return call_args

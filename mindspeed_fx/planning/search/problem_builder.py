@@ -22,7 +22,7 @@ from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.planning.search.axes import Axes, Dim
 from mindspeed_fx.planning.search.layer_dedup import Repetition
 from mindspeed_fx.planning.search.problem import Edge, Node, NotRepeated, Parameter, Problem, Use, Value
-from mindspeed_fx.planning.search.strategies import name_of, rows, tensor_arguments
+from mindspeed_fx.planning.search.strategies import name_of, strategy_rows, tensor_arguments
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
 
@@ -53,7 +53,7 @@ class _Builder:
         self.names = dict(zip(placeholders, names, strict=True))
         self.values: dict[fx.Node, Any] = {}
         self.nodes: list[Node] = []
-        self.found = Problem(
+        self.problem = Problem(
             self.axes, [], [], [], [whole for whole, _ in repeated.runs], None, None, [], notes=list(repeated.notes)
         )
         self.parameters: dict[str, Parameter] = {}
@@ -74,7 +74,7 @@ class _Builder:
             elif node.op == "call_function":
                 self._function(node)
         for op, where in self.unknown.items():
-            self.found.notes.append(f"{op} has no sharding rule: computed whole on every rank ({where})")
+            self.problem.notes.append(f"{op} has no sharding rule: computed whole on every rank ({where})")
         inputs = [
             v
             for v, n in self.names.items()
@@ -82,22 +82,22 @@ class _Builder:
         ]
         if not inputs:
             raise ShardingError("the model has no tensor input whose batch could be divided")
-        self.found.inputs = [
+        self.problem.inputs = [
             (n.name, self.values[n].shape, [self.axes.atoms(d) for d in self.values[n].dims]) for n in inputs
         ]
         first = max((self.values[n] for n in inputs), key=lambda u: len(u.shape) >= 2)
-        self.found.batch = next(iter(self.axes.atoms(first.dims[0])), None)
-        self.found.sequence = next(iter(self.axes.atoms(first.dims[1])), None) if len(first.shape) >= 2 else None
-        self.found.parameters = list(self.parameters.values())
-        self.found.module_names = self.repeated.module_names or [n for n, _ in self.model.named_modules()]
+        self.problem.batch = next(iter(self.axes.atoms(first.dims[0])), None)
+        self.problem.sequence = next(iter(self.axes.atoms(first.dims[1])), None) if len(first.shape) >= 2 else None
+        self.problem.parameters = list(self.parameters.values())
+        self.problem.module_names = self.repeated.module_names or [n for n, _ in self.model.named_modules()]
         self._experts()
         self._fold()
         self._settle()
-        return self.found
+        return self.problem
 
     def _settle(self) -> None:
         """Every dimension in the atoms that are left: nothing is split from here on."""
-        for node in self.found.nodes:
+        for node in self.problem.nodes:
             for thing in (*node.uses, *(u.value for u in node.uses), *node.outs):
                 thing.dims = [self.axes.atoms(d) for d in thing.dims]
 
@@ -162,13 +162,13 @@ class _Builder:
 
     def _constant(self, node: fx.Node, uses: list[Use], value: Any) -> None:
         """Made from inputs and constants alone, without a gradient: every rank makes what it needs."""
-        made = self.values[node] = self._fresh(node.name, value)
-        if isinstance(made, Use):
-            self._tie(node, uses, [made.value], [made])
+        result = self.values[node] = self._fresh(node.name, value)
+        if isinstance(result, Use):
+            self._tie(node, uses, [result.value], [result])
 
     def _operator(self, node: fx.Node, name: str, uses: list[Use], value: Any) -> None:
-        made = self._fresh(node.name, value)
-        outs = [made] if isinstance(made, Use) else [u for u in made if isinstance(u, Use)]
+        result = self._fresh(node.name, value)
+        outs = [result] if isinstance(result, Use) else [u for u in result if isinstance(u, Use)]
         call = self.calls.get(node.name)
         layer = self._layer(node)
         here = Node(
@@ -181,14 +181,14 @@ class _Builder:
             (),
             uses,
             [u.value for u in outs],
-            rows(node),
+            strategy_rows(node),
         )
         here.args = fx.map_arg(tuple(node.args), lambda a: self.values.get(a))
         if here.rows is None:
             self.unknown.setdefault(name, f'module "{here.module}"')
         for i, u in enumerate(outs):
             u.value.producer, u.value.index = here, i
-        self.values[node] = made
+        self.values[node] = result
         self._tie(node, uses, here.outs, outs)
         here.copy = layer[1]  # type: ignore[attr-defined]
         for i, u in enumerate(uses):
@@ -203,35 +203,35 @@ class _Builder:
         path = self.repeated.whole_name(module_path(node))
         parts = path.split(".")
         for end in range(len(parts), 0, -1):
-            if (found := self.layer_of.get(".".join(parts[:end]))) is not None:
-                return found
+            if (result := self.layer_of.get(".".join(parts[:end]))) is not None:
+                return result
         return -1, 0
 
     # ---------------------------------------------------------------- axes
 
-    def _tie(self, node: fx.Node, uses: list[Use], outs: list[Value], made: list[Use]) -> None:
+    def _tie(self, node: fx.Node, uses: list[Use], outs: list[Value], outputs: list[Use]) -> None:
         name = name_of(node)
         if name == "moe_permute":
-            tokens, choices = uses[0], made[0].shape[0] // uses[0].shape[0]
+            tokens, choices = uses[0], outputs[0].shape[0] // uses[0].shape[0]
             chosen = self.axes.new(choices)
-            self.found.choices.update(chosen)
-            made[0].dims[0] = outs[0].dims[0] = (*tokens.dims[0], *chosen)
-            made[0].dims[1] = outs[0].dims[1] = tokens.dims[1]
-            made[1].dims[0] = outs[1].dims[0] = made[0].dims[0]
+            self.problem.choices.update(chosen)
+            outputs[0].dims[0] = outs[0].dims[0] = (*tokens.dims[0], *chosen)
+            outputs[0].dims[1] = outs[0].dims[1] = tokens.dims[1]
+            outputs[1].dims[0] = outs[1].dims[0] = outputs[0].dims[0]
             return
         if name == "moe_unpermute":
             dims = self.axes.atoms(uses[0].dims[0])
-            if dims and dims[-1] in {a for c in self.found.choices for a in self.axes.atoms((c,))}:
-                self.axes.unify(made[0].dims[0], dims[:-1])
-                self.axes.unify(made[0].dims[1], uses[0].dims[1])
+            if dims and dims[-1] in {a for c in self.problem.choices for a in self.axes.atoms((c,))}:
+                self.axes.unify(outputs[0].dims[0], dims[:-1])
+                self.axes.unify(outputs[0].dims[1], uses[0].dims[1])
             return
         sized = list(uses)
-        for results, inputs in rows(node) or []:
-            tied = [(made[i], int(p)) for i, p in enumerate(results) if i < len(made) and not isinstance(p, str)]
-            given = [(sized[i], int(p)) for i, p in enumerate(inputs) if i < len(sized) and not isinstance(p, str)]
+        for results, inputs in strategy_rows(node) or []:
+            tied = [(outputs[i], int(p)) for i, p in enumerate(results) if i < len(outputs) and not isinstance(p, str)]
+            arguments = [(sized[i], int(p)) for i, p in enumerate(inputs) if i < len(sized) and not isinstance(p, str)]
             if name == "grouped_matmul" and inputs[:2] == [0, 0]:
                 continue
-            members = given + tied
+            members = arguments + tied
             for other, d in members[1:]:
                 first, e = members[0]
                 if first.shape[e] == other.shape[d]:
@@ -243,9 +243,9 @@ class _Builder:
         for node in self.nodes:
             if node.op == "grouped_matmul":
                 rows_, experts = self.axes.atoms(node.uses[0].dims[0]), node.uses[1].dims[0]
-                if rows_ and rows_[-1] in {a for c in self.found.choices for a in self.axes.atoms((c,))}:
+                if rows_ and rows_[-1] in {a for c in self.problem.choices for a in self.axes.atoms((c,))}:
                     self.axes.unify(sorted_by.setdefault(rows_[-1], experts), experts)
-        self.found.experts = {
+        self.problem.experts = {
             rows_: atoms[0] for rows_, experts in sorted_by.items() if (atoms := self.axes.atoms(experts))
         }
 
@@ -268,7 +268,7 @@ class _Builder:
                 first.update(zip(theirs, mine))
         self._same_wiring(first)
         values = {o: first[n].outs[i] for n in first for i, o in enumerate(n.outs)}
-        self.found.nodes = [n for n in self.nodes if n not in first]
+        self.problem.nodes = [n for n in self.nodes if n not in first]
         seen: set[tuple] = set()
         for n in self.nodes:
             for i, use in enumerate(n.uses):
@@ -277,24 +277,24 @@ class _Builder:
                 edge = self._edge(use.value, values.get(use.value, use.value), n, first.get(n, n), i)
                 if edge is not None and (key := (edge.value, edge.node, edge.argument, edge.where)) not in seen:
                     seen.add(key)
-                    self.found.edges.append(edge)
-        kept = {id(u.value.parameter) for n in self.found.nodes for u in n.uses if u.value.parameter}
-        self.found.parameters = [p for p in self.found.parameters if id(p) in kept]
-        for p in self.found.parameters:
+                    self.problem.edges.append(edge)
+        kept = {id(u.value.parameter) for n in self.problem.nodes for u in n.uses if u.value.parameter}
+        self.problem.parameters = [p for p in self.problem.parameters if id(p) in kept]
+        for p in self.problem.parameters:
             p.users = [(n, i) for n, i in p.users if n not in first]
 
     def _edge(self, value: Value, kept: Value, node: Node, reader: Node, argument: int) -> Edge | None:
-        made, used = value.producer, node
-        same = made.run == used.run
-        if same and made.run >= 0 and made.copy == used.copy:
-            return Edge(kept, reader, argument, ("inside",), (made.run, 0)) if made.copy == 0 else None
-        if same and made.run >= 0:
-            return Edge(kept, reader, argument, ("between",), (made.run, -1))
-        if used.run >= 0 and used.copy > 0 and made.run < 0:
+        result, used = value.producer, node
+        same = result.run == used.run
+        if same and result.run >= 0 and result.copy == used.copy:
+            return Edge(kept, reader, argument, ("inside",), (result.run, 0)) if result.copy == 0 else None
+        if same and result.run >= 0:
+            return Edge(kept, reader, argument, ("between",), (result.run, -1))
+        if used.run >= 0 and used.copy > 0 and result.run < 0:
             return Edge(kept, reader, argument, ("in", used.run), (-1, 1))
-        last = len(self.repeated.runs[made.run][1]) - 1 if made.run >= 0 else 0
-        if made.run >= 0 and made.copy < last and used.run < 0:
-            return Edge(kept, reader, argument, ("every",), (made.run, 0))
+        last = len(self.repeated.runs[result.run][1]) - 1 if result.run >= 0 else 0
+        if result.run >= 0 and result.copy < last and used.run < 0:
+            return Edge(kept, reader, argument, ("every",), (result.run, 0))
         return Edge(kept, reader, argument, ("out", used.run), (-1, 1))
 
     def _sign(self, n: Node) -> tuple:

@@ -17,7 +17,7 @@ class Recomputation:
         self._again: dict[Node, bool] = {}
         self._wanted: dict[Move, bool] = {}
 
-    def keeps(self, move: Move, p: Label, t: Label, there: float, nbytes: float) -> tuple[float, float]:
+    def keeps(self, move: Move, p: Label, t: Label, forth: float, nbytes: float) -> tuple[float, float]:
         """Bytes kept of a move for the backward, and seconds that the backward spends to have it again."""
         if (wanted := self._wanted.get(move)) is None:
             wanted = self._wanted[move] = any(_saves(e) for e in move.readers)
@@ -26,10 +26,10 @@ class Recomputation:
         if mode == "full" and not inside and any(e.node.run >= 0 for e in move.readers):
             return (
                 min(nbytes, self.prices.space.nbytes(value, self.layout, p) if p != P else nbytes),
-                there if p != P else 0.0,
+                forth if p != P else 0.0,
             )
         if mode == "full" and inside:
-            return 0.0, there
+            return 0.0, forth
         if not wanted:
             return 0.0, 0.0
         if (
@@ -40,9 +40,9 @@ class Recomputation:
             and inside
             and _inputs_kept(value.producer)
         ):
-            return 0.0, there
+            return 0.0, forth
         if mode == NORMS_AND_ACTIVATIONS and isinstance(p, int) and p != t:
-            return nbytes / self.layout.tp, there
+            return nbytes / self.layout.tp, forth
         return nbytes, 0.0
 
     def again(self, node: Node) -> bool:

@@ -28,9 +28,9 @@ def picture(plan: Any) -> str:
     moved: dict[Any, list[str]] = {}
     for move, p, t, seconds, _ in solution.moves:
         if seconds:
-            there, back = plan.collective_words(move, p, t)
+            forth, back = plan.collective_words(move, p, t)
             moved.setdefault(move.value.producer, []).append(
-                f"{there or 'nothing'} forward, {back or 'nothing'} backward: {seconds * 1e3:.2f} ms"
+                f"{forth or 'nothing'} forward, {back or 'nothing'} backward: {seconds * 1e3:.2f} ms"
             )
     for run in [-1, *range(len(problem.runs))]:
         nodes = [n for n in problem.nodes if n.run == run]

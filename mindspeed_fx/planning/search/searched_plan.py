@@ -9,7 +9,7 @@ from typing import Any, Sequence
 
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.planning.search import constraints
-from mindspeed_fx.planning.search.branch_and_bound import Outcome, search
+from mindspeed_fx.planning.search.branch_and_bound import Outcome, branch_and_bound
 from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import divisors
 from mindspeed_fx.planning.search.lp_structure import there_and_back
@@ -48,10 +48,10 @@ class SearchedPlan(Plan):
     @classmethod
     def of(cls, searched: Searched, solution: Solution) -> "SearchedPlan":
         parts, unsupported = emit(searched.problem, solution)
-        made = cls(name=str(solution.layout), **parts)
+        result = cls(name=str(solution.layout), **parts)
         for name, value in (("searched", searched), ("solution", solution), ("unsupported", unsupported)):
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(result, name, value)
+        return result
 
     def __reduce__(self) -> tuple:
         return Plan, tuple(getattr(self, f.name) for f in dataclasses.fields(Plan))
@@ -99,12 +99,12 @@ class SearchedPlan(Plan):
         """Time and memory by kind of layer: layer, count, compute, collectives (seconds of one), state, kept (bytes of
         one).
         """
-        problem, s, found = self.searched.problem, self.solution, []
+        problem, s, results = self.searched.problem, self.solution, []
         for run in [-1, *range(len(problem.runs))]:
             nodes = [n for n in problem.nodes if n.run == run]
             mine = [(m, sec, kept) for m, _, _, sec, kept in s.moves if m.value.producer.run == run]
             turns = s.layout.microbatches
-            found.append(
+            results.append(
                 {
                     "layer": "around the layers"
                     if run < 0
@@ -116,14 +116,14 @@ class SearchedPlan(Plan):
                     "kept": sum(kept for m, _, kept in mine if m.times),
                 }
             )
-        return found
+        return results
 
     def collectives(self) -> list[dict[str, Any]]:
         """What moves on tp, each: value, module, from, to, seconds there and back in one layer and microbatch."""
         rows = []
         for move, p, t, seconds, _ in self.solution.moves:
             if seconds or (p == R) != (t in (R, SUMMED)):
-                there, back = self.collective_words(move, p, t)
+                forth, back = self.collective_words(move, p, t)
                 rows.append(
                     {
                         "value": move.value.producer.op,
@@ -137,7 +137,7 @@ class SearchedPlan(Plan):
                         ),
                         "from": self.say(p),
                         "as": self.say(t),
-                        "forward": there,
+                        "forward": forth,
                         "backward": back,
                         "seconds": seconds,
                     }
@@ -191,10 +191,10 @@ class SearchedPlan(Plan):
                 f" ({size} elements, heads or groups of them, do not divide)" if d is not None else ""
             )
         program.priced()
-        made = program.solve(integral=True, seconds=5.0)
-        if made is None:
+        result = program.solve(integral=True, seconds=5.0)
+        if result is None:
             return f"{head}: does not fit in {self.searched.memory / GiB:.1f} GiB"
-        return f"{head}: loses {self._against(program.evaluate(made[1], made[0]))}"
+        return f"{head}: loses {self._against(program.evaluate(result[1], result[0]))}"
 
     def _without_tp(self, parameter: Any, word: str) -> str:
         """Against the best plan that has tp inside a machine, beside dp alone."""
@@ -203,7 +203,7 @@ class SearchedPlan(Plan):
         for tp in (n for n in divisors(self.searched.devices) if 2 <= n <= self.searched.prices.hw.node):
             fixed = {**dict.fromkeys(("pp", "cp", "ep"), 1), "tp": tp, "dp": self.searched.devices // tp}
             try:
-                made = search(
+                result = branch_and_bound(
                     self.searched.problem,
                     self.searched.prices.hw,
                     self.searched.devices,
@@ -216,7 +216,7 @@ class SearchedPlan(Plan):
             except ShardingError as e:
                 why = why or str(e)
                 continue
-            best = made if best is None or made.seconds < best.seconds else best
+            best = result if best is None or result.seconds < best.seconds else best
         if best is None:
             return f"this plan has no tp, and none with it is possible: {why or 'the devices do not divide'}"
         return f"this plan has no tp; the best one that has ({best.layout}) loses {self._against(best)}"
@@ -262,7 +262,7 @@ class SearchedPlan(Plan):
         zero = tuple(sorted({"zero2" if z == "zero1" else z for z in other.gather.values() if z != "never"})) or (
             "never",
         )
-        found = search(
+        result = branch_and_bound(
             self.searched.problem,
             self.searched.prices.hw,
             self.searched.devices,
@@ -273,7 +273,7 @@ class SearchedPlan(Plan):
             allowed=constraints.following(other, self.searched.problem),
             **{k: v for k, v in self.searched.settings.items() if k != "fixed"},
         )
-        return found.solutions[0]
+        return result.solutions[0]
 
     def diff(self, other: Plan) -> str:
         """As :meth:`Plan.diff`, below what the change costs under the same model."""
@@ -362,13 +362,13 @@ class SearchedPlan(Plan):
 def _word(placements: Any) -> str:
     if isinstance(placements, str):
         return placements
-    given = list(placements)
-    if len(given) != 1:
+    arguments = list(placements)
+    if len(arguments) != 1:
         raise ShardingError(
-            f"explain: {len(given)} placements; one is expected, that on tp: the other dimensions have no choice of "
-            "their own"
+            f"explain: {len(arguments)} placements; one is expected, that on tp: the other dimensions have no choice "
+            "of their own"
         )
-    p = given[0]
+    p = arguments[0]
     return p if isinstance(p, str) else "R" if p.is_replicate() else f"S({p.dim})"
 
 

@@ -124,10 +124,10 @@ class Program:
                 ]
         nbytes = np.array([self.bytes[m.value] for m in self.moves])[f.of]
         cost[f.at] = (
-            f.layered * f.times * (fixed[f.there] + each[f.there] * nbytes + fixed[f.back] + each[f.back] * nbytes)
+            f.layered * f.times * (fixed[f.forth] + each[f.forth] * nbytes + fixed[f.back] + each[f.back] * nbytes)
         )
-        made = f.linear.minimum(cost)
-        return made[0] if made is not None else float("inf")
+        result = f.linear.minimum(cost)
+        return result[0] if result is not None else float("inf")
 
     def lower(self, core: float = 0.0) -> tuple[float, float]:
         """Seconds and bytes that every choice in this layout needs; ``core``: see :meth:`core`."""
@@ -161,8 +161,8 @@ class Program:
     def move_costs(self, move: Move, p: Label, t: Label, readers: list[Edge]) -> tuple[float, float, float] | None:
         """Seconds there, seconds back, bytes at ``t``; None for what no plan does."""
         n = self.bytes[move.value]
-        there = kind(p, t)
-        if there == "never" or not any(sayable(move, p, t, e) for e in readers):
+        forth = kind(p, t)
+        if forth == "never" or not any(sayable(move, p, t, e) for e in readers):
             return None
         (a, b), (c, d) = (self.lines[k] for k in there_and_back(move, p, t))
         return a + b * n, c + d * n, n / (self.layout.tp if isinstance(t, int) else 1)
@@ -176,17 +176,17 @@ class Program:
         if integral:
             optimize, sparse = milp()
             matrix = sparse.csr_matrix((rows[2], (rows[0], rows[1])), shape=(len(lower), n))
-            made = optimize.milp(
+            result = optimize.milp(
                 c,
                 constraints=optimize.LinearConstraint(matrix, lower, upper),
                 bounds=optimize.Bounds(0, np.inf),
                 integrality=integrality,
                 options={"mip_rel_gap": 1e-4, "time_limit": seconds},
             )
-            self.infeasible = made.status == 2
-            if made.x is None:
+            self.infeasible = result.status == 2
+            if result.x is None:
                 return None
-            bound, x = float(made.fun if made.mip_dual_bound is None else made.mip_dual_bound), made.x
+            bound, x = float(result.fun if result.mip_dual_bound is None else result.mip_dual_bound), result.x
         else:
             relaxed = Linear(rows, lower, upper, n)
             if (optimum := relaxed.minimum(c)) is None:
@@ -201,7 +201,7 @@ class Program:
             self.fractional = self.fractional or float(values.max()) < 1 - 1e-6
         return bound + self.between_stages() * self.turns / self.layout.microbatches, chosen
 
-    def frugal(self) -> Solution | None:
+    def least_memory(self) -> Solution | None:
         """The choice that needs the least memory, whatever it takes; None where rounding makes none."""
         self.limit = 1e30
         _, rows, lower, upper, n, _, first = self._matrix()
@@ -250,7 +250,7 @@ class Program:
                 for k, value in enumerate((w * (p.forward - p.gather), w * (p.backward - p.reduce))):
                     hide[n.run][2 * k].append(column)
                     hide[n.run][2 * k + 1].append(value)
-        for pair, k, j in zip(f.pairs, f.there, f.back):
+        for pair, k, j in zip(f.pairs, f.forth, f.back):
             move = self.moves[pair.move]
             n = self.bytes[move.value]
             (a, b), (c, d) = self.lines[KINDS[k]], self.lines[KINDS[j]]
@@ -329,12 +329,12 @@ class Program:
                 costs = self.move_costs(move, p, t, move.readers)
                 if costs is None:
                     raise Unsayable(f"{move.value.name} cannot go from {p} to {t}")
-                there, back, nbytes = costs
-                bytes_kept, redo = self.recomputation.keeps(move, p, t, there, nbytes)
-                parts["collectives"] += move.weight(self.share) * L.microbatches * (there + back)
+                forth, back, nbytes = costs
+                bytes_kept, redo = self.recomputation.keeps(move, p, t, forth, nbytes)
+                parts["collectives"] += move.weight(self.share) * L.microbatches * (forth + back)
                 parts["recompute"] += move.weight(self.share) * L.microbatches * redo
                 kept += move.weight(self.share) * bytes_kept
-                moved.append((move, p, t, there + back + redo, bytes_kept))
+                moved.append((move, p, t, forth + back + redo, bytes_kept))
         parts["collectives"] += self.between_stages()
         steady = parts["compute"] + parts["recompute"] + parts["collectives"]
         parts["bubble"] = steady * (L.pp - 1) / L.microbatches

@@ -18,7 +18,7 @@ from mindspeed_fx.graph.op_sets import is_pointwise
 from mindspeed_fx.graph.schema import all_arguments, argument
 from mindspeed_fx.kernels.base import REGISTRY
 from mindspeed_fx.kernels.sharding import along
-from mindspeed_fx.kernels.sharding import ways as declared
+from mindspeed_fx.kernels.sharding import strategies as declared
 
 R, P = REPLICATED, PARTIAL
 Row = tuple[list[Any], list[Any]]
@@ -59,7 +59,7 @@ def name_of(node: fx.Node) -> str:
     )
 
 
-def rows(node: fx.Node) -> list[Row] | None:
+def strategy_rows(node: fx.Node) -> list[Row] | None:
     """The ways of ``node``; None for an operator without a rule, which is computed whole."""
     name, known = name_of(node), REGISTRY.get(node.target)
     values = [a.meta["val"] for a in tensor_arguments(node)]
@@ -67,7 +67,7 @@ def rows(node: fx.Node) -> list[Row] | None:
     if name in _OWN:
         return _OWN[name](node, values, out)
     if known is not None:
-        return _declared(known, node) + _added(name, node, values)
+        return _declared_rows(known, node) + _added_rows(name, node, values)
     if name in PARTS:
         return _pieces(node, name, out, values)
     if name in LIKE and isinstance(out, torch.Tensor):
@@ -89,13 +89,13 @@ def rows(node: fx.Node) -> list[Row] | None:
     return None
 
 
-def _declared(known: Any, node: fx.Node) -> list[Row]:
+def _declared_rows(known: Any, node: fx.Node) -> list[Row]:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda a: a.meta.get("val"))
     full = all_arguments(known.overload, args, kwargs)
     return [r for r in declared(known, full) if any(p not in (R,) for p in (*r[0], *r[1]))]
 
 
-def _added(name: str, node: fx.Node, values: Sequence[torch.Tensor]) -> list[Row]:
+def _added_rows(name: str, node: fx.Node, values: Sequence[torch.Tensor]) -> list[Row]:
     """Rows that the local program can compute beyond the operator's own rule."""
     if name == "attention":  # queries divided, keys and values whole; causal becomes a mask of the rank's rows
         return [([2, 2], [2, R, R, *(along(v, 2, 4) if i == 3 else R for i, v in enumerate(values[3:], 3))])]
@@ -133,7 +133,7 @@ def _loss(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> l
 
 
 def _along(node: fx.Node, out: torch.Tensor, values: Sequence[torch.Tensor]) -> list[Row]:
-    dim = argument(node, "dim", -1) % out.ndim
+    dim = argument(node, "dim", -1) % max(out.ndim, 1)
     results = len(node.target._schema.returns)
     return [([d] * results, [d]) for d in range(out.ndim) if d != dim]
 
@@ -141,9 +141,9 @@ def _along(node: fx.Node, out: torch.Tensor, values: Sequence[torch.Tensor]) -> 
 def _pieces(node: fx.Node, name: str, out: Any, values: Sequence[torch.Tensor]) -> list[Row]:
     """Along the dimensions that an operator leaves as they are, and that results and arguments have in common."""
     results = list(out) if isinstance(out, (tuple, list)) else [out]
-    given = argument(node, "dims" if name in ("flip", "roll") else "dim")
-    touched = {d % values[0].ndim for d in ([given] if isinstance(given, int) else given)}
-    found: list[Row] = []
+    arg = argument(node, "dims" if name in ("flip", "roll") else "dim")
+    touched = {d % values[0].ndim for d in ([arg] if isinstance(arg, int) else arg)}
+    matches: list[Row] = []
     for d in range(values[0].ndim):
         tensors = [*results, *(v for v in values if name != "index_select" or v is values[0])]
         if d in touched or any(
@@ -152,12 +152,12 @@ def _pieces(node: fx.Node, name: str, out: Any, values: Sequence[torch.Tensor]) 
             if name != "select_scatter" or t.ndim == values[0].ndim
         ):
             continue
-        ins = [_beside(name, i, v, d, touched, values[0].ndim) for i, v in enumerate(values)]
-        found.append(([d] * len(results), ins))
-    return found
+        ins = [_neighbour_rows(name, i, v, d, touched, values[0].ndim) for i, v in enumerate(values)]
+        matches.append(([d] * len(results), ins))
+    return matches
 
 
-def _beside(name: str, i: int, value: torch.Tensor, d: int, touched: set[int], ndim: int) -> Any:
+def _neighbour_rows(name: str, i: int, value: torch.Tensor, d: int, touched: set[int], ndim: int) -> Any:
     """The dimension of argument ``i`` that goes with dimension ``d`` of the first."""
     if name == "index_select" and i == 1:
         return R
@@ -169,20 +169,20 @@ def _beside(name: str, i: int, value: torch.Tensor, d: int, touched: set[int], n
 def _reduction(node: fx.Node, name: str, x: torch.Tensor, out: torch.Tensor) -> list[Row]:
     dims = argument(node, "dim")
     gone = (
-        {d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+        {d % max(x.ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)}
         if dims not in (None, [], ())
         else set(range(x.ndim))
     )
     keep = out.ndim == x.ndim
-    left = [d for d in range(x.ndim) if d not in gone]
-    found: list[Row] = [([d if keep else left.index(d)], [d]) for d in left]
+    remaining = [d for d in range(x.ndim) if d not in gone]
+    results: list[Row] = [([d if keep else remaining.index(d)], [d]) for d in remaining]
     # A mean of parts of equal size is the mean of their means: a sum with a factor, which costs the same.
-    return found + ([([P], [d]) for d in gone] if name in LINEAR_SUMS or name == "mean" else [])
+    return results + ([([P], [d]) for d in gone] if name in LINEAR_SUMS or name == "mean" else [])
 
 
 def _cat(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
     """Along every dimension but the one that is joined."""
-    return [([d], [d] * len(values)) for d in range(out.ndim) if d != argument(node, "dim") % out.ndim]
+    return [([d], [d] * len(values)) for d in range(out.ndim) if d != argument(node, "dim") % max(out.ndim, 1)]
 
 
 def _permute(node: fx.Node, values: Sequence[torch.Tensor], out: Any) -> list[Row]:
@@ -198,7 +198,7 @@ def _unpermute(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor)
     return [([0], [0, 0, *[0] * probs]), ([P], [0, 0, *[R] * probs])]
 
 
-def _grouped(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+def _grouped_rows(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
     """By token with every expert's weight; by expert with the tokens that chose it; inside the experts, by column and
     by summand, for which no program is made (``Prices.inside``)."""
     return [([0], [0, R, R]), ([0], [0, 0, R]), ([1], [R, 2, R]), ([P], [1, 1, R])]
@@ -224,5 +224,5 @@ _OWN = {
     "linear_cross_entropy": _loss,
     "moe_permute": _permute,
     "moe_unpermute": _unpermute,
-    "grouped_matmul": _grouped,
+    "grouped_matmul": _grouped_rows,
 }

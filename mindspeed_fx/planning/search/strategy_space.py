@@ -54,14 +54,14 @@ class StrategySpace:
         self, dims: list, shape: tuple[int, ...], layout: Layout, labels: dict[Label, int], without: str = ""
     ) -> tuple[int, ...]:
         """Local shape: cut by the layout, and by ``labels`` (atom -> ranks). A size never falls below 1."""
-        made = []
+        results = []
         for dim, n in zip(dims, shape):
             for a in dim:
                 n //= self.parts(layout, a, without) * labels.get(a, 1)
                 if (expert := self.problem.experts.get(a)) is not None:
                     n //= labels.get(expert, 1)
-            made.append(max(1, n))
-        return tuple(made)
+            results.append(max(1, n))
+        return tuple(results)
 
     def nbytes(self, value: Value, layout: Layout, label: Label = R, without: str = "") -> float:
         n = float(value.itemsize)
@@ -98,20 +98,20 @@ class StrategySpace:
         """Every way on tp, the whole first."""
         key = node.name, self.kind(layout)
         if key not in self._strategies:
-            found = [Strategy((R,) * len(node.uses), (R,) * len(node.outs))]
+            results = [Strategy((R,) * len(node.uses), (R,) * len(node.outs))]
             if layout.tp > 1:
-                seen = {(found[0].ins, found[0].outs)}
-                for made in self.labelled(node, layout.tp, lambda a: self.axes.size[a] // self.parts(layout, a)):
-                    if (made.ins, made.outs) not in seen and not (layout.cp > 1 and self._strided(node, made)):
-                        seen.add((made.ins, made.outs))
-                        found.append(made)
-            if node.op in ("linear_cross_entropy", "cross_entropy") and layout.cp > 1 and len(found) > 1:
+                seen = {(results[0].ins, results[0].outs)}
+                for result in self.labelled(node, layout.tp, lambda a: self.axes.size[a] // self.parts(layout, a)):
+                    if (result.ins, result.outs) not in seen and not (layout.cp > 1 and self._strided(node, result)):
+                        seen.add((result.ins, result.outs))
+                        results.append(result)
+            if node.op in ("linear_cross_entropy", "cross_entropy") and layout.cp > 1 and len(results) > 1:
                 # DTensor takes whole tokens in parts here because that is free, and then has no gradient for parts of
                 # parts.
-                found = [x for x in found if is_divided_by_class(node, x)] or found
-            if any(x.ins[1:2] and x.ins[1] in self.expert_atoms for x in found if node.op == "grouped_matmul"):
-                found = [x for x in found if not self.inside(node, x)]
-            self._strategies[key] = found
+                results = [x for x in results if is_divided_by_class(node, x)] or results
+            if any(x.ins[1:2] and x.ins[1] in self.expert_atoms for x in results if node.op == "grouped_matmul"):
+                results = [x for x in results if not self.inside(node, x)]
+            self._strategies[key] = results
         return self._strategies[key]
 
     def inside(self, node: Node, strategy: Strategy) -> bool:
@@ -122,12 +122,12 @@ class StrategySpace:
             and strategy.ins[1] not in self.expert_atoms
         )
 
-    def _strided(self, node: Node, made: Strategy) -> bool:
+    def _strided(self, node: Node, result: Strategy) -> bool:
         """Divided by sequence inside tokens [batch * sequence]: DTensor has no gradient for that where cp divides it
         too.
         """
         s = self.problem.sequence
-        pairs = [*zip(made.ins, (u.dims for u in node.uses)), *zip(made.outs, (v.dims for v in node.outs))]
+        pairs = [*zip(result.ins, (u.dims for u in node.uses)), *zip(result.outs, (v.dims for v in node.outs))]
         return any(x == s and any(s in atoms[1:] for atoms in dims) for x, dims in pairs)
 
     def labelled(self, node: Node, ranks: int, size: Any) -> Iterator[Strategy]:
@@ -185,12 +185,12 @@ class StrategySpace:
         touched = [has(u.dims) for u in node.uses if not u.value.free], [has(v.dims) for v in node.outs]
         if not any(touched[0]) and not any(touched[1]):
             return True
-        for made in self.labelled(node, ranks, lambda a: self.axes.size[a]):
+        for result in self.labelled(node, ranks, lambda a: self.axes.size[a]):
             if all(
                 (x == atom) == has(u.dims)
-                for x, u in zip(made.ins, node.uses)
+                for x, u in zip(result.ins, node.uses)
                 if not u.value.free and u.value.parameter is None
-            ) and all(x == atom or x == P or not has(v.dims) for x, v in zip(made.outs, node.outs)):
+            ) and all(x == atom or x == P or not has(v.dims) for x, v in zip(result.outs, node.outs)):
                 return True
         return False
 

@@ -80,7 +80,7 @@ class _Emitter:
             for d in DATA
             if getattr(L, d) > 1 and L.zero != "never" and any(d in placed for placed in self.parameters.values())
         }
-        made = {
+        results = {
             "mesh": tuple(edges),
             "parameters": self.parameters,
             "inputs": inputs,
@@ -91,7 +91,7 @@ class _Emitter:
             "recompute": L.recompute if L.recompute != "none" else None,
             "microbatches": L.microbatches,
         }
-        return made, list(dict.fromkeys(self.wrong))
+        return results, list(dict.fromkeys(self.wrong))
 
     def _mixtures(self) -> dict[str, Any]:
         """Tokens travel: that is what is modelled."""
@@ -128,7 +128,7 @@ class _Emitter:
             node, i = parameter.users[0]
             label = self.solution.strategies[node].ins[i]
             placed: dict[str, str] = {}
-            left = list(parameter.shape)
+            remaining = list(parameter.shape)
             expert = next(
                 (
                     d
@@ -142,7 +142,7 @@ class _Emitter:
                 self.experts += names
                 if L.ep > 1:
                     placed["ep"] = f"S({expert})"
-                    left[expert] //= L.ep
+                    remaining[expert] //= L.ep
             if isinstance(label, int) and expert is not None and label not in self.problem.experts.values():
                 self.wrong.append(
                     f'parameter "{parameter.name}": ep={L.ep} tp={L.tp} are too many ranks for '
@@ -152,25 +152,27 @@ class _Emitter:
             if isinstance(label, int):
                 d = self._dimension(node, i, label, parameter)
                 placed["tp"] = f"S({d})"
-                left[d] //= L.tp
+                remaining[d] //= L.tp
             kept = {parse_placement(w, parameter.name) for w in placed.values()}
             for dim in DATA if L.zero != "never" else ():
                 ranks = getattr(L, dim)
                 if ranks > 1 and dim not in placed:
                     # A dimension that computes in parts is not divided further: its parts would not be of one piece.
-                    free = next((d for d, n in enumerate(left) if d not in kept and n > 1 and n % ranks == 0), None)
+                    free = next(
+                        (d for d, n in enumerate(remaining) if d not in kept and n > 1 and n % ranks == 0), None
+                    )
                     if free is not None:
                         placed[dim] = f"S({free})"
-                        left[free] //= ranks
+                        remaining[free] //= ranks
             if placed:
                 self.parameters.update(dict.fromkeys(names, placed))
 
     def _dimension(self, node: Node, i: int, label: int, parameter: Parameter) -> int:
-        found = next((d for d, atoms in enumerate(node.uses[i].value.dims) if label in atoms[:1]), None)
-        if found is None:
+        result = next((d for d, atoms in enumerate(node.uses[i].value.dims) if label in atoms[:1]), None)
+        if result is None:
             self.wrong.append(f'parameter "{parameter.name}" would be divided inside a dimension')
             return 0
-        return found
+        return result
 
     # ---------------------------------------------------------------- activations on tp
 
@@ -179,28 +181,28 @@ class _Emitter:
         by_value: dict[Any, list] = {}
         for move, p, t, _, _ in self.solution.moves:
             by_value.setdefault(move.value, []).append((move, p, t))
-        for value, found in by_value.items():
+        for value, result in by_value.items():
             if not value.shape:
                 continue  # a number: the program's end sums it
-            wanted = [(R if t == SUMMED else t, t, move) for move, _, t in found]
-            p = found[0][1]
-            if all(t == p for _, _, t in found):
+            wanted = [(R if t == SUMMED else t, t, move) for move, _, t in result]
+            p = result[0][1]
+            if all(t == p for _, _, t in result):
                 continue
             bare = {word for word, t, move in wanted for e in self._readers(move, t) if not expressible(e)}
-            made = p
+            output = p
             if (owner(value.producer) or value.producer.op == UNPERMUTE) and (p == P or bare - {p}):
                 # Readers without parameters take what the module gives; the others may have it placed again.
-                made = next(iter(bare), wanted[0][0])
+                output = next(iter(bare), wanted[0][0])
                 if value.producer.op == UNPERMUTE:
                     self._operator(
-                        value.producer, f"mindspeed.{UNPERMUTE}", None, self._word(value.dims, made, value.producer)
+                        value.producer, f"mindspeed.{UNPERMUTE}", None, self._word(value.dims, output, value.producer)
                     )
                 else:
-                    self._place(owner(value.producer), "output", value.dims, made, value.producer.run)
+                    self._place(owner(value.producer), "output", value.dims, output, value.producer.run)
             for word, t, move in wanted:
                 for edge in self._readers(move, t):
-                    if word != made or (t == SUMMED and p == R):
-                        self._reader(edge, word, made)
+                    if word != output or (t == SUMMED and p == R):
+                        self._reader(edge, word, output)
 
     def _readers(self, move: Any, t: Label) -> list[Edge]:
         return [e for e in move.readers if self.solution.strategies[e.node].ins[e.argument] == t]
@@ -242,14 +244,14 @@ class _Emitter:
     def _word(self, dims: list, t: Label, node: Node | None) -> str:
         if not isinstance(t, int):
             return "R"
-        found = next((i for i, atoms in enumerate(dims) if t in atoms), None)
-        if found is None or dims[found][0] != t:
+        result = next((i for i, atoms in enumerate(dims) if t in atoms), None)
+        if result is None or dims[result][0] != t:
             self.wrong.append(
                 f"a value would be divided along its {self.problem.label(t)}, which is no dimension of it"
                 + (f' at module "{node.module}"' if node else "")
             )
             return "R"
-        return f"S({found})"
+        return f"S({result})"
 
     def _say(self, t: Label) -> str:
         return (

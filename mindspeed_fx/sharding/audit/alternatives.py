@@ -122,17 +122,19 @@ def layer_of(gm: fx.GraphModule, layers: set[str], ranks: int, divided: bool, ha
     )
 
 
-def rivals(layer: Layer, ranks: int, hardware: Hardware) -> list[Rival]:
+def alternative_plans(layer: Layer, ranks: int, hardware: Hardware) -> list[Rival]:
     """The named plans over a group of ``ranks``, best first."""
 
-    def cost(*sends: tuple[str, float, int]) -> float:
+    def cost(*messages: tuple[str, float, int]) -> float:
         return sum(
-            times * float(collective_seconds(kind, nbytes, ranks, hardware)) for kind, nbytes, times in sends if times
+            times * float(collective_seconds(kind, nbytes, ranks, hardware))
+            for kind, nbytes, times in messages
+            if times
         )
 
     state, part = layer.states, 1 / ranks
     data = (("all_gather", layer.weights, 1), ("reduce_scatter", layer.weights, 1))
-    found = [
+    results = [
         Rival(
             "tp",
             "2 all_reduce each way",
@@ -169,12 +171,12 @@ def rivals(layer: Layer, ranks: int, hardware: Hardware) -> list[Rival]:
             state * part + layer.weights + layer.kept * part,
         ),
     ]
-    return sorted(found, key=lambda r: r.total)
+    return sorted(results, key=lambda r: r.total)
 
 
-def told(name: str, found: Sequence[Rival], ranks: int, hardware: Hardware) -> list[str]:
+def describe_best(name: str, results: Sequence[Rival], ranks: int, hardware: Hardware) -> list[str]:
     """Why the plan that the model has is the best over this group, or what is better and by how much."""
-    own = next((r for r in found if r.name == name.split("+")[0]), None)
+    own = next((r for r in results if r.name == name.split("+")[0]), None)
     if own is None:
         return []
     lines = [
@@ -182,19 +184,20 @@ def told(name: str, found: Sequence[Rival], ranks: int, hardware: Hardware) -> l
         f"collectives, {_ms(own.between)} of norms and additions, {own.memory / 2**20:.1f} MiB of weights, states and "
         "activations between"
     ]
-    best = found[0]
+    best = results[0]
     lines.append(
-        f'"{own.name}" is the fastest of {len(found)} plans over this group'
+        f'"{own.name}" is the fastest of {len(results)} plans over this group'
         if best is own
         else f'mindspeed_fx.plan would do better over this group: "{best.name}" saves {_ms(own.total - best.total)} of '
         f"{_ms(own.total)}"
     )
-    for r in found:
+    for r in results:
         if r is not own:
             word = "wins" if r.total < own.total else "loses"
             lines.append(
-                f'"{r.name}" {word} {_ms(abs(r.total - own.total))}: collectives {_signed(r.seconds - own.seconds)}, '
-                f"norms and additions {_signed(r.between - own.between)}, memory "
+                f'"{r.name}" {word} {_ms(abs(r.total - own.total))}: '
+                f"collectives {_format_signed(r.seconds - own.seconds)}, "
+                f"norms and additions {_format_signed(r.between - own.between)}, memory "
                 f"{(r.memory - own.memory) / 2**20:+.1f} MiB ({r.collectives})"
             )
     return lines
@@ -210,7 +213,7 @@ def _word(node: fx.Node) -> str:
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """Parameters that a product reads, through views."""
-    found = []
+    results = []
     for a in node.all_input_nodes:
         while a.op == "call_function" and len(a.all_input_nodes) == 1 and _bytes(a) == _bytes(a.all_input_nodes[0]):
             a = a.all_input_nodes[0]
@@ -220,15 +223,15 @@ def _sources(node: fx.Node) -> list[fx.Node]:
             and v.ndim == 2
             and v.dtype.is_floating_point
         ):
-            found.append(a)
-    return found
+            results.append(a)
+    return results
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-def _signed(seconds: float) -> str:
+def _format_signed(seconds: float) -> str:
     return f"{seconds * 1e3:+.4g} ms"
 
 

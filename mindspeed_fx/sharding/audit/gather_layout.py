@@ -48,43 +48,43 @@ class Layout:
 
     def reshaped(self, shape: Sequence[int]) -> "Layout | None":
         """None where a factor would be cut at no divisor of it."""
-        left = [f for d in self.dims for f in d]
-        made: list[Dim] = []
+        remaining = [f for d in self.dims for f in d]
+        results: list[Dim] = []
         for size in shape:
             taken, need = [], int(size)
             while need > 1:
-                if not left:
+                if not remaining:
                     return None
-                n, s = left.pop(0)
+                n, s = remaining.pop(0)
                 if need % n == 0:
                     taken.append((n, s))
                     need //= n
                 elif n % need == 0:
                     taken.append((need, s * (n // need)))
-                    left.insert(0, (n // need, s))
+                    remaining.insert(0, (n // need, s))
                     need = 1
                 else:
                     return None
-            made.append(tuple(taken))
-        return Layout(tuple(made), self.offset) if not left else None
+            results.append(tuple(taken))
+        return Layout(tuple(results), self.offset) if not remaining else None
 
     def permuted(self, order: Sequence[int]) -> "Layout":
         return Layout(tuple(self.dims[d] for d in order), self.offset)
 
     def sliced(self, dim: int, start: int, length: int) -> "Layout | None":
         """``length`` elements of a dimension from ``start`` on; None where they are no product of factors."""
-        factors, offset, made = self.dims[dim], self.offset, []
+        factors, offset, results = self.dims[dim], self.offset, []
         for k, (_n, s) in enumerate(factors):
             inner = 1
             for m, _ in factors[k + 1 :]:
                 inner *= m
             if start % inner == 0 and length % inner == 0:
-                made.append((length // inner, s))
+                results.append((length // inner, s))
                 offset += start // inner * s
                 return Layout(
                     (
                         *self.dims[:dim],
-                        tuple(f for f in (*made, *factors[k + 1 :]) if f[0] != 1),
+                        tuple(f for f in (*results, *factors[k + 1 :]) if f[0] != 1),
                         *self.dims[dim + 1 :],
                     ),
                     offset,
@@ -111,7 +111,7 @@ class Layout:
         )
 
 
-def followed(gathered: fx.Node) -> Iterator[tuple[fx.Node, Layout | None]]:
+def follow_elements(gathered: fx.Node) -> Iterator[tuple[fx.Node, Layout | None]]:
     """The ends of the ways that the elements of ``gathered`` take: nodes that compute with them (or return them), each
     with the layout of what it reads; None where that is unknown. A part of a value that is read by a computation ends
     there as the part."""
@@ -125,13 +125,13 @@ def followed(gathered: fx.Node) -> Iterator[tuple[fx.Node, Layout | None]]:
         for user in node.users:
             if user in known:
                 continue
-            made = _moved(user, known)
-            if made == "later":
+            result = _propagate(user, known)
+            if result == "later":
                 continue
-            if made is None:
+            if result is None:
                 ends.append((user, known[node] if isinstance(known[node], Layout) else None))
             else:
-                known[user] = made
+                known[user] = result
                 pending.append(user)
     # concatenations that were never complete compute with what they read
     ends += [
@@ -147,7 +147,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(n) for n in node.meta["val"].shape)
 
 
-def _moved(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+def _propagate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """The layout of ``node``'s result, a tuple of them, "later" for a concatenation that misses a part; None where it
     is not known.
     """
@@ -190,15 +190,15 @@ def _moved(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 def _parts(node: fx.Node, x: Layout, rank: int) -> tuple | None:
     unbind = node.target is aten.unbind.int
-    dim, start, made = argument(node, "dim") % rank, 0, []
+    dim, start, results = argument(node, "dim") % rank, 0, []
     for value in node.meta["val"]:
         length = 1 if unbind else int(value.shape[dim])
         part = x.sliced(dim, start, length)
-        made.append(
+        results.append(
             part if part is None or not unbind else Layout((*part.dims[:dim], *part.dims[dim + 1 :]), part.offset)
         )
         start += length
-    return tuple(made)
+    return tuple(results)
 
 
 def _size(dim: Dim) -> int:

@@ -77,8 +77,8 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name in TRUSTED:
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
-    found = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
-    return run_in_parts(target, args, kwargs, found)
+    result = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
+    return run_in_parts(target, args, kwargs, result)
 
 
 def is_sized_by_data(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -127,28 +127,28 @@ def strategies(
     target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], tensors: list[DTensor]
 ) -> list[Strategy]:
     """How ``target`` may be divided; empty: not at all."""
-    name, given = name_of(target), bound(target, args, kwargs)
+    name, arg = name_of(target), bind_arguments(target, args, kwargs)
     x, rest = tensors[0], tensors[1:]
     if name in ALONG:
-        over = dimensions(given, x.ndim)
-        kept = ALONG[name] or bool(given.get("keepdim"))
+        over = dimensions(arg, x.ndim)
+        kept = ALONG[name] or bool(arg.get("keepdim"))
         return [] if over is None else by_other_dimensions(x.ndim, over, kept, len(rest))
     if name in ("gather", "scatter", "scatter_add", "scatter_reduce"):
         own = [
             d
             for d in range(x.ndim)
-            if d != given["dim"] % x.ndim and all(t.ndim == x.ndim and t.shape[d] == x.shape[d] for t in rest)
+            if d != arg["dim"] % x.ndim and all(t.ndim == x.ndim and t.shape[d] == x.shape[d] for t in rest)
         ]
         return [(d, [d] * len(tensors)) for d in own]
     if name in ("slice_scatter", "select_scatter"):
-        at = given["dim"] % x.ndim
+        at = arg["dim"] % x.ndim
         gone = name == "select_scatter"
         return [(d, [d, d - (gone and d > at)]) for d in range(x.ndim) if d != at]
     if name in SPATIAL or name == "convolution" or name.startswith("upsample_"):
         spatial = SPATIAL.get(name, x.ndim - 2)
         return [(0, [0] + [REPLICATED] * len(rest))] if x.ndim == spatial + 2 else []
     rule = RULES.get(name)
-    return rule(given, x, rest) if rule is not None else []
+    return rule(arg, x, rest) if rule is not None else []
 
 
 def pointwise_strategies(tensors: list[DTensor]) -> list[Strategy]:
@@ -165,42 +165,42 @@ def by_other_dimensions(ndim: int, over: list[int], kept: bool, others: int) -> 
 
 def _leading(last: int) -> Callable[[dict, DTensor, list[DTensor]], list[Strategy]]:
     """By every dimension of the first argument but the ``last`` ones."""
-    return lambda given, x, rest: [(d, [d] + [REPLICATED] * len(rest)) for d in range(x.ndim - last)]
+    return lambda arg, x, rest: [(d, [d] + [REPLICATED] * len(rest)) for d in range(x.ndim - last)]
 
 
-def _normalized(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
-    return _leading(len(given["normalized_shape"]))(given, x, rest)
+def _normalize_dims(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return _leading(len(arguments["normalized_shape"]))(arguments, x, rest)
 
 
-def _padded(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
-    pad = list(given["pad"])
+def _pad(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    pad = list(arguments["pad"])
     over = [x.ndim - 1 - i // 2 for i, n in enumerate(pad) if n]
     return by_other_dimensions(x.ndim, over, True, len(rest))
 
 
-def _one_hot(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
-    return _leading(0)(given, x, rest) if given["num_classes"] > 0 else []
+def _one_hot(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return _leading(0)(arguments, x, rest) if arguments["num_classes"] > 0 else []
 
 
-def _index_add(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
-    return [(d, [d, REPLICATED, d]) for d in range(x.ndim) if d != given["dim"] % x.ndim]
+def _index_add(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return [(d, [d, REPLICATED, d]) for d in range(x.ndim) if d != arguments["dim"] % x.ndim]
 
 
-def _by_batch(given: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+def _by_batch(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
     return [(0, [0] + [REPLICATED] * len(rest))]
 
 
 RULES: dict[str, Callable[[dict, DTensor, list[DTensor]], list[Strategy]]] = {
-    "layer_norm": _normalized, "native_layer_norm": _normalized, "rms_norm": _normalized,
+    "layer_norm": _normalize_dims, "native_layer_norm": _normalize_dims, "rms_norm": _normalize_dims,
     "group_norm": _by_batch,
     "tril": _leading(2), "triu": _leading(2),
-    "pad": _padded, "constant_pad_nd": _padded,
+    "pad": _pad, "constant_pad_nd": _pad,
     "one_hot": _one_hot, "bucketize": _leading(0),
     "index_add": _index_add,
 }  # fmt: skip
 
 
-def bound(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name in the schema's order, defaults among them."""
     schema = target._schema.arguments
     positional = {a.name: v for a, v in zip(schema, args)} | kwargs
@@ -209,9 +209,9 @@ def bound(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) ->
     }
 
 
-def dimensions(given: dict[str, Any], ndim: int) -> list[int] | None:
+def dimensions(arguments: dict[str, Any], ndim: int) -> list[int] | None:
     """The dimensions along which an operator works; None: all."""
-    dim = next((given[n] for n in ("dim", "dims", "dimension") if n in given), None)
+    dim = next((arguments[n] for n in ("dim", "dims", "dimension") if n in arguments), None)
     if dim is None or dim == [] or not ndim:
         return None
     return sorted(d % ndim for d in ([dim] if isinstance(dim, int) else dim))

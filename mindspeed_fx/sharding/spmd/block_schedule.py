@@ -36,7 +36,7 @@ Needed = tuple[tuple[bool, ...], ...]
 class Stage:
     """What happens between two messages; everything by rank, each list of one length on all ranks."""
 
-    sends: tuple[tuple[int, ...], ...]
+    messages: tuple[tuple[int, ...], ...]
     """Own blocks of keys (0 is the first one that the rank holds) in the order of the ranks they go to."""
     counts: tuple[tuple[int, ...], ...]
     """[from][to]: how many of them."""
@@ -47,11 +47,11 @@ class Stage:
     @property
     def received(self) -> int:
         """Blocks that every rank receives."""
-        return len(self.sends[0])
+        return len(self.messages[0])
 
 
 @dataclass(frozen=True)
-class Schedule:
+class BlockSchedule:
     """Who computes what, in which order."""
 
     per_rank: int
@@ -77,7 +77,7 @@ class Schedule:
         return any(q != r * self.per_rank + i for r, own in enumerate(self.queries) for i, q in enumerate(own))
 
 
-def needed(blocks: int, rows: int, causal: bool, window: int) -> Needed:
+def needed_blocks(blocks: int, rows: int, causal: bool, window: int) -> Needed:
     """What causal attention with a window (0: none) needs, in blocks of ``rows`` queries by as many keys."""
     return tuple(
         tuple(
@@ -88,14 +88,16 @@ def needed(blocks: int, rows: int, causal: bool, window: int) -> Needed:
     )
 
 
-def coarse(fine: Needed, by: int) -> Needed:
-    """``fine`` in blocks ``by`` times as large."""
-    n = len(fine) // by
-    lines = [[any(fine[i][j * by : (j + 1) * by]) for j in range(n)] for i in range(len(fine))]
-    return tuple(tuple(any(lines[k][j] for k in range(i * by, (i + 1) * by)) for j in range(n)) for i in range(n))
+def coarse(fine: Needed, factor: int) -> Needed:
+    """``fine`` in blocks ``factor`` times as large."""
+    n = len(fine) // factor
+    lines = [[any(fine[i][j * factor : (j + 1) * factor]) for j in range(n)] for i in range(len(fine))]
+    return tuple(
+        tuple(any(lines[k][j] for k in range(i * factor, (i + 1) * factor)) for j in range(n)) for i in range(n)
+    )
 
 
-def best(fine: Needed, ranks: int, rows: int) -> Schedule:
+def best(fine: Needed, ranks: int, rows: int) -> BlockSchedule:
     """The schedule with the number of blocks per rank at which the ranks are done first, as :data:`OVERHEAD` prices
     pairs.
 
@@ -104,16 +106,16 @@ def best(fine: Needed, ranks: int, rows: int) -> Schedule:
         rows: of a block of ``fine``.
     """
     most = len(fine) // ranks
-    found = [(scheduled(coarse(fine, most // n), ranks), rows * most // n) for n in PER_RANK if most % n == 0]
-    return min(found, key=lambda f: (f[0].imbalance > EVEN, f[0].pairs * (f[1] + OVERHEAD) ** 2))[0]
+    results = [(schedule_blocks(coarse(fine, most // n), ranks), rows * most // n) for n in PER_RANK if most % n == 0]
+    return min(results, key=lambda f: (f[0].imbalance > EVEN, f[0].pairs * (f[1] + OVERHEAD) ** 2))[0]
 
 
 @functools.lru_cache(64)
-def scheduled(need: Needed, ranks: int) -> Schedule:
+def schedule_blocks(need: Needed, ranks: int) -> BlockSchedule:
     """The schedule for these pairs of blocks."""
     per_rank = len(need) // ranks
     work = [max(1, sum(row)) for row in need]
-    owners = assigned(work, ranks)
+    owners = assign_blocks(work, ranks)
     queries = tuple(tuple(i for i in range(len(need)) if owners[i] == r) for r in range(ranks))
     lists = []
     for r in range(ranks):
@@ -129,26 +131,26 @@ def scheduled(need: Needed, ranks: int) -> Schedule:
     stages = min(ranks, most)
     local = all(j // per_rank == r for r, pairs in enumerate(lists) for _, j in pairs)
     size = -(-most // (1 if local else stages))
-    made = tuple(
+    results = tuple(
         _stage([pairs[at : min(at + size, most)] for pairs in lists], min(size, most - at), per_rank)
         for at in range(0, most, size)
     )
-    return Schedule(per_rank, queries, made, tuple(map(len, lists)))
+    return BlockSchedule(per_rank, queries, results, tuple(map(len, lists)))
 
 
-def assigned(work: Sequence[int], ranks: int) -> list[int]:
+def assign_blocks(work: Sequence[int], ranks: int) -> list[int]:
     """By block: the rank that computes it. Every rank gets as many blocks, and the largest sum of ``work`` is made
     small.
     """
     per_rank = len(work) // ranks
-    near = _exchanged([i // per_rank for i in range(len(work))], work, ranks)
+    near = _exchange_blocks([i // per_rank for i in range(len(work))], work, ranks)
     if _imbalance(near, work, ranks) <= NEAR:
         return near
     far, loads, room = [0] * len(work), [0] * ranks, [per_rank] * ranks
     for i in sorted(range(len(work)), key=lambda i: (-work[i], i)):
         r = min((r for r in range(ranks) if room[r]), key=lambda r: (loads[r], r != i // per_rank))
         far[i], loads[r], room[r] = r, loads[r] + work[i], room[r] - 1
-    return min(near, _exchanged(far, work, ranks), key=lambda owners: _imbalance(owners, work, ranks))
+    return min(near, _exchange_blocks(far, work, ranks), key=lambda owners: _imbalance(owners, work, ranks))
 
 
 def _imbalance(owners: Sequence[int], work: Sequence[int], ranks: int) -> float:
@@ -158,7 +160,7 @@ def _imbalance(owners: Sequence[int], work: Sequence[int], ranks: int) -> float:
     return max(loads) * ranks / sum(loads)
 
 
-def _exchanged(owners: list[int], work: Sequence[int], ranks: int) -> list[int]:
+def _exchange_blocks(owners: list[int], work: Sequence[int], ranks: int) -> list[int]:
     """``owners`` after the best exchanges of a block of the rank with the most work for one of another, until none
     helps.
     """
@@ -170,13 +172,13 @@ def _exchanged(owners: list[int], work: Sequence[int], ranks: int) -> list[int]:
         most = loads.index(top)
         mine = {work[i]: i for i in reversed(range(len(work))) if owners[i] == most}
         others = {(owners[i], work[i]): i for i in reversed(range(len(work))) if owners[i] != most}
-        found = min(
+        result = min(
             ((max(top - w + v, loads[r] + w - v), i, j) for w, i in mine.items() for (r, v), j in others.items()),
             default=(top, 0, 0),
         )
-        if found[0] >= top:
+        if result[0] >= top:
             break
-        _, i, j = found
+        _, i, j = result
         loads[most] += work[j] - work[i]
         loads[owners[j]] += work[i] - work[j]
         owners[i], owners[j] = owners[j], owners[i]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from mindspeed_fx.compat import dtensor, tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.report.source import source_line
-from mindspeed_fx.sharding.constraint import operands, place
+from mindspeed_fx.sharding.constraint import constrain, operands
 from mindspeed_fx.sharding.expected import NUMBER, Send, Whole
 from mindspeed_fx.sharding.spmd.experts import OwnRows
 
@@ -31,7 +31,7 @@ LOSSES = (ops.cross_entropy.default, ops.linear_cross_entropy.default)
 NORMS = (ops.rms_norm.default, ops.add_rms_norm.default)
 
 
-_LISTENER: contextvars.ContextVar["Traffic | None"] = contextvars.ContextVar("traffic", default=None)
+_LISTENER: contextvars.ContextVar["ExpectedCollectives | None"] = contextvars.ContextVar("traffic", default=None)
 
 
 def sends_inside(kind: str, dim: int, nbytes: int, backward: bool, why: str) -> None:
@@ -40,12 +40,12 @@ def sends_inside(kind: str, dim: int, nbytes: int, backward: bool, why: str) -> 
         traffic._add(kind, dim, int(nbytes), backward, traffic.node, why)
 
 
-class Traffic:
+class ExpectedCollectives:
     """What one program needs, and what became whole in it unasked; filled while the program runs on DTensors."""
 
     def __init__(self, mesh: Any):
         self.mesh = mesh
-        self.sends: list[Send] = []
+        self.messages: list[Send] = []
         self.wholes: list[Whole] = []
         self.values: dict[fx.Node, Any] = {}
         """What every node became, nodes of checkpointed regions among them; empty again once it was read."""
@@ -56,7 +56,7 @@ class Traffic:
         self._summed: set[tuple[fx.Node, int]] = set()
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator["Traffic"]:
+    def listening(self) -> Iterator["ExpectedCollectives"]:
         """Operators that send by themselves say so to this object within (:func:`sends_inside`)."""
         token = _LISTENER.set(self)
         try:
@@ -82,7 +82,7 @@ class Traffic:
         self.values = {}
 
     def _node(self, node: fx.Node, i: int) -> None:
-        if node.op == "call_function" and node.target is place:
+        if node.op == "call_function" and node.target is constrain:
             self._edge(node, node.args[0], i)
         elif node.op == "call_function" and not tracing.is_higher_order(node.target):
             self._operator(node, i)
@@ -94,7 +94,7 @@ class Traffic:
         if not isinstance(x, DTensor) or not isinstance(y, DTensor):
             return
         p, t = x.placements[i], y.placements[i]
-        for word in _sends(p, t):
+        for word in _messages(p, t):
             self._add(
                 word,
                 i,
@@ -133,7 +133,7 @@ class Traffic:
         divided meets it.
         """
         for user in node.users:
-            if user.op != "call_function" or user.target is place:
+            if user.op != "call_function" or user.target is constrain:
                 continue
             value = self.values.get(user)
             if isinstance(value, OwnRows):
@@ -143,21 +143,21 @@ class Traffic:
             if tracing.is_higher_order(user.target):
                 if any(
                     self.is_sum(p, i)
-                    for body, given in operands(user.graph.owning_module, user)
-                    for p, a in given.items()
+                    for body, arg in operands(user.graph.owning_module, user)
+                    for p, a in arg.items()
                     if a is node
                 ):
                     return True
                 continue
-            found = [
+            results = [
                 v
                 for v in (value if isinstance(value, (tuple, list)) else (value,))
                 if isinstance(v, DTensor) and v.requires_grad
             ]
             if (
-                any(not v.placements[i].is_replicate() for v in found)
-                or (found and self._divided_inside(user, i))
-                or (found and self.is_sum(user, i))
+                any(not v.placements[i].is_replicate() for v in results)
+                or (results and self._divided_inside(user, i))
+                or (results and self.is_sum(user, i))
             ):
                 return True
         return False
@@ -172,7 +172,7 @@ class Traffic:
     def _leaves(self, node: fx.Node, i: int) -> None:
         x = self.values.get(node)
         if isinstance(x, DTensor):
-            for word in _sends(x.placements[i], None):
+            for word in _messages(x.placements[i], None):
                 self._add(word, i, self._bytes(x), False, node, "results are whole")
 
     # ---------------------------------------------------------------- operators
@@ -219,11 +219,11 @@ class Traffic:
         whole, dim = self.values.get(node), self.mesh.mesh_dim_names[i]
         if not isinstance(whole, DTensor) or not whole.placements[i].is_replicate():
             return
-        found, gathered = [], p.placements[i].is_shard()
+        results, gathered = [], p.placements[i].is_shard()
         if gathered:
-            found.append(Send("all_gather", dim, self._bytes(p), False, name, "a divided parameter is made whole"))
+            results.append(Send("all_gather", dim, self._bytes(p), False, name, "a divided parameter is made whole"))
         if p.requires_grad and self.is_sum(node, i):
-            found.append(
+            results.append(
                 Send(
                     "reduce_scatter" if gathered and stage != "zero1" else "all_reduce",
                     dim,
@@ -233,20 +233,20 @@ class Traffic:
                     "gradient of a parameter that every rank uses",
                 )
             )
-        self.sends += [s for s in found if s.bytes > NUMBER]
+        self.messages += [s for s in results if s.bytes > NUMBER]
 
     # ---------------------------------------------------------------- small things
 
     def _add(self, kind: str, i: int, size: int, backward: bool, node: fx.Node, why: str) -> None:
         if size > NUMBER:
-            self.sends.append(Send(kind, self.mesh.mesh_dim_names[i], size, backward, module_path(node), why))
+            self.messages.append(Send(kind, self.mesh.mesh_dim_names[i], size, backward, module_path(node), why))
 
     @staticmethod
     def _bytes(x: DTensor) -> int:
         return dtensor.local_numel(x) * x.dtype.itemsize
 
 
-def _sends(p: Placement, t: Placement | None) -> Iterator[str]:
+def _messages(p: Placement, t: Placement | None) -> Iterator[str]:
     """From ``p`` to ``t``; None: whole."""
     t = None if t is None or t.is_replicate() else t
     if p.is_partial():

@@ -78,7 +78,7 @@ class Routing:
         ]
         x = x.redistribute(placements=placements)
         gradient = [Partial() if i in self.shared else p for i, p in enumerate(placements)]
-        return _made(
+        return _from_local(
             _Moved.apply(x.to_local(grad_placements=gradient), self.take, self.taken, self.put, self.mine),
             x,
             placements,
@@ -88,10 +88,12 @@ class Routing:
     def back(self, x: DTensor) -> DTensor:
         """The inverse: a sum over the shared dimensions."""
         placements = [Partial() if i in self.shared else p for i, p in enumerate(x.placements)]
-        return _made(_Moved.apply(x.to_local(), self.put, self.mine, self.take, self.taken), x, placements, x.shape)
+        return _from_local(
+            _Moved.apply(x.to_local(), self.put, self.mine, self.take, self.taken), x, placements, x.shape
+        )
 
 
-def _made(local: Tensor, like: DTensor, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+def _from_local(local: Tensor, like: DTensor, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -108,17 +110,17 @@ class _Moved(torch.autograd.Function):
     """Rows at ``index`` where ``there``, else zero; the gradient goes the other way, so that nothing is scattered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, there: Tensor, back: Tensor, mine: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, existing: Tensor, back: Tensor, mine: Tensor) -> Tensor:
         ctx.save_for_backward(back, mine)
-        return _rows(x, index, there)
+        return _rows(x, index, existing)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _rows(grad, *ctx.saved_tensors), None, None, None, None
 
 
-def _rows(x: Tensor, index: Tensor, there: Tensor) -> Tensor:
-    return torch.where(there.view(-1, *[1] * (x.ndim - 1)), x.index_select(0, index), 0)
+def _rows(x: Tensor, index: Tensor, existing: Tensor) -> Tensor:
+    return torch.where(existing.view(-1, *[1] * (x.ndim - 1)), x.index_select(0, index), 0)
 
 
 def grouped_matmul(x: DTensor | OwnRows, weight: DTensor, offsets: DTensor, data: Sequence[int]) -> DTensor | OwnRows:
@@ -144,7 +146,7 @@ def grouped_matmul(x: DTensor | OwnRows, weight: DTensor, offsets: DTensor, data
     gradient = [Partial() if i in shared and i not in over else p for i, p in enumerate(weight.placements)]
     placements = [Replicate() if i in shared else p for i, p in enumerate(weight.placements)]
     own = weight.to_local(grad_placements=gradient)
-    own = _made(own, weight, placements, torch.Size((own.shape[0], *weight.shape[1:])))
+    own = _from_local(own, weight, placements, torch.Size((own.shape[0], *weight.shape[1:])))
     ends = DTensor.from_local(
         x.routing.ends.to(offsets.dtype), weight.device_mesh, [Replicate()] * weight.device_mesh.ndim, run_check=False
     )
@@ -183,15 +185,15 @@ def _routing(rows: int, weight: DTensor, offsets: DTensor, over: Sequence[int], 
 def with_own_rows(run: Callable, target: Any, args: tuple, kwargs: dict) -> Any:
     """``run(target, args, kwargs)`` where some arguments may be own rows: on those rows if the operator works row by
     row, else after they are whole tensors again."""
-    found = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, OwnRows)]
-    if not found:
+    matches = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, OwnRows)]
+    if not matches:
         return run(target, args, kwargs)
-    routing = found[0].routing
+    routing = matches[0].routing
     along = _argument(args, kwargs, BY_DIMENSION[target]) if target in BY_DIMENSION else None
-    if all(f.routing is routing for f in found) and (
-        target in ROWWISE or (along is not None and along % found[0].value.ndim)
+    if all(f.routing is routing for f in matches) and (
+        target in ROWWISE or (along is not None and along % matches[0].value.ndim)
     ):
-        rows, width = found[0].value.shape[0], found[0].value.ndim
+        rows, width = matches[0].value.shape[0], matches[0].value.ndim
         local = lambda a: (
             a.value
             if isinstance(a, OwnRows)

@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.sharding.spmd import operators
-from mindspeed_fx.sharding.spmd.aten_rules import bound, dimensions, is_divided_along, pointwise_strategies, run
+from mindspeed_fx.sharding.spmd.aten_rules import (
+    bind_arguments,
+    dimensions,
+    is_divided_along,
+    pointwise_strategies,
+    run,
+)
 from mindspeed_fx.sharding.spmd.parts import Strategy, from_parts, run_in_parts
 
 aten = torch.ops.aten
@@ -23,7 +29,7 @@ NONE, MEAN, SUM = 0, 1, 2
 """ATen's numbers of reductions."""
 
 
-def _reduced(x: DTensor, reduction: int) -> DTensor:
+def _reduce(x: DTensor, reduction: int) -> DTensor:
     if reduction == NONE:
         return x
     return operators.mean(x) if reduction == MEAN else x.sum()
@@ -33,11 +39,11 @@ def _loss(target: Any, strategies: Callable[[list[DTensor]], list[Strategy]]) ->
     """``target`` without its reduction on each rank's parts, then the reduction."""
 
     def loss(*args: Any, **kwargs: Any) -> DTensor:
-        given = bound(target, args, kwargs)
-        reduction = given.pop("reduction")
-        tensors = [v for v in given.values() if isinstance(v, DTensor)]
-        x = run_in_parts(lambda **local: target(**local, reduction=NONE), (), given, strategies(tensors))
-        return _reduced(x, reduction)
+        arg = bind_arguments(target, args, kwargs)
+        reduction = arg.pop("reduction")
+        tensors = [v for v in arg.values() if isinstance(v, DTensor)]
+        x = run_in_parts(lambda **local: target(**local, reduction=NONE), (), arg, strategies(tensors))
+        return _reduce(x, reduction)
 
     return loss
 
@@ -65,34 +71,34 @@ def _classes(target: Any) -> Callable:
     """
 
     def loss(*args: Any, **kwargs: Any) -> DTensor:
-        given = bound(target, args, kwargs)
-        reduction, x, labels, weight = given.pop("reduction"), given["self"], given["target"], given.get("weight")
+        arg = bind_arguments(target, args, kwargs)
+        reduction, x, labels, weight = arg.pop("reduction"), arg["self"], arg["target"], arg.get("weight")
         shift = 0 if labels.is_floating_point() else 1
         weights = [REPLICATED] * (weight is not None)
-        found = (
+        results = (
             []
             if x.ndim < 2
             else [(0, [0, 0, *weights]), *((d - 1, [d, d - shift, *weights]) for d in range(2, x.ndim))]
         )
-        losses = run_in_parts(lambda **local: target(**local, reduction=NONE), (), given, found)
+        losses = run_in_parts(lambda **local: target(**local, reduction=NONE), (), arg, results)
         if reduction == NONE or (shift == 0 and reduction == MEAN):
             # of probabilities the mean is over all rows, whatever their weights
-            return _reduced(losses, reduction)
+            return _reduce(losses, reduction)
         total = losses.sum()
-        return total if reduction == SUM else total / _counted(labels, weight, given["ignore_index"], total.dtype)
+        return total if reduction == SUM else total / _count_targets(labels, weight, arg["ignore_index"], total.dtype)
 
     return loss
 
 
-def _counted(labels: DTensor, weight: DTensor | None, ignore_index: int, dtype: torch.dtype) -> DTensor:
+def _count_targets(labels: DTensor, weight: DTensor | None, ignore_index: int, dtype: torch.dtype) -> DTensor:
     """The sum of the weights of all targets that count."""
 
     def counts(labels: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         kept = labels != ignore_index
         return kept.to(dtype) if weight is None else torch.where(kept, weight.detach()[labels.where(kept, 0)], 0)
 
-    found = [(d, [d, *[REPLICATED] * (weight is not None)]) for d in range(labels.ndim)]
-    return run_in_parts(counts, (labels, weight), {}, found).sum()
+    results = [(d, [d, *[REPLICATED] * (weight is not None)]) for d in range(labels.ndim)]
+    return run_in_parts(counts, (labels, weight), {}, results).sum()
 
 
 # ------------------------------------------------------------------ along divided dimensions
@@ -100,7 +106,7 @@ def _counted(labels: DTensor, weight: DTensor | None, ignore_index: int, dtype: 
 
 def _top(x: DTensor, dims: list[int]) -> DTensor:
     """The largest of ``x`` along ``dims``, kept, whole along them and finite; without gradient."""
-    x = operators.summed(x.detach())
+    x = operators.sum_partials(x.detach())
     placements = [Partial("max") if dtensor.is_divided(p) and p.dim in dims else p for p in x.placements]
     divided = [p if not p.is_partial() else Replicate() for p in placements]
     top = from_parts(x.to_local().amax(dims, keepdim=True), x.device_mesh, divided)
@@ -113,10 +119,10 @@ def _top(x: DTensor, dims: list[int]) -> DTensor:
 
 def _exponentials(x: DTensor, dims: list[int]) -> tuple[DTensor, DTensor, DTensor]:
     """x less its largest along ``dims``, that, and the sum of exponentials."""
-    x = operators.summed(x)
+    x = operators.sum_partials(x)
     top = _top(x, dims)
     below = x - top
-    return below, top, operators.summed(below.exp().sum(dims, keepdim=True))
+    return below, top, operators.sum_partials(below.exp().sum(dims, keepdim=True))
 
 
 def logsumexp(x: DTensor, dim: Any, keepdim: bool = False) -> DTensor:

@@ -98,7 +98,7 @@ class _DividedNorm(torch.autograd.Function):
         return (rstd * (scaled - normed * mean)).to(x.dtype), dweight, None, None, None, None, None
 
 
-def summed(x: DTensor) -> DTensor:
+def sum_partials(x: DTensor) -> DTensor:
     """``x`` without partial sums; its gradient is whole where ``x`` was partial."""
     return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
 
@@ -118,7 +118,7 @@ def mean(x: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dty
     dims = (
         list(range(x.ndim))
         if dim is None or dim == []
-        else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+        else [d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)]
     )
     if any(map(dtensor.is_strided, x.placements)) or not any(p.is_shard() and p.dim in dims for p in x.placements):
         return torch.mean(x, dims, keepdim, dtype=dtype)
@@ -141,7 +141,7 @@ class _Mean(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         shape, dtype, placements = ctx.like
-        grad = (summed(grad) / math.prod(shape[d] for d in ctx.dims)).to(dtype)
+        grad = (sum_partials(grad) / math.prod(shape[d] for d in ctx.dims)).to(dtype)
         for d in sorted(ctx.dims) if not ctx.keepdim else ():
             grad = grad.unsqueeze(d)
         return grad.expand(shape).redistribute(placements=placements), None, None, None
@@ -157,14 +157,14 @@ def locally(target: Any) -> Any:
     """
 
     def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
-        dim = kwargs.get("dim", args[at] if len(args) > at else -1) % x.ndim
+        dim = kwargs.get("dim", args[at] if len(args) > at else -1) % max(x.ndim, 1)
         if not any(map(dtensor.is_strided, x.placements)) or any(
             p.is_partial() or dtensor.is_divided(p, dim) for p in x.placements
         ):
             return target(x, *args, **kwargs)
         results = target(x.to_local(), *args, **kwargs)
 
-        def made(local: torch.Tensor) -> DTensor:
+        def result(local: torch.Tensor) -> DTensor:
             shape = torch.Size((*x.shape[:dim], local.shape[dim], *x.shape[dim + 1 :]))
             return DTensor.from_local(
                 local,
@@ -175,7 +175,7 @@ def locally(target: Any) -> Any:
                 stride=torch.empty(shape, device="meta").stride(),
             )
 
-        return made(results) if isinstance(results, torch.Tensor) else tuple(map(made, results))
+        return result(results) if isinstance(results, torch.Tensor) else tuple(map(result, results))
 
     at = 1 if target is aten.topk.default else 0
     return run
@@ -192,7 +192,7 @@ def dropout(x: DTensor, p: float, train: bool) -> DTensor:
         return x
     if p == 1:
         return x * 0
-    x = summed(x)
+    x = sum_partials(x)
     mask = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p).div_(1 - p)
     return x * whole(mask, x).redistribute(placements=x.placements)
 

@@ -26,7 +26,7 @@ from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import Plan, ShardingError, matching
 from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, token_dispatch, vocabulary
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
-from mindspeed_fx.sharding.spmd.expected_collectives import Traffic
+from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
 from mindspeed_fx.sharding.spmd.parts import run_whole
 from mindspeed_fx.sharding.spmd.redistribute import flatten, redistribute, reshape, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
@@ -61,16 +61,16 @@ class Program(torch.nn.Module):
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
         object.__setattr__(self, "known", known_masks(graph))
-        object.__setattr__(self, "traffic", Traffic(mesh))
+        object.__setattr__(self, "traffic", ExpectedCollectives(mesh))
         self.stages = {mesh.mesh_dim_names.index(name): stage for name, stage in plan.gather.items()}
         self.data = [dim for dim, stage in self.stages.items() if stage != "never"]
 
     def forward(self, *local: Any) -> Any:
-        traffic = Traffic(self.mesh)
+        traffic = ExpectedCollectives(self.mesh)
         object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
-        given = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
+        arguments = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
         with fx.traceback.preserve_node_meta(), traffic.listening():
-            results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic).run(*given)
+            results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic).run(*arguments)
         placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
         traffic.read(
             self.graph,
@@ -91,16 +91,16 @@ class Program(torch.nn.Module):
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             return whole.redistribute(placements=value.placements)
-        made = self._at_rest(x, value)
+        result = self._at_rest(x, value)
         experts = bool(matching(self.plan.experts.get("parameters", ()), value.name))
         for dim in sorted(self.data, reverse=True):  # of several that divide one dimension the inner ones first
             stage, name = self.stages[dim], self.mesh.mesh_dim_names[dim]
-            if made.placements[dim].is_shard() and not (experts and made.placements[dim].is_shard(0)):
-                with dtensor.annotated(stage):
-                    made = redistribute(made, {name: "R"})
+            if result.placements[dim].is_shard() and not (experts and result.placements[dim].is_shard(0)):
+                with dtensor.annotate(stage):
+                    result = redistribute(result, {name: "R"})
                 if stage == "zero1":
-                    made = redistribute(made, {name: "R"})
-        return made
+                    result = redistribute(result, {name: "R"})
+        return result
 
     def _at_rest(self, x: torch.Tensor, value: Value) -> DTensor:
         return DTensor.from_local(
@@ -121,7 +121,7 @@ class _Planned(fx.Interpreter):
         mesh: DeviceMesh,
         known: dict[fx.Node, torch.Tensor],
         data: list[int],
-        traffic: Traffic,
+        traffic: ExpectedCollectives,
     ):
         super().__init__(graph, garbage_collect_values=False)
         self.extra_traceback, self.plan, self.mesh, self.known, self.data, self.traffic = (
@@ -148,9 +148,9 @@ class _Planned(fx.Interpreter):
                 raise
             raise ShardingError(f"{self._at(n)}: {e}") from None
         except Exception as e:
-            given = ", ".join(f"{a.name} {_shown(self.env.get(a))}" for a in n.all_input_nodes)
+            arg = ", ".join(f"{a.name} {_shown_value(self.env.get(a))}" for a in n.all_input_nodes)
             raise ShardingError(
-                f"{self._at(n)}: {n.target} cannot be computed in parts from {given} ({_line(e)}); {REMEDY}"
+                f"{self._at(n)}: {n.target} cannot be computed in parts from {arg} ({_line(e)}); {REMEDY}"
             ) from e
 
     def _at(self, n: fx.Node) -> str:
@@ -174,12 +174,12 @@ class _Planned(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if tracing.is_checkpoint(target):
-            return dtensor.checkpointed(
+            return dtensor.run_checkpointed(
                 lambda body: _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic), args, kwargs
             )
-        if target is token_dispatch.unpermuted:
-            return token_dispatch.unpermuted(*args)
-        if target is torch.ops.mindspeed.grouped_matmul.default and token_dispatch.travels(args[0]):
+        if target is token_dispatch.unpermute_tokens:
+            return token_dispatch.unpermute_tokens(*args)
+        if target is torch.ops.mindspeed.grouped_matmul.default and token_dispatch.uses_all_to_all(args[0]):
             return token_dispatch.grouped_matmul(*args[:2], self.plan.experts.get("capacity"))
         if target is torch.ops.mindspeed.grouped_matmul.default:
             return experts_spmd.grouped_matmul(*args, **kwargs, data=self.data)
@@ -230,7 +230,7 @@ REMEDY = 'keep what the module reads whole ({input: {dimension: R}} in the plan\
 
 
 @contextlib.contextmanager
-def differentiated(program: Callable[[], Program | None]) -> Iterator[None]:
+def differentiating(program: Callable[[], Program | None]) -> Iterator[None]:
     """The backward of a program is traced or run within.
 
     Raises:
@@ -241,10 +241,10 @@ def differentiated(program: Callable[[], Program | None]) -> Iterator[None]:
     except OptionError:
         raise
     except Exception as e:
-        found = program()
-        if found is None or not found.traffic.backward:
+        result = program()
+        if result is None or not result.traffic.backward:
             raise
-        raise ShardingError(f"{found.traffic.backward} cannot be computed in parts ({_line(e)}); {REMEDY}") from e
+        raise ShardingError(f"{result.traffic.backward} cannot be computed in parts ({_line(e)}); {REMEDY}") from e
 
 
 def check_dtype(node: fx.Node, value: Any) -> None:
@@ -270,5 +270,5 @@ def _line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _shown(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     return f"{tuple(value.shape)} {value.placements}" if isinstance(value, DTensor) else type(value).__name__

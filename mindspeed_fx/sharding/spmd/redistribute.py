@@ -19,14 +19,14 @@ def placements_of(placed: Mapping[str, str], mesh: DeviceMesh, ndim: int, where:
     Raises:
         ShardingError: a dimension that the mesh or a tensor of ``ndim`` dimensions does not have.
     """
-    found: list[Placement] = [Replicate()] * mesh.ndim
+    results: list[Placement] = [Replicate()] * mesh.ndim
     for name, word in placed.items():
         dim = parse_placement(word, where)
         if dim is not None:
             if not -ndim <= dim < ndim:
                 raise ShardingError(f"{where}: placement {word} of a tensor of {ndim} dimensions")
-            found[mesh.mesh_dim_names.index(name)] = Shard(dim % ndim)
-    return tuple(found)
+            results[mesh.mesh_dim_names.index(name)] = Shard(dim % ndim)
+    return tuple(results)
 
 
 def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
@@ -50,23 +50,23 @@ def placed_at(x: DTensor, placements: Any) -> DTensor:
 class _Redistribute(torch.autograd.Function):
     """DTensor's ``redistribute`` whose local results are stored in the order of dimensions that the whole has: what
     collectives return is contiguous, and a view that is right for the whole would fail on it. Parts of one dimension
-    become parts of another by :func:`exchanged`."""
+    become parts of another by :func:`exchange_shards`."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
         ctx.set_materialize_grads(False)  # zeros would be made as a plain tensor
-        return _stored_alike(_redistributed(x, placements))
+        return _stored_alike(_redistribute(x, placements))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
-        return None if grad is None else _stored_alike(_redistributed(grad, ctx.placements)), None
+        return None if grad is None else _stored_alike(_redistribute(grad, ctx.placements)), None
 
 
-def _redistributed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def _redistribute(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     changed = [i for i, (p, q) in enumerate(zip(x.placements, placements)) if p != q]
     if len(changed) == 1 and _exchangeable(x, placements, changed[0]):
-        return exchanged(x, changed[0], placements)
+        return exchange_shards(x, changed[0], placements)
     return x.redistribute(placements=placements)
 
 
@@ -84,13 +84,13 @@ def _exchangeable(x: DTensor, placements: tuple[Placement, ...], i: int) -> bool
     return all(x.shape[d] % n == 0 for d, n in parts.items())
 
 
-def exchanged(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
+def exchange_shards(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DTensor:
     """One all-to-all over mesh dimension ``i``. DTensor (2.13) has an operator of its own for it, which ends where it
     starts and so hides behind nothing, and on CPU gathers everything to keep a part: n times the bytes."""
     old, new, mesh = x.placements[i].dim, placements[i].dim, x.device_mesh
     n = mesh.size(i)
-    given = x.to_local().unflatten(new, (n, -1)).movedim(new, 0)
-    taken = dtensor.waited(dtensor.all_to_all(given, [1] * n, [1] * n, mesh, i))
+    arg = x.to_local().unflatten(new, (n, -1)).movedim(new, 0)
+    taken = dtensor.wait_for(dtensor.all_to_all(arg, [1] * n, [1] * n, mesh, i))
     local = taken.movedim(0, old).flatten(old, old + 1)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
@@ -148,16 +148,16 @@ def placements_as(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | N
                 continue
             n, at = x.device_mesh.size(i), p.dim - old.start
             pieces = math.prod(before[:at]) * (p.split_factor if dtensor.is_strided(p) else 1)
-            found = _divided(after, pieces, n)
-            if found is None or before[at] % n:
+            result = _divided_dims(after, pieces, n)
+            if result is None or before[at] % n:
                 return None
             before[at] //= n
-            after[found[0]] //= n
-            placements[i] = dtensor.shard(new[found[0]], found[1])
+            after[result[0]] //= n
+            placements[i] = dtensor.shard(new[result[0]], result[1])
     return tuple(placements)
 
 
-def _divided(sizes: Sequence[int], pieces: int, n: int) -> tuple[int, int] | None:
+def _divided_dims(sizes: Sequence[int], pieces: int, n: int) -> tuple[int, int] | None:
     """(dimension, pieces of it): of which n ranks have parts when each has a part of every one of ``pieces``."""
     for at, size in enumerate(sizes):
         outer = math.prod(sizes[:at])
@@ -209,16 +209,16 @@ class _Reshape(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.x, ctx.placements = (_without_sums(x.placements), x.shape, x.stride()), _without_sums(placements)
-        return _viewed(x, placements, shape, torch.empty(shape, device="meta").stride())
+        return _as_view(x, placements, shape, torch.empty(shape, device="meta").stride())
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None]:
         if grad is None:
             return None, None, None
-        return _viewed(grad.redistribute(placements=ctx.placements), *ctx.x), None, None
+        return _as_view(grad.redistribute(placements=ctx.placements), *ctx.x), None, None
 
 
-def _viewed(x: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+def _as_view(x: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
     sizes = list(shape)
     for i, p in enumerate(placements):
         if dtensor.is_divided(p):

@@ -6,8 +6,8 @@ rank, and while it is in attention, rank r of n works on chunks r and 2n-1-r. Af
 two blocks of a chunk by a chunk with the keys of every other rank: the same number of scores on every rank in every
 step, and no mask. Elsewhere the sequence stays divided in order, so that nothing else of the model needs to know.
 
-With a mask or a window there is no ring: :mod:`mindspeed_fx.sharding.spmd.block_schedule` says which rank computes what,
-    and :mod:`ring_blocks` does it.
+With a mask or a window there is no ring: :mod:`mindspeed_fx.sharding.spmd.block_schedule` says which rank computes
+    what, and :mod:`ring_blocks` does it.
 
 The next keys and values are sent before this step's attention, and waited for after it. The backward sends them round
 again, and the gradients of keys and values with them, a step behind; what it needs besides is the log-sum-exp over all
@@ -31,7 +31,7 @@ from mindspeed_fx.compat import tracing
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.sharding.plan import ShardingError
-from mindspeed_fx.sharding.spmd.block_schedule import PER_RANK, Schedule, best, needed
+from mindspeed_fx.sharding.spmd.block_schedule import PER_RANK, BlockSchedule, best, needed_blocks
 from mindspeed_fx.sharding.spmd.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
 from mindspeed_fx.sharding.spmd.ring_messages import Ring, RotatingGradients, RotatingKeys
 
@@ -45,18 +45,18 @@ def over(q: DTensor, k: DTensor, v: DTensor) -> int | None:
     Raises:
         ShardingError: over several, as if one ring went through two mesh dimensions.
     """
-    found = [
+    results = [
         i
         for i, placed in enumerate(zip(q.placements, k.placements, v.placements))
         if all(p == Shard(2) for p in placed) and q.device_mesh.size(i) > 1
     ]
-    if len(found) > 1:
+    if len(results) > 1:
         names = q.device_mesh.mesh_dim_names
         raise ShardingError(
             "ring attention goes round one mesh dimension, and the sequence is divided over "
-            f"{', '.join(names[i] for i in found)}"
+            f"{', '.join(names[i] for i in results)}"
         )
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def attention(
@@ -101,7 +101,7 @@ def attention(
         raise ShardingError(f"ring attention needs as many queries as keys; here {size} and {k.shape[2]}")
     ranks = q.device_mesh.size(dim)
     local = [x.to_local(grad_placements=_gradient(x, q, 0)) for x in (k, v)]
-    sinks = None if sinks is None else _beside(sinks, q, {1: 0})
+    sinks = None if sinks is None else _placed_like(sinks, q, {1: 0})
     local.append(None if sinks is None else sinks.to_local(grad_placements=_gradient(sinks, q, 1)))
     if mask is None and not window:
         if causal and size % (2 * ranks):
@@ -115,17 +115,17 @@ def attention(
                 f'"{q.device_mesh.mesh_dim_names[dim]}"; valid: '
                 f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
             )
-        made = Ring(q.device_mesh, dim, ranks, causal, scale, softcap, inner or ranks)
-        made.announced(q, k, v)
-        out = _Ring.apply(q.to_local(), *local, made)
+        result = Ring(q.device_mesh, dim, ranks, causal, scale, softcap, inner or ranks)
+        result.announced(q, k, v)
+        out = _Ring.apply(q.to_local(), *local, result)
     else:
         schedule = schedule_for(size, ranks, causal, window, known)
-        by = Exchange(
+        factor = Exchange(
             q.device_mesh, dim, ranks, size // (ranks * schedule.per_rank), schedule, causal, window, scale, softcap
         )
-        by.announced(q, k, v)
-        whole = None if mask is None else _beside(mask[(None,) * (4 - mask.ndim)], q, {0: 0, 1: 1}).to_local()
-        out = ScheduledAttention.apply(q.to_local(), *local[:2], whole, local[2], by)
+        factor.announced(q, k, v)
+        whole = None if mask is None else _placed_like(mask[(None,) * (4 - mask.ndim)], q, {0: 0, 1: 1}).to_local()
+        out = ScheduledAttention.apply(q.to_local(), *local[:2], whole, local[2], factor)
     b, n, s, _ = q.shape
     stored = torch.empty((b, s, n, v.shape[3]), device="meta").transpose(
         1, 2
@@ -145,21 +145,21 @@ def _gradient(x: DTensor, q: DTensor, keep: int) -> list[Placement]:
     ]
 
 
-def _beside(x: DTensor, q: DTensor, dims: dict[int, int]) -> DTensor:
+def _placed_like(x: DTensor, q: DTensor, dims: dict[int, int]) -> DTensor:
     """``x`` divided as ``q`` is along the dimensions of ``dims`` (of q: of x), and whole along all others."""
-    found = [dims.get(p.dim) if isinstance(p, Shard) else None for p in q.placements]
-    return x.redistribute(placements=[Replicate() if d is None or x.shape[d] == 1 else Shard(d) for d in found])
+    results = [dims.get(p.dim) if isinstance(p, Shard) else None for p in q.placements]
+    return x.redistribute(placements=[Replicate() if d is None or x.shape[d] == 1 else Shard(d) for d in results])
 
 
-def schedule_for(size: int, ranks: int, causal: bool, window: int, known: Tensor | None) -> Schedule:
+def schedule_for(size: int, ranks: int, causal: bool, window: int, known: Tensor | None) -> BlockSchedule:
     """Who computes which blocks of a sequence of ``size`` elements on ``ranks`` ranks."""
     per_rank = max(n for n in PER_RANK if size // ranks % n == 0)
     blocks = ranks * per_rank
     rows = size // blocks
-    need = needed(blocks, rows, causal, window)
+    need = needed_blocks(blocks, rows, causal, window)
     if known is not None:
         with tracing.outside_tracing():
-            there = (
+            existing = (
                 known.expand(size, size)
                 .unflatten(1, (blocks, rows))
                 .any(2)
@@ -167,11 +167,11 @@ def schedule_for(size: int, ranks: int, causal: bool, window: int, known: Tensor
                 .any(1)
                 .tolist()
             )
-        need = tuple(tuple(a and b for a, b in zip(*lines)) for lines in zip(need, there))
+        need = tuple(tuple(a and b for a, b in zip(*lines)) for lines in zip(need, existing))
     return best(need, ranks, rows)
 
 
-def _taken(x: Tensor, starts: Sequence[int], half: int) -> Tensor:
+def _take_chunks(x: Tensor, starts: Sequence[int], half: int) -> Tensor:
     """Two chunks of x [batch, heads, sequence, dim], one behind the other along the batch. The first one is the same on
     every rank and is taken by another operator than the second: where both are equal, one rank's graph would else have
     a node less."""
@@ -201,9 +201,9 @@ class _Ring(torch.autograd.Function):
                 continue
             rows, columns = zip(*ring.blocks(*at, half))
             blocks = ops.attention(
-                _taken(q, rows, half),
-                _taken(k, columns, half),
-                _taken(v, columns, half),
+                _take_chunks(q, rows, half),
+                _take_chunks(k, columns, half),
+                _take_chunks(v, columns, half),
                 None,
                 False,
                 ring.scale,
@@ -238,14 +238,15 @@ class _Ring(torch.autograd.Function):
             k, v = travel.on(*at)
             if ring.causal:
                 rows, columns = zip(*ring.blocks(*at, half))
-                given = [
-                    _taken(x, starts, half)
+                arguments = [
+                    _take_chunks(x, starts, half)
                     for x, starts in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))
                 ]
-                blocks = ops.attention_backward(*given, None, False, ring.scale, 0, ring.softcap)
+                blocks = ops.attention_backward(*arguments, None, False, ring.scale, 0, ring.softcap)
                 before = behind() or [torch.zeros_like(g) for g in gradients]
                 dq, *gradients = (
-                    _added(x, starts, b, half) for x, starts, b in zip((dq, *before), (rows, columns, columns), blocks)
+                    _add_chunks(x, starts, b, half)
+                    for x, starts, b in zip((dq, *before), (rows, columns, columns), blocks)
                 )
             else:
                 blocks = ops.attention_backward(grad, q, k, v, out, lse, None, False, ring.scale, 0, ring.softcap)
@@ -257,7 +258,7 @@ class _Ring(torch.autograd.Function):
         return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), dsinks, None
 
 
-def _added(x: Tensor, starts: Sequence[int], blocks: Tensor, half: int) -> Tensor:
+def _add_chunks(x: Tensor, starts: Sequence[int], blocks: Tensor, half: int) -> Tensor:
     for start, block in zip(starts, blocks.chunk(2)):
         x = _put(x, x.narrow(2, start, half) + block, start)
     return x

@@ -1,5 +1,5 @@
-"""Attention over a divided sequence by the schedule of :mod:`mindspeed_fx.sharding.spmd.block_schedule`: masks, windows,
-and causal attention whose lengths no ring divides.
+"""Attention over a divided sequence by the schedule of :mod:`mindspeed_fx.sharding.spmd.block_schedule`: masks,
+windows, and causal attention whose lengths no ring divides.
 
 Blocks of queries go to the rank that computes them, and their results back; keys and values come in stages, sent before
 the attention of the stage before. A row's result over several blocks of keys is their mean by share of the softmax, as
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.sharding.spmd.block_schedule import Schedule, Stage
+from mindspeed_fx.sharding.spmd.block_schedule import BlockSchedule, Stage
 from mindspeed_fx.sharding.spmd.expected_collectives import sends_inside
 
 ops = torch.ops.mindspeed
@@ -37,7 +37,7 @@ class Exchange:
     ranks: int
     rows: int
     """Of a block."""
-    schedule: Schedule
+    schedule: BlockSchedule
     causal: bool
     window: int
     scale: float
@@ -70,7 +70,7 @@ class Exchange:
 
     def sent(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
         """Rows of ``x`` to every rank, to be waited for; ``counts`` [from][to]."""
-        given, taken = (
+        arguments, taken = (
             [
                 dtensor.by_coordinate(
                     self.mesh, self.dim, lambda r, j=j, back=back: counts[j][r] if back else counts[r][j]
@@ -79,7 +79,7 @@ class Exchange:
             ]
             for back in (False, True)
         )
-        return dtensor.all_to_all(x, taken, given, self.mesh, self.dim)
+        return dtensor.all_to_all(x, taken, arguments, self.mesh, self.dim)
 
     def to_computing(self, *tensors: Tensor) -> list[Tensor]:
         """Of each [blocks, ...], one per block of queries: from the ranks that hold them to those that compute them;
@@ -89,14 +89,14 @@ class Exchange:
             return list(tensors)
         order, counts = self._moves()
         flat = _flat(tensors).index_select(0, self.own(order, tensors[0].device))
-        return _parted(dtensor.waited(self.sent(flat, counts)), tensors)
+        return _split_parts(dtensor.wait_for(self.sent(flat, counts)), tensors)
 
     def to_holding(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`to_computing`."""
         if not self.schedule.moved:
             return x
         order, counts = self._moves()
-        back = dtensor.waited(self.sent(x.flatten(1), [list(c) for c in zip(*counts)]))
+        back = dtensor.wait_for(self.sent(x.flatten(1), [list(c) for c in zip(*counts)]))
         inverse = [[o.index(i) for i in range(len(o))] for o in order]
         return back.index_select(0, self.own(inverse, x.device)).view(x.shape)
 
@@ -117,8 +117,8 @@ class Exchange:
         """
         if not stage.received:
             return lambda: keys
-        message = self.sent(keys.index_select(0, self.own(stage.sends, keys.device)), stage.counts)
-        return lambda: torch.cat([keys, dtensor.waited(message)])
+        message = self.sent(keys.index_select(0, self.own(stage.messages, keys.device)), stage.counts)
+        return lambda: torch.cat([keys, dtensor.wait_for(message)])
 
     def give_back(self, stage: Stage, gradients: Tensor) -> Callable[[Tensor], Tensor]:
         """Starts to send the gradients of the keys of a stage to who holds them; what it returns adds them up."""
@@ -127,8 +127,8 @@ class Exchange:
         if not stage.received:
             return lambda total: total + own
         message = self.sent(others, list(zip(*stage.counts)))
-        held = self.own([_one_hot(sends, per_rank) for sends in stage.sends], own.device).to(own.dtype)
-        return lambda total: total + own + held @ dtensor.waited(message)
+        held = self.own([_one_hot(messages, per_rank) for messages in stage.messages], own.device).to(own.dtype)
+        return lambda total: total + own + held @ dtensor.wait_for(message)
 
     def pairs(self, stage: Stage, device: torch.device) -> "_Pairs":
         first = [
@@ -222,26 +222,26 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.flatten(1) for t in tensors], 1)
 
 
-def _parted(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _split_parts(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = x.split([t.numel() // t.shape[0] for t in like], 1)
     return [p.unflatten(1, t.shape[1:]) for p, t in zip(parts, like)]
 
 
-def _blocked(x: Tensor, blocks: int) -> Tensor:
+def _to_blocks(x: Tensor, blocks: int) -> Tensor:
     """[batch, heads, sequence, ...] as [blocks, batch * heads, rows, ...]."""
     return x.unflatten(2, (blocks, -1)).movedim(2, 0).flatten(1, 2)
 
 
-def _unblocked(x: Tensor, batch: int) -> Tensor:
+def _from_blocks(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(1, (batch, -1)).movedim(0, 2).flatten(2, 3)
 
 
-def _summed(one_hot: Tensor, x: Tensor) -> Tensor:
+def _sum_by_block(one_hot: Tensor, x: Tensor) -> Tensor:
     """[pairs, ...] summed by block."""
     return (one_hot.to(x.dtype) @ x.flatten(1)).view(one_hot.shape[0], *x.shape[1:])
 
 
-def _weighted(x: Tensor, exponent: Tensor) -> Tensor:
+def _weighted_sum(x: Tensor, exponent: Tensor) -> Tensor:
     return x * exponent.exp().nan_to_num(0.0).unsqueeze(-1)
 
 
@@ -250,7 +250,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     value.
     """
     new = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
-    return _weighted(out, lse - new), new
+    return _weighted_sum(out, lse - new), new
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -268,27 +268,27 @@ class ScheduledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, by: Exchange
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, factor: Exchange
     ) -> Tensor:
-        blocks, stages, wide = by.schedule.per_rank, by.schedule.stages, accumulation_dtype(q.dtype)
-        shapes = [(blocks, x.shape[0] * x.shape[1], by.rows, x.shape[3]) for x in (k, v)]
-        (qs,) = by.to_computing(_blocked(q, blocks))
-        keys = _flat([_blocked(x, blocks) for x in (k, v)])
+        blocks, stages, wide = factor.schedule.per_rank, factor.schedule.stages, accumulation_dtype(q.dtype)
+        shapes = [(blocks, x.shape[0] * x.shape[1], factor.rows, x.shape[3]) for x in (k, v)]
+        (qs,) = factor.to_computing(_to_blocks(q, blocks))
+        keys = _flat([_to_blocks(x, blocks) for x in (k, v)])
         out, lse = (
             qs.new_zeros((*qs.shape[:3], v.shape[3]), dtype=wide),
             qs.new_full(qs.shape[:3], -math.inf, dtype=wide),
         )
-        mask = None if mask is None else by.blocked(mask)
-        coming = by.fetch(stages[0], keys)
+        mask = None if mask is None else factor.blocked(mask)
+        coming = factor.fetch(stages[0], keys)
         for number, stage in enumerate(stages):
             here = coming()
             if number + 1 < len(stages):
-                coming = by.fetch(stages[number + 1], keys)
-            pairs = by.pairs(stage, q.device)
+                coming = factor.fetch(stages[number + 1], keys)
+            pairs = factor.pairs(stage, q.device)
             ks, vs = _taken_keys(here, pairs, shapes)
-            allowed = by.mask(pairs, mask, *q.shape[:2])
+            allowed = factor.mask(pairs, mask, *q.shape[:2])
             block, block_lse = ops.attention(
-                qs.index_select(0, pairs.query), ks, vs, allowed, False, by.scale, 0, by.softcap
+                qs.index_select(0, pairs.query), ks, vs, allowed, False, factor.scale, 0, factor.softcap
             )
             if (
                 allowed is not None
@@ -298,47 +298,55 @@ class ScheduledAttention(torch.autograd.Function):
                 )
             own = pairs.every_query.view(*pairs.every_query.shape, 1, 1)
             new = torch.logaddexp(lse, torch.where(own, block_lse, -math.inf).logsumexp(1))
-            out = _weighted(out, lse - new) + _summed(
-                pairs.every_query, _weighted(block.to(wide), block_lse - new.index_select(0, pairs.query))
+            out = _weighted_sum(out, lse - new) + _sum_by_block(
+                pairs.every_query, _weighted_sum(block.to(wide), block_lse - new.index_select(0, pairs.query))
             )
             lse = new
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks.repeat(q.shape[0]))
-        out, ctx.by, ctx.shapes, ctx.batch = out.to(q.dtype), by, shapes, q.shape[0]
+        out, ctx.by, ctx.shapes, ctx.batch = out.to(q.dtype), factor, shapes, q.shape[0]
         lse = torch.where(
             lse == -math.inf, 0.0, lse
         )  # all scores of such a row are -inf, and so are they less any number
         ctx.save_for_backward(qs, keys, out, lse, mask, sinks)
-        return _unblocked(by.to_holding(out), q.shape[0])
+        return _from_blocks(factor.to_holding(out), q.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        by, shapes, (qs, keys, out, lse, mask, sinks) = ctx.by, ctx.shapes, ctx.saved_tensors
-        stages, wide, heads = by.schedule.stages, accumulation_dtype(qs.dtype), qs.shape[1] // ctx.batch
-        (grad,) = by.to_computing(_blocked(grad, by.schedule.per_rank))
+        factor, shapes, (qs, keys, out, lse, mask, sinks) = ctx.by, ctx.shapes, ctx.saved_tensors
+        stages, wide, heads = factor.schedule.stages, accumulation_dtype(qs.dtype), qs.shape[1] // ctx.batch
+        (grad,) = factor.to_computing(_to_blocks(grad, factor.schedule.per_rank))
         dq, dkeys = torch.zeros_like(qs, dtype=wide), torch.zeros_like(keys, dtype=wide)
-        coming, arriving = by.fetch(stages[0], keys), lambda total: total
+        coming, arriving = factor.fetch(stages[0], keys), lambda total: total
         for number, stage in enumerate(stages):
             here = coming()
             if number + 1 < len(stages):
-                coming = by.fetch(stages[number + 1], keys)
-            pairs = by.pairs(stage, qs.device)
+                coming = factor.fetch(stages[number + 1], keys)
+            pairs = factor.pairs(stage, qs.device)
             ks, vs = _taken_keys(here, pairs, shapes)
-            given = [x.index_select(0, pairs.query) for x in (grad, qs, out, lse)]
+            arguments = [x.index_select(0, pairs.query) for x in (grad, qs, out, lse)]
             parts = ops.attention_backward(
-                *given[:2], ks, vs, *given[2:], by.mask(pairs, mask, ctx.batch, heads), False, by.scale, 0, by.softcap
+                *arguments[:2],
+                ks,
+                vs,
+                *arguments[2:],
+                factor.mask(pairs, mask, ctx.batch, heads),
+                False,
+                factor.scale,
+                0,
+                factor.softcap,
             )
-            dq = dq + _summed(pairs.every_query, parts[0].to(wide))
+            dq = dq + _sum_by_block(pairs.every_query, parts[0].to(wide))
             dkeys = arriving(dkeys)
-            arriving = by.give_back(stage, _summed(pairs.every_key, _flat(parts[1:]).to(wide)))
+            arriving = factor.give_back(stage, _sum_by_block(pairs.every_key, _flat(parts[1:]).to(wide)))
         dk, dv = (
-            _unblocked(x, ctx.batch)
-            for x in _parted(arriving(dkeys), [keys.new_empty(s, device="meta") for s in shapes])
+            _from_blocks(x, ctx.batch)
+            for x in _split_parts(arriving(dkeys), [keys.new_empty(s, device="meta") for s in shapes])
         )
         dsinks = None
         if sinks is not None:
             dsinks = sinks_gradient(grad, out, lse, sinks.repeat(ctx.batch)).view(ctx.batch, heads).sum(0)
-        dq = _unblocked(by.to_holding(dq.to(qs.dtype)), ctx.batch)
+        dq = _from_blocks(factor.to_holding(dq.to(qs.dtype)), ctx.batch)
         return dq, dk.to(keys.dtype), dv.to(keys.dtype), None, dsinks, None
 
 

@@ -72,7 +72,7 @@ class Ring:
         """``value(rank)`` on each rank of the ring."""
         return dtensor.by_coordinate(self.mesh, self.dim, value)
 
-    def exchange(self, x: Tensor, sends: Callable[[int, int], int], receives: Callable[[int, int], int]) -> Tensor:
+    def exchange(self, x: Tensor, messages: Callable[[int, int], int], receives: Callable[[int, int], int]) -> Tensor:
         """Rows of ``x`` to every rank, to be waited for; ``sends(rank, other)`` and ``receives(rank, other)`` count
         them.
         """
@@ -80,7 +80,7 @@ class Ring:
         return dtensor.all_to_all(
             x,
             [self.by_rank(lambda r, j=j: receives(r, j)) for j in n],
-            [self.by_rank(lambda r, j=j: sends(r, j)) for j in n],
+            [self.by_rank(lambda r, j=j: messages(r, j)) for j in n],
             self.mesh,
             self.dim,
         )
@@ -91,7 +91,7 @@ class Ring:
         """
         flat = torch.cat([t.reshape(-1) for t in tensors])
         size, n, w = flat.shape[0], self.ranks, self.window
-        to = (lambda r, by: (r + by * w) % n) if far else (lambda r, by: r // w * w + (r + by) % w)
+        to = (lambda r, factor: (r + factor * w) % n) if far else (lambda r, factor: r // w * w + (r + factor) % w)
         return _Sent(
             self.exchange(flat, lambda r, j: size * (j == to(r, 1)), lambda r, j: size * (j == to(r, -1))),
             [t.shape for t in tensors],
@@ -102,8 +102,8 @@ class Ring:
         if not self.causal:
             return list(tensors)
         chunks = self._in_order(_chunks(tensors))
-        return _joined(
-            dtensor.waited(self.exchange(chunks, self._chunks_from_to, lambda r, j: self._chunks_from_to(j, r))),
+        return _join_chunks(
+            dtensor.wait_for(self.exchange(chunks, self._chunks_from_to, lambda r, j: self._chunks_from_to(j, r))),
             tensors,
         )
 
@@ -111,10 +111,10 @@ class Ring:
         """The inverse of :meth:`balanced`."""
         if not self.causal:
             return list(tensors)
-        chunks = dtensor.waited(
+        chunks = dtensor.wait_for(
             self.exchange(_chunks(tensors), lambda r, j: self._chunks_from_to(j, r), self._chunks_from_to)
         )
-        return _joined(self._in_order(chunks), tensors)
+        return _join_chunks(self._in_order(chunks), tensors)
 
     def _owner(self, chunk: int) -> int:
         return min(chunk, 2 * self.ranks - 1 - chunk)
@@ -142,7 +142,7 @@ class _Sent:
     shapes: list[torch.Size]
 
     def received(self) -> list[Tensor]:
-        parts = dtensor.waited(self.flat).split([math.prod(s) for s in self.shapes])
+        parts = dtensor.wait_for(self.flat).split([math.prod(s) for s in self.shapes])
         return [p.view(s) for p, s in zip(parts, self.shapes)]
 
 
@@ -151,7 +151,7 @@ def _chunks(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for x in tensors], 1)
 
 
-def _joined(chunks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _join_chunks(chunks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = chunks.split([x.numel() // 2 for x in like], 1)
     return [p.reshape(2, *x.shape[:2], -1, *x.shape[3:]).movedim(0, 2).flatten(2, 3) for p, x in zip(parts, like)]
 

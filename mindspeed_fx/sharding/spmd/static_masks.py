@@ -25,16 +25,16 @@ ATTENTION = {
 """Operator -> its argument that is the mask, or numbers the documents [batch or 1, sequence]."""
 
 
-def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> dict[fx.Node, torch.Tensor]:
+def known_masks(gm: fx.GraphModule, arguments: dict[fx.Node, Any] | None = None) -> dict[fx.Node, torch.Tensor]:
     """Attention node -> bool [queries, keys], each 1 where the mask is broadcast: where any batch and head attends.
     Nodes of checkpointed regions are among them; masks that depend on an input, are drawn, or are larger than
     :data:`MOST` are not.
 
     Args:
-        given: values of placeholders that are known.
+        arguments: values of placeholders that are known.
     """
-    values: dict[fx.Node, Any] = dict(given or {})
-    found: dict[fx.Node, torch.Tensor] = {}
+    values: dict[fx.Node, Any] = dict(arguments or {})
+    results: dict[fx.Node, torch.Tensor] = {}
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
@@ -47,7 +47,7 @@ def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> 
             ):
                 value = value.unsqueeze(2) == value.unsqueeze(1) if node.target is VARLEN else value
                 allowed = value if value.dtype == torch.bool else value != -math.inf
-                found[node] = allowed.flatten(0, -3).any(0) if value.ndim > 2 else allowed
+                results[node] = allowed.flatten(0, -3).any(0) if value.ndim > 2 else allowed
         elif tracing.is_higher_order(node.target):
             for body, inner in operands(gm, node):
                 known = {
@@ -55,8 +55,8 @@ def known_masks(gm: fx.GraphModule, given: dict[fx.Node, Any] | None = None) -> 
                     for p, a in inner.items()
                     if isinstance(a, fx.Node) and isinstance(v := _value(a, values), torch.Tensor)
                 }
-                found |= known_masks(body, known)
-    return found
+                results |= known_masks(body, known)
+    return results
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -71,7 +71,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         elif missing := [a for a in n.all_input_nodes if a not in values]:
             pending += missing
         else:
-            values[n] = None if any(values[a] is None for a in n.all_input_nodes) else _computed(n, values)
+            values[n] = None if any(values[a] is None for a in n.all_input_nodes) else _compute(n, values)
     return values[node]
 
 
@@ -90,7 +90,7 @@ def _computable(n: fx.Node) -> bool:
     )
 
 
-def _computed(n: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _compute(n: fx.Node, values: dict[fx.Node, Any]) -> Any:
     args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), values.__getitem__)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "cpu"}

@@ -40,16 +40,16 @@ aten, ops = torch.ops.aten, torch.ops.mindspeed
 # --------------------------------------------------------------------------- one operator for splits that are data
 
 
-def _fake(rows: Tensor, sends: Tensor, receives: Tensor, size: int, group: str) -> Tensor:
+def _fake(rows: Tensor, messages: Tensor, receives: Tensor, size: int, group: str) -> Tensor:
     return rows.new_empty(size, *rows.shape[1:])
 
 
-def _exchange(rows: Tensor, sends: Tensor, receives: Tensor, size: int, group: str) -> Tensor:
+def _exchange(rows: Tensor, messages: Tensor, receives: Tensor, size: int, group: str) -> Tensor:
     """Rows to every rank of a group, in order; splits are read on the host when it runs.
 
     Args:
         rows: [any, ...], at least ``sends.sum()``: those for rank 0 come first, then those for rank 1 ...
-        sends, receives: int64 [ranks], how many go to, and come from, each rank.
+        messages, receives: int64 [ranks], how many go to, and come from, each rank.
         size: rows of the result.
 
     Returns:
@@ -58,13 +58,13 @@ def _exchange(rows: Tensor, sends: Tensor, receives: Tensor, size: int, group: s
     Raises:
         RuntimeError: more come than ``size``.
     """
-    given, taken = sends.tolist(), receives.tolist()
+    arg, taken = messages.tolist(), receives.tolist()
     if sum(taken) > size:
         raise RuntimeError(
             f"{sum(taken)} rows come to this rank's experts, and the plan has room for {size}; give the plan's experts "
             "more capacity"
         )
-    come = torch.ops._c10d_functional.all_to_all_single(rows[: sum(given)].contiguous(), taken, given, group)
+    come = torch.ops._c10d_functional.all_to_all_single(rows[: sum(arg)].contiguous(), taken, arg, group)
     come = torch.ops._c10d_functional.wait_tensor(come)
     return torch.cat([come, come.new_zeros(size - come.shape[0], *come.shape[1:])])
 
@@ -81,20 +81,20 @@ expert_exchange = ops.expert_exchange.default
 # --------------------------------------------------------------------------- what a graph calls
 
 
-def permuted(tokens: Any, indices: Any) -> Any:
+def permute_tokens(tokens: Any, indices: Any) -> Any:
     """``mindspeed::moe_permute`` of tokens that will travel; on DTensors every rank sorts its own (:class:`Sorted`)."""
     if not isinstance(tokens, DTensor):
         return ops.moe_permute(tokens, indices)
     placements = [p if dtensor.is_divided(p, 0) else Replicate() for p in tokens.placements]
     tokens = tokens.redistribute(placements=placements)
     chosen = indices.redistribute(placements=placements).to_local().reshape(-1)
-    made = Sorted(tokens, chosen, indices.numel())
-    return made, made
+    result = Sorted(tokens, chosen, indices.numel())
+    return result, result
 
 
-def unpermuted(rows: Any, order: Any, probs: Any, k: int) -> Any:
-    """``mindspeed::moe_unpermute`` of what :func:`permuted` sorted: results back to their tokens, and a token's added
-    up.
+def unpermute_tokens(rows: Any, order: Any, probs: Any, k: int) -> Any:
+    """``mindspeed::moe_unpermute`` of what :func:`permute_tokens` sorted: results back to their tokens, and a token's
+    added up.
     """
     if not isinstance(order, Sorted):
         return ops.moe_unpermute(rows, order, probs, k)
@@ -117,16 +117,16 @@ def ends(indices: Any, experts: int, dtype: torch.dtype) -> Any:
     """
     if isinstance(indices, DTensor):
         return None
-    return counted(indices.reshape(-1), experts).cumsum(0).to(dtype)
+    return count_choices(indices.reshape(-1), experts).cumsum(0).to(dtype)
 
 
-def counted(indices: Tensor, experts: int) -> Tensor:
+def count_choices(indices: Tensor, experts: int) -> Tensor:
     """int64 [experts]: how often each is among ``indices``; larger numbers are no expert's."""
     index = indices.long().clamp(max=experts)
     return index.new_zeros(experts + 1).scatter_add(0, index, torch.ones_like(index)).narrow(0, 0, experts)
 
 
-def travels(x: Any) -> bool:
+def uses_all_to_all(x: Any) -> bool:
     """Whether ``x`` is rows on their way to experts, or there."""
     return isinstance(x, Sorted) or (isinstance(x, OwnRows) and isinstance(x.routing, Dispatch))
 
@@ -138,11 +138,11 @@ def grouped_matmul(x: "Sorted | OwnRows", weight: DTensor, capacity: float | Non
         raise ShardingError(
             f"experts are divided by number and not inside: {weight.placements}; tokens travel to whole experts"
         )
-    by = x.routing if isinstance(x, OwnRows) else x.to(over, weight.shape[0], capacity)
-    value = x.value.to_local() if isinstance(x, OwnRows) else x.arrived(by)
-    divided = [i for i, p in enumerate(by.tokens.placements) if dtensor.is_divided(p) and i not in over]
+    factor = x.routing if isinstance(x, OwnRows) else x.to(over, weight.shape[0], capacity)
+    value = x.value.to_local() if isinstance(x, OwnRows) else x.arrived(factor)
+    divided = [i for i, p in enumerate(factor.tokens.placements) if dtensor.is_divided(p) and i not in over]
     own = weight.to_local(grad_placements=[Partial() if i in divided else p for i, p in enumerate(weight.placements)])
-    return OwnRows(_alike(ops.grouped_matmul(value, own, by.ends), weight.device_mesh), by)
+    return OwnRows(_alike(ops.grouped_matmul(value, own, factor.ends), weight.device_mesh), factor)
 
 
 def _alike(x: Tensor, mesh: Any) -> DTensor:
@@ -160,7 +160,7 @@ class Sorted:
     """[own tokens * k]: their experts."""
     pairs: int
     """tokens * k, of all ranks."""
-    ways: dict[tuple, "Dispatch"] = field(default_factory=dict)
+    dispatches: dict[tuple, "Dispatch"] = field(default_factory=dict)
     _rows: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _arrived: dict["Dispatch", Tensor] = field(default_factory=dict)
 
@@ -181,7 +181,7 @@ class Sorted:
         Raises:
             ShardingError: tokens are divided over several of them.
         """
-        if over not in self.ways:
+        if over not in self.dispatches:
             sent = [i for i in over if dtensor.is_divided(self.tokens.placements[i])]
             if len(sent) > 1:
                 names = self.tokens.device_mesh.mesh_dim_names
@@ -189,18 +189,18 @@ class Sorted:
                     f"tokens and experts are both divided over {' and '.join(names[i] for i in sent)}; tokens travel "
                     "over one mesh dimension: let the plan make them whole over the others"
                 )
-            self.ways[over] = Dispatch.of(self, over, sent[0] if sent else None, experts, capacity)
-        return self.ways[over]
+            self.dispatches[over] = Dispatch.of(self, over, sent[0] if sent else None, experts, capacity)
+        return self.dispatches[over]
 
-    def arrived(self, by: "Dispatch") -> Tensor:
+    def arrived(self, factor: "Dispatch") -> Tensor:
         """The rows of this rank's experts; sent once for all products that read them."""
-        if by not in self._arrived:
-            self._arrived[by] = by.sent(self.rows(by.masked)[0])
-        return self._arrived[by]
+        if factor not in self._arrived:
+            self._arrived[factor] = factor.sent(self.rows(factor.masked)[0])
+        return self._arrived[factor]
 
     def is_sum(self, i: int) -> bool:
         """Whether the gradient of the tokens is a sum over mesh dimension ``i``."""
-        return any(i in by.masked for by in self.ways.values())
+        return any(i in factor.masked for factor in self.dispatches.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +221,7 @@ class Dispatch:
     """Row that comes to each place of the message and whether one does; place of each row and whether it has one."""
     sort: tuple[Tensor, Tensor, Tensor, Tensor]
     """The same from what arrived to the order of experts."""
-    sends: Tensor
+    messages: Tensor
     receives: Tensor
     """[ranks]: rows to and from each."""
     ends: Tensor
@@ -236,7 +236,7 @@ class Dispatch:
         masked, own = tuple(i for i in over if i != dim), experts // math.prod(mesh.size(i) for i in over)
         slot = None if capacity is None or dim is None else min(pairs, math.ceil(capacity * pairs / ranks))
         length, size = (pairs, pairs * ranks) if slot is None else (slot * ranks, slot * ranks)
-        counts = counted(chosen.chosen, experts)
+        counts = count_choices(chosen.chosen, experts)
         starts = counts.cumsum(0) - counts
         device = counts.device
 
@@ -254,7 +254,7 @@ class Dispatch:
         lengths = sent.sum(1)
         base = lengths.cumsum(0) - lengths if slot is None else torch.arange(ranks, device=device) * slot
         out = _gathers(here(starts)[:, 0], lengths, base, pairs, length, ordered=True)
-        come = sent if dim is None else dtensor.waited(dtensor.all_to_all(sent, [1] * ranks, [1] * ranks, mesh, dim))
+        come = sent if dim is None else dtensor.wait_for(dtensor.all_to_all(sent, [1] * ranks, [1] * ranks, mesh, dim))
         receives = come.sum(1)
         arrived = receives.cumsum(0) - receives if slot is None else torch.arange(ranks, device=device) * slot
         starts = (arrived.unsqueeze(1) + come.cumsum(1) - come).t().reshape(-1)
@@ -280,12 +280,12 @@ class Dispatch:
     def sent(self, rows: Tensor) -> Tensor:
         """Own rows [pairs, ...] -> [size, ...], those for this rank's experts in their order, and zeros."""
         self._says(rows)
-        return _Moved.apply(rows, self, False, *self.out, *self.sort, self.sends, self.receives)
+        return _Moved.apply(rows, self, False, *self.out, *self.sort, self.messages, self.receives)
 
     def returned(self, rows: Tensor) -> Tensor:
         """The inverse; zero where a pair's expert is at another place along the masked dimensions."""
         self._says(rows)
-        return _Moved.apply(rows, self, True, *self.out, *self.sort, self.sends, self.receives)
+        return _Moved.apply(rows, self, True, *self.out, *self.sort, self.messages, self.receives)
 
     def _says(self, rows: Tensor) -> None:
         if self.dim is not None:
@@ -295,17 +295,17 @@ class Dispatch:
                     "all_to_all", self.dim, self.size * width + 16 * self.ranks, backward, "tokens to experts and back"
                 )
 
-    def exchanged(self, rows: Tensor, sends: Tensor, receives: Tensor, size: int) -> Tensor:
+    def exchanged(self, rows: Tensor, messages: Tensor, receives: Tensor, size: int) -> Tensor:
         """The message itself."""
         if self.dim is None:
             return rows if rows.shape[0] == size else rows.narrow(0, 0, size)
         if self.slot is not None:
-            return dtensor.waited(
+            return dtensor.wait_for(
                 dtensor.all_to_all(
                     rows, [self.slot] * self.ranks, [self.slot] * self.ranks, self.tokens.device_mesh, self.dim
                 )
             )
-        return dtensor.all_to_all_by_counts(rows, sends, receives, size, self.tokens.device_mesh, self.dim)
+        return dtensor.all_to_all_by_counts(rows, messages, receives, size, self.tokens.device_mesh, self.dim)
 
     def local(self, x: DTensor) -> DTensor:
         raise ShardingError(
@@ -334,7 +334,7 @@ def _gathers(
         row of each place [places] and whether it has one; place of each row [rows] and whether it has one.
     """
 
-    def found(first: Tensor, other: Tensor, count: int, ordered: bool) -> tuple[Tensor, Tensor]:
+    def result(first: Tensor, other: Tensor, count: int, ordered: bool) -> tuple[Tensor, Tensor]:
         length = lengths
         if not ordered:
             order = torch.argsort(
@@ -343,11 +343,11 @@ def _gathers(
             first, other, length = (x.index_select(0, order) for x in (first, other, length))
         at = torch.arange(count, device=first.device)
         run = torch.searchsorted(first + length, at, right=True).clamp(max=first.shape[0] - 1)
-        there = at - first[run]
-        return other[run] + there, (there >= 0) & (there < length[run])
+        existing = at - first[run]
+        return other[run] + existing, (existing >= 0) & (existing < length[run])
 
-    row, has = found(bases, starts, places, True)
-    place, goes = found(starts, bases, rows, ordered)
+    row, has = result(bases, starts, places, True)
+    place, goes = result(starts, bases, rows, ordered)
     return row.clamp(0, rows - 1), has, place.clamp(0, places - 1), goes
 
 
@@ -355,23 +355,23 @@ class _Moved(torch.autograd.Function):
     """Rows there, or back; the gradient goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Dispatch, back: bool, *tables: Tensor) -> Tensor:
-        ctx.by, ctx.back = by, back
+    def forward(ctx: Any, x: Tensor, factor: Dispatch, back: bool, *tables: Tensor) -> Tensor:
+        ctx.by, ctx.back = factor, back
         ctx.save_for_backward(*tables)
-        return _moved(x, by, back, tables)
+        return _move_rows(x, factor, back, tables)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _moved(grad.contiguous(), ctx.by, not ctx.back, ctx.saved_tensors), None, None, *[None] * 10
+        return _move_rows(grad.contiguous(), ctx.by, not ctx.back, ctx.saved_tensors), None, None, *[None] * 10
 
 
-def _moved(x: Tensor, by: Dispatch, back: bool, tables: Any) -> Tensor:
-    row, has, place, goes, first, came, later, stays, sends, receives = tables
+def _move_rows(x: Tensor, factor: Dispatch, back: bool, tables: Any) -> Tensor:
+    row, has, place, goes, first, came, later, stays, messages, receives = tables
     length = row.shape[0]
     if not back:
-        return _rows(by.exchanged(_rows(x, row, has), sends, receives, by.size), first, came)
-    return _rows(by.exchanged(_rows(x, later, stays), receives, sends, length), place, goes)
+        return _rows(factor.exchanged(_rows(x, row, has), messages, receives, factor.size), first, came)
+    return _rows(factor.exchanged(_rows(x, later, stays), receives, messages, length), place, goes)
 
 
-def _rows(x: Tensor, index: Tensor, there: Tensor) -> Tensor:
-    return torch.where(there.view(-1, *[1] * (x.ndim - 1)), x.index_select(0, index), 0)
+def _rows(x: Tensor, index: Tensor, existing: Tensor) -> Tensor:
+    return torch.where(existing.view(-1, *[1] * (x.ndim - 1)), x.index_select(0, index), 0)

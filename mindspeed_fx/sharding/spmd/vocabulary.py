@@ -17,7 +17,7 @@ from mindspeed_fx.kernels.linear_logsumexp import ELSEWHERE, IGNORED, INVALID
 from mindspeed_fx.sharding.spmd.operators import whole
 
 
-def divided(x: DTensor, dim: int) -> list[int]:
+def divided_mesh_dims(x: DTensor, dim: int) -> list[int]:
     """The mesh dimensions over which dimension ``dim`` of ``x`` is divided."""
     return [i for i, p in enumerate(x.placements) if isinstance(p, Shard) and p.dim == dim]
 
@@ -28,7 +28,7 @@ def embedding(
     """``aten.embedding``; with rows of ``weight`` divided, a partial sum to which each rank gives the tokens it has
     rows for.
     """
-    over = divided(weight, 0)
+    over = divided_mesh_dims(weight, 0)
     if not over or scale_grad_by_freq or sparse:
         return torch.ops.aten.embedding(weight, ids, padding_idx, scale_grad_by_freq, sparse)
     ids = ids.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(ids.placements)])
@@ -42,11 +42,11 @@ def embedding(
     rows = F.embedding(index, local)
     if padding is not None:
         rows = torch.where(padding.unsqueeze(-1), rows.detach(), rows)
-    out = _merged([Partial() if i in over else p for i, p in enumerate(ids.placements)], weight)
+    out = _merge([Partial() if i in over else p for i, p in enumerate(ids.placements)], weight)
     return DTensor.from_local(rows * mine.unsqueeze(-1), weight.device_mesh, out, run_check=False)
 
 
-def _merged(placements: list[Placement], weight: DTensor) -> list[Placement]:
+def _merge(placements: list[Placement], weight: DTensor) -> list[Placement]:
     last = [Shard(2) if isinstance(p, Shard) and p.dim == 1 else None for p in weight.placements]
     return [q or p for p, q in zip(placements, last)]
 
@@ -64,7 +64,7 @@ def cross_entropy(
     logits: DTensor, target: DTensor, ignore_index: int, label_smoothing: float
 ) -> tuple[DTensor, DTensor]:
     """``mindspeed::cross_entropy``, also of logits [tokens, vocab] whose classes are divided."""
-    over = divided(logits, 1)
+    over = divided_mesh_dims(logits, 1)
     if not over:
         return torch.ops.mindspeed.cross_entropy(logits, target, ignore_index, label_smoothing)
     mesh, tokens = (
@@ -105,8 +105,8 @@ def _over_ranks(
     parts = [
         Partial(operation) if i in over else (Shard(x.ndim - 1) if p.is_shard() else p) for i, p in enumerate(tokens)
     ]
-    made = DTensor.from_local(x, mesh, parts, run_check=False)
-    return made.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(parts)]).to_local()
+    result = DTensor.from_local(x, mesh, parts, run_check=False)
+    return result.redistribute(placements=[Replicate() if i in over else p for i, p in enumerate(parts)]).to_local()
 
 
 def linear_cross_entropy(
@@ -122,7 +122,7 @@ def linear_cross_entropy(
 ) -> DTensor:
     """``mindspeed::linear_cross_entropy``; a mean divides by the number of tokens that count on all ranks."""
     settings = (ignore_index, label_smoothing, z_loss, softcap)
-    if divided(weight, 0):
+    if divided_mesh_dims(weight, 0):
         losses = _losses(hidden, weight, bias, target, *settings)
         if reduction == "none":
             return losses
@@ -152,7 +152,7 @@ def _losses(
     softcap: float,
 ) -> DTensor:
     """Loss of each token where the classes of ``weight`` are divided: each rank has chunks of its own logits."""
-    over, mesh, classes = divided(weight, 0), weight.device_mesh, weight.shape[0]
+    over, mesh, classes = divided_mesh_dims(weight, 0), weight.device_mesh, weight.shape[0]
     tokens = [p if i not in over and p == Shard(0) else Replicate() for i, p in enumerate(hidden.placements)]
     held = [Shard(0) if i in over else Replicate() for i in range(mesh.ndim)]
     # Each rank gives the gradient of hidden its classes' share, and those of its classes its tokens' share.

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mindspeed_fx.kernels.dropout_add_seeded import LEVELS, drawn
+from mindspeed_fx.kernels.dropout_add_seeded import LEVELS, draw_levels
 from tests.models import explain
 
 NAME = "fusion.dropout_add_seeded"
@@ -18,7 +18,7 @@ def seeds(count):
 
 
 def numbers(seed, n=2**18):
-    return drawn(torch.Size([n]), seed).double() / LEVELS
+    return draw_levels(torch.Size([n]), seed).double() / LEVELS
 
 
 @pytest.mark.parametrize("seed", seeds(4), ids=str)
@@ -42,7 +42,7 @@ def test_two_seeds_draw_unrelated_numbers():
 
 
 def test_every_number_below_the_limit_can_be_drawn_and_the_places_count_beyond_32_bits():
-    u = drawn(torch.Size([2**16]), torch.tensor([2**31 - 2, 0], dtype=torch.int32))
+    u = draw_levels(torch.Size([2**16]), torch.tensor([2**31 - 2, 0], dtype=torch.int32))
     assert 0 <= u.min() and u.max() < LEVELS and len(u.unique()) > 2**16 - 256
 
 
@@ -52,7 +52,7 @@ def test_gradients(bias):
     seed = seeds(1)[0]
     run = lambda x, r, b: torch.ops.mindspeed.dropout_add_seeded(x, b if bias else None, r, seed, 0.4) + 0 * b  # noqa: E731
     assert torch.autograd.gradcheck(run, (x, r, b))
-    kept = drawn(x.shape, seed) >= 0.4 * LEVELS
+    kept = draw_levels(x.shape, seed) >= 0.4 * LEVELS
     torch.testing.assert_close(run(x, r, b), r + kept * (x + b if bias else x) / 0.6)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_fx.passes.overlap.scheduler.min_memory_order import frugal
+from mindspeed_fx.passes.overlap.scheduler.min_memory_order import min_memory_order
 from tests.passes.overlap.random_tasks import random_tasks
 
 
@@ -30,4 +30,4 @@ def by_the_rule(graph):
 @given(st.integers(0, 10**6), st.integers(2, 40))
 def test_the_order_follows_the_rule(seed, size):
     graph = random_tasks(seed, size)
-    assert frugal(graph) == by_the_rule(graph)
+    assert min_memory_order(graph) == by_the_rule(graph)

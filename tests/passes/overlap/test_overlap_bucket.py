@@ -8,7 +8,7 @@ import torch.distributed._functional_collectives as functional
 import mindspeed_fx
 from mindspeed_fx.passes.overlap.model.simulator import simulate
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
-from mindspeed_fx.passes.overlap.scheduler.buckets import Candidate, buckets, merged
+from mindspeed_fx.passes.overlap.scheduler.buckets import Candidate, buckets, merge_buckets
 
 EAGER = {"codegen": "eager", "hardware": "h100", "overlap_memory": "1MiB"}
 
@@ -97,7 +97,7 @@ def line(kinds):
 def test_sizes_and_the_smaller_first_bucket():
     graph, candidates = line(range(9))
     assert [len(b) for b in buckets(graph, candidates, 400)] == [4, 4]  # the first took one alone: 400 / 4 bytes
-    together, members = merged(graph, buckets(graph, candidates, 400))
+    together, members = merge_buckets(graph, buckets(graph, candidates, 400))
     seconds = sorted(t.seconds for t in together.tasks if t.resource == "dp")
     assert seconds == pytest.approx([0.5, 0.2 + 4 * 0.3, 0.2 + 4 * 0.3])
     assert sorted(i for group in members for i in group) == list(range(len(graph)))
@@ -123,5 +123,5 @@ def test_dependent_collectives_never_share_a_bucket_and_circles_are_broken():
 def test_merged_memory_is_that_of_the_bucket():
     tasks = [Task("w0", 1.0), Task("c0", 1.0, "dp", (0,)), Task("w1", 1.0, COMPUTE, (0,)), Task("c1", 1.0, "dp", (2,))]
     graph = TaskGraph(tasks, [Buffer(1, 10, kept=True), Buffer(3, 20, kept=True), Buffer(0, 5, (1, 2))])
-    together, _ = merged(graph, [[Candidate(1, "k", 1, 0.5, 0.5), Candidate(3, "k", 1, 0.5, 0.5)]])
+    together, _ = merge_buckets(graph, [[Candidate(1, "k", 1, 0.5, 0.5), Candidate(3, "k", 1, 0.5, 0.5)]])
     assert [t.name for t in together.tasks] == ["w0", "w1", "c1"] and simulate(together).memory == [5, 5, 35]

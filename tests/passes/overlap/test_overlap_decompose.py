@@ -15,9 +15,9 @@ from mindspeed_fx.graph.collectives import is_start, kind
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.chunking import windows
-from mindspeed_fx.passes.overlap.chunking.chunk import chunked
+from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import disjoint
-from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut, shares, through_view
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec, shares, through_view
 from mindspeed_fx.passes.overlap.chunking.region import KINDS
 from mindspeed_fx.passes.overlap.decompose import overlap_decompose
 from mindspeed_fx.passes.overlap.split import overlap_split
@@ -48,7 +48,7 @@ def in_chunks(gm, reach, parts):
     found = list(disjoint([n for n in gm.graph.nodes if is_start(n) and kind(n) in KINDS], reach))
     cut = [r for r in found if parts in r.most_parts((parts,))]
     for region in cut:
-        chunked(gm, region, parts)
+        compute_in_chunks(gm, region, parts)
     gm.graph.lint()
     gm.recompile()
     return gm, len(cut)
@@ -103,7 +103,7 @@ def test_a_cut_seen_through_a_view(before, data):
         data.draw(st.sampled_from([1, 2, 3, 4])),
         data.draw(st.sampled_from([2, 4, (1, 2, 1), (3, 1)])),
     )
-    cut = Cut(dim, blocks)
+    cut = ChunkSpec(dim, blocks)
     assume(before[dim] % blocks == 0 and cut.fits(before, parts))
     seen = through_view(cut, before, after)
     assume(seen is not None and seen.fits(after, parts))

@@ -149,7 +149,7 @@ def test_emulated_values(layer, lone_world):
     gm = layers.graph(layers.training(layer))
     overlap_split(gm, context())
     fused = fx_graph.copy_graph(gm)
-    pairs = [p for p in (mc2.beside(n) for n in fused.graph.nodes if is_start(n)) if not isinstance(p, str)]
+    pairs = [p for p in (mc2.neighbour_product(n) for n in fused.graph.nodes if is_start(n)) if not isinstance(p, str)]
     for pair in pairs:
         mc2.fuse(fused, pair)
     mc2.in_order(fused)

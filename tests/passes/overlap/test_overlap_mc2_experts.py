@@ -39,7 +39,9 @@ def calls(gm):
 def found(gm):
     return [
         f
-        for f in (mc2_experts.beside(n) for n in gm.graph.nodes if is_start(n) and kind(n) == "all_to_all_single")
+        for f in (
+            mc2_experts.neighbour_product(n) for n in gm.graph.nodes if is_start(n) and kind(n) == "all_to_all_single"
+        )
         if not isinstance(f, str)
     ]
 
@@ -111,7 +113,7 @@ def test_limits(ranks):
     gm = layers.graph(uneven, LARGE, BF16)
     start = next(n for n in gm.graph.nodes if is_start(n))
     start.args = (start.args[0], [start.args[0]] * 8, *start.args[2:])  # as a dropless router's: results of other nodes
-    assert mc2_experts.beside(start) == mc2_experts.UNKNOWN
+    assert mc2_experts.neighbour_product(start) == mc2_experts.UNKNOWN
 
 
 def test_number_of_ranks(ranks):

@@ -270,4 +270,7 @@ def test_a_known_order_is_taken_for_the_same_nodes_alone(lone_world, monkeypatch
     ):
         context = Context(Options(), "forward")
         context.overlap.order = (nodes, order)
-        assert (module._known(context, gm, work, limit) is not None) is taken and context.overlap.order == ((), ())
+        assert (module._cached_schedule(context, gm, work, limit) is not None) is taken and context.overlap.order == (
+            (),
+            (),
+        )

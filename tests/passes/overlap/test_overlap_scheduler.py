@@ -249,7 +249,7 @@ def layers_with_points(count):
 def test_stretches_between_points_are_searched_once_and_shorter():
     graph = layers_with_points(6)
     order = list(range(len(graph)))
-    listed = simulate(graph, list_schedule(graph, [-t for t in graph.tails])[0])
+    listed = simulate(graph, list_schedule(graph, [-t for t in graph.alap_lengths])[0])
     found = simulate(graph, by_stretches(graph, listed.order, None, 30_000))
     assert found.seconds < 0.99 * listed.seconds and found.seconds >= graph.highest_bound * (1 - 1e-9)
     starts = [found.start[i] for i, t in enumerate(graph.tasks) if t.name.endswith("attention")]

@@ -121,7 +121,7 @@ def test_values(lone_world, on_cpu):
     fused = fx_graph.copy_graph(gm)
     pairs = [
         p
-        for p in (mc2.beside(n) for n in fused.graph.nodes if is_start(n) and kind(n) in OPERATORS)
+        for p in (mc2.neighbour_product(n) for n in fused.graph.nodes if is_start(n) and kind(n) in OPERATORS)
         if not isinstance(p, str)
     ]
     for pair in pairs:

@@ -2,10 +2,10 @@
 
 import random
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 
 
-def step(seed: int, most: int) -> tuple[Schedule, float]:
+def step(seed: int, most: int) -> tuple[RematProblem, float]:
     """(a step of up to ``most`` forward nodes with skips, views, a gradient for most nodes; modelled seconds of it)."""
     rng = random.Random(seed)
     count = rng.randint(4, most)
@@ -38,15 +38,15 @@ def step(seed: int, most: int) -> tuple[Schedule, float]:
             backward.append(node([*reads, gradient], 64, seconds[i]))
             gradients.append(backward[-1])
     numbers = range(len(sources))
-    made = Schedule(
+    made = RematProblem(
         sources=sources,
         root=root,
         size=size,
-        full=size,
+        saved_bytes=size,
         seconds=seconds,
         savable=[0 < i <= count and root[i] == i for i in numbers],
-        forced=[False for _ in numbers],
-        given=[i == 0 for i in numbers],
+        must_recompute=[False for _ in numbers],
+        is_input=[i == 0 for i in numbers],
         backward=backward,
         needed=sorted(needed),
         returned=[count],
@@ -55,7 +55,7 @@ def step(seed: int, most: int) -> tuple[Schedule, float]:
     return made, sum(seconds)
 
 
-def layered(seed: int, layers: int, most: int = 6) -> tuple[Schedule, float]:
+def layered(seed: int, layers: int, most: int = 6) -> tuple[RematProblem, float]:
     """(a step of ``layers`` layers of up to ``most`` operations and a residual sum, all alike, all reading one table;
     modelled seconds of it).
     """
@@ -101,15 +101,15 @@ def layered(seed: int, layers: int, most: int = 6) -> tuple[Schedule, float]:
                 seconds.append(time[i])
     needed.add(last)
     numbers = range(len(sources))
-    made = Schedule(
+    made = RematProblem(
         sources=sources,
         root=list(numbers),
         size=size,
-        full=size,
+        saved_bytes=size,
         seconds=seconds,
         savable=[0 < i < forward for i in numbers],
-        forced=[False for _ in numbers],
-        given=[i == 0 for i in numbers],
+        must_recompute=[False for _ in numbers],
+        is_input=[i == 0 for i in numbers],
         backward=backward,
         needed=sorted(needed),
         returned=[last],

@@ -143,7 +143,7 @@ def test_what_a_weight_gradient_packs_is_counted():
 
     step()
     model.zero_grad(set_to_none=True)
-    assert curve.peak - curve.given == pytest.approx(peak_bytes(step, 0), rel=0.01), curve.where
+    assert curve.peak - curve.input_bytes == pytest.approx(peak_bytes(step, 0), rel=0.01), curve.where
 
 
 class Products(torch.nn.Module):
@@ -209,7 +209,7 @@ def test_layers_planned_once_take_the_memory_that_was_modelled(monkeypatch):
     exact = measured(model, (x,), None)[1]
     for part in (0.2, 0.6):
         peak, values = measured(model, (x,), part)
-        assert searches[-1].found.count >= 30
+        assert searches[-1].repeats.count >= 30
         assert planned(model, (x,), part)[0] == pytest.approx(peak, rel=0.03)
         assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
 

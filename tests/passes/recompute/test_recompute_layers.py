@@ -36,7 +36,7 @@ def planned(layers: int, seed: int = 3):
 def test_32_layers_are_no_more_work_than_4():
     few, _ = planned(4)
     many, plan = planned(32)
-    assert few.found is None and many.found.count >= 28
+    assert few.repeats is None and many.repeats.count >= 28
     folded = [len(s.schedule.sources) for s in many.inner]
     assert folded[0] <= 2.5 * len(few.small.sources)  # five layers and what is left at the ends
     assert many.small.evaluations <= 12  # plans tried as the whole step
@@ -67,7 +67,7 @@ def test_plans_of_layers_fit_and_are_those_of_the_whole_step(seed, monkeypatch):
 def layers_of(seed, layers=10, most=4):
     schedule, _ = layered(seed, layers, most)
     search = Layers(schedule, None, 0)
-    return search if search.found else None
+    return search if search.repeats else None
 
 
 def test_cuts_over_averages_are_below_those_of_the_whole_step_and_near():
@@ -143,7 +143,7 @@ def test_layers_that_something_reads_all_at_once_are_not_folded():
     reader = schedule.backward[0]
     schedule.sources[reader] = tuple(sorted({*schedule.sources[reader], *(3 + k * period for k in range(10))}))
     search = Layers(schedule, None, 0)
-    assert search.found is None and search.best(search.least.bytes).bytes <= search.least.bytes
+    assert search.repeats is None and search.best(search.least.bytes).bytes <= search.least.bytes
 
 
 def test_no_layers_in_random_steps():

@@ -26,7 +26,7 @@ def played(schedule, plan, rate):
     them.
     """
     run, _, cut = schedule.trace(plan)
-    away = {v: (free, back) for v, free, back in plan.ways}
+    away = {v: (free, back) for v, free, back in plan.moves}
     last = {
         v: max(t for t, i in enumerate(run[:cut]) if v in {schedule.root[a] for a in (i, *schedule.sources[i])})
         for v in away
@@ -38,15 +38,15 @@ def played(schedule, plan, rate):
     now = out = 0.0
     over = {}
     for t, i in enumerate(run[:cut]):
-        now = max([now, *(over[v] for v in away if away[v][0] == t)]) + schedule.takes[i]
+        now = max([now, *(over[v] for v in away if away[v][0] == t)]) + schedule.run_seconds[i]
         for v in sorted(v for v in away if last[v] == t):
-            out = over[v] = max(out, now) + schedule.full[v] / rate
+            out = over[v] = max(out, now) + schedule.saved_bytes[v] / rate
     now = back = max([now, *(over[v] for v in away if away[v][0] == cut)])
     there = {}
     for t, i in enumerate(run[cut:], cut):
         for v in sorted((v for v in away if away[v][1] == t), key=lambda v: (first[v], v)):
-            back = there[v] = max(back, now) + schedule.full[v] / rate
-        now = max([now, *(there[v] for v in away if first[v] == t)]) + schedule.takes[i]
+            back = there[v] = max(back, now) + schedule.saved_bytes[v] / rate
+        now = max([now, *(there[v] for v in away if first[v] == t)]) + schedule.run_seconds[i]
     return now
 
 
@@ -61,7 +61,7 @@ def test_plans_fit_are_no_slower_and_take_the_time_that_was_modelled(seed, rate,
     assert plan.bytes <= limit and plan.seconds <= plain.seconds
     run, alive, _ = schedule.trace(plan)
     assert max(alive) == plan.bytes
-    modelled = sum(schedule.takes[i] for i in run) + plan.seconds - schedule.evaluate(plan.saved).seconds
+    modelled = sum(schedule.run_seconds[i] for i in run) + plan.seconds - schedule.evaluate(plan.saved).seconds
     assert played(schedule, plan, rate) <= modelled * (1 + 1e-9)
 
 
@@ -72,10 +72,10 @@ def test_a_link_without_end_needs_nothing_made_again_and_none_moves_nothing():
     plain = search.best(limit)
     assert plain.seconds > 0
     free = Offload(search, schedule.values, 1e18).best(limit, plain)
-    assert free.seconds < plain.seconds and free.ways
+    assert free.seconds < plain.seconds and free.moves
     assert Offload(search, schedule.values, 1e18, host=0).best(limit, plain) == plain
-    few = Offload(search, schedule.values, 1e18, host=schedule.full[free.ways[0][0]])
-    assert sum(schedule.full[v] for v, _, _ in few.best(limit, plain).ways) <= few.host
+    few = Offload(search, schedule.values, 1e18, host=schedule.saved_bytes[free.moves[0][0]])
+    assert sum(schedule.saved_bytes[v] for v, _, _ in few.best(limit, plain).moves) <= few.host
     assert few.least().bytes <= search.least.bytes
 
 
@@ -103,7 +103,7 @@ class _OnDevice(_Meter):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func is OFFLOAD:
             self.copies += 1
-            self.given.add(fake.storage_of(out))
+            self.input_storages.add(fake.storage_of(out))
             self.alive.pop(fake.storage_of(out), None)
         return out
 
@@ -250,7 +250,7 @@ def test_what_is_always_moved_is_moved_in_every_plan(seed, rate):
     least = moves.least()
     for limit in (least.bytes, (least.bytes + search.richest.bytes) // 2, search.richest.bytes):
         plan = moves.best(limit, search.best(limit)) or least
-        assert plan.bytes <= limit and set(wished) <= {v for v, _, _ in plan.ways} and not moves.left(plan)
+        assert plan.bytes <= limit and set(wished) <= {v for v, _, _ in plan.moves} and not moves.left(plan)
 
 
 class Total(torch.nn.Module):

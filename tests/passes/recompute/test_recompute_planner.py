@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed_fx.graph.liveness import curve
 from mindspeed_fx.passes.recompute.problem import segments
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 from mindspeed_fx.passes.recompute.solve import budget_search
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 from mindspeed_fx.passes.recompute.solve.lower_bound import least_seconds, moments
@@ -21,7 +21,7 @@ from mindspeed_fx.passes.recompute.solve.threshold_accepting import anneal
 from tests.passes.recompute.random_steps import step
 
 
-def choices(schedule: Schedule):
+def choices(schedule: RematProblem):
     """Every choice of what to save, evaluated; what the caller gets is kept anyhow."""
     kept = {schedule.root[i] for i in schedule.returned} & set(schedule.values)
     free = [v for v in schedule.values if v not in kept]
@@ -117,23 +117,23 @@ def test_what_only_prepares_the_backward_takes_time_once_wherever_it_runs():
     saved.
     """
     numbers = range(5)
-    made = Schedule(
+    made = RematProblem(
         sources=[(), (0,), (1,), (2,), (3,)],
         root=list(numbers),
         size=[0, 8, 8, 8, 8],
-        full=[0, 8, 8, 8, 8],
+        saved_bytes=[0, 8, 8, 8, 8],
         seconds=[0.0, 1.0, 2.0, 4.0, 0.0],
         savable=[0 < i < 4 for i in numbers],
-        forced=[False] * 5,
-        given=[i == 0 for i in numbers],
+        must_recompute=[False] * 5,
+        is_input=[i == 0 for i in numbers],
         backward=[4],
         needed=[3],
         returned=[1],
         gradients=[4],
         prepares=[False, False, True, True, False],
     )
-    assert made.evaluate([1]).seconds == 0.0 and made.evaluate([1]).again == (2, 3)
-    assert made.evaluate([1, 3]).seconds == 0.0 and made.evaluate([1, 3]).again == ()
+    assert made.evaluate([1]).seconds == 0.0 and made.evaluate([1]).recompute == (2, 3)
+    assert made.evaluate([1, 3]).seconds == 0.0 and made.evaluate([1, 3]).recompute == ()
     assert made.evaluate([]).seconds == 1.0  # the caller's value is made twice
 
 
@@ -148,9 +148,9 @@ def test_what_must_not_run_again_is_saved_and_what_is_forced_never():
         v for v in schedule.values if schedule.sources[v] and v not in {schedule.root[i] for i in schedule.returned}
     ]
     schedule.seconds[free[0]] = float("inf")
-    schedule.forced[free[-1]] = True
+    schedule.must_recompute[free[-1]] = True
     for plan in Search(schedule).hull:
-        assert free[0] not in plan.again and free[-1] not in plan.saved
+        assert free[0] not in plan.recompute and free[-1] not in plan.saved
 
 
 @settings(max_examples=60, deadline=None)
@@ -179,15 +179,15 @@ def test_flow_is_the_least_cut_and_goes_on_when_capacities_rise(data):
 def test_a_call_with_two_results_fills_both_whoever_is_read():
     """input 0 -> call 1 -> results 2 and 3; the backward 4 reads 3, then 5 reads 2."""
     numbers = range(6)
-    made = Schedule(
+    made = RematProblem(
         sources=[(), (0,), (1,), (1,), (3,), (2, 4)],
         root=list(numbers),
         size=[0, 0, 8, 16, 1, 1],
-        full=[0, 0, 8, 16, 1, 1],
+        saved_bytes=[0, 0, 8, 16, 1, 1],
         seconds=[0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
         savable=[i in (2, 3) for i in numbers],
-        forced=[False] * 6,
-        given=[i == 0 for i in numbers],
+        must_recompute=[False] * 6,
+        is_input=[i == 0 for i in numbers],
         backward=[4, 5],
         needed=[2, 3],
         returned=[],
@@ -255,7 +255,7 @@ def test_larger_random_steps(seed):
         assert (search.best(limit).seconds - best) / (whole + best) <= 0.03
 
 
-def residual(layers: int) -> Schedule:
+def residual(layers: int) -> RematProblem:
     """Layers x' = x + narrow(wide(x)): what is narrow is dear to make, and the backward of a layer reads all three."""
     sources, size, seconds = [(), (0,)], [0, 8], [0.0, 1e-6]
     needed, x = [], 1
@@ -277,15 +277,15 @@ def residual(layers: int) -> Schedule:
         backward.append(gradient)
     total = len(sources)
     seconds += [1e-6] * (total - count)
-    return Schedule(
+    return RematProblem(
         sources=sources,
         root=list(range(total)),
         size=size,
-        full=size,
+        saved_bytes=size,
         seconds=seconds,
         savable=[0 < i < count for i in range(total)],
-        forced=[False] * total,
-        given=[i == 0 for i in range(total)],
+        must_recompute=[False] * total,
+        is_input=[i == 0 for i in range(total)],
         backward=backward,
         needed=sorted({x, *(i for r in needed for i in r)}),
         returned=[x],
@@ -296,7 +296,7 @@ def residual(layers: int) -> Schedule:
 def test_a_residual_stream_is_made_again_segment_by_segment(monkeypatch):
     schedule = residual(24)
     places = segments.crossings(schedule)
-    assert len(places) >= 23 and all(len(p) == 1 and schedule.full[next(iter(p))] == 8 for p in places[1:-1])
+    assert len(places) >= 23 and all(len(p) == 1 and schedule.saved_bytes[next(iter(p))] == 8 for p in places[1:-1])
     small = Search(schedule).least
     monkeypatch.setattr(budget_search, "boundaries", lambda s: [])
     large = Search(schedule).least

@@ -5,7 +5,7 @@ its own budget."""
 
 import pytest
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 
 MODULES = {  # name: (MB kept when it is not made again, MB kept when it is, ms of its forward)
@@ -57,7 +57,7 @@ def ways() -> list[list[tuple[float, float]]]:
     return chains
 
 
-def fixture(layers: int) -> Schedule:
+def fixture(layers: int) -> RematProblem:
     """That many layers as a step: every freed MB is a value that only the backward reads, made again right there.
 
     A step of a chain reads a token of the one before that cannot be saved, so whoever makes it again pays for the whole
@@ -94,15 +94,15 @@ def fixture(layers: int) -> Schedule:
         rows.append(((i,), 0, 0.0, False))
     count = len(rows)
     full = [r[1] for r in rows]
-    return Schedule(
+    return RematProblem(
         sources=[r[0] for r in rows],
         root=list(range(count)),
         size=[0] * count,
-        full=full,
+        saved_bytes=full,
         seconds=[r[2] for r in rows],
         savable=[r[3] for r in rows],
-        forced=[False] * count,
-        given=[i == 0 for i in range(count)],
+        must_recompute=[False] * count,
+        is_input=[i == 0 for i in range(count)],
         backward=list(range(cut, count)),
         needed=sorted(needed),
         returned=[],

@@ -42,7 +42,7 @@ def _fake_grad(query, key, value, dy, head_num, input_layout, *, sink=None, **kw
     )
 
 
-def _drawn(keep_prob):
+def _draw(keep_prob):
     return int(torch.randint(2**31, ())) if keep_prob != 1.0 else 0
 
 
@@ -69,8 +69,8 @@ NAMES = (
 def _setup(version):
     def setup(ctx, inputs, output):
         query, key, value, ctx.heads, ctx.layout = inputs[:5]
-        ctx.given = dict(zip(NAMES, inputs[5 : 5 + len(NAMES)]))
-        tensors = {n: x for n, x in ctx.given.items() if isinstance(x, torch.Tensor)}
+        ctx.settings = dict(zip(NAMES, inputs[5 : 5 + len(NAMES)]))
+        tensors = {n: x for n, x in ctx.settings.items() if isinstance(x, torch.Tensor)}
         ctx.names = list(tensors)
         ctx.draw = None if version == 3 else output[4:7]
         ctx.save_for_backward(query, key, value, *output[:3], *(output[4:6] if version == 3 else ()), *tensors.values())
@@ -82,8 +82,8 @@ def _gradient(version):
     def backward(ctx, grad, *_):
         query, key, value, out, top, total, *rest = ctx.saved_tensors
         draw, rest = (rest[:2], rest[2:]) if version == 3 else (ctx.draw, rest)
-        given = {**ctx.given, **dict(zip(ctx.names, rest))}
-        given["scale_value"] = given.pop("scale")
+        arguments = {**ctx.settings, **dict(zip(ctx.names, rest))}
+        arguments["scale_value"] = arguments.pop("scale")
         op = torch.ops.npu.npu_fusion_attention_grad_v3 if version == 3 else torch.ops.npu.npu_fusion_attention_grad
         extra = {} if version == 3 else {"numels": draw[2]}
         dq, dk, dv, _, dsink = op(
@@ -99,11 +99,11 @@ def _gradient(version):
             seed=draw[0],
             offset=draw[1],
             **extra,
-            **given,
+            **arguments,
         )
         grads = [None] * (21 if version == 3 else 24)
         grads[:3] = dq, dk, dv
-        grads[20] = None if given["sink"] is None else dsink
+        grads[20] = None if arguments["sink"] is None else dsink
         return tuple(grads)
 
     return backward
@@ -134,7 +134,7 @@ def npu_fusion_attention_v3(
     sink=None,
 ):
     """(out, softmax_max, softmax_sum, reserved, seed [1], offset [1])."""
-    seed = _drawn(keep_prob)
+    seed = _draw(keep_prob)
     out, top, total = attention(
         query,
         key,
@@ -248,7 +248,7 @@ def npu_fusion_attention(
     offset=0,
 ):
     """(out, softmax_max, softmax_sum, reserved, seed, offset, numels), the last three integers."""
-    seed = _drawn(keep_prob)
+    seed = _draw(keep_prob)
     out, top, total = attention(
         query,
         key,
@@ -274,8 +274,6 @@ def npu_fusion_attention(
 
 
 @emulation("npu_fusion_attention_grad", _fake_grad)
-def npu_fusion_attention_grad(query, key, value, dy, head_num, input_layout, *, seed=0, offset=0, numels=0, **given):
+def npu_fusion_attention_grad(query, key, value, dy, head_num, input_layout, *, seed=0, offset=0, numels=0, **args):
     """(dq, dk, dv, dpse of size 0, dsink)."""
-    return npu_fusion_attention_grad_v3(
-        query, key, value, dy, head_num, input_layout, seed=seed, offset=offset, **given
-    )
+    return npu_fusion_attention_grad_v3(query, key, value, dy, head_num, input_layout, seed=seed, offset=offset, **args)

@@ -50,7 +50,7 @@ def kv_heads(q, k, layout, heads):
 # --------------------------------------------------------------------------- masks
 
 
-def masked(atten_mask, mode, pre, nxt, sq, skv, device):
+def masked_scores(atten_mask, mode, pre, nxt, sq, skv, device):
     """Boolean [..., sq, skv], True where a score is masked; None without a mask, whatever the mode."""
     if atten_mask is None:
         return None
@@ -222,7 +222,7 @@ def attention(
         return out, *(_to_ntd(s, softmax_layout) for s in stats)
     q, k, v = bnsd(query, layout, heads), *(bnsd(x, layout, kv_heads(query, key, layout, heads)) for x in (key, value))
     sq, skv = q.shape[2], k.shape[2]
-    mask = masked(atten_mask, mode, pre, nxt, sq, skv, query.device)
+    mask = masked_scores(atten_mask, mode, pre, nxt, sq, skv, query.device)
     out, top, total = _forward(
         q,
         k,
@@ -304,7 +304,7 @@ def attention_grad(
     q, d, o = (bnsd(x, layout, heads) for x in (query, dy, out))
     k, v = (bnsd(x, layout, kv_heads(query, key, layout, heads)) for x in (key, value))
     sq, skv = q.shape[2], k.shape[2]
-    mask = masked(atten_mask, mode, pre, nxt, sq, skv, query.device)
+    mask = masked_scores(atten_mask, mode, pre, nxt, sq, skv, query.device)
     top, total = (s[..., :1] for s in stats)
     invalid = _invalid(mask, mode, inner_precise, sq, skv)
     *grads, dsink = _backward(

@@ -111,13 +111,13 @@ def _fake_max_sum(input, weight, target, vocab_start_index, vocab_end_index, ret
     return *stats, input.new_empty((tokens + 7) // 8, dtype=torch.uint8), torch.empty_like(target), logits
 
 
-def _packed(bits):
+def _pack(bits):
     """Booleans [n] as bytes [(n + 7) // 8], the first in the highest bit, filled up with ones."""
     padded = F.pad(bits.to(torch.uint8), (0, -bits.shape[0] % 8), value=1).view(-1, 8)
     return (padded << torch.arange(7, -1, -1, dtype=torch.uint8)).sum(1).to(torch.uint8)
 
 
-def _unpacked(packed, n):
+def _unpack(packed, n):
     return (packed[:, None] >> torch.arange(7, -1, -1, dtype=torch.uint8) & 1).reshape(-1)[:n].bool()
 
 
@@ -136,7 +136,7 @@ def npu_fused_linear_online_max_sum(input, weight, target, vocab_start_index, vo
         top,
         less.exp().sum(-1),
         predicted,
-        _packed(outside),
+        _pack(outside),
         local,
         logits.to(input.dtype) if return_logits else input.new_empty(0),
     )
@@ -202,7 +202,7 @@ def npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
         if softmax is not None
         else (input.float() @ weight.float().t() - logits_max[:, None]).exp() / sum_exp_logits[:, None]
     )
-    inside = (~_unpacked(target_mask, grad.shape[0])).float()
+    inside = (~_unpack(target_mask, grad.shape[0])).float()
     p = p - F.one_hot(masked_target.long(), p.shape[1]) * inside[:, None]
     p = p * grad[:, None]
     return (p @ weight.float()).to(input.dtype), (p.t() @ input.float()).to(weight.dtype)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mindspeed_fx.kernels.npu.emulation.registry import emulation
 
 
-def _halved(x, dim):
+def _halve(x, dim):
     shape = list(x.shape)
     shape[dim] //= 2
     return x.new_empty(shape)
@@ -25,7 +25,7 @@ def _backward_swiglu(ctx, grad):
     return torch.ops.npu.npu_swiglu_backward(grad, ctx.saved_tensors[0], ctx.dim), None
 
 
-@emulation("npu_swiglu", lambda input, dim=-1: _halved(input, dim), _setup_swiglu, _backward_swiglu)
+@emulation("npu_swiglu", lambda input, dim=-1: _halve(input, dim), _setup_swiglu, _backward_swiglu)
 def npu_swiglu(input, dim=-1):
     """silu(a) * b with a and b the halves of ``input`` along ``dim``."""
     a, b = input.float().chunk(2, dim)
@@ -61,7 +61,7 @@ def _backward_geglu(ctx, grad, _grad_gelu):
 
 @emulation(
     "npu_geglu",
-    lambda input, dim=-1, approximate=1, activate_left=False: (_halved(input, dim), _halved(input, dim)),
+    lambda input, dim=-1, approximate=1, activate_left=False: (_halve(input, dim), _halve(input, dim)),
     _setup_geglu,
     _backward_geglu,
 )

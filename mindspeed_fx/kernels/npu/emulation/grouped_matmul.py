@@ -22,13 +22,13 @@ def _fake_grouped(x, weight, *, group_list=None, split_item=0, group_type=None, 
 
 
 @emulation("npu_grouped_matmul", _fake_grouped)
-def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=None, group_list_type=0, **given):
+def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=None, group_list_type=0, **args):
     """Products of one x with one weight per group of rows (group_type 0; one tensor of them or a list), of one group of
     columns of x with the rows of weight (2), or of each pair (-1), in float32, rounded once. Rows that belong to no
     group are undefined."""
-    if any(v for v in given.values() if v is not None):
+    if any(v for v in args.values() if v is not None):
         raise NotImplementedError(
-            f"npu_grouped_matmul on CPU: {', '.join(k for k, v in given.items() if v is not None)} (quantization, "
+            f"npu_grouped_matmul on CPU: {', '.join(k for k, v in args.items() if v is not None)} (quantization, "
             "biases, activations) are not emulated, for no lowering gives them; run this call on an NPU, or apply them "
             "outside"
         )

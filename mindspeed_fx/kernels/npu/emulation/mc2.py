@@ -65,7 +65,7 @@ def _fake_dispatch(
     )
 
 
-def _exchanged(x, sent, received, hcom, ranks):
+def _exchange(x, sent, received, hcom, ranks):
     """Rows of all ranks for this one, rank by rank; counts [ranks, experts]."""
     totals = [
         [sum(counts[i * len(counts) // ranks : (i + 1) * len(counts) // ranks]) for i in range(ranks)]
@@ -95,7 +95,7 @@ def npu_alltoallv_gmm(
     empty unless asked for.
     """
     experts = gmm_weight.shape[0]
-    blocks = _exchanged(gmm_x, send_counts, recv_counts, hcom, ep_world_size).split(list(recv_counts))
+    blocks = _exchange(gmm_x, send_counts, recv_counts, hcom, ep_world_size).split(list(recv_counts))
     parts = [torch.cat(blocks[j::experts]) for j in range(experts)]
     return (
         _products(parts, gmm_weight, trans_gmm_weight),
@@ -114,4 +114,4 @@ def npu_gmm_alltoallv(
     y = _products(gmm_x.split([sum(c) for c in of_experts]), gmm_weight, trans_gmm_weight)
     blocks = y.split([n for c in of_experts for n in c])
     by_rank = torch.cat([blocks[j * ep_world_size + i] for i in range(ep_world_size) for j in range(experts)])
-    return _exchanged(by_rank, send_counts, recv_counts, hcom, ep_world_size), gmm_x.new_empty(0)
+    return _exchange(by_rank, send_counts, recv_counts, hcom, ep_world_size), gmm_x.new_empty(0)

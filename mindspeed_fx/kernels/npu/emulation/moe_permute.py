@@ -48,7 +48,7 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens=None, padded_mode=Fals
     return tokens[order[: _rows(indices, num_out_tokens)] // k], torch.argsort(order).to(torch.int32)
 
 
-def _gathered(rows, sorted_indices):
+def _gather(rows, sorted_indices):
     """rows[sorted_indices] in float32; zero for pairs that were dropped."""
     index = sorted_indices.long()
     out = rows.float()[index.clamp(max=rows.shape[0] - 1)]
@@ -65,7 +65,7 @@ def npu_moe_token_permute_grad_v2(
     grad_permuted_tokens, sorted_indices, tokens_size_0, tokens_dtype, num_topK, padded_mode=False
 ):
     """[tokens, hidden]: the sum over the copies of each token."""
-    return _gathered(grad_permuted_tokens, sorted_indices).view(tokens_size_0, num_topK, -1).sum(1).to(tokens_dtype)
+    return _gather(grad_permuted_tokens, sorted_indices).view(tokens_size_0, num_topK, -1).sum(1).to(tokens_dtype)
 
 
 def _fake_unpermute(permuted_tokens, sorted_indices, probs=None, padded_mode=False, restore_shape=None):
@@ -94,7 +94,7 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs=None, padded_
         f"npu_moe_token_unpermute: sorted_indices is {sorted_indices.dtype}"
     )
     k = 1 if probs is None else probs.shape[1]
-    copies = _gathered(permuted_tokens, sorted_indices).view(-1, k, permuted_tokens.shape[1])
+    copies = _gather(permuted_tokens, sorted_indices).view(-1, k, permuted_tokens.shape[1])
     return (copies if probs is None else copies * probs.float()[..., None]).sum(1).to(permuted_tokens.dtype)
 
 
@@ -150,5 +150,5 @@ def npu_moe_token_unpermute_grad_v2(
     out[index[kept]] = rows[kept]
     if probs is None:
         return out.to(permuted_tokens_dtype), g.new_empty(0)
-    dprobs = (g * _gathered(permuted_tokens, sorted_indices)).sum(1).view(probs.shape)
+    dprobs = (g * _gather(permuted_tokens, sorted_indices)).sum(1).view(probs.shape)
     return out.to(permuted_tokens_dtype), dprobs.to(probs.dtype)

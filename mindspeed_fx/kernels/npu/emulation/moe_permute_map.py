@@ -45,8 +45,8 @@ def npu_moe_token_permute_with_routing_map(tokens, routing_map, *, probs=None, n
 
 
 def _fake_grad(permuted_token_out_grad, probs_grad, sorted_indices, routing_map, experts_num, tokens_num, drop_and_pad):
-    made = permuted_token_out_grad.new_empty(tokens_num, permuted_token_out_grad.shape[1])
-    return made, None if probs_grad is None else probs_grad.new_empty(tokens_num, experts_num)
+    result = permuted_token_out_grad.new_empty(tokens_num, permuted_token_out_grad.shape[1])
+    return result, None if probs_grad is None else probs_grad.new_empty(tokens_num, experts_num)
 
 
 @emulation("npu_moe_token_permute_with_routing_map_grad", _fake_grad)

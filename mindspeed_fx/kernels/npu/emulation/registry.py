@@ -83,12 +83,12 @@ def define() -> None:
     library = torch.library.Library("npu", "FRAGMENT")
     _defined.append(library)
     for name, schema in SCHEMAS.items():
-        made = EMULATIONS[name]
+        result = EMULATIONS[name]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, made.run, "CPU")
-        torch.library.register_fake(f"npu::{name}", made.fake, lib=library)
-        if made.backward is not None:
-            torch.library.register_autograd(f"npu::{name}", made.backward, setup_context=made.setup, lib=library)
+        library.impl(name, result.run, "CPU")
+        torch.library.register_fake(f"npu::{name}", result.fake, lib=library)
+        if result.backward is not None:
+            torch.library.register_autograd(f"npu::{name}", result.backward, setup_context=result.setup, lib=library)
     log.info("npu operators are emulated on CPU (schemas of torch_npu %s)", TORCH_NPU)
 
 
@@ -101,8 +101,8 @@ def register() -> None:
     _load()
     library = torch.library.Library("npu", "IMPL")
     _registered.append(library)
-    for name, made in EMULATIONS.items():
-        library.impl(name, made.run, "CPU")
+    for name, result in EMULATIONS.items():
+        library.impl(name, result.run, "CPU")
 
 
 BROKEN = ("npu_geglu_grad",)
@@ -117,9 +117,9 @@ def repair() -> None:
     _load()
     library = torch.library.Library("npu", "IMPL")
     _repairs.append(library)
-    for name, made in EMULATIONS.items():
+    for name, result in EMULATIONS.items():
         if not hasattr(torch.ops.npu, name):
             continue
         known = dispatcher.has_kernel(f"npu::{name}", "Meta") or name in FAKES
         if name in BROKEN or not known:
-            library.impl(name, made.fake, "Meta", allow_override=True)
+            library.impl(name, result.fake, "Meta", allow_override=True)

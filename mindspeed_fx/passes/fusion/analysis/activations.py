@@ -46,10 +46,10 @@ class _Probability(NamedTuple):
     number: float
 
 
-def readings(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
+def readings(node: fx.Node, skipped_nodes: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
     """Every way to read ``node`` as an activation times other factors (a scaled x may be x itself), near misses last;
-    the nodes of ``left`` are not looked into."""
-    flat = algebra.product(node, left)
+    the nodes of ``skipped_nodes`` are not looked into."""
+    flat = algebra.product(node, skipped_nodes)
     near = []
     for gate, divides in (*((n, False) for n in flat.over), *((n, True) for n in flat.under)):
         p = _probability(gate, divides)
@@ -61,11 +61,11 @@ def readings(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]
             if not inside or 0 in inside:
                 continue
             kind, slope, reason = _kind(p.normal, {power: c * p.by for power, c in inside.items()})
-            parts = algebra.product(node, [x, *left])
+            parts = algebra.product(node, [x, *skipped_nodes])
             rest = _without(_without(parts, gate, divides), x, False)
             if rest is None or (not kind and not reason):
                 continue
-            made = SelfGated(
+            result = SelfGated(
                 _leaf(parts, x),
                 kind,
                 slope,
@@ -76,20 +76,20 @@ def readings(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]
                 reason,
             )
             if kind:
-                yield made
+                yield result
             else:
-                near.append(made)
+                near.append(result)
     yield from near
 
 
-def sums(node: fx.Node, left: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
+def sums(node: fx.Node, skipped_nodes: Sequence[fx.Node] = ()) -> Iterator[SelfGated]:
     """Every way to read the sum ``node`` as an activation whose product is written out, c x + c x f(x) with f of which
     1 + f is twice a probability.
     """
     for one, other in match.operands(node, *match.ADD):
         if not (match.is_float(one) and match.is_float(other)):
             continue
-        plain, bent = algebra.product(one, left), algebra.product(other, left)
+        plain, bent = algebra.product(one, skipped_nodes), algebra.product(other, skipped_nodes)
         for f in bent.over if not (plain.under or bent.under) else ():
             rest = _without(bent, f, False)
             for n in plain.over:

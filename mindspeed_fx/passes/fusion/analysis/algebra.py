@@ -92,7 +92,7 @@ def _factors(n: fx.Node) -> list[tuple[Any, bool]] | None:
     return None
 
 
-def step(n: Any) -> tuple[fx.Node, float, float] | None:
+def linear_step(n: Any) -> tuple[fx.Node, float, float] | None:
     """(x, a, b) when the call ``n`` is a * x + b with numbers a and b."""
     if not isinstance(n, fx.Node) or n.op != "call_function" or n.kwargs:
         return None
@@ -106,8 +106,8 @@ def step(n: Any) -> tuple[fx.Node, float, float] | None:
         return n.args[0], -1.0, float(match.number(n.args[1]))
     if not match.is_call(n, *match.ADD, *SUB, *match.MUL, *match.DIV) or len(n.args) != 2:
         return None
-    for x, given, swapped in ((*n.args, False), (*n.args[::-1], True)):
-        c = match.number(given)
+    for x, arg, swapped in ((*n.args, False), (*n.args[::-1], True)):
+        c = match.number(arg)
         if c is None or not isinstance(x, fx.Node):
             continue
         if match.is_call(n, *match.ADD):
@@ -124,10 +124,10 @@ def affine(n: Any) -> tuple[Any, float, float]:
     """(x, a, b) when ``n`` is a * x + b; (n, 1, 0) at the least."""
     n, a, b = match.uncast(n), 1.0, 0.0
     for _ in range(DEEPEST):
-        found = step(n)
-        if found is None:
+        result = linear_step(n)
+        if result is None:
             break
-        n, a, b = match.uncast(found[0]), a * found[1], b + a * found[2]
+        n, a, b = match.uncast(result[0]), a * result[1], b + a * result[2]
     return n, a, b
 
 
@@ -153,8 +153,8 @@ def polynomial(n: Any, x: fx.Node, nodes: list[fx.Node], depth: int = DEEPEST) -
         return square if n.args[1] == 2 else _times(square, inner)
     if match.is_call(n, *match.ADD) and match.number(match.argument(n, "alpha")) not in (1, None):
         return _plus(again(n.args[0]), _times(again(n.args[1]), {0: match.number(match.argument(n, "alpha"))}))
-    if found := step(n):
-        return _plus(_times(again(found[0]), {0: found[1]}), {0: found[2]})
+    if result := linear_step(n):
+        return _plus(_times(again(result[0]), {0: result[1]}), {0: result[2]})
     for targets, combine in ((match.MUL, _times), (match.ADD, _plus)):
         for a, b in match.operands(n, *targets)[:1]:
             return combine(again(a), again(b))
@@ -164,11 +164,11 @@ def polynomial(n: Any, x: fx.Node, nodes: list[fx.Node], depth: int = DEEPEST) -
 def _times(a: Polynomial | None, b: Polynomial | None) -> Polynomial | None:
     if a is None or b is None:
         return None
-    made: Polynomial = {}
+    results: Polynomial = {}
     for p, c in a.items():
         for q, d in b.items():
-            made[p + q] = made.get(p + q, 0.0) + c * d
-    return {p: c for p, c in made.items() if c}
+            results[p + q] = results.get(p + q, 0.0) + c * d
+    return {p: c for p, c in results.items() if c}
 
 
 def _plus(a: Polynomial | None, b: Polynomial | None) -> Polynomial | None:

@@ -25,22 +25,24 @@ def apart(masks: list[Given]) -> list[Given]:
     """``masks`` with every bias by slopes by itself, where it was added to, or filled into, the rest of a mask
     before.
     """
-    found: list[Given] = []
+    results: list[Given] = []
     for kind, n, where in masks:
-        found += (
-            _apart(n, where) if kind == "add" and mask.kept(n, kind) is None and _has_slopes(n) else [(kind, n, where)]
+        results += (
+            _apart(n, where)
+            if kind == "add" and mask.kept_band(n, kind) is None and _has_slopes(n)
+            else [(kind, n, where)]
         )
     # Operators take one mask that is no band: a bias that was added to another such mask stays with it.
-    return found if _others(found) <= max(1, _others(masks)) else masks
+    return results if _others(results) <= max(1, _others(masks)) else masks
 
 
 def _others(masks: list[Given]) -> int:
-    return sum(mask.kept(n, kind) is None and positions.meaning(n) != 0 for kind, n, _ in masks)
+    return sum(mask.kept_band(n, kind) is None and positions.meaning(n) != 0 for kind, n, _ in masks)
 
 
 def _apart(n: fx.Node, where: fx.Node) -> list[Given]:
     if _slopes(n) is None and match.operands(n, aten.add.Tensor) and all(match.is_float(a) for a in n.args):
-        return [given for a in n.args for given in _apart(a, where)]
+        return [arg for a in n.args for arg in _apart(a, where)]
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
         return [*_apart(n.args[0], where), ("drop", n.args[1], where)]
     if match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask.blocks(n.args[2]):
@@ -62,7 +64,7 @@ def _slopes(n: fx.Node) -> tuple[fx.Node, Distance] | None:
             and match.value(slopes).dim() >= 3
             and all(statically_known_true(s == 1) for s in match.value(slopes).shape[-2:])
         ):
-            found = positions.meaning(distance)
-            if isinstance(found, Distance):
-                return slopes, found
+            result = positions.meaning(distance)
+            if isinstance(result, Distance):
+                return slopes, result
     return None

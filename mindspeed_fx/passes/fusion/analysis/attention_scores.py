@@ -16,7 +16,7 @@ from mindspeed_fx.graph.layout import before_copy, is_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.fusion.analysis import kv_heads, mask, positions
 from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band
-from mindspeed_fx.passes.fusion.analysis.softmax import shifted
+from mindspeed_fx.passes.fusion.analysis.softmax import match_shift
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Scores:
     @property
     def blocking(self) -> list[tuple[str, fx.Node, fx.Node]]:
         """The masks, without those that add zero."""
-        return [given for given in self.masks if given[0] != "add" or positions.meaning(given[1]) != 0]
+        return [arg for arg in self.masks if arg[0] != "add" or positions.meaning(arg[1]) != 0]
 
 
 class Miss(Exception):
@@ -54,7 +54,7 @@ class Miss(Exception):
 def with_sinks(n: Any) -> Scores | None:
     """:func:`_product`, where a column of one score per head may be joined."""
     if match.is_call(n, aten.to.dtype):
-        return _extended(with_sinks(n.args[0]), n)
+        return _extend(with_sinks(n.args[0]), n)
     if (
         not match.is_call(n, aten.cat.default)
         or len(n.args[0]) != 2
@@ -74,14 +74,14 @@ def with_sinks(n: Any) -> Scores | None:
         scores.sinks = rewrite.insert(
             n.graph.owning_module, n, aten.squeeze.dim, (column, -1)
         )  # a sink of its own for each query
-        return _extended(scores, n)
+        return _extend(scores, n)
     column = kv_heads.source_of(column, aten.expand.default, aten.to.dtype)
     lined_up = list(match.value(column).shape) == [1, heads_of, 1, 1]
     column = kv_heads.source_of(column, *match.VIEWS, aten.unsqueeze.default)
     if scores is None or not lined_up or list(match.value(column).shape) != [heads_of]:
         return None
     scores.sinks = column
-    return _extended(scores, n)
+    return _extend(scores, n)
 
 
 def culprit(n: Any, depth: int = 12) -> str | None:
@@ -100,7 +100,7 @@ def culprit(n: Any, depth: int = 12) -> str | None:
         and all(match.is_float(a) and match.value(a).shape != match.value(n.args[0]).shape for a in n.args[0].args)
     ):
         return "they are summed over products of single elements; a product of matrices (q @ k.mT) is"
-    below = next((found for a in n.all_input_nodes if match.is_float(a) and (found := culprit(a, depth - 1))), None)
+    below = next((result for a in n.all_input_nodes if match.is_float(a) and (result := culprit(a, depth - 1))), None)
     if (
         match.is_call(n, aten.mul.Tensor)
         and match.is_float(n.args[0])
@@ -140,59 +140,63 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
             return None
         return Scores(n.args[1], n.args[2], float(alpha), [("add", n.args[0], n)] if beta else [], [n])
     if (plain := before_copy(n)) is not n or match.is_call(n, aten.clone.default):
-        return _extended(_product(n.args[0] if plain is n else plain, depth - 1), n)
+        return _extend(_product(n.args[0] if plain is n else plain, depth - 1), n)
     if is_transpose(n):
-        return _extended(_exchanged(_product(n.args[0], depth - 1), n), n)
+        return _extend(_match_transpose(_product(n.args[0], depth - 1), n), n)
     inner, factor = match.unscale(n)
     if match.is_call(inner, aten.tanh.default) and factor > 0:
-        return _capped(_product(inner.args[0], depth - 1), n, inner, factor)
+        return _match_softcap(_product(inner.args[0], depth - 1), n, inner, factor)
     if inner is not n:
         scores = _product(inner, depth - 1)
         if scores:
             scores.masks = [
-                (kind, _scaled(n, m, factor) if kind == "add" and mask.kept(m, kind) is None else m, where)
+                (
+                    kind,
+                    _match_scaled_mask(n, m, factor) if kind == "add" and mask.kept_band(m, kind) is None else m,
+                    where,
+                )
                 for kind, m, where in scores.masks
             ]
         if scores and scores.softcap:
             raise Miss("the scores are scaled after the soft-cap")
-        return _extended(scores, n, factor=factor)
+        return _extend(scores, n, factor=factor)
     if match.is_call(n, aten.to.dtype) or (
         match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]
     ):
-        return _extended(_product(n.args[0], depth - 1), n)
+        return _extend(_product(n.args[0], depth - 1), n)
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
-        return _extended(_product(n.args[0], depth - 1), n, ("drop", n.args[1]))
+        return _extend(_product(n.args[0], depth - 1), n, ("drop", n.args[1]))
     if match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask.blocks(n.args[2]):
-        return _extended(_product(n.args[1], depth - 1), n, ("keep", n.args[0]))
+        return _extend(_product(n.args[1], depth - 1), n, ("keep", n.args[0]))
     if match.is_call(n, aten.where.self, aten.where.ScalarSelf) and mask.blocks(n.args[1]):
-        return _extended(_product(n.args[2], depth - 1), n, ("drop", n.args[0]))
-    if (scores := _bounded(n, depth)) is not None:
+        return _extend(_product(n.args[2], depth - 1), n, ("drop", n.args[0]))
+    if (scores := _match_lower_bound(n, depth)) is not None:
         return scores
     for a, b in match.operands(n, *match.ADD):
         if match.number(b) == 0:
-            return _extended(_product(a, depth - 1), n)
-        if match.is_float(b) and (scores := _gated(a, b, depth)) is not None:
-            return _extended(scores, n)
+            return _extend(_product(a, depth - 1), n)
+        if match.is_float(b) and (scores := _match_gated_mask(a, b, depth)) is not None:
+            return _extend(scores, n)
         scores = _product(a, depth - 1) if match.is_float(b) else None
         if scores is not None:
-            return _extended(scores, n, ("add", b))
+            return _extend(scores, n, ("add", b))
     if (scores := _scaled_by_tensor(n, depth)) is not None:
         return scores
     if match.is_call(n, aten.sub.Tensor) and not n.kwargs and match.is_float(n.args[1]):
-        if shifted(n, -1) and (scores := _product(n.args[0], depth - 1)) is not None:
+        if match_shift(n, -1) and (scores := _product(n.args[0], depth - 1)) is not None:
             scores.moved = True
-            return _extended(scores, n)
-        scores = _gated(n.args[0], n.args[1], depth, -1.0)
+            return _extend(scores, n)
+        scores = _match_gated_mask(n.args[0], n.args[1], depth, -1.0)
         if scores is not None:
-            return _extended(scores, n)
+            return _extend(scores, n)
         scores = _product(n.args[0], depth - 1)
-        return scores and _extended(
+        return scores and _extend(
             scores, n, ("add", rewrite.insert(n.graph.owning_module, n, aten.neg.default, (n.args[1],)))
         )
     return None
 
 
-def _exchanged(scores: Scores | None, n: fx.Node) -> Scores | None:
+def _match_transpose(scores: Scores | None, n: fx.Node) -> Scores | None:
     """The scores of every key for every query, [keys, queries], the other way round."""
     if scores is None or scores.masks or scores.softcap or scores.moved:
         return None
@@ -203,7 +207,7 @@ def _exchanged(scores: Scores | None, n: fx.Node) -> Scores | None:
     return scores
 
 
-def _bounded(n: fx.Node, depth: int) -> Scores | None:
+def _match_lower_bound(n: fx.Node, depth: int) -> Scores | None:
     """max(scores, a number that blocks) (XGLM): nothing but what is masked is so low, and every row keeps its own
     key.
     """
@@ -212,20 +216,20 @@ def _bounded(n: fx.Node, depth: int) -> Scores | None:
         if match.is_call(n, aten.clamp_min.default)
         else match.operands(n, aten.maximum.default, aten.max.other)
     )
-    found = next(((x, least) for x, b in pairs if (least := match.number(b)) is not None and least <= BLOCKED), None)
-    scores = _product(found[0], depth - 1) if found else None
+    result = next(((x, least) for x, b in pairs if (least := match.number(b)) is not None and least <= BLOCKED), None)
+    scores = _product(result[0], depth - 1) if result else None
     if scores is None:
         return None
-    bands = [mask.kept(m, kind) for kind, m, _ in scores.masks]
+    bands = [mask.kept_band(m, kind) for kind, m, _ in scores.masks]
     shape = match.value(n).shape
     if not all(b is not None and b.low <= 0 <= b.high for b in bands) or not symbols.statically_known_true(
         shape[-1] == shape[-2]
     ):
         raise Miss("the scores are bounded from below, and a mask may hide a whole row")
-    return _extended(scores, n)
+    return _extend(scores, n)
 
 
-def _scaled(n: fx.Node, m: fx.Node, factor: float) -> fx.Node:
+def _match_scaled_mask(n: fx.Node, m: fx.Node, factor: float) -> fx.Node:
     """The additive mask ``m``, which the scores had when ``n`` scaled them."""
     return rewrite.insert(n.graph.owning_module, n, aten.mul.Tensor, (m, factor))
 
@@ -236,10 +240,10 @@ def _scaled_by_tensor(n: fx.Node, depth: int) -> Scores | None:
     """
     if not match.is_call(n, aten.mul.Tensor, aten.div.Tensor) or n.kwargs:
         return None
-    for x, by in match.operands(n, aten.mul.Tensor) or [n.args]:
-        if not (match.is_float(x) and match.is_float(by)) or match.value(x).shape != match.value(n).shape:
+    for x, factor in match.operands(n, aten.mul.Tensor) or [n.args]:
+        if not (match.is_float(x) and match.is_float(factor)) or match.value(x).shape != match.value(n).shape:
             continue
-        shape = match.value(by).shape
+        shape = match.value(factor).shape
         if len(shape) and not symbols.statically_known_true(shape[-1] == 1):
             continue
         scores = _product(x, depth - 1)
@@ -247,34 +251,35 @@ def _scaled_by_tensor(n: fx.Node, depth: int) -> Scores | None:
             continue
         if scores.masks or scores.softcap:
             raise Miss(
-                f"the scores are scaled by a tensor ({by.name}) after a {'soft-cap' if scores.softcap else 'mask'}; "
+                f"the scores are scaled by a tensor ({factor.name}) after a "
+                f"{'soft-cap' if scores.softcap else 'mask'}; "
                 "scale them before"
             )
         gm, q = n.graph.owning_module, scores.q
-        if match.value(by).numel() == 1:
-            by = rewrite.insert(gm, n, aten.reshape.default, (by, []))
+        if match.value(factor).numel() == 1:
+            factor = rewrite.insert(gm, n, aten.reshape.default, (factor, []))
         elif match.value(q).dim() != match.value(n).dim():
             raise Miss(
                 f"the scores are scaled by a tensor {tuple(shape)} in another shape than that of the product of q and k"
             )
-        scaled = rewrite.insert(gm, n, n.target, (q, by))
+        scaled = rewrite.insert(gm, n, n.target, (q, factor))
         scores.q = (
             scaled
             if match.value(scaled).dtype == match.value(q).dtype
             else rewrite.insert(gm, n, aten.to.dtype, (scaled, match.value(q).dtype))
         )
-        return _extended(scores, n)
+        return _extend(scores, n)
     return None
 
 
-def _gated(n: Any, bias: fx.Node, depth: int, sign: float = 1.0) -> Scores | None:
+def _match_gated_mask(n: Any, bias: fx.Node, depth: int, sign: float = 1.0) -> Scores | None:
     """scores * keep, to which ``sign * bias`` adds a number that blocks wherever ``keep``, zero or one, is zero (GPT):
     what is masked is where it is zero.
     """
     for a, keep in match.operands(n, aten.mul.Tensor):
         if not (match.is_float(a) and match.is_float(keep)) or not mask.binary(keep):
             continue
-        band, line, shape = mask.kept(keep, "keep"), _line(bias, keep), match.value(n).shape
+        band, line, shape = mask.kept_band(keep, "keep"), _line(bias, keep), match.value(n).shape
         if band is not None and not (
             band.low <= 0 <= band.high and symbols.statically_known_true(shape[-1] == shape[-2])
         ):
@@ -284,7 +289,7 @@ def _gated(n: Any, bias: fx.Node, depth: int, sign: float = 1.0) -> Scores | Non
         scores = _product(a, depth - 1)
         if scores is not None:
             gm = keep.graph.owning_module
-            return _extended(scores, n, ("keep", rewrite.insert(gm, n, aten.to.dtype, (keep, torch.bool))))
+            return _extend(scores, n, ("keep", rewrite.insert(gm, n, aten.to.dtype, (keep, torch.bool))))
     return None
 
 
@@ -307,19 +312,19 @@ def _line(n: Any, x: fx.Node, depth: int = 8) -> tuple[float, float] | None:
             return slope, band.inside - slope * own.inside
     inner, factor = match.unscale(n)
     if inner is not n:
-        found = _line(inner, x, depth - 1) if depth else None
-        return found and (found[0] * factor, found[1] * factor)
+        result = _line(inner, x, depth - 1) if depth else None
+        return result and (result[0] * factor, result[1] * factor)
     if not depth or not match.is_call(n, *match.ADD, aten.sub.Tensor, aten.rsub.Scalar, aten.neg.default) or n.kwargs:
         return None
     if n.target is aten.neg.default:
-        found = _line(n.args[0], x, depth - 1)
-        return found and (-found[0], -found[1])
+        result = _line(n.args[0], x, depth - 1)
+        return result and (-result[0], -result[1])
     a, b = (_line(y, x, depth - 1) if isinstance(y, fx.Node) else (0.0, float(y)) for y in n.args)
     signs = (1, -1) if n.target is aten.sub.Tensor else (-1, 1) if n.target is aten.rsub.Scalar else (1, 1)
     return a and b and (signs[0] * a[0] + signs[1] * b[0], signs[0] * a[1] + signs[1] * b[1])
 
 
-def _capped(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float) -> Scores | None:
+def _match_softcap(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float) -> Scores | None:
     """cap * tanh(scores), where the scores were divided by the cap."""
     if scores is None:
         return None
@@ -328,15 +333,15 @@ def _capped(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float) -> Sco
     if scores.softcap or scores.masks:
         raise Miss("a soft-cap after a mask or another soft-cap")
     scores.softcap, scores.scale = cap, scores.scale * cap
-    return _extended(_extended(scores, tanh), n)
+    return _extend(_extend(scores, tanh), n)
 
 
-def _extended(
-    scores: Scores | None, n: fx.Node, given: tuple[str, fx.Node] | None = None, factor: float = 1.0
+def _extend(
+    scores: Scores | None, n: fx.Node, arguments: tuple[str, fx.Node] | None = None, factor: float = 1.0
 ) -> Scores | None:
     if scores is not None:
         scores.region.append(n)
         scores.scale *= factor
-        if given:
-            scores.masks.append((*given, n))
+        if arguments:
+            scores.masks.append((*arguments, n))
     return scores

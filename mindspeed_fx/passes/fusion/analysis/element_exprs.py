@@ -20,7 +20,7 @@ from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
 
 WIDEST = 2048
-"""Lanes of one value at most; a head has up to 1024."""
+"""ElementExprs of one value at most; a head has up to 1024."""
 TERMS, FACTORS = 2, 4
 """Of a sum and of a product that is read."""
 
@@ -34,7 +34,7 @@ class TooWide(Exception):
     """A value has more than :data:`WIDEST` lanes, or a number of them that is not known."""
 
 
-class Lanes:
+class ElementExprs:
     """Reads one value at a time; ``split`` also looks through a view that cuts the last dimension of a tensor in
     two.
     """
@@ -51,7 +51,7 @@ class Lanes:
         """Nodes whose lanes are those of a tensor, one by one."""
         self.of(root)
 
-    def lanes(self, n: fx.Node | None = None) -> list[Sum]:
+    def exprs(self, n: fx.Node | None = None) -> list[Sum]:
         """The sums of ``n``'s lanes, of the root's without ``n``, in order."""
         return [self.sums[i] for i in self.of(n or self.root).flatten().tolist()]
 
@@ -104,15 +104,15 @@ class Lanes:
         """``f`` of the sums, lane by lane; None where it gives None."""
         codes = torch.broadcast_tensors(*codes)
         known: dict[tuple[int, ...], int | None] = {}
-        made = []
+        results = []
         for key in zip(*(c.flatten().tolist() for c in codes)):
             if key not in known:
                 total = f(*(self.sums[i] for i in key))
                 known[key] = None if total is None else self.number(total)
             if known[key] is None:
                 return None
-            made.append(known[key])
-        return torch.tensor(made, dtype=torch.long).reshape(codes[0].shape)
+            results.append(known[key])
+        return torch.tensor(results, dtype=torch.long).reshape(codes[0].shape)
 
     def both(self, a: fx.Node, b: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The lanes of two operands over as many dimensions. One that runs over a dimension of one more than the other
@@ -136,34 +136,34 @@ class Lanes:
 
     def _plain(self, n: fx.Node) -> bool:
         """Whether the lanes of ``n`` are those of one tensor, none of them moved."""
-        lanes = self.lanes(n)
-        first = lanes[0][0][1][0][0] if lanes and lanes[0] and lanes[0][0][1] else None
-        return all(len(total) == 1 and total[0][1] == ((first, i),) for i, total in enumerate(lanes))
+        exprs = self.exprs(n)
+        first = exprs[0][0][1][0][0] if exprs and exprs[0] and exprs[0][0][1] else None
+        return all(len(total) == 1 and total[0][1] == ((first, i),) for i, total in enumerate(exprs))
 
 
 # --------------------------------------------------------------------------- what is read
 
 
-def _same_lanes(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _same_lanes(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     if not match.is_float(n.args[0]):
         return None
-    if lanes.is_leaf(n.args[0]):
-        lanes._whole.add(n)
-    return lanes.of(n.args[0])
+    if exprs.is_leaf(n.args[0]):
+        exprs._whole.add(n)
+    return exprs.of(n.args[0])
 
 
-def _inner(lanes: Lanes, n: fx.Node, dim: int, source: fx.Node) -> tuple[torch.Tensor, int] | None:
+def _inner(exprs: ElementExprs, n: fx.Node, dim: int, source: fx.Node) -> tuple[torch.Tensor, int] | None:
     """(lanes of ``source``, ``dim`` among them) when ``dim`` is one of the dimensions that its lanes run over."""
-    codes, ndim = lanes.of(source), match.value(source).dim()
+    codes, ndim = exprs.of(source), match.value(source).dim()
     position = dim % ndim - (ndim - codes.dim())
     return (codes, position) if position >= 0 else None
 
 
-def _view(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _view(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     source = n.args[0]
-    old, new, codes = list(match.value(source).shape), list(match.value(n).shape), lanes.of(source)
-    if lanes.is_leaf(source):
-        if not lanes.split:
+    old, new, codes = list(match.value(source).shape), list(match.value(n).shape), exprs.of(source)
+    if exprs.is_leaf(source):
+        if not exprs.split:
             return None
     lead = len(old) - codes.dim()
     if (
@@ -179,11 +179,11 @@ def _equal(a: Any, b: Any) -> bool:
     return symbols.statically_known_true(a == b)
 
 
-def _part(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _part(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     if match.is_call(n, operator.getitem) and match.is_call(n.args[0], aten.unbind.int):
-        return _selected(lanes, n, n.args[0].args[0], match.argument(n.args[0], "dim", 0), n.args[1])
+        return _read_select(exprs, n, n.args[0].args[0], match.argument(n.args[0], "dim", 0), n.args[1])
     piece = match.part(n)
-    inner = piece and _inner(lanes, n, piece.dim, piece.source)
+    inner = piece and _inner(exprs, n, piece.dim, piece.source)
     if not inner:
         return None
     codes, dim = inner
@@ -192,21 +192,21 @@ def _part(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
     )
 
 
-def _select(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
-    return _selected(lanes, n, *n.args) if isinstance(n.args[2], int) else None
+def _select(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
+    return _read_select(exprs, n, *n.args) if isinstance(n.args[2], int) else None
 
 
-def _selected(lanes: Lanes, n: fx.Node, source: fx.Node, dim: int, index: int) -> torch.Tensor | None:
-    inner = _inner(lanes, n, dim, source)
+def _read_select(exprs: ElementExprs, n: fx.Node, source: fx.Node, dim: int, index: int) -> torch.Tensor | None:
+    inner = _inner(exprs, n, dim, source)
     # A leaf's only dimension must stay: a value without lanes of its own says nothing.
     return inner[0].select(inner[1], index) if inner and inner[0].dim() > 1 else None
 
 
-def _joined(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _read_cat(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     parts, ndim = n.args[0], match.value(n.args[0][0]).dim()
     if not all(match.is_float(p) and match.value(p).dim() == ndim for p in parts):
         return None
-    codes = [lanes.of(p) for p in parts]
+    codes = [exprs.of(p) for p in parts]
     dims = codes[0].dim()
     if any(c.dim() != dims for c in codes):
         return None
@@ -217,21 +217,21 @@ def _joined(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
     return torch.stack(codes, dim) if stacked else torch.cat(codes, dim)
 
 
-def _unsqueezed(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _read_unsqueeze(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     source = n.args[0]
-    codes, ndim = lanes.of(source), match.value(source).dim()
+    codes, ndim = exprs.of(source), match.value(source).dim()
     dim = n.args[1] % (ndim + 1) - (ndim - codes.dim())
-    return codes.unsqueeze(dim) if dim >= 0 and not (lanes.is_leaf(source) and dim == 0) else None
+    return codes.unsqueeze(dim) if dim >= 0 and not (exprs.is_leaf(source) and dim == 0) else None
 
 
-def _flipped(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
-    inner = [_inner(lanes, n, d, n.args[0]) for d in n.args[1]]
+def _read_flip(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
+    inner = [_inner(exprs, n, d, n.args[0]) for d in n.args[1]]
     return inner[0][0].flip([d for _, d in inner]) if inner and all(inner) else None
 
 
-def _rolled(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _read_roll(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     shifts, dims = n.args[1], match.argument(n, "dims", [])
-    inner = [_inner(lanes, n, d, n.args[0]) for d in dims]
+    inner = [_inner(exprs, n, d, n.args[0]) for d in dims]
     return (
         inner[0][0].roll(list(shifts), [d for _, d in inner])
         if inner and all(inner) and all(isinstance(s, int) for s in shifts)
@@ -239,65 +239,65 @@ def _rolled(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
     )
 
 
-def _exchanged(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
-    inner = [_inner(lanes, n, d, n.args[0]) for d in n.args[1:]]
+def _read_transpose(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
+    inner = [_inner(exprs, n, d, n.args[0]) for d in n.args[1:]]
     return inner[0][0].transpose(inner[0][1], inner[1][1]) if all(inner) else None
 
 
-def _negated(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
-    return lanes.each(lambda a: tuple((-w, f) for w, f in a), lanes.of(n.args[0]))
+def _read_neg(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
+    return exprs.each(lambda a: tuple((-w, f) for w, f in a), exprs.of(n.args[0]))
 
 
-def _scaled(lanes: Lanes, a: fx.Node, factor: float) -> torch.Tensor | None:
-    return lanes.each(lambda s: tuple((w * factor, f) for w, f in s), lanes.of(a))
+def _read_mul(exprs: ElementExprs, a: fx.Node, factor: float) -> torch.Tensor | None:
+    return exprs.each(lambda s: tuple((w * factor, f) for w, f in s), exprs.of(a))
 
 
-def _product(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _product(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     a, b = n.args[:2]
     if n.target in match.DIV:
-        return _scaled(lanes, a, 1 / b) if isinstance(b, (int, float)) and b and not n.kwargs else None
+        return _read_mul(exprs, a, 1 / b) if isinstance(b, (int, float)) and b and not n.kwargs else None
     for x, c in ((a, b), (b, a)):
         if isinstance(c, (int, float)) and match.is_float(x):
-            return _scaled(lanes, x, c)
-    return _times(lanes, a, b)
+            return _read_mul(exprs, x, c)
+    return _times(exprs, a, b)
 
 
-def _times(lanes: Lanes, a: Any, b: Any) -> torch.Tensor | None:
-    codes = lanes.both(a, b) if match.is_float(a) and match.is_float(b) else None
+def _times(exprs: ElementExprs, a: Any, b: Any) -> torch.Tensor | None:
+    codes = exprs.both(a, b) if match.is_float(a) and match.is_float(b) else None
 
     def multiply(p: Sum, q: Sum) -> Sum | None:
-        made = tuple((v * w, tuple(sorted((*f, *g)))) for v, f in p for w, g in q)
-        return made if len(made) <= TERMS and all(len(f) <= FACTORS for _, f in made) else None
+        results = tuple((v * w, tuple(sorted((*f, *g)))) for v, f in p for w, g in q)
+        return results if len(results) <= TERMS and all(len(f) <= FACTORS for _, f in results) else None
 
-    return lanes.each(multiply, *codes) if codes else None
+    return exprs.each(multiply, *codes) if codes else None
 
 
-def _add(lanes: Lanes, a: torch.Tensor | None, b: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+def _add(exprs: ElementExprs, a: torch.Tensor | None, b: torch.Tensor | None, factor: float) -> torch.Tensor | None:
     if a is None or b is None or a.shape != b.shape:
         return None
 
     def add(p: Sum, q: Sum) -> Sum | None:
-        made = tuple(sorted((*p, *((w * factor, f) for w, f in q)), key=lambda term: term[1]))
-        return made if len(made) <= TERMS else None
+        results = tuple(sorted((*p, *((w * factor, f) for w, f in q)), key=lambda term: term[1]))
+        return results if len(results) <= TERMS else None
 
-    return lanes.each(add, a, b)
+    return exprs.each(add, a, b)
 
 
-def _sum(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _sum(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     a, b = n.args[:2]
     alpha = match.argument(n, "alpha", 1)
     if not (match.is_float(a) and match.is_float(b) and isinstance(alpha, (int, float))):
         return None
     if n.target is aten.rsub.Tensor:
         a, b = b, a
-    codes = lanes.both(a, b)
-    return _add(lanes, *codes, alpha if n.target is aten.add.Tensor else -alpha) if codes else None
+    codes = exprs.both(a, b)
+    return _add(exprs, *codes, alpha if n.target is aten.add.Tensor else -alpha) if codes else None
 
 
-def _added_product(lanes: Lanes, n: fx.Node) -> torch.Tensor | None:
+def _added_product(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     factor = match.argument(n, "value", 1)
     return (
-        _add(lanes, lanes.of(n.args[0]), _times(lanes, *n.args[1:3]), factor)
+        _add(exprs, exprs.of(n.args[0]), _times(exprs, *n.args[1:3]), factor)
         if isinstance(factor, (int, float))
         else None
     )
@@ -307,14 +307,14 @@ _HANDLERS = {
     **dict.fromkeys((aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.alias.default), _same_lanes),
     **dict.fromkeys((*match.VIEWS, aten.squeeze.dim), _view),
     **dict.fromkeys((operator.getitem, aten.slice.Tensor, aten.narrow.default), _part),
-    **dict.fromkeys((aten.cat.default, aten.stack.default), _joined),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), _read_cat),
     **dict.fromkeys((*match.MUL, *match.DIV), _product),
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor), _sum),
     aten.select.int: _select,
-    aten.unsqueeze.default: _unsqueezed,
-    aten.flip.default: _flipped,
-    aten.roll.default: _rolled,
-    aten.transpose.int: _exchanged,
-    aten.neg.default: _negated,
+    aten.unsqueeze.default: _read_unsqueeze,
+    aten.flip.default: _read_flip,
+    aten.roll.default: _read_roll,
+    aten.transpose.int: _read_transpose,
+    aten.neg.default: _read_neg,
     aten.addcmul.default: _added_product,
 }

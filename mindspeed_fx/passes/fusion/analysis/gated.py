@@ -20,22 +20,24 @@ class _Activated(NamedTuple):
     nodes: list[fx.Node]
 
 
-def _activated(n: Any, activation_of: Callable) -> _Activated | None:
+def _match_activation(n: Any, activation_of: Callable) -> _Activated | None:
     """``n`` as an activated gate times numbers."""
     if not match.is_float(n):
         return None
-    found = activation_of(match.uncast(n))
-    if found is not None:
-        return _Activated(*found, 1.0, [], [], [n, match.uncast(n)])
+    result = activation_of(match.uncast(n))
+    if result is not None:
+        return _Activated(*result, 1.0, [], [], [n, match.uncast(n)])
     flat = algebra.product(n)
     for at, leaf in enumerate(flat.over if flat.nodes else ()):
-        found, rest = activation_of(match.uncast(leaf)), [*flat.over[:at], *flat.over[at + 1 :]]
-        if found is not None and all(match.is_float(r) and match.is_column(r, found[0]) for r in (*rest, *flat.under)):
-            return _Activated(*found, flat.number, rest, flat.under, [*flat.nodes, leaf, match.uncast(leaf)])
+        result, rest = activation_of(match.uncast(leaf)), [*flat.over[:at], *flat.over[at + 1 :]]
+        if result is not None and all(
+            match.is_float(r) and match.is_column(r, result[0]) for r in (*rest, *flat.under)
+        ):
+            return _Activated(*result, flat.number, rest, flat.under, [*flat.nodes, leaf, match.uncast(leaf)])
     return None
 
 
-def packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
+def packed_source(gate: fx.Node, up: fx.Node) -> fx.Node | None:
     """The tensor whose halves are [gate | up], if there is one."""
     a, b = match.part(gate), match.part(up)
     if (

@@ -21,9 +21,9 @@ def ungroup(gm: fx.GraphModule, before: fx.Node, n: fx.Node, heads: Any) -> fx.N
     """[batch, kv_heads, seq, dim] that ``n`` [batch, heads, seq, dim] repeats head by head; None when it does not."""
     chain: list[fx.Node] = []
     while n.op == "call_function":
-        found = _repetition(n)
-        if found is not None:
-            source, axis, times = found
+        result = _repetition(n)
+        if result is not None:
+            source, axis, times = result
             order = _order(source, axis, times, chain, heads)
             return (
                 None

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match
-from mindspeed_fx.graph.layout import untransposed
+from mindspeed_fx.graph.layout import strip_transpose
 from mindspeed_fx.graph.match import aten
 
 PLAIN = (*match.VIEWS, aten.to.dtype, aten.contiguous.default, aten.clone.default)
@@ -25,13 +25,13 @@ class Head(NamedTuple):
     """The linear in front of a loss: ``logits = steps(product(hidden, weight, bias))``."""
 
     product: fx.Node
-    steps: list["Step"]
+    steps: list["HeadStep"]
     """From the product to the logits."""
     region: list[fx.Node]
     """Every node from the product to the logits."""
 
 
-class Step(NamedTuple):
+class HeadStep(NamedTuple):
     """What is done to logits, and done to a linear's inputs instead."""
 
     kind: str
@@ -45,8 +45,8 @@ def head_of(logits: fx.Node) -> Head | str | None:
     """The linear that makes ``logits``; why it is out of reach; None when there is none."""
     n, steps, region, capped = logits, [], [], False
     while product(n) is None:
-        found = _step(n)
-        if found is None or (capped and found[0][0].kind == "cap"):
+        result = _step(n)
+        if result is None or (capped and result[0][0].kind == "cap"):
             if not _near(n):
                 return None
             if match.is_call(
@@ -63,9 +63,9 @@ def head_of(logits: fx.Node) -> Head | str | None:
                 f"{n.name} ({n.target}) stands between the linear and the loss; only casts, views, slices, scales, "
                 "a bias and a soft-cap may"
             )
-        made, n, nodes = found
-        capped = capped or made[0].kind == "cap"
-        steps += made
+        output, n, nodes = result
+        capped = capped or output[0].kind == "cap"
+        steps += output
         region += nodes
     steps.reverse()
     after = steps[next((i for i, step in enumerate(steps) if step.kind == "cap"), len(steps)) :]
@@ -84,16 +84,16 @@ def head_of(logits: fx.Node) -> Head | str | None:
     return Head(n, steps, [n, *region[::-1]])
 
 
-def _step(n: Any) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
+def _step(n: Any) -> tuple[list[HeadStep], fx.Node, list[fx.Node]] | None:
     """(steps, last first; what they are done to; nodes) when ``n`` is reached over a step."""
     if match.is_call(
         n, *PLAIN, aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.transpose.int, aten.permute.default
     ):
         if acts_on_rows(n):
-            return [Step("rows", n)], n.args[0], [n]
+            return [HeadStep("rows", n)], n.args[0], [n]
         piece = match.part(n)
         cut = piece is not None and piece.step == 1 and piece.dim == match.value(n).dim() - 1
-        return ([Step("classes", n, (piece.start, piece.stop))], piece.source, [n]) if cut else None
+        return ([HeadStep("classes", n, (piece.start, piece.stop))], piece.source, [n]) if cut else None
     if (capped := _softcap(n)) is not None:
         return capped
     if match.is_call(n, *match.MUL, *match.DIV) and not n.kwargs:
@@ -105,7 +105,7 @@ def _step(n: Any) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
                 and _one_for_all_classes(other, n)
                 and (_reaches(x) or not _reaches(other))
             ):
-                return [Step("scale", n, other)], x, [n]
+                return [HeadStep("scale", n, other)], x, [n]
     for x, other in match.operands(n, aten.add.Tensor):
         vector = (
             match.is_float(x)
@@ -114,7 +114,7 @@ def _step(n: Any) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
             and match.value(other).shape[0] == match.value(n).shape[-1]
         )
         if vector and match.value(x).shape == match.value(n).shape and match.value(x).dtype == match.value(n).dtype:
-            return [Step("bias", n, other)], x, [n]
+            return [HeadStep("bias", n, other)], x, [n]
     return None
 
 
@@ -153,7 +153,7 @@ def product(n: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
     if match.value(x).dim() < 2 or match.value(w).dim() != 2 or (b is not None and match.value(b).dim() != 1):
         return None
     if not transposed:
-        w, transposed = untransposed(w)
+        w, transposed = strip_transpose(w)
     return x, w, b, transposed
 
 
@@ -179,7 +179,7 @@ def acts_on_rows(n: fx.Node) -> bool:
     return True
 
 
-def _softcap(n: fx.Node) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
+def _softcap(n: fx.Node) -> tuple[list[HeadStep], fx.Node, list[fx.Node]] | None:
     """The steps, last first, and nodes of cap * tanh(x / cap), or of cap * tanh(y), which is the same of y times the
     cap.
     """
@@ -187,10 +187,10 @@ def _softcap(n: fx.Node) -> tuple[list[Step], fx.Node, list[fx.Node]] | None:
     if not match.is_call(tanh, aten.tanh.default) or cap <= 0:
         return None
     x = next((x for x, inverse in match.unscalings(tanh.args[0]) if abs(cap * inverse - 1) <= 1e-6), None)
-    steps = [Step("cap", n, float(cap))]
+    steps = [HeadStep("cap", n, float(cap))]
     if x is None:
         x = tanh.args[0]
-        steps.append(Step("scale", n, float(cap)))
+        steps.append(HeadStep("scale", n, float(cap)))
     nodes, inside = [], n
     while inside is not x:
         nodes.append(inside)

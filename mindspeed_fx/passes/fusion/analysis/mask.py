@@ -16,7 +16,7 @@ from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band, complement
 from mindspeed_fx.passes.fusion.analysis.positions import meaning
 
 
-def kept(n: fx.Node, kind: str) -> Band | None:
+def kept_band(n: fx.Node, kind: str) -> Band | None:
     """The band where attention is allowed, for a mask of ``kind`` "keep" (True: attend), "drop" (True: masked) or "add"
     (added to the scores); None when the mask is not a band."""
     band = meaning(n)

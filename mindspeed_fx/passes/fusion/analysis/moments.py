@@ -32,53 +32,55 @@ NEGLIGIBLE = 1e-8
 gradient, and from a root mean square of 3e-5 on the two agree to the last place of float32."""
 
 
-class Spread(NamedTuple):
+class RootMoment(NamedTuple):
     """max(sqrt(scale * m + eps) + beside, least), where m is the mean of the squares of ``of``, or its variance."""
 
-    of: fx.Node
-    variance: bool
+    x: fx.Node
+    centered: bool
     dims: list[int]
     """Over which m is taken, counted from the front."""
     nodes: list[fx.Node]
     scale: float = 1.0
     eps: float = 0.0
-    beside: float = 0.0
-    least: float = 0.0
+    eps_outside: float = 0.0
+    clamp_min: float = 0.0
 
     @property
     def last(self) -> bool:
-        return self.dims == [match.value(self.of).dim() - 1]
+        return self.dims == [match.value(self.x).dim() - 1]
 
     @property
     def differs(self) -> str | None:
         """Why no operator computes this, None when one does with ``eps``."""
-        name = "variance" if self.variance else "mean square"
-        deviation = "standard deviation" if self.variance else "root mean square"
-        if self.beside:
+        name = "variance" if self.centered else "mean square"
+        deviation = "standard deviation" if self.centered else "root mean square"
+        if self.eps_outside:
             return f"eps is added to the {deviation}, the operator adds it to the {name}"
-        if self.least**2 > self.eps and self.least > NEGLIGIBLE * self.scale**0.5:
-            return f"the {deviation} is at least {self.least / self.scale**0.5:g}, the operator adds eps to the {name}"
+        if self.clamp_min**2 > self.eps and self.clamp_min > NEGLIGIBLE * self.scale**0.5:
+            return (
+                f"the {deviation} is at least {self.clamp_min / self.scale**0.5:g}, the operator adds eps to the {name}"
+            )
         return None
 
 
-def inverse_root(n: Any) -> Spread | None:
-    """``n`` as 1 over what a :class:`Spread` says."""
+def inverse_root(n: Any) -> RootMoment | None:
+    """``n`` as 1 over what a :class:`RootMoment` says."""
     flat = algebra.product(_below(n))
     if len(flat.over) + len(flat.under) != 1:
         return None
     if flat.under:
-        found = root(flat.under[0])
+        result = root(flat.under[0])
     else:
         inside = match.inverse_root(flat.over[0])
-        found = None if inside is None else _square(inside, [flat.over[0]])
-    if found is None or (flat.numbers and (flat.number <= 0 or found.beside or found.least)):
+        result = None if inside is None else _square(inside, [flat.over[0]])
+    if result is None or (flat.numbers and (flat.number <= 0 or result.eps_outside or result.clamp_min)):
         return None
-    by = flat.number**-2
-    return found._replace(scale=found.scale * by, eps=found.eps * by, nodes=[*flat.nodes, *found.nodes])
+    factor = flat.number**-2
+    return result._replace(scale=result.scale * factor, eps=result.eps * factor, nodes=[*flat.nodes, *result.nodes])
 
 
-def root(n: Any, depth: int = algebra.DEEPEST) -> Spread | None:
-    """``n`` as what a :class:`Spread` says."""
+def root(n: Any, depth: int = algebra.DEEPEST) -> RootMoment | None:
+    """``n`` as what a :class:`RootMoment` says."""
     n = _below(n)
     if not isinstance(n, fx.Node) or depth == 0:
         return None
@@ -91,67 +93,70 @@ def root(n: Any, depth: int = algebra.DEEPEST) -> Spread | None:
     ):
         dims = _dims(n)
         count = _count(n.args[0], dims)
-        return Spread(n.args[0], False, dims, [n], scale=count) if count else None
-    if (found := _statistic(n, STD, 0)) is not None:
-        return found
+        return RootMoment(n.args[0], False, dims, [n], scale=count) if count else None
+    if (result := _statistic(n, STD, 0)) is not None:
+        return result
     floor = _least(n)
     if floor is not None:
-        found = root(floor[0], depth - 1)
-        return found and found._replace(least=max(found.least, floor[1]), nodes=[n, *found.nodes])
-    by = algebra.step(n)
-    found = root(by[0], depth - 1) if by and by[1] > 0 else None
-    if found is None or found.least:
+        result = root(floor[0], depth - 1)
+        return result and result._replace(clamp_min=max(result.clamp_min, floor[1]), nodes=[n, *result.nodes])
+    factor = algebra.linear_step(n)
+    result = root(factor[0], depth - 1) if factor and factor[1] > 0 else None
+    if result is None or result.clamp_min:
         return None
-    _, a, b = by
-    return found._replace(
-        scale=found.scale * a * a, eps=found.eps * a * a, beside=found.beside * a + b, nodes=[n, *found.nodes]
+    _, a, b = factor
+    return result._replace(
+        scale=result.scale * a * a,
+        eps=result.eps * a * a,
+        eps_outside=result.eps_outside * a + b,
+        nodes=[n, *result.nodes],
     )
 
 
-def _square(n: Any, above: list[fx.Node], depth: int = algebra.DEEPEST) -> Spread | None:
+def _square(n: Any, above: list[fx.Node], depth: int = algebra.DEEPEST) -> RootMoment | None:
     """The root of ``n``."""
     n = _below(n)
     if not isinstance(n, fx.Node) or depth == 0:
         return None
     nodes = [*above, n]
     if match.is_call(n, aten.mean.dim, aten.sum.dim_IntList) and match.is_float(n.args[0]):
-        of = match.uncast(match.squared(match.uncast(n.args[0])))
+        of = match.uncast(match.match_square(match.uncast(n.args[0])))
         of = match.uncast(of.args[0]) if match.is_call(of, aten.abs.default, aten.neg.default) else of
         dims = _dims(n)
         count = 1 if n.target is aten.mean.dim else _count(n.args[0], dims)
-        return Spread(of, False, dims, [*nodes, n.args[0]], scale=count) if of is not None and count else None
+        return RootMoment(of, False, dims, [*nodes, n.args[0]], scale=count) if of is not None and count else None
     if (x := _with_itself(n)) is not None and (count := _count(x, [match.value(x).dim() - 1])):
-        return Spread(match.uncast(x), False, [match.value(x).dim() - 1], nodes, scale=count)
-    if (found := _statistic(n, VAR, 0)) is not None:
-        return found._replace(nodes=[*above, *found.nodes])
-    if match.is_call(n, aten.sub.Tensor) and not n.kwargs and (found := _moments(n)) is not None:
-        return found._replace(nodes=[*nodes, *found.nodes])
-    if match.squared(n) is not None:
-        found = root(match.squared(n), depth - 1)
-        return None if found is None or found.beside else found._replace(nodes=[*nodes, *found.nodes])
+        return RootMoment(match.uncast(x), False, [match.value(x).dim() - 1], nodes, scale=count)
+    if (result := _statistic(n, VAR, 0)) is not None:
+        return result._replace(nodes=[*above, *result.nodes])
+    if match.is_call(n, aten.sub.Tensor) and not n.kwargs and (result := _moments(n)) is not None:
+        return result._replace(nodes=[*nodes, *result.nodes])
+    if match.match_square(n) is not None:
+        result = root(match.match_square(n), depth - 1)
+        return None if result is None or result.eps_outside else result._replace(nodes=[*nodes, *result.nodes])
     floor = _least(n)
     if floor is not None:
-        found = _square(floor[0], nodes, depth - 1)
-        return found and found._replace(least=max(found.least, floor[1] ** 0.5)) if floor[1] >= 0 else None
-    by = algebra.step(n)
-    found = _square(by[0], nodes, depth - 1) if by and by[1] > 0 else None
+        result = _square(floor[0], nodes, depth - 1)
+        return result and result._replace(clamp_min=max(result.clamp_min, floor[1] ** 0.5)) if floor[1] >= 0 else None
+    factor = algebra.linear_step(n)
+    result = _square(factor[0], nodes, depth - 1) if factor and factor[1] > 0 else None
     return (
         None
-        if found is None or found.least
-        else found._replace(scale=found.scale * by[1], eps=found.eps * by[1] + by[2])
+        if result is None or result.clamp_min
+        else result._replace(scale=result.scale * factor[1], eps=result.eps * factor[1] + factor[2])
     )
 
 
 def _with_itself(n: fx.Node) -> fx.Node | None:
     """x when ``n`` is the product of its rows with themselves: by ``einsum``, or as a row times a column."""
     if match.is_call(n, aten.einsum.default) and len(n.args[1]) == 2 and match.same(*n.args[1]):
-        given, arrow, made = n.args[0].replace(" ", "").partition("->")
-        one, _, other = given.partition(",")
+        arg, arrow, result = n.args[0].replace(" ", "").partition("->")
+        one, _, other = arg.partition(",")
         return (
             n.args[1][0]
             if arrow
             and one == other
-            and made == one[:-1]
+            and result == one[:-1]
             and len(set(one.replace("...", "."))) == len(one.replace("...", "."))
             else None
         )
@@ -166,24 +171,29 @@ def _with_itself(n: fx.Node) -> fx.Node | None:
         and row.args[1] % match.value(row).dim() == match.value(row).dim() - 2
         else None
     )
-    beside = (
+    neighbour = (
         match.is_call(column, aten.unsqueeze.default)
         and column.args[1] % match.value(column).dim() == match.value(column).dim() - 1
         and x is not None
         and match.same(column.args[0], x)
     )
-    return x if beside or (x is not None and is_transpose(column) and match.same(column.args[0], row)) else None
+    return x if neighbour or (x is not None and is_transpose(column) and match.same(column.args[0], row)) else None
 
 
-def _moments(n: fx.Node) -> Spread | None:
+def _moments(n: fx.Node) -> RootMoment | None:
     """mean(x^2) - mean(x)^2."""
-    mean, square = match.squared(match.uncast(n.args[1])), _square(n.args[0], [])
-    if mean is None or square is None or square.variance or (square.scale, square.eps, square.least) != (1.0, 0.0, 0.0):
+    mean, square = match.match_square(match.uncast(n.args[1])), _square(n.args[0], [])
+    if (
+        mean is None
+        or square is None
+        or square.centered
+        or (square.scale, square.eps, square.clamp_min) != (1.0, 0.0, 0.0)
+    ):
         return None
     of = mean_of(mean)
-    if of is None or not match.same(match.uncast(of[0]), match.uncast(square.of)) or of[1] != square.dims:
+    if of is None or not match.same(match.uncast(of[0]), match.uncast(square.x)) or of[1] != square.dims:
         return None
-    return square._replace(variance=True, nodes=[*square.nodes, n.args[1], mean])
+    return square._replace(centered=True, nodes=[*square.nodes, n.args[1], mean])
 
 
 def mean_of(n: Any) -> tuple[fx.Node, list[int]] | None:
@@ -191,11 +201,11 @@ def mean_of(n: Any) -> tuple[fx.Node, list[int]] | None:
     n = _below(n)
     if match.is_call(n, match.operator.getitem) and n.args[1] == 1 and match.is_call(n.args[0], *PAIRS):
         return n.args[0].args[0], _dims(n.args[0])
-    by = algebra.step(n)
-    if by and by[2] == 0 and match.is_call(total := _below(by[0]), aten.sum.dim_IntList):
+    factor = algebra.linear_step(n)
+    if factor and factor[2] == 0 and match.is_call(total := _below(factor[0]), aten.sum.dim_IntList):
         dims = _dims(total)
         count = _count(total.args[0], dims)
-        return (total.args[0], dims) if count and abs(by[1] * count - 1) < 1e-12 else None
+        return (total.args[0], dims) if count and abs(factor[1] * count - 1) < 1e-12 else None
     return (n.args[0], _dims(n)) if match.is_call(n, aten.mean.dim) and match.is_float(n.args[0]) else None
 
 
@@ -206,7 +216,7 @@ def keeps(n: fx.Node, x: fx.Node, dims: list[int]) -> bool:
     return len(shape) == match.value(x).dim() and all(symbols.statically_known_true(shape[d] == 1) for d in dims)
 
 
-def _statistic(n: fx.Node, single: tuple, index: int) -> Spread | None:
+def _statistic(n: fx.Node, single: tuple, index: int) -> RootMoment | None:
     """A variance or deviation as ATen has it; of n - 1 elements it is a scaled one."""
     pair = match.is_call(n, match.operator.getitem) and n.args[1] == index and match.is_call(n.args[0], *PAIRS)
     call = n.args[0] if pair else n
@@ -214,11 +224,11 @@ def _statistic(n: fx.Node, single: tuple, index: int) -> Spread | None:
         return None
     if not match.is_call(call, *(PAIRS if pair else single)) or not match.is_float(call.args[0]):
         return None
-    given = match.argument(call, "unbiased" if has_argument(call, "unbiased") else "correction")
-    dims, correction = _dims(call), 1 if given is None else int(given)
+    arg = match.argument(call, "unbiased" if has_argument(call, "unbiased") else "correction")
+    dims, correction = _dims(call), 1 if arg is None else int(arg)
     count = _count(call.args[0], dims) if correction else 1
     return (
-        Spread(call.args[0], True, dims, [n, call], scale=count / (count - correction))
+        RootMoment(call.args[0], True, dims, [n, call], scale=count / (count - correction))
         if count and count > correction or not correction
         else None
     )

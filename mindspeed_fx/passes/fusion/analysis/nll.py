@@ -44,13 +44,13 @@ class Likelihood(NamedTuple):
     smoothing: float
     factor: float
     region: list[fx.Node]
-    steps: list["Step"] = []
+    steps: list["LossStep"] = []
     """What is done to the loss of each token before ``root``."""
     leaves: tuple[fx.Node, ...] = ()
     """Picked values, means and sums of log-probabilities that others may read, too."""
 
 
-class Step(NamedTuple):
+class LossStep(NamedTuple):
     """A linear function of a loss, the same for another one: a mask, a reduction, a quotient."""
 
     node: fx.Node
@@ -59,7 +59,7 @@ class Step(NamedTuple):
     other: Any
     """The tensor it is multiplied with or divided by, without numbers."""
 
-    def like(self, other: "Step") -> bool:
+    def like(self, other: "LossStep") -> bool:
         if (
             self.node.target != other.node.target
             or not match.same(self.other, other.other)
@@ -74,22 +74,22 @@ class _Term(NamedTuple):
     """What the term is a multiple of: the picked value, or the mean or sum of all."""
     factor: float
     path: list[fx.Node]
-    steps: list[Step]
+    steps: list[LossStep]
 
 
 def likelihoods(gm: fx.GraphModule) -> Iterator[Likelihood | tuple[fx.Node, str]]:
     """Every cross-entropy that is written out; (node, reason) for a near miss."""
     for node in calls(gm, aten.log_softmax.int, aten.sub.Tensor):
         if match.is_call(node, aten.sub.Tensor):
-            found = _of_log_sum_exp(node) if not node.kwargs else None
+            result = _of_log_sum_exp(node) if not node.kwargs else None
         else:
-            found = (
+            result = (
                 _of_log_softmax(gm, _plainly_read(gm, node))
                 if match.is_float(node) and _last(node, node.args[1])
                 else None
             )
-        if found is not None:
-            yield found
+        if result is not None:
+            yield result
 
 
 # --------------------------------------------------------------------------- log_softmax
@@ -117,8 +117,8 @@ def _plainly_read(gm: fx.GraphModule, probs: fx.Node) -> fx.Node:
             continue
         for pick in list(user.users):
             if _target(pick, user) is not None or _share(pick, user) is not None:
-                made = rewrite.insert(gm, pick, pick.target, (probs, *pick.args[1:]), dict(pick.kwargs))
-                if rewrite.substitute(gm, pick, rewrite.insert(gm, pick, aten.mul.Tensor, (made, factor))) is None:
+                new = rewrite.insert(gm, pick, pick.target, (probs, *pick.args[1:]), dict(pick.kwargs))
+                if rewrite.substitute(gm, pick, rewrite.insert(gm, pick, aten.mul.Tensor, (new, factor))) is None:
                     gm.graph.erase_node(pick)
         if not user.users:
             gm.graph.erase_node(user)
@@ -298,10 +298,10 @@ def _term(n: fx.Node, leaves: set[fx.Node] | None = None) -> _Term:
     """
     factor, path, steps = 1.0, [], []
     while leaves is None or n not in leaves:
-        inner, by = match.unscale(n)
+        inner, scale_by = match.unscale(n)
         step = None
         if inner is n and match.is_call(n, aten.neg.default):
-            inner, by = n.args[0], -1.0
+            inner, scale_by = n.args[0], -1.0
         elif (
             inner is n
             and match.is_call(n, aten.to.dtype, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, *match.VIEWS)
@@ -310,9 +310,9 @@ def _term(n: fx.Node, leaves: set[fx.Node] | None = None) -> _Term:
         ):
             inner = n.args[0]
         elif inner is n and leaves is not None and (step := _step(n, leaves)) is not None:
-            inner, by = step.source, 1.0
+            inner, scale_by = step.source, 1.0
             if n.target in OVER:
-                by = 1.0 / match.unscale(n.args[1])[1]
+                scale_by = 1.0 / match.unscale(n.args[1])[1]
             steps.append(step)
         if inner is n:
             break
@@ -324,20 +324,20 @@ def _term(n: fx.Node, leaves: set[fx.Node] | None = None) -> _Term:
                 if step is not None
                 else next(a for a in walk.args if isinstance(a, fx.Node) and match.number(a) is None)
             )
-        n, factor = inner, factor * by
+        n, factor = inner, factor * scale_by
     return _Term(n, factor, path[::-1], steps[::-1])
 
 
-def _step(n: fx.Node, leaves: set[fx.Node]) -> Step | None:
+def _step(n: fx.Node, leaves: set[fx.Node]) -> LossStep | None:
     if match.is_call(n, *SUMS) and match.argument(n, "dtype") is None:
-        return Step(n, n.args[0], None)
+        return LossStep(n, n.args[0], None)
     if match.is_call(n, *FILLS) and match.number(n.args[2]) == 0:
-        return Step(n, n.args[0], n.args[1])
+        return LossStep(n, n.args[0], n.args[1])
     if match.is_call(n, *OVER) and not n.kwargs and isinstance(n.args[1], fx.Node):
-        return Step(n, n.args[0], match.unscale(n.args[1])[0])
+        return LossStep(n, n.args[0], match.unscale(n.args[1])[0])
     for x, other in match.operands(n, *TIMES):
         if isinstance(other, fx.Node) and match.is_float(x) and _leads_to(x, leaves) and not _leads_to(other, leaves):
-            return Step(n, x, other)
+            return LossStep(n, x, other)
     return None
 
 

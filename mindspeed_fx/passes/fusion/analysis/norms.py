@@ -16,7 +16,7 @@ class Normal(NamedTuple):
     """number * x / sqrt(m + eps) times other factors; m is what ``spread`` says, without its scale."""
 
     x: fx.Node
-    spread: moments.Spread
+    spread: moments.RootMoment
     eps: float
     number: float
     over: list[fx.Node]
@@ -25,19 +25,19 @@ class Normal(NamedTuple):
 
 
 def normal(
-    node: fx.Node, is_x: Callable[[fx.Node, moments.Spread], bool], left: Sequence[fx.Node] = ()
+    node: fx.Node, is_x: Callable[[fx.Node, moments.RootMoment], bool], skipped_nodes: Sequence[fx.Node] = ()
 ) -> Normal | None:
     """``node`` as a value that ``is_x`` divided by a root that belongs to it, in any association and spelling of the
     root.
 
-    The nodes of ``left`` are not looked into.
+    The nodes of ``skipped_nodes`` are not looked into.
     """
-    flat = algebra.product(node, left)
-    for root, found in roots(flat):
+    flat = algebra.product(node, skipped_nodes)
+    for root, result in roots(flat):
         for x in [*flat.over, *flat.nodes[1:]]:
-            if x is root or not match.is_float(x) or not moments.keeps(root, x, found.dims) or not is_x(x, found):
+            if x is root or not match.is_float(x) or not moments.keeps(root, x, result.dims) or not is_x(x, result):
                 continue
-            parts = algebra.product(node, [x, *left])
+            parts = algebra.product(node, [x, *skipped_nodes])
             over, under = [n for n in parts.over if n is not root], [n for n in parts.under if n is not root]
             at = next((i for i, n in enumerate(over) if match.same(match.uncast(n), match.uncast(x))), None)
             if at is None or len(over) + len(under) + 1 != len(parts.over) + len(parts.under):
@@ -45,34 +45,34 @@ def normal(
             leaf = over.pop(at)
             return Normal(
                 leaf,
-                found,
-                max(found.eps, found.least**2) / found.scale,
-                parts.number / math.sqrt(found.scale),
+                result,
+                max(result.eps, result.clamp_min**2) / result.scale,
+                parts.number / math.sqrt(result.scale),
                 over,
                 under,
-                [*parts.nodes, root, *found.nodes],
+                [*parts.nodes, root, *result.nodes],
             )
     return None
 
 
-def roots(flat: algebra.Product) -> Iterator[tuple[fx.Node, moments.Spread]]:
+def roots(flat: algebra.Product) -> Iterator[tuple[fx.Node, moments.RootMoment]]:
     for n in flat.over:
-        if (found := moments.inverse_root(n)) is not None:
-            yield n, found
+        if (result := moments.inverse_root(n)) is not None:
+            yield n, result
     for n in flat.under:
-        if (found := moments.root(n)) is not None:
-            yield n, found
+        if (result := moments.root(n)) is not None:
+            yield n, result
 
 
 def scaled_on(node: fx.Node, number: float, width: int | None = None) -> tuple[fx.Node, float, list[fx.Node]]:
     """(last node, 1.0, nodes) where ``number * node`` is multiplied on, by numbers alone, until nothing is left of the
     number; else (node, number, []). With ``width`` one vector of that length may be among the factors."""
-    last, nodes, left = node, [], number
-    while not math.isclose(left, 1.0, rel_tol=1e-7):
+    last, nodes, remaining = node, [], number
+    while not math.isclose(remaining, 1.0, rel_tol=1e-7):
         user = only_user(last)
-        by = algebra.step(user)
-        if by is not None and by[2] == 0 and by[0] is last:
-            left *= by[1]
+        factor = algebra.linear_step(user)
+        if factor is not None and factor[2] == 0 and factor[0] is last:
+            remaining *= factor[1]
         elif width is not None and any(
             v is last and isinstance(w, fx.Node) and is_vector(w, width)
             for v, w in match.operands(user, aten.mul.Tensor)
@@ -85,7 +85,7 @@ def scaled_on(node: fx.Node, number: float, width: int | None = None) -> tuple[f
     return last, 1.0, nodes
 
 
-def unwidened(x: fx.Node) -> fx.Node:
+def strip_widening(x: fx.Node) -> fx.Node:
     """The 16-bit tensor that ``x`` is the widened form of, else ``x``."""
     source = match.uncast(x)
     return source if match.value(source).itemsize < match.value(x).itemsize and match.value(source).itemsize == 2 else x

@@ -165,7 +165,7 @@ def _nonzero(r: Reader, sparse: Sparse) -> Sparse | None:
     return Sparse(sparse.tokens, (Term(tuple(places), kept),), True)
 
 
-def _unsqueezed(r: Reader, n: fx.Node) -> Sparse | None:
+def _read_unsqueeze(r: Reader, n: fx.Node) -> Sparse | None:
     sparse = r.of(n.args[0])
     at = n.args[1] % match.rank(n) - (sparse.tokens if sparse else 0)
     if sparse is None or at < 0:
@@ -173,15 +173,15 @@ def _unsqueezed(r: Reader, n: fx.Node) -> Sparse | None:
     return replace(sparse, terms=tuple(replace(t, places=(*t.places[:at], None, *t.places[at:])) for t in sparse.terms))
 
 
-def _scaled(r: Reader, n: fx.Node) -> Sparse | None:
+def _read_mul(r: Reader, n: fx.Node) -> Sparse | None:
     a, b = n.args[:2]
     divided = n.target in match.DIV
     for x, other in ((a, b),) if divided else ((a, b), (b, a)):
         sparse = r.of(x)
         if sparse is None:
             continue
-        if not divided and (by := r.of(other)) is not None:
-            return _met(r, sparse, by)
+        if not divided and (factor := r.of(other)) is not None:
+            return _intersect(r, sparse, factor)
         dims = match.value(n).dim()
         if match.value(x).dim() != dims:
             return None
@@ -243,7 +243,7 @@ def _with(r: Reader, sparse: Sparse, term: Term, other: Any, dims: int, target: 
     return replace(term, weight=r.make(target, term.weight, other))
 
 
-def _met(r: Reader, a: Sparse, b: Sparse) -> Sparse | None:
+def _intersect(r: Reader, a: Sparse, b: Sparse) -> Sparse | None:
     """The product of two: one at a place only where both are."""
     if (
         a.tokens != b.tokens
@@ -262,7 +262,7 @@ def _met(r: Reader, a: Sparse, b: Sparse) -> Sparse | None:
     return Sparse(a.tokens, (Term(tuple(places), weight),))
 
 
-def _added(r: Reader, n: fx.Node) -> Sparse | None:
+def _read_add(r: Reader, n: fx.Node) -> Sparse | None:
     a, b = (r.of(x) for x in n.args[:2])
     if (a or b) and not n.kwargs and 0 in [match.number(x) for x in n.args[:2]]:
         return a or b  # Python's sum() begins with 0
@@ -282,7 +282,7 @@ def _added(r: Reader, n: fx.Node) -> Sparse | None:
     )
 
 
-def _summed(r: Reader, n: fx.Node) -> Sparse | None:
+def _read_sum(r: Reader, n: fx.Node) -> Sparse | None:
     """A sum over the last dimension of the tokens: what is left are choices."""
     sparse, dims = r.of(n.args[0]), [d % match.rank(n.args[0]) for d in n.args[1]]
     if (
@@ -296,7 +296,7 @@ def _summed(r: Reader, n: fx.Node) -> Sparse | None:
     return Sparse(sparse.tokens - 1, sparse.terms, True)
 
 
-def parsed(n: fx.Node) -> tuple[list[str], str] | None:
+def parse_einsum(n: fx.Node) -> tuple[list[str], str] | None:
     """(letters of each operand, letters of the result) of an einsum; None for ellipses and results that are left
     unsaid.
     """
@@ -309,12 +309,12 @@ def parsed(n: fx.Node) -> tuple[list[str], str] | None:
 
 def _einsum(r: Reader, n: fx.Node) -> Sparse | None:
     """A product of one-hot vectors, and of weights of the tokens, without a sum over places."""
-    words = parsed(n)
+    words = parse_einsum(n)
     if words is None:
         return None
     letters, result = words
-    found = [(word, r.of(x), x) for word, x in zip(letters, n.args[1])]
-    sparse = [(word, s) for word, s, _ in found if s is not None]
+    results = [(word, r.of(x), x) for word, x in zip(letters, n.args[1])]
+    sparse = [(word, s) for word, s, _ in results if s is not None]
     if (
         not sparse
         or any(s.chosen or len(s.terms) != 1 for _, s in sparse)
@@ -329,7 +329,7 @@ def _einsum(r: Reader, n: fx.Node) -> Sparse | None:
             if letter in places and not match.same(places[letter], place):
                 weight = r.times(weight, r.make(aten.eq.Tensor, places[letter], place))
             places.setdefault(letter, place)
-    for word, s, x in found:
+    for word, s, x in results:
         if s is None and word == tokens:
             weight = r.times(weight, x)
         elif s is None and word[:-1] == tokens and word[-1:] in places:
@@ -355,9 +355,9 @@ _HANDLERS = {
     aten.one_hot.default: _one_hot,
     aten.eq.Tensor: _equal,
     **dict.fromkeys((aten.to.dtype, aten._to_copy.default), _cast),
-    aten.unsqueeze.default: _unsqueezed,
-    **dict.fromkeys((*match.MUL, *match.DIV), _scaled),
-    aten.add.Tensor: _added,
-    aten.sum.dim_IntList: _summed,
+    aten.unsqueeze.default: _read_unsqueeze,
+    **dict.fromkeys((*match.MUL, *match.DIV), _read_mul),
+    aten.add.Tensor: _read_add,
+    aten.sum.dim_IntList: _read_sum,
     aten.einsum.default: _einsum,
 }

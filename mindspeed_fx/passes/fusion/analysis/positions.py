@@ -54,7 +54,7 @@ def _constant(n: fx.Node, of) -> Meaning:
     return 1 if "ones" in str(n.target) else 0
 
 
-def _filled(n: fx.Node, of) -> Meaning:
+def _read_full(n: fx.Node, of) -> Meaning:
     return of(n.args[1])
 
 
@@ -83,7 +83,7 @@ def _cast(n: fx.Node, of) -> Meaning:
     return inner
 
 
-def _moved(n: fx.Node, of) -> Meaning:
+def _read_view(n: fx.Node, of) -> Meaning:
     """Unsqueeze, view, transpose ...: an index moves with the one dimension that is not 1; a band needs its last
     two.
     """
@@ -253,7 +253,7 @@ def _absolute(n: fx.Node, of) -> Meaning:
     return abs(inner) if isinstance(inner, (int, float)) else None
 
 
-def _negated(n: fx.Node, of) -> Meaning:
+def _read_neg(n: fx.Node, of) -> Meaning:
     inner = of(n.args[0])
     if isinstance(inner, Distance):
         return Distance(-inner.factor, -inner.offset, inner.absolute)
@@ -332,12 +332,12 @@ _HANDLERS = {
     ),
     aten.lift_fresh_copy.default: _written_down,
     **dict.fromkeys((aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout), _cast),
-    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.VIEWS), _moved),
-    **dict.fromkeys((aten.fill.Scalar, aten.fill.Tensor), _filled),
+    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.VIEWS), _read_view),
+    **dict.fromkeys((aten.fill.Scalar, aten.fill.Tensor), _read_full),
     aten.expand.default: _expand,
     aten.diff.default: _difference,
     aten.abs.default: _absolute,
-    aten.neg.default: _negated,
+    aten.neg.default: _read_neg,
     aten.cumsum.default: _running_sum,
     aten.index.Tensor: _gather,
     aten.slice.Tensor: _slice,

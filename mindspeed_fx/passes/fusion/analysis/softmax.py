@@ -57,7 +57,7 @@ class Exponential(NamedTuple):
 # --------------------------------------------------------------------------- what values are
 
 
-def shifted(n: Any, dim: int) -> tuple[fx.Node, fx.Node] | None:
+def match_shift(n: Any, dim: int) -> tuple[fx.Node, fx.Node] | None:
     """(x, m) when ``n`` is x - m, m is one number for all of ``dim``, and no gradient of m is lost with it."""
     if (
         not match.is_call(n, aten.sub.Tensor)
@@ -82,9 +82,9 @@ def _greatest(n: Any) -> fx.Node | None:
     return n.args[0] if match.is_call(n, aten.max.dim, aten.amax.default, aten.max.default) else None
 
 
-def _unshifted(n: fx.Node, dim: int) -> fx.Node:
-    found = shifted(n, dim)
-    return found[0] if found else n
+def _skip_shift(n: fx.Node, dim: int) -> fx.Node:
+    result = match_shift(n, dim)
+    return result[0] if result else n
 
 
 def _column_of(n: Any, target: Any) -> tuple[fx.Node, int] | None:
@@ -125,14 +125,14 @@ def _exponential(n: Any) -> Exponential | str | None:
     if match.is_call(n, SOFTMAX):
         return Exponential(n.args[0], n.args[1] % match.rank(n), (), [n])
     for inner, hidden in hiding(n):
-        found = _exponential(inner)
-        if isinstance(found, Exponential):
+        result = _exponential(inner)
+        if isinstance(result, Exponential):
             if hidden is None:
                 return (
                     f"exponentials are multiplied by a tensor ({n.name}) before they are summed, which is no mask "
                     "unless it is made of a boolean one"
                 )
-            return found._replace(hidden=(*found.hidden, hidden), region=[*found.region, n])
+            return result._replace(hidden=(*result.hidden, hidden), region=[*result.region, n])
     return None
 
 
@@ -164,16 +164,16 @@ def _quotient(n: fx.Node) -> Found | str | None:
     """e / e.sum(dim), or (e @ v) / e.sum(dim)."""
     if n.kwargs.get("rounding_mode") or not isinstance(n.args[1], fx.Node):
         return None
-    return _normalized(n, n.args[0], n.args[1])
+    return _match_quotient(n, n.args[0], n.args[1])
 
 
 def _product(n: fx.Node) -> Found | str | None:
     """e * (1 / e.sum(dim))."""
     for e, inverse in match.operands(n, aten.mul.Tensor):
         total = _reciprocal(inverse)
-        found = _normalized(n, e, total) if total is not None else None
-        if found is not None:
-            return found
+        result = _match_quotient(n, e, total) if total is not None else None
+        if result is not None:
+            return result
     return None
 
 
@@ -190,13 +190,13 @@ def _reciprocal(n: Any) -> fx.Node | None:
     )
 
 
-def _normalized(n: fx.Node, upper: Any, lower: fx.Node) -> Found | str | None:
+def _match_quotient(n: fx.Node, upper: Any, lower: fx.Node) -> Found | str | None:
     total = _total(lower)
     if total is None:
         return _almost(upper, lower)
     e, dim = total
-    found, after, inner = _exponential(e), (), match.uncast(upper)
-    if found is None or (isinstance(found, Exponential) and found.dim not in (None, dim)):
+    result, after, inner = _exponential(e), (), match.uncast(upper)
+    if result is None or (isinstance(result, Exponential) and result.dim not in (None, dim)):
         return None
     if not _same_exponential(upper, e):
         weighted = (
@@ -205,27 +205,27 @@ def _normalized(n: fx.Node, upper: Any, lower: fx.Node) -> Found | str | None:
         if not weighted:
             return None
         after = (inner,)
-    if isinstance(found, str) or not after and match.value(n).shape != match.value(e).shape:
-        return found if isinstance(found, str) else None
-    return Found(SOFTMAX, _unshifted(found.x, dim), dim, [*found.region, *after], found.hidden, after)
+    if isinstance(result, str) or not after and match.value(n).shape != match.value(e).shape:
+        return result if isinstance(result, str) else None
+    return Found(SOFTMAX, _skip_shift(result.x, dim), dim, [*result.region, *after], result.hidden, after)
 
 
 def _almost(upper: Any, lower: fx.Node) -> str | None:
     """Why a quotient of exponentials is no softmax."""
     inner = match.uncast(lower)
-    beside = (
+    other = (
         inner.args[0]
         if match.is_call(inner, *match.ADD, aten.clamp_min.default, aten.clamp.default, aten.maximum.default)
         else None
     )
-    beside = (
-        beside
-        if isinstance(beside, fx.Node) and _total(beside)
+    other = (
+        other
+        if isinstance(other, fx.Node) and _total(other)
         else next((a for a in inner.all_input_nodes if _total(a)), None)
     )
     if (
-        beside is None
-        or not _same_exponential(upper, _total(beside)[0])
+        other is None
+        or not _same_exponential(upper, _total(other)[0])
         or not isinstance(_exponential(upper), Exponential)
         or match.is_call(match.uncast(upper), SOFTMAX)
     ):
@@ -259,10 +259,10 @@ def _log(n: fx.Node) -> Found | str | None:
         else None
     )
     if total is not None:
-        found = _exponential(total[0])
+        result = _exponential(total[0])
         return (
-            Found(LOG_SUM_EXP, found.x, total[1], [inner, *found.region], found.hidden)
-            if isinstance(found, Exponential) and found.dim is None
+            Found(LOG_SUM_EXP, result.x, total[1], [inner, *result.region], result.hidden)
+            if isinstance(result, Exponential) and result.dim is None
             else None
         )
     number = match.plus_number(inner)
@@ -285,7 +285,7 @@ def _log(n: fx.Node) -> Found | str | None:
         )
     return Found(
         LOG_SOFTMAX,
-        _unshifted(kept.args[0], kept.args[1]),
+        _skip_shift(kept.args[0], kept.args[1]),
         kept.args[1],
         [kept, *path],
         after=tuple(p for p in path[::-1] if not match.is_call(p, aten.to.dtype)),
@@ -299,17 +299,17 @@ def _difference(n: fx.Node) -> Found | None:
         n.kwargs
         or not isinstance(lse, fx.Node)
         or not match.is_float(x)
-        or (found := _column_of(lse, LOG_SUM_EXP)) is None
+        or (result := _column_of(lse, LOG_SUM_EXP)) is None
     ):
         return None
-    inner, dim = found
+    inner, dim = result
     if (
         not match.same(match.uncast(x), match.uncast(inner))
         or match.value(x).shape != match.value(n).shape
         or match.value(lse).dim() != match.value(x).dim()
     ):
         return None
-    return Found(LOG_SOFTMAX, _unshifted(inner, dim), dim, [lse])
+    return Found(LOG_SOFTMAX, _skip_shift(inner, dim), dim, [lse])
 
 
 def _sum(n: fx.Node) -> Found | None:
@@ -338,12 +338,12 @@ def _column(n: Any) -> Any:
     return (n.args[0], match.argument(n, "dim")) if match.is_call(n, aten.max.dim, aten.amax.default) else n
 
 
-def _moved(n: fx.Node) -> Found | None:
+def _match_shifted_softmax(n: fx.Node) -> Found | None:
     """softmax(x - m)."""
-    found = shifted(n.args[0], n.args[1])
+    result = match_shift(n.args[0], n.args[1])
     return (
-        Found(n.target, found[0], n.args[1], [n.args[0]])
-        if found and match.value(found[0]).dtype == match.value(n).dtype
+        Found(n.target, result[0], n.args[1], [n.args[0]])
+        if result and match.value(result[0]).dtype == match.value(n).dtype
         else None
     )
 
@@ -355,6 +355,6 @@ _RULES = {
     aten.log.default: _log,
     aten.sub.Tensor: _difference,
     aten.add.Tensor: _sum,
-    SOFTMAX: _moved,
-    LOG_SOFTMAX: _moved,
+    SOFTMAX: _match_shifted_softmax,
+    LOG_SOFTMAX: _match_shifted_softmax,
 }

@@ -17,7 +17,7 @@ from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.fusion.analysis import positions
 from mindspeed_fx.passes.fusion.analysis.bands import Index
-from mindspeed_fx.passes.fusion.analysis.one_hot import parsed
+from mindspeed_fx.passes.fusion.analysis.one_hot import parse_einsum
 
 ONCE = (aten.to.dtype, aten.contiguous.default, aten.clone.default, aten.detach.default)
 
@@ -46,8 +46,8 @@ def distribution(n: Any, depth: int = 12) -> Distribution | None:
         return Distribution(float(constant), 0.0, None)
     if not depth or not isinstance(n, fx.Node) or n.op != "call_function" or n.meta["mutated"] or n.meta["needs_grad"]:
         return None
-    if (found := _one_hot(n)) is not None:
-        return found
+    if (result := _one_hot(n)) is not None:
+        return result
     if match.is_call(n, *ONCE):
         return distribution(n.args[0], depth - 1)
     if match.is_call(n, aten.logical_not.default, aten.bitwise_not.default):
@@ -55,8 +55,8 @@ def distribution(n: Any, depth: int = 12) -> Distribution | None:
         return inner and Distribution(1 - inner.share, -inner.weight, inner.target)
     inner, factor = match.unscale(n)
     if inner is not n:
-        found = distribution(inner, depth - 1)
-        return found and found.times(factor)
+        result = distribution(inner, depth - 1)
+        return result and result.times(factor)
     if match.is_call(n, *match.ADD, aten.sub.Tensor, aten.rsub.Scalar) and not n.kwargs and len(n.args) == 2:
         a, b = (distribution(x, depth - 1) for x in n.args)
         if a is None or b is None or (a.target is not None and b.target is not None):
@@ -111,10 +111,10 @@ def _constant(n: Any) -> float | None:
     return float(known) if isinstance(known, (bool, int, float)) else None
 
 
-def _weighted(n: fx.Node) -> tuple[fx.Node, Distribution, list[fx.Node]] | None:
+def _match_weighted_sum(n: fx.Node) -> tuple[fx.Node, Distribution, list[fx.Node]] | None:
     """(y, targets, nodes) when ``n`` sums their product over the classes, and perhaps over more."""
     if n.target is aten.einsum.default:
-        words = parsed(n)
+        words = parse_einsum(n)
         if words is None or len(words[0]) != 2 or words[0][0] != words[0][1] or words[1] not in ("", words[0][0][:-1]):
             return None
         factors = [n.args[1], n.args[1][::-1]]
@@ -125,7 +125,7 @@ def _weighted(n: fx.Node) -> tuple[fx.Node, Distribution, list[fx.Node]] | None:
             dims and -1 not in [d if d < 0 else d - match.value(inner).dim() for d in dims]
         ):
             return None
-        if (filled := _filled(inner)) is not None:
+        if (filled := _match_scatter(inner)) is not None:
             return (*filled, [inner])
         factors = match.operands(inner, aten.mul.Tensor)
     for t, y in factors:
@@ -133,13 +133,13 @@ def _weighted(n: fx.Node) -> tuple[fx.Node, Distribution, list[fx.Node]] | None:
             match.is_float(y)
             and isinstance(t, fx.Node)
             and match.value(t).shape == match.value(y).shape == match.value(factors[0][1]).shape
-            and (found := distribution(t)) is not None
+            and (result := distribution(t)) is not None
         ):
-            return y, found, [n] if n.target is aten.einsum.default else [n, n.args[0]]
+            return y, result, [n] if n.target is aten.einsum.default else [n, n.args[0]]
     return None
 
 
-def _filled(n: Any) -> tuple[fx.Node, Distribution] | None:
+def _match_scatter(n: Any) -> tuple[fx.Node, Distribution] | None:
     """(y, targets) when ``n`` is y, zero but for the targets."""
     drop = keep = None
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and match.number(n.args[2]) == 0:
@@ -152,10 +152,12 @@ def _filled(n: Any) -> tuple[fx.Node, Distribution] | None:
         keep, y = n.args[:2]
     else:
         return None
-    found = distribution(drop if keep is None else keep)
-    found = Distribution(1 - found.share, -found.weight, found.target) if found is not None and keep is None else found
+    result = distribution(drop if keep is None else keep)
+    result = (
+        Distribution(1 - result.share, -result.weight, result.target) if result is not None and keep is None else result
+    )
     return (
-        (y, found)
-        if found is not None and match.value(keep if drop is None else drop).shape == match.value(y).shape
+        (y, result)
+        if result is not None and match.value(keep if drop is None else drop).shape == match.value(y).shape
         else None
     )

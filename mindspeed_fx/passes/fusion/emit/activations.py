@@ -24,13 +24,13 @@ def fuse(
     another pass.
     """
     report = PassReport(name)
-    left: list[fx.Node] = []
+    skipped_nodes: list[fx.Node] = []
     for node in calls(gm, *match.MUL, *match.DIV, *match.ADD):
-        found, call = (
+        result, call = (
             next(
                 (
                     (f, call)
-                    for f in (sums if match.is_call(node, *match.ADD) else readings)(node, left)
+                    for f in (sums if match.is_call(node, *match.ADD) else readings)(node, skipped_nodes)
                     if (call := make(f)) is not None
                 ),
                 (None, None),
@@ -40,16 +40,16 @@ def fuse(
         )
         if call is None:
             continue
-        root, number, numbers = norms.scaled_on(node, found.number)
-        region = [root, *numbers, *found.nodes]
+        root, number, numbers = norms.scaled_on(node, result.number)
+        region = [root, *numbers, *result.nodes]
         reason, where = (
-            found.near or match.unsafe(region, [found.x, *found.over, *found.under]),
+            result.near or match.unsafe(region, [result.x, *result.over, *result.under]),
             site(operator, root, region),
         )
-        reason = reason or _rewrite(gm, root, found, number, call)
+        reason = reason or _rewrite(gm, root, result, number, call)
         if reason:
             report.skipped.append(skip(operator, node, reason))
-            left.append(node)
+            skipped_nodes.append(node)
         else:
             report.rewrites.append(where)
     rewrite.finish(gm)
@@ -57,11 +57,11 @@ def fuse(
 
 
 def _rewrite(
-    gm: fx.GraphModule, root: fx.Node, found: SelfGated, number: float, call: tuple[Any, tuple, dict]
+    gm: fx.GraphModule, root: fx.Node, result: SelfGated, number: float, call: tuple[Any, tuple, dict]
 ) -> str | None:
     overload, further, keywords = call
-    x, dtype = found.x, match.value(root).dtype
+    x, dtype = result.x, match.value(root).dtype
     if torch.promote_types(match.value(x).dtype, dtype) != match.value(x).dtype:
         x = rewrite.insert(gm, root, aten.to.dtype, (x, dtype))  # the model multiplies in this type
-    made = rewrite.insert(gm, root, overload, (x, *further), keywords)
-    return rewrite.replace(gm, root, algebra.multiplied(gm, root, made, number, found.over, found.under))
+    new = rewrite.insert(gm, root, overload, (x, *further), keywords)
+    return rewrite.replace(gm, root, algebra.multiply_factors(gm, root, new, number, result.over, result.under))

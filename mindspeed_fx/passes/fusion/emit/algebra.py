@@ -12,16 +12,16 @@ from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.fusion.analysis.algebra import EXPANDED
 
 
-def multiplied(
-    gm: fx.GraphModule, before: fx.Node, made: fx.Node, number: float, over: Sequence[fx.Node], under: Sequence[fx.Node]
+def multiply_factors(
+    gm: fx.GraphModule, before: fx.Node, new: fx.Node, number: float, over: Sequence[fx.Node], under: Sequence[fx.Node]
 ) -> fx.Node:
-    """``made`` times the factors that an operator left over, expanded where the model expands them."""
-    over = [_spread(gm, before, factor, match.value(made).shape) for factor in over]
+    """``new`` times the factors that an operator left over, expanded where the model expands them."""
+    over = [_spread(gm, before, factor, match.value(new).shape) for factor in over]
     for factor in (*over, *([number] if number != 1 else [])):
-        made = rewrite.insert(gm, before, aten.mul.Tensor, (made, factor))
+        new = rewrite.insert(gm, before, aten.mul.Tensor, (new, factor))
     for divisor in under:
-        made = rewrite.insert(gm, before, aten.div.Tensor, (made, divisor))
-    return made
+        new = rewrite.insert(gm, before, aten.div.Tensor, (new, divisor))
+    return new
 
 
 def _spread(gm: fx.GraphModule, before: fx.Node, n: fx.Node, whole: torch.Size) -> fx.Node:

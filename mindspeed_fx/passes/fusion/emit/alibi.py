@@ -20,11 +20,11 @@ def by_keys(gm: fx.GraphModule, before: fx.Node, n: fx.Node, causal: bool) -> fx
     ):
         kept.append(plain)
         plain = plain.args[0]
-    found = _slopes(plain)
+    result = _slopes(plain)
     if (
-        found is None
+        result is None
         or match.value(n).dtype not in (torch.float32, torch.float64)
-        or (found[1].absolute and not causal)
+        or (result[1].absolute and not causal)
     ):
         return None
     if any(
@@ -32,7 +32,7 @@ def by_keys(gm: fx.GraphModule, before: fx.Node, n: fx.Node, causal: bool) -> fx
         for k in kept
     ):
         return None
-    slopes, distance = found
+    slopes, distance = result
     keys, device = match.value(n).shape[-1], match.value(n).device
     places = rewrite.insert(gm, before, aten.arange.default, (keys,), {"device": device})
     places = rewrite.insert(gm, before, aten.to.dtype, (places, match.value(n).dtype))

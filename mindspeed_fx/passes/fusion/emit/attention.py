@@ -45,7 +45,7 @@ def emitter(name: str, context: Context, notes: list[str]) -> Emit:
     are masked, which rows differ."""
     generated = context.left_to_inductor(name)
     npu = context.options.target == "npu"
-    packing = functools.partial(_packed, npu=npu)
+    packing = functools.partial(_emit_varlen, npu=npu)
     dropping = (
         _emit_seeded if npu else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
     )
@@ -73,26 +73,24 @@ def _emit(
     if scores.sinks is None:  # with a sink a row of scores cannot be moved as a whole
         scores.masks = alibi.apart(scores.masks)
     masks = scores.blocking
-    bands = [mask.kept(m, kind) for kind, m, _ in masks]
+    bands = [mask.kept_band(m, kind) for kind, m, _ in masks]
     if generated and scores.drop is None:
         _long_enough(
             match.value(q),
             bool(masks) and not any(is_causal(b) or is_window(b) for b in (_together(scores, bands), *bands)),
         )
     if any(b is not None and b.documents is not None for b in bands):
-        made = packing(gm, root, scores, q, k, v, bands)
-        if isinstance(made, fx.Node):
-            return _put(gm, root, scores, made)
-        if (note := f"packed documents are masked, scores between them computed: {made}") not in notes:
+        result = packing(gm, root, scores, q, k, v, bands)
+        if isinstance(result, fx.Node):
+            return _put(gm, root, scores, result)
+        if (note := f"packed documents are masked, scores between them computed: {result}") not in notes:
             notes.append(note)
         bands = [b if b is None or b.documents is None else None for b in bands]
     both = _together(scores, bands)
     whole = is_causal(both) or is_window(both)
     windows = [1 - b.low for b in ([both] if whole else bands) if is_window(b)]
     causal = whole or scores.causal or bool(windows) or any(is_causal(b) for b in bands)
-    rest = [
-        given for given, band in zip(masks, bands) if band is None or not (whole or is_causal(band) or is_window(band))
-    ]
+    rest = [m for m, band in zip(masks, bands) if band is None or not (whole or is_causal(band) or is_window(band))]
     if scores.sinks is None:
         rest = [
             (kind, alibi_emit.by_keys(gm, root, m, causal) or m if kind == "add" else m, where)
@@ -103,19 +101,21 @@ def _emit(
             f"the additive mask needs a gradient, and generated code is faster: it takes {TRAINED}; put "
             '"fusion.attention" in enable to fuse all the same'
         )
-    q, k, given, left = _operands(gm, root, scores, q, k, v, rest, notes)
+    q, k, m, visible_rows = _operands(gm, root, scores, q, k, v, rest, notes)
     window = min(windows, default=0)
     keys = match.value(k).shape[2]
     if isinstance(keys, int) and window >= keys:
         window = 0  # reaches every key
     if scores.drop is not None:
-        return dropping(gm, root, scores, (q, k, v), given, left, causal, int(window))
-    arguments = (q, k, v, given, causal, scores.scale, int(window), scores.softcap, scores.sinks)
+        return dropping(gm, root, scores, (q, k, v), m, visible_rows, causal, int(window))
+    arguments = (q, k, v, m, causal, scores.scale, int(window), scores.softcap, scores.sinks)
     while len(arguments) > 6 and not arguments[-1]:
         arguments = arguments[:-1]
     both = rewrite.insert(gm, root, torch.ops.mindspeed.attention.default, arguments)
     out = rewrite.insert(gm, root, match.operator.getitem, (both, 0))
-    return _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, v))
+    return _put(
+        gm, root, scores, out if visible_rows is None else fully_masked_rows.with_means(gm, root, out, visible_rows, v)
+    )
 
 
 def _together(scores: Scores, bands: list[Band | None]) -> Band | None:
@@ -134,7 +134,7 @@ def _long_enough(q: torch.Tensor, masked: bool) -> None:
         )
 
 
-def _packed(
+def _emit_varlen(
     gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, bands: list, npu: bool
 ) -> fx.Node | str:
     """``mindspeed::varlen_attention`` for masks that keep documents apart; why the mask has to be computed."""
@@ -142,12 +142,12 @@ def _packed(
     numbers = both.documents if both is not None else None
     if numbers is None:
         return "another mask stands beside theirs"
-    for what, there in (
+    for what, existing in (
         ("a soft-cap", scores.softcap),
         ("sinks", scores.sinks is not None),
         ("dropout", scores.drop is not None),
     ):
-        if there:
+        if existing:
             return f"the kernel takes no {what}".replace("no a ", "no ")
     batch, _, rows, _ = match.value(q).shape
     causal = both.high == 0
@@ -174,8 +174,8 @@ def _packed(
     arguments = (q, k, v, numbers, ends, causal, scores.scale, window)
     if npu and (chosen := varlen_attention.choose("npu", fx.map_arg(arguments, match.value), {}))[0] is None:
         return "; ".join(chosen[1])
-    made = rewrite.insert(gm, root, varlen_attention.overload, arguments)
-    return rewrite.insert(gm, root, match.operator.getitem, (made, 0))
+    new = rewrite.insert(gm, root, varlen_attention.overload, arguments)
+    return rewrite.insert(gm, root, match.operator.getitem, (new, 0))
 
 
 def _belongs(numbers: fx.Node, masks: list[fx.Node], batch: Any) -> bool:
@@ -201,8 +201,8 @@ def _emit_seeded(
     root: fx.Node,
     scores: Scores,
     qkv: tuple,
-    given: fx.Node | None,
-    left: fx.Node | None,
+    m: fx.Node | None,
+    visible_rows: fx.Node | None,
     causal: bool,
     window: int,
 ) -> list[fx.Node]:
@@ -212,21 +212,26 @@ def _emit_seeded(
     what = f"dropout of {scores.p} on the attention weights"
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"{what}, with {'a soft-cap' if scores.softcap else 'sinks'}: no kernel on npu has both")
-    if given is not None and given.meta["needs_grad"]:
+    if m is not None and m.meta["needs_grad"]:
         raise Miss(f"{what}, with an additive mask that needs a gradient: no operator has both")
     if not 0 < scores.p < 1:
         raise Miss(f"{what}: everything is dropped")
-    arguments = (*qkv, given, causal, scores.scale, window, scores.p)
+    arguments = (*qkv, m, causal, scores.scale, window, scores.p)
     kernel, reasons = attention_seeded.choose("npu", fx.map_arg(arguments, match.value), {})
     if kernel is None:
         raise Miss(f"{what}: {'; '.join(reasons)}")
-    made = rewrite.insert(gm, root, attention_seeded.overload, arguments)
-    out = rewrite.insert(gm, root, match.operator.getitem, (made, 0))
+    new = rewrite.insert(gm, root, attention_seeded.overload, arguments)
+    out = rewrite.insert(gm, root, match.operator.getitem, (new, 0))
     return _without_drop(
         gm,
         root,
         scores,
-        _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, qkv[2])),
+        _put(
+            gm,
+            root,
+            scores,
+            out if visible_rows is None else fully_masked_rows.with_means(gm, root, out, visible_rows, qkv[2]),
+        ),
     )
 
 
@@ -243,8 +248,8 @@ def _emit_dropout(
     root: fx.Node,
     scores: Scores,
     qkv: tuple,
-    given: fx.Node | None,
-    left: fx.Node | None,
+    m: fx.Node | None,
+    visible_rows: fx.Node | None,
     causal: bool,
     window: int,
     name: str,
@@ -254,7 +259,7 @@ def _emit_dropout(
     (q, k, _), drop, p = (match.value(x) for x in qkv), scores.drop, scores.p
     what = f"dropout of {p} on the attention weights"
     rows, keys = q.shape[2], k.shape[2]
-    if given is not None or not causal or scores.sinks is not None:
+    if m is not None or not causal or scores.sinks is not None:
         raise Miss(f"{what}: the kernel takes causal masks, windows and soft-caps only")
     if not all(isinstance(n, int) for n in (*q.shape, rows, keys)) or rows != keys:
         raise Miss(f"{what}: the kernel takes equal and fixed sequence lengths of queries and keys only")
@@ -293,14 +298,16 @@ def _emit_sdpa(
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
     masks = scores.blocking
-    causal = bool(masks) and all(is_causal(mask.kept(m, kind)) for kind, m, _ in masks)
-    q, k, given, left = _operands(gm, root, scores, q, k, v, [] if causal else masks, notes)
-    if given is not None and match.value(given).dtype != torch.bool:
-        given = _widened(gm, root, given, match.value(q).dtype)
+    causal = bool(masks) and all(is_causal(mask.kept_band(m, kind)) for kind, m, _ in masks)
+    q, k, m, visible_rows = _operands(gm, root, scores, q, k, v, [] if causal else masks, notes)
+    if m is not None and match.value(m).dtype != torch.bool:
+        m = _widen(gm, root, m, match.value(q).dtype)
     grouped = match.value(q).shape[1] != match.value(k).shape[1]
     options = {"scale": scores.scale, **({"enable_gqa": True} if grouped else {})}
-    out = rewrite.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, given, 0.0, causal), options)
-    return _put(gm, root, scores, out if left is None else fully_masked_rows.with_means(gm, root, out, left, v))
+    out = rewrite.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, m, 0.0, causal), options)
+    return _put(
+        gm, root, scores, out if visible_rows is None else fully_masked_rows.with_means(gm, root, out, visible_rows, v)
+    )
 
 
 def _operands(
@@ -311,37 +318,40 @@ def _operands(
     """
     dtype = match.value(root).dtype
     # Matching looks through casts of q and k; one that widened them to the type of v is made again.
-    q, k = (_widened(gm, root, x, dtype) for x in (q, k))
+    q, k = (_widen(gm, root, x, dtype) for x in (q, k))
     if not all(match.value(x).dtype == dtype for x in (q, k, v)):
         raise Miss(
             f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}"
         )
-    reason = match.unsafe([root, *scores.region], [q, k, v, *(given for _, given, _ in masks), scores.sinks])
+    reason = match.unsafe([root, *scores.region], [q, k, v, *(m for _, m, _ in masks), scores.sinks])
     if reason:
         raise Miss(reason)
     lead = list(match.value(q).shape[:2])
-    left = (
+    visible_rows = (
         fully_masked_rows.some_left(
-            gm, root, scores, lambda given, where: _four_dimensional(gm, root, given, where, lead), notes
+            gm, root, scores, lambda m, where: _four_dimensional(gm, root, m, where, lead), notes
         )
         if masks
         else None
     )
     allowed, added = None, None  # a mask is True where attention is allowed, and what is added to the scores
-    for kind, given, where in masks:
-        given = rewrite.insert(gm, root, aten.logical_not.default, (given,)) if kind == "drop" else given
-        given = _four_dimensional(gm, root, given, where, lead)
+    for kind, m, where in masks:
+        m = rewrite.insert(gm, root, aten.logical_not.default, (m,)) if kind == "drop" else m
+        m = _four_dimensional(gm, root, m, where, lead)
         if kind == "add":
-            added = given if added is None else rewrite.insert(gm, root, aten.add.Tensor, (added, given))
+            added = m if added is None else rewrite.insert(gm, root, aten.add.Tensor, (added, m))
         else:
-            allowed = given if allowed is None else rewrite.insert(gm, root, aten.logical_and.default, (allowed, given))
-    if allowed is not None and left is not None:  # no kernel sees a row without keys
+            allowed = m if allowed is None else rewrite.insert(gm, root, aten.logical_and.default, (allowed, m))
+    if allowed is not None and visible_rows is not None:  # no kernel sees a row without keys
         allowed = rewrite.insert(
-            gm, root, aten.logical_or.default, (allowed, rewrite.insert(gm, root, aten.logical_not.default, (left,)))
+            gm,
+            root,
+            aten.logical_or.default,
+            (allowed, rewrite.insert(gm, root, aten.logical_not.default, (visible_rows,))),
         )
     if allowed is None or added is None:
-        return q, k, added if allowed is None else allowed, left
-    return q, k, rewrite.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf)), left
+        return q, k, added if allowed is None else allowed, visible_rows
+    return q, k, rewrite.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf)), visible_rows
 
 
 def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> list[fx.Node]:
@@ -353,26 +363,26 @@ def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> lis
     return [*scores.region, root]
 
 
-def _four_dimensional(gm: fx.GraphModule, before: fx.Node, given: fx.Node, where: fx.Node, lead: list[Any]) -> fx.Node:
+def _four_dimensional(gm: fx.GraphModule, before: fx.Node, m: fx.Node, where: fx.Node, lead: list[Any]) -> fx.Node:
     """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one,
     or more than two.
     """
     if match.value(where).dim() > 4:
-        outer, own = list(match.value(where).shape[:-2]), list(match.value(given).shape)
+        outer, own = list(match.value(where).shape[:-2]), list(match.value(m).shape)
         own = [1] * (len(outer) + 2 - len(own)) + own
         if any(n != 1 for n in own[1:-2]):  # heads that are not all alike
             wanted = [own[0], *outer[1:], *own[-2:]]
-            given = rewrite.insert(gm, before, aten.expand.default, (given, wanted))
+            m = rewrite.insert(gm, before, aten.expand.default, (m, wanted))
             own = [own[0], lead[1], *own[-2:]]
-        return rewrite.insert(gm, before, aten.reshape.default, (given, [own[0], math.prod(own[1:-2]), *own[-2:]]))
-    if match.value(where).dim() == 3 and match.value(given).dim() == 3 and match.value(given).shape[0] != 1:
-        return rewrite.insert(gm, before, aten.reshape.default, (given, [*lead, *match.value(given).shape[1:]]))
-    while match.value(given).dim() < 4:
-        given = rewrite.insert(gm, before, aten.unsqueeze.default, (given, 0))
-    return given
+        return rewrite.insert(gm, before, aten.reshape.default, (m, [own[0], math.prod(own[1:-2]), *own[-2:]]))
+    if match.value(where).dim() == 3 and match.value(m).dim() == 3 and match.value(m).shape[0] != 1:
+        return rewrite.insert(gm, before, aten.reshape.default, (m, [*lead, *match.value(m).shape[1:]]))
+    while match.value(m).dim() < 4:
+        m = rewrite.insert(gm, before, aten.unsqueeze.default, (m, 0))
+    return m
 
 
-def _widened(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _widen(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     narrow = match.value(x).dtype
     return (
         rewrite.insert(gm, before, aten.to.dtype, (x, dtype))

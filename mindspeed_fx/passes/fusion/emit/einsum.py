@@ -55,10 +55,10 @@ def _weights_on_the_left(gm: fx.GraphModule, weights: fx.Node) -> None:
                 and n.args[0] is not across
                 and match.value(n.args[0]).dim() == match.value(across).dim()
             ):
-                made = rewrite.insert(
+                new = rewrite.insert(
                     gm, n, n.target, (weights, rewrite.insert(gm, n, aten.transpose.int, (n.args[0], -2, -1)))
                 )
-                _replace(gm, n, rewrite.insert(gm, n, aten.transpose.int, (made, -2, -1)))
+                _replace(gm, n, rewrite.insert(gm, n, aten.transpose.int, (new, -2, -1)))
         if not across.users:
             gm.graph.erase_node(across)
 
@@ -75,8 +75,8 @@ def _labels(n: fx.Node) -> tuple[list[str], list[str], list[str], list[fx.Node]]
         or any(match.value(t).dtype != match.value(n).dtype for t in tensors)
     ):
         return None
-    given, out = equation.split("->")
-    a, b = (list(part) for part in given.split(","))
+    arg, out = equation.split("->")
+    a, b = (list(part) for part in arg.split(","))
     if any(len(set(part)) != len(part) for part in (a, b, out)) or set(out) - set(a) - set(b):
         return None
     sizes: dict[str, object] = {}
@@ -88,10 +88,10 @@ def _labels(n: fx.Node) -> tuple[list[str], list[str], list[str], list[fx.Node]]
 
 
 def _product_of_q_and_k(gm: fx.GraphModule, n: fx.Node) -> None:
-    found = _labels(n)
-    if found is None or len(found[2]) < 3:
+    result = _labels(n)
+    if result is None or len(result[2]) < 3:
         return
-    a, b, out, (q, k) = found
+    a, b, out, (q, k) = result
     if out[-1] in a:  # the columns are the keys
         a, b, q, k = b, a, k, q
     lead, row, column = out[:-2], out[-2], out[-1]
@@ -105,17 +105,22 @@ def _product_of_q_and_k(gm: fx.GraphModule, n: fx.Node) -> None:
         or set(a) - set(lead) - {row, *summed}
     ):
         return
-    q = _permuted(gm, n, q, a, [*lead, row, *summed])
-    k = _repeated(gm, n, k, b, lead, [column, *summed], match.value(q).shape)
+    q = _permute(gm, n, q, a, [*lead, row, *summed])
+    k = _repeat(gm, n, k, b, lead, [column, *summed], match.value(q).shape)
     k = rewrite.insert(gm, n, aten.transpose.int, (k, -2, -1))
     _replace(gm, n, rewrite.insert(gm, n, aten.matmul.default, (q, k)))
 
 
 def _product_with_v(gm: fx.GraphModule, n: fx.Node, weights: fx.Node) -> None:
-    found = _labels(n)
-    if found is None or len(match.value(weights).shape) < 3 or weights not in found[3] or found[3][0] is found[3][1]:
+    result = _labels(n)
+    if (
+        result is None
+        or len(match.value(weights).shape) < 3
+        or weights not in result[3]
+        or result[3][0] is result[3][1]
+    ):
         return
-    a, b, out, (p, v) = found
+    a, b, out, (p, v) = result
     if p is not weights:
         a, b, p, v = b, a, v, p
     lead, row, key = a[:-2], a[-2], a[-1]
@@ -129,28 +134,28 @@ def _product_with_v(gm: fx.GraphModule, n: fx.Node, weights: fx.Node) -> None:
         or set(out) != {*lead, row, *width}
     ):
         return
-    v = _repeated(gm, n, v, b, lead, [key, *width], match.value(p).shape)
-    made = rewrite.insert(gm, n, aten.matmul.default, (p, v))
-    _replace(gm, n, _permuted(gm, n, made, [*lead, row, *width], out))
+    v = _repeat(gm, n, v, b, lead, [key, *width], match.value(p).shape)
+    new = rewrite.insert(gm, n, aten.matmul.default, (p, v))
+    _replace(gm, n, _permute(gm, n, new, [*lead, row, *width], out))
 
 
-def _replace(gm: fx.GraphModule, n: fx.Node, made: fx.Node) -> None:
-    if rewrite.substitute(gm, n, made) is None:
+def _replace(gm: fx.GraphModule, n: fx.Node, result: fx.Node) -> None:
+    if rewrite.substitute(gm, n, result) is None:
         gm.graph.erase_node(n)
 
 
-def _permuted(gm: fx.GraphModule, before: fx.Node, x: fx.Node, labels: list[str], wanted: list[str]) -> fx.Node:
+def _permute(gm: fx.GraphModule, before: fx.Node, x: fx.Node, labels: list[str], wanted: list[str]) -> fx.Node:
     order = [labels.index(label) for label in wanted]
     return x if order == sorted(order) else rewrite.insert(gm, before, aten.permute.default, (x, order))
 
 
-def _repeated(
+def _repeat(
     gm: fx.GraphModule, before: fx.Node, x: fx.Node, labels: list[str], lead: list[str], last: list[str], shape: list
 ) -> fx.Node:
     """``x`` as [*lead, *last], repeated along the labels of ``lead`` that it has not; ``shape`` starts with their
     sizes.
     """
-    x = _permuted(gm, before, x, labels, [label for label in [*lead, *last] if label in labels])
+    x = _permute(gm, before, x, labels, [label for label in [*lead, *last] if label in labels])
     missing = [i for i, label in enumerate(lead) if label not in labels]
     for i in missing:
         x = rewrite.insert(gm, before, aten.unsqueeze.default, (x, i))

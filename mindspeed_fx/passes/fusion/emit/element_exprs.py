@@ -8,28 +8,28 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis.element_exprs import Factor, Lanes, Sum
+from mindspeed_fx.passes.fusion.analysis.element_exprs import ElementExprs, Factor, Sum
 
 
-def build(lanes: Lanes, gm: fx.GraphModule, before: fx.Node, wanted: Sequence[Sum]) -> fx.Node | None:
+def build(exprs: ElementExprs, gm: fx.GraphModule, before: fx.Node, wanted: Sequence[Sum]) -> fx.Node | None:
     """A node whose last dimension is ``wanted``: one that is there, else made of a few pieces before ``before``."""
     wanted = list(wanted)
     negated = [tuple((-w, factors) for w, factors in total) for total in wanted]
-    for n, codes in reversed(lanes.read.items()):
+    for n, codes in reversed(exprs.read.items()):
         if codes.dim() == 1 and codes.shape[0] == len(wanted) and n is not before:
-            there = lanes.lanes(n)
-            if there == wanted:
+            existing = exprs.exprs(n)
+            if existing == wanted:
                 return n
-            if there == negated:
+            if existing == negated:
                 return rewrite.insert(gm, before, aten.neg.default, (n,))
     if any(len(total) != 1 for total in wanted):
         return None
     pieces = _runs([total[0] for total in wanted])
     if len(pieces) <= 4:
-        made = [_piece(lanes, gm, before, *piece) for piece in pieces]
-        return made[0] if len(made) == 1 else rewrite.insert(gm, before, aten.cat.default, (made, -1))
+        results = [_piece(exprs, gm, before, *piece) for piece in pieces]
+        return results[0] if len(results) == 1 else rewrite.insert(gm, before, aten.cat.default, (results, -1))
     if len(wanted) % 2 == 0 and all(len(_runs([t[0] for t in wanted[i::2]])) <= 2 for i in (0, 1)):
-        halves = [build(lanes, gm, before, wanted[i::2]) for i in (0, 1)]
+        halves = [build(exprs, gm, before, wanted[i::2]) for i in (0, 1)]
         return rewrite.insert(
             gm,
             before,
@@ -40,7 +40,7 @@ def build(lanes: Lanes, gm: fx.GraphModule, before: fx.Node, wanted: Sequence[Su
 
 
 def _piece(
-    lanes: Lanes,
+    exprs: ElementExprs,
     gm: fx.GraphModule,
     before: fx.Node,
     weight: float,
@@ -48,9 +48,9 @@ def _piece(
     count: int,
 ) -> fx.Node:
     """weight times the product of strided runs (tensor, first lane, step) of ``count`` lanes."""
-    made = None
+    result = None
     for index, start, step in factors:
-        n, dims = lanes.tensors[index]
+        n, dims = exprs.tensors[index]
         if dims > 1:
             n = rewrite.insert(gm, before, aten.flatten.using_ints, (n, -dims, -1))
         n = rewrite.insert(gm, before, aten.unsqueeze.default, (n, -1)) if dims == 0 else n
@@ -59,15 +59,15 @@ def _piece(
             n = n if width == 1 else rewrite.insert(gm, before, aten.slice.Tensor, (n, -1, start, start + 1))
         elif (start, step, width) != (0, 1, count):
             n = rewrite.insert(gm, before, aten.slice.Tensor, (n, -1, start, start + step * (count - 1) + 1, step))
-        made = n if made is None else rewrite.insert(gm, before, aten.mul.Tensor, (made, n))
-    if match.value(made).shape[-1] != count:
-        made = rewrite.insert(gm, before, aten.expand.default, (made, [*match.value(made).shape[:-1], count]))
+        result = n if result is None else rewrite.insert(gm, before, aten.mul.Tensor, (result, n))
+    if match.value(result).shape[-1] != count:
+        result = rewrite.insert(gm, before, aten.expand.default, (result, [*match.value(result).shape[:-1], count]))
     if weight == 1:
-        return made
+        return result
     return (
-        rewrite.insert(gm, before, aten.neg.default, (made,))
+        rewrite.insert(gm, before, aten.neg.default, (result,))
         if weight == -1
-        else rewrite.insert(gm, before, aten.mul.Tensor, (made, weight))
+        else rewrite.insert(gm, before, aten.mul.Tensor, (result, weight))
     )
 
 

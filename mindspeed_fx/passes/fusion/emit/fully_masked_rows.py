@@ -42,18 +42,16 @@ def some_left(
         )
         return None
     allowed = None
-    for kind, given, where in masks:
+    for kind, arg, where in masks:
         if kind != "add":
-            given = shaped(
-                given if kind == "keep" else rewrite.insert(gm, root, aten.logical_not.default, (given,)), where
-            )
-            allowed = given if allowed is None else rewrite.insert(gm, root, aten.logical_and.default, (allowed, given))
+            arg = shaped(arg if kind == "keep" else rewrite.insert(gm, root, aten.logical_not.default, (arg,)), where)
+            allowed = arg if allowed is None else rewrite.insert(gm, root, aten.logical_and.default, (allowed, arg))
     return rewrite.insert(gm, root, aten.any.dim, (allowed, -1, True))
 
 
-def with_means(gm: fx.GraphModule, root: fx.Node, out: fx.Node, left: fx.Node, v: fx.Node) -> fx.Node:
+def with_means(gm: fx.GraphModule, root: fx.Node, out: fx.Node, remaining: fx.Node, v: fx.Node) -> fx.Node:
     """``out``, [batch, heads, queries, dim], with the mean of ``v``, [batch, kv_heads, keys, dim], in the rows where
-    nothing is ``left``.
+    nothing is ``remaining``.
     """
     mean = rewrite.insert(gm, root, aten.mean.dim, (v, [-2], True))
     batch, heads, _, dim = match.value(out).shape
@@ -66,7 +64,7 @@ def with_means(gm: fx.GraphModule, root: fx.Node, out: fx.Node, left: fx.Node, v
             (rewrite.insert(gm, root, aten.unsqueeze.default, (mean, 2)), [batch, own, heads // own, 1, dim]),
         )
         mean = rewrite.insert(gm, root, aten.reshape.default, (mean, [batch, heads, 1, dim]))
-    return rewrite.insert(gm, root, aten.where.self, (left, out, mean))
+    return rewrite.insert(gm, root, aten.where.self, (remaining, out, mean))
 
 
 def _finite(added: fx.Node) -> bool:
@@ -76,7 +74,7 @@ def _finite(added: fx.Node) -> bool:
 
 def _own_key(scores: Scores) -> bool:
     """Whether every row certainly keeps its own key."""
-    bands = [mask.kept(m, kind) for kind, m, _ in scores.blocking]
+    bands = [mask.kept_band(m, kind) for kind, m, _ in scores.blocking]
     square = all(
         statically_known_true(match.value(where).shape[-1] == match.value(where).shape[-2])
         for _, _, where in scores.blocking

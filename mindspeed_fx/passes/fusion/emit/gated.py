@@ -11,7 +11,7 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import PassReport, calls, site, skip
-from mindspeed_fx.passes.fusion.analysis.gated import _activated, packed
+from mindspeed_fx.passes.fusion.analysis.gated import _match_activation, packed_source
 from mindspeed_fx.passes.fusion.emit import algebra
 
 
@@ -36,15 +36,15 @@ def fuse(
     late: dict[fx.Node, str] = {}
     for node in calls(gm, aten.mul.Tensor):
         for side, up in match.operands(node, aten.mul.Tensor):
-            found = _activated(side, activation_of)
+            result = _match_activation(side, activation_of)
             if (
-                found is None
+                result is None
                 or not isinstance(up, fx.Node)
-                or up is found.gate
-                or (accept is not None and not accept(found[:2], up))
+                or up is result.gate
+                or (accept is not None and not accept(result[:2], up))
             ):
                 continue
-            reason = _rewrite(gm, report, operator, node, up, found, overload, packed_up)
+            reason = _rewrite(gm, report, operator, node, up, result, overload, packed_up)
             if reason:
                 late[node] = reason
             break
@@ -54,8 +54,8 @@ def fuse(
     return report
 
 
-def _rewrite(gm, report, operator, root, up, found, overload, packed_up) -> str | None:
-    gate = found.gate
+def _rewrite(gm, report, operator, root, up, result, overload, packed_up) -> str | None:
+    gate = result.gate
     if not match.is_float(up):
         return f"up is not a floating-point tensor but {match.value(up)}"
     shapes = [tuple(match.value(n).shape) for n in (gate, up)]
@@ -64,17 +64,19 @@ def _rewrite(gm, report, operator, root, up, found, overload, packed_up) -> str 
     narrow = match.uncast(gate)
     if match.value(narrow).dtype == match.value(up).dtype == match.value(root).dtype:
         gate = narrow  # computed in float32 inside the operator
-    region = [root, *found.nodes]
-    reason = match.unsafe(region, [gate, up, *found.over, *found.under])
+    region = [root, *result.nodes]
+    reason = match.unsafe(region, [gate, up, *result.over, *result.under])
     if reason:
         return reason
-    dtype = functools.reduce(torch.promote_types, (match.value(n).dtype for n in (gate, up, *found.over, *found.under)))
+    dtype = functools.reduce(
+        torch.promote_types, (match.value(n).dtype for n in (gate, up, *result.over, *result.under))
+    )
     if dtype != match.value(root).dtype:
         return f"gate and up give {dtype}, the model goes on in {match.value(root).dtype}"
-    source = packed(gate, up)
-    arguments = (gate, up, *found.further) if source is None else (source, *packed_up, *found.further)
-    new = algebra.multiplied(
-        gm, root, rewrite.insert(gm, root, overload, arguments), found.number, found.over, found.under
+    source = packed_source(gate, up)
+    arguments = (gate, up, *result.further) if source is None else (source, *packed_up, *result.further)
+    new = algebra.multiply_factors(
+        gm, root, rewrite.insert(gm, root, overload, arguments), result.number, result.over, result.under
     )
     report.rewrites.append(site(operator, root, region))
     return rewrite.replace(gm, root, new)

@@ -26,14 +26,16 @@ def inputs(gm: fx.GraphModule, node: fx.Node, head: Head) -> tuple[fx.Node, fx.N
         if step.kind == "cap":
             softcap = step.other
         elif step.kind == "scale":
-            by = aten.div.Tensor if match.is_call(n, *match.DIV) else aten.mul.Tensor
+            factor = aten.div.Tensor if match.is_call(n, *match.DIV) else aten.mul.Tensor
             hidden, bias = (
-                call(by, hidden, step.other),
-                bias if bias is None else call(by, bias, _single(call, step.other)),
+                call(factor, hidden, step.other),
+                bias if bias is None else call(factor, bias, _single(call, step.other)),
             )
             if softcap:
                 softcap = abs(
-                    softcap / match.number(step.other) if by is aten.div.Tensor else softcap * match.number(step.other)
+                    softcap / match.number(step.other)
+                    if factor is aten.div.Tensor
+                    else softcap * match.number(step.other)
                 )
         elif step.kind == "bias":
             bias = step.other if bias is None else call(aten.add.Tensor, bias, step.other)

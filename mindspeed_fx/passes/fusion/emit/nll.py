@@ -8,10 +8,10 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis.nll import OVER, PICKS, TIMES, Step
+from mindspeed_fx.passes.fusion.analysis.nll import OVER, PICKS, TIMES, LossStep
 
 
-def again(gm: fx.GraphModule, before: fx.Node, loss: fx.Node, steps: list[Step]) -> fx.Node:
+def repeat_steps(gm: fx.GraphModule, before: fx.Node, loss: fx.Node, steps: list[LossStep]) -> fx.Node:
     """``steps`` applied to another ``loss`` of each token."""
     for step in steps:
         shape = list(match.value(step.source).shape)
@@ -26,7 +26,7 @@ def again(gm: fx.GraphModule, before: fx.Node, loss: fx.Node, steps: list[Step])
     return loss
 
 
-def derived(gm: fx.GraphModule, leaf: fx.Node, logits: fx.Node, lse: fx.Node) -> fx.Node:
+def emit_loss(gm: fx.GraphModule, leaf: fx.Node, logits: fx.Node, lse: fx.Node) -> fx.Node:
     """The picked value, mean or sum of log-probabilities ``leaf``, from logits and their log-sum-exp [...], where
     others read it besides the loss.
     """

@@ -47,12 +47,12 @@ def fuse_sum(
         before = norm
     else:
         return "the sum is used before the weight of the norm exists"
-    made = rewrite.insert(gm, before, make, (x, residual, *norm.args[1:]))
+    new = rewrite.insert(gm, before, make, (x, residual, *norm.args[1:]))
     for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
         if key in norm.meta:
-            made.meta[key] = norm.meta[key]
-    stands_for = [rewrite.insert(gm, before, match.operator.getitem, (made, i)) for i in results]
+            new.meta[key] = norm.meta[key]
+    stands_for = [rewrite.insert(gm, before, match.operator.getitem, (new, i)) for i in results]
     for user in list(norm.users):
         user.replace_all_uses_with(stands_for[user.args[1]])
     report.rewrites.append(site(operator, norm, [total, norm]))
-    return rewrite.substitute(gm, total, rewrite.insert(gm, before, match.operator.getitem, (made, 1)))
+    return rewrite.substitute(gm, total, rewrite.insert(gm, before, match.operator.getitem, (new, 1)))

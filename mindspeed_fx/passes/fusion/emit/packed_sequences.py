@@ -13,7 +13,7 @@ from mindspeed_fx.passes.fusion.analysis.bands import Index
 def ends(gm: fx.GraphModule, before: fx.Node, numbers: fx.Node) -> fx.Node | None:
     """[any]: the place after the last token of each document, in order, the sequence's end last; a document may be
     empty. None when ``numbers`` are not made of lengths or cumulative lengths."""
-    while match.is_call(numbers, aten.unsqueeze.default, aten.to.dtype, aten.expand.default, *match.VIEWS) or _shifted(
+    while match.is_call(numbers, aten.unsqueeze.default, aten.to.dtype, aten.expand.default, *match.VIEWS) or _shift(
         numbers
     ):
         if match.value(numbers.args[0]).numel() != match.value(numbers).numel():
@@ -54,5 +54,5 @@ def ends(gm: fx.GraphModule, before: fx.Node, numbers: fx.Node) -> fx.Node | Non
     return rewrite.insert(gm, before, aten.cat.default, ([limits, last],))
 
 
-def _shifted(n: fx.Node) -> bool:
+def _shift(n: fx.Node) -> bool:
     return match.is_call(n, *match.ADD, aten.sub.Tensor, aten.sub.Scalar) and match.number(n.args[1]) is not None

@@ -11,7 +11,15 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.edit import drop_dead
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import calls
-from mindspeed_fx.passes.fusion.analysis.targets import MEAN, NONE, SUM, SUMS, Distribution, _weighted, distribution
+from mindspeed_fx.passes.fusion.analysis.targets import (
+    MEAN,
+    NONE,
+    SUM,
+    SUMS,
+    Distribution,
+    _match_weighted_sum,
+    distribution,
+)
 
 # --------------------------------------------------------------------------- the rewrite
 
@@ -21,10 +29,10 @@ def pick_instead(gm: fx.GraphModule) -> None:
     for node in calls(gm, aten.cross_entropy_loss.default):
         _without_probabilities(gm, node)
     for node in calls(gm, *SUMS, aten.einsum.default):
-        found = _weighted(node) if match.is_float(node) else None
-        if found is None:
+        result = _match_weighted_sum(node) if match.is_float(node) else None
+        if result is None:
             continue
-        y, targets, region = found
+        y, targets, region = result
         if targets.target is None or match.unsafe([node, *region], [y, targets.target]):
             continue
         rows = _rows(gm, node, y, targets)
@@ -70,8 +78,8 @@ def _without_probabilities(gm: fx.GraphModule, node: fx.Node) -> None:
         not match.is_float(p)
         or match.value(x).dim() != 2
         or match.argument(node, "weight") is not None
-        or (found := distribution(p)) is None
-        or found.target is None
+        or (result := distribution(p)) is None
+        or result.target is None
     ):
         return
     smoothing, reduction = (
@@ -79,12 +87,12 @@ def _without_probabilities(gm: fx.GraphModule, node: fx.Node) -> None:
         match.argument(node, "reduction", MEAN),
     )
     classes = match.value(x).shape[-1]
-    if match.unsafe([node], [x, found.target]) or not isinstance(classes, int):
+    if match.unsafe([node], [x, result.target]) or not isinstance(classes, int):
         return
-    found = found.times(1 - smoothing)
-    found = found._replace(share=found.share + smoothing / classes)
+    result = result.times(1 - smoothing)
+    result = result._replace(share=result.share + smoothing / classes)
     rows = rewrite.insert(
-        gm, node, aten.neg.default, (_rows(gm, node, rewrite.insert(gm, node, aten.log_softmax.int, (x, -1)), found),)
+        gm, node, aten.neg.default, (_rows(gm, node, rewrite.insert(gm, node, aten.log_softmax.int, (x, -1)), result),)
     )
     rewrite.substitute(
         gm,

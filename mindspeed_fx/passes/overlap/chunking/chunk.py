@@ -32,15 +32,15 @@ CHUNK = "mindspeed_fx_chunk"
 """Key in ``node.meta`` of collectives that move one chunk; they are no material for buckets."""
 
 
-def chunked(gm: fx.GraphModule, region: Region, parts: Parts, put: Put | None = None) -> None:
+def compute_in_chunks(gm: fx.GraphModule, region: Region, parts: Parts, put: Put | None = None) -> None:
     """Compute ``region`` in chunks, in place. Each chunk's node stands where the whole's stood; who reads the whole
     from outside the region gets it put together."""
     order = sorted(region.cuts)
     work = _Chunks(put or functools.partial(insert, gm), region, parts)
     for node in order:
-        work.made[node] = []
+        work.chunks[node] = []
         for i in range(len(shares(parts))):
-            work.made[node].append(work.chunk(node, i))
+            work.chunks[node].append(work.chunk(node, i))
         if not isinstance(region.cuts[node], tuple) and any(
             u not in region.cuts or region.needs[u].get(node) is None for u in node.users
         ):
@@ -55,7 +55,7 @@ def chunked(gm: fx.GraphModule, region: Region, parts: Parts, put: Put | None = 
 class _Chunks:
     def __init__(self, put: Put, region: Region, parts: Parts):
         self.put, self.region, self.parts = put, region, parts
-        self.made: dict[fx.Node, list[fx.Node]] = {}
+        self.chunks: dict[fx.Node, list[fx.Node]] = {}
         self.wholes: dict[fx.Node, fx.Node] = {}
         self.taken: dict[Any, fx.Node] = {}
 
@@ -64,7 +64,7 @@ class _Chunks:
         needs = self.region.needs[node]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda s: self._input(node, s, needs.get(s), i))
         if i and self._added_up(node):
-            return self.put(node, aten.addmm.default, (self.made[node][-1], *args))
+            return self.put(node, aten.addmm.default, (self.chunks[node][-1], *args))
         args = self._sizes(node, list(args), i)
         if node.target in TO_SHAPE or is_start(node):
             args[0] = dense(self.put, node, args[0])
@@ -82,14 +82,16 @@ class _Chunks:
     def _whole(self, node: fx.Node) -> fx.Node:
         cut = self.region.cuts[node]
         if cut is None:
-            return self.made[node][0]
+            return self.chunks[node][0]
         if is_view(node) and (
             isinstance(cut, tuple) or not is_packed(value(node))
         ):  # part of something larger, which no copy is
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda s: self.whole(s) if s in self.region.cuts else s)
             return self.put(node, node.target, args, kwargs)
         return (
-            self.made[node][-1] if self._added_up(node) else together(self.put, node, self.made[node], cut, value(node))
+            self.chunks[node][-1]
+            if self._added_up(node)
+            else together(self.put, node, self.chunks[node], cut, value(node))
         )
 
     def _added_up(self, node: fx.Node) -> bool:
@@ -98,7 +100,7 @@ class _Chunks:
 
     def _input(self, node: fx.Node, source: fx.Node, cut: Any, i: int) -> fx.Node:
         if source in self.region.cuts:
-            return self.made[source][i] if cut is not None else self.wholes[source]
+            return self.chunks[source][i] if cut is not None else self.wholes[source]
         if cut is None:
             return source
         if cut.blocks > 1:

@@ -18,8 +18,8 @@ from mindspeed_fx.graph.collectives import is_wait
 from mindspeed_fx.graph.op_sets import IDENTITIES, REORDERINGS, TO_SHAPE, order_of
 from mindspeed_fx.graph.schema import all_arguments, argument
 from mindspeed_fx.kernels.base import find
-from mindspeed_fx.kernels.sharding import ways
-from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut, Sum, through_view
+from mindspeed_fx.kernels.sharding import strategies
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec, Sum, through_view
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -44,14 +44,14 @@ def inputs(node: fx.Node, out: Any) -> dict[fx.Node, Any] | None:
         wanted = list(_inputs(node, out))
     except (_Whole, IndexError):
         return None
-    found: dict[fx.Node, Any] = {}
+    results: dict[fx.Node, Any] = {}
     for source, cut in wanted:
-        if found.setdefault(source, cut) != cut:
+        if results.setdefault(source, cut) != cut:
             return None
-    return found
+    return results
 
 
-def completed(node: fx.Node, out: Any) -> Any:
+def complete_specs(node: fx.Node, out: Any) -> Any:
     """``out``, of which some results may be left open, with what they are."""
     if not isinstance(out, tuple):
         return out
@@ -71,9 +71,9 @@ def agree(a: Any, b: Any) -> bool:
 def results(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
     """Cuts of the result of ``node`` for which its input ``source`` is cut as ``cut``; most likely first."""
     for out in _candidates(node, source, cut):
-        found = inputs(node, out)
-        if found is not None and (
-            agree(found.get(source), cut) if isinstance(cut, tuple) else found.get(source) == cut
+        result = inputs(node, out)
+        if result is not None and (
+            agree(result.get(source), cut) if isinstance(cut, tuple) else result.get(source) == cut
         ):
             yield out
 
@@ -94,30 +94,30 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
     if is_wait(node) or f in SAME_CUT:
         yield args[0], out
     elif f in _MOVES:
-        yield args[0], _moved(node, out, backwards=True)
+        yield args[0], _collective_rule(node, out, backward=True)
     elif _own(node) is not None:
         yield from _by_rule(node, out)
     elif f is aten.split.Tensor or f is aten.split_with_sizes.default:
-        yield args[0], _joined(node, out)
+        yield args[0], _join_pieces(node, out)
     elif isinstance(out, Sum):
         yield from _summands(node, out)
-    elif not isinstance(out, Cut):
+    elif not isinstance(out, ChunkSpec):
         raise _Whole
     elif f in TO_SHAPE:
         yield args[0], _or_whole(through_view(out, shape, _shape(args[0])))
     elif f in REORDERINGS:
-        yield args[0], Cut(order_of(node)[out.dim], out.blocks)
+        yield args[0], ChunkSpec(order_of(node)[out.dim], out.blocks)
     elif f is aten.unsqueeze.default:
         yield (
             args[0],
-            Cut(
+            ChunkSpec(
                 out.dim - (out.dim > args[1] % len(shape)),
                 _or_whole(out.blocks if out.dim != args[1] % len(shape) else None),
             ),
         )
     elif f is aten.squeeze.dim:
         gone = len(_shape(args[0])) > len(shape)  # a dimension longer than one stays
-        yield args[0], Cut(out.dim + (gone and out.dim >= args[1] % len(_shape(args[0]))), out.blocks)
+        yield args[0], ChunkSpec(out.dim + (gone and out.dim >= args[1] % len(_shape(args[0]))), out.blocks)
     elif f is aten.slice.Tensor:
         yield args[0], _or_whole(out if (argument(node, "dim") % len(shape)) != out.dim else None)
     elif f is aten.cat.default:
@@ -133,7 +133,7 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
     elif f is aten.bmm.default:
         yield from ((args[0], _or_whole(out if out.dim < 2 else None)), (args[1], out if out.dim == 0 else None))
     elif f in REDUCTIONS:
-        yield args[0], _unreduced(node, out)
+        yield args[0], _unreduced_dims(node, out)
     elif f is aten.embedding.default:
         yield from ((args[0], None), (args[1], _or_whole(out if out.dim < len(_shape(args[1])) else None)))
     elif f is aten._softmax.default:
@@ -142,7 +142,7 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
         for source in node.all_input_nodes:
             if isinstance(source.meta.get("val"), torch.Tensor):
                 own = out.dim - (len(shape) - len(_shape(source)))
-                yield source, Cut(own, out.blocks) if own >= 0 and _shape(source)[own] != 1 else None
+                yield source, ChunkSpec(own, out.blocks) if own >= 0 and _shape(source)[own] != 1 else None
     else:
         raise _Whole
 
@@ -156,21 +156,21 @@ def _candidates(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
             yield cut[node.args[1] % len(cut)]
     elif _own(node) is not None:
         yield from _rule_results(node, source, cut)
-    elif not isinstance(cut, Cut) or not isinstance(here, torch.Tensor):
+    elif not isinstance(cut, ChunkSpec) or not isinstance(here, torch.Tensor):
         return
     elif f in _MOVES:
-        moved = _moved(node, cut, backwards=False)
+        moved = _collective_rule(node, cut, backward=False)
         if moved is not None:
             yield moved
     elif f in TO_SHAPE:
-        there = through_view(cut, here.shape, _shape(node))
-        if there is not None:
-            yield there
+        existing = through_view(cut, here.shape, _shape(node))
+        if existing is not None:
+            yield existing
     elif f in (aten.split.Tensor, aten.split_with_sizes.default):
         n = len(node.meta["val"])
         along = argument(node, "dim") % here.dim() == cut.dim
         if not along or cut.blocks % n == 0:
-            yield (Cut(cut.dim, cut.blocks // n if along else cut.blocks),) * n
+            yield (ChunkSpec(cut.dim, cut.blocks // n if along else cut.blocks),) * n
     else:
         if f in (aten.mm.default, aten.sum.dim_IntList):
             yield Sum(cut.blocks)
@@ -180,26 +180,26 @@ def _candidates(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
             if isinstance(value, torch.Tensor)
             else ()
         ):
-            yield Cut(dim, cut.blocks)
+            yield ChunkSpec(dim, cut.blocks)
             if f is aten.cat.default:
-                yield Cut(dim, cut.blocks * len(node.args[0]))
+                yield ChunkSpec(dim, cut.blocks * len(node.args[0]))
 
 
-def _moved(node: fx.Node, cut: Any, backwards: bool) -> Cut | None:
+def _collective_rule(node: fx.Node, cut: Any, backward: bool) -> ChunkSpec | None:
     """Through a collective: along dimension 0 the ranks' parts are blocks, of the result of all_gather, of the input of
     reduce_scatter.
     """
-    if not isinstance(cut, Cut):
+    if not isinstance(cut, ChunkSpec):
         raise _Whole
     if cut.dim > 0:
         return cut
     if node.target is c10d.all_to_all_single.default:
         ranks = len(argument(node, "input_split_sizes"))
-        return _or_whole(cut if _even(node) and cut.blocks % ranks == 0 else None, quiet=not backwards)
+        return _or_whole(cut if _even(node) and cut.blocks % ranks == 0 else None, quiet=not backward)
     ranks = argument(node, "group_size")
-    if (node.target is c10d.all_gather_into_tensor.default) != backwards:
-        return Cut(0, cut.blocks * ranks)
-    return _or_whole(Cut(0, cut.blocks // ranks) if cut.blocks % ranks == 0 else None, quiet=not backwards)
+    if (node.target is c10d.all_gather_into_tensor.default) != backward:
+        return ChunkSpec(0, cut.blocks * ranks)
+    return _or_whole(ChunkSpec(0, cut.blocks // ranks) if cut.blocks % ranks == 0 else None, quiet=not backward)
 
 
 def _even(node: fx.Node) -> bool:
@@ -207,7 +207,7 @@ def _even(node: fx.Node) -> bool:
     return all(isinstance(s, int) for s in sizes) and len(set(sizes)) == 1
 
 
-def _joined(node: fx.Node, out: Any) -> Cut:
+def _join_pieces(node: fx.Node, out: Any) -> ChunkSpec:
     """The cut of what was split into pieces that are cut so."""
     named = {o for o in out if o is not None}
     if len(named) != 1:
@@ -216,34 +216,34 @@ def _joined(node: fx.Node, out: Any) -> Cut:
     if argument(node, "dim") % len(_shape(node.args[0])) != piece.dim:
         return piece
     return _or_whole(
-        Cut(piece.dim, piece.blocks * n) if len({v.shape[piece.dim] for v in node.meta["val"]}) == 1 else None
+        ChunkSpec(piece.dim, piece.blocks * n) if len({v.shape[piece.dim] for v in node.meta["val"]}) == 1 else None
     )
 
 
-def _pieces(node: fx.Node, out: Cut) -> Iterator[tuple[fx.Node, Cut]]:
+def _pieces(node: fx.Node, out: ChunkSpec) -> Iterator[tuple[fx.Node, ChunkSpec]]:
     parts = node.args[0]
     if argument(node, "dim") % len(_shape(node)) != out.dim:
         yield from ((p, out) for p in parts)
     else:
         even = len({_shape(p)[out.dim] for p in parts}) == 1 and out.blocks % len(parts) == 0
-        yield from ((p, _or_whole(Cut(out.dim, out.blocks // len(parts)) if even else None)) for p in parts)
+        yield from ((p, _or_whole(ChunkSpec(out.dim, out.blocks // len(parts)) if even else None)) for p in parts)
 
 
 def _summands(node: fx.Node, out: Sum) -> Iterator[tuple[fx.Node, Any]]:
     """A product whose summands are cut, a sum over what is cut."""
     if node.target is aten.mm.default:
-        yield from ((node.args[0], Cut(1, out.blocks)), (node.args[1], Cut(0, out.blocks)))
+        yield from ((node.args[0], ChunkSpec(1, out.blocks)), (node.args[1], ChunkSpec(0, out.blocks)))
     elif node.target is aten.sum.dim_IntList and len(argument(node, "dim") or ()) == 1:
-        yield node.args[0], Cut(argument(node, "dim")[0] % len(_shape(node.args[0])), out.blocks)
+        yield node.args[0], ChunkSpec(argument(node, "dim")[0] % len(_shape(node.args[0])), out.blocks)
     else:
         raise _Whole
 
 
-def _unreduced(node: fx.Node, out: Cut) -> Cut:
+def _unreduced_dims(node: fx.Node, out: ChunkSpec) -> ChunkSpec:
     dims = len(_shape(node.args[0]))
     gone = {d % dims for d in (argument(node, "dim") or range(dims))}
     kept = list(range(dims)) if argument(node, "keepdim") else [d for d in range(dims) if d not in gone]
-    return Cut(kept[out.dim], _or_whole(out.blocks if kept[out.dim] not in gone else None))
+    return ChunkSpec(kept[out.dim], _or_whole(out.blocks if kept[out.dim] not in gone else None))
 
 
 def is_pointwise(f: Any) -> bool:
@@ -255,8 +255,8 @@ def is_pointwise(f: Any) -> bool:
 
 
 def _own(node: fx.Node) -> Any:
-    made = find(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
-    return made if made is not None and made.sharding is not None and not op_sets.is_random(node.target) else None
+    result = find(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    return result if result is not None and result.sharding is not None and not op_sets.is_random(node.target) else None
 
 
 def _rows(node: fx.Node) -> Iterator[tuple[list, list[tuple[fx.Node, Any]]]]:
@@ -264,19 +264,19 @@ def _rows(node: fx.Node) -> Iterator[tuple[list, list[tuple[fx.Node, Any]]]]:
     argument's node.
     """
     schema = node.target._schema.arguments
-    given = all_arguments(node.target, node.args, node.kwargs)
-    fakes = [g.meta["val"] if isinstance(g, fx.Node) else g for g in given]
-    tensors = [g for g, a in zip(given, schema) if "Tensor" in str(a.type) and isinstance(g, fx.Node)]
+    arg = all_arguments(node.target, node.args, node.kwargs)
+    fakes = [g.meta["val"] if isinstance(g, fx.Node) else g for g in arg]
+    tensors = [g for g, a in zip(arg, schema) if "Tensor" in str(a.type) and isinstance(g, fx.Node)]
     if any("Tensor[]" in str(a.type) or "List[Tensor" in str(a.type) for a in schema):
         return
-    for outs, ins in ways(_own(node), fakes)[1:]:
+    for outs, ins in strategies(_own(node), fakes)[1:]:
         if PARTIAL not in ins:
             yield outs, list(zip(tensors, ins, strict=True))
 
 
 def _by_rule(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
     wanted = out if isinstance(out, tuple) else (out,)
-    blocks = {o.blocks for o in wanted if isinstance(o, Cut)}
+    blocks = {o.blocks for o in wanted if isinstance(o, ChunkSpec)}
     if len(blocks) != 1:
         raise _Whole
     blocks = blocks.pop()
@@ -284,24 +284,25 @@ def _by_rule(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
         if all(
             w is None
             or (isinstance(w, Sum) and o == PARTIAL)
-            or (isinstance(w, Cut) and not isinstance(o, (str, Even)) and o == w.dim)
+            or (isinstance(w, ChunkSpec) and not isinstance(o, (str, Even)) and o == w.dim)
             for w, o in zip(wanted, outs)
         ):
-            yield from ((source, None if p == REPLICATED else Cut(int(p), blocks)) for source, p in ins)
+            yield from ((source, None if p == REPLICATED else ChunkSpec(int(p), blocks)) for source, p in ins)
             return
     raise _Whole
 
 
 def _rule_results(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
-    if not isinstance(cut, Cut):
+    if not isinstance(cut, ChunkSpec):
         return
     for outs, ins in _rows(node):
         if any(s is source and not isinstance(p, (str, Even)) and p == cut.dim for s, p in ins):
-            made = tuple(
-                Sum(cut.blocks) if o == PARTIAL else None if o == REPLICATED else Cut(int(o), cut.blocks) for o in outs
+            results = tuple(
+                Sum(cut.blocks) if o == PARTIAL else None if o == REPLICATED else ChunkSpec(int(o), cut.blocks)
+                for o in outs
             )
-            if any(isinstance(m, Cut) for m in made):
-                yield made if isinstance(node.meta["val"], (list, tuple)) else made[0]
+            if any(isinstance(m, ChunkSpec) for m in results):
+                yield results if isinstance(node.meta["val"], (list, tuple)) else results[0]
 
 
 def _shape(node: fx.Node) -> tuple:
@@ -309,7 +310,7 @@ def _shape(node: fx.Node) -> tuple:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def _or_whole(found: Any, quiet: bool = False) -> Any:
-    if found is None and not quiet:
+def _or_whole(result: Any, quiet: bool = False) -> Any:
+    if result is None and not quiet:
         raise _Whole
-    return found
+    return result

@@ -9,15 +9,15 @@ import torch.fx as fx
 from mindspeed_fx.compat import fx_graph
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.passes.base import Context
-from mindspeed_fx.passes.overlap.chunking.chunk import chunked
+from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Parts
 from mindspeed_fx.passes.overlap.chunking.region import REACHES, Region, regions
 from mindspeed_fx.passes.overlap.model.costs import cost_of
 from mindspeed_fx.passes.overlap.model.simulator import simulate
-from mindspeed_fx.passes.overlap.model.task_graph import GraphTasks, priced, saved_activation
+from mindspeed_fx.passes.overlap.model.task_graph import GraphTasks, cached_tasks, saved_activation
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE
 from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
-from mindspeed_fx.passes.overlap.scheduler.min_memory_order import leaner, reordered
+from mindspeed_fx.passes.overlap.scheduler.min_memory_order import leaner, reorder
 
 PARTS = (2, 4, 8)
 TAPERED = ((1, 3, 3, 1), (1, 2, 2, 2, 1), (1, 3, 4), (4, 3, 1))
@@ -74,8 +74,8 @@ class Trials:
         self.owned = owned or (saved_activation if context.side == "backward" else None)
         self.allowance = context.options.overlap_memory if allowance is None else allowance
         self.places = {n: k for k, n in enumerate(gm.graph.nodes)}
-        made = self.tasks(gm)
-        self.nodes, self.work = made.nodes, made.tasks
+        result = self.tasks(gm)
+        self.nodes, self.work = result.nodes, result.tasks
         self.limit = simulate(self.work).peak + self.allowance
         self.effort = max(
             min(96 * len(self.work), SURE), 6 * len(self.work)
@@ -101,21 +101,21 @@ class Trials:
             f"{busy / max(self.plain.seconds, 1e-30):.1%} of the step"
         )
 
-    def best(self, found: dict[str, list[Region]]) -> list[tuple[Region, Parts]]:
+    def best(self, results: dict[str, list[Region]]) -> list[tuple[Region, Parts]]:
         """Regions and their numbers of chunks with the shortest step, :attr:`seconds`; [] when none saves GAIN."""
         seconds, chosen = self.plain.seconds, []
         if self.full() is None:
             for reach in self.reaches:
-                classes = alike(found[reach])
+                classes = alike(results[reach])
                 for parts in self.parts:
                     now = (
-                        self.way(made := [(r, parts) for r in found[reach] if parts in r.most_parts(PARTS)])
+                        self.way(outputs := [(r, parts) for r in results[reach] if parts in r.most_parts(PARTS)])
                         if classes
                         else None
                     )
                     if now is not None and now < seconds:
-                        seconds, chosen = now, made
-            kinds = [same for reach in self.reaches for same in alike(found[reach])]
+                        seconds, chosen = now, outputs
+            kinds = [same for reach in self.reaches for same in alike(results[reach])]
             if self.within is None:
                 kinds += [
                     [r]
@@ -163,9 +163,9 @@ class Trials:
             if any(set(r.cuts) & set(s.cuts) for r in same for s, _ in now):
                 continue
             tried = [
-                (found, parts)
+                (result, parts)
                 for parts in same[0].most_parts(PARTS[:2])
-                if (found := self.way([*now, *((r, parts) for r in same)])) is not None
+                if (result := self.way([*now, *((r, parts) for r in same)])) is not None
             ]
             if tried and min(tried)[0] < seconds * (1 - 1e-3):
                 seconds, parts = min(tried)
@@ -180,9 +180,9 @@ class Trials:
                 trial = [(r, parts if any(r is s for s in same) else p) for r, p in now]
                 if [p for _, p in trial] == [p for _, p in now]:
                     continue
-                found = self.way([(r, p) for r, p in trial if p != 1])
-                if found is not None and found < seconds * (1 - 1e-4):
-                    seconds, now = found, trial
+                result = self.way([(r, p) for r, p in trial if p != 1])
+                if result is not None and result < seconds * (1 - 1e-4):
+                    seconds, now = result, trial
         return seconds, [(r, p) for r, p in now if p != 1]
 
     def way(self, chosen: list[tuple[Region, Parts]]) -> float | None:
@@ -198,7 +198,7 @@ class Trials:
         def edit(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
             put = Draft(copy, self.values)
             for region, parts in chosen:
-                chunked(
+                compute_in_chunks(
                     copy,
                     Region(
                         {at(n): c for n, c in region.cuts.items()},
@@ -224,12 +224,12 @@ class Trials:
         order = leaner(work, self.limit)
         if order is None:
             return None
-        work = reordered(work, order)
+        work = reorder(work, order)
         return schedule(work, allowance=self.limit - simulate(work).peak, work=self.effort).seconds
 
     def tasks(self, gm: fx.GraphModule) -> GraphTasks:
         options = self.context.options
-        return priced(
+        return cached_tasks(
             gm,
             self.context if gm is self.gm else None,
             lambda: cost_of(gm, self.hardware, options.codegen == "inductor"),
@@ -237,10 +237,10 @@ class Trials:
         )
 
 
-def alike(found: list[Region]) -> list[list[Region]]:
+def alike(results: list[Region]) -> list[list[Region]]:
     """Regions that are alike, as those of repeated layers are."""
     kinds: dict[Any, list[Region]] = {}
-    for r in found:
+    for r in results:
         kinds.setdefault(
             tuple((str(n.target), str(c), str(getattr(n.meta["val"], "shape", ""))) for n, c in r.cuts.items()), []
         ).append(r)

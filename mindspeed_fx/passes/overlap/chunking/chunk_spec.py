@@ -27,7 +27,7 @@ def shares(parts: Parts) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkSpec:
     """Dimension ``dim`` is cut, each of its ``blocks`` equal blocks by itself: chunk i has the i-th part of every
     block.
 
@@ -51,7 +51,7 @@ class Sum:
     blocks: int = 1
 
 
-def through_view(cut: Cut, before: Sequence[int], after: Sequence[int]) -> Cut | None:
+def through_view(cut: ChunkSpec, before: Sequence[int], after: Sequence[int]) -> ChunkSpec | None:
     """The cut of a tensor of shape ``before`` as one of shape ``after`` that holds the same elements in order; None
     where there is none.
     """
@@ -71,7 +71,7 @@ def through_view(cut: Cut, before: Sequence[int], after: Sequence[int]) -> Cut |
             behind = 1
             for m in after[dim + 1 :]:
                 behind *= m
-            return Cut(dim, blocks) if n // blocks * behind == inside else None
+            return ChunkSpec(dim, blocks) if n // blocks * behind == inside else None
         seen *= n
     return None
 
@@ -82,7 +82,7 @@ def chunk_size(size: int, parts: Parts, i: int) -> int:
     return size // sum(each) * each[i]
 
 
-def chunk_shape(shape: Sequence[int], cut: Cut, parts: Parts, i: int) -> list[int]:
+def chunk_shape(shape: Sequence[int], cut: ChunkSpec, parts: Parts, i: int) -> list[int]:
     return [chunk_size(n, parts, i) if d == cut.dim else n for d, n in enumerate(shape)]
 
 
@@ -141,7 +141,7 @@ def _key(value: Any) -> Any:
     )
 
 
-def take(put: Put, before: fx.Node, x: fx.Node, cut: Cut, i: int, parts: Parts) -> fx.Node:
+def take(put: Put, before: fx.Node, x: fx.Node, cut: ChunkSpec, i: int, parts: Parts) -> fx.Node:
     """Chunk ``i`` of ``x``, which is contiguous where it has several blocks; a view where it has one."""
     shape, each = list(value(x).shape), shares(parts)
     block = shape[cut.dim] // cut.blocks
@@ -153,10 +153,12 @@ def take(put: Put, before: fx.Node, x: fx.Node, cut: Cut, i: int, parts: Parts) 
     return put(before, aten.view.default, (dense(put, before, part), chunk_shape(shape, cut, parts, i)))
 
 
-def together(put: Put, before: fx.Node, chunks: Sequence[fx.Node], cut: "Cut | Sum", like: torch.Tensor) -> fx.Node:
+def together(
+    put: Put, before: fx.Node, chunks: Sequence[fx.Node], cut: "ChunkSpec | Sum", like: torch.Tensor
+) -> fx.Node:
     """The whole, of the shape, type and layout of ``like``."""
     if isinstance(cut, Sum):
-        return _summed(put, before, chunks)
+        return _sum_chunks(put, before, chunks)
     if cut.blocks == 1:
         whole = put(before, aten.cat.default, (list(chunks), cut.dim))
     else:
@@ -166,7 +168,7 @@ def together(put: Put, before: fx.Node, chunks: Sequence[fx.Node], cut: "Cut | S
     return stored_like(put, before, whole, like)
 
 
-def _summed(put: Put, before: fx.Node, chunks: Sequence[fx.Node]) -> fx.Node:
+def _sum_chunks(put: Put, before: fx.Node, chunks: Sequence[fx.Node]) -> fx.Node:
     """chunk 0 + chunk 1 + ..., in float32 for sixteen-bit types."""
     dtype = value(chunks[0]).dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed_fx.graph.collectives import is_start, is_wait, kind
 from mindspeed_fx.graph.storage import is_view
-from mindspeed_fx.passes.overlap.chunking.chunk_rules import PRODUCTS, agree, completed, inputs, results
-from mindspeed_fx.passes.overlap.chunking.chunk_spec import Cut, Parts, is_packed
+from mindspeed_fx.passes.overlap.chunking.chunk_rules import PRODUCTS, agree, complete_specs, inputs, results
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec, Parts, is_packed
 
 REACHES = ("pair", "pipeline")
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -47,7 +47,9 @@ class Region:
         for node, cut in [*self.cuts.items(), *((s, c) for need in self.needs.values() for s, c in need.items())]:
             values = node.meta["val"] if isinstance(cut, tuple) else (node.meta["val"],)
             tensors += [
-                (v.shape, c) for v, c in zip(values, cut if isinstance(cut, tuple) else (cut,)) if isinstance(c, Cut)
+                (v.shape, c)
+                for v, c in zip(values, cut if isinstance(cut, tuple) else (cut,))
+                if isinstance(c, ChunkSpec)
             ]
         return [p for p in parts if all(c.fits(shape, p) for shape, c in tensors)]
 
@@ -56,7 +58,7 @@ def is_product(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in PRODUCTS
 
 
-def sized(node: fx.Node) -> bool:
+def has_static_sizes(node: fx.Node) -> bool:
     """Whether the sizes of the result are numbers, not symbols."""
     return all(
         isinstance(s, int) for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) for s in v.shape
@@ -65,40 +67,42 @@ def sized(node: fx.Node) -> bool:
 
 def regions(start: fx.Node, reach: str) -> list[Region]:
     """The region of a collective for every dimension along which it can be cut: most collectives and products first."""
-    if not sized(start) or not sized(start.args[0]):
+    if not has_static_sizes(start) or not has_static_sizes(start.args[0]):
         return []
     scattered = kind(start) == "reduce_scatter_tensor"
     local = start.meta["val"] if scattered else start.args[0].meta["val"]
-    found = []
+    matches = []
     for dim in range(max(local.dim() - 1, 1)):
-        cut = Cut(dim)
+        cut = ChunkSpec(dim)
         if scattered or kind(start) == "all_reduce":
             out = cut
         else:
             out = next(results(start, start.args[0], cut), None)
             if out is None:  # blocks of ranks, each cut
                 ranks = len(start.args[1]) if kind(start) == "all_to_all_single" else 0
-                out = Cut(dim, ranks) if ranks and inputs(start, Cut(dim, ranks)) is not None else None
+                out = ChunkSpec(dim, ranks) if ranks and inputs(start, ChunkSpec(dim, ranks)) is not None else None
         region = _grown(start, out, reach) if out is not None and inputs(start, out) is not None else None
         if region is not None and region.starts and region.products:
-            found.append(region)
-    return sorted(found, key=lambda r: (-(len(r.starts) + len(r.products)), -len(r.most_parts((2, 4, 8)))))
+            matches.append(region)
+    return sorted(matches, key=lambda r: (-(len(r.starts) + len(r.products)), -len(r.most_parts((2, 4, 8)))))
 
 
-def _grown(start: fx.Node, out: Cut, reach: str) -> Region:
+def _grown(start: fx.Node, out: ChunkSpec, reach: str) -> Region:
     region, todo = Region(), []
 
     def add(node: fx.Node, out: Any) -> bool:
         if node in region.cuts:
             return agree(region.cuts[node], out)
-        if (is_start(node) and kind(node) not in KINDS) or not all(map(sized, (node, *node.all_input_nodes))):
+        if (is_start(node) and kind(node) not in KINDS) or not all(
+            map(has_static_sizes, (node, *node.all_input_nodes))
+        ):
             return False
         needs = inputs(node, out)
         if needs is None or not any(c is not None for c in needs.values()):
             return False
         if any(c is not None and s in region.cuts and not agree(region.cuts[s], c) for s, c in needs.items()):
             return False
-        region.cuts[node], region.needs[node] = completed(node, out), needs
+        region.cuts[node], region.needs[node] = complete_specs(node, out), needs
         todo.append(node)
         return True
 
@@ -108,12 +112,12 @@ def _grown(start: fx.Node, out: Cut, reach: str) -> Region:
         down, up = True, True
         if reach == "pair":
             at_end = is_product(node) or (is_start(node) and node is not start)
-            backwards = kind(start) in ("reduce_scatter_tensor", "all_reduce")
-            down, up = not at_end and not backwards, not at_end and kind(start) != "all_gather_into_tensor"
+            backward = kind(start) in ("reduce_scatter_tensor", "all_reduce")
+            down, up = not at_end and not backward, not at_end and kind(start) != "all_gather_into_tensor"
             if node is start:
                 for wait in node.users:
                     add(wait, out)
-            elif is_wait(node) and backwards:
+            elif is_wait(node) and backward:
                 down = up = False
         if up:
             for source, cut in region.needs[node].items():
@@ -124,17 +128,19 @@ def _grown(start: fx.Node, out: Cut, reach: str) -> Region:
                 for cut in results(user, node, region.cuts[node]) if user.op == "call_function" else ():
                     if add(user, cut):
                         break
-    return _trimmed(region)
+    return _trim(region)
 
 
 def _only_inside(node: fx.Node, cut: Any) -> bool:
     """Chunks of it cannot be put together for who reads it outside of the region: several results, or gaps between its
     elements that no view made.
     """
-    return isinstance(cut, tuple) or (isinstance(cut, Cut) and not is_view(node) and not is_packed(node.meta["val"]))
+    return isinstance(cut, tuple) or (
+        isinstance(cut, ChunkSpec) and not is_view(node) and not is_packed(node.meta["val"])
+    )
 
 
-def _trimmed(region: Region) -> Region:
+def _trim(region: Region) -> Region:
     """Without what does not lie between products and collectives, or has nothing to do with a collective."""
     order = sorted(region.cuts)
     while True:

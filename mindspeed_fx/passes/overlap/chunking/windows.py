@@ -43,72 +43,72 @@ class Found:
     """Collectives that were not, and why."""
 
 
-def best(trials: Trials, starts: Sequence[fx.Node]) -> Found:
+def best(attempts: Trials, starts: Sequence[fx.Node]) -> Found:
     """The best way that is found to cut the regions of these collectives."""
-    if len(trials.places) > LARGE:
-        return _on_windows(trials, starts)
-    found = {reach: list(disjoint(starts, reach)) for reach in trials.reaches}
-    return Found(trials.best(found), {s for rs in found.values() for r in rs for s in r.starts}, {})
+    if len(attempts.places) > LARGE:
+        return _on_windows(attempts, starts)
+    results = {reach: list(disjoint(starts, reach)) for reach in attempts.reaches}
+    return Found(attempts.best(results), {s for rs in results.values() for r in rs for s in r.starts}, {})
 
 
-def _on_windows(trials: Trials, starts: Sequence[fx.Node]) -> Found:
+def _on_windows(attempts: Trials, starts: Sequence[fx.Node]) -> Found:
     alike: dict[Any, list[fx.Node]] = {}
     like = {}
     for n in starts:
         like[n] = _like(n)
         alike.setdefault(like[n], []).append(n)
     exposed = Counter()
-    for i, seconds in trials.plain.exposed.items():
-        if trials.nodes[i] in like:
-            exposed[like[trials.nodes[i]]] += seconds
-    curve, task = memory_curve(trials.work, range(len(trials.work))), {n: i for i, n in enumerate(trials.nodes)}
+    for i, seconds in attempts.plain.exposed.items():
+        if attempts.nodes[i] in like:
+            exposed[like[attempts.nodes[i]]] += seconds
+    curve, task = memory_curve(attempts.work, range(len(attempts.work))), {n: i for i, n in enumerate(attempts.nodes)}
     cuttable: set[Any] = set()
     seen: set[Any] = set()
     votes: dict[Any, Counter] = {}
-    ways = 0
+    readings = 0
     for likeness, seconds in sorted(exposed.items(), key=lambda item: (-item[1], str(item[0])))[: 4 * MOST]:
-        if likeness in seen or seconds < GAIN / 4 * trials.plain.seconds or ways >= MOST:
+        if likeness in seen or seconds < GAIN / 4 * attempts.plain.seconds or readings >= MOST:
             continue
-        ways += 1
-        nodes = _around(trials, alike[likeness][len(alike[likeness]) // 2])
-        gm, copies, owned = _graph_of(trials, nodes)
-        slack = trials.limit - max(curve[task[n]] for n in nodes if n in task)
-        part = Trials(gm, trials.context, trials.hardware, owned=owned.__contains__, allowance=slack, within=TRIED)
+        readings += 1
+        nodes = _around(attempts, alike[likeness][len(alike[likeness]) // 2])
+        gm, copies, owned = _graph_of(attempts, nodes)
+        slack = attempts.limit - max(curve[task[n]] for n in nodes if n in task)
+        part = Trials(gm, attempts.context, attempts.hardware, owned=owned.__contains__, allowance=slack, within=TRIED)
         inside = {copies[n]: like[n] for n in nodes if n in like and n in copies}
         seen |= set(inside.values())
-        found = {reach: list(disjoint(list(inside), reach)) for reach in part.reaches}
-        cuttable |= {inside[s] for rs in found.values() for r in rs for s in r.starts}
-        chosen = {s: parts for region, parts in part.best(found) for s in region.starts}
+        results = {reach: list(disjoint(list(inside), reach)) for reach in part.reaches}
+        cuttable |= {inside[s] for rs in results.values() for r in rs for s in r.starts}
+        chosen = {s: parts for region, parts in part.best(results) for s in region.starts}
         for s, likeness in inside.items():
             votes.setdefault(likeness, Counter())[chosen.get(s, 1)] += 1
-        trials.tried |= {(ways, *key): value for key, value in part.tried.items()}
+        attempts.tried |= {(readings, *key): value for key, value in part.tried.items()}
     decided = {likeness: max(count, key=lambda p: (count[p], str(p))) for likeness, count in votes.items()}
-    regions = _carried(
+    regions = _carry_chunks(
         [n for n in starts if decided.get(like[n], 1) != 1], {n: decided.get(like[n], 1) for n in starts}
     )
-    seconds = trials.way(regions) if regions else None
-    if seconds is None or seconds > trials.plain.seconds * (1 - GAIN):
-        seconds, regions = trials.plain.seconds, []
+    seconds = attempts.way(regions) if regions else None
+    if seconds is None or seconds > attempts.plain.seconds * (1 - GAIN):
+        seconds, regions = attempts.plain.seconds, []
     few = (
         f"with all that is alike it is exposed for less than {GAIN / 4:.2%} of the step, and was tried on no window "
         "of the graph"
     )
     return Found(
-        trials.settled(seconds, regions),
+        attempts.settled(seconds, regions),
         {n for n in starts if like[n] in cuttable},
         {n: few for n in starts if like[n] not in seen},
     )
 
 
-def _carried(starts: Sequence[fx.Node], parts: dict[fx.Node, Parts]) -> list[tuple[Region, Parts]]:
+def _carry_chunks(starts: Sequence[fx.Node], parts: dict[fx.Node, Parts]) -> list[tuple[Region, Parts]]:
     """Regions of the whole graph, each cut as most of its collectives are to be."""
-    made = []
+    results = []
     for region in disjoint(starts, "pipeline"):
         count = Counter(parts.get(s, 1) for s in region.starts)
         most = max(count, key=lambda p: (count[p], str(p)))
         if most != 1 and region.most_parts((most,)):
-            made.append((region, most))
-    return made
+            results.append((region, most))
+    return results
 
 
 def _like(start: fx.Node) -> Any:
@@ -119,19 +119,21 @@ def _like(start: fx.Node) -> Any:
     return str((kind(start), start.args[1:], value(start), before, after))
 
 
-def _around(trials: Trials, middle: fx.Node) -> list[fx.Node]:
-    nodes = list(trials.places)
-    first = max(min(trials.places[middle] - WIDTH // 2, len(nodes) - WIDTH), 0)
+def _around(attempts: Trials, middle: fx.Node) -> list[fx.Node]:
+    nodes = list(attempts.places)
+    first = max(min(attempts.places[middle] - WIDTH // 2, len(nodes) - WIDTH), 0)
     return [n for n in nodes[first : first + WIDTH] if n.op not in ("placeholder", "output", "get_attr")]
 
 
-def _graph_of(trials: Trials, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node], set[fx.Node]]:
+def _graph_of(
+    attempts: Trials, nodes: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node], set[fx.Node]]:
     """A graph of these nodes alone, in their order.
 
     Returns:
         It; the copy of each node (inputs from outside are placeholders); and the placeholders whose memory it may free.
     """
-    inside, owner = set(nodes), trials.owned or (lambda n: False)
+    inside, owner = set(nodes), attempts.owned or (lambda n: False)
     inside -= {
         n for n in nodes if is_wait(n) and not (isinstance(n.args[0], fx.Node) and n.args[0] in inside)
     }  # of a transfer that began before
@@ -140,7 +142,7 @@ def _graph_of(trials: Trials, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule,
     for n in needed:
         if n.op == "get_attr":
             if "." not in n.target:
-                setattr(root, n.target, getattr(trials.gm, n.target))
+                setattr(root, n.target, getattr(attempts.gm, n.target))
             copies[n] = graph.node_copy(n)
         else:
             copies[n] = graph.placeholder(n.name)

@@ -24,15 +24,15 @@ def highest(graph: "TaskGraph") -> float:
     by_resource: dict[str, list[int]] = {}
     for i, task in enumerate(graph.tasks):
         by_resource.setdefault(task.resource, []).append(i)
-    found = [
+    results = [
         graph.bound(),
         chain(graph),
-        *(preemptive(graph, indices, graph.heads, graph.tails) for indices in by_resource.values()),
+        *(preemptive(graph, indices, graph.asap_lengths, graph.alap_lengths) for indices in by_resource.values()),
     ]
-    return max(found) if len(graph) * len(graph.transfers) > WIDE else max(*found, segments(graph))
+    return max(results) if len(graph) * len(graph.transfers) > WIDE else max(*results, segments(graph))
 
 
-def preemptive(graph: "TaskGraph", indices: Sequence[int], heads: Sequence[float], tails: Sequence[float]) -> float:
+def preemptive(graph: "TaskGraph", indices: Sequence[int], heads: Sequence[float], alap: Sequence[float]) -> float:
     """A bound from the tasks of one resource: none starts before its head, nor leaves less than its tail behind it,
     even if they could be interrupted (Jackson's preemptive schedule, Carlier 1982).
 
@@ -42,20 +42,20 @@ def preemptive(graph: "TaskGraph", indices: Sequence[int], heads: Sequence[float
     seconds = [graph.tasks[i].seconds for i in indices]
     pending = sorted((heads[i], k) for k, i in enumerate(indices) if seconds[k] > 0)
     heap: list[tuple[float, int]] = []
-    left = list(seconds)
+    remaining = list(seconds)
     now, longest, at = 0.0, 0.0, 0
     while at < len(pending) or heap:
         if not heap:
             now = max(now, pending[at][0])
         while at < len(pending) and pending[at][0] <= now:
             k = pending[at][1]
-            heapq.heappush(heap, (-(tails[indices[k]] - seconds[k]), k))
+            heapq.heappush(heap, (-(alap[indices[k]] - seconds[k]), k))
             at += 1
         tail, k = heap[0]
-        run = left[k] if at == len(pending) else min(left[k], pending[at][0] - now)
+        run = remaining[k] if at == len(pending) else min(remaining[k], pending[at][0] - now)
         now += run
-        left[k] -= run
-        if left[k] <= 1e-15:
+        remaining[k] -= run
+        if remaining[k] <= 1e-15:
             heapq.heappop(heap)
             longest = max(longest, now - tail)
     return longest
@@ -116,10 +116,10 @@ def segments(graph: "TaskGraph") -> float:
     nothing any more. The points are those with the most work of each stretch without transfers; which of them are used
     is chosen so that the sum is highest.
     """
-    found = points(graph)
-    if not found:
+    result = points(graph)
+    if not result:
         return 0.0
-    ends = [-1, *found, len(graph)]
+    ends = [-1, *result, len(graph)]
     best = [0.0] * len(ends)  # the highest bound of when a point ends
     for j in range(1, len(ends)):
         own = graph.tasks[ends[j]].seconds if ends[j] < len(graph) else 0.0
@@ -159,13 +159,13 @@ def _between(graph: "TaskGraph", first: int, last: int) -> float:
         known = [heads[n] + tasks[n].seconds for n in tasks[i].needs if n in heads]
         if known or first < 0 or first in tasks[i].needs:
             heads[i] = max(known, default=0.0)
-    tails: dict[int, float] = {}
+    alap: dict[int, float] = {}
     for i in reversed(inside):
         if i in heads:
-            known = [tails[u] for u in graph.users[i] if u in tails]
+            known = [alap[u] for u in graph.users[i] if u in alap]
             if known or last == len(tasks) or last in graph.users[i]:
-                tails[i] = tasks[i].seconds + max(known, default=0.0)
+                alap[i] = tasks[i].seconds + max(known, default=0.0)
     by_resource: dict[str, list[int]] = {}
-    for i in reversed(tails):
+    for i in reversed(alap):
         by_resource.setdefault(tasks[i].resource, []).append(i)
-    return max((preemptive(graph, indices, heads, tails) for indices in by_resource.values()), default=0.0)
+    return max((preemptive(graph, indices, heads, alap) for indices in by_resource.values()), default=0.0)

@@ -93,8 +93,8 @@ def fused_transfer(node: fx.Node, hardware: Hardware) -> Collective:
     if (
         kind_ == "all_to_all_single"
     ):  # the tokens as they travel: before the product that reads them, after the one that makes them
-        made = node.meta["val"][0]
-        size = a.element_size() * (a.numel() if "alltoallv_gmm" in str(node.target) else made.numel())
+        result = node.meta["val"][0]
+        size = a.element_size() * (a.numel() if "alltoallv_gmm" in str(node.target) else result.numel())
         return collective(_KINDS[kind_], size, len(ranks), hardware, per_machine(ranks, hardware.node))
     size = (
         a.element_size() * a.shape[0] * (a.shape[1] * len(ranks) if kind_ == "all_gather_into_tensor" else b.shape[1])

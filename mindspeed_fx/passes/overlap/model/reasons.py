@@ -30,7 +30,7 @@ def independent_seconds(graph: TaskGraph, transfer: int) -> float:
     )
 
 
-def hidden(timeline: Timeline, transfer: int) -> bool:
+def is_hidden(timeline: Timeline, transfer: int) -> bool:
     """True when at most :data:`HIDDEN` of the transfer's time is exposed."""
     return timeline.exposed.get(transfer, 0.0) <= HIDDEN * timeline.graph.tasks[transfer].seconds
 
@@ -82,7 +82,9 @@ def reasons(timeline: Timeline, unlimited: Timeline | None = None) -> dict[int, 
         unlimited: what the same scheduler does when memory does not count; None when memory was not limited.
     """
     graph = timeline.graph
-    exposed = sorted((i for i in timeline.exposed if not hidden(timeline, i)), key=lambda i: (-timeline.exposed[i], i))
+    exposed = sorted(
+        (i for i in timeline.exposed if not is_hidden(timeline, i)), key=lambda i: (-timeline.exposed[i], i)
+    )
     ended = {
         (graph.tasks[i].resource, timeline.end[i]): i for i in timeline.order if graph.tasks[i].resource != COMPUTE
     }

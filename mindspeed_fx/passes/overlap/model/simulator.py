@@ -82,9 +82,9 @@ def memory_curve(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     """Bytes live while each task of ``order`` is issued: buffers from their maker until after their last user."""
     if not graph.buffers:
         return [0] * len(graph)
-    bytes_, made, kept, used, starts = graph.memory
+    bytes_, result, kept, used, starts = graph.memory
     place = graph.places(order)
-    first = place[made]
+    first = place[result]
     last = np.where(kept, len(graph) - 1, np.maximum.reduceat(place[used], starts))
     change = np.zeros(len(graph) + 1, dtype=np.int64)
     np.add.at(change, first, bytes_)

@@ -80,7 +80,7 @@ def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], boo
     return GraphTasks(gm, nodes, TaskGraph(tasks, builder.finished()))
 
 
-def priced(
+def cached_tasks(
     gm: fx.GraphModule, context: Context | None, cost: Callable[[], CostOf], owned: Callable[[fx.Node], bool] | None
 ) -> GraphTasks:
     """:func:`tasks_of`, once for all passes of this family where a graph is LARGE and has not changed between them.
@@ -91,13 +91,13 @@ def priced(
     if len(gm.graph.nodes) <= LARGE:
         return tasks_of(gm, cost(), owned=owned)
     now = [(n, n.target, n.args, n.kwargs) for n in gm.graph.nodes]
-    before, made = context.overlap.tasks if context is not None else (None, None)
+    before, result = context.overlap.tasks if context is not None else (None, None)
     if before != now:
         with no_gc(True):
-            made = tasks_of(gm, cost(), owned=owned)
+            result = tasks_of(gm, cost(), owned=owned)
     if context is not None:
-        context.overlap.tasks = (now, made)
-    return made
+        context.overlap.tasks = (now, result)
+    return result
 
 
 def saved_activation(node: fx.Node) -> bool:

@@ -103,19 +103,19 @@ class TaskGraph:
         return [i for i, t in enumerate(self.tasks) if t.resource != COMPUTE]
 
     @cached_property
-    def tails(self) -> list[float]:
+    def alap_lengths(self) -> list[float]:
         """Longest path from the start of each task to the end of the graph, in seconds."""
-        tails, users = [0.0] * len(self.tasks), self.users
+        alap, users = [0.0] * len(self.tasks), self.users
         for i in range(len(self.tasks) - 1, -1, -1):
             longest = 0.0
             for u in users[i]:
-                if tails[u] > longest:
-                    longest = tails[u]
-            tails[i] = self.tasks[i].seconds + longest
-        return tails
+                if alap[u] > longest:
+                    longest = alap[u]
+            alap[i] = self.tasks[i].seconds + longest
+        return alap
 
     @cached_property
-    def heads(self) -> list[float]:
+    def asap_lengths(self) -> list[float]:
         """Longest path from the start of the graph to the start of each task, in seconds."""
         heads = [0.0] * len(self.tasks)
         done = [0.0] * len(self.tasks)
@@ -141,7 +141,7 @@ class TaskGraph:
 
     def bound(self) -> float:
         """No schedule is shorter: max(total compute, total per link, critical path), in seconds."""
-        return max(max(self.busy().values()), max(self.tails, default=0.0))
+        return max(max(self.busy().values()), max(self.alap_lengths, default=0.0))
 
     @cached_property
     def highest_bound(self) -> float:
@@ -159,14 +159,14 @@ class TaskGraph:
     def memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of each buffer its bytes, its maker (:meth:`places` has a place for what is there from the start), whether it
         is kept; makers and users, one buffer after the other, and where each buffer's begin."""
-        there = len(self.tasks)
-        made = [b.made_by if b.made_by >= 0 else there for b in self.buffers]
-        used = [u for b, m in zip(self.buffers, made) for u in (m, *b.users)]
+        existing = len(self.tasks)
+        results = [b.made_by if b.made_by >= 0 else existing for b in self.buffers]
+        used = [u for b, m in zip(self.buffers, results) for u in (m, *b.users)]
         starts = np.cumsum([0, *(len(b.users) + 1 for b in self.buffers)])[:-1]
         integers = lambda row: np.array(row, dtype=np.int64)  # noqa: E731
         return (
             integers([b.bytes for b in self.buffers]),
-            integers(made),
+            integers(results),
             np.array([b.kept for b in self.buffers], dtype=bool),
             integers(used),
             starts,

@@ -46,21 +46,21 @@ def by_stretches(graph: TaskGraph, order: Sequence[int], limit: int | None, work
     for first, end in stretches:
         alike.setdefault(_key(graph, sorted(order[first:end])), []).append((first, end))
     for same in alike.values():
-        found: list[list[int]] | None = None
+        result: list[list[int]] | None = None
         for first, end in same:
             tasks = sorted(order[first:end])
             place = {i: k for k, i in enumerate(tasks)}
             stretch = _part(graph, tasks, place)
             now = simulate(stretch, [place[i] for i in order[first:end]], memory=False).seconds
-            if found is None:
-                found = _searched(
+            if result is None:
+                result = _search(
                     stretch,
                     [place[i] for i in order[first:end]],
                     now,
                     functools.partial(_fits, graph, order, first, tasks, limit) if limit is not None else None,
                     work // len(alike),
                 )
-            for o in found:
+            for o in result:
                 if simulate(stretch, o, memory=False).seconds < now and (
                     limit is None or _fits(graph, order, first, tasks, limit, o)
                 ):
@@ -94,34 +94,34 @@ def _part(graph: TaskGraph, tasks: list[int], place: dict[int, int]) -> TaskGrap
     )
 
 
-def _searched(
+def _search(
     graph: TaskGraph, order: list[int], seconds: float, fits: Callable[[list[int]], bool] | None, work: int
 ) -> list[list[int]]:
     """Orders shorter than ``order``, the shortest first."""
     size, least = len(graph), graph.highest_bound
     ahead, back = _Side(graph, False), _Side(graph, True)
-    best, kept, dice, left = seconds, [], random.Random(0), max(work // size, 1)
+    best, kept, dice, remaining = seconds, [], random.Random(0), max(work // size, 1)
     keys = simulate(graph, order, memory=False).start
     movable = [i for i, t in enumerate(graph.tasks) if t.seconds > 0]
-    trial = [-t for t in graph.tails]
-    while left > 0 and best > least * (1 + 1e-4):
+    trial = [-t for t in graph.alap_lengths]
+    while remaining > 0 and best > least * (1 + 1e-4):
         last = float("inf")
-        while left > 0:
+        while remaining > 0:
             starts, now = ahead.placed(trial)
-            left -= 2
+            remaining -= 2
             if now >= last * (1 - 1e-12):
                 break
-            last, found = now, starts
+            last, result = now, starts
             turned, _ = back.placed([-(s + t.seconds) for s, t in zip(starts, graph.tasks)])
             trial = [-(s + t.seconds) for s, t in zip(turned, graph.tasks)]
         if last < best * (1 - 1e-9):
-            made = _order(graph, found)
-            now = simulate(graph, made, memory=False).seconds
-            if now < best and (fits is None or fits(made)):
-                best, keys = now, found
-                kept.insert(0, made)
+            output = _order(graph, result)
+            now = simulate(graph, output, memory=False).seconds
+            if now < best and (fits is None or fits(output)):
+                best, keys = now, result
+                kept.insert(0, output)
         elif kept and last <= best * (1 + 1e-9) and fits is None:
-            keys = found
+            keys = result
         if dice.random() < 0.5:
             trial = list(keys)
             for _ in range(dice.choice((1, 2, 3, 5))):

@@ -17,16 +17,16 @@ _SAME = 3  # partial orders kept that issued the same tasks
 
 def beam(graph: TaskGraph, limit: int, width: int) -> list[int] | None:
     """An order whose peak is at most ``limit`` bytes; None when none of ``width`` partial orders came through."""
-    tasks, tails, size = graph.tasks, graph.tails, len(graph)
+    tasks, alap, size = graph.tasks, graph.alap_lengths, len(graph)
     links = {link: k for k, link in enumerate(graph.links)}
     needs = [_bits(t.needs) for t in tasks]
-    made, readers, frees = [0] * size, [], [[] for _ in range(size)]
-    there = 0
+    results, readers, frees = [0] * size, [], [[] for _ in range(size)]
+    existing = 0
     for n, b in enumerate(graph.buffers):
         if b.made_by >= 0:
-            made[b.made_by] += b.bytes
+            results[b.made_by] += b.bytes
         else:
-            there += b.bytes
+            existing += b.bytes
         readers.append(_bits({b.made_by, *b.users} - {-1}))
         for u in {b.made_by, *b.users} - {-1}:
             if not b.kept:
@@ -35,23 +35,23 @@ def beam(graph: TaskGraph, limit: int, width: int) -> list[int] | None:
         sum(t.seconds for t in tasks if t.resource == link) for link in links
     ]
     # issued, bytes live, clock, when each link is free, ends of transfers, work left, order
-    states = [(0, there, 0.0, (0.0,) * len(links), {}, tuple(work), None)]
+    states = [(0, existing, 0.0, (0.0,) * len(links), {}, tuple(work), None)]
     for _ in range(size):
         grown: dict[int, list[tuple]] = {}
-        for issued, live, clock, free, ends, left, order in states:
+        for issued, live, clock, free, ends, remaining, order in states:
             for i in range(size):
-                if issued >> i & 1 or needs[i] & ~issued or live + made[i] > limit:
+                if issued >> i & 1 or needs[i] & ~issued or live + results[i] > limit:
                     continue
                 task, now = tasks[i], issued | 1 << i
                 ready = max([clock, *(ends[n] for n in task.needs if n in ends)])
                 if task.resource == COMPUTE:
                     then, freed, done = ready + task.seconds, free, ends
-                    remain = (left[0] - task.seconds, *left[1:])
+                    remain = (remaining[0] - task.seconds, *remaining[1:])
                 else:
                     k = links[task.resource]
                     end = max(ready, free[k]) + task.seconds
                     then, freed, done = clock, (*free[:k], end, *free[k + 1 :]), {**ends, i: end}
-                    remain = (*left[: k + 1], left[k + 1] - task.seconds, *left[k + 2 :])
+                    remain = (*remaining[: k + 1], remaining[k + 1] - task.seconds, *remaining[k + 2 :])
                 least = max(
                     [
                         then + remain[0],
@@ -61,8 +61,8 @@ def beam(graph: TaskGraph, limit: int, width: int) -> list[int] | None:
                 )
                 for u in range(size):
                     if not now >> u & 1 and not needs[u] & ~now:
-                        least = max(least, max([then, *(done[n] for n in tasks[u].needs if n in done)]) + tails[u])
-                after = live + made[i] - sum(graph.buffers[n].bytes for n in frees[i] if not readers[n] & ~now)
+                        least = max(least, max([then, *(done[n] for n in tasks[u].needs if n in done)]) + alap[u])
+                after = live + results[i] - sum(graph.buffers[n].bytes for n in frees[i] if not readers[n] & ~now)
                 grown.setdefault(now, []).append(
                     (least, then, sum(freed), len(grown), (now, after, then, freed, done, remain, (i, order)))
                 )
@@ -70,15 +70,15 @@ def beam(graph: TaskGraph, limit: int, width: int) -> list[int] | None:
         states = [s[4] for s in sorted(chosen, key=lambda s: s[:4])[:width]]
         if not states:
             return None
-    found, order = [], min(states, key=lambda s: max([s[2], *s[4].values()]))[6]
+    matches, order = [], min(states, key=lambda s: max([s[2], *s[4].values()]))[6]
     while order is not None:
-        found.append(order[0])
+        matches.append(order[0])
         order = order[1]
-    return found[::-1]
+    return matches[::-1]
 
 
 def _bits(items: Sequence[int]) -> int:
-    found = 0
+    result = 0
     for i in items:
-        found |= 1 << i
-    return found
+        result |= 1 << i
+    return result

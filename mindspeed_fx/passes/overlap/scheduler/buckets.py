@@ -44,7 +44,7 @@ def buckets(graph: TaskGraph, candidates: Sequence[Candidate], cap: int) -> list
     return acyclic(graph, sorted((b for b in done if len(b) > 1), key=lambda b: b[0].task))
 
 
-def merged(graph: TaskGraph, chosen: Sequence[Sequence[Candidate]]) -> tuple[TaskGraph, list[tuple[int, ...]]]:
+def merge_buckets(graph: TaskGraph, chosen: Sequence[Sequence[Candidate]]) -> tuple[TaskGraph, list[tuple[int, ...]]]:
     """The graph with each bucket as one transfer, in the stable topological order closest to the given one.
 
     Returns:
@@ -58,7 +58,7 @@ def merged(graph: TaskGraph, chosen: Sequence[Sequence[Candidate]]) -> tuple[Tas
     for i, h in enumerate(home):
         members.setdefault(h, []).append(i)
     needs = {h: {home[n] for i in group for n in graph.tasks[i].needs} - {h} for h, group in members.items()}
-    order = _sorted(needs)
+    order = _topological_order(needs)
     place = {h: k for k, h in enumerate(order)}
     seconds = {b[-1].task: max(c.fixed for c in b) + sum(c.moving for c in b) for b in chosen}
     tasks = []
@@ -86,7 +86,7 @@ def merged(graph: TaskGraph, chosen: Sequence[Sequence[Candidate]]) -> tuple[Tas
     return TaskGraph(tasks, buffers), [tuple(members[h]) for h in order]
 
 
-def _sorted(needs: dict[int, set[int]]) -> list[int]:
+def _topological_order(needs: dict[int, set[int]]) -> list[int]:
     """Topological order, smallest first; shorter than ``needs`` when they are circular."""
     users: dict[int, list[int]] = {h: [] for h in needs}
     missing = {h: len(n) for h, n in needs.items()}
@@ -117,7 +117,7 @@ def acyclic(graph: TaskGraph, chosen: list[list[Candidate]]) -> list[list[Candid
         needs: dict[int, set[int]] = {h: set() for h in home}
         for i, t in enumerate(graph.tasks):
             needs[home[i]] |= {home[n] for n in t.needs} - {home[i]}
-        stuck = set(needs) - set(_sorted(needs))
+        stuck = set(needs) - set(_topological_order(needs))
         if not stuck:
             return kept
         kept.remove(max((b for b in kept if b[-1].task in stuck), key=lambda b: b[-1].task))

@@ -65,7 +65,7 @@ def dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     nodes = list(graph.nodes)
     place = {n: k for k, n in enumerate(nodes)}
     calls = [k for k, n in enumerate(nodes) if _is_call(n)]
-    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    results: dict[fx.Node, dict[fx.Node, None]] = {}
     last_of: dict[str, fx.Node] = {}
     before = -1  # last call so far
     at = 0
@@ -76,21 +76,21 @@ def dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             continue
         previous = last_of.get(group_of(node))
         if previous is not None:
-            found.setdefault(node, {})[previous] = None
+            results.setdefault(node, {})[previous] = None
         last_of[group_of(node)] = node
         if before >= 0:
-            found.setdefault(node, {})[nodes[before]] = None
+            results.setdefault(node, {})[nodes[before]] = None
         for wait in waits_of(node):
             under = [j for j in calls if k < j < place[wait]] or [
                 j for j in range(k + 1, place[wait]) if _is_work(nodes[j])
             ]
             if under:
-                found.setdefault(nodes[under[0]], {})[node] = None
-                found.setdefault(wait, {})[nodes[under[-1]]] = None
+                results.setdefault(nodes[under[0]], {})[node] = None
+                results.setdefault(wait, {})[nodes[under[-1]]] = None
     return {
-        n: [d for d in found[n] if d not in n.all_input_nodes]
+        n: [d for d in results[n] if d not in n.all_input_nodes]
         for n in nodes
-        if n in found and any(d not in n.all_input_nodes for d in found[n])
+        if n in results and any(d not in n.all_input_nodes for d in results[n])
     }
 
 

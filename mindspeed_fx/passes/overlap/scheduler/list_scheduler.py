@@ -212,33 +212,33 @@ class _ListScheduler:
         """The first entry whose task memory allows (and ``held`` releases); up to ``width`` are asked."""
         issued, allowed, progress = self.issued, self.anchor.allowed, self.progress
         passed = []
-        found = None
+        result = None
         while heap and len(passed) < width:
             entry = heappop(heap)
             if issued[entry[-1]]:
                 continue
             if (held is None or held[entry[-1]] <= progress) and allowed(entry[-1]):
-                found = entry
+                result = entry
                 break
             passed.append(entry)
         for entry in passed:
             heappush(heap, entry)
-        return found
+        return result
 
     def take_filler(self, window: float) -> int | None:
         """A ready task that is done within ``window``; the first by key of those looked at."""
-        ready, passed, found = self.ready, [], None
+        ready, passed, result = self.ready, [], None
         while ready and len(passed) < _FITS:
             entry = heappop(ready)
             if self.issued[entry[1]]:
                 continue
             if 0 < self.tasks[entry[1]].seconds <= window and self.anchor.allowed(entry[1]):
-                found = entry[1]
+                result = entry[1]
                 break
             passed.append(entry)
         for entry in passed:
             heappush(ready, entry)
-        return found
+        return result
 
     def is_held_back(self, entry: tuple[float, int]) -> bool:
         """Is a more urgent transfer expected on the same link so soon that this one should let it pass?"""

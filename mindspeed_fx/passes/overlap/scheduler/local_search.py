@@ -15,7 +15,7 @@ from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Task, TaskGraph
 from mindspeed_fx.passes.overlap.scheduler.active_schedules import by_stretches
 from mindspeed_fx.passes.overlap.scheduler.beam_search import beam
 from mindspeed_fx.passes.overlap.scheduler.list_scheduler import list_schedule
-from mindspeed_fx.passes.overlap.scheduler.min_memory_order import frugal, reordered
+from mindspeed_fx.passes.overlap.scheduler.min_memory_order import min_memory_order, reorder
 from mindspeed_fx.passes.overlap.scheduler.slack import raise_starts, sink_waits
 
 WORK = 120_000
@@ -56,16 +56,16 @@ def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int | None = 
 
 
 def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:
-    given = simulate(graph)
-    limit = None if allowance is None else given.peak + allowance
-    search = _Search(graph, limit, given)
+    arg = simulate(graph)
+    limit = None if allowance is None else arg.peak + allowance
+    search = _Search(graph, limit, arg)
     search.run(work if limit is None else max(work // 2, 1))
     best, order, spent = search.best, search.best_order, search.spent
     if limit is not None:
         for anchor in _anchors(graph, limit, order):
             if spent + len(graph) > work or search._done():
                 break
-            moved = reordered(graph, anchor)
+            moved = reorder(graph, anchor)
             search = _Search(moved, limit, simulate(moved, memory=False))
             search.run((work - spent + 1) // 2)
             spent += search.spent
@@ -73,15 +73,15 @@ def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:
                 best, order = search.best, [anchor[k] for k in search.best_order]
         width = min(work // (4 * max(len(graph), 1)), 500)  # about four ready tasks to each partial order
         if len(graph) <= SMALL and width >= 20 and best > graph.highest_bound * (1 + CLOSE):
-            found = beam(graph, limit, width)
-            if found is not None and simulate(graph, found, memory=False).seconds < best:
-                order = found
+            hit = beam(graph, limit, width)
+            if hit is not None and simulate(graph, hit, memory=False).seconds < best:
+                order = hit
     if not search._done():
         order = by_stretches(graph, order, limit, STRETCHES * work)
     order = sink_waits(graph, raise_starts(graph, order, limit), limit)
     result = simulate(graph, order)
-    if result.seconds > given.seconds * (1 + 1e-12):
-        return given
+    if result.seconds > arg.seconds * (1 + 1e-12):
+        return arg
     return result
 
 
@@ -90,7 +90,7 @@ def _anchors(graph: TaskGraph, limit: int, best: Sequence[int]) -> Iterator[list
     promised for.
     """
     if len(graph) <= FRUGAL:
-        lean = frugal(graph)
+        lean = min_memory_order(graph)
         if max(memory_curve(graph, lean), default=0) <= limit:
             yield lean
     yield list(best)
@@ -111,9 +111,9 @@ prefetch, in durations of the transfer (None: as far as memory allows); patience
 
 
 class _Search:
-    def __init__(self, graph: TaskGraph, limit: int | None, given: Timeline):
+    def __init__(self, graph: TaskGraph, limit: int | None, arg: Timeline):
         self.graph, self.limit = graph, limit
-        self.best, self.best_order = given.seconds, list(given.order)
+        self.best, self.best_order = arg.seconds, list(arg.order)
         self.bound = graph.highest_bound
         self.reverse: TaskGraph | None = None
         self.expected: list[float] | None = None
@@ -121,11 +121,11 @@ class _Search:
         self.spent = 0
 
     def run(self, work: int) -> None:
-        tails, size = self.graph.tails, len(self.graph)
-        longest = max(tails, default=0.0)
+        alap, size = self.graph.alap_lengths, len(self.graph)
+        longest = max(alap, default=0.0)
         for share, margin, patience in _STARTS:
             self.release = None if margin is None or self.limit is None else just_in_time(self.graph, margin)
-            self._descend([share * longest * i / size - (1 - share) * t for i, t in enumerate(tails)], patience, work)
+            self._descend([share * longest * i / size - (1 - share) * t for i, t in enumerate(alap)], patience, work)
             if self.spent >= work or self._done():
                 return
         dice = random.Random(0)
@@ -137,7 +137,7 @@ class _Search:
                 if self.limit is None or dice.random() < 0.5
                 else just_in_time(self.graph, dice.choice((0.5, 1.0, 2.0, 4.0)))
             )
-            keys = [-t * (1 + noise * (dice.random() - 0.5)) for t in tails]
+            keys = [-t * (1 + noise * (dice.random() - 0.5)) for t in alap]
             if dice.random() < 0.5:  # near the best so far
                 place = {i: k for k, i in enumerate(self.best_order)}
                 keys = [place[i] + noise * size * (dice.random() - 0.5) for i in range(size)]

@@ -55,22 +55,22 @@ class Anchor:
         """May task ``i`` be issued now?"""
         if self.limit is None or i == self.first:
             return True
-        made = self._made[i]
-        if not made:
+        result = self._made[i]
+        if not result:
             return True
         now, full = self.first, self._full[i]
-        if self._seen[now] + made > self.limit:  # while i runs, what it frees is still there
+        if self._seen[now] + result > self.limit:  # while i runs, what it frees is still there
             return False
         if full >= now and self._seen[full] + self._adds[i] > self.limit:
             return False
         ahead = self.profile[now:i]
         highest = int(ahead.argmax())
-        if self._seen[now + highest] + made <= self.limit:
+        if self._seen[now + highest] + result <= self.limit:
             return True
         freed = self._freed(i)
-        self._adds[i] = made
+        self._adds[i] = result
         if freed:
-            ahead = ahead + made
+            ahead = ahead + result
             for low, high, size in freed:
                 ahead[max(low - now, 0) : max(high - now, 0)] -= size
             highest = int(ahead.argmax())

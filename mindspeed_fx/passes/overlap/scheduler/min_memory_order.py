@@ -8,7 +8,7 @@ from mindspeed_fx.passes.overlap.model.simulator import memory_curve
 from mindspeed_fx.passes.overlap.model.tasks import Buffer, Task, TaskGraph
 
 
-def frugal(graph: TaskGraph) -> list[int]:
+def min_memory_order(graph: TaskGraph) -> list[int]:
     """Of the ready tasks that free at least what they make, the first as written; else the one that adds least. O(E log
     V).
     """
@@ -16,10 +16,10 @@ def frugal(graph: TaskGraph) -> list[int]:
     missing = [len(set(t.needs)) for t in graph.tasks]
     change = [0] * size  # bytes that a task would add now; buffers only come closer to being freed, so that it falls
     reads: list[list[int]] = [[] for _ in range(size)]
-    left = []
+    remaining = []
     for n, b in enumerate(graph.buffers):
         users = {b.made_by, *b.users} - {-1}
-        left.append(users)
+        remaining.append(users)
         if b.made_by >= 0:
             change[b.made_by] += b.bytes
         for u in users:
@@ -54,9 +54,9 @@ def frugal(graph: TaskGraph) -> list[int]:
         done[best] = True
         order.append(best)
         for n in reads[best]:
-            left[n].discard(best)
-            if len(left[n]) == 1 and not graph.buffers[n].kept:
-                (last,) = left[n]
+            remaining[n].discard(best)
+            if len(remaining[n]) == 1 and not graph.buffers[n].kept:
+                (last,) = remaining[n]
                 change[last] -= graph.buffers[n].bytes
                 if not missing[last]:
                     enter(last)
@@ -72,13 +72,13 @@ def leaner(graph: TaskGraph, limit: int) -> list[int] | None:
     either.
     """
     written = list(range(len(graph)))
-    for order in (written, frugal(graph)):
+    for order in (written, min_memory_order(graph)):
         if max(memory_curve(graph, order), default=0) <= limit:
             return order
     return None
 
 
-def reordered(graph: TaskGraph, order: list[int]) -> TaskGraph:
+def reorder(graph: TaskGraph, order: list[int]) -> TaskGraph:
     """The same tasks, written in another order."""
     place = {i: k for k, i in enumerate(order)}
     moved = lambda i: place[i] if i >= 0 else -1

@@ -27,11 +27,11 @@ class OrderMismatch(PassError):
 
 def orders(gm: fx.GraphModule) -> dict[str, list[str]]:
     """Group -> its collectives in order, each as a line of text: operator, dtype, shape, source line."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for node in gm.graph.nodes:
         if is_start(node):
-            found.setdefault(group_of(node), []).append(describe(node))
-    return found
+            results.setdefault(group_of(node), []).append(describe(node))
+    return results
 
 
 def describe(node: fx.Node) -> str:
@@ -84,10 +84,10 @@ def check_across_ranks(gm: fx.GraphModule, side: str, settings: str = "") -> dic
     Raises:
         OrderMismatch: on the rank that comes later.
     """
-    found = orders(gm)
+    result = orders(gm)
     store = distributed.default_store()
     if store is not None:
-        for group, order in found.items():
+        for group, order in result.items():
             ranks, own = distributed.ranks_of(group), distributed.rank()
             members = hashlib.sha256(json.dumps(sorted(order)).encode()).hexdigest()[:16]
             key = f"mindspeed_fx/order/{group}/{side}/{members}"
@@ -99,7 +99,7 @@ def check_across_ranks(gm: fx.GraphModule, side: str, settings: str = "") -> dic
             for r in ranks:
                 if r != own:
                     _compare_all(group, {own: mine, r: written(r)})
-    return {group: digest(order) for group, order in found.items()}
+    return {group: digest(order) for group, order in result.items()}
 
 
 def _compare_all(group: str, by_rank: Mapping[int, Sequence[Sequence[Any]]]) -> None:

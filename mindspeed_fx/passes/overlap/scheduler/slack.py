@@ -28,10 +28,10 @@ def raise_starts(graph: TaskGraph, order: Sequence[int], limit: int | None) -> l
         clock.append(now)  # when the program gets to place k
         if tasks[i].resource == COMPUTE:
             now = timeline.end[i]
-    made = [0] * len(tasks)
+    results = [0] * len(tasks)
     for buffer in graph.buffers:
         if buffer.made_by >= 0:
-            made[buffer.made_by] += buffer.bytes
+            results[buffer.made_by] += buffer.bytes
     curve = np.asarray(memory_curve(graph, order), dtype=np.int64)
     moved: dict[int, int] = {}  # start -> it now comes right before this place
     last = dict.fromkeys(graph.links, 0)
@@ -43,11 +43,11 @@ def raise_starts(graph: TaskGraph, order: Sequence[int], limit: int | None) -> l
         target = here
         while target > first and clock[target] > timeline.start[i] - AHEAD * task.seconds:
             target -= 1
-        if limit is not None and made[i] and target < here:
-            over = np.flatnonzero(curve[target:here] + made[i] > limit)
+        if limit is not None and results[i] and target < here:
+            over = np.flatnonzero(curve[target:here] + results[i] > limit)
             target = target + int(over[-1]) + 1 if len(over) else target
         if target < here:
-            curve[target:here] += made[i]
+            curve[target:here] += results[i]
             moved[i] = target
         last[task.resource] = target if target < here else here + 1
     return sorted(order, key=lambda i: (moved.get(i, place[i]), i not in moved, place[i]))

@@ -6,7 +6,7 @@ from typing import Mapping
 
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.passes.base import PassReport
-from mindspeed_fx.passes.recompute.problem.joint_graph import Step
+from mindspeed_fx.passes.recompute.problem.joint_graph import JointGraph
 from mindspeed_fx.passes.recompute.problem.remat_problem import Plan
 from mindspeed_fx.report import memory
 from mindspeed_fx.report.source import source_line
@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def show(
-    report: PassReport, step: Step, plans: Mapping[str, Plan | None], why: Mapping[int, str], planned: bool
+    report: PassReport, step: JointGraph, plans: Mapping[str, Plan | None], why: Mapping[int, str], planned: bool
 ) -> None:
     """Adds to ``report`` the table of the last of ``plans`` and the memory curves of all.
 
@@ -31,7 +31,7 @@ def show(
     saved = sum(r.bytes for r in rows if r.decision == "save")
     peak = curves[list(shown)[-1]]
     report.notes.append(
-        f"saved for the backward {saved / MIB:.2f} MiB; made again {len(report.rewrites) - len(plan.ways)} calls; "
+        f"saved for the backward {saved / MIB:.2f} MiB; made again {len(report.rewrites) - len(plan.moves)} calls; "
         f"modelled peak {peak.peak / MIB:.2f} MiB at {peak.where}"
     )
     report.files["activations.md"] = memory.markdown(rows)
@@ -39,25 +39,25 @@ def show(
     report.curves = curves
 
 
-def table(step: Step, plan: Plan, why: Mapping[int, str], planned: bool) -> list[memory.Activation]:
+def table(step: JointGraph, plan: Plan, why: Mapping[int, str], planned: bool) -> list[memory.Activation]:
     """Every activation that the backward may need, largest first."""
-    schedule, again, away = step.schedule, set(plan.again), {v for v, _, _ in plan.ways}
+    schedule, again, away = step.schedule, set(plan.recompute), {v for v, _, _ in plan.moves}
     read = {schedule.root[i] for i in schedule.needed}
     returned = {schedule.root[i] for i in schedule.returned}
     rows = []
     for v in schedule.values:
-        if not schedule.full[v]:
+        if not schedule.saved_bytes[v]:
             continue
         node = step.nodes[v]
         if v in away:
             decision, reason = "offload", "in host memory between its last reader and its next"
         elif v in plan.saved:
-            decision, reason = "save", _saved(v, step, returned, planned)
+            decision, reason = "save", _saved_rows(v, step, returned, planned)
         elif v in again:
             decision, reason = (
                 "recompute",
                 "checkpointed region"
-                if schedule.forced[v]
+                if schedule.must_recompute[v]
                 else f"made again in {schedule.seconds[v] * 1e6:.1f} us"
                 if schedule.seconds[v]
                 else "made again for nothing",
@@ -70,7 +70,7 @@ def table(step: Step, plan: Plan, why: Mapping[int, str], planned: bool) -> list
             memory.Activation(
                 node.name,
                 str(node.target),
-                schedule.full[v],
+                schedule.saved_bytes[v],
                 module_path(node),
                 source_line(node),
                 decision,
@@ -80,7 +80,7 @@ def table(step: Step, plan: Plan, why: Mapping[int, str], planned: bool) -> list
     return sorted(rows, key=lambda r: -r.bytes)
 
 
-def _saved(v: int, step: Step, returned: set[int], planned: bool) -> str:
+def _saved_rows(v: int, step: JointGraph, returned: set[int], planned: bool) -> str:
     if v in returned:
         return "the caller gets it"
     if step.schedule.seconds[v] == float("inf"):
@@ -90,7 +90,7 @@ def _saved(v: int, step: Step, returned: set[int], planned: bool) -> str:
     return "fits, and is dearer to make again" if step.schedule.seconds[v] else "fits"
 
 
-def curve(step: Step, plan: Plan) -> memory.Curve:
+def curve(step: JointGraph, plan: Plan) -> memory.Curve:
     """Bytes alive over the step, inputs included."""
     run, alive, cut = step.schedule.trace(plan)
     labels = [(module_path(step.nodes[i]), str(step.nodes[i].target)) for i in run]

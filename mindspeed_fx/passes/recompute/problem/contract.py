@@ -6,38 +6,38 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 
 
 def contract(
-    schedule: Schedule, unplanned: Sequence[float] | None = None
-) -> tuple[Schedule, list[int], list[float] | None]:
+    schedule: RematProblem, unplanned: Sequence[float] | None = None
+) -> tuple[RematProblem, list[int], list[float] | None]:
     """(the step with every reader of a view reading the value itself, the nodes that are left, ``unplanned`` of these).
 
     A value that only a view reads dies with the reader before; whoever reads the view keeps it alive as before.
     """
     s = schedule
-    nodes = [i for i in range(len(s.sources)) if s.root[i] == i and not (s.given[i] and not s.full[i])]
+    nodes = [i for i in range(len(s.sources)) if s.root[i] == i and not (s.is_input[i] and not s.saved_bytes[i])]
     number = {i: n for n, i in enumerate(nodes)}
     values = lambda row: sorted({number[s.root[i]] for i in row if s.root[i] in number})  # noqa: E731
     pick = lambda row: [row[i] for i in nodes]  # noqa: E731
-    made = Schedule(
+    result = RematProblem(
         sources=[tuple(dict.fromkeys(number[s.root[a]] for a in s.sources[i] if s.root[a] in number)) for i in nodes],
         root=list(range(len(nodes))),
         size=pick(s.size),
-        full=pick(s.full),
+        saved_bytes=pick(s.saved_bytes),
         seconds=pick(s.seconds),
         savable=pick(s.savable),
-        forced=pick(s.forced),
-        given=pick(s.given),
+        must_recompute=pick(s.must_recompute),
+        is_input=pick(s.is_input),
         backward=[number[i] for i in s.backward if i in number],
         needed=values(s.needed),
         returned=values(s.returned),
         gradients=values(s.gradients),
         maker={number[a]: number[b] for a, b in s.maker.items()},
         workspace=pick(s.workspace),
-        keep=pick(s.keep),
+        save_seconds=pick(s.save_seconds),
         prepares=pick(s.prepares),
-        takes=pick(s.takes),
+        run_seconds=pick(s.run_seconds),
     )
-    return made, nodes, None if unplanned is None else pick(unplanned)
+    return result, nodes, None if unplanned is None else pick(unplanned)

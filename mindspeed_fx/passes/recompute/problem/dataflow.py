@@ -58,7 +58,7 @@ class Value:
 
 
 @dataclass
-class Tape:
+class Dataflow:
     operations: list[Operation]
     values: list[Value]
     of: dict[fx.Node, Value]
@@ -67,15 +67,15 @@ class Tape:
     """Node -> the operations that read it as it is."""
 
 
-def record(graph: fx.Graph, info: Any) -> Tape | str:
+def record(graph: fx.Graph, info: Any) -> Dataflow | str:
     """The tape of a joint graph; a reason when it holds something that this planner does not understand.
 
     Args:
         info: torch's classification of the nodes, as :func:`compat_partition.partition` hands it on.
     """
     backward = partitioner.backward_nodes(info)
-    tape = Tape([], [], {})
-    made: dict[fx.Node, Operation] = {}
+    tape = Dataflow([], [], {})
+    results: dict[fx.Node, Operation] = {}
     for node in graph.nodes:
         if node in backward or node.op in ("placeholder", "output"):
             continue
@@ -93,15 +93,17 @@ def record(graph: fx.Graph, info: Any) -> Tape | str:
         if isinstance(value, (tuple, list)):
             if is_view(node):
                 continue  # the pieces are views of its input
-            made[node] = _operation(tape, node)
+            results[node] = _operation(tape, node)
             continue
         maker = (
-            made[node.args[0]] if node.target is operator.getitem and node.args[0] in made else _operation(tape, node)
+            results[node.args[0]]
+            if node.target is operator.getitem and node.args[0] in results
+            else _operation(tape, node)
         )
         tape.of[node] = Value(node, maker, storage_bytes(value), views=[node])
         maker.outputs.append(tape.of[node])
         tape.values.append(tape.of[node])
-    for node in _returned(graph, info):
+    for node in _returned_values(graph, info):
         if node in tape.of:
             tape.of[node].returned = True
     for node in partitioner.needed_by_backward(info):
@@ -114,28 +116,28 @@ def saved_names(graph: fx.Graph, info: Any, saved: set[fx.Node]) -> list[str]:
     """Names of ``saved`` and of the inputs that the backward needs beside, in graph order: what torch's partitioner
     expects.
     """
-    found, seen, todo = set(), set(), list(partitioner.needed_by_backward(info))
+    results, seen, todo = set(), set(), list(partitioner.needed_by_backward(info))
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
         if node in saved or partitioner.is_input(node):
-            found.add(node)
+            results.add(node)
         else:
             todo.extend(node.all_input_nodes)
-    return [n.name for n in graph.nodes if n in found]
+    return [n.name for n in graph.nodes if n in results]
 
 
-def _operation(tape: Tape, node: fx.Node) -> Operation:
-    made = Operation(node)
+def _operation(tape: Dataflow, node: fx.Node) -> Operation:
+    result = Operation(node)
     for source in node.all_input_nodes:
         if source in tape.of:
-            tape.readers.setdefault(source, []).append(made)
-            if tape.of[source] not in made.inputs:
-                made.inputs.append(tape.of[source])
-    tape.operations.append(made)
-    return made
+            tape.readers.setdefault(source, []).append(result)
+            if tape.of[source] not in result.inputs:
+                result.inputs.append(tape.of[source])
+    tape.operations.append(result)
+    return result
 
 
 def _understood(value: Any) -> bool:
@@ -146,7 +148,7 @@ def _understood(value: Any) -> bool:
     )
 
 
-def _returned(graph: fx.Graph, info: Any) -> list[fx.Node]:
+def _returned_values(graph: fx.Graph, info: Any) -> list[fx.Node]:
     backward = partitioner.backward_nodes(info)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     return [n for n in output.all_input_nodes if n not in backward]

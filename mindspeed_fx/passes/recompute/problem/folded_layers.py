@@ -25,12 +25,12 @@ from typing import Any, Iterable, Sequence
 
 import numpy as np
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 from mindspeed_fx.passes.recompute.problem.repeated_layers import Repeats
 
 
 @dataclass
-class Folded(Schedule):
+class Folded(RematProblem):
     """A schedule of the kept layers; see :func:`fold`."""
 
     layers: list[int] = field(default_factory=list)
@@ -62,14 +62,14 @@ class Folded(Schedule):
 
     @cached_property
     def held(self) -> list[int]:
-        return [w * b for w, b in zip(self.weight, self.full)]
+        return [w * b for w, b in zip(self.weight, self.saved_bytes)]
 
     def parts(self, values: Sequence[int]) -> list[set[int]]:
         """The values of each group, in their order."""
-        found: dict[int, set[int]] = {}
+        results: dict[int, set[int]] = {}
         for v in values:
-            found.setdefault(self.group[v], set()).add(v)
-        return list(found.values())
+            results.setdefault(self.group[v], set()).add(v)
+        return list(results.values())
 
     def reads(self, i: int) -> set[int]:
         """As if every layer stood on a copy of its own group, so that neighbours find the same."""
@@ -88,10 +88,10 @@ class Folded(Schedule):
         """The choice of the whole step."""
         return frozenset(self.origin[v] + k * self.period for v in saved for k in range(self.weight[v]))
 
-    def _alive(self, saved, first, second, ways=()):
-        alive = super()._alive(saved, first, second, ways)
+    def _alive(self, saved, first, second, moves=()):
+        alive = super()._alive(saved, first, second, moves)
         more, count, cut = self._more(saved), len(self.layers), len(first)
-        opens, closes, made = self._places
+        opens, closes, result = self._places
         ends = [*(bisect.bisect_left(first, i) for i in opens), cut]  # of each place, in the forward
         for k in range(1, count + 1):
             if more[k] and ends[k - 1] < ends[k]:
@@ -108,7 +108,7 @@ class Folded(Schedule):
                 alive[low:high] += more[k]
         run = np.array(second, dtype=np.int64)
         early = np.flatnonzero(
-            made[run] > np.searchsorted(turns, np.arange(cut, cut + len(second)), "right") - 1 + count
+            result[run] > np.searchsorted(turns, np.arange(cut, cut + len(second)), "right") - 1 + count
         )
         crossing = {second[t]: t + cut for t in early.tolist()}  # made again for a layer above
         for g, extra in self._chains(crossing, saved, second) if crossing else ():
@@ -124,13 +124,13 @@ class Folded(Schedule):
         """
         count, forward = len(self.layers), self._forward_set
         opens = [next((i for i in self.forward if self.place[i] >= k), len(self.sources)) for k in range(1, count + 1)]
-        last = {max(self.place[i], count): i for i in self.backward if not self.given[i]}
+        last = {max(self.place[i], count): i for i in self.backward if not self.is_input[i]}
         closes = [last.get(k, -1) for k in range(count, 2 * count + 1)]
-        made = [
+        results = [
             -1 if i not in forward else 2 * count - g if g >= 0 and self.layers[g] > 1 else 0
             for i, g in enumerate(self.group)
         ]
-        return opens, closes, np.array(made)
+        return opens, closes, np.array(results)
 
     @cached_property
     def _layer_reads(self) -> list[list[tuple[int, int]]]:
@@ -146,7 +146,7 @@ class Folded(Schedule):
         """Of each group the first node of the backward behind the group's own; -1 where there is none."""
         count = len(self.layers)
         return [
-            next((i for i in self.backward if not self.given[i] and self.place[i] > 2 * count - g), -1)
+            next((i for i in self.backward if not self.is_input[i] and self.place[i] > 2 * count - g), -1)
             for g in range(count)
         ]
 
@@ -156,7 +156,7 @@ class Folded(Schedule):
         between = [0] * count
         for v in kept:
             if self.group[v] >= 0:
-                between[self.group[v]] += self.full[v]
+                between[self.group[v]] += self.saved_bytes[v]
         ghosts = [(n - 1) * m for n, m in zip(self.layers, between)]
         after = [(n - 1) * self.returns for n in self.layers]
         more = [sum(ghosts[:k]) for k in range(count + 1)]
@@ -169,7 +169,7 @@ class Folded(Schedule):
         """(group, bytes) of groups whose layers are made again each from the one before: of each layer what the next is
         made from, all at once.
         """
-        kept, found, made = {self.root[i] for i in (*saved, *self.returned)}, [], set(second)
+        kept, results, result = {self.root[i] for i in (*saved, *self.returned)}, [], set(second)
         for g in {self.group[i] for i in crossing}:
             todo = [(i, 0) for i in crossing if self.group[i] == g]
             depth = dict(todo)
@@ -181,26 +181,28 @@ class Folded(Schedule):
                         depth[a] = deep
                         todo.append((a, deep))
             if max(depth.values()) >= 2:
-                found.append(
+                results.append(
                     (
                         g,
                         (self.layers[g] - 1)
-                        * sum(self.size[v] for i, deep in depth.items() if deep for v in self._filled[i] if v in made),
+                        * sum(
+                            self.size[v] for i, deep in depth.items() if deep for v in self._filled[i] if v in result
+                        ),
                     )
                 )
-        return found
+        return results
 
 
 def groups(count: int, number: int | None = None) -> list[int]:
     """Sizes of the groups of ``count`` layers, in the order of the forward: nearly every number is the sum of some,
     with as many groups as that takes.
     """
-    sizes, left = [], count
+    sizes, remaining = [], count
     number = number or max(4, (count - 1).bit_length())
     for k in range(number - 1):
-        sizes.append(max(1, min(2**k, left // (number - k))))
-        left -= sizes[-1]
-    return [left, *reversed(sizes)]
+        sizes.append(max(1, min(2**k, remaining // (number - k))))
+        remaining -= sizes[-1]
+    return [remaining, *reversed(sizes)]
 
 
 class _KeptLayers:
@@ -208,20 +210,20 @@ class _KeptLayers:
     stand for then. Node 0 of the folded step stands for all that the graph is given.
     """
 
-    def __init__(self, schedule: Schedule, found: Repeats, keep: int):
-        self.schedule, self.found, self.keep = schedule, found, keep
-        s, gone = schedule, found.count - keep
+    def __init__(self, schedule: RematProblem, result: Repeats, keep: int):
+        self.schedule, self.repeats, self.save_seconds = schedule, result, keep
+        s, gone = schedule, result.count - keep
         self.gone = gone
         self.low = keep // 2
         """Kept layers below what is cut out."""
-        self.forward, self.span = found.first + self.low * found.period, gone * found.period
+        self.forward, self.span = result.first + self.low * result.period, gone * result.period
         """The first node that is cut out of the forward, and how many are; of the backward likewise."""
-        self.backward, self.back = found.last - (self.low + gone - 1) * found.stride, gone * found.stride
+        self.backward, self.back = result.last - (self.low + gone - 1) * result.stride, gone * result.stride
         x, y = self.forward, self.backward
         self.nodes = [
             i
             for i in range(len(s.sources))
-            if not (x <= i < x + self.span or y <= i < y + self.back) and not (s.given[i] and not s.full[i])
+            if not (x <= i < x + self.span or y <= i < y + self.back) and not (s.is_input[i] and not s.saved_bytes[i])
         ]
         self.number = {i: n for n, i in enumerate(self.nodes, 1)}
         self.odd = False
@@ -234,9 +236,9 @@ class _KeptLayers:
 
     def glue(self, i: int, a: int) -> int:
         """What a kept node reads in place of ``a``."""
-        s, period, stride = self.schedule, self.found.period, self.found.stride
+        s, period, stride = self.schedule, self.repeats.period, self.repeats.stride
         x, y, span, back = self.forward, self.backward, self.span, self.back
-        if s.given[s.root[a]] and not s.full[a]:
+        if s.is_input[s.root[a]] and not s.saved_bytes[a]:
             return 0
         if x <= a < x + span:
             over = x + span <= i < y
@@ -251,20 +253,20 @@ class _KeptLayers:
     def group_of(self, i: int) -> int:
         """The kept layer of a kept node of the forward; -1 outside."""
         k = self._forward_layer(i)
-        return k if i >= self.found.first and 0 <= k < self.keep and i < self.turn else -1
+        return k if i >= self.repeats.first and 0 <= k < self.save_seconds and i < self.turn else -1
 
     def place_of(self, i: int) -> int:
         """How far the step is at a kept node, see :attr:`Folded.place`."""
-        keep, found = self.keep, self.found
+        keep, result = self.save_seconds, self.repeats
         if i < self.turn:
             return max(0, min(keep, self._forward_layer(i) + 1))
-        first = found.last - (found.count - 1) * found.stride
-        k = (i - first - (self.back if i >= self.backward + self.back else 0)) // found.stride
+        first = result.last - (result.count - 1) * result.stride
+        k = (i - first - (self.back if i >= self.backward + self.back else 0)) // result.stride
         return max(keep, min(2 * keep + 1, keep + 1 + k))
 
     def origins(self, group: Sequence[int], layers: Sequence[int]) -> list[int]:
         """Of each node of the folded step that of the whole step which it stands for."""
-        first, period = self.found.first, self.found.period
+        first, period = self.repeats.first, self.repeats.period
         starts = [0]
         for n in layers:
             starts.append(starts[-1] + n)
@@ -275,24 +277,24 @@ class _KeptLayers:
 
     def below(self) -> dict[int, list[int]]:
         """See :attr:`Folded.below`."""
-        s, first, period = self.schedule, self.found.first, self.found.period
-        found: dict[int, list[int]] = {}
+        s, first, period = self.schedule, self.repeats.first, self.repeats.period
+        results: dict[int, list[int]] = {}
         for o in range(period):
             phases = [a - first for a in s.sources[first + period + o] if first <= a < first + period]
-            for g in range(self.keep) if phases else ():
+            for g in range(self.save_seconds) if phases else ():
                 start = first + (g if g < self.low else g + self.gone) * period
-                found[self.number[start + o]] = [self.number[start + p] for p in phases]
-        return found
+                results[self.number[start + o]] = [self.number[start + p] for p in phases]
+        return results
 
     def _forward_offset(self, i: int) -> int:
-        return i - self.found.first - (self.span if i >= self.forward + self.span else 0)
+        return i - self.repeats.first - (self.span if i >= self.forward + self.span else 0)
 
     def _forward_layer(self, i: int) -> int:
-        return self._forward_offset(i) // self.found.period
+        return self._forward_offset(i) // self.repeats.period
 
 
 def fold(
-    schedule: Schedule, found: Repeats, layers: Sequence[int], unplanned: Sequence[float] | None = None
+    schedule: RematProblem, result: Repeats, layers: Sequence[int], unplanned: Sequence[float] | None = None
 ) -> tuple[Folded, list[float] | None] | None:
     """The step with one layer for each group, and ``unplanned`` of it; None when something reads many of the layers at
     once.
@@ -300,7 +302,7 @@ def fold(
     Args:
         layers: how many layers each group has; their sum is that of the layers found.
     """
-    s, kept = schedule, _KeptLayers(schedule, found, len(layers))
+    s, kept = schedule, _KeptLayers(schedule, result, len(layers))
     nodes, number = kept.nodes, kept.number
     sources = [(), *(tuple(dict.fromkeys(kept.glue(i, a) for a in s.sources[i])) for i in nodes)]
     root = [0, *(kept.glue(i, s.root[i]) for i in nodes)]
@@ -320,30 +322,32 @@ def fold(
         return [number[i] for i in row if i in number]
 
     ends = {s.root[i] for i in s.gradients}
-    made = Folded(
+    output = Folded(
         sources=sources,
         root=root,
         size=pick(s.size, 0),
-        full=pick(s.full, 0),
+        saved_bytes=pick(s.saved_bytes, 0),
         seconds=multiply(s.seconds),
         savable=pick(s.savable, False),
-        forced=pick(s.forced, False),
-        given=pick(s.given, True),
+        must_recompute=pick(s.must_recompute, False),
+        is_input=pick(s.is_input, True),
         backward=renumber(s.backward),
         needed=renumber(s.needed),
         returned=renumber(s.returned),
         gradients=renumber(s.gradients),
         maker={number[a]: kept.glue(a, b) for a, b in s.maker.items() if a in number},
         workspace=pick(s.workspace, 0),
-        keep=multiply(s.keep),
+        save_seconds=multiply(s.save_seconds),
         prepares=pick(s.prepares, False),
-        takes=pick(s.takes, 0.0),
+        run_seconds=pick(s.run_seconds, 0.0),
         layers=list(layers),
         group=group,
         place=[0, *(kept.place_of(i) for i in nodes)],
         origin=kept.origins(group, layers),
-        period=found.period,
+        period=result.period,
         below=kept.below(),
-        returns=sum(s.full[v] for v in range(found.last, found.last + found.stride) if v in ends and s.root[v] == v),
+        returns=sum(
+            s.saved_bytes[v] for v in range(result.last, result.last + result.stride) if v in ends and s.root[v] == v
+        ),
     )
-    return made, None if unplanned is None else multiply(unplanned)
+    return output, None if unplanned is None else multiply(unplanned)

@@ -24,12 +24,12 @@ from mindspeed_fx.graph.storage import aliased_input, is_view, read_from_memory,
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.partition.offload import dense
 from mindspeed_fx.passes.lowering import onednn
-from mindspeed_fx.passes.recompute.problem.dataflow import Tape
+from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow
 from mindspeed_fx.passes.recompute.problem.pointwise_costs import prices
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 
 
-class Step:
+class JointGraph:
     """One training step of a joint graph.
 
     Args:
@@ -47,7 +47,9 @@ class Step:
         movable: values that can be moved to host memory, where copying takes longer than starting the copy.
     """
 
-    def __init__(self, gm: fx.GraphModule, info: Any, tape: Tape, hardware: Hardware | None, fused: bool, target: str):
+    def __init__(
+        self, gm: fx.GraphModule, info: Any, tape: Dataflow, hardware: Hardware | None, fused: bool, target: str
+    ):
         self.nodes = [n for n in gm.graph.nodes if n.op != "output"]
         number = self.number = {n: i for i, n in enumerate(self.nodes)}
         closure = partitioner.backward_nodes(info)
@@ -78,15 +80,15 @@ class Step:
                 for v in tape.values:
                     keep[number[v.node]] = kept(v) / hardware.memory_rate
         traced: dict[Any, int] = {}
-        self.schedule = Schedule(
+        self.schedule = RematProblem(
             sources=[tuple(number[a] for a in n.all_input_nodes) for n in self.nodes],
             root=[number[owners[n]] for n in self.nodes],
             size=[size if is_written else 0 for size, is_written in zip(full, written)],
-            full=full,
+            saved_bytes=full,
             seconds=again,
             savable=[self._savable(n, owners) for n in self.nodes],
-            forced=[partitioner.must_recompute(n) for n in self.nodes],
-            given=[partitioner.is_input(n) for n in self.nodes],
+            must_recompute=[partitioner.must_recompute(n) for n in self.nodes],
+            is_input=[partitioner.is_input(n) for n in self.nodes],
             backward=[i for i, n in enumerate(self.nodes) if n in closure],
             needed=sorted(number[n] for n in partitioner.needed_by_backward(info)),
             returned=sorted(number[n] for n in output.all_input_nodes if n not in closure),
@@ -97,8 +99,8 @@ class Step:
                 if n.target is operator.getitem and owners[n] is n and isinstance(n.args[0], fx.Node)
             },
             workspace=[_workspace(n, target, fused, traced) for n in self.nodes],
-            keep=keep,
-            takes=[t if a == math.inf else a for t, a in zip(self.takes, again)],
+            save_seconds=keep,
+            run_seconds=[t if a == math.inf else a for t, a in zip(self.run_seconds, again)],
         )
         runs = self.schedule.computing(self.schedule.returned)
         self.schedule.prepares = [not r for r in runs]
@@ -121,14 +123,14 @@ class Step:
         for row in cost.nodes if cost else ():
             name = row.name.partition("/")[0]  # a nested graph's calls count for the node that holds it
             spent[name] = spent.get(name, 0.0) + row.seconds
-        self.takes, found = [spent.get(n.name, 0.0) for n in self.nodes], []
+        self.run_seconds, results = [spent.get(n.name, 0.0) for n in self.nodes], []
         for n in self.nodes:
             runs = n.op == "call_function" and not is_view(n)
             fixed = (
                 runs and not partitioner.must_recompute(n) and (partitioner.must_save(n) or not partitioner.is_pure(n))
             )
-            found.append(math.inf if fixed else spent.get(n.name, 0.0))
-        return found
+            results.append(math.inf if fixed else spent.get(n.name, 0.0))
+        return results
 
     def _savable(self, node: fx.Node, owners: dict[fx.Node, fx.Node]) -> bool:
         value = node.meta.get("val")
@@ -167,9 +169,9 @@ def _workspace(node: fx.Node, target: str, fused: bool, traced: dict[Any, int]) 
     )
     if key not in traced:
 
-        def call(*given: torch.Tensor) -> Any:
-            left = iter(given)
-            a, k = pytree.tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        def call(*args: torch.Tensor) -> Any:
+            remaining = iter(args)
+            a, k = pytree.tree_unflatten([next(remaining) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
             return run(*a, **k)
 
         try:

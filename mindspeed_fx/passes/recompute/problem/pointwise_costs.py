@@ -8,7 +8,7 @@ from typing import Callable
 from mindspeed_fx.compat import partitioner
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.storage import read_from_memory
-from mindspeed_fx.passes.recompute.problem.dataflow import Operation, Tape, Value
+from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, Operation, Value
 
 KEEP = 4.0
 """Price of a saved byte, in bytes read or written. Anything from 2 to 8 gives the same plan for a transformer layer."""
@@ -18,28 +18,28 @@ FUSED = 0.15
 """Price of a byte that fused code holds in registers between two pointwise operations: its arithmetic."""
 
 
-def prices(tape: Tape) -> tuple[Callable[[Operation], float], Callable[[Value], float], dict[Value, bool]]:
+def prices(tape: Dataflow) -> tuple[Callable[[Operation], float], Callable[[Value], float], dict[Value, bool]]:
     """What running an operation again and keeping a value cost under generated code, in bytes moved; which values are
     written out.
     """
     written = {v: read_from_memory(v.node) for v in tape.values}
     far = _read_far_apart(tape)
-    return lambda o: _again(o, written, far), _kept, written
+    return lambda o: _again(o, written, far), _saved_cost, written
 
 
-def _kept(v: Value) -> float:
+def _saved_cost(v: Value) -> float:
     """A value that its maker writes out anyhow is kept for less than one that stays in registers until then."""
     return 0.0 if v.returned else (KEEP + v.made_by.fusible) * v.bytes + 1
 
 
-def _read_far_apart(tape: Tape) -> set[Value]:
+def _read_far_apart(tape: Dataflow) -> set[Value]:
     """Values that pointwise work reads both before and after the next product, as it does a residual stream: made again
     for the later reader, whose backward comes first, they would stay until the backward of the earlier one."""
     depth: dict[Operation, int] = {}
     for o in tape.operations:
         depth[o] = max((depth[v.made_by] + (not v.made_by.fusible) for v in o.inputs), default=0)
     readers = {v: [o for view in v.views for o in tape.readers.get(view, ()) if o.fusible] for v in tape.values}
-    return {v for v, found in readers.items() if len({depth[o] for o in found}) > 1}
+    return {v for v, result in readers.items() if len({depth[o] for o in result}) > 1}
 
 
 def _again(operation: Operation, written: dict[Value, bool], far: set[Value]) -> float:
@@ -52,7 +52,7 @@ def _again(operation: Operation, written: dict[Value, bool], far: set[Value]) ->
         or not partitioner.is_pure(node)
     ):
         return math.inf
-    read, made = (sum(v.bytes for v in values) for values in (operation.inputs, operation.outputs))
-    if read > 4 * made:  # a reduction or a lookup, which is done once its inputs have gone by
+    read, results = (sum(v.bytes for v in values) for values in (operation.inputs, operation.outputs))
+    if read > 4 * results:  # a reduction or a lookup, which is done once its inputs have gone by
         return float(read)
     return sum(v.bytes * (1.0 if written[v] else FUSED) + v.bytes * KEEP * (v in far) for v in operation.outputs)

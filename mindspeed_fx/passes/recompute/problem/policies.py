@@ -30,7 +30,7 @@ from mindspeed_fx.graph.op_sets import IDENTITIES, is_cast
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.storage import is_view
 from mindspeed_fx.passes.base import PassReport, skip
-from mindspeed_fx.passes.recompute.problem.dataflow import Operation, Tape, Value
+from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, Operation, Value
 
 ACTIVATIONS = frozenset(
     "silu gelu relu leaky_relu sigmoid tanh elu celu selu mish hardswish hardsigmoid softplus log_sigmoid glu erf "
@@ -46,9 +46,9 @@ NORMS = frozenset(
 class Fixed:
     """Decisions that no planner may change."""
 
-    again: set[Value] = field(default_factory=set)
+    recompute: set[Value] = field(default_factory=set)
     """Not to be kept."""
-    keep: set[Value] = field(default_factory=set)
+    save: set[Value] = field(default_factory=set)
     """Not to be made again."""
     away: set[Value] = field(default_factory=set)
     """Of those, the ones to be moved to host memory."""
@@ -56,7 +56,7 @@ class Fixed:
     """Value -> the policy or glob that decided."""
 
 
-def fixed(tape: Tape, asked: Any, strict: bool, report: PassReport) -> Fixed:
+def fix_by_policy(tape: Dataflow, asked: Any, strict: bool, report: PassReport) -> Fixed:
     """What option ``recompute`` says about the values of a graph; what matched, and what did not and why, goes to
     ``report``.
 
@@ -67,14 +67,14 @@ def fixed(tape: Tape, asked: Any, strict: bool, report: PassReport) -> Fixed:
     Raises:
         OptionError: nothing was found, under ``strict``.
     """
-    found, wishes = Fixed(), dict(asked) if not isinstance(asked, str) else {"policy": asked}
+    result, wishes = Fixed(), dict(asked) if not isinstance(asked, str) else {"policy": asked}
     policy = wishes.pop("policy", "auto")
     if policy not in ("auto", "none"):
         values = [v for v in _policy(tape, policy) if not v.returned]
         _note(report, f'policy "{policy}"', values, "recompute", tape, strict, _missing(policy))
         for v in values:
-            found.again.add(v)
-            found.why[v] = f"policy {policy}"
+            result.recompute.add(v)
+            result.why[v] = f"policy {policy}"
     paths = {v: module_path(v.made_by.node) for v in tape.values}
     for glob, wish in wishes.items():
         matches = matcher(glob)
@@ -89,18 +89,18 @@ def fixed(tape: Tape, asked: Any, strict: bool, report: PassReport) -> Fixed:
             f"matches no module with values of its own{nearest(glob, _generic(paths.values()))}",
         )
         for v in values:
-            (found.again if wish == "recompute" else found.keep).add(v)
-            (found.keep if wish == "recompute" else found.again).discard(v)
-            (found.away.add if wish == "offload" else found.away.discard)(v)
-            found.why[v] = f"{glob}: {wish}"
+            (result.recompute if wish == "recompute" else result.save).add(v)
+            (result.save if wish == "recompute" else result.recompute).discard(v)
+            (result.away.add if wish == "offload" else result.away.discard)(v)
+            result.why[v] = f"{glob}: {wish}"
     refused = Counter()
-    for v in list(found.again):
+    for v in list(result.recompute):
         if reason := _refusal(v):
-            found.again.discard(v)
-            refused[(reason, found.why.pop(v))] += 1
+            result.recompute.discard(v)
+            refused[(reason, result.why.pop(v))] += 1
     for (reason, who), count in refused.items():
         report.skipped.append(skip("", tape.values[0].node, f"{who}: {count} values are kept: {reason}"))
-    return found
+    return result
 
 
 def matcher(glob: str) -> Callable[[str], bool]:
@@ -115,7 +115,9 @@ def matcher(glob: str) -> Callable[[str], bool]:
     return lambda path: pattern.search(path) is not None
 
 
-def _note(report: PassReport, who: str, values: list[Value], wish: str, tape: Tape, strict: bool, missing: str) -> None:
+def _note(
+    report: PassReport, who: str, values: list[Value], wish: str, tape: Dataflow, strict: bool, missing: str
+) -> None:
     if values:
         report.notes.append(
             f"{who}: {wish} {len(values)} values of {sum(v.bytes for v in values) / 2**20:.2f} MiB in "
@@ -154,7 +156,7 @@ def _refusal(v: Value) -> str:
     return "" if partitioner.is_pure(node) else "they are not the same when made again"
 
 
-def _policy(tape: Tape, policy: str) -> list[Value]:
+def _policy(tape: Dataflow, policy: str) -> list[Value]:
     if policy == "full":
         return _layers(tape, None)
     if policy.startswith("block:"):
@@ -165,23 +167,23 @@ def _policy(tape: Tape, policy: str) -> list[Value]:
     return {"selective": _attention, "activation_function": _activations, "norm": _norms}[policy](tape)
 
 
-def _layers(tape: Tape, first: int | None) -> list[Value]:
+def _layers(tape: Dataflow, first: int | None) -> list[Value]:
     """Values inside numbered layers that no operation outside their layer reads."""
     layer: dict[Operation, tuple[str, int] | None] = {}
     for o in tape.operations:
         match = re.match(r"(.*?)(?:^|\.)(\d+)(?:\.|$)", module_path(o.node))
         layer[o] = (match[1], int(match[2])) if match else None
-    found = []
+    results = []
     for v in tape.values:
         own = layer[v.made_by]
         if own is None or first is not None and own[1] >= first:
             continue
         if all(layer[o] == own for view in v.views for o in tape.readers.get(view, ())):
-            found.append(v)
-    return found
+            results.append(v)
+    return results
 
 
-def _attention(tape: Tape) -> list[Value]:
+def _attention(tape: Dataflow) -> list[Value]:
     """What products of two activations make, and what lies on a way from one to another without a product with a
     weight.
     """
@@ -217,22 +219,22 @@ def _weight(node: fx.Node) -> bool:
     return partitioner.is_input(node)
 
 
-def _activations(tape: Tape) -> list[Value]:
-    found: set[Value] = set()
+def _activations(tape: Dataflow) -> list[Value]:
+    results: set[Value] = set()
     for o in tape.operations:
         own = _name(o.node) in ACTIVATIONS
         more = (
             o.fusible
-            and any(v in found for v in o.inputs)
-            and (_name(o.node) == "mul" or all(v in found for v in o.inputs))
+            and any(v in results for v in o.inputs)
+            and (_name(o.node) == "mul" or all(v in results for v in o.inputs))
         )
         if own or more:
-            found.update(o.outputs)
-    return [v for v in tape.values if v in found]
+            results.update(o.outputs)
+    return [v for v in tape.values if v in results]
 
 
-def _norms(tape: Tape) -> list[Value]:
-    found = []
+def _norms(tape: Dataflow) -> list[Value]:
+    results = []
     for v in tape.values:
         node, name = v.made_by.node, _name(v.made_by.node)
         stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -242,8 +244,8 @@ def _norms(tape: Tape) -> list[Value]:
             if not (
                 name in ("add_rms_norm", "add_layer_norm") and v.node.args[1:2] == (1,)
             ):  # the sum goes on as the residual stream
-                found.append(v)
-    return found
+                results.append(v)
+    return results
 
 
 def _name(node: fx.Node) -> str:

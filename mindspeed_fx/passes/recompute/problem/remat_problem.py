@@ -29,15 +29,15 @@ class Plan:
     """
     at: int
     """The node during which the peak is reached."""
-    again: tuple[int, ...]
+    recompute: tuple[int, ...]
     """What the backward runs again, in order."""
-    ways: tuple[tuple[int, int, int], ...] = ()
+    moves: tuple[tuple[int, int, int], ...] = ()
     """(value, free, back) of each saved value that is moved to host memory: positions in the step from which on its
     memory is free, and from which on it is being filled again. See :mod:`offload`."""
 
 
 @dataclass
-class Schedule:
+class RematProblem:
     """One step. All lists but ``backward``, ``tail``, ``returned`` and ``gradients`` have an entry for each node."""
 
     sources: list[tuple[int, ...]]
@@ -46,14 +46,14 @@ class Schedule:
     """Whose memory a node's value is: its own number unless it is a view."""
     size: list[int]
     """Bytes a node fills; 0 for views, inputs, and with generated code for what never leaves a kernel."""
-    full: list[int]
+    saved_bytes: list[int]
     """The same when the value is kept for the backward, and so written out."""
     seconds: list[float]
     """Of running a node again; infinite where it must not be."""
     savable: list[bool]
-    forced: list[bool]
+    must_recompute: list[bool]
     """Inside a checkpointed region: saved never, whatever it costs."""
-    given: list[bool]
+    is_input: list[bool]
     """Inputs of the forward."""
     backward: list[int]
     """Nodes that only the backward can run, in order."""
@@ -67,21 +67,21 @@ class Schedule:
     """Result of a call with several results -> the call. Torch takes the results out of a call right behind it."""
     workspace: list[int] = field(default_factory=list)
     """Bytes alive within a node's call beside operands and results."""
-    keep: list[float] = field(default_factory=list)
+    save_seconds: list[float] = field(default_factory=list)
     """Seconds that keeping a node's value costs by itself."""
     prepares: list[bool] = field(default_factory=list)
     """What the forward runs only where something made of it is saved: its first run, wherever that is, is in the time
     of the step.
     """
-    takes: list[float] = field(default_factory=list)
+    run_seconds: list[float] = field(default_factory=list)
     """Seconds of running a node once; empty: what running it again costs."""
 
     def __post_init__(self) -> None:
         count = len(self.sources)
         self.workspace = self.workspace or [0] * count
         self.prepares = self.prepares or [False] * count
-        self.keep = self.keep or [0.0] * count
-        self.takes = self.takes or [0.0 if s == math.inf else s for s in self.seconds]
+        self.save_seconds = self.save_seconds or [0.0] * count
+        self.run_seconds = self.run_seconds or [0.0 if s == math.inf else s for s in self.seconds]
         behind = bytearray(count)
         for i in self.backward:
             behind[i] = 1
@@ -114,7 +114,7 @@ class Schedule:
     @property
     def held(self) -> list[int]:
         """Bytes that saving a node's value holds until the backward, of all it stands for."""
-        return self.full
+        return self.saved_bytes
 
     @property
     def edges(self) -> frozenset[int]:
@@ -148,20 +148,20 @@ class Schedule:
     def values(self) -> list[int]:
         """Nodes of the forward with a value of their own that the backward may need, in order."""
         wanted = self.computing(self.needed)
-        return sorted({self.root[i] for i in self.forward if wanted[i] and not self.given[self.root[i]]})
+        return sorted({self.root[i] for i in self.forward if wanted[i] and not self.is_input[self.root[i]]})
 
     def evaluate(self, saved: Iterable[int], most: float = math.inf) -> Plan | None:
         """Time and peak of a choice; None when the backward could then not have all it needs, or when it takes more
         than ``most`` seconds.
         """
         saved = frozenset(saved)
-        found = self._second(saved)
-        if found is None:
+        result = self._second(saved)
+        if result is None:
             return None
-        first, (second, again) = self._first(saved), found
+        first, (second, again) = self._first(saved), result
         ran = set(first) if any(self.prepares) else frozenset(again)
         spent = sum([self.seconds[i] for i in again if i in ran or not self.prepares[i]]) + sum(
-            [self.keep[i] for i in saved]
+            [self.save_seconds[i] for i in saved]
         )
         if spent > most:
             return None
@@ -174,7 +174,7 @@ class Schedule:
     def trace(self, plan: Plan) -> tuple[list[int], list[int], int]:
         """(the nodes of forward and backward as they run, bytes alive during each, how many are forward)."""
         first, (second, _) = self._first(plan.saved), self._second(plan.saved)
-        return first + second, self._alive(plan.saved, first, second, plan.ways).tolist(), len(first)
+        return first + second, self._alive(plan.saved, first, second, plan.moves).tolist(), len(first)
 
     def _first(self, saved: frozenset[int]) -> list[int]:
         """The forward in the order it runs."""
@@ -199,7 +199,7 @@ class Schedule:
         again.
         """
         self.evaluations += 1
-        done, sources, run, again = bytearray(self.given), self.sources, [], []
+        done, sources, run, again = bytearray(self.is_input), self.sources, [], []
         for i in saved:
             done[i] = 1
         for before, node, reads in self._readers:
@@ -234,18 +234,18 @@ class Schedule:
         """What the backward runs: (nodes that read nothing of the forward, the node behind them or -1, what that reads
         of the forward).
         """
-        found, before = [], []
+        results, before = [], []
         for node in self.backward:
-            reads = tuple(a for a in self.sources[node] if a in self._forward_set and not self.given[a])
+            reads = tuple(a for a in self.sources[node] if a in self._forward_set and not self.is_input[a])
             if reads:
-                found.append((before, node, reads))
+                results.append((before, node, reads))
                 before = []
-            elif not self.given[node]:
+            elif not self.is_input[node]:
                 before.append(node)
         for node in self.tail:
-            found.append((before, node, self.sources[node]))
+            results.append((before, node, self.sources[node]))
             before = []
-        return [*found, (before, -1, ())]
+        return [*results, (before, -1, ())]
 
     @cached_property
     def _always(self) -> tuple[bytearray, list[int]]:
@@ -256,19 +256,19 @@ class Schedule:
     def _laid(self, first: list[int]) -> tuple[Any, Any, Any]:
         """Of a forward of :meth:`_first`, were nothing saved: the last place that reads each value, the place that
         makes each value (both -1 where there is none), and the changes of the bytes alive from place to place."""
-        if (found := self._lies.get(id(first))) is not None:
-            return found
+        if (result := self._lies.get(id(first))) is not None:
+            return result
         blocks, filled, size, _ = self._arrays
         run, count = np.array(first, dtype=np.int64), len(self.root)
-        last, made, places = np.full(count, -1), np.full(count, -1), np.arange(len(first))
+        last, output, places = np.full(count, -1), np.full(count, -1), np.arange(len(first))
         np.maximum.at(last, *blocks.of(run, places))
         values, where = filled.of(run, places)
-        np.maximum.at(made, values, where)
+        np.maximum.at(output, values, where)
         change = _sums(
             (where, size[values]), (np.maximum(where, last[values]) + 1, -size[values]), length=len(first) + 1
         )
-        self._lies[id(first)] = last, made, change
-        return last, made, change
+        self._lies[id(first)] = last, output, change
+        return last, output, change
 
     @cached_property
     def _arrays(self) -> tuple[_Lists, _Lists, Any, Any]:
@@ -277,27 +277,27 @@ class Schedule:
             _Lists(self._blocks),
             _Lists(self._filled),
             np.array(self.size, dtype=np.int64),
-            np.array(self.full, dtype=np.int64),
+            np.array(self.saved_bytes, dtype=np.int64),
         )
 
     @cached_property
     def _blocks(self) -> list[tuple[int, ...]]:
         """The memory that a node reads or fills, by owner, where there is any."""
-        found = []
+        results = []
         for i, sources in enumerate(self.sources):
-            found.append(tuple({r for r in (self.root[i], *(self.root[a] for a in sources)) if self.full[r]}))
-        return found
+            results.append(tuple({r for r in (self.root[i], *(self.root[a] for a in sources)) if self.saved_bytes[r]}))
+        return results
 
     @cached_property
     def _filled(self) -> list[list[int]]:
         """The values whose memory a node's call fills: its own, or with several results all of them, whoever is
         read.
         """
-        found: list[list[int]] = [[] for _ in self.sources]
+        results: list[list[int]] = [[] for _ in self.sources]
         for i in range(len(self.sources)):
-            if self.full[i]:
-                found[self.maker.get(i, i)].append(i)
-        return found
+            if self.saved_bytes[i]:
+                results[self.maker.get(i, i)].append(i)
+        return results
 
     @cached_property
     def _returned(self) -> frozenset[int]:
@@ -314,9 +314,9 @@ class Schedule:
 
     @cached_property
     def _at_end(self) -> Any:
-        found = np.zeros(len(self.root), dtype=bool)
-        found[self._ends_there] = True
-        return found
+        result = np.zeros(len(self.root), dtype=bool)
+        result[self._ends_there] = True
+        return result
 
     @cached_property
     def _works(self) -> bool:
@@ -331,11 +331,11 @@ class Schedule:
         return set(self.forward)
 
     def _alive(
-        self, saved: frozenset[int], first: list[int], second: list[int], ways: Iterable[tuple[int, int, int]] = ()
+        self, saved: frozenset[int], first: list[int], second: list[int], moves: Iterable[tuple[int, int, int]] = ()
     ) -> Any:
         """Bytes alive during each node of both, as an array."""
         blocks, filled, size, full = self._arrays
-        last, made, change = self._laid(first)
+        last, result, change = self._laid(first)
         length, cut = len(first) + len(second), len(first)
         kept = np.array(sorted({self.root[i] for i in saved}.union(self._returned)), dtype=np.int64)
         run, places = np.array(second, dtype=np.int64), np.arange(cut, length)
@@ -343,7 +343,7 @@ class Schedule:
         np.maximum.at(later, *blocks.of(run, places))
         until = later.copy()
         until[self._ends_there[later[self._ends_there] >= 0]] = length - 1
-        carried = kept[(made[kept] >= 0) & (last[kept] >= 0)]
+        carried = kept[(result[kept] >= 0) & (last[kept] >= 0)]
         until[carried] = -1  # filled a second time, and dead at once
         own = size.copy()
         own[kept] = full[kept]
@@ -355,14 +355,14 @@ class Schedule:
             (np.arange(len(change)), change),
             (where, bytes_),
             (np.maximum(where, until[values]) + 1, -bytes_),
-            (made[carried], full[carried] - size[carried]),
-            (np.maximum(made[carried], last[carried]) + 1, size[carried]),
+            (result[carried], full[carried] - size[carried]),
+            (np.maximum(result[carried], last[carried]) + 1, size[carried]),
             (over + 1, -full[carried]),
         ]
-        moved = set(carried.tolist()) if ways else ()
-        for v, free, back in ways:
+        moved = set(carried.tolist()) if moves else ()
+        for v, free, back in moves:
             if v in moved:
-                mine = self.full[v]
+                mine = self.saved_bytes[v]
                 parts.append(
                     (
                         np.array([free, back, later[v] + 1, int(over[np.searchsorted(carried, v)]) + 1]),

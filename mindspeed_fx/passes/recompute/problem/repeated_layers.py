@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 
 FEWEST = 6
 """Periods that are worth recognizing."""
@@ -47,12 +47,14 @@ class Repeats:
         )
 
 
-def repeats(schedule: Schedule, unplanned: Sequence[float] | None = None) -> Repeats | None:
+def repeats(schedule: RematProblem, unplanned: Sequence[float] | None = None) -> Repeats | None:
     """The longest run of layers that repeat; None when there are fewer than :data:`FEWEST`."""
     s = schedule
     turn = next((i for i in s.backward if s.sources[i]), len(s.sources))
     reads = [
-        tuple(GIVEN if s.given[s.root[a]] and not s.full[a] else a for a in (*row, s.root[i], s.maker.get(i, i)))
+        tuple(
+            GIVEN if s.is_input[s.root[a]] and not s.saved_bytes[a] else a for a in (*row, s.root[i], s.maker.get(i, i))
+        )
         for i, row in enumerate(s.sources)
     ]
     colours = _colours(s, unplanned, reads)
@@ -71,40 +73,40 @@ def repeats(schedule: Schedule, unplanned: Sequence[float] | None = None) -> Rep
                 first,
             )
             if (stop - begin) // stride >= FEWEST and (
-                found := _aligned(s, reads, first, end, period, turn, begin, stop, stride)
+                result := _align_layers(s, reads, first, end, period, turn, begin, stop, stride)
             ):
-                if best is None or found.count * found.period > best.count * best.period:
-                    best = found
+                if best is None or result.count * result.period > best.count * best.period:
+                    best = result
                 break
     return best
 
 
-def _colours(s: Schedule, unplanned: Sequence[float] | None, reads: list[tuple[int, ...]]) -> list[int]:
+def _colours(s: RematProblem, unplanned: Sequence[float] | None, reads: list[tuple[int, ...]]) -> list[int]:
     """One number for all nodes that are alike, their sources' sources included, wherever they stand."""
     sets = [set(x) for x in (s.needed, s.returned, s.gradients, s.backward)]
     names: dict[object, int] = {}
     rows = zip(
         s.size,
-        s.full,
+        s.saved_bytes,
         s.seconds,
         s.savable,
-        s.forced,
-        s.given,
+        s.must_recompute,
+        s.is_input,
         s.workspace,
-        s.keep,
+        s.save_seconds,
         s.prepares,
-        s.takes,
+        s.run_seconds,
         unplanned or s.seconds,
     )
     own = [names.setdefault((*row, len(reads[i]), *(i in x for x in sets)), len(names)) for i, row in enumerate(rows)]
-    found = own
+    results = own
     for _ in range(2):
         names = {}
-        found = [
-            names.setdefault((found[i], *(GIVEN if a == GIVEN else found[a] for a in row)), len(names))
+        results = [
+            names.setdefault((results[i], *(GIVEN if a == GIVEN else results[a] for a in row)), len(names))
             for i, row in enumerate(reads)
         ]
-    return found
+    return results
 
 
 def _distances(colours: list[int], start: int, stop: int) -> list[int]:
@@ -158,8 +160,8 @@ def _stretch(
     return best
 
 
-def _aligned(
-    s: Schedule,
+def _align_layers(
+    s: RematProblem,
     reads: list[tuple[int, ...]],
     first: int,
     end: int,
@@ -178,7 +180,7 @@ def _aligned(
     for a in range(max(first, edge - period), edge + period):
         if s.root[a] == a and a in last:
             for t in range(max(a + 1, edge), min(last[a], edge + period - 1) + 1):
-                crossing[t - edge] += s.full[a] if s.savable[a] else 1 << 60  # between a call and its results
+                crossing[t - edge] += s.saved_bytes[a] if s.savable[a] else 1 << 60  # between a call and its results
     narrow = min(range(period), key=lambda k: (crossing[k], -k))
     first += (edge + narrow - first) % period
     count = (end - first) // period

@@ -10,7 +10,7 @@ are called.
 from __future__ import annotations
 
 from mindspeed_fx.graph.liveness import curve
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 
 NARROW = 1.1
 """A place is narrow when no more crosses it than this times the narrowest."""
@@ -19,21 +19,23 @@ STRIDES = (1, 2, 4, 8, 16)
 """Every so many narrow places are kept."""
 
 
-def crossings(schedule: Schedule) -> list[frozenset[int]]:
+def crossings(schedule: RematProblem) -> list[frozenset[int]]:
     """What crosses each narrow place of the forward, in order: values that can be saved, made before it and read behind
     it.
     """
     s = schedule
     values, runs = set(s.values), s.computing(s.returned)
     run = [i for i in s.forward if runs[i]]  # the others only prepare what the backward reads
-    made = {v: t for t, i in enumerate(run) for v in s._filled[i]}
+    results = {v: t for t, i in enumerate(run) for v in s._filled[i]}
     last: dict[int, int] = {}
     for t, i in enumerate(run):
         for a in s.sources[i]:
             last[s.root[a]] = t
-    lives = {v: (made[v], last[v] - 1) for v in values if v in made and last.get(v, -1) > made[v]}
-    bytes_ = curve(len(run), ((s.full[v], first, end) for v, (first, end) in lives.items()))
-    stuck = curve(len(run), ((1, first, end) for v, (first, end) in lives.items() if not s.savable[v] or s.forced[v]))
+    lives = {v: (results[v], last[v] - 1) for v in values if v in results and last.get(v, -1) > results[v]}
+    bytes_ = curve(len(run), ((s.saved_bytes[v], first, end) for v, (first, end) in lives.items()))
+    stuck = curve(
+        len(run), ((1, first, end) for v, (first, end) in lives.items() if not s.savable[v] or s.must_recompute[v])
+    )
     heavy = [t for t, i in enumerate(run) if s.seconds[i] > 0 and not stuck[t]]
     edge = len(heavy) // 10
     limit = NARROW * min((bytes_[t] for t in heavy[edge : len(heavy) - edge] if bytes_[t]), default=0)
@@ -47,12 +49,13 @@ def crossings(schedule: Schedule) -> list[frozenset[int]]:
     return [
         c
         for k, c in enumerate(crossing)
-        if not k or max(c, key=lambda v: (s.full[v], v)) != max(crossing[k - 1], key=lambda v: (s.full[v], v))
+        if not k
+        or max(c, key=lambda v: (s.saved_bytes[v], v)) != max(crossing[k - 1], key=lambda v: (s.saved_bytes[v], v))
     ]
 
 
-def boundaries(schedule: Schedule) -> list[frozenset[int]]:
+def boundaries(schedule: RematProblem) -> list[frozenset[int]]:
     """Sets of values to keep, from the shortest segments to the longest."""
-    found = crossings(schedule)
-    sets = [frozenset().union(*found[k - 1 :: k]) for k in STRIDES if len(found) >= 2 * k]
+    result = crossings(schedule)
+    sets = [frozenset().union(*result[k - 1 :: k]) for k in STRIDES if len(result) >= 2 * k]
     return list(dict.fromkeys(sets))

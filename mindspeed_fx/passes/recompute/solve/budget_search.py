@@ -17,7 +17,7 @@ import math
 from functools import cached_property
 from typing import Any, Callable, Iterable, Sequence
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, RematProblem
 from mindspeed_fx.passes.recompute.problem.segments import boundaries
 from mindspeed_fx.passes.recompute.solve.lower_bound import least_seconds
 from mindspeed_fx.passes.recompute.solve.min_cut import Cuts
@@ -73,7 +73,10 @@ class Search:
     """
 
     def __init__(
-        self, schedule: Schedule, unplanned: Sequence[float] | None = None, kept: Sequence[frozenset[int]] | None = None
+        self,
+        schedule: RematProblem,
+        unplanned: Sequence[float] | None = None,
+        kept: Sequence[frozenset[int]] | None = None,
     ):
         self.schedule, self.cuts, self.part = schedule, Cuts(schedule), 1.0
         self._returned = {schedule.root[i] for i in schedule.returned}
@@ -125,11 +128,11 @@ class Search:
             ):
                 pairs += [(rich, plan), (plan, lean)]
                 between.setdefault(plan.saved, []).append(plan)
-        found = {p.saved: p for p in (*self.hull, *(p for many in between.values() for p in many))}
+        results = {p.saved: p for p in (*self.hull, *(p for many in between.values() for p in many))}
         self.hull = (
             self.hull[:1]
             + sorted(
-                (p for p in found.values() if p.saved != self.hull[0].saved),
+                (p for p in results.values() if p.saved != self.hull[0].saved),
                 key=lambda p: (-self._kept(p), p.seconds, sorted(p.saved)),
             )
             if self.hull
@@ -184,11 +187,11 @@ class Search:
 
     def frontier(self) -> list[Plan]:
         """The plans tried that no other beats in both time and peak, fastest first."""
-        found: list[Plan] = []
+        results: list[Plan] = []
         for p in sorted((p for p in self._seen.values() if p), key=_rank):
-            if not found or p.bytes < found[-1].bytes:
-                found.append(p)
-        return found
+            if not results or p.bytes < results[-1].bytes:
+                results.append(p)
+        return results
 
     def points(self) -> list[tuple[float, int]]:
         """(seconds, peak) of the :meth:`frontier`."""
@@ -204,16 +207,16 @@ class Search:
     def _annealed(self, best: Plan, limit: int) -> Plan:
         """What a walk makes of a plan that fits, where it is better as the whole step too."""
         part = self.part * FOLDED if self.schedule.edges else self.part
-        found = self.walk(
+        result = self.walk(
             best, limit, min(int(part * MOST_WALK), int(part * WALK_WORK) // max(1, len(self.schedule.sources)))
         )
-        before, after = self.whole(best), self.whole(found)
+        before, after = self.whole(best), self.whole(result)
         return (
             best
             if before
             and before.bytes <= limit
             and not (after and after.bytes <= limit and after.seconds <= before.seconds)
-            else found
+            else result
         )
 
     def walk(self, start: Plan, limit: int, tries: int, seed: int = 0) -> Plan:
@@ -225,9 +228,9 @@ class Search:
         values = [
             v
             for v in self.cuts.values
-            if schedule.savable[v] and not schedule.forced[v] and schedule.full[v] and v not in fixed
+            if schedule.savable[v] and not schedule.must_recompute[v] and schedule.saved_bytes[v] and v not in fixed
         ]
-        found = anneal(
+        result = anneal(
             schedule,
             start,
             limit,
@@ -236,8 +239,8 @@ class Search:
             lambda saved, most: seen[saved] if saved in seen else schedule.evaluate(saved, most),
             seed,
         )
-        seen[found.saved] = found
-        return found
+        seen[result.saved] = result
+        return result
 
     def _descend(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None) -> Plan:
         """The plan where no step that is tried leads to one of a better rank within the limit."""
@@ -286,16 +289,20 @@ class Search:
         and at most their bytes less; what cannot be better or fit even so is not tried.
         """
         schedule, known = self.schedule, rank(best)
-        seconds, held, keep = schedule.seconds, schedule.held, schedule.keep
+        seconds, held, keep = schedule.seconds, schedule.held, schedule.save_seconds
         fits = lambda p: p is not None and (limit is None or p.bytes <= limit) and rank(p) < known  # noqa: E731
-        made = {schedule.root[i] for i in best.again}
+        result = {schedule.root[i] for i in best.recompute}
         candidates = [
             v
             for v in self.cuts.values
-            if v in made and v not in best.saved and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]
+            if v in result
+            and v not in best.saved
+            and schedule.savable[v]
+            and not schedule.must_recompute[v]
+            and schedule.saved_bytes[v]
         ]
         candidates.sort(key=lambda v: (-seconds[v] / held[v], v))
-        kept = sorted(best.saved - self._returned, key=lambda v: (-schedule.full[v], v))
+        kept = sorted(best.saved - self._returned, key=lambda v: (-schedule.saved_bytes[v], v))
         room = best.bytes if limit is None else limit
 
         def without(plan: Plan | None, *out: int) -> Iterable[frozenset[int]]:

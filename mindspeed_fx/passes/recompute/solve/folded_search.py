@@ -19,7 +19,7 @@ from typing import Callable, Sequence
 
 from mindspeed_fx.passes.recompute.problem.contract import contract
 from mindspeed_fx.passes.recompute.problem.folded_layers import Folded, fold, groups
-from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, RematProblem
 from mindspeed_fx.passes.recompute.problem.repeated_layers import repeats
 from mindspeed_fx.passes.recompute.solve.budget_search import MOST_WALK, Search, _rank, _size
 from mindspeed_fx.passes.recompute.solve.lower_bound import Moments, least_seconds, moments
@@ -77,20 +77,20 @@ class Layers(Search):
             nodes.
     """
 
-    def __init__(self, schedule: Schedule, unplanned: Sequence[float] | None, large: int = LARGE):
+    def __init__(self, schedule: RematProblem, unplanned: Sequence[float] | None, large: int = LARGE):
         self.schedule, self._seen, self.inner = schedule, {}, []
         self.small, self._nodes, prices = contract(schedule, unplanned)
         self._small: dict[frozenset[int], Plan | None] = {}
-        self.found = repeats(self.small, prices) if len(self.small.sources) >= large else None
-        for span in SPANS if self.found else ():
+        self.repeats = repeats(self.small, prices) if len(self.small.sources) >= large else None
+        for span in SPANS if self.repeats else ():
             if (
-                (found := self.found.joined(span))
-                and found.count >= 2 * GROUPS
-                and (folded := fold(self.small, found, groups(found.count, GROUPS if span > 1 else None), prices))
+                (result := self.repeats.joined(span))
+                and result.count >= 2 * GROUPS
+                and (folded := fold(self.small, result, groups(result.count, GROUPS if span > 1 else None), prices))
             ):
                 self._add(Search(*folded, None if span == 1 else [folded[0].edges]))
         if not self.inner:
-            self.found, self.inner = None, [Search(self.small, prices)]
+            self.repeats, self.inner = None, [Search(self.small, prices)]
 
     def _add(self, search: Search) -> None:
         whole = search.hull and self._reduced(search, search.richest)
@@ -118,11 +118,11 @@ class Layers(Search):
         return self.inner[0].empty
 
     def points(self) -> list[tuple[float, int]]:
-        found = []
+        results = []
         for seconds, bytes_ in sorted(p for search in self.inner for p in search.points()):
-            if not found or bytes_ < found[-1][1]:
-                found.append((seconds, bytes_))
-        return found
+            if not results or bytes_ < results[-1][1]:
+                results.append((seconds, bytes_))
+        return results
 
     def frontier(self) -> list[Plan]:
         for search in self.inner:
@@ -142,11 +142,11 @@ class Layers(Search):
     def least(self) -> Plan:
         low = min(search.smallest.bytes for search in self.inner)
         near = self._sharing([search for search in self.inner if search.smallest.bytes <= low * (1 + LOW)])
-        found = [self._reduced(search, search.least) or self._reduced(search, search.smallest) for search in near]
+        results = [self._reduced(search, search.least) or self._reduced(search, search.smallest) for search in near]
         # With values that the user moves or saves, what the step without its views can make again the whole may not be
         # able to.
         return next(
-            (w for p in sorted((p for p in (*found, *self._small.values()) if p), key=_size) if (w := self.whole(p))),
+            (w for p in sorted((p for p in (*results, *self._small.values()) if p), key=_size) if (w := self.whole(p))),
             self.richest,
         )
 
@@ -157,8 +157,8 @@ class Layers(Search):
             self.inner,
             key=lambda search: (p.seconds if (p := search._fastest(limit)) else math.inf, search.smallest.bytes),
         )
-        found = [self._best(search, limit) for search in self._sharing(order[:TAKEN])]
-        whole = next((w for p in sorted((p for p in found if p), key=_rank) if (w := self.whole(p))), None)
+        results = [self._best(search, limit) for search in self._sharing(order[:TAKEN])]
+        whole = next((w for p in sorted((p for p in results if p), key=_rank) if (w := self.whole(p))), None)
         return min((p for p in (whole, self.least) if p and p.bytes <= limit), key=_rank, default=None)
 
     def _sharing(self, searches: list[Search]) -> list[Search]:
@@ -189,24 +189,24 @@ class Layers(Search):
             return plan, None
         number = {v: n for n, v in enumerate(self._nodes)}
         known = self.small.evaluate(number[v] for v in plan.saved)
-        if self.found is None:  # the one search is of this step
+        if self.repeats is None:  # the one search is of this step
             for seed in range(1, WALKS + 1):
                 known = min(known, self.inner[0].walk(known, limit, MOST_WALK, seed), key=_rank)
-        found = optimum(self.small, limit, nodes, clock, known)
-        better = [self.whole(p) for p in (known, found.plan) if p]
-        return min((p for p in (plan, *better) if p and p.bytes <= limit), key=_rank), found.seconds
+        result = optimum(self.small, limit, nodes, clock, known)
+        better = [self.whole(p) for p in (known, result.plan) if p]
+        return min((p for p in (plan, *better) if p and p.bytes <= limit), key=_rank), result.seconds
 
     def bound(self, limit: int, rounds: int = 40) -> float | None:
-        if self.found is None:
+        if self.repeats is None:
             return least_seconds(self.small, self.inner[0].cuts, limit, rounds)
-        made, cuts, rows = self._certain
-        return least_seconds(made, cuts, limit, rounds, rows)
+        result, cuts, rows = self._certain
+        return least_seconds(result, cuts, limit, rounds, rows)
 
     @cached_property
     def _certain(self) -> tuple[Folded, Cuts, Moments]:
-        middle = self.found.count - 2 * ALONE
-        made, _ = fold(self.small, self.found, [*[1] * ALONE, middle, *[1] * ALONE])
-        return made, AverageCuts(made), _moments(made)
+        middle = self.repeats.count - 2 * ALONE
+        result, _ = fold(self.small, self.repeats, [*[1] * ALONE, middle, *[1] * ALONE])
+        return result, AverageCuts(result), _moments(result)
 
 
 class AverageCuts(Cuts):
@@ -234,7 +234,7 @@ def _moments(s: Folded) -> Moments:
     """:func:`mindspeed_fx.passes.recompute.solve.lower_bound.moments` of the whole step, at the moments outside the
     middle.
     """
-    found, count = moments(s), len(s.layers)
+    result, count = moments(s), len(s.layers)
     runs = s.computing(s.returned)
     order = (*(i for i in s.forward if runs[i]), *s.backward)
     cut = len(order) - len(s.backward)
@@ -242,12 +242,12 @@ def _moments(s: Folded) -> Moments:
     for k in range(1, count + 2):
         done[count + k] = s.returns * sum(n - 1 for n in s.layers[max(0, count - k + 1) :])
     middle = [2 * count - g for g, n in enumerate(s.layers) if n > 1]
-    certain = [c + done[s.place[i]] * (t >= cut) for t, (c, i) in enumerate(zip(found.certain, order))]
+    certain = [c + done[s.place[i]] * (t >= cut) for t, (c, i) in enumerate(zip(result.certain, order))]
     # Where the layers below the middle run, what the last of its layers holds may be all there is.
     over = next((t for t in range(cut, len(order)) if s.place[order[t]] > max(middle)), len(order)) - 1
     lives = {
         v: (w * s.weight[v], first, last if s.weight[v] == 1 else min(last, over))
-        for v, (w, first, last) in found.lives.items()
+        for v, (w, first, last) in result.lives.items()
     }
     priced = [t for t, i in enumerate(order) if (s.place[i] not in middle if t >= cut else s.weight[i] == 1)]
-    return Moments(certain, lives, found.parts, priced)
+    return Moments(certain, lives, result.parts, priced)

@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, RematProblem
 from mindspeed_fx.passes.recompute.solve.lower_bound import Moments
 
 SCALE = 1e6
@@ -42,18 +42,18 @@ class Program:
     need.
     """
 
-    schedule: Schedule
+    schedule: RematProblem
     rows: Moments
     limit: int
     entries: list[tuple[int, int, float]] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
-    made: dict[int, dict[int, int]] = field(default_factory=dict)
+    columns_of: dict[int, dict[int, int]] = field(default_factory=dict)
     """Moment -> value -> column of a."""
     later: dict[int, dict[int, int]] = field(default_factory=dict)
     """Moment -> value -> column of what is alive for something that is made again later."""
     ahead: set[int] = field(default_factory=set)
     """Nodes of the forward whose moment has its row."""
-    again: set[tuple[int, int]] = field(default_factory=set)
+    recompute: set[tuple[int, int]] = field(default_factory=set)
     """(node, moment) of the rows that hold while something is made."""
 
     def __post_init__(self) -> None:
@@ -98,12 +98,12 @@ class Program:
         s, count = self.schedule, len(self.schedule.values)
         upper, cost, whole = np.ones(self.columns), np.zeros(self.columns), np.zeros(self.columns)
         for v in s.values:
-            if not s.savable[v] or s.forced[v]:
+            if not s.savable[v] or s.must_recompute[v]:
                 upper[self.save[v]] = 0
             if self.extra[v] == math.inf:
                 upper[self.make[v]] = 0
             cost[self.save[v]], cost[self.make[v]] = (
-                s.keep[v] * SCALE,
+                s.save_seconds[v] * SCALE,
                 0.0 if self.extra[v] == math.inf else self.extra[v] * SCALE,
             )
         whole[: 2 * count] = 1
@@ -114,19 +114,19 @@ class Program:
         i, j, x = zip(*entries) if entries else ((0,), (0,), (0.0,))
         matrix = coo_array((x, (i, j)), shape=(max(1, len(least)), self.columns)).tocsr()
         options = {"node_limit": nodes, **({"time_limit": clock} if clock else {})}
-        found = milp(
+        result = milp(
             cost,
             integrality=whole,
             bounds=Bounds(0, upper),
             constraints=LinearConstraint(matrix, np.array(least or [0.0])),
             options=options,
         )
-        if found.status == 2:
+        if result.status == 2:
             return None, None
         proved = (
-            found.mip_dual_bound if found.mip_dual_bound is not None and math.isfinite(found.mip_dual_bound) else 0.0
+            result.mip_dual_bound if result.mip_dual_bound is not None and math.isfinite(result.mip_dual_bound) else 0.0
         )
-        saved = None if found.x is None else [v for v in s.values if found.x[self.save[v]] > 0.5 or v in self.kept]
+        saved = None if result.x is None else [v for v in s.values if result.x[self.save[v]] > 0.5 or v in self.kept]
         return saved, max(0.0, proved) * (1 - SAFE) / SCALE
 
     def refine(self, plan: Plan) -> bool:
@@ -151,18 +151,18 @@ class Program:
                 if run[p] not in self.ahead:
                     self.before(run[p])
                     added.add(t)
-            elif t not in self.made:
-                self.by(t)
+            elif t not in self.columns_of:
+                self.columns_at(t)
                 added.add(t)
-            elif run[p] not in place and (run[p], t) not in self.again:
+            elif run[p] not in place and (run[p], t) not in self.recompute:
                 self.during(run[p], t)
                 added.add(t)
         return bool(added)
 
-    def by(self, t: int) -> dict[int, int]:
+    def columns_at(self, t: int) -> dict[int, int]:
         """Columns of what has been made again by moment t; with their rows where they are new."""
-        if t in self.made:
-            return self.made[t]
+        if t in self.columns_of:
+            return self.columns_of[t]
         s, rows = self.schedule, self.rows
         read = [v for v in s.values if rows.begin[v] <= t]
         todo, closed = list(read), set(read)
@@ -171,7 +171,7 @@ class Program:
                 if a not in closed:
                     closed.add(a)
                     todo.append(a)
-        columns = self.made[t] = {v: self.columns + n for n, v in enumerate(sorted(closed))}
+        columns = self.columns_of[t] = {v: self.columns + n for n, v in enumerate(sorted(closed))}
         self.columns += len(columns)
         for v in read:
             self.at_least([(self.save[v], 1), (columns[v], 1)], 1)
@@ -192,9 +192,9 @@ class Program:
 
     def kept_on(self, t: int) -> dict[int, int]:
         """Columns of what is alive at moment t, when nothing but what is made again after it reads it any more."""
-        s, rows, length, made = self.schedule, self.rows, len(self.rows.certain), self.made[t]
-        found: dict[int, int] = {}
-        for v in made:
+        s, rows, length, result = self.schedule, self.rows, len(self.rows.certain), self.columns_of[t]
+        results: dict[int, int] = {}
+        for v in result:
             over = rows.end[v] < t and v not in self.ends if rows.begin[v] < length else True
             if (
                 not over
@@ -204,32 +204,32 @@ class Program:
             ):
                 continue
             for u in self.readers[v]:
-                column = found.setdefault(v, self.columns + len(found))
+                column = results.setdefault(v, self.columns + len(results))
                 self.at_least(
                     [
                         (column, 1),
                         (self.save[v], -1),
-                        (made[v], -1),
+                        (result[v], -1),
                         (self.make[u], -1),
-                        *([(made[u], 1)] if u in made else []),
+                        *([(result[u], 1)] if u in result else []),
                     ],
                     -1,
                 )
-        self.columns += len(found)
-        return found
+        self.columns += len(results)
+        return results
 
     @cached_property
     def early(self) -> dict[int, int]:
         """Columns of what the forward runs only for what is saved, with their rows."""
         s, runs = self.schedule, self.schedule.computing(self.schedule.returned)
-        found = {v: self.columns + n for n, v in enumerate(v for v in s.values if not runs[v])}
-        self.columns += len(found)
-        for v, column in found.items():
+        results = {v: self.columns + n for n, v in enumerate(v for v in s.values if not runs[v])}
+        self.columns += len(results)
+        for v, column in results.items():
             self.at_least([(column, 1), (self.save[v], -1)], 0)
             for a in self.reads[v]:
-                if a in found:
-                    self.at_least([(found[a], 1), (column, -1)], 0)
-        return found
+                if a in results:
+                    self.at_least([(results[a], 1), (column, -1)], 0)
+        return results
 
     def before(self, i: int) -> None:
         """While the forward runs ``i``: what is saved of all before it, and what later runs for it read."""
@@ -265,20 +265,22 @@ class Program:
             parts.append((column, s.size[v]))
         self.columns += added
         parts += [
-            (self.save[v], s.full[v] - s.size[v]) for v in certain if v not in self.kept and s.full[v] > s.size[v]
+            (self.save[v], s.saved_bytes[v] - s.size[v])
+            for v in certain
+            if v not in self.kept and s.saved_bytes[v] > s.size[v]
         ]
         self.fits(parts, constant)
 
     def during(self, i: int, t: int) -> None:
         """While ``i`` is made again right before moment t."""
-        self.again.add((i, t))
+        self.recompute.add((i, t))
         s, rows, length = self.schedule, self.rows, len(self.rows.certain)
-        now, before = self.by(t), self.by(t - 1) if t > self.cut else {}
+        now, before = self.columns_at(t), self.columns_at(t - 1) if t > self.cut else {}
         if i not in now:
             return
-        there = lambda v: rows.begin[v] < t and (t <= rows.end[v] or v in self.ends) or v in self.kept  # noqa: E731  certain anyhow
+        existing = lambda v: rows.begin[v] < t and (t <= rows.end[v] or v in self.ends) or v in self.kept  # noqa: E731  certain anyhow
         fills = {v for v in s._filled[i] if v not in self.kept}
-        held = {a for a in s.reads(i) if not s.given[a] and not there(a)}
+        held = {a for a in s.reads(i) if not s.is_input[a] and not existing(a)}
         constant = (
             sum(w for w, first, last in rows.fixed if first < t <= last)
             + s.workspace[i]

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mindspeed_fx.graph.liveness import curve
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 from mindspeed_fx.passes.recompute.solve.min_cut import UNIT, Cuts
 
 
@@ -54,12 +54,12 @@ class Moments:
 
     def at(self, t: int) -> dict[int, int]:
         """w_t: value -> bytes, where there are any."""
-        found = {v: w for v, (w, first, last) in self.lives.items() if w and first <= t <= last}
+        results = {v: w for v, (w, first, last) in self.lives.items() if w and first <= t <= last}
         for v, stretches in self.parts.items():
             for w, first, last in stretches:
                 if w and first <= t <= last:
-                    found[v] = found.get(v, 0) + w
-        return found
+                    results[v] = results.get(v, 0) + w
+        return results
 
     def memory(self, saved: frozenset[int]) -> list[int]:
         """The linear functions at a choice."""
@@ -72,7 +72,7 @@ class Moments:
         return [c + m for c, m in zip(self.certain, curve(len(self.certain), stretches))]
 
 
-def moments(schedule: Schedule) -> Moments:
+def moments(schedule: RematProblem) -> Moments:
     """What must be alive at each moment, and what saving adds.
 
     Forward: values that the caller gets are made whatever is saved; between maker and last reader among what makes
@@ -86,9 +86,9 @@ def moments(schedule: Schedule) -> Moments:
     runs = s.computing(s.returned)
     first = [i for i in s.forward if runs[i]]
     length, cut = len(first) + len(s.backward), len(first)
-    made, done = [-1] * len(s.sources), [-1] * len(s.sources)
+    results, done = [-1] * len(s.sources), [-1] * len(s.sources)
     for t, i in enumerate(first):
-        made[i] = t
+        results[i] = t
         for r in (s.root[i], *(s.root[a] for a in s.sources[i])):
             done[r] = t
     begin, end = [length] * len(s.sources), [-1] * len(s.sources)
@@ -103,17 +103,17 @@ def moments(schedule: Schedule) -> Moments:
             early[r] = min(early[r], early[i], early[s.root[i]])
     certain, lives, parts = [], {}, {}
     for i in s.forward:
-        if s.root[i] != i or not s.full[i] or s.given[i]:
+        if s.root[i] != i or not s.saved_bytes[i] or s.is_input[i]:
             continue
-        size, full = s.size[i], s.full[i]
+        size, full = s.size[i], s.saved_bytes[i]
         if i in returned:
-            certain.append((full, made[i], length - 1))
+            certain.append((full, results[i], length - 1))
             continue
         extra = []
-        if made[i] >= 0:  # made in any case
-            certain.append((size, made[i], done[i]))
-            extra = [(full - size, made[i], done[i])]
-        start = done[i] + 1 if made[i] >= 0 else cut
+        if results[i] >= 0:  # made in any case
+            certain.append((size, results[i], done[i]))
+            extra = [(full - size, results[i], done[i])]
+        start = done[i] + 1 if results[i] >= 0 else cut
         if end[i] >= 0:
             last = length - 1 if i in gradients else end[i]
             certain.append((size, begin[i], last))
@@ -131,7 +131,7 @@ def moments(schedule: Schedule) -> Moments:
 
 
 def least_seconds(
-    schedule: Schedule, cuts: Cuts, limit: int, rounds: int = 40, rows: Moments | None = None
+    schedule: RematProblem, cuts: Cuts, limit: int, rounds: int = 40, rows: Moments | None = None
 ) -> float | None:
     """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there
     are none.
@@ -170,9 +170,9 @@ def least_seconds(
         # The bound is concave in this price: walk out until its slope turns, then halve.
         while rounds > 0:
             p = low[0] + step if high is None else (low[0] * high * 1.0) ** 0.5 if low[0] > 0 else high / 2
-            found, value = cheapest({**others, t: p})
+            result, value = cheapest({**others, t: p})
             rounds -= 1
-            slope = rows.memory(found)[t] - limit
+            slope = rows.memory(result)[t] - limit
             bounds[p] = value
             if slope > 0:
                 low = (p, slope)

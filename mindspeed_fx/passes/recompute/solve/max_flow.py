@@ -41,14 +41,14 @@ class Network:
         """After :meth:`solve`: 1 for the vertices that can still reach the sink. The smallest sink side of a minimum
         cut.
         """
-        found = bytearray(len(self.edges))
-        found[SINK], todo, to, room = 1, [SINK], self.to, self.room
+        result = bytearray(len(self.edges))
+        result[SINK], todo, to, room = 1, [SINK], self.to, self.room
         while todo:
             for e in self.edges[todo.pop()]:
-                if room[e ^ 1] and not found[to[e]]:
-                    found[to[e]] = 1
+                if room[e ^ 1] and not result[to[e]]:
+                    result[to[e]] = 1
                     todo.append(to[e])
-        return found
+        return result
 
     def _levels(self) -> list[int] | None:
         """Distance to the sink of every vertex; None when the source cannot reach it."""

@@ -12,8 +12,8 @@ import math
 from typing import Callable, Sequence
 
 from mindspeed_fx.compat import partitioner
-from mindspeed_fx.passes.recompute.problem.dataflow import Operation, Tape, Value
-from mindspeed_fx.passes.recompute.problem.remat_problem import Schedule
+from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, Operation, Value
+from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 from mindspeed_fx.passes.recompute.solve.max_flow import ENDLESS, SINK, SOURCE, Network
 
 UNIT = 1e-15
@@ -23,7 +23,7 @@ FRACTION = 2.0**-10
 """The same for prices in bytes moved."""
 
 
-def cheapest(tape: Tape, again: Callable[[Operation], float], save: Callable[[Value], float]) -> list[Value]:
+def cheapest(tape: Dataflow, again: Callable[[Operation], float], save: Callable[[Value], float]) -> list[Value]:
     """The values to save.
 
     Args:
@@ -50,9 +50,11 @@ def cheapest(tape: Tape, again: Callable[[Operation], float], save: Callable[[Va
         if v.needed:
             network.add(vertex, SINK, ENDLESS)
     network.solve()
-    there = network.sink_side()
+    existing = network.sink_side()
     return [
-        v for v in tape.values if there[value[v]] and (partitioner.must_save(v.node) or not there[operation[v.made_by]])
+        v
+        for v in tape.values
+        if existing[value[v]] and (partitioner.must_save(v.node) or not existing[operation[v.made_by]])
     ]
 
 
@@ -63,7 +65,7 @@ class Cuts:
         values: the nodes whose values may be saved or made again.
     """
 
-    def __init__(self, schedule: Schedule, seconds: Sequence[float] | None = None):
+    def __init__(self, schedule: RematProblem, seconds: Sequence[float] | None = None):
         self.schedule, seconds = schedule, schedule.extra if seconds is None else seconds
         self.values = schedule.values
         again = {v: 2 + 2 * n for n, v in enumerate(self.values)}
@@ -94,7 +96,9 @@ class Cuts:
         """
         schedule = self.schedule
         wanted = [
-            _capacity(price(v) + schedule.keep[v], UNIT) if schedule.savable[v] and not schedule.forced[v] else ENDLESS
+            _capacity(price(v) + schedule.save_seconds[v], UNIT)
+            if schedule.savable[v] and not schedule.must_recompute[v]
+            else ENDLESS
             for v in self.values
         ]
         if any(a < b for a, b in zip(wanted, self._prices)):  # flow cannot be taken back
@@ -104,9 +108,9 @@ class Cuts:
             room[e] += new - old
         self._prices = wanted
         self._flow += self._network.solve()
-        there = self._network.sink_side()
+        existing = self._network.sink_side()
         return frozenset(
-            v for v in self.values if there[self._again[v] + 1] and not there[self._again[v]]
+            v for v in self.values if existing[self._again[v] + 1] and not existing[self._again[v]]
         ), self._flow * UNIT
 
 

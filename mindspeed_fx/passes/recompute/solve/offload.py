@@ -44,7 +44,7 @@ class Timeline:
         s = self.schedule = search.schedule
         self.plan, self.rate = plan, rate
         self.run, _, self.cut = s.trace(plan)
-        self.begin = list(accumulate((s.takes[i] for i in self.run), initial=0.0))
+        self.begin = list(accumulate((s.run_seconds[i] for i in self.run), initial=0.0))
         """Seconds at which each position starts; the last entry is the end."""
         self.turn = self.begin[self.cut]
         kept = {*movable, *always} & plan.saved
@@ -55,9 +55,9 @@ class Timeline:
                     self.last[r] = t
                 elif r in kept:
                     self.first.setdefault(r, t)
-        there = sorted(v for v in kept if v in self.last and v in self.first)
-        self.always = [v for v in there if v in set(always)]
-        self.values = [v for v in there if v not in set(always)]
+        existing = sorted(v for v in kept if v in self.last and v in self.first)
+        self.always = [v for v in existing if v in set(always)]
+        self.values = [v for v in existing if v not in set(always)]
 
     def idle(self, v: int) -> float:
         """Seconds between the last reader of the forward and the first of the backward."""
@@ -66,19 +66,19 @@ class Timeline:
     def moved(self, values: Iterable[int]) -> Plan:
         """The plan with ``values`` moved, and what always is: its peak, and its time with what the link cannot hide."""
         values = [*self.always, *values]
-        ways, now = {}, 0.0
+        moves, now = {}, 0.0
         for v in sorted(values, key=lambda v: (self.last[v], v)):
-            now = max(now, self.begin[self.last[v] + 1]) + self.schedule.full[v] / self.rate
+            now = max(now, self.begin[self.last[v] + 1]) + self.schedule.saved_bytes[v] / self.rate
             free = bisect.bisect_left(self.begin, now, self.last[v] + 1, self.cut)
-            ways[v] = [v, free, 0]
+            moves[v] = [v, free, 0]
         stall = max(0.0, now - self.turn)
         due = self.begin[-1]
         for v in sorted(values, key=lambda v: (-self.first[v], -v)):
-            due = min(due, self.begin[self.first[v]]) - self.schedule.full[v] / self.rate
-            ways[v][2] = max(self.cut, min(self.first[v], bisect.bisect_right(self.begin, due) - 1))
+            due = min(due, self.begin[self.first[v]]) - self.schedule.saved_bytes[v] / self.rate
+            moves[v][2] = max(self.cut, min(self.first[v], bisect.bisect_right(self.begin, due) - 1))
         stall += max(0.0, self.turn - due) if values else 0.0
         plan = replace(
-            self.plan, ways=tuple(tuple(w) for _, w in sorted(ways.items())), seconds=self.plan.seconds + stall
+            self.plan, moves=tuple(tuple(w) for _, w in sorted(moves.items())), seconds=self.plan.seconds + stall
         )
         run, alive, _ = self.schedule.trace(plan)
         self.schedule.evaluations += 1
@@ -113,33 +113,33 @@ class Offload:
         for plan in self._plans():
             if best is not None and plan.seconds >= best.seconds or self.search.schedule.evaluations > work:
                 break
-            for found in self._some(plan, limit):
-                best = found if best is None or _rank(found) < _rank(best) else best
-        if best is not None and best.ways:
+            for result in self._some(plan, limit):
+                best = result if best is None or _rank(result) < _rank(best) else best
+        if best is not None and best.moves:
             best = self._improved(best, limit, work)
         return best
 
     def least(self) -> Plan:
         """The smallest peak found over all plans with everything moved that can be; ties go to the faster."""
-        found = [self._line(self.search.least).moved(()) if self.always else self.search.least]
+        results = [self._line(self.search.least).moved(()) if self.always else self.search.least]
         for plan in self._plans():
             line = self._line(plan)
-            found += [
+            results += [
                 line.moved(some) for some in (line.values, line.values[: len(line.values) // 2]) if self._allowed(some)
             ]
-        return min(found, key=lambda p: (p.bytes, p.seconds, sorted(p.saved)))
+        return min(results, key=lambda p: (p.bytes, p.seconds, sorted(p.saved)))
 
     def left(self, plan: Plan) -> list[int]:
         """What ought to be moved and is not."""
-        moved = {v for v, _, _ in plan.ways}
+        moved = {v for v, _, _ in plan.moves}
         return [v for v in self.always if v not in moved]
 
     def told(self, plan: Plan) -> str:
         """What is moved, for reports."""
-        moved = sum(self.search.schedule.full[v] for v, _, _ in plan.ways)
+        moved = sum(self.search.schedule.saved_bytes[v] for v, _, _ in plan.moves)
         stall = plan.seconds - (self.search._plan(plan.saved) or plan).seconds
         return (
-            f"moved to host memory {moved / 2**20:.2f} MiB in {len(plan.ways)} values at {self.rate / 1e9:.1f} "
+            f"moved to host memory {moved / 2**20:.2f} MiB in {len(plan.moves)} values at {self.rate / 1e9:.1f} "
             "GB/s "
             f"each way; {stall * 1e3:.3f} ms of the copies are not hidden"
         )
@@ -153,19 +153,21 @@ class Offload:
         return Timeline(self.search, plan, self.movable, self.rate, self.always)
 
     def _allowed(self, values: Sequence[int]) -> bool:
-        return self.host is None or sum(self.search.schedule.full[v] for v in {*values, *self.always}) <= self.host
+        return (
+            self.host is None or sum(self.search.schedule.saved_bytes[v] for v in {*values, *self.always}) <= self.host
+        )
 
     def _some(self, plan: Plan, limit: int) -> list[Plan]:
         """``plan`` with as few values moved as fit, by each order."""
-        line, found = self._line(plan), []
-        for key in (lambda v: (-line.idle(v), v), lambda v: (-self.search.schedule.full[v], -line.idle(v), v)):
+        line, results = self._line(plan), []
+        for key in (lambda v: (-line.idle(v), v), lambda v: (-self.search.schedule.saved_bytes[v], -line.idle(v), v)):
             order = sorted(line.values, key=key)
             fits: Callable[[int], Plan | None] = lambda n: (
                 p if self._allowed(order[:n]) and (p := line.moved(order[:n])).bytes <= limit else None
             )  # noqa: E731
             low = 0
             if self.always and (plan_there := fits(0)):
-                found.append(plan_there)
+                results.append(plan_there)
                 continue
             for part in range(1, PARTS + 1):
                 count = len(order) * part // PARTS
@@ -174,10 +176,10 @@ class Offload:
                     while high - low > 1:
                         middle = (low + high) // 2
                         low, high, plan_there = (low, middle, p) if (p := fits(middle)) else (middle, high, plan_there)
-                    found.append(plan_there)
+                    results.append(plan_there)
                     break
                 low = count
-        return found
+        return results
 
     def _improved(self, best: Plan, limit: int, work: int) -> Plan:
         """Values made again that are saved and moved instead, and moves that are not needed."""
@@ -186,10 +188,13 @@ class Offload:
         again = [
             v
             for v in self.movable
-            if v in set(best.again) and schedule.savable[v] and not schedule.forced[v] and schedule.full[v]
+            if v in set(best.recompute)
+            and schedule.savable[v]
+            and not schedule.must_recompute[v]
+            and schedule.saved_bytes[v]
         ]
-        for v in sorted(again, key=lambda v: (-schedule.seconds[v] / schedule.full[v], v)):
-            moved = [w for w, _, _ in best.ways if w not in always] + [v]
+        for v in sorted(again, key=lambda v: (-schedule.seconds[v] / schedule.saved_bytes[v], v)):
+            moved = [w for w, _, _ in best.moves if w not in always] + [v]
             if schedule.evaluations > work or v in best.saved or not self._allowed(moved):
                 continue
             if (
@@ -197,16 +202,16 @@ class Offload:
                 and v in (line := self._line(plan)).first
                 and set(moved) <= set(line.values)
             ):
-                found = line.moved(moved)
-                best = found if found.bytes <= limit and _rank(found) < _rank(best) else best
-        line = self._line(replace(best, ways=(), seconds=self.search._plan(best.saved).seconds))
-        for v in sorted((w for w, _, _ in best.ways if w not in always), key=lambda v: (-schedule.full[v], v)):
+                result = line.moved(moved)
+                best = result if result.bytes <= limit and _rank(result) < _rank(best) else best
+        line = self._line(replace(best, moves=(), seconds=self.search._plan(best.saved).seconds))
+        for v in sorted((w for w, _, _ in best.moves if w not in always), key=lambda v: (-schedule.saved_bytes[v], v)):
             if schedule.evaluations > work:
                 break
-            found = line.moved(w for w, _, _ in best.ways if w != v and w not in always)
-            best = found if found.bytes <= limit and found.seconds <= best.seconds else best
+            result = line.moved(w for w, _, _ in best.moves if w != v and w not in always)
+            best = result if result.bytes <= limit and result.seconds <= best.seconds else best
         return best
 
 
 def _rank(plan: Plan) -> tuple[float, int, int, list[int]]:
-    return plan.seconds, len(plan.ways), plan.bytes, sorted(plan.saved)
+    return plan.seconds, len(plan.moves), plan.bytes, sorted(plan.saved)

@@ -10,14 +10,14 @@ from mindspeed_fx.options import Options
 from mindspeed_fx.partition.offload import Move, dense
 from mindspeed_fx.passes.base import PassReport, skip
 from mindspeed_fx.passes.recompute.problem.dataflow import Value
-from mindspeed_fx.passes.recompute.problem.joint_graph import Step
+from mindspeed_fx.passes.recompute.problem.joint_graph import JointGraph
 from mindspeed_fx.passes.recompute.problem.policies import Fixed
 from mindspeed_fx.passes.recompute.problem.remat_problem import Plan
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 from mindspeed_fx.passes.recompute.solve.offload import Offload
 
 
-def offloads(step: Step, search: Search, options: Options, decided: Fixed, report: PassReport) -> Offload:
+def offloads(step: JointGraph, search: Search, options: Options, decided: Fixed, report: PassReport) -> Offload:
     """The search for moves under options "host_bandwidth" and "host_memory"; what a wish of the user moves is moved in
     every plan.
 
@@ -30,7 +30,7 @@ def offloads(step: Step, search: Search, options: Options, decided: Fixed, repor
             report.skipped.append(skip("", v.node, f"{decided.why[v]}: stays on the device: {reason}"))
         else:
             always.append(step.number[v.node])
-    taken = sum(step.schedule.full[v] for v in always)
+    taken = sum(step.schedule.saved_bytes[v] for v in always)
     if options.host_memory is not None and taken > options.host_memory:
         raise OptionError(
             f'option "host_memory" is {options.host_memory} bytes, but what option "recompute" maps to "offload" takes '
@@ -45,22 +45,22 @@ def offloads(step: Step, search: Search, options: Options, decided: Fixed, repor
     )
 
 
-def _stays(v: Value, step: Step) -> str:
+def _stays(v: Value, step: JointGraph) -> str:
     """Why a value cannot be moved; "" when it can."""
     i = step.number[v.node]
-    if not step.schedule.savable[i] or not step.schedule.full[i]:
+    if not step.schedule.savable[i] or not step.schedule.saved_bytes[i]:
         return "it is no tensor in memory"
-    if step.schedule.forced[i]:
+    if step.schedule.must_recompute[i]:
         return "a checkpointed region makes it again"
     return "" if dense(v.node.meta.get("val")) else "its memory has holes or overlaps"
 
 
-def places(step: Step, plan: Plan) -> dict[str, Move]:
+def places(step: JointGraph, plan: Plan) -> dict[str, Move]:
     """Name of each value that is moved -> where its copies are waited for and started."""
     run, _, cut = step.schedule.trace(plan)
     return {
         step.nodes[v].name: Move(
             None if free >= cut else step.nodes[run[free]].name, None if back <= cut else step.nodes[run[back]].name
         )
-        for v, free, back in plan.ways
+        for v, free, back in plan.moves
     }

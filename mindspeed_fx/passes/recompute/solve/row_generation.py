@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Iterable
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, RematProblem
 from mindspeed_fx.passes.recompute.solve.integer_program import Program
 from mindspeed_fx.passes.recompute.solve.lower_bound import moments
 
@@ -33,7 +33,7 @@ class Optimum:
 
 
 def exact_seconds(
-    schedule: Schedule, limit: int, nodes: int = 1000, clock: float | None = None, known: Plan | None = None
+    schedule: RematProblem, limit: int, nodes: int = 1000, clock: float | None = None, known: Plan | None = None
 ) -> float | None:
     """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there
     are none. See :func:`optimum`.
@@ -42,7 +42,7 @@ def exact_seconds(
 
 
 def optimum(
-    schedule: Schedule,
+    schedule: RematProblem,
     limit: int,
     nodes: int = 1000,
     clock: float | None = None,
@@ -66,30 +66,30 @@ def optimum(
     if not schedule.values:
         return Optimum(0.0)
     program = Program(schedule, rows, limit)
-    until, best, found = None if clock is None else time.monotonic() + clock, 0.0, None
+    until, best, result = None if clock is None else time.monotonic() + clock, 0.0, None
     for n in range(1, rounds + 1):
-        left = None if until is None else until - time.monotonic()
-        if left is not None and left <= 0:
+        remaining = None if until is None else until - time.monotonic()
+        if remaining is not None and remaining <= 0:
             break
-        saved, proved = program.solve(nodes, left, None if known is None else known.seconds * (1 - CLOSE))
+        saved, proved = program.solve(nodes, remaining, None if known is None else known.seconds * (1 - CLOSE))
         if proved is None:  # nothing is faster than what is known
-            return Optimum(None if known is None else max(best, known.seconds * (1 - CLOSE)), found, n)
+            return Optimum(None if known is None else max(best, known.seconds * (1 - CLOSE)), result, n)
         best = max(best, proved)
         if saved is None:
             break
         plan = _read(schedule, saved)
         if plan and plan.bytes <= limit:
-            found = plan if found is None or plan.seconds < found.seconds else found
+            result = plan if result is None or plan.seconds < result.seconds else result
             if known is None or plan.seconds < known.seconds:
                 known = plan
             if plan.seconds <= best * (1 + CLOSE):
                 break
         elif plan is None or not program.refine(plan):
             break
-    return Optimum(best, found, n)
+    return Optimum(best, result, n)
 
 
-def _read(schedule: Schedule, saved: Iterable[int]) -> Plan | None:
+def _read(schedule: RematProblem, saved: Iterable[int]) -> Plan | None:
     """The plan that saves of ``saved`` what the backward reads."""
     plan, before = schedule.evaluate(saved), None
     while plan and plan.saved != before:

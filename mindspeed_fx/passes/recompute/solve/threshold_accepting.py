@@ -11,7 +11,7 @@ from __future__ import annotations
 from random import Random
 from typing import Callable, Iterable
 
-from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, Schedule
+from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, RematProblem
 
 FIRST = 0.3
 """What is accepted at first: worse by up to this share of what the first plan costs. It falls with the square of the
@@ -31,7 +31,7 @@ NEAR = 0.3
 
 
 def anneal(
-    schedule: Schedule,
+    schedule: RematProblem,
     start: Plan,
     limit: int,
     values: Iterable[int],
@@ -52,42 +52,42 @@ def anneal(
     pick = lambda many: many[int(random() * len(many))]  # noqa: E731
     above = ABOVE * start.seconds / max(1, limit)
     best = now = start
-    cost, kept, made = start.seconds, *_lists(schedule, start, free)
+    cost, kept, results = start.seconds, *_lists(schedule, start, free)
     for n in range(tries):
         most = cost + FIRST * start.seconds * (1 - n / tries) ** 2 * random()
         choice, turn = set(now.saved), random()
-        if turn < ADD and made:
-            choice.add(pick(made))
+        if turn < ADD and results:
+            choice.add(pick(results))
         elif turn < ADD + DROP and kept:
             choice.discard(pick(kept))
-        elif kept and made:
+        elif kept and results:
             out = pick(kept)
             choice.discard(out)
-            choice.add(pick(near[out] if near[out] and random() < NEAR else made))
+            choice.add(pick(near[out] if near[out] and random() < NEAR else results))
             if (more := random()) < TWO / 2:
                 choice.discard(pick(kept))
             elif more < TWO:
-                choice.add(pick(made))
-        found = plan(frozenset(choice), most)
-        if found is None or found is now or (price := found.seconds + above * max(0, found.bytes - limit)) > most:
+                choice.add(pick(results))
+        result = plan(frozenset(choice), most)
+        if result is None or result is now or (price := result.seconds + above * max(0, result.bytes - limit)) > most:
             continue
-        now, cost = found, price
-        kept, made = _lists(schedule, now, free)
+        now, cost = result, price
+        kept, results = _lists(schedule, now, free)
         if now.bytes <= limit and (now.seconds, now.bytes) < (best.seconds, best.bytes):
             best = now
     return best
 
 
-def _lists(schedule: Schedule, plan: Plan, free: set[int]) -> tuple[list[int], list[int]]:
+def _lists(schedule: RematProblem, plan: Plan, free: set[int]) -> tuple[list[int], list[int]]:
     """What a plan saves, and what it makes again."""
-    return sorted(plan.saved & free), sorted({schedule.root[i] for i in plan.again} & free - plan.saved)
+    return sorted(plan.saved & free), sorted({schedule.root[i] for i in plan.recompute} & free - plan.saved)
 
 
-def _near(schedule: Schedule, free: set[int]) -> dict[int, list[int]]:
+def _near(schedule: RematProblem, free: set[int]) -> dict[int, list[int]]:
     """What each value is computed from, what is computed from it, and what is read beside it."""
-    found: dict[int, set[int]] = {v: set() for v in free}
+    results: dict[int, set[int]] = {v: set() for v in free}
     for u in schedule.values:
         around = (schedule.reads(u) | {u}) & free
         for v in around:
-            found[v] |= around - {v}
-    return {v: sorted(others) for v, others in found.items()}
+            results[v] |= around - {v}
+    return {v: sorted(others) for v, others in results.items()}
