@@ -72,6 +72,7 @@ def test_reports_what_a_user_looks_for(whole):
     )
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_bitwise_uninterrupted(whole, tmp_path, text):
     victim = subprocess.Popen(
         command(tmp_path / "run", text),

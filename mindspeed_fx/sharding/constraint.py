@@ -1,4 +1,4 @@
-"""``place(x, placements)``: a sharding constraint in a captured graph, and the graphs inside of checkpoint and wrap
+"""``constrain(x, placements)``: a sharding constraint in a captured graph, and the graphs inside of checkpoint and wrap
 nodes.
 """
 

@@ -1,8 +1,8 @@
 """From Dynamo's graph of a parallelized model to the local program and back: what the backend calls.
 
-cut        the calls that show parameters whole leave the graph: the placeholder itself stands for the whole
-(capture and captured passes, ``place`` among them, run on what is then a single-device graph)
-localize   that graph on DTensors becomes a graph of local tensors for AOTAutograd; DTensor arguments become local
+take_shown_calls   the calls that show parameters whole leave the graph: the placeholder itself stands for the whole
+(capture and captured passes, ``constrain`` among them, run on what is then a single-device graph)
+localize    that graph on DTensors becomes a graph of local tensors for AOTAutograd; DTensor arguments become local
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
     """ZeRO over a data dimension: the batch is divided, and so is every parameter with its gradient and optimizer
     state.
 
-    A parameter is divided along its first dimension that ``beside`` leaves whole; one that has none stays whole. The
+    A parameter is divided along its first dimension that ``other`` leaves whole; one that has none stays whole. The
     optimizer only ever sees its part, in all three stages; the stages differ in what they exchange and keep.
     Source: Rajbhandari et al. 2019, "ZeRO".
     """

@@ -56,6 +56,7 @@ def test_errors_before_anything_is_started(monkeypatch, capsys):
     assert cli.main(["cross", f"{HERE}/npu_models.py:llama"]) == 2
 
 
+@pytest.mark.slow
 @needs_npu
 def test_a_module_from_python(tmp_path):
     report = mindspeed_fx.cross_compile(

@@ -26,6 +26,7 @@ def assert_equal_sites(name, names, passes):
 
 
 @needs_npu
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_equal_sites_and_products(name):
     assert_equal_sites(name, EXPECTED, EXPECTED[name])

@@ -168,7 +168,7 @@ def test_explain_command_on_a_script_and_a_function(script):
 
 
 @pytest.mark.parametrize("args, status, words", [
-    (("train.py", "--", "--quiet"), 1, "compiled nothing"),
+    pytest.param(("train.py", "--", "--quiet"), 1, "compiled nothing", marks=pytest.mark.slow),
     (("train.py:nope",), 2, "has no function 'nope'"),
     pytest.param(("missing.py",), 2, "missing.py", marks=pytest.mark.slow),
     pytest.param(("train.py:make", "--options", '{"levl": 1}'), 2, 'did you mean "level"', marks=pytest.mark.slow),

@@ -1,6 +1,6 @@
-"""A plan's edges -> ``place`` calls in the captured graph.
+"""A plan's edges -> ``constrain`` calls in the captured graph.
 
-``place(x, (("tp", "S(1)"),))`` is the identity on whole tensors. Run on DTensors (``program.py``) it redistributes
+``constrain(x, (("tp", "S(1)"),))`` is the identity on whole tensors. Run on DTensors (``program.py``) it redistributes
 ``x``, and its gradient back to the placement ``x`` had: an edge fixes both directions, also where nothing moves forward
 (the input of a column-parallel linear is whole, and the parts of its gradient are summed there, once for all its
 users).

@@ -68,7 +68,7 @@ class ExpectedCollectives:
         """Read the values of all nodes.
 
         Args:
-            graph: captured, with ``place`` calls.
+            graph: captured, with ``constrain`` calls.
             parameters: placeholder -> name, value at rest, and for mesh dimensions over which it is made whole "zero1",
                 "zero2" or "zero3".
         """

@@ -1,7 +1,7 @@
 """The captured graph run on DTensors: what AOTAutograd traces here is the local program of one rank.
 
 Parameters enter as the shards that stand for the whole, inputs as this rank's part, and every operator runs on
-DTensors, which insert the collectives, forward and backward; ``place`` calls redistribute where the plan says. The
+DTensors, which insert the collectives, forward and backward; ``constrain`` calls redistribute where the plan says. The
 results are whole.
 """
 

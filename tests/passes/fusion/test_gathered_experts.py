@@ -57,7 +57,8 @@ def test_other_batched_products_are_left_alone():
     assert report.counts.get(NAME, 0) == 0 and not report.skipped(NAME)
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_a_model_trains_as_in_eager_mode_and_gathers_no_weight(name):
     pytest.importorskip("transformers", reason="needs Hugging Face transformers")
     import mindspeed_fx

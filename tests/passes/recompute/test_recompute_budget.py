@@ -57,6 +57,7 @@ def planned(model, inputs, budget):
     return numbers[0], numbers[-1], len(run.report.rewrites)
 
 
+@pytest.mark.slow
 def test_fits_and_is_what_was_modelled(llama):
     model, inputs = llama
     whole, exact = measured(model, inputs, "1GiB")
