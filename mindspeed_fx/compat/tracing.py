@@ -332,8 +332,8 @@ def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
             else contextlib.nullcontext()
         ):
             yield
-    except torch._dynamo.exc.Unsupported as e:
-        frames = [f for f in e.real_stack or () if "/torch/" not in f.filename]
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as e:  # the second: a value decides what is run
+        frames = [f for f in getattr(e, "real_stack", None) or () if "/torch/" not in f.filename]
         at = f" at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}" if frames else ""
         raise error(
             f"{what} takes a model that is one graph, and Dynamo breaks this one{at} "

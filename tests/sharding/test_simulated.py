@@ -165,3 +165,15 @@ def test_dropout_draws_what_one_device_draws():
         torch.manual_seed(3)
         out = simulate(model, {"dp": 2}, plan, x).outputs[0]
         assert math.isclose((out - expected).abs().max().item(), 0, abs_tol=1e-12)
+
+
+def test_a_loss_that_looks_at_its_values_is_refused_by_name():
+    """gaussian_nll_loss raises for negative variances: torch itself makes no graph of it."""
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            return torch.nn.functional.gaussian_nll_loss(h, x, h.square() + 0.1)
+
+    with pytest.raises(ShardingError, match="takes a model that is one graph.*data-dependent"):
+        simulate(Model(4, 4).double(), {"dp": 2}, "zero2", torch.randn(4, 4).double())
