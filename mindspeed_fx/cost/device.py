@@ -12,7 +12,7 @@ class Constant(float):
     """A number that knows where it comes from; in arithmetic a plain float.
 
     Attributes:
-        unit: "FLOP/s", "B/s", "B", "s", "Hz" or "" for counts and fractions.
+        unit: "FLOP/s", "B/s", "B", "s" or "" for counts and fractions.
         source: document or repository, or "derived: ..." / "assumed: ...".
         confidence: "high" (vendor, or several sources agree), "medium" (one good source), "low" (quoted or assumed).
     """

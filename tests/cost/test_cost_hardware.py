@@ -105,3 +105,12 @@ def test_own_hardware_is_measured_on_request_and_registered(monkeypatch):
 def test_missing_types_are_named():
     assert hardware("ascend910b2").substitute("matrix", "torch.float64") == "float32"
     assert hardware("h100").substitute("matrix", "float64") == "float64"
+
+
+def test_every_table_is_read():
+    """A file in cost/tables/ that hardware.py does not name would be ignored without a word."""
+    import pkgutil
+
+    from mindspeed_fx.cost import tables
+
+    assert {m.name for m in pkgutil.iter_modules(tables.__path__)} == set(module.MAKERS)
