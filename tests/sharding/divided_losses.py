@@ -21,8 +21,10 @@ from tests.sharding.loss_cases import CASES, PLANS, error
 GROUP = 8
 """Cases that are run as one model."""
 TOLERANCE = 1e-10
-SINGLE = 1e-6
-"""Of cases that compute in float32 themselves."""
+SINGLE = 1e-5
+"""Of cases that compute in float32 themselves: two orders of float32's sums. Against float64 the gradient of a softmax
+over a divided vocabulary is no further off (7e-8, 1.3e-7) than one device's (1.8e-7).
+"""
 
 
 def cells(names: list[str], plan: str) -> list[str]:
