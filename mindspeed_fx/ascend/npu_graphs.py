@@ -74,7 +74,7 @@ class _Kept(Compilation):
         for region in regions(gm, SMALLEST) if lowered else ():
             try:
                 self._called(kernels.region_call(region), False)
-            except NotImplementedError:
+            except NotImplementedError:  # an operator that has no translation: the region stays Inductor's own
                 continue
 
     def _called(self, call: dict[str, Any], in_graph: bool) -> None:

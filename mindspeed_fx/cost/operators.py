@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 import sympy
 
@@ -221,24 +221,6 @@ def elements(*values: Any) -> Size:
     if any(isinstance(c, sympy.Basic) for c in counts):
         return sympy.Max(*counts) if len(set(counts)) > 1 else counts[0]
     return max(counts, default=0)
-
-
-def add_costs(costs: Sequence[Cost]) -> Cost:
-    """Several kernels one after the other; types are those of the first that has matrix work."""
-    first = next((c for c in costs if c.matrix != 0), costs[0] if costs else FREE)
-    flops, matrix, vector, read, write = (
-        sum(getattr(c, k) for c in costs) for k in ("flops", "matrix", "vector", "read", "write")
-    )
-    return Cost(
-        flops,
-        matrix,
-        vector,
-        read,
-        write,
-        first.dtype,
-        first.wide,
-        sum(c.launches for c in costs),
-    )
 
 
 def spec(tensor: Any, sizes: Callable[[Any], Size] | None = None, key: str = "") -> Spec:

@@ -81,11 +81,11 @@ def owner(node: fx.Node) -> fx.Node:
 def views_of(node: fx.Node) -> dict[fx.Node, None]:
     """``node`` and every view of it, in order."""
     results: dict[fx.Node, None] = {}
-    todo = [node]
+    todo, base = [node], owner(node)
     while todo:
         n = todo.pop()
         results[n] = None
-        todo += [u for u in n.users if is_view(u) and owner(u) is owner(node)]
+        todo += [u for u in n.users if is_view(u) and owner(u) is base]
     return results
 
 
