@@ -72,9 +72,9 @@ def test_dump_layout(report, tmp_path):
     ):
         assert words in text, words
     assert json.loads((folder / "metadata.json").read_text())["counts"]["fusion.attention"] == 2
-    index = [r.report.name for r in report.graphs[0].runs].index("canonicalize.autograd_function")
-    unchanged = f"{index:02d}.captured.inline.autograd_function.before.py"
-    assert unchanged not in names  # only passes that changed the graph have files
+    unchanged = "canonicalize.autograd_function"
+    assert unchanged in [r.report.name for r in report.graphs[0].runs]
+    assert not [n for n in names if unchanged in n]  # only passes that changed the graph have files
 
 
 def test_code_is_readable(report):
