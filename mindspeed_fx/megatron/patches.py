@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -26,7 +27,8 @@ class Patch:
     """One replacement.
 
     Args:
-        target: "module:name" or "module:Class.method" below ``megatron.core``; "torch.module:name" as it is.
+        target: "module:name" or "module:Class.method" below ``megatron.core``; "torch.module:name" and
+            "megatron.module:name" as they are.
         replacement: what takes its place.
         reason: why, in one line.
         where: ``IN_GRAPH``: only while torch.compile traces, so eager Megatron stays what it was;
@@ -46,6 +48,7 @@ class _Change:
     name: str
     original: Any
     replacement: Any
+    inherited: bool = False
 
 
 _changes: list[_Change] = []
@@ -62,10 +65,11 @@ def apply(patches: list[Patch]) -> None:
     results = [(patch, *_locate(patch.target)) for patch in patches]
     swaps: dict[int, tuple[Any, Any]] = {}
     for patch, owner, name in results:
-        original = owner.__dict__[name]
+        original = inspect.getattr_static(owner, name)
         replacement = in_graph(patch.replacement, original) if patch.where == IN_GRAPH else patch.replacement
+        inherited = name not in owner.__dict__
         setattr(owner, name, replacement)
-        _changes.append(_Change(owner, name, original, replacement))
+        _changes.append(_Change(owner, name, original, replacement, inherited))
         if callable(original) and not isinstance(owner, type):
             swaps[id(original)] = (original, replacement)
         _applied.append(patch)
@@ -121,7 +125,10 @@ def undo() -> None:
     }
     while _changes:
         change = _changes.pop()
-        setattr(change.owner, change.name, change.original)
+        if change.inherited:
+            delattr(change.owner, change.name)
+        else:
+            setattr(change.owner, change.name, change.original)
     sweep(swaps)
     _applied.clear()
     _originals.clear()
@@ -137,12 +144,17 @@ def original(target: str) -> Any:
     return _originals[target]
 
 
+def is_whole(module_name: str) -> bool:
+    """Whether a target's module stands as it is, not below Megatron-core."""
+    return module_name.partition(".")[0] in ("torch", "megatron")
+
+
 def _locate(target: str) -> tuple[Any, str]:
     module_name, path = target.split(":")
-    owner: Any = importlib.import_module(module_name if module_name.startswith("torch.") else f"{PREFIX}.{module_name}")
+    owner: Any = importlib.import_module(module_name if is_whole(module_name) else f"{PREFIX}.{module_name}")
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent, None)
-    if name not in getattr(owner, "__dict__", ()):
+    if not hasattr(owner, name):
         raise ImportError(f"this megatron-core has no {target}, which mindspeed_fx.megatron_adaptor patches")
     return owner, name
