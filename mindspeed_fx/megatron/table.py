@@ -23,6 +23,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     main_grad_npu,
     moe,
     norm,
+    optimizer,
     rng,
     rotary,
 )
@@ -37,6 +38,7 @@ def table() -> list[Patch]:
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
     return (
         _everywhere()
+        + _optimizers()
         + _in_graph()
         + without_cuda
         + (_with_accelerator() if has_accelerator() else _without_accelerator())
@@ -105,6 +107,21 @@ def _everywhere() -> list[Patch]:
             "the same; Megatron's rounds the gradient to bfloat16 (eager CUDA and NPU keep it)",
             EVERYWHERE,
         ),
+    ]
+
+
+def _optimizers() -> list[Patch]:
+    """Where Megatron would take torch's Adam."""
+    module = importlib.import_module("megatron.core.optimizer")
+    if not module.USING_PYTORCH_OPTIMIZER:
+        return []
+    reason = "over torch's Adam Megatron's distributed optimizer cannot go on from a checkpoint"
+    return [
+        Patch("optimizer:Adam", optimizer.Adam, reason, EVERYWHERE, copies=False),
+        Patch("optimizer:USING_PYTORCH_OPTIMIZER", False, reason, EVERYWHERE),
+        Patch("optimizer.distrib_optimizer:Adam", optimizer.Adam, reason, EVERYWHERE, copies=False),
+        Patch("optimizer.distrib_optimizer:HAVE_APEX_OR_TE", True, reason, EVERYWHERE),
+        Patch("optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", True, reason, EVERYWHERE),
     ]
 
 
