@@ -17,6 +17,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     experts,
     experts_npu,
     fusions,
+    gradient_ready,
     groups,
     jit,
     linear,
@@ -92,6 +93,12 @@ def _everywhere() -> list[Patch]:
             "transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward",
             staticmethod(moe.attached_backward),
             "sets a class attribute, which a graph cannot",
+            EVERYWHERE,
+        ),
+        Patch(
+            gradient_ready.HOOK,
+            gradient_ready.make_backward_post_hook,
+            "the graph of a compiled chunk adds gradients to main_grad and tells the buckets where they are made",
             EVERYWHERE,
         ),
         Patch(
