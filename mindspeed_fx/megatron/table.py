@@ -25,12 +25,14 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     moe,
     norm,
     optimizer,
+    patches,
     rng,
     rotary,
 )
 from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
+DEALLOCATE = "pipeline_parallel.schedules:deallocate_output_tensor"
 HIDES = "its handwritten backward hides it from the passes"
 
 
@@ -260,6 +262,12 @@ def _without_accelerator() -> list[Patch]:
     result = "a tracker made inside the graph would compile the model twice"
     return [
         *_cuda_calls(),
+        Patch(
+            DEALLOCATE,
+            keep_output_tensor,
+            "frees what a stage sends as soon as the send has begun; gloo, which has no streams, still reads it",
+            where,
+        ),
         Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),
         Patch(f"{moe.DISPATCHER}.cuda_dtoh_stream", object(), "makes a CUDA stream where there is none yet", where),
         Patch(rng.FORK, rng.fork, "forks CUDA's generator", where),
@@ -275,6 +283,14 @@ def _has_transformer_engine() -> bool:
 def _uncached_forward(rotary_class: str) -> Any:
     module, name = rotary_class.split(":")
     return rotary.without_cache(vars(getattr(importlib.import_module(f"megatron.core.{module}"), name))["forward"])
+
+
+def keep_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+    """``deallocate_output_tensor``, but that the memory lives as long as ``out``: until its backward."""
+    memory = None if out is None else out.data
+    patches.original(DEALLOCATE)(out, deallocate_pipeline_outputs)
+    if memory is not None:
+        out.memory_of_sends = memory
 
 
 def current_device() -> torch.device:
