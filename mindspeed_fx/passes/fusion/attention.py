@@ -30,7 +30,7 @@ from mindspeed_fx.passes.fusion.analysis import kv_heads
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss, Scores, culprit, with_sinks
 from mindspeed_fx.passes.fusion.analysis.softmax import hiding
 from mindspeed_fx.passes.fusion.emit import einsum
-from mindspeed_fx.passes.fusion.emit.attention import Emit, emitter
+from mindspeed_fx.passes.fusion.emit.attention import Emit, build, emitter
 
 NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
 CONTRACTIONS = (
@@ -84,9 +84,9 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     causal, masks = bool(match.argument(node, "is_causal", False)), []
     if arguments is not None:
         masks = [("keep" if match.value(arguments).dtype == torch.bool else "add", arguments, node)]
-    k, v = (kv_heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
-    if match.value(k).shape[1] != match.value(v).shape[1]:
-        k, v = match.argument(node, "key"), match.argument(node, "value")
+    grouped = [kv_heads.ungroup(node, x, match.value(q).shape[1]) or x for x in (k, v)]
+    if match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
+        k, v = map(rewrite.build, grouped)
     return node, emit(
         gm,
         node,
@@ -125,6 +125,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         )
     if cleared is not None and not any(_drops(kind, m, cleared) for kind, m, _ in scores.masks):
         raise Miss("the attention weights are set to zero elsewhere than where the scores are masked")
+    build(scores)
     lead = list(match.value(node).shape[:-2]) or [1]
     lead = [*lead, 1] if len(lead) == 1 else [lead[0], math.prod(lead[1:])]
 
@@ -150,9 +151,9 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         )
         return root, emit(gm, root, scores, whole(_skip_expand(gm, root, q, product[0])), k, v)
     q, k, v = (whole(_skip_expand(gm, root, x, shape)) for x, shape in zip((q, k, v), (product[0], *product)))
-    grouped = [kv_heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
+    grouped = [kv_heads.ungroup(root, x, lead[1]) for x in (k, v)]
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
-        k, v = grouped
+        k, v = map(rewrite.build, grouped)
     return root, emit(gm, root, scores, q, k, v)
 
 

@@ -19,7 +19,7 @@ from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
 from mindspeed_fx.passes.fusion.analysis.nll import Likelihood, likelihoods
 from mindspeed_fx.passes.fusion.analysis.targets import MEAN, NONE, SUM
-from mindspeed_fx.passes.fusion.emit.nll import emit_loss, repeat_steps
+from mindspeed_fx.passes.fusion.emit.nll import emit_loss, read_plainly, repeat_steps
 from mindspeed_fx.passes.fusion.emit.targets import pick_instead
 
 NAME, OPERATOR = "fusion.cross_entropy", "mindspeed::cross_entropy"
@@ -60,6 +60,7 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
             if reason
             else report.rewrites.append(site(OPERATOR, node, region))
         )
+    read_plainly(gm)
     for result in likelihoods(gm):
         if isinstance(result, Likelihood):
             reason = _written_out(gm, result)

@@ -36,7 +36,7 @@ def one_hot_dispatch(gm: fx.GraphModule, context: Context) -> PassReport:
     for node in calls(gm, aten.einsum.default, aten.matmul.default, aten.mm.default):
         unread = None
         for letters, weights, other, result in _roles(node):
-            reader = Reader(gm, node)
+            reader = Reader(node)
             sparse = reader.of(weights)
             if sparse is None or any(p is None for t in sparse.terms for p in t.places):
                 unread = weights if _has_one_hot(weights) else unread
@@ -181,7 +181,7 @@ def _rewrite(
     out = _order_labels(r, out, "".join(order), list(result))
     if node.target != aten.einsum.default:
         out = r.make(aten.reshape.default, out, list(match.value(node).shape))
-    return rewrite.substitute(r.gm, node, out)
+    return rewrite.substitute(node.graph.owning_module, node, rewrite.build(out))
 
 
 def _bind_labels(node: fx.Node) -> str:

@@ -11,13 +11,14 @@ from typing import Any, Callable
 
 import torch.fx as fx
 
-from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.new_call import NewCall
 
 Labels = list[tuple[tuple[str, Any], ...]]  # per dimension: the (label, size) pairs merged in it
 
 
-def ungroup(gm: fx.GraphModule, before: fx.Node, n: fx.Node, heads: Any) -> fx.Node | None:
+def ungroup(before: fx.Node, n: fx.Node, heads: Any) -> fx.Node | NewCall | None:
     """[batch, kv_heads, seq, dim] that ``n`` [batch, heads, seq, dim] repeats head by head; None when it does not."""
     chain: list[fx.Node] = []
     while n.op == "call_function":
@@ -25,13 +26,9 @@ def ungroup(gm: fx.GraphModule, before: fx.Node, n: fx.Node, heads: Any) -> fx.N
         if result is not None:
             source, axis, times = result
             order = _order(source, axis, times, chain, heads)
-            return (
-                None
-                if order is None
-                else source
-                if order == [0, 1, 2, 3]
-                else rewrite.insert(gm, before, aten.permute.default, (source, order))
-            )
+            if order in (None, [0, 1, 2, 3]):
+                return None if order is None else source
+            return NewCall(before, aten.permute.default, source, order)
         if not match.is_call(
             n, aten.transpose.int, aten.permute.default, aten.contiguous.default, aten.clone.default, *match.VIEWS
         ):

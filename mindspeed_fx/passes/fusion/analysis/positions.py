@@ -35,7 +35,7 @@ def meaning(n: Any, depth: int = 40, known: dict[fx.Node, Meaning] | None = None
     if isinstance(n, (bool, int, float)):
         return n
     known = {} if known is None else known
-    if depth == 0 or not isinstance(n, fx.Node) or n.op != "call_function" or n.meta.get("mutated"):
+    if depth == 0 or not isinstance(n, match.NODES) or n.op != "call_function" or n.meta.get("mutated"):
         return None
     if n not in known:
         handler = _HANDLERS.get(n.target)

@@ -54,6 +54,12 @@ def emitter(name: str, context: Context, notes: list[str]) -> Emit:
     return functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, generated=generated)
 
 
+def build(scores: Scores) -> None:
+    """Puts the calls that reading the ``scores`` asked for into the graph."""
+    scores.q, scores.k_transposed, scores.sinks = map(rewrite.build, (scores.q, scores.k_transposed, scores.sinks))
+    scores.masks = [(kind, rewrite.build(m), where) for kind, m, where in scores.masks]
+
+
 def _emit(
     gm: fx.GraphModule,
     root: fx.Node,
