@@ -113,7 +113,10 @@ def test_readers_import_no_pass():
     assert not {(a, b) for a, targets in readers.items() for b in targets if b in passes or ".emit" in b}
 
 
-WRITES = r"import .*rewrite|rewrite\.|\bbuild\(|erase_node|replace_all_uses_with|replace_input_with|call_function\(|inserting_|\.meta\[.*\] = "
+WRITES = (
+    r"import .*rewrite|rewrite\.|\bbuild\(|erase_node|replace_all_uses_with|replace_input_with|call_function\("
+    r"|inserting_|\.meta\[.*\] = "
+)
 
 
 def test_readers_do_not_write():

@@ -16,7 +16,11 @@ from mindspeed_fx.kernels import swiglu
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 
-@operator("weighted_swiglu(Tensor x, Tensor? up, Tensor weight) -> Tensor", lambda x, up, weight: swiglu.fake(x, up))
+@operator(
+    "weighted_swiglu(Tensor x, Tensor? up, Tensor weight) -> Tensor",
+    lambda x, up, weight: swiglu.fake(x, up),
+    tags=("activation",),
+)
 def weighted_swiglu(x: Tensor, up: Tensor | None, weight: Tensor) -> Tensor:
     """silu(gate) * up * weight.
 

@@ -8,6 +8,7 @@ MINDSPEED_FX_TRITON names, which keeps it out of every other test:
     MINDSPEED_FX_TRITON=build/triton python -m pytest tests/kernels/test_triton.py
 """
 
+import ast
 import functools
 import importlib.util
 import json
@@ -30,32 +31,22 @@ needs_triton = pytest.mark.skipif(
     reason="triton is not installed, nor named by MINDSPEED_FX_TRITON",
 )
 
-KERNELS = {
-    "rms_norm_forward",
-    "rms_norm_forward_wide",
-    "rms_norm_backward",
-    "rms_norm_backward_wide",
-    "rms_norm_weight_gradient",
-    "rope_rotate",
-    "qk_norm_rope_forward",
-    "qk_norm_rope_backward",
-    "cross_entropy_forward",
-    "cross_entropy_backward",
-    "dropout_add_forward",
-    "dropout_add_backward",
-    "glu_forward",
-    "glu_backward",
-    "layer_norm_forward",
-    "layer_norm_forward_wide",
-    "layer_norm_backward",
-    "layer_norm_backward_wide",
-    "layer_norm_parameter_gradients",
-    "moe_combine_forward",
-    "moe_combine_backward",
-    "cross_entropy_chunk",
-    "adamw_step",
-}
 
+def jitted_functions():
+    """Name -> names that it calls, of every function under ``@triton.jit`` in kernels/triton."""
+    results = {}
+    for path in pathlib.Path(triton.__file__).parent.glob("*.py"):
+        for f in ast.walk(ast.parse(path.read_text())):
+            if isinstance(f, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in f.decorator_list):
+                results[f.name] = {
+                    c.func.id for c in ast.walk(f) if isinstance(c, ast.Call) and isinstance(c.func, ast.Name)
+                }
+    return results
+
+
+JITTED = jitted_functions()
+KERNELS = set(JITTED) - set().union(*JITTED.values())
+"""What is launched: no other kernel calls it."""
 
 SPILLED = 8
 """Bytes per thread: ptxas holds one backward to 80 registers, for occupancy, and leaves two values on the stack."""
@@ -151,6 +142,13 @@ def test_compiled_for_real_devices(kernel):
 @needs_triton
 def test_every_kernel_was_compiled():
     assert {k.split()[0] for k in worker("compile")} == KERNELS
+
+
+def test_every_kernel_has_cases():
+    """An operator with a Triton kernel is compared with its reference: ``CASES`` of triton_cases.py."""
+    assert len(triton.KERNELS) > 15 and len(KERNELS) > 20
+    names = {name.removeprefix("mindspeed.").removesuffix("_backward") for name in triton.KERNELS}
+    assert names - {"adamw_step"} <= {c.operator for c in cases.CASES}, "an operator with a kernel and without a case"
 
 
 def meta(*shape, dtype=torch.bfloat16):

@@ -60,26 +60,18 @@ def lower() -> dict[str, dict]:
 # ---------------------------------------------------------------- offline, for real devices
 
 
+class Launchers(dict):
+    """Modules of kernels/triton by name."""
+
+    def __missing__(self, name):
+        self[name] = importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
+        return self[name]
+
+
 def launches() -> list[tuple[str, object, tuple, int, dict]]:
     """(label, kernel, arguments, warps, constants) of the launches that the launchers make for training shapes."""
     found = []
-    run = {
-        name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
-        for name in (
-            "rms_norm",
-            "add_rms_norm",
-            "layer_norm",
-            "add_layer_norm",
-            "rope",
-            "qk_norm_rope",
-            "cross_entropy",
-            "dropout_add_seeded",
-            "glu",
-            "moe_unpermute",
-            "linear_cross_entropy",
-            "adamw",
-        )
-    }
+    run = Launchers()
     new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     with launching(
         lambda kernel, grid, args, num_warps, constants: found.append((label, kernel, args, num_warps, constants))

@@ -78,7 +78,7 @@ def _graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 def _rewrite(node: fx.Node, report: PassReport) -> None:
     from mindspeed_fx.sharding.spmd import token_dispatch
-    from mindspeed_fx.sharding.spmd.experts import BY_DIMENSION, ROWWISE
+    from mindspeed_fx.sharding.spmd.experts import BY_DIMENSION, is_rowwise
 
     chosen = choices(node.args[1])
     rows, order = ([u for u in node.users if u.args[1] == i] for i in (0, 1))
@@ -94,7 +94,7 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             elif user.target is ops.grouped_matmul.default and user.args[0] is n:
                 products.append(user)
                 pending.append(user)
-            elif user.target in ROWWISE or user.target in BY_DIMENSION:
+            elif is_rowwise(user.target) or user.target in BY_DIMENSION:
                 pending.append(user)
             else:
                 raise _refusal(
