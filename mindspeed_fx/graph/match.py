@@ -35,9 +35,6 @@ MUL = (aten.mul.Tensor, aten.mul.Scalar)
 DIV = (aten.div.Tensor, aten.div.Scalar)
 
 
-VIEWS = RESHAPES
-
-
 class Pieces(NamedTuple):
     """A part of ``source`` along one dimension; ``step`` 2 for every other element."""
 
@@ -199,7 +196,7 @@ def root(n: Any) -> fx.Node | None:
 
 def uncolumn(n: Any) -> Any:
     """``n`` without a last dimension of one that was added to it."""
-    if is_call(n, *VIEWS):
+    if is_call(n, *RESHAPES):
         shape, before = list(value(n).shape), list(value(n.args[0]).shape)
         return (
             n.args[0]
@@ -263,7 +260,7 @@ def row_number(n: Any) -> fx.Node | None:
     """index [rows] when ``n`` [rows, width] has it in every column."""
     column = n.args[0] if is_call(n, aten.expand.default, aten.repeat.default) else n
     if (
-        not is_call(column, aten.unsqueeze.default, *VIEWS)
+        not is_call(column, aten.unsqueeze.default, *RESHAPES)
         or value(column).dim() != 2
         or value(column).shape[1] != 1
         or value(column.args[0]).dim() != 1

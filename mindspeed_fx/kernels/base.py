@@ -115,7 +115,7 @@ REGISTRY: dict[torch._ops.OpOverload, Operator] = {}
 """Every operator, by overload."""
 TAGS = {
     "activation": "an activation function or a gate: each row of its result is made of the same rows of its arguments",
-    "norm": "a normalization; a sum that it returns besides is not made again",
+    "norm": "a normalization; a sum that it returns besides is not recomputed",
     "cheap": "neither, and redone rather than kept where activations and norms are",
 }
 """What an operator may say of itself, for those who treat all of a kind alike: policies of recompute

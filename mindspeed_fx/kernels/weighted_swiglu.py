@@ -2,7 +2,7 @@
 probabilities.
 
 Source: Megatron-LM's ``weighted_bias_swiglu_impl``. The backward keeps gate, up and the weights; the product that the
-gradient of the weights needs is made again. Computed in float32 for 16-bit inputs.
+gradient of the weights needs is recomputed. Computed in float32 for 16-bit inputs.
 """
 
 from __future__ import annotations

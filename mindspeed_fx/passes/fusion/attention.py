@@ -25,9 +25,9 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.layout import is_transpose
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import kv_heads
-from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss, Scores, culprit, with_sinks
+from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores, culprit, with_sinks
 from mindspeed_fx.passes.fusion.analysis.softmax import hiding
 from mindspeed_fx.passes.fusion.emit import einsum
 from mindspeed_fx.passes.fusion.emit.attention import Emit, build, emitter
@@ -49,19 +49,17 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     softmaxes = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
     emit = emitter(NAME, context, report.notes)
-    for node in calls(gm, aten.scaled_dot_product_attention.default, *softmaxes):
-        try:
-            if node.target is not aten.scaled_dot_product_attention.default:
-                root, region = _from_softmax(gm, node, emit)
-            elif context.options.target == "cuda":
-                raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
-            else:
-                root, region = _from_sdpa(gm, node, emit)
-        except Miss as miss:
-            report.skipped.append(skip(OPERATOR, node, str(miss)))
+
+    def fuse(node: fx.Node) -> Outcome:
+        if node.target is not aten.scaled_dot_product_attention.default:
+            root, region = _from_softmax(gm, node, emit)
+        elif context.options.target == "cuda":
+            raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
         else:
-            if root is not None:
-                report.rewrites.append(site(OPERATOR, root, region))
+            root, region = _from_sdpa(gm, node, emit)
+        return None if root is None else site(OPERATOR, root, region)
+
+    rewrite_each(report, OPERATOR, calls(gm, aten.scaled_dot_product_attention.default, *softmaxes), fuse)
     rewrite.finish(gm)
     return report
 
@@ -209,7 +207,7 @@ def _weighted_sum(
             root, v = products[0], products[0].args[1]
             user = next(iter(root.users)) if len(root.users) == 1 else None
             if (
-                match.is_call(user, *match.VIEWS)
+                match.is_call(user, *match.RESHAPES)
                 and match.value(user).dim() == 4
                 and match.value(user).shape[-2:] == match.value(root).shape[-2:]
             ):
@@ -220,7 +218,7 @@ def _weighted_sum(
             u
             for u in users
             if match.is_call(
-                u, aten.to.dtype, aten.dropout.default, aten.clone.default, aten.contiguous.default, *match.VIEWS
+                u, aten.to.dtype, aten.dropout.default, aten.clone.default, aten.contiguous.default, *match.RESHAPES
             )
             or match.part(u)
             or (cleared is None and _clears(u, n))

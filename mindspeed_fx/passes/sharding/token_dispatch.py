@@ -1,4 +1,4 @@
-"""The mixtures of a captured graph whose tokens can travel: -> the calls of
+"""The mixtures of a captured graph whose tokens can be dispatched by all-to-all: -> the calls of
 :mod:`mindspeed_fx.sharding.spmd.token_dispatch`, for plans that say
 ``experts: {dispatch: all_to_all}``.
 
@@ -125,12 +125,13 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             (*end.args, *(None, 1)[len(end.args) - 2 :]) if len(end.args) < 4 else end.args,
             {},
         )
-    report.rewrites.append(site("tokens travel to experts", node, [node, *products, *ends]))
+    report.rewrites.append(site("tokens sent to experts by all-to-all", node, [node, *products, *ends]))
 
 
 def _refusal(node: fx.Node, why: str) -> ShardingError:
     return ShardingError(
-        f'module "{module_path(node)}": tokens cannot travel to their experts: {why}; plan "ep" gathers tokens instead'
+        f'module "{module_path(node)}": tokens cannot be sent to their experts by all-to-all: {why}; '
+        'plan "ep" gathers tokens instead'
     )
 
 

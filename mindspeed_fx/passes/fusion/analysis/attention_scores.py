@@ -15,6 +15,7 @@ from mindspeed_fx.graph import match
 from mindspeed_fx.graph.layout import before_copy, is_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.new_call import NewCall
+from mindspeed_fx.passes.base import Miss
 from mindspeed_fx.passes.fusion.analysis import kv_heads, mask, positions
 from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band
 from mindspeed_fx.passes.fusion.analysis.softmax import match_shift
@@ -50,10 +51,6 @@ class Scores:
         return [arg for arg in self.masks if arg[0] != "add" or positions.meaning(arg[1]) != 0]
 
 
-class Miss(Exception):
-    """A near miss; the text is the reason."""
-
-
 def with_sinks(n: Any) -> Scores | None:
     """:func:`_product`, where a column of one score per head may be joined."""
     if match.is_call(n, aten.to.dtype):
@@ -78,7 +75,7 @@ def with_sinks(n: Any) -> Scores | None:
         return _extend(scores, n)
     column = kv_heads.source_of(column, aten.expand.default, aten.to.dtype)
     lined_up = list(match.value(column).shape) == [1, heads_of, 1, 1]
-    column = kv_heads.source_of(column, *match.VIEWS, aten.unsqueeze.default)
+    column = kv_heads.source_of(column, *match.RESHAPES, aten.unsqueeze.default)
     if scores is None or not lined_up or list(match.value(column).shape) != [heads_of]:
         return None
     scores.sinks = column
@@ -120,7 +117,7 @@ def culprit(n: Any, depth: int = 12) -> str | None:
             aten.masked_fill.Scalar,
             aten.masked_fill.Tensor,
             aten.where.self,
-            *match.VIEWS,
+            *match.RESHAPES,
             *match.ADD,
         )
         or match.unscale(n)[0] is not n
@@ -163,7 +160,7 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
             raise Miss("the scores are scaled after the soft-cap")
         return _extend(scores, n, factor=factor)
     if match.is_call(n, aten.to.dtype) or (
-        match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]
+        match.is_call(n, *match.RESHAPES) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]
     ):
         return _extend(_product(n.args[0], depth - 1), n)
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):

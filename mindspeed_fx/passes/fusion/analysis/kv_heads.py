@@ -30,7 +30,7 @@ def ungroup(before: fx.Node, n: fx.Node, heads: Any) -> fx.Node | NewCall | None
                 return None if order is None else source
             return NewCall(before, aten.permute.default, source, order)
         if not match.is_call(
-            n, aten.transpose.int, aten.permute.default, aten.contiguous.default, aten.clone.default, *match.VIEWS
+            n, aten.transpose.int, aten.permute.default, aten.contiguous.default, aten.clone.default, *match.RESHAPES
         ):
             return None
         chain.append(n)
@@ -44,7 +44,7 @@ def _repetition(n: fx.Node) -> tuple[fx.Node, int, int] | None:
         dim = match.argument(n, "dim")
         if isinstance(dim, int) and isinstance(n.args[1], int) and match.value(n.args[0]).dim() == 4:
             return n.args[0], dim % 4, n.args[1]
-    if match.is_call(n, *match.VIEWS, aten.clone.default) and match.is_call(n.args[0], aten.expand.default):
+    if match.is_call(n, *match.RESHAPES, aten.clone.default) and match.is_call(n.args[0], aten.expand.default):
         wide = n.args[0].args[0]
         if match.is_call(wide, aten.unsqueeze.default) and match.value(wide.args[0]).dim() == 4:
             source, axis = wide.args[0], wide.args[1] % 5 - 1

@@ -94,7 +94,7 @@ def likelihoods(gm: fx.GraphModule) -> Iterator[Likelihood | tuple[fx.Node, str]
 def acts_on_rows(n: fx.Node) -> bool:
     """Whether ``n`` takes, orders or views rows of classes whole."""
     views = (
-        *match.VIEWS,
+        *match.RESHAPES,
         aten.slice.Tensor,
         aten.narrow.default,
         aten.transpose.int,
@@ -183,7 +183,7 @@ def _unread(probs: fx.Node) -> tuple[fx.Node, str] | None:
         for user in now:
             if user.target in READERS and user.meta["needs_grad"]:
                 return user, f"of the log-probabilities {READERS[user.target]}"
-        now = [n for n in now if match.is_call(n, aten.neg.default, aten.to.dtype, *match.VIEWS)]
+        now = [n for n in now if match.is_call(n, aten.neg.default, aten.to.dtype, *match.RESHAPES)]
     return None
 
 
@@ -271,7 +271,9 @@ def _term(n: fx.Node, leaves: set[fx.Node] | None = None) -> _Term:
             inner, scale_by = n.args[0], -1.0
         elif (
             inner is n
-            and match.is_call(n, aten.to.dtype, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, *match.VIEWS)
+            and match.is_call(
+                n, aten.to.dtype, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, *match.RESHAPES
+            )
             and match.is_float(n.args[0])
             and _keeps_tokens(n)
         ):

@@ -332,7 +332,7 @@ _HANDLERS = {
     ),
     aten.lift_fresh_copy.default: _written_down,
     **dict.fromkeys((aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout), _cast),
-    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.VIEWS), _read_view),
+    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.RESHAPES), _read_view),
     **dict.fromkeys((aten.fill.Scalar, aten.fill.Tensor), _read_full),
     aten.expand.default: _expand,
     aten.diff.default: _difference,

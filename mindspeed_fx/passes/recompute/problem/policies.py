@@ -1,10 +1,10 @@
-"""Named policies and per-module wishes: which values are made again, whatever a planner would say.
+"""Named policies and per-module wishes: which values are recomputed, whatever a planner would say.
 
 A policy names values that are not kept; all others are, if the backward reads them. Draws of random numbers,
-collectives and whatever a ``torch.utils.checkpoint`` policy keeps are never made again, and regions under
+collectives and whatever a ``torch.utils.checkpoint`` policy keeps are never recomputed, and regions under
 ``torch.utils.checkpoint`` always are.
 
-| policy | made again |
+| policy | recomputed |
 |---|---|
 | none | nothing |
 | full | inside every numbered layer, all but what other layers read: Megatron's full, method uniform, one layer |
@@ -48,7 +48,7 @@ class Fixed:
     recompute: set[Value] = field(default_factory=set)
     """Not to be kept."""
     save: set[Value] = field(default_factory=set)
-    """Not to be made again."""
+    """Not to be recomputed."""
     away: set[Value] = field(default_factory=set)
     """Of those, the ones to be moved to host memory."""
     why: dict[Value, str] = field(default_factory=dict)
@@ -152,7 +152,7 @@ def _refusal(v: Value) -> str:
         return "a checkpoint policy, a side effect or a collective keeps them"
     if partitioner.is_random(node):
         return "random numbers are not drawn again"
-    return "" if partitioner.is_pure(node) else "they are not the same when made again"
+    return "" if partitioner.is_pure(node) else "they are not the same when recomputed"
 
 
 def _policy(tape: Dataflow, policy: str) -> list[Value]:
