@@ -224,14 +224,6 @@ def test_the_string_works_without_an_import():
     assert done.returncode == 0, done.stderr
 
 
-def test_import_is_cheap():
-    done = run_python("""
-        import time, torch
-        start = time.perf_counter(); import mindspeed_fx; print(time.perf_counter() - start)
-    """)
-    assert float(done.stdout) < 0.05
-
-
 REPLACE = """
     import torch
     def dummy_compile(*args, **kwargs):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from mindspeed_fx.compat import dtensor, tracing
 from mindspeed_fx.sharding.plan import ShardingError, placement_of
-from mindspeed_fx.sharding.registry import WHOLE
+from mindspeed_fx.sharding.registry import WHOLE, WHOLE_INPUT, shows_whole
 from mindspeed_fx.sharding.spmd.redistribute import placements_of
 
 COMPARED = 64
@@ -37,7 +37,7 @@ def argument_placements(sharding: Any, name: str, x: torch.Tensor) -> tuple[Plac
     return placements_of(placement_of(sharding.plan.inputs, name, "input"), sharding.mesh, x.ndim, where)
 
 
-@torch._dynamo.allow_in_graph
+@shows_whole(WHOLE_INPUT)
 def whole_input(x: torch.Tensor, key: str) -> torch.Tensor:
     """An argument of which every rank passes its part, whole; the backend knows the call by its key.
 
