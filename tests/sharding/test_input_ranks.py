@@ -9,7 +9,8 @@ from tests.sharding import input_ranks
 
 
 @pytest.mark.parametrize("scenarios", [
-    "parts checked",
+    "parts checked alone",
+    pytest.param("copied seeds", marks=pytest.mark.slow),
     pytest.param("nested uneven misused", marks=pytest.mark.slow),
     "grad_modes_fast",
     pytest.param("grad_modes", marks=pytest.mark.slow),

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.sharding.spmd import ring
+from mindspeed_fx.sharding.spmd.parts import run_whole
 
 aten = torch.ops.aten
 
@@ -259,10 +260,12 @@ def scaled_dot_product_attention(
     known: torch.Tensor | None = None,
     inner: Mapping[int, int] | None = None,
 ) -> DTensor:
-    """``aten.scaled_dot_product_attention``, which DTensor would take apart; dropout stays with DTensor."""
+    """``aten.scaled_dot_product_attention``, which DTensor would take apart. With dropout every rank computes the
+    whole: what it drops is drawn inside, for all heads and rows at once."""
     if dropout_p:
-        return aten.scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        arguments = (q, k, v, attn_mask, dropout_p, is_causal)
+        return run_whole(
+            aten.scaled_dot_product_attention.default, arguments, {"scale": scale, "enable_gqa": enable_gqa}
         )
     lead = q.ndim - 4
     if lead < 0:
