@@ -39,6 +39,8 @@ DRAWS: dict[str, Callable[[Values], Any]] = {
     "rrelu": lambda v: F.rrelu(v.h, training=True),
     "dropout": lambda v: F.dropout(v.h, 0.3),
     "dropout of tokens": lambda v: F.dropout(v.h.flatten(0, 1), 0.3),
+    "dropout in place": lambda v: F.dropout(v.h * 2, 0.3, inplace=True),
+    "rrelu in place": lambda v: F.rrelu(v.h * 2, training=True, inplace=True),
     "alpha_dropout": lambda v: F.alpha_dropout(v.h, 0.3, training=True),
     "feature dropout": lambda v: F.dropout1d(v.h, 0.3),
     "feature dropout of images": lambda v: F.dropout2d(v.h.unflatten(-1, (2, 4)), 0.3),

@@ -47,13 +47,14 @@ TRUSTED = frozenset(
 
 ALONG = {
     **dict.fromkeys(
-        "sort argsort topk kthvalue mode softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax "
+        "sort argsort topk softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax "
         "cummin flip roll glu diff index_select unfold".split(),
         True,
     ),
     **dict.fromkeys(
         "median nanmedian max min amax amin aminmax argmax argmin logsumexp std var std_mean var_mean norm "
-        "linalg_vector_norm prod nansum nanmean any all count_nonzero quantile nanquantile unbind".split(),
+        "linalg_vector_norm prod nansum nanmean any all count_nonzero quantile nanquantile kthvalue "
+        "mode unbind".split(),
         False,
     ),
 }

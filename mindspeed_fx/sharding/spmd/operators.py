@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.sharding.spmd import ring
+from mindspeed_fx.sharding.spmd import aten_rules, ring
 from mindspeed_fx.sharding.spmd.parts import run_whole
 
 aten = torch.ops.aten
@@ -154,7 +154,8 @@ def locally(target: Any) -> Any:
 
     Tokens of [batch, sequence] that two mesh dimensions divide are parts of parts once they are flattened: DTensor
     (2.13) does not keep them for top-k and the like, and what it gathers instead is wrong on a mesh of three
-    dimensions.
+    dimensions. Elsewhere its rule is ours too: DTensor's cache does not ask for how many top-k is (2.13), and gives the
+    shape of a call before.
     """
 
     def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +163,7 @@ def locally(target: Any) -> Any:
         if not any(map(dtensor.is_strided, x.placements)) or any(
             p.is_partial() or dtensor.is_divided(p, dim) for p in x.placements
         ):
-            return target(x, *args, **kwargs)
+            return aten_rules.run(target, (x, *args), kwargs)
         results = target(x.to_local(), *args, **kwargs)
 
         def result(local: torch.Tensor) -> DTensor:
