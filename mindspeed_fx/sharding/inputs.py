@@ -109,13 +109,15 @@ class InputCheck:
     ranks may start minutes apart, looks whether the others did.
     """
 
-    def __init__(self, sharding: Any, arguments: list[Argument], examples: Sequence[Any], drawn: fx.Node | None = None):
+    def __init__(
+        self, sharding: Any, arguments: list[Argument], examples: Sequence[Any], random_call: fx.Node | None = None
+    ):
         """
         Args:
             examples: inputs of the graph.
-            drawn: a call that draws random numbers; then the generators of all ranks are compared too.
+            random_call: it draws random numbers; then the generators of all ranks are compared too.
         """
-        self.sharding, self.arguments, self.drawn = sharding, arguments, drawn
+        self.sharding, self.arguments, self.random_call = sharding, arguments, random_call
         self.layouts = [(a.name, tuple(examples[a.position].shape), str(examples[a.position].dtype)) for a in arguments]
         self.done = not sharding.check_inputs or not arguments or sharding.mesh.size() == 1
         store = None if self.done or dtensor.local_tensor_mode() is not None else distributed.default_store()
@@ -173,7 +175,7 @@ class InputCheck:
         mesh: DeviceMesh = self.sharding.mesh
         count = COMPARED + 1
         layout_digests = _fold_digests([_digest(repr(layout).encode()) for layout in self.layouts])
-        state = [] if self.drawn is None else [_digest(_bytes(dtensor.random_state(mesh.device_type)))]
+        state = [] if self.random_call is None else [_digest(_bytes(dtensor.random_state(mesh.device_type)))]
         generator = _fold_digests(state)
         differ = None
         for dim in range(mesh.ndim):
@@ -217,11 +219,11 @@ class InputCheck:
         return f"{who}, where {plan} does not divide it: {share}"
 
     def _generators_differ(self) -> str:
-        line = source_line(self.drawn) if self.drawn is not None else ""
-        drawn = f"{getattr(self.drawn, 'target', None)}" + (f", {line}," if line else "")
+        line = source_line(self.random_call) if self.random_call is not None else ""
+        call = f"{getattr(self.random_call, 'target', None)}" + (f", {line}," if line else "")
         plan = f'plan "{self.sharding.plan.name}"'
         same = "every rank draws for the whole and keeps its part; call torch.manual_seed with one seed on every rank"
-        return f"{drawn} draws random numbers, and the generators of the ranks differ: under {plan} {same}"
+        return f"{call} draws random numbers, and the generators of the ranks differ: under {plan} {same}"
 
     def _whole_expected(self) -> str:
         same = f'under plan "{self.sharding.plan.name}" every rank passes the same whole tensor'

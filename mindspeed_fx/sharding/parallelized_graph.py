@@ -162,8 +162,8 @@ def localize(
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
-    drawn = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
-    check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, drawn)
+    random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
+    check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
     program = result.program = Program(gm, result.plan, result.sharding.mesh, values)
     local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
 

@@ -98,8 +98,8 @@ def draw_in_place(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, 
         whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
         whole = _local_whole(x).clone()
-    drawn = from_parts(target(whole, *rest, **kwargs), x.device_mesh, [Replicate()] * x.device_mesh.ndim)
-    return x.copy_(drawn.redistribute(placements=x.placements))
+    numbers = from_parts(target(whole, *rest, **kwargs), x.device_mesh, [Replicate()] * x.device_mesh.ndim)
+    return x.copy_(numbers.redistribute(placements=x.placements))
 
 
 def _local_whole(x: DTensor) -> torch.Tensor:
