@@ -78,7 +78,7 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
             made = torch.distributed.tensor.DTensor.from_local(
                 x, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride()
             )
-            summed = 2 if Partial() in source else 1
+            summed = sizes[0] if Partial() in source else 1
             for way in (made.redistribute(placements=target), _redistribute(made, target)):
                 check(way, whole * summed, sizes)
 
