@@ -107,11 +107,13 @@ class Options:
     """Directory for per-pass before/after files, an index and an HTML report. Turns compile caches off."""
 
     check: str = "off"
-    """"each" runs every pass's graph before and after on real values and compares. Turns compile caches off."""
+    """"each" runs every pass's graph before and after on real values and compares; a graph whose tracing fails is an
+    error, as under ``strict``. Turns compile caches off."""
 
     strict: bool = False
     """A pass named in ``enable`` that rewrote nothing in a graph is an error that carries its reasons. Each graph of a
-    model with graph breaks is judged by itself."""
+    model with graph breaks is judged by itself. A graph whose tracing fails for a reason that is not known is an error,
+    where it would otherwise run as Dynamo made it, with the reason in the report."""
 
     npugraph_ex: Mapping[str, Any] = field(default_factory=dict)
     """Options of torch_npu's npugraph_ex for codegen "npugraph_ex", for example {"clone_input": False}."""

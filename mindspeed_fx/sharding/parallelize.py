@@ -126,6 +126,7 @@ def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.
     """
     number = next(_numbers)
     SHARDINGS[number] = sharding
+    sharding.number = number
     if sharding.inputs == LOCAL:
         show_inputs_whole(model, number)
     model.__dict__["_sharding"] = sharding  # keeps it alive as long as the model

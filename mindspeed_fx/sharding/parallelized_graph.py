@@ -17,6 +17,8 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fx_graph
 from mindspeed_fx.compat import tracing as tracing_compat
+from mindspeed_fx.graph.annotate import bodies
+from mindspeed_fx.graph.op_sets import draws
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.sharding.constraint import operands
 from mindspeed_fx.sharding.plan import ShardingError, placement_of
@@ -156,7 +158,8 @@ def localize(
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
-    check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs)
+    random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
+    check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
     program = result.program = Program(gm, result.plan, result.sharding.mesh, values)
     local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
 

@@ -28,6 +28,13 @@ class Sharding:
     """Whether the ranks' arguments are compared."""
     checked: set[tuple] = field(default_factory=set)
     """Names, shapes and dtypes of arguments that were compared."""
+    number: int = -1
+    """That the model's calls carry."""
+
+    def __deepcopy__(self, memo: dict) -> "Sharding":
+        """Itself: a copy of the model (a moving average) carries the same number and is divided alike, also when the
+        model is gone."""
+        return self
 
 
 SHARDINGS: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
