@@ -91,7 +91,7 @@ def account(args: Namespace, argv: Iterable[str] = ()) -> list[Account]:
 
 def _skip(flag: Flag, args: Namespace) -> Account:
     setattr(args, flag.attribute, flag.default)
-    return Account(flag.key, "skipped", f"the run goes on without it, as {SKIP_FLAG} says; the same values")
+    return Account(flag.key, "skipped", f"the run goes on without it, as {SKIP_FLAG} says; the same values to rounding")
 
 
 def _account_for(flag: Flag, args: Namespace, skipped: dict[str, Flag]) -> Account:
@@ -110,7 +110,7 @@ def _account_for(flag: Flag, args: Namespace, skipped: dict[str, Flag]) -> Accou
 
 
 def _way_to_skip(flag: Flag) -> str:
-    return f"; or skip it by {SKIP_FLAG} {flag.name.lstrip('-')}: the same values" if flag.skip else ""
+    return f"; or skip it by {SKIP_FLAG} {flag.name.lstrip('-')}: the same values to rounding" if flag.skip else ""
 
 
 def _act(flag: Flag, args: Namespace) -> str:

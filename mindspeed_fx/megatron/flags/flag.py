@@ -49,7 +49,7 @@ class Flag:
         requested: whether the arguments ask for it, where that is more than "not the default".
         skip: whether a run without it computes the same values (memory or speed alone): it can be skipped.
         llm: whether the flag is MindSpeed-LLM's.
-        shown_by: the test that shows the effect, where it is another than that of all rows (:attr:`test`).
+        shown_by: the test of values (tests/megatron/flags/test_values.py) that shows the effect, where there is one.
     """
 
     name: str
@@ -85,7 +85,9 @@ class Flag:
     @property
     def test(self) -> str:
         """The test that shows the effect, as pytest names it."""
-        return self.shown_by or f"tests/megatron/test_flags.py::test_effect[{self.key}]"
+        if self.shown_by is not None:
+            return f"tests/megatron/flags/test_values.py::{self.shown_by}"
+        return f"tests/megatron/flags/test_effects.py::test_effect[{self.key}]"
 
     def is_requested(self, args: Namespace, words: frozenset[str]) -> bool:
         """Whether the arguments ask for it: named among ``words``, or another value than the default."""
@@ -163,3 +165,15 @@ def get(args: Namespace, attribute: str, default: Any = None) -> Any:
     """An argument, also where the parser does not have it; for a list of one word that word."""
     value = getattr(args, attribute, default)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def count_layers(args: Namespace) -> int:
+    """The layers of the model.
+
+    Raises:
+        NotDone: they are not given.
+    """
+    layers = get(args, "num_layers")
+    if not layers:
+        raise NotDone("give --num-layers")
+    return int(layers)

@@ -61,9 +61,6 @@ FLAGS = [
         "npu_moe_token_permute and unpermute",
         "fusion.moe_permute",
     ),
-    _fused(
-        "--use-fused-ring-attention-update", "one operator merges two parts of ring attention", "the ring's program"
-    ),
     _kernel("--use-fusion-attn-v2", "npu_fusion_attention_v2"),
     word(
         "--shape-order",

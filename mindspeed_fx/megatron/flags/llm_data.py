@@ -35,7 +35,7 @@ def _stated(text: str) -> Any:
 
 
 def own(text: str, asks: str, *rows: tuple) -> list[Flag]:
-    """Accepted flags of what MindSpeed-LLM does itself: (name, default, type, nargs); a default of False is a switch."""
+    """Accepted flags of what MindSpeed-LLM does itself: (name, default, type, nargs); without a default a switch."""
     return [_row(OWN, text, asks, row, act=_stated(text)) for row in rows]
 
 

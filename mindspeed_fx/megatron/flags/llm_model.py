@@ -57,7 +57,7 @@ def _yarn(args: Namespace) -> str:
     if length is None:
         raise NotDone("give --rope-scaling-original-max-position-embeddings")
     args.rope_type = "yarn"
-    args.rotary_scaling_factor = args.rope_scaling_factor
+    args.rotary_scaling_factor = get(args, "rope_scaling_factor", 8.0)
     args.original_max_position_embeddings = length
     args.mscale, args.mscale_all_dim = args.rope_scaling_mscale, args.rope_scaling_mscale_all_dim or 0.0
     return f"rope_type = yarn, rotary_scaling_factor = {args.rotary_scaling_factor}, original length {length}"
@@ -75,7 +75,7 @@ def _llama3(args: Namespace) -> str:
             f"--original-max-position-embeddings 8192, and these are {list(held.values())}"
         )
     args.use_rope_scaling = True
-    return f"use_rope_scaling = True, rope_scaling_factor = {args.rope_scaling_factor}"
+    return f"use_rope_scaling = True, rope_scaling_factor = {get(args, 'rope_scaling_factor', 8.0)}"
 
 
 def _scaling_type(args: Namespace) -> str:
@@ -99,7 +99,7 @@ def _partial(args: Namespace) -> str:
 
 
 def _dynamic(args: Namespace) -> str:
-    """base (a s / p - (a - 1))^(d / (d - 2)): a the factor, s the longer of sequence and positions p, d a head's width."""
+    """base (a s / p - (a - 1))^(d / (d - 2)): a the factor, s the longer of sequence and positions p, d of a head."""
     factor, positions = args.dynamic_factor, get(args, "max_position_embeddings")
     if factor <= 1:
         return "no effect up to 1"
@@ -107,7 +107,8 @@ def _dynamic(args: Namespace) -> str:
         raise NotDone("give --max-position-embeddings and the width of a head")
     dim = get(args, "kv_channels") or args.hidden_size // args.num_attention_heads
     length = max(get(args, "seq_length") or 0, positions)
-    args.rotary_base *= (factor * length / positions - (factor - 1)) ** (dim / (dim - 2))
+    growth = (factor * length / positions - (factor - 1)) ** (dim / (dim - 2))
+    args.rotary_base = get(args, "rotary_base", 10000) * growth
     return f"rotary_base = {args.rotary_base}"
 
 
@@ -162,6 +163,7 @@ FLAGS = [
         "yarn: `--rope-type yarn` of latent attention; llama3: `--use-rope-scaling`; others are an error",
         choices=("llama3", "yarn", "longrope", "plm"),
         act=_scaling_type,
+        shown_by="test_yarn",
     ),
     number(
         "--rope-scaling-mscale",
@@ -248,6 +250,7 @@ FLAGS = [
         "the part of a head that is rotated",
         "`--rotary-percent`",
         act=_partial,
+        shown_by="test_partial_and_dynamic_rotation",
         llm=True,
     ),
     number(
@@ -257,6 +260,7 @@ FLAGS = [
         "a longer base for longer sequences",
         "`--rotary-base`, computed",
         act=_dynamic,
+        shown_by="test_partial_and_dynamic_rotation",
         llm=True,
     ),
     number(
@@ -266,6 +270,7 @@ FLAGS = [
         "scores times this to the power of -1/2",
         "softmax_scale of Megatron-core's configuration",
         act=_attention_scale,
+        shown_by="test_the_scale_of_scores",
         llm=True,
     ),
     switch(
@@ -274,6 +279,7 @@ FLAGS = [
         "GELU as the gate of the MLP",
         "gated_linear_unit and activation_func of Megatron-core's configuration",
         act=_gelu_gate("none"),
+        shown_by="test_a_gate_of_gelu",
         llm=True,
     ),
     switch(
@@ -282,6 +288,7 @@ FLAGS = [
         "GELU by its tanh formula as the gate of the MLP",
         "gated_linear_unit and activation_func of Megatron-core's configuration",
         act=_gelu_gate("tanh"),
+        shown_by="test_a_gate_of_gelu",
         llm=True,
     ),
     number(

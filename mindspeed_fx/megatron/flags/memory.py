@@ -90,7 +90,7 @@ def _recompute_modules(args: Namespace) -> str:
     if get(args, "recompute_granularity") == "full":
         return "whole layers are recomputed already"
     args.recompute_granularity = "selective"
-    args.recompute_modules = sorted({*(args.recompute_modules or []), "mla_up_proj"})
+    args.recompute_modules = sorted({*(getattr(args, "recompute_modules", None) or []), "mla_up_proj"})
     return f"recompute_granularity = selective, recompute_modules = {args.recompute_modules}"
 
 

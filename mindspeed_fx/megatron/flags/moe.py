@@ -9,6 +9,7 @@ from mindspeed_fx.megatron.flags.flag import (
     REFUSED,
     Flag,
     NotDone,
+    count_layers,
     get,
     number,
     setting,
@@ -52,7 +53,7 @@ def _first_dense(args: Namespace) -> str:
         return "no effect without experts, or at 0"
     if isinstance(frequency, list):
         raise NotDone("--moe-layer-freq names every layer already; remove one of the two")
-    args.moe_layer_freq = expert_layers(args.num_layers, first, frequency)
+    args.moe_layer_freq = expert_layers(count_layers(args), first, frequency)
     return f"moe_layer_freq = {_shorten(args.moe_layer_freq)}"
 
 
@@ -82,6 +83,7 @@ FLAGS = [
         "the first k layers have no experts; of the others every --moe-layer-freq-th has",
         "`--moe-layer-freq`, with a number for every layer",
         act=_first_dense,
+        shown_by="test_which_layers_have_experts",
         llm=True,
     ),
     number(
@@ -91,6 +93,7 @@ FLAGS = [
         "experts that every token goes to",
         "`--moe-shared-expert-intermediate-size`: n times the width of an expert",
         act=_shared_experts,
+        shown_by="test_which_layers_have_experts",
     ),
     switch(
         "--shared-expert-gate",

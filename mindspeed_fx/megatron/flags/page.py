@@ -10,10 +10,10 @@ from mindspeed_fx.megatron.flags.table import SUBJECTS, TABLE, parent_of, state_
 
 HEAD = f"""# MindSpeed's flags
 
-Every flag of MindSpeed (its parser of July 2026) and MindSpeed-LLM (August 2026): what it asks there and what becomes of
-it here. `import mindspeed_fx.megatron_adaptor` puts them into Megatron-LM's parser (0.16); before Megatron checks its
-arguments each flag of the run is done, and one line printed for it, or the run ends with one error that names all flags
-that are not done and what to do instead. Nothing is silently ignored.
+Every flag of MindSpeed (its parser of July 2026) and MindSpeed-LLM (August 2026): what it asks there and what becomes
+of it here. `import mindspeed_fx.megatron_adaptor` puts them into Megatron-LM's parser (0.16); before Megatron checks
+its arguments each flag of the run is done, and one line printed for it, or the run ends with one error that names all
+flags that are not done and what to do instead. Nothing is silently ignored.
 
 `mindspeed-fx flags -- ARGUMENTS` says it before a run (`--file ARGS.json` reads a list of words; status 1 where
 something is refused), `mindspeed-fx flags` prints this table, `mindspeed-fx flags --page` this page.
@@ -26,8 +26,8 @@ A refused flag that changes memory or speed alone, marked *skip*, can be left as
 """
 
 TESTS = """
-Each row is shown by `tests/megatron/test_flags.py::test_effect[ROW]`, and where the last column names another test by
-that; the mathematics of what is handed to Megatron is compared in `tests/megatron/test_flag_values.py`.
+Each row is shown by `test_effect[ROW]` of `tests/megatron/flags/test_effects.py`; where the mathematics of what is
+handed to Megatron is compared, in `tests/megatron/flags/test_values.py`, the last column names that test.
 """
 
 
@@ -50,7 +50,7 @@ def _row(flag: Flag) -> str:
     answer = flag.answer if parent is None else f"as `{parent.key}`"
     asks = flag.asks if parent is None else "a setting of it"
     default = "" if flag.default in (None, False, "") or flag.action != "store" else f" (default {flag.default})"
-    test = "`test_effect`" if flag.shown_by is None else f"`{flag.shown_by}`"
+    test = "`test_effect`" if flag.shown_by is None else f"`test_effect`, `{flag.shown_by}`"
     cells = [f"`{flag.key}`{default}", asks, answer, f"{state_of(flag)}{skip}", test]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -37,7 +37,8 @@ def check_context_parallel(args: Namespace) -> None:
     Raises:
         NotDone: context_parallel_size is above 1.
     """
-    size = get(args, "context_parallel_size", 1) or 1
+    nested = getattr(args, "model_parallel", None)  # of --yaml-cfg
+    size = max(get(held, "context_parallel_size", 1) or 1 for held in (args, nested))
     if size > 1:
         raise NotDone(
             f"--context-parallel-size {size}: attention over divided sequences is not built into the adaptor yet; use "
@@ -79,6 +80,7 @@ FLAGS = [
     _context_flag("--attention-mask-type", "causal", "the mask of ring attention", choices=("causal", "general")),
     _context_flag("--use-cp-send-recv-overlap", False, "sending and receiving in two groups at once"),
     _context_flag("--use-ulysses-allgather-kv", False, "keys and values are gathered, queries exchanged"),
+    _context_flag("--use-fused-ring-attention-update", False, "one operator merges two parts of ring attention"),
     _context_flag("--megatron-cp-in-bnsd", False, "ring attention with heads before tokens"),
     _context_flag(
         "--context-parallel-kv-cache-policy",

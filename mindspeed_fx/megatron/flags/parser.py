@@ -206,8 +206,10 @@ def _guess(args: argparse.Namespace, words: Iterable[str]) -> None:
             values.append(_number(word))
             continue
         if name is not None and not hasattr(args, name):
-            setattr(args, name, (values[0] if len(values) == 1 else values) if values else True)
-        name, values = word.lstrip("-").replace("-", "_"), []
+            value = values[0] if len(values) == 1 else values
+            setattr(args, name, value if values else True)
+        flag, _, text = word.partition("=")
+        name, values = flag.lstrip("-").replace("-", "_"), [_number(text)] if text else []
 
 
 def _number(word: str) -> Any:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 
-from mindspeed_fx.megatron.flags.flag import MEGATRON, REFUSED, Flag, NotDone, get, rename, setting, switch, word
+from mindspeed_fx.megatron.flags.flag import (
+    MEGATRON,
+    REFUSED,
+    Flag,
+    NotDone,
+    count_layers,
+    get,
+    rename,
+    setting,
+    switch,
+    word,
+)
 
 SCHEDULE = "remove it: Megatron's 1F1B, or interleaved with --num-layers-per-virtual-pipeline-stage; the same values"
 
@@ -16,7 +27,7 @@ def stage_counts(args: Namespace) -> list[int]:
     Raises:
         NotDone: the layers do not divide.
     """
-    layers, ranks = args.num_layers, get(args, "pipeline_model_parallel_size", 1)
+    layers, ranks = count_layers(args), get(args, "pipeline_model_parallel_size", 1)
     per_stage = get(args, "num_layers_per_virtual_pipeline_stage")
     stages = layers // per_stage if per_stage else ranks * (get(args, "num_virtual_stages_per_pipeline_rank") or 1)
     if layers % stages:
@@ -48,11 +59,9 @@ def set_layout(args: Namespace, counts: list[int]) -> str:
 
 def noop_layers(args: Namespace) -> list[int]:
     """The layers that return their input."""
-    words = (get(args, "noop_layers") or "").split(",")
-    if not all(w.strip().isdigit() and int(w) < args.num_layers for w in words):
-        raise NotDone(
-            f"{args.noop_layers!r}: numbers of layers from 0 to {args.num_layers - 1} are expected, as in 0,63"
-        )
+    words, layers = (get(args, "noop_layers") or "").split(","), count_layers(args)
+    if not all(w.strip().isdigit() and int(w) < layers for w in words):
+        raise NotDone(f"{args.noop_layers!r}: numbers of layers from 0 to {layers - 1} are expected, as in 0,63")
     return sorted({int(w) for w in words})
 
 
@@ -101,7 +110,7 @@ def _layer_list(args: Namespace) -> str:
         )
     if get(args, "num_layers_per_virtual_pipeline_stage"):
         raise NotDone("it has no virtual stages; remove --num-layers-per-virtual-pipeline-stage")
-    if sum(counts) != args.num_layers:
+    if sum(counts) != count_layers(args):
         raise NotDone(f"{args.num_layer_list} makes {sum(counts)} layers, and --num-layers is {args.num_layers}")
     return set_layout(args, counts)
 
@@ -124,7 +133,7 @@ def _unaligned(args: Namespace) -> str:
     if len(rows) != ranks or len({len(row) for row in rows}) != 1:
         raise NotDone(f"{args.pipeline_num_transformer_layers}: {ranks} lists of one length are expected")
     total = sum(map(sum, rows))
-    if total != args.num_layers:
+    if total != count_layers(args):
         raise NotDone(f"it makes {total} layers, and --num-layers is {args.num_layers}")
     return set_layout(args, [row[stage] for stage in range(len(rows[0])) for row in rows])
 
@@ -153,6 +162,7 @@ FLAGS = [
         "layers that return their input, so that a stage has less to do",
         "they are left out: fewer layers, `--pipeline-model-parallel-layout`; weights start as in a model with them",
         act=_leave_out,
+        shown_by="test_layers_without_no_ops_stay_in_their_stages",
     ),
     switch(
         "--variable-seq-lengths",

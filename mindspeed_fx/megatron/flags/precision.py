@@ -8,7 +8,7 @@ EIGHT = "products in 8 bits need Transformer Engine; remove it and train with --
 QUANTIZED = "train with --bf16: remove it"
 
 FLAGS = [
-    added("--fp8-format", "hif8", REFUSED, "products in HiF8", EIGHT),
+    added("--fp8-format", "hif8", REFUSED, "products in HiF8", EIGHT, dest="fp8"),
     *(
         added("--fp8-recipe", value, REFUSED, "how products in 8 bits are scaled", EIGHT)
         for value in ("groupwise", "mxfp8-32x32")

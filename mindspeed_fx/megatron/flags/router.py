@@ -117,6 +117,7 @@ FLAGS: list[Flag] = [
         "the weights of a token's experts add up to 1",
         "softmax over the chosen experts (no `--moe-router-pre-softmax`), no scale; other types do not read it",
         act=_normalize,
+        shown_by="test_routers",
         llm=True,
     ),
     switch(
@@ -200,6 +201,7 @@ FLAGS: list[Flag] = [
         "softmax, then the largest k, without a loss",
         "type none with `--moe-router-pre-softmax`, or without it beside --norm-topk-prob",
         act=_softmax_topk,
+        shown_by="test_routers",
         llm=True,
     ),
     added(
@@ -209,6 +211,7 @@ FLAGS: list[Flag] = [
         "softmax, then the largest k, with the switch loss; groups and scale are not read",
         "type aux_loss with `--moe-router-pre-softmax`, without groups and scale",
         act=_pai,
+        shown_by="test_routers",
         llm=True,
     ),
     added(
