@@ -11,6 +11,7 @@ from typing import Any, Iterable
 
 from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.megatron.flags.flag import REFUSED, Flag, FlagError, NotDone, get
+from mindspeed_fx.megatron.flags.fusion import use_plain_operators
 from mindspeed_fx.megatron.flags.llm_model import set_plain_rope
 from mindspeed_fx.megatron.flags.parallel import check_context_parallel
 from mindspeed_fx.megatron.flags.table import BY_KEY, TABLE, parent_of, state_of
@@ -129,6 +130,7 @@ def _act(flag: Flag, args: Namespace) -> str:
     except (AttributeError, TypeError):  # a file of Megatron's nests its arguments
         raise NotDone("with --yaml-cfg what it sets is written into the file") from None
     changes = sorted(name for name, value in vars(args).items() if name not in before or before[name] is not value)
+    changes = [name for name in changes if not name.startswith("mindspeed_")]
     if changes:
         raise NotDone(f"with --yaml-cfg write {', '.join(changes)} into the file")
     return text
@@ -139,6 +141,7 @@ def _consequences(args: Namespace, accounts: list[Account]) -> list[Account]:
     lines = []
     if any(BY_KEY[a.flag].llm for a in accounts) and (text := set_plain_rope(args)):
         lines.append(Account("--multi-latent-attention", "megatron", text))
+    lines += [Account(name, "compiler", text) for name, text in use_plain_operators(args).items()]
     try:
         check_context_parallel(args)
     except NotDone as error:

@@ -119,15 +119,9 @@ def _attention_scale(args: Namespace) -> str:
 
 def _gelu_gate(approximate: str) -> Any:
     def act(args: Namespace) -> str:
-        import functools
-
-        from torch.nn import functional
-
         if get(args, "swiglu") and not get(args, "ffn_hidden_size"):
             raise NotDone("give --ffn-hidden-size, which --swiglu would choose for another activation")
-        args.swiglu, args.bias_gelu_fusion, args.gated_linear_unit = False, False, True
-        gelu = functional.gelu
-        args.activation_func = gelu if approximate == "none" else functools.partial(gelu, approximate=approximate)
+        args.swiglu, args.bias_gelu_fusion, args.mindspeed_gate = False, False, approximate
         return f"gated_linear_unit = True, activation_func = gelu ({approximate})"
 
     return act

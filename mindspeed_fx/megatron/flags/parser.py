@@ -21,10 +21,12 @@ from mindspeed_fx.megatron.flags.account import (
     start,
     words_of,
 )
+from mindspeed_fx.megatron.flags.config import with_config_fields
 from mindspeed_fx.megatron.flags.flag import Flag
 from mindspeed_fx.megatron.flags.table import SUBJECTS, TABLE
 
 ARGUMENTS = "megatron.training.arguments"
+CONFIG = "core_transformer_config_from_args"
 _state: dict[str, Any] = {}
 """The parser that was built last, and Megatron's functions while they are replaced."""
 
@@ -111,13 +113,15 @@ class _StandIn(types.ModuleType):
 def patch_parser() -> None:
     """Megatron's ``parse_args`` takes MindSpeed's flags and does what they ask, before ``validate_args``.
 
+    Megatron-core's configuration gets the functions that flags ask for (``config.py``).
+
     Raises:
         ImportError: there is no Megatron-LM (``megatron.training``).
     """
     if _state.get("originals"):
         return
     arguments = importlib.import_module(ARGUMENTS)
-    names = {"add_megatron_arguments": _wrap_add, "parse_args": _wrap_parse}
+    names = {"add_megatron_arguments": _wrap_add, "parse_args": _wrap_parse, CONFIG: _wrap_config}
     originals = {name: getattr(arguments, name) for name in names}
     wrapped = {name: wrap(originals[name]) for name, wrap in names.items()}
     _state["originals"] = [(originals[name], wrapped[name]) for name in names]
@@ -152,6 +156,15 @@ def _wrap_parse(original: Any) -> Any:
         return parsed
 
     return parse_args
+
+
+def _wrap_config(original: Any) -> Any:
+    @functools.wraps(original)
+    def core_transformer_config_from_args(args: argparse.Namespace, *more: Any, **named: Any) -> Any:
+        with with_config_fields(args):
+            return original(args, *more, **named)
+
+    return core_transformer_config_from_args
 
 
 def _merge_words(parsed: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -81,22 +81,8 @@ def _leave_out(args: Namespace) -> str:
         args.moe_layer_freq = [f for n, f in enumerate(args.moe_layer_freq) if n not in skipped]
     elif (get(args, "moe_layer_freq") or 1) != 1:
         args.moe_layer_freq = [int(n % args.moe_layer_freq == 0) for n in range(total) if n not in skipped]
-    _initialize_as(args, total)
+    args.mindspeed_init_layers = total  # MindSpeed counts the no-ops
     return set_layout(args, counts)
-
-
-def _initialize_as(args: Namespace, layers: int) -> None:
-    """Output projections start with the deviation of a model of ``layers`` layers: MindSpeed counts the no-ops.
-
-    std = init_method_std / sqrt(2 layers) (megatron.core.utils.scaled_init_method_normal).
-    """
-    import functools
-
-    import torch
-
-    std = get(args, "init_method_std", 0.02) / (2.0 * layers) ** 0.5
-    if not get(args, "init_method_xavier_uniform"):
-        args.output_layer_init_method = functools.partial(torch.nn.init.normal_, mean=0.0, std=std)
 
 
 def _layer_list(args: Namespace) -> str:

@@ -73,8 +73,8 @@ MODEL = {
         ("--dynamic-factor 0.5", dict(rotary_base=10000)),
     ],
     "--query-pre-attn-scalar": [("--query-pre-attn-scalar 144", dict(softmax_scale=1 / 12))],
-    "--geglu": [("--geglu --swiglu", dict(gated_linear_unit=True, swiglu=False, bias_gelu_fusion=False))],
-    "--gelu-tanh": [("--gelu-tanh", dict(gated_linear_unit=True, swiglu=False, bias_gelu_fusion=False))],
+    "--geglu": [("--geglu --swiglu", dict(mindspeed_gate="none", swiglu=False, bias_gelu_fusion=False))],
+    "--gelu-tanh": [("--gelu-tanh", dict(mindspeed_gate="tanh", swiglu=False, bias_gelu_fusion=False))],
 }
 
 EXPERTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -60,8 +61,47 @@ def check_patched_parser(arguments, folder: Path) -> None:
     args, out = parse(arguments, "--swap-optimizer", "--mindspeed-skip-flags", "swap-optimizer")
     assert "[skipped]" in out and args.swap_optimizer is False
     check_yaml(arguments, folder)
+    check_configurations(arguments)
     flags.unpatch_parser()
     assert arguments.parse_args is original is initialize.parse_args
+
+
+def check_configurations(arguments) -> None:
+    """What is set for a script is accepted by Megatron's validate_args and by Megatron-core's configuration."""
+    import torch
+
+    arguments.get_device_arch_version = lambda: 10
+    torch.cuda.get_device_capability = lambda *device: (9, 0)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    layers = {}
+    for name, script in scripts.SCRIPTS.items():
+        skip = [flag.lstrip("-") for flag, can in scripts.refused(name).items() if can]
+        if len(skip) < len(scripts.refused(name)) or name in NOT_MEGATRONS:
+            continue
+        os.environ.update(WORLD_SIZE=str(script["ranks"]), RANK="0")
+        args, _ = parse(arguments, *scripts.words(name), *(["--mindspeed-skip-flags", *skip] if skip else []))
+        with contextlib.redirect_stdout(io.StringIO()):
+            arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+        layers[name] = arguments.core_transformer_config_from_args(args).num_layers
+    args, _ = parse(arguments, *GELU)
+    config = arguments.core_transformer_config_from_args(arguments.validate_args(args) or args)
+    assert config.gated_linear_unit and config.activation_func.keywords == {"approximate": "tanh"}
+    assert config.output_layer_init_method.keywords["std"] == 0.02 / (2 * 4) ** 0.5 and config.num_layers == 3
+    assert not hasattr(args, "activation_func")
+    assert len(layers) == 25 and layers["glm45-air__pretrain_glm45_air_106b_4k_A3_ptd"] == 46, layers
+
+
+GELU = (
+    "--num-layers 4 --noop-layers 3 --gelu-tanh --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 "
+    "--micro-batch-size 1 --seq-length 16 --max-position-embeddings 16 --transformer-impl local --lr 1e-3 "
+    "--no-masked-softmax-fusion --no-gradient-accumulation-fusion"
+).split()
+
+NOT_MEGATRONS = {
+    "system_tests__feature_tests__custom_fsdp": "Megatron's FSDP asks for another form of checkpoints",
+    "system_tests__yaml_args_example__pretrain_yaml_args": "its file is not at hand",
+}
+"""Scripts that Megatron 0.16 itself refuses."""
 
 
 def check_yaml(arguments, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Options that flags ask for, on a model of Megatron's: what is made again or moved, and the same loss and gradients."""
+"""Options that flags ask for, on a model of Megatron's: what is made again or moved, the same loss and gradients."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
-from tests.megatron.flags.effects import EFFECTS
+from tests.megatron.flags.effects import EFFECTS, EXPERTS, MODEL, PARALLEL
 from tests.megatron.flags.flag_rows import OWN, REFUSED, SETTINGS
 from tests.megatron.flags.launch import MEGATRON, parse
 
@@ -127,6 +127,37 @@ def test_a_run_without_flags_of_mindspeed_stays_as_it_is():
     before = dict(vars(args))
     assert flags.apply(args, []) == [] and flags.backend_options(args) == {}
     assert vars(args) == before and set(MEGATRON) <= set(before)
+
+
+def test_arguments_go_into_a_checkpoint_and_come_back():
+    """Megatron saves its arguments, and reads them as plain values alone."""
+    import argparse
+    import io
+
+    import torch
+
+    from mindspeed_fx.megatron.flags.config import with_config_fields
+
+    for runs in {**MODEL, **EXPERTS, **PARALLEL}.values():
+        for words, expected in runs:
+            if "error" in expected:
+                continue
+            args = parse(words.split())
+            flags.apply(args, words.split())
+            with with_config_fields(args):
+                pass
+            torch.save({"args": args}, checkpoint := io.BytesIO())
+            checkpoint.seek(0)
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                assert vars(torch.load(checkpoint)["args"]) == vars(args), words
+
+
+def test_fused_operators_of_transformer_engine_are_left_to_the_compiler():
+    args = parse(["--moe-permute-fusion"])
+    args.apply_rope_fusion = True
+    lines = flags.apply(args, [])
+    assert args.apply_rope_fusion is args.moe_permute_fusion is False
+    assert "fusion.rope" in lines[0] and "fusion.moe_permute" in lines[1]
 
 
 def test_deterministic_runs_set_torch_and_the_environment(monkeypatch):

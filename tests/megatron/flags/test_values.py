@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from mindspeed_fx.megatron import flags
+from mindspeed_fx.megatron.flags.config import config_fields, with_config_fields
 from tests.megatron.flags.effects import MLA
 from tests.megatron.flags.launch import parse
 
@@ -39,7 +40,8 @@ def config_of(args, kind=None):
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     kind = kind or (MLATransformerConfig if args.multi_latent_attention else TransformerConfig)
-    fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
+    with with_config_fields(args):
+        fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
     names = {"num_moe_experts": args.num_experts, "use_cpu_initialization": True, "add_bias_linear": False}
     return kind(**{k: v for k, v in {**fields, **names}.items() if not (k == "rope_type" and v is None)})
 
@@ -185,7 +187,7 @@ def test_layers_without_no_ops_stay_in_their_stages():
     counts = [[sum(kind.name == "decoder" for kind in stage) for stage in rank] for rank in layout.layout]
     assert counts == [[1, 2], [2, 1]]  # rank, virtual stage: layers 1 | 4, 5 and 2, 3 | 6
     weights = torch.empty(400, 400)
-    args.output_layer_init_method(weights)
+    config_fields(args)["output_layer_init_method"](weights)
     assert weights.std().item() == pytest.approx(0.05 / math.sqrt(2 * 8), rel=0.02)
 
 
