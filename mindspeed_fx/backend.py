@@ -37,7 +37,7 @@ from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding import parallelized_graph as sharding
-from mindspeed_fx.training import data_parallel, optimizer_in_backward
+from mindspeed_fx.training import data_parallel, gradient_ready, optimizer_in_backward
 
 
 def mindspeed(
@@ -75,7 +75,7 @@ class Compilation:
     def __init__(self, options: Options):
         self.options = options
         self.averaged: list = []
-        self.steps: optimizer_in_backward.Steps | None = None
+        self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
@@ -125,6 +125,9 @@ class Compilation:
                 )
         if self.options.optimizer:
             self.steps = optimizer_in_backward.Steps(gm, inputs)
+        elif gradient_ready.has_listeners(inputs):
+            self.steps = gradient_ready.Announcements(gm, inputs)
+        if self.steps is not None:
             gm, inputs = self.steps.gm, self.steps.inputs
         table = None
         if self.options.target == "npu":

@@ -8,11 +8,12 @@ transfer_to_npu.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from typing import Callable
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import device_words, patches
 
 __all__ = ["applied", "apply", "known_limits", "undo"]
 
@@ -29,11 +30,17 @@ def apply() -> None:
     if patches.applied():
         return
     _check_version()
-    from mindspeed_fx.megatron import checkpoint, jit, table
+    from mindspeed_fx.megatron import checkpoint, jit, missing, table, training
 
+    _after_undo.append(missing.answer_for_triton())
+    words = device_words.Words(*table.device_words())
+    words.install()
+    _after_undo.append(words.remove)
     patches.apply(table.table())
     jit.unwrap()
     _after_undo.append(checkpoint.allow_side_effects())
+    for module, replacements in training.table().items():
+        words.when_imported(module, functools.partial(patches.apply, replacements))
 
 
 def undo() -> None:

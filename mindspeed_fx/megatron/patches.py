@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -26,18 +27,21 @@ class Patch:
     """One replacement.
 
     Args:
-        target: "module:name" or "module:Class.method" below ``megatron.core``; "torch.module:name" as it is.
+        target: "module:name" or "module:Class.method" below ``megatron.core``; "torch.module:name" and
+            "megatron.module:name" as they are.
         replacement: what takes its place.
         reason: why, in one line.
         where: ``IN_GRAPH``: only while torch.compile traces, so eager Megatron stays what it was;
             ``WITHOUT_CUDA``: only where torch has no CUDA: a CPU, or an NPU without transfer_to_npu;
             ``WITHOUT_ACCELERATOR``: only on a machine with neither CUDA nor NPU; ``EVERYWHERE``: always.
+        copies: also where ``from x import y`` has copied the name, in any loaded module.
     """
 
     target: str
     replacement: Any
     reason: str
     where: str = IN_GRAPH
+    copies: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class _Change:
     name: str
     original: Any
     replacement: Any
+    inherited: bool = False
+    copies: bool = True
 
 
 _changes: list[_Change] = []
@@ -62,11 +68,12 @@ def apply(patches: list[Patch]) -> None:
     results = [(patch, *_locate(patch.target)) for patch in patches]
     swaps: dict[int, tuple[Any, Any]] = {}
     for patch, owner, name in results:
-        original = owner.__dict__[name]
+        original = inspect.getattr_static(owner, name)
         replacement = in_graph(patch.replacement, original) if patch.where == IN_GRAPH else patch.replacement
+        inherited = name not in owner.__dict__
         setattr(owner, name, replacement)
-        _changes.append(_Change(owner, name, original, replacement))
-        if callable(original) and not isinstance(owner, type):
+        _changes.append(_Change(owner, name, original, replacement, inherited, patch.copies))
+        if patch.copies and callable(original) and not isinstance(owner, type):
             swaps[id(original)] = (original, replacement)
         _applied.append(patch)
         _originals[patch.target] = original
@@ -117,11 +124,14 @@ def undo() -> None:
     swaps = {
         id(c.replacement): (c.replacement, c.original)
         for c in _changes
-        if callable(c.original) and not isinstance(c.owner, type)
+        if c.copies and callable(c.original) and not isinstance(c.owner, type)
     }
     while _changes:
         change = _changes.pop()
-        setattr(change.owner, change.name, change.original)
+        if change.inherited:
+            delattr(change.owner, change.name)
+        else:
+            setattr(change.owner, change.name, change.original)
     sweep(swaps)
     _applied.clear()
     _originals.clear()
@@ -137,12 +147,17 @@ def original(target: str) -> Any:
     return _originals[target]
 
 
+def is_whole(module_name: str) -> bool:
+    """Whether a target's module stands as it is, not below Megatron-core."""
+    return module_name.partition(".")[0] in ("torch", "megatron")
+
+
 def _locate(target: str) -> tuple[Any, str]:
     module_name, path = target.split(":")
-    owner: Any = importlib.import_module(module_name if module_name.startswith("torch.") else f"{PREFIX}.{module_name}")
+    owner: Any = importlib.import_module(module_name if is_whole(module_name) else f"{PREFIX}.{module_name}")
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent, None)
-    if name not in getattr(owner, "__dict__", ()):
+    if not hasattr(owner, name):
         raise ImportError(f"this megatron-core has no {target}, which mindspeed_fx.megatron_adaptor patches")
     return owner, name

@@ -13,15 +13,18 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     checkpoint,
     collectives,
     cross_entropy,
+    cuda_calls,
     experts,
     experts_npu,
     fusions,
+    gradient_ready,
     groups,
     jit,
     linear,
     main_grad_npu,
     moe,
     norm,
+    optimizer,
     rng,
     rotary,
 )
@@ -36,10 +39,19 @@ def table() -> list[Patch]:
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
     return (
         _everywhere()
+        + _optimizers()
         + _in_graph()
         + without_cuda
         + (_with_accelerator() if has_accelerator() else _without_accelerator())
     )
+
+
+def device_words() -> tuple[str | None, str | None]:
+    """What stands in Megatron's code for "cuda" and for "torch.cuda." in tensor types; None where they stay."""
+    kind = groups.kind()
+    empty = torch.empty(0, device=kind).type()
+    types = empty.removesuffix("FloatTensor")
+    return (None if kind == "cuda" else kind), (None if types == "torch.cuda." else types)
 
 
 def _everywhere() -> list[Patch]:
@@ -84,6 +96,12 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
         Patch(
+            gradient_ready.HOOK,
+            gradient_ready.make_backward_post_hook,
+            "the graph of a compiled chunk adds gradients to main_grad and tells the buckets where they are made",
+            EVERYWHERE,
+        ),
+        Patch(
             cross_entropy.LOSS,
             cross_entropy.vocab_parallel_cross_entropy,
             "plain cross-entropy, which a pass recognises; Megatron's overwrites float32 logits (eager CUDA and NPU "
@@ -96,6 +114,21 @@ def _everywhere() -> list[Patch]:
             "the same; Megatron's rounds the gradient to bfloat16 (eager CUDA and NPU keep it)",
             EVERYWHERE,
         ),
+    ]
+
+
+def _optimizers() -> list[Patch]:
+    """Where Megatron would take torch's Adam."""
+    module = importlib.import_module("megatron.core.optimizer")
+    if not module.USING_PYTORCH_OPTIMIZER:
+        return []
+    reason = "over torch's Adam Megatron's distributed optimizer cannot go on from a checkpoint"
+    return [
+        Patch("optimizer:Adam", optimizer.Adam, reason, EVERYWHERE, copies=False),
+        Patch("optimizer:USING_PYTORCH_OPTIMIZER", False, reason, EVERYWHERE),
+        Patch("optimizer.distrib_optimizer:Adam", optimizer.Adam, reason, EVERYWHERE, copies=False),
+        Patch("optimizer.distrib_optimizer:HAVE_APEX_OR_TE", True, reason, EVERYWHERE),
+        Patch("optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", True, reason, EVERYWHERE),
     ]
 
 
@@ -169,6 +202,8 @@ def _without_cuda() -> list[Patch]:
             "Megatron writes device=torch.cuda.current_device() in a hundred places",
             where,
         ),
+        Patch("torch:Tensor.cuda", cuda_calls.to_device, "moves what was made on the host", where),
+        Patch("torch.nn:Module.cuda", cuda_calls.to_device, "moves a model's parameters", where),
         Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
         Patch(f"{rotary.YARN}.get_emb", rotary.yarn_get_emb(kind), "moves frequencies to CUDA", where),
         Patch(
@@ -193,12 +228,32 @@ def _without_cuda() -> list[Patch]:
     ]
 
 
+def _cuda_calls() -> list[Patch]:
+    """``torch.cuda`` as far as Megatron's training calls it, on a CPU."""
+    calls, where = cuda_calls, WITHOUT_ACCELERATOR
+    names: dict[str, Any] = {
+        "torch.cuda:Stream": calls.Stream,
+        "torch.cuda:Event": calls.Event,
+        "torch.cuda:stream": calls.stream_context,
+        "torch.cuda:memory_stats": calls.memory_stats,
+        "torch.cuda:get_rng_state": calls.rng_state,
+        "torch.cuda:set_rng_state": calls.set_rng_state,
+        "torch.cuda:manual_seed": calls.manual_seed,
+    }
+    for function, targets in calls.SHARED.items():
+        # Dynamo knows torch's functions by name and refuses one object under two names.
+        names |= {target: functools.partial(function) for target in targets}
+    reason = "Megatron's training loop calls it; a CPU has one stream and the memory of the process"
+    return [Patch(target, replacement, reason, where) for target, replacement in names.items()]
+
+
 def _without_accelerator() -> list[Patch]:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     where = WITHOUT_ACCELERATOR
     result = "a tracker made inside the graph would compile the model twice"
     return [
+        *_cuda_calls(),
         Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),
         Patch(f"{moe.DISPATCHER}.cuda_dtoh_stream", object(), "makes a CUDA stream where there is none yet", where),
         Patch(rng.FORK, rng.fork, "forks CUDA's generator", where),

@@ -1,0 +1,43 @@
+"""Each chunk of the model that Megatron's ``get_model`` builds is compiled, below its wrappers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from mindspeed_fx.megatron import gradient_ready, patches
+
+SWITCH = "MINDSPEED_FX_COMPILE"
+
+
+def get_model(*args: Any, **kwargs: Any) -> Any:
+    """``megatron.training.training.get_model``, whose chunks compile at their first call."""
+    model = patches.original("megatron.training.training:get_model")(*args, **kwargs)
+    if wants_compile():
+        for chunk in model:
+            compile_chunk(chunk)
+    return model
+
+
+def wants_compile() -> bool:
+    """Whether chunks are compiled.
+
+    Raises:
+        ValueError: the environment variable has another value than 0 or 1.
+    """
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH}={value!r}: expected 0 or 1")
+    return value == "1"
+
+
+def compile_chunk(chunk: torch.nn.Module) -> None:
+    """Compile the model within Megatron's wrappers (data parallelism, conversion to 16 bits), in place."""
+    if hasattr(chunk, "param_to_bucket_group"):
+        gradient_ready.listen(chunk)
+    module = chunk
+    while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
+        module = module.module
+    module.compile(backend="mindspeed", fullgraph=True)

@@ -1,0 +1,94 @@
+"""Arguments that ask for CUDA extensions, Apex or TransformerEngine by Megatron's defaults, settled before Megatron
+checks them: what the compiler does anyway is switched off there, and said in one line each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from mindspeed_fx.megatron import groups, patches
+
+ARGUMENTS = "megatron.training.arguments:validate_args"
+YAML = "megatron.training.yaml_arguments:validate_yaml"
+
+
+@dataclass(frozen=True)
+class Habit:
+    """One argument that is changed.
+
+    Args:
+        name: of the argument in Megatron's namespace.
+        asks: values at which it is changed.
+        value: what it is set to.
+        needs: module without which it cannot be had.
+        why: what takes its place.
+    """
+
+    name: str
+    asks: tuple[Any, ...]
+    value: Any
+    needs: str
+    why: str
+
+
+TE, APEX = "transformer_engine", "apex"
+_FUSED = "the compiler fuses it"
+HABITS = (
+    Habit("transformer_impl", ("transformer_engine",), "local", TE, "Megatron's local layers are compiled"),
+    Habit("apply_rope_fusion", (True,), False, TE, _FUSED),
+    Habit("moe_permute_fusion", (True,), False, TE, _FUSED),
+    Habit("moe_router_fusion", (True,), False, TE, _FUSED),
+    Habit("masked_softmax_fusion", (True,), False, "scaled_masked_softmax_cuda", "the compiler fuses attention"),
+    Habit("no_persist_layer_norm", (False,), True, APEX, "the compiler fuses the norm"),
+    Habit(
+        "moe_grouped_gemm",
+        (True,),
+        False,
+        TE,
+        "the experts' products are one grouped product in the graph (sequential experts in a checkpoint)",
+    ),
+)
+
+
+def settle(args: Namespace) -> list[str]:
+    """Change what ``args`` ask for by habit; returns a line for each change."""
+    lines = []
+    for habit in HABITS:
+        value = getattr(args, habit.name, None)
+        if value not in habit.asks or importlib.util.find_spec(habit.needs) is not None:
+            continue
+        setattr(args, habit.name, habit.value)
+        lines.append(f"{habit.name}={habit.value}: {habit.needs} is not installed; {habit.why}")
+    return lines
+
+
+def validate_args(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Megatron's ``validate_args``, after :func:`settle`."""
+    _settle_and_print(args)
+    return patches.original(ARGUMENTS)(args, *rest, **kwargs)
+
+
+def validate_yaml(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Megatron's ``validate_yaml``, after :func:`settle`."""
+    _settle_and_print(args)
+    return patches.original(YAML)(args, *rest, **kwargs)
+
+
+def _settle_and_print(args: Namespace, say: Callable[[str], None] = print) -> None:
+    for line in settle(args):
+        if getattr(args, "rank", 0) == 0:
+            say(f"mindspeed_fx: {line}")
+    if groups.kind() != "cuda" and getattr(args, "distributed_backend", None) == "nccl":
+        args.distributed_backend = BACKENDS[groups.kind()]
+
+
+BACKENDS = {"cpu": "gloo", "npu": "hccl"}
+"""What takes the place of nccl, Megatron's default."""
+
+
+def device_architecture() -> int:
+    """``get_device_arch_version`` without CUDA: the first for which Megatron asks for no setting of CUDA's queues."""
+    return 10

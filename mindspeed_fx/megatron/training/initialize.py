@@ -1,0 +1,35 @@
+"""Megatron's initialization without CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from mindspeed_fx.megatron import cuda_calls, patches
+
+MODULE = "megatron.training.initialize"
+
+
+def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+    """``initialize_megatron`` that does not ask for CUDA."""
+    return patches.original(f"{MODULE}:initialize_megatron")(*args, **{**kwargs, "allow_no_cuda": True})
+
+
+def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
+    """``_initialize_distributed``, which makes Megatron's groups where there are devices."""
+    with cuda_calls.one_device():
+        return patches.original(f"{MODULE}:_initialize_distributed")(*args, **kwargs)
+
+
+def compile_helpers() -> None:
+    """``compile_helpers`` where the extension of the datasets is not there yet: a wheel of Megatron-core brings it, and
+    no makefile.
+    """
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        patches.original("datasets.utils:compile_helpers")()
+
+
+def set_random_seed(*args: Any, **kwargs: Any) -> Any:
+    """``_set_random_seed``, which seeds the tracker where there are devices."""
+    with cuda_calls.one_device():
+        return patches.original(f"{MODULE}:_set_random_seed")(*args, **kwargs)

@@ -1,0 +1,65 @@
+"""Every change to ``megatron.training``, by the module it is made in; each is made when the module is imported."""
+
+from __future__ import annotations
+
+from mindspeed_fx.megatron import cuda_calls
+from mindspeed_fx.megatron.groups import kind
+from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
+from mindspeed_fx.megatron.training import compile_chunks, habits, initialize
+
+INITIALIZE = "megatron.training.initialize"
+ARGUMENTS = "megatron.training.arguments"
+YAML = "megatron.training.yaml_arguments"
+UTILS = "megatron.training.utils"
+HABIT = "asks for TransformerEngine, Apex and CUDA extensions by default"
+TRAINING = "megatron.training.training"
+FUSED_KERNELS = "megatron.legacy.fused_kernels"
+
+
+def table() -> dict[str, list[Patch]]:
+    """The patches for this machine: module -> what is replaced in it."""
+    patches = {
+        INITIALIZE: [
+            Patch(
+                "datasets.utils:compile_helpers",
+                initialize.compile_helpers,
+                "a wheel has the extension and no makefile",
+                EVERYWHERE,
+            )
+        ],
+        ARGUMENTS: [Patch(habits.ARGUMENTS, habits.validate_args, HABIT, EVERYWHERE)],
+        YAML: [Patch(habits.YAML, habits.validate_yaml, HABIT, EVERYWHERE)],
+        TRAINING: [
+            Patch(
+                f"{TRAINING}:get_model",
+                compile_chunks.get_model,
+                "each chunk of the model is compiled; MINDSPEED_FX_COMPILE=0 leaves it",
+                EVERYWHERE,
+            )
+        ],
+    }
+    if kind() != "cuda":
+        asks = "asks for the architecture of a CUDA device"
+        architecture = habits.device_architecture
+        patches[UTILS] = [Patch(f"{UTILS}:get_device_arch_version", architecture, asks, WITHOUT_CUDA)]
+        patches[INITIALIZE] += _initialize_without_cuda()
+        patches[FUSED_KERNELS] = [
+            Patch(
+                f"{FUSED_KERNELS}:load", cuda_calls.do_nothing, "compiles CUDA kernels that are not used", WITHOUT_CUDA
+            )
+        ]
+    return patches
+
+
+def _initialize_without_cuda() -> list[Patch]:
+    counts = "decides by the number of CUDA devices whether there is anything to set up"
+    return [
+        Patch(
+            f"{INITIALIZE}:initialize_megatron",
+            initialize.initialize_megatron,
+            "asserts that there is CUDA",
+            WITHOUT_CUDA,
+        ),
+        Patch(f"{INITIALIZE}:_initialize_distributed", initialize.initialize_distributed, counts, WITHOUT_CUDA),
+        Patch(f"{INITIALIZE}:_set_random_seed", initialize.set_random_seed, counts, WITHOUT_CUDA),
+    ]

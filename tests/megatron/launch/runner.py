@@ -1,0 +1,263 @@
+"""Runs an entry script of Megatron-LM over gloo as its users do, and reads what every iteration logged.
+
+One process imports torch, Megatron and the adaptor; each rank of each run is a fork of it, so that a run costs seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Callable
+
+HERE = Path(__file__).parent
+ARCHIVE = HERE / "megatron_lm_0.16.1_training.tar.gz"
+ENTRIES = ("pretrain_gpt.py",)
+
+
+@dataclass
+class Run:
+    """What one run of a script gave.
+
+    Args:
+        losses: iteration -> name -> value, of the rank that holds the loss.
+        grad_norms: iteration -> global norm of the gradients.
+        graphs: of each rank, graphs compiled.
+        chunks: of each rank, chunks of the model that were compiled.
+        breaks: texts of graph breaks, over all ranks.
+        lowered: of each rank, what the rank's hooks recorded.
+        error: the last lines of the first rank that failed; None when all ended well.
+        output: of each rank, what it printed.
+    """
+
+    losses: dict[int, dict[str, float]] = field(default_factory=dict)
+    grad_norms: dict[int, float] = field(default_factory=dict)
+    graphs: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    error: str | None = None
+    output: list[str] = field(default_factory=list)
+
+
+@cache
+def checkout() -> Path:
+    """A folder with Megatron-LM's training package and entry scripts, as a user's checkout has them."""
+    given = os.environ.get("MEGATRON_LM")
+    if given:
+        return Path(given)
+    folder = Path(tempfile.gettempdir()) / f"megatron_lm_training_{os.getuid()}_{ARCHIVE.stat().st_size}"
+    if not (folder / "pretrain_gpt.py").exists():
+        partial = Path(tempfile.mkdtemp(dir=folder.parent))
+        with tarfile.open(ARCHIVE) as archive:
+            archive.extractall(partial, filter="data")
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster
+            pass
+    return folder
+
+
+@cache
+def adapted(entry: str) -> Path:
+    """The entry script as a user of the adaptor starts it: one line more, the first."""
+    script = checkout() / f"adapted_{entry}"
+    if not script.exists():
+        partial = script.with_suffix(f".{os.getpid()}")
+        partial.write_text("import mindspeed_fx.megatron_adaptor\n" + (checkout() / entry).read_text())
+        partial.rename(script)
+    return script
+
+
+def prepare() -> None:
+    """Import in this process what every rank needs, so that forks have it."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if str(checkout()) not in sys.path:
+        sys.path.insert(0, str(checkout()))
+    import torch
+
+    torch.set_num_threads(1)
+    import torch._dynamo.utils  # noqa: F401
+
+    import mindspeed_fx.backend  # noqa: F401
+    import mindspeed_fx.megatron_adaptor
+
+    mindspeed_fx.megatron_adaptor.apply()
+    import gpt_builders  # noqa: F401
+    import megatron.training.training  # noqa: F401
+    import model_provider  # noqa: F401
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(
+    args: list[str],
+    world: int,
+    *,
+    entry: str = "pretrain_gpt.py",
+    environ: dict[str, str] | None = None,
+    setup: Callable[[int], None] | None = None,
+    seconds: float = 240,
+) -> Run:
+    """``torchrun --nproc-per-node=world entry args``, with the adaptor imported first.
+
+    Args:
+        args: command line of the script.
+        world: processes.
+        entry: a file of Megatron-LM's checkout.
+        environ: further environment variables.
+        setup: called in every rank with its number before the script.
+        seconds: after which all ranks are killed and the run is an error.
+    """
+    prepare()
+    folder = Path(tempfile.mkdtemp(prefix="launch_"))
+    port = free_port()
+    pids = [_fork(rank, world, port, folder, entry, args, environ or {}, setup) for rank in range(world)]
+    late = _wait(pids, seconds)
+    return _read(folder, world, late)
+
+
+def _fork(
+    rank: int,
+    world: int,
+    port: int,
+    folder: Path,
+    entry: str,
+    args: list[str],
+    environ: dict[str, str],
+    setup: Callable[[int], None] | None,
+) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        output = os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({k: str(v) for k, v in places.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ})
+        code = _run_rank(rank, folder, entry, args, setup)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_rank(rank: int, folder: Path, entry: str, args: list[str], setup: Callable[[int], None] | None) -> int:
+    """0 where the script ended well."""
+    record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "chunks": 0, "breaks": []}
+    _record_logs(record)
+    if setup is not None:
+        setup(rank)
+    sys.argv = [str(adapted(entry)), *args]
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        code = 1
+        traceback.print_exc()
+    from torch._dynamo.utils import counters
+
+    record["graphs"] = counters["stats"]["unique_graphs"]
+    record["breaks"] = list(counters["graph_break"])
+    record["code"] = code
+    (folder / f"{rank}.json").write_text(json.dumps(record))
+    return code
+
+
+def _record_logs(record: dict[str, Any]) -> None:
+    """Keep what ``training_log`` is told, and count the chunks that are compiled."""
+    import inspect
+
+    from megatron.training import training
+
+    from mindspeed_fx.megatron.training import compile_chunks
+
+    log, compile_chunk = training.training_log, compile_chunks.compile_chunk
+    signature = inspect.signature(log)
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        iteration = int(given["iteration"])
+        if given["loss_dict"]:
+            record["losses"][iteration] = {k: float(v) for k, v in given["loss_dict"].items()}
+        if given["grad_norm"] is not None:
+            record["grad_norms"][iteration] = float(given["grad_norm"])
+        return log(*args, **kwargs)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        record["chunks"] += 1
+        return compile_chunk(*args, **kwargs)
+
+    training.training_log, compile_chunks.compile_chunk = keep, count
+
+
+def _wait(pids: list[int], seconds: float) -> bool:
+    """Wait for all; once one fails the others are killed after a moment. True where time ran out."""
+    deadline, late = time.monotonic() + seconds, False
+    waiting = set(pids)
+    while waiting:
+        for pid in list(waiting):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                waiting.discard(pid)
+                if status:
+                    deadline = min(deadline, time.monotonic() + 3)
+        if time.monotonic() > deadline and waiting:
+            late = True
+            for pid in waiting:
+                os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.05)
+    return late
+
+
+def _read(folder: Path, world: int, late: bool) -> Run:
+    result = Run()
+    failures = []
+    for rank in range(world):
+        output = (folder / f"{rank}.txt").read_text(errors="replace")
+        result.output.append(output)
+        file = folder / f"{rank}.json"
+        if not file.exists():
+            failures.append((1, f"rank {rank} ended without a record\n{_tail(output)}"))
+            continue
+        record = json.loads(file.read_text())
+        result.losses |= {int(k): v for k, v in record["losses"].items()}
+        result.grad_norms |= {int(k): v for k, v in record["grad_norms"].items()}
+        result.graphs.append(record["graphs"])
+        result.chunks.append(record["chunks"])
+        result.breaks += record["breaks"]
+        if record["code"]:
+            failures.append((0, f"rank {rank}\n{_tail(output)}"))
+    if failures:
+        result.error = sorted(failures)[0][1]
+    elif late:
+        result.error = "out of time"
+    return result
+
+
+def _tail(output: str, lines: int = 25) -> str:
+    return "\n".join(output.splitlines()[-lines:])
