@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from typing import Any
 
@@ -49,26 +48,6 @@ def _next_tokens(args: Namespace) -> str:
     if args.next_tockens:
         raise NotDone("a causal model sees no later token; remove the flag")
     return "no later token is seen: the causal mask"
-
-
-WITHOUT_ENGINE = {"apply_rope_fusion": "fusion.rope", "moe_permute_fusion": "fusion.moe_permute"}
-"""Arguments of Megatron's that only Transformer Engine can do -> the fusion that finds the plain operators."""
-
-
-def use_plain_operators(args: Namespace) -> dict[str, str]:
-    """Without Transformer Engine Megatron's configuration fails where its fused operators are on: they are turned off.
-
-    Returns:
-        Argument -> what was done.
-    """
-    if importlib.util.find_spec("transformer_engine") is not None:
-        return {}
-    lines = {}
-    for name, fusion in WITHOUT_ENGINE.items():
-        if get(args, name):
-            setattr(args, name, False)
-            lines[name] = f"Megatron's needs Transformer Engine: {name} = False, and {fusion} finds the plain operators"
-    return lines
 
 
 ALIBI = "Megatron-core has no ALiBi; use `--position-embedding-type rope`"

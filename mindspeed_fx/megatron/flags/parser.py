@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import sys
 import types
 from typing import Any, Iterable, Sequence
 
 from mindspeed_fx.errors import OptionError, nearest
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import missing, patches
 from mindspeed_fx.megatron.flags.account import (
     SKIP_FLAG,
     SKIP_VARIABLE,
@@ -71,43 +70,13 @@ def _extend(parser: argparse.ArgumentParser, flag: Flag) -> None:
 
 
 def load_arguments() -> types.ModuleType | None:
-    """Megatron-LM's ``megatron.training.arguments``, or None where it is not installed.
-
-    Megatron imports Triton for kernels that only its inference calls; where there is none, those kernels are imported
-    with a stand-in.
-    """
+    """Megatron-LM's ``megatron.training.arguments``, or None where it is not installed."""
+    take_back = missing.answer_for_triton()
     try:
-        _import_kernels_without_triton()
         return importlib.import_module(ARGUMENTS)
     except ImportError:
+        take_back()
         return None
-
-
-KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-
-
-def _import_kernels_without_triton() -> None:
-    importlib.import_module("megatron.core")
-    if KERNELS in sys.modules or importlib.util.find_spec("triton") is not None:
-        return
-    names = ("triton", "triton.language")
-    try:
-        for name in names:
-            sys.modules[name] = _StandIn(name)
-        sys.modules["triton"].language = sys.modules["triton.language"]  # type: ignore[attr-defined]
-        importlib.import_module(KERNELS)
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
-
-
-class _StandIn(types.ModuleType):
-    """A module whose names are decorators that leave functions as they are."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda function=None, *args, **kwargs: (lambda inner: inner) if function is None else function
 
 
 def patch_parser() -> None:

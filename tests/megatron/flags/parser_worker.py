@@ -13,7 +13,8 @@ warnings.filterwarnings("ignore")
 
 from mindspeed_fx.megatron import flags
 from tests.megatron.flags import scripts
-from tests.megatron.flags.launch import MEGATRON
+from tests.megatron.flags.words import MEGATRON
+from tests.megatron.launch import runner
 
 
 def check_scripts() -> None:
@@ -70,6 +71,8 @@ def check_configurations(arguments) -> None:
     """What is set for a script is accepted by Megatron's validate_args and by Megatron-core's configuration."""
     import torch
 
+    from mindspeed_fx.megatron.training import habits
+
     arguments.get_device_arch_version = lambda: 10
     torch.cuda.get_device_capability = lambda *device: (9, 0)
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -78,12 +81,14 @@ def check_configurations(arguments) -> None:
         skip = [flag.lstrip("-") for flag, can in scripts.refused(name).items() if can]
         if len(skip) < len(scripts.refused(name)) or name in NOT_MEGATRONS:
             continue
-        os.environ.update(WORLD_SIZE=str(script["ranks"]), RANK="0")
+        os.environ.update(WORLD_SIZE=str(script["world"]), RANK="0")
         args, _ = parse(arguments, *scripts.words(name), *(["--mindspeed-skip-flags", *skip] if skip else []))
+        habits.settle(args)
         with contextlib.redirect_stdout(io.StringIO()):
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
         layers[name] = arguments.core_transformer_config_from_args(args).num_layers
     args, _ = parse(arguments, *GELU)
+    habits.settle(args)
     config = arguments.core_transformer_config_from_args(arguments.validate_args(args) or args)
     assert config.gated_linear_unit and config.activation_func.keywords == {"approximate": "tanh"}
     assert config.output_layer_init_method.keywords["std"] == 0.02 / (2 * 4) ** 0.5 and config.num_layers == 3
@@ -123,6 +128,7 @@ def check_yaml(arguments, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(runner.checkout()))
     arguments = flags.load_arguments()
     assert arguments is not None
     check_defaults(arguments)

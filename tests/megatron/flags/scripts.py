@@ -7,21 +7,25 @@ shell variable resolved and paths left out, and docs/mindspeed_scripts.md, writt
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from pathlib import Path
 
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
-from tests.megatron.flags.launch import parse
+from tests.megatron.flags.words import parse
 
-SCRIPTS: dict[str, dict] = json.loads((Path(__file__).parent / "launch_scripts.json").read_text())
-"""Name -> entry script, ranks, arguments."""
+LAUNCH = Path(__file__).parents[1] / "launch"
+SCRIPTS: dict[str, dict] = {
+    name: script
+    for file in ("mindspeed.json", "mindspeed_llm.json")
+    for name, script in json.loads((LAUNCH / file).read_text()).items()
+}
+"""Name -> entry script, processes ("world"), arguments ("args")."""
 
 HEAD = """# MindSpeed's scripts
 
 What becomes of the flags of 61 scripts: 31 of MindSpeed's system tests, 30 of MindSpeed-LLM's examples
-(`tests/megatron/flags/launch_scripts.json`). *skip*: flags of memory or speed alone, with which the run ends unless
+(`tests/megatron/launch/*.json`). *skip*: flags of memory or speed alone, with which the run ends unless
 `--mindspeed-skip-flags` names them; *refused*: what has to be changed in the script, or is not done yet.
 [mindspeed_flags.md](mindspeed_flags.md) says of each flag what to do instead. This is about flags alone: nothing
 was run.
@@ -31,7 +35,7 @@ was run.
 
 def words(name: str) -> list[str]:
     """The arguments of a script."""
-    return shlex.split(SCRIPTS[name]["arguments"])
+    return SCRIPTS[name]["args"]
 
 
 def refused(name: str) -> dict[str, bool]:

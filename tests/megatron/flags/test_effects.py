@@ -10,7 +10,7 @@ from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
 from tests.megatron.flags.effects import EFFECTS, EXPERTS, MODEL, PARALLEL
 from tests.megatron.flags.flag_rows import OWN, REFUSED, SETTINGS
-from tests.megatron.flags.launch import MEGATRON, parse
+from tests.megatron.flags.words import MEGATRON, parse
 
 RUNS = {
     "--position-embedding-type alibi": "--position-embedding-type=alibi",
@@ -150,14 +150,6 @@ def test_arguments_go_into_a_checkpoint_and_come_back():
             checkpoint.seek(0)
             with torch.serialization.safe_globals([argparse.Namespace]):
                 assert vars(torch.load(checkpoint)["args"]) == vars(args), words
-
-
-def test_fused_operators_of_transformer_engine_are_left_to_the_compiler():
-    args = parse(["--moe-permute-fusion"])
-    args.apply_rope_fusion = True
-    lines = flags.apply(args, [])
-    assert args.apply_rope_fusion is args.moe_permute_fusion is False
-    assert "fusion.rope" in lines[0] and "fusion.moe_permute" in lines[1]
 
 
 def test_deterministic_runs_set_torch_and_the_environment(monkeypatch):
