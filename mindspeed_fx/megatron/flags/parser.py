@@ -100,6 +100,7 @@ def patch_parser() -> None:
 def unpatch_parser() -> None:
     """Megatron's parser as it was."""
     pairs = _state.pop("originals", [])
+    _state.pop("printed", None)
     patches.sweep({id(new): (new, old) for old, new in pairs})
 
 
@@ -118,13 +119,20 @@ def _wrap_parse(original: Any) -> Any:
         parsed = original(*args, **kwargs)
         if getattr(parsed, "yaml_cfg", None):
             _merge_words(parsed, sys.argv[1:])
-        for line in apply(parsed, sys.argv[1:]):
-            if getattr(parsed, "rank", 0) == 0:
-                print(f"mindspeed_fx: {line}", flush=True)
+        _print_once(apply(parsed, sys.argv[1:]), getattr(parsed, "rank", 0))
         start(parsed)
         return parsed
 
     return parse_args
+
+
+def _print_once(lines: list[str], rank: int) -> None:
+    """One rank prints, and each line once: Megatron's scripts parse their arguments several times."""
+    printed = _state.setdefault("printed", set())
+    for line in lines:
+        if rank == 0 and line not in printed:
+            print(f"mindspeed_fx: {line}", flush=True)
+            printed.add(line)
 
 
 def _wrap_config(original: Any) -> Any:

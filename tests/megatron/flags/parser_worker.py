@@ -54,6 +54,8 @@ def check_patched_parser(arguments, folder: Path) -> None:
     args, out = parse(arguments, "--num-layers", "4", "--noop-layers", "3", "--use-fused-rmsnorm")
     assert args.num_layers == 3 and "mindspeed_fx: --noop-layers: num_layers = 3 [megatron]" in out
     assert "fusion.rms_norm" in out and flags.backend_options(args) == {}
+    again, out = parse(arguments, "--num-layers", "4", "--noop-layers", "3", "--use-fused-rmsnorm")
+    assert out == "" and again.num_layers == 3  # a script parses its arguments several times
     try:
         parse(arguments, "--num-layers", "4", "--swap-optimizer", "--use-ema")
         raise AssertionError("not refused")
