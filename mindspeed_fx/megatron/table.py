@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
+    buckets,
     checkpoint,
     collectives,
     cross_entropy,
@@ -17,7 +18,6 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     experts,
     experts_npu,
     fusions,
-    gradient_ready,
     groups,
     jit,
     linear,
@@ -96,9 +96,15 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
         Patch(
-            gradient_ready.HOOK,
-            gradient_ready.make_backward_post_hook,
+            buckets.BACKWARD_HOOK,
+            buckets.make_backward_post_hook,
             "the graph of a compiled chunk adds gradients to main_grad and tells the buckets where they are made",
+            EVERYWHERE,
+        ),
+        Patch(
+            buckets.FORWARD_HOOK,
+            buckets.make_forward_pre_hook,
+            "the graph of a compiled chunk waits for gathered parameters where it first uses them",
             EVERYWHERE,
         ),
         Patch(

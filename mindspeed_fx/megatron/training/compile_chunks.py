@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_fx.megatron import gradient_ready, patches
+from mindspeed_fx.megatron import buckets, patches
 
 SWITCH = "MINDSPEED_FX_COMPILE"
 
@@ -36,7 +36,7 @@ def wants_compile() -> bool:
 def compile_chunk(chunk: torch.nn.Module) -> None:
     """Compile the model within Megatron's wrappers (data parallelism, conversion to 16 bits), in place."""
     if hasattr(chunk, "param_to_bucket_group"):
-        gradient_ready.listen(chunk)
+        buckets.listen(chunk)
     module = chunk
     while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
         module = module.module
