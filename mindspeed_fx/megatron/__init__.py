@@ -30,7 +30,7 @@ def apply() -> None:
     if patches.applied():
         return
     _check_version()
-    from mindspeed_fx.megatron import checkpoint, jit, missing, table, training
+    from mindspeed_fx.megatron import checkpoint, flags, jit, missing, table, training
 
     _after_undo.append(missing.answer_for_triton())
     words = device_words.Words(*table.device_words())
@@ -39,6 +39,8 @@ def apply() -> None:
     patches.apply(table.table())
     jit.unwrap()
     _after_undo.append(checkpoint.allow_side_effects())
+    words.when_imported("megatron.training.arguments", flags.patch_parser)
+    _after_undo.append(flags.unpatch_parser)
     for module, replacements in training.table().items():
         words.when_imported(module, functools.partial(patches.apply, replacements))
 

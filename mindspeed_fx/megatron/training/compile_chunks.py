@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_fx.megatron import buckets, patches
+from mindspeed_fx.megatron import buckets, flags, patches
 
 SWITCH = "MINDSPEED_FX_COMPILE"
 
@@ -16,8 +16,11 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
     """``megatron.training.training.get_model``, whose chunks compile at their first call."""
     model = patches.original("megatron.training.training:get_model")(*args, **kwargs)
     if wants_compile():
+        from megatron.training import get_args
+
+        options = flags.backend_options(get_args())
         for chunk in model:
-            compile_chunk(chunk)
+            compile_chunk(chunk, options)
     return model
 
 
@@ -33,11 +36,16 @@ def wants_compile() -> bool:
     return value == "1"
 
 
-def compile_chunk(chunk: torch.nn.Module) -> None:
-    """Compile the model within Megatron's wrappers (data parallelism, conversion to 16 bits), in place."""
+def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Compile the model within Megatron's wrappers (data parallelism, conversion to 16 bits), in place.
+
+    Args:
+        chunk: the model in its wrappers.
+        options: of the backend, see :class:`mindspeed_fx.options.Options`.
+    """
     if hasattr(chunk, "param_to_bucket_group"):
         buckets.listen(chunk)
     module = chunk
     while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
         module = module.module
-    module.compile(backend="mindspeed", fullgraph=True)
+    module.compile(backend="mindspeed", fullgraph=True, options=options)
