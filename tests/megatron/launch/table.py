@@ -1,0 +1,167 @@
+"""docs/launch_scripts.md: every launch script made small, run compiled and eager over gloo, and compared.
+
+    python -m tests.megatron.launch.table [--only PART-OF-NAME ...] [--write]
+
+A script whose flags are refused is made to go on without those that may be skipped; one with others is not run, and
+the table says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.megatron.launch import runner, shrink
+
+PAGE = Path(__file__).parents[3] / "docs" / "launch_scripts.md"
+RESULTS = Path(__file__).parent / "results.json"
+EAGER = {"MINDSPEED_FX_COMPILE": "0"}
+COMPILED = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Row:
+    """One script in the table.
+
+    Args:
+        name: of the script.
+        world: processes of the small run.
+        skipped: flags it goes on without.
+        refused: what keeps it from running, one line each.
+        graphs: compiled on each rank.
+        chunks: of the model on each rank.
+        difference: the largest relative difference of a loss or gradient norm between compiled and eager.
+        error: the last lines of a run that failed.
+    """
+
+    name: str
+    world: int = 0
+    skipped: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    difference: float | None = None
+    error: str = ""
+
+    @property
+    def passes(self) -> bool:
+        """Equal, and one graph for every chunk."""
+        return not self.error and self.difference is not None and self.difference <= TOLERANCE and self.one_graph
+
+    @property
+    def one_graph(self) -> bool:
+        return bool(self.chunks) and self.graphs == self.chunks
+
+
+def refusals(args: list[str]) -> tuple[list[str], list[str]]:
+    """(flags to skip, lines of those refused all the same) of a command line."""
+    if str(runner.checkout()) not in sys.path:
+        sys.path.insert(0, str(runner.checkout()))
+    from mindspeed_fx.megatron import flags
+
+    refused = [a for a in flags.explain(args) if a.is_refused]
+    skipped = [a.flag for a in refused if a.flag in flags.BY_KEY and flags.BY_KEY[a.flag].skip]
+    return skipped, [str(a) for a in flags.explain(with_skips(args, skipped)) if a.is_refused]
+
+
+def with_skips(args: list[str], skipped: list[str]) -> list[str]:
+    return [*args, "--mindspeed-skip-flags", *(flag.lstrip("-") for flag in skipped)] if skipped else args
+
+
+def measure(script: shrink.Script) -> Row:
+    """Run a script both ways, in float32."""
+    args, world = shrink.shrink(script, "fp32")
+    row = Row(script.name, world)
+    row.skipped, row.refused = refusals(args)
+    if row.refused:
+        return row
+    args = with_skips(args, row.skipped)
+    entry = script.entry if script.entry in runner.ENTRIES else runner.ENTRIES[0]
+    eager, compiled = (runner.run(args, world, entry=entry, environ=e, seconds=400) for e in (EAGER, COMPILED))
+    row.graphs, row.chunks = compiled.graphs, compiled.chunks
+    row.error = _last_line(eager.error, "eager") or _last_line(compiled.error, "compiled")
+    if not row.error:
+        row.difference = largest_difference(eager, compiled)
+    return row
+
+
+def largest_difference(one: runner.Run, other: runner.Run) -> float:
+    """The largest relative difference of a loss or gradient norm; infinite where one lacks what the other has."""
+    values = [_values(run) for run in (one, other)]
+    if values[0].keys() != values[1].keys() or not values[0]:
+        return float("inf")
+    return max(abs(a - values[1][k]) / max(abs(a), 1e-12) for k, a in values[0].items())
+
+
+def _values(run: runner.Run) -> dict[tuple, float]:
+    losses = {(i, name): v for i, by_name in run.losses.items() for name, v in by_name.items()}
+    return losses | {(i, "gradient norm"): v for i, v in run.grad_norms.items()}
+
+
+def _last_line(error: str | None, which: str) -> str:
+    if error is None:
+        return ""
+    lines = [
+        x.strip() for x in error.splitlines() if re.match(r"^[\w.]*(Error|Exception|refused|Unsupported)", x.strip())
+    ]
+    return f"{which}: {(lines or error.strip().splitlines())[-1][:200]}"
+
+
+def page(rows: list[Row]) -> str:
+    """The table as the page has it."""
+    ran = [r for r in rows if not r.refused]
+    good = [r for r in ran if r.passes]
+    lines = [
+        "# Launch scripts",
+        "",
+        "The launch scripts of MindSpeed's system tests and of MindSpeed-LLM's examples, made small (layers, widths,",
+        "experts, lengths, ranks; mock data; every flag of a feature stays: tests/megatron/launch/shrink.py) and run",
+        "through Megatron-LM 0.16.1's pretrain_gpt.py with `import mindspeed_fx.megatron_adaptor` as first line, over",
+        "gloo, three iterations in float32, compiled (`codegen` eager) and eager; nothing ran on an NPU. Made by",
+        "`python -m tests.megatron.launch.table --write`. Equal: losses and gradient norms of every iteration within",
+        "1e-5, and one graph for every chunk.",
+        "",
+        f"**{len(good)} of {len(rows)} equal**, {len(ran) - len(good)} not, {len(rows) - len(ran)} refused by name.",
+        "",
+        "| script | ranks | result | graphs for chunks | largest difference | flags left away |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        result = "equal" if r.passes else "refused" if r.refused else "differs" if not r.error else "fails"
+        graphs = f"{sum(r.graphs)} for {sum(r.chunks)}" if r.graphs else ""
+        difference = "" if r.difference is None else f"{r.difference:.1e}"
+        notes = ", ".join(f"`{f}`" for f in r.skipped) if not r.refused else "; ".join(r.refused)
+        notes = f"{r.error} {notes}".strip().replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| {r.name} | {r.world} | {result} | {graphs} | {difference} | {notes} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
+    parser.add_argument("--write", action="store_true", help="write the page")
+    parser.add_argument("--again", action="store_true", help="also scripts that have a result")
+    given = parser.parse_args()
+    known = {r["name"]: Row(**r) for r in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    names = []
+    for collection in shrink.COLLECTIONS:
+        for script in shrink.scripts(collection):
+            names.append(script.name)
+            if not any(part in script.name for part in given.only):
+                continue
+            if script.name in known and known[script.name].passes and not given.again:
+                continue
+            row = known[script.name] = measure(script)
+            print("equal" if row.passes else "NOT", asdict(row), flush=True)
+            RESULTS.write_text(json.dumps([asdict(r) for r in known.values()], indent=1) + "\n")
+    if given.write:
+        PAGE.write_text(page([known[n] for n in names if n in known]))
+
+
+if __name__ == "__main__":
+    main()
