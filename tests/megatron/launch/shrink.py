@@ -125,7 +125,7 @@ def _mesh(args: Arguments) -> Mesh:
     layers, per_stage = args.number("--num-layers", 4), args.number("--num-layers-per-virtual-pipeline-stage", 0)
     stages = layers // (pp * per_stage) if per_stage else 1
     small_pp = min(pp, 4 if tp * cp == 1 else 2)
-    expert_tp = args.number("--expert-tensor-parallel-size", 1 if "--moe-tp-extend-ep" in args else tp)
+    expert_tp = args.number("--expert-tensor-parallel-size", tp)
     dp = max(1, -(-ep * expert_tp // (tp * cp)))
     if tp * cp * small_pp <= 2 and dp == 1:
         dp = 2

@@ -37,6 +37,7 @@ class Row:
         chunks: of the model on each rank.
         difference: the largest relative difference of a loss or gradient norm between compiled and eager.
         error: the last lines of a run that failed.
+        eager: losses and gradient norms of the eager run, by "iteration name".
     """
 
     name: str
@@ -47,6 +48,7 @@ class Row:
     chunks: list[int] = field(default_factory=list)
     difference: float | None = None
     error: str = ""
+    eager: dict[str, float] = field(default_factory=dict)
 
     @property
     def passes(self) -> bool:
@@ -82,25 +84,34 @@ def measure(script: shrink.Script) -> Row:
         return row
     args = with_skips(args, row.skipped)
     entry = script.entry if script.entry in runner.ENTRIES else runner.ENTRIES[0]
-    eager, compiled = (runner.run(args, world, entry=entry, environ=e, seconds=400) for e in (EAGER, COMPILED))
+    eager = runner.run(args, world, entry=entry, environ=EAGER, seconds=400)
+    if eager.error is not None:
+        row.error = _last_line(eager.error, "eager")
+        return row
+    row.eager = values_of(eager)
+    return compare(row, args, entry)
+
+
+def compare(row: Row, args: list[str], entry: str = runner.ENTRIES[0]) -> Row:
+    """Run compiled, and fill ``row`` with what that gives beside its eager values."""
+    compiled = runner.run(args, row.world, entry=entry, environ=COMPILED, seconds=400)
     row.graphs, row.chunks = compiled.graphs, compiled.chunks
-    row.error = _last_line(eager.error, "eager") or _last_line(compiled.error, "compiled")
-    if not row.error:
-        row.difference = largest_difference(eager, compiled)
+    row.error = _last_line(compiled.error, "compiled")
+    row.difference = None if row.error else largest_difference(row.eager, values_of(compiled))
     return row
 
 
-def largest_difference(one: runner.Run, other: runner.Run) -> float:
-    """The largest relative difference of a loss or gradient norm; infinite where one lacks what the other has."""
-    values = [_values(run) for run in (one, other)]
-    if values[0].keys() != values[1].keys() or not values[0]:
+def largest_difference(one: dict[str, float], other: dict[str, float]) -> float:
+    """The largest relative difference of a value; infinite where one lacks what the other has."""
+    if one.keys() != other.keys() or not one:
         return float("inf")
-    return max(abs(a - values[1][k]) / max(abs(a), 1e-12) for k, a in values[0].items())
+    return max(abs(a - other[k]) / max(abs(a), 1e-12) for k, a in one.items())
 
 
-def _values(run: runner.Run) -> dict[tuple, float]:
-    losses = {(i, name): v for i, by_name in run.losses.items() for name, v in by_name.items()}
-    return losses | {(i, "gradient norm"): v for i, v in run.grad_norms.items()}
+def values_of(run: runner.Run) -> dict[str, float]:
+    """Losses and gradient norms by "iteration name"."""
+    losses = {f"{i} {name}": v for i, by_name in run.losses.items() for name, v in by_name.items()}
+    return losses | {f"{i} gradient norm": v for i, v in run.grad_norms.items()}
 
 
 def _last_line(error: str | None, which: str) -> str:

@@ -1,0 +1,53 @@
+"""Launch scripts made small train compiled as they do eager: twelve in the fast tier, the others in the slow one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.megatron.launch import runner, shrink, table
+
+FAST = ()
+"""One for each family of features that has a script."""
+ROWS = {r["name"]: table.Row(**r) for r in json.loads(table.RESULTS.read_text())}
+SCRIPTS = {s.name: s for collection in shrink.COLLECTIONS for s in shrink.scripts(collection)}
+
+
+def test_the_page_is_the_table():
+    assert table.PAGE.read_text() == table.page([ROWS[name] for name in SCRIPTS])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_script_trains_as_its_eager_run_did(name):
+    """Against the losses and gradient norms of the eager run that made the table."""
+    args, world = shrink.shrink(SCRIPTS[name], "fp32")
+    row = table.Row(name, world, eager=ROWS[name].eager)
+    row.skipped, row.refused = table.refusals(args)
+    assert not row.refused
+    assert table.compare(row, table.with_skips(args, row.skipped)).passes, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_every_script_is_equal_or_refused_by_name(name):
+    row = table.measure(SCRIPTS[name])
+    assert row.passes or row.refused or ROWS[name].error, row
+    assert row.passes >= ROWS[name].passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(name for name, row in ROWS.items() if row.passes))
+def test_sixteen_bits(name):
+    """Compiled losses are as near to float32 as twice the eager run's."""
+    args, world = shrink.shrink(SCRIPTS[name])
+    args = table.with_skips(args, ROWS[name].skipped)
+    losses = []
+    for environ in (table.EAGER, table.COMPILED):
+        run = runner.run(args, world, environ=environ, seconds=400)
+        assert run.error is None, run.error
+        losses.append({k: v for k, v in table.values_of(run).items() if "norm" not in k})
+    exact = ROWS[name].eager
+    for key, eager in losses[0].items():
+        own = abs(eager - exact[key])
+        assert abs(losses[1][key] - exact[key]) <= 2 * own + 1e-4 * abs(exact[key])
