@@ -12,6 +12,7 @@ import torch
 from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     checkpoint,
     collectives,
+    context_parallel,
     cross_entropy,
     cuda_calls,
     experts,
@@ -99,6 +100,7 @@ def _everywhere() -> list[Patch]:
             "keep it)",
             EVERYWHERE,
         ),
+        *context_parallel.table(),
         Patch(
             cross_entropy.FUSED_LOSS,
             cross_entropy.fused_vocab_parallel_cross_entropy,

@@ -29,6 +29,8 @@ class Ring:
     softcap: float
     window: int
     """Ranks of an inner ring; all of them where there is one ring."""
+    keeps_keys: bool = False
+    """The backward has the keys and values of all ranks from the forward; else they go round again."""
 
     @property
     def rounds(self) -> int:
@@ -67,6 +69,13 @@ class Ring:
             ):
                 for _ in range(times):
                     sends_inside("all_to_all", self.dim, nbytes, backward, "ring attention")
+
+    def mask_for(self, mask: Tensor | None, round_: int, step: int) -> Tensor | None:
+        """The columns of ``mask`` [..., sequence], in the order of the ranks, for the keys that a rank has then."""
+        if mask is None:
+            return None
+        columns = mask.shape[-1] // self.ranks
+        return mask.narrow(-1, self.by_rank(lambda r: self.owner(r, round_, step)) * columns, columns)
 
     def by_rank(self, value: Callable[[int], int]) -> int:
         """``value(rank)`` on each rank of the ring."""
@@ -176,6 +185,17 @@ class RotatingKeys:
         keys = self.near.received()
         self.near = self.ring.passed_on(*keys) if step < self.ring.window - 1 else None
         return keys
+
+
+class KeptKeys:
+    """Keys and values of all steps, kept from the forward."""
+
+    def __init__(self, keys: Sequence[Tensor]):
+        self.steps = iter(list(zip(keys[::2], keys[1::2])))
+
+    def on(self, round_: int, step: int) -> Sequence[Tensor]:
+        """Those of this step; steps are asked for in their order."""
+        return next(self.steps)
 
 
 class RotatingGradients:
