@@ -30,7 +30,7 @@ class Divided:
     window: tuple[int, int] | None
     causal: bool
     scale: float
-    keeps_keys: bool
+    keeps: str | None
 
     @property
     def rank(self) -> int:
@@ -92,7 +92,7 @@ def _divide(attention: Any, config: Any, pg_collection: Any) -> Divided:
         window=softmax.window_size,
         causal=softmax.attn_mask_type.name in ("causal", "padding_causal"),
         scale=attention.softmax_scale * (softmax.scale or 1.0),
-        keeps_keys=settings.keeps_keys(attention.layer_number),
+        keeps=settings.keeps(attention.layer_number),
     )
     attention.hidden_size_per_partition //= u
     attention.num_attention_heads_per_partition = heads // u
@@ -216,7 +216,7 @@ def _own_mask(divided: Divided, mask: Tensor | None, query: Tensor) -> Tensor | 
 def _ring(attention: Any, divided: Divided, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     settings = divided.settings
     causal = divided.causal and divided.window is None and mask is None
-    ring = rings.make_ring(divided.keys_group, settings.window, causal, divided.scale, divided.keeps_keys)
+    ring = rings.make_ring(divided.keys_group, settings.window, causal, divided.scale, divided.keeps)
     allowed = None if causal else _own_mask(divided, mask, query)
     if allowed is not None:
         query, allowed = _visible(query, allowed[(None,) * (4 - allowed.ndim)])

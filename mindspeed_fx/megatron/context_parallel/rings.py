@@ -33,14 +33,14 @@ class GroupRing(Ring):
         return list(tensors)
 
 
-def make_ring(group: Any, window: int, causal: bool, scale: float, keeps_keys: bool) -> GroupRing:
+def make_ring(group: Any, window: int, causal: bool, scale: float, keeps: str | None) -> GroupRing:
     """A ring through ``group`` in the order of its ranks.
 
     Args:
         window: ranks of an inner ring; all of them for one ring.
         causal: no mask is given, and queries see the keys up to their own.
         scale: factor on q k^T.
-        keeps_keys: the backward has the keys and values of all ranks from the forward.
+        keeps: what the backward has of other ranks' keys and values from the forward, as in ``Ring``.
     """
     return GroupRing(
         mesh=group,
@@ -50,7 +50,7 @@ def make_ring(group: Any, window: int, causal: bool, scale: float, keeps_keys: b
         scale=scale,
         softcap=0.0,
         window=window,
-        keeps_keys=keeps_keys,
+        keeps=keeps,
         rank=group.rank(),
         name=group.group_name,
     )

@@ -49,9 +49,9 @@ class Settings:
     def has_ring(self) -> bool:
         return self.ring > 1 and not self.gathers_keys
 
-    def keeps_keys(self, layer: int) -> bool:
-        """Whether the backward of ``layer`` (counted from 1) has keys and values of all ranks from the forward."""
-        return self.kept is not None and (layer - 1) % (self.interval + 1) == 0
+    def keeps(self, layer: int) -> str | None:
+        """What the backward of ``layer`` (counted from 1) has of other ranks' keys and values from the forward."""
+        return self.kept if (layer - 1) % (self.interval + 1) == 0 else None
 
 
 def read_settings(config: Any) -> Settings:

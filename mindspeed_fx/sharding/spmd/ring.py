@@ -201,7 +201,7 @@ class RingAttention(torch.autograd.Function):
         out = out.to(accumulation_dtype(q.dtype))
         for at in ring.steps():
             k, v = travel.on(*at)
-            keys += (k, v) if ring.keeps_keys else ()
+            keys += ring.kept(k, v)
             if not ring.causal:
                 out, lse = ops.ring_attention_update(out, lse, *_attention(q, k, v, ring.mask_for(mask, *at), ring))
                 continue
@@ -232,7 +232,7 @@ class RingAttention(torch.autograd.Function):
         ring, (q, out, lse, sinks, mask, k, v, *kept) = ctx.ring, ctx.saved_tensors
         dtypes, wide, half = (k.dtype, v.dtype), accumulation_dtype(q.dtype), q.shape[2] // 2
         (grad,) = ring.balanced(grad)
-        travel, home = KeptKeys(kept) if ring.keeps_keys else RotatingKeys(ring, k, v), RotatingGradients(ring)
+        travel, home = KeptKeys(ring, k, v, kept), RotatingGradients(ring)
         own = ring.mask_for(mask, 0, 0)
         dq, *gradients = (
             g.to(wide)

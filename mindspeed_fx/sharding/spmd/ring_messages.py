@@ -29,8 +29,10 @@ class Ring:
     softcap: float
     window: int
     """Ranks of an inner ring; all of them where there is one ring."""
-    keeps_keys: bool = False
-    """The backward has the keys and values of all ranks from the forward; else they go round again."""
+    keeps: str | None = None
+    """What the backward has from the forward of other ranks: "full": keys and values; "half": keys, while values go
+    round again; None: nothing (MindSpeed's context-parallel-kv-cache-policy).
+    """
 
     @property
     def rounds(self) -> int:
@@ -69,6 +71,10 @@ class Ring:
             ):
                 for _ in range(times):
                     sends_inside("all_to_all", self.dim, nbytes, backward, "ring attention")
+
+    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """What the forward keeps of a step's keys and values."""
+        return {"full": (k, v), "half": (k,), None: ()}[self.keeps]
 
     def mask_for(self, mask: Tensor | None, round_: int, step: int) -> Tensor | None:
         """The columns of ``mask`` [..., sequence], in the order of the ranks, for the keys that a rank has then."""
@@ -188,14 +194,17 @@ class RotatingKeys:
 
 
 class KeptKeys:
-    """Keys and values of all steps, kept from the forward."""
+    """Keys and values in the backward: what :meth:`Ring.kept` kept, and the rest goes round again."""
 
-    def __init__(self, keys: Sequence[Tensor]):
-        self.steps = iter(list(zip(keys[::2], keys[1::2])))
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor, kept: Sequence[Tensor]):
+        self.each = len(ring.kept(k, v))
+        self.kept = list(kept)
+        self.travel = RotatingKeys(ring, *(k, v)[self.each :]) if self.each < 2 else None
 
     def on(self, round_: int, step: int) -> Sequence[Tensor]:
         """Those of this step; steps are asked for in their order."""
-        return next(self.steps)
+        kept, self.kept = self.kept[: self.each], self.kept[self.each :]
+        return kept if self.travel is None else [*kept, *self.travel.on(round_, step)]
 
 
 class RotatingGradients:
