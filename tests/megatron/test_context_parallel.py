@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+import mindspeed_fx
+
 ULYSSES, RING, HYBRID = "ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"
 ADAPTIVE, HYBRID_ADAPTIVE, GATHER = "adaptive_cp_algo", "hybrid_adaptive_cp_algo", "kvallgather_cp_algo"
 SEQ, BATCH, DIM = 16, 2, 4
@@ -112,8 +114,7 @@ def check(case, rank, ranks):
     mask = get_batch_on_this_cp_rank({"attention_mask": masked(case.mask)})["attention_mask"]
     run = attention
     if case.compiled:
-        torch._dynamo.reset()
-        run = torch.compile(attention, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+        run = compiled(attention, case, *own, mask)
     out = run(*own, mask)
     torch.testing.assert_close(out, part(right), rtol=1e-10, atol=1e-10, msg=lambda m: f"{case}: {m}")
     (out * part(weight)).sum().backward()
@@ -123,6 +124,18 @@ def check(case, rank, ranks):
     if target is not None and target.requires_grad:
         torch.distributed.all_reduce(sinks.grad)  # as DistributedDataParallel sums over context-parallel ranks
         torch.testing.assert_close(sinks.grad, target.grad, rtol=1e-10, atol=1e-10)
+
+
+def compiled(attention, case, *inputs):
+    """One graph, in which attention is fused, whatever the algorithm."""
+    torch._dynamo.reset()
+    options = {"codegen": "eager"}
+    report = mindspeed_fx.explain(attention, *inputs, options=options)
+    assert (report.graph_count, report.break_reasons) == (1, []), case
+    assert case.algorithm == RING or report.counts["fusion.attention"] == 1, (case, report.skipped("fusion.attention"))
+    for x in inputs[:3]:
+        x.grad = None
+    return torch.compile(attention, backend="mindspeed", fullgraph=True, options=options)
 
 
 def worker(rank, ranks, store, cases):
@@ -168,9 +181,170 @@ FAMILIES = [
     Case(ADAPTIVE, mask="general"),
     Case(HYBRID_ADAPTIVE, 4, 2, mask="documents", flags=TWO),
 ]
-
-
 def test_every_algorithm_gives_what_one_process_gives(tmp_path):
     """Values and gradients of queries, keys, values and sinks on two and four ranks."""
     two = [c for c in FAMILIES if "ulysses_degree_in_cp" not in c.flags]
     mp.spawn(fork_ranks, args=(str(tmp_path / "store"), {2: two, 4: FAMILIES}), nprocs=1)
+
+
+def test_a_ring_is_one_graph(tmp_path):
+    mp.spawn(fork_ranks, args=(str(tmp_path / "store"), {2: [Case(RING, 4, 2, compiled=True)]}), nprocs=1)
+
+
+COMPILED = [
+    Case(ULYSSES, 4, 1, mask="documents", compiled=True),
+    Case(RING, 4, 2, mask="general", flags={"context_parallel_kv_cache_policy": "half"}, compiled=True),
+    Case(GATHER, 4, 2, compiled=True),
+]
+
+
+@pytest.mark.slow
+def test_one_graph_with_fused_attention(tmp_path):
+    mp.spawn(fork_ranks, args=(str(tmp_path / "store"), {2: COMPILED}), nprocs=1)
+
+
+# --------------------------------------------------------------------------- Megatron-LM's script
+
+SCRIPT = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3
+--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --swiglu --normalization RMSNorm
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --eval-iters 1
+--eval-interval 100 --log-interval 1 --attention-dropout 0 --hidden-dropout 0"""
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 4 --rope-type rope"
+)
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss --calculate-per-token-loss"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+CORE = "--recompute-granularity selective --recompute-modules core_attn"
+
+
+def give(flags):
+    """MindSpeed's flags in the arguments, whether its parser is there or not."""
+
+    def setup(rank):
+        from megatron.training import global_vars
+
+        set_args = global_vars.set_args
+
+        def with_flags(args):
+            vars(args).update(flags)
+            return set_args(args)
+
+        global_vars.set_args = with_flags
+
+    return setup
+
+
+def launch(_, folder, runs):
+    """Each of ``runs`` (ranks, arguments, flags, compiled) in turn; one process imports everything."""
+    from tests.megatron.launch import runner
+
+    results = []
+    for ranks, arguments, flags, is_compiled in runs:
+        environ = {"MINDSPEED_FX_COMPILE": str(int(is_compiled)), "MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
+        args = [*SCRIPT.split(), *arguments.split()]
+        results.append(runner.run(args, ranks, environ=environ, setup=give(flags)))
+    torch.save(results, folder / "runs.pt")
+
+
+def launched(folder, runs):
+    mp.spawn(launch, args=(folder, runs), nprocs=1)
+    return torch.load(folder / "runs.pt", weights_only=False)
+
+
+def same(result, right):
+    assert result.error is None, result.error
+    assert right.error is None, right.error
+    assert sorted(right.losses) == sorted(right.grad_norms) == [1, 2, 3]
+    for iteration, loss in right.losses.items():
+        assert result.losses[iteration] == pytest.approx(loss, rel=1e-5)
+        assert result.grad_norms[iteration] == pytest.approx(right.grad_norms[iteration], rel=1e-5)
+
+
+def test_training_is_that_of_one_rank(tmp_path):
+    algorithms = (ULYSSES, RING)
+    runs = [(2, "--context-parallel-size 2", {"context_parallel_algo": a}, False) for a in algorithms]
+    right, *results = launched(tmp_path, [(1, "", {}, False), *runs])
+    for result in results:
+        same(result, right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm, ranks, others, arguments, flags",
+    [
+        (ULYSSES, 4, 1, "", {"use_ulysses_allgather_kv": True}),
+        (ULYSSES, 2, 1, DOCUMENTS, {}),
+        (RING, 4, 1, "", {"cp_window_size": 2, "context_parallel_kv_cache_policy": "full"}),
+        (RING, 2, 1, DOCUMENTS, {}),
+        (RING, 2, 1, LATENT, {}),
+        (RING, 2, 1, FULL, {}),
+        (RING, 2, 1, CORE, {}),
+        (RING, 2, 2, "--tensor-model-parallel-size 2 --sequence-parallel", {}),
+        (RING, 2, 2, "--pipeline-model-parallel-size 2", {}),
+        (HYBRID, 4, 1, DOCUMENTS, TWO),
+        (ADAPTIVE, 2, 1, DOCUMENTS, {}),
+        (HYBRID_ADAPTIVE, 4, 1, "", TWO),
+        (GATHER, 2, 1, LATENT, {}),
+    ],
+)
+def test_training_of_every_kind_is_that_without_context_parallelism(
+    algorithm, ranks, others, arguments, flags, tmp_path
+):
+    """Eager and compiled, one graph for training and one for evaluation."""
+    given = {"context_parallel_algo": algorithm, **flags}
+    divided = f"--context-parallel-size {ranks} {arguments}"
+    runs = [(others, arguments, {}, False), *((ranks * others, divided, given, c) for c in (False, True))]
+    right, eager, compiled = launched(tmp_path, runs)
+    same(eager, right)
+    same(compiled, right)
+    assert compiled.graphs == [2] * (ranks * others) and compiled.chunks == [1] * (ranks * others)
+    assert compiled.breaks == []
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+@dataclass
+class Config:
+    context_parallel_size: int = 4
+    context_parallel_algo: str = ULYSSES
+    cp_window_size: int = 1
+    ulysses_degree_in_cp: int | None = None
+    context_parallel_kv_cache_policy: str | None = None
+    cp_comm_type: str | None = None
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"context_parallel_algo": "mamba_cp_algo"}, ["--context-parallel-algo mamba_cp_algo", RING, GATHER]),
+        ({"context_parallel_algo": HYBRID}, ["--ulysses-degree-in-cp None", "valid: 2"]),
+        ({"context_parallel_algo": HYBRID, "ulysses_degree_in_cp": 3}, ["--ulysses-degree-in-cp 3", "valid: 2"]),
+        ({"context_parallel_algo": RING, "cp_window_size": 3}, ["--cp-window-size 3", "valid: 1, 2, 4"]),
+        (
+            {"context_parallel_algo": RING, "context_parallel_kv_cache_policy": "all"},
+            ["--context-parallel-kv-cache-policy all", "full, half"],
+        ),
+        ({"cp_comm_type": "all_gather"}, ["--cp-comm-type all_gather", f"--context-parallel-algo {GATHER}"]),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_by_name(values, words):
+    from mindspeed_fx.megatron.context_parallel import read_settings
+
+    with pytest.raises(ValueError) as error:
+        read_settings(Config(**values))
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+def test_what_a_layer_cannot_do_is_refused_by_name():
+    from mindspeed_fx.megatron.context_parallel.settings import check_layer, read_settings
+
+    ulysses, ring = (read_settings(Config(context_parallel_algo=a)) for a in (ULYSSES, RING))
+    with pytest.raises(ValueError, match=r"--context-parallel-size 4 .* --num-attention-heads 12 .* valid: 1, 2, 3, 6"):
+        check_layer(ulysses, heads=6, tensor_ranks=2, dropout=0.0, softmax_type="vanilla")
+    with pytest.raises(ValueError, match="--attention-dropout 0.1 .* valid: 0"):
+        check_layer(ring, heads=6, tensor_ranks=2, dropout=0.1, softmax_type="vanilla")
+    with pytest.raises(ValueError, match="--softmax-type learnable .* valid: megatron_cp_algo"):
+        check_layer(ulysses, heads=4, tensor_ranks=1, dropout=0.1, softmax_type="learnable")
+    check_layer(ring, heads=3, tensor_ranks=1, dropout=0.0, softmax_type="learnable")

@@ -10,6 +10,8 @@ neighbours hold together, in order, is the same split among the ``ring`` groups.
 ``attention`` is the core attention.
 """
 
+import importlib.util
+
 from mindspeed_fx.megatron.context_parallel import attention, batch
 from mindspeed_fx.megatron.context_parallel.settings import Settings, read_settings
 from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
@@ -20,7 +22,10 @@ __all__ = ["Settings", "read_settings", "table"]
 def table() -> list[Patch]:
     """What is replaced in Megatron-core."""
     divided = "attention over a divided sequence, which Megatron leaves to TransformerEngine"
+    absent = importlib.util.find_spec("transformer_engine") is None
+    names = "without TransformerEngine its classes are None, and latent attention asks whether its layers are theirs"
     return [
+        *([Patch("transformer.multi_latent_attention:HAVE_TE", False, names, EVERYWHERE)] if absent else []),
         Patch(f"{attention.ATTENTION}.__init__", attention.initialize, divided, EVERYWHERE),
         Patch(f"{attention.ATTENTION}.forward", attention.forward, divided, EVERYWHERE),
         Patch(batch.SPLIT, batch.batch_on_this_rank, "of a mask a rank keeps the rows that it computes", EVERYWHERE),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindspeed_fx.megatron import patches
 from mindspeed_fx.megatron.context_parallel import rings, sequence
-from mindspeed_fx.megatron.context_parallel.settings import Settings, check_heads, read_settings
+from mindspeed_fx.megatron.context_parallel.settings import Settings, check_layer, read_settings
 from mindspeed_fx.sharding.spmd.ring import RingAttention
 
 ATTENTION = "transformer.dot_product_attention:DotProductAttention"
@@ -64,6 +64,8 @@ def initialize(
         self, whole, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, None, pg_collection
     )
     self.config = config
+    if k_channels is not None:
+        self.hidden_size_per_attention_head = k_channels
     if v_channels is not None:
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
     self.divided = None
@@ -74,14 +76,8 @@ def initialize(
 def _divide(attention: Any, config: Any, pg_collection: Any) -> Divided:
     settings = read_settings(config)
     heads, kv_heads = attention.num_attention_heads_per_partition, attention.num_query_groups_per_partition
-    check_heads(settings, heads, attention.tp_group.size())
-    _check_ring(settings, attention)
+    check_layer(settings, heads, attention.tp_group.size(), attention.attention_dropout.p, config.softmax_type)
     u = settings.ulysses
-    if u > 1 and attention.softmax_offset is not None:
-        raise ValueError(
-            f"--softmax-type {config.softmax_type} with --context-parallel-algo {settings.algorithm}: a score of its "
-            "own for each head does not move with the heads; valid: megatron_cp_algo, kvallgather_cp_algo"
-        )
     heads_group, keys_group = sequence.subgroups(_context_group(pg_collection), u)
     softmax = attention.scale_mask_softmax
     divided = Divided(
@@ -102,14 +98,6 @@ def _divide(attention: Any, config: Any, pg_collection: Any) -> Divided:
 
         softmax.window_size, softmax.attn_mask_type = None, AttnMaskType.padding
     return divided
-
-
-def _check_ring(settings: Settings, attention: Any) -> None:
-    if settings.has_ring and attention.attention_dropout.p > 0:
-        raise ValueError(
-            f"--attention-dropout {attention.attention_dropout.p} with --context-parallel-algo {settings.algorithm}: a "
-            "ring has no scores to drop; valid: 0, or --context-parallel-algo ulysses_cp_algo or kvallgather_cp_algo"
-        )
 
 
 def _context_group(pg_collection: Any) -> Any:

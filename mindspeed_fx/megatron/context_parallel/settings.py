@@ -98,21 +98,33 @@ def _ulysses_degree(config: Any, algorithm: str, ranks: int) -> int:
     )
 
 
-def check_heads(settings: Settings, heads: int, tensor_ranks: int) -> None:
-    """Raise ValueError where ``heads`` of one of ``tensor_ranks`` ranks cannot be exchanged.
+def check_layer(settings: Settings, heads: int, tensor_ranks: int, dropout: float, softmax_type: str) -> None:
+    """Raise ValueError where an attention layer cannot be divided so, in one line.
 
     Args:
         heads: attention heads on each tensor-parallel rank.
         tensor_ranks: ``--tensor-model-parallel-size``.
+        dropout: of attention's weights.
+        softmax_type: "vanilla", or with a further score for each head.
     """
-    if heads % settings.ulysses == 0:
-        return
-    flag = "--context-parallel-size" if settings.algorithm == ULYSSES else "--ulysses-degree-in-cp"
-    raise ValueError(
-        f"{flag} {settings.ulysses} with --context-parallel-algo {settings.algorithm} exchanges heads: the {heads} "
-        f"that --num-attention-heads {heads * tensor_ranks} leaves each of {tensor_ranks} tensor-parallel ranks do not "
-        f"divide by it; valid: {_divisors(heads)}, or --context-parallel-algo {RING}"
-    )
+    algorithm, u = settings.algorithm, settings.ulysses
+    if heads % u:
+        flag = "--context-parallel-size" if algorithm == ULYSSES else "--ulysses-degree-in-cp"
+        raise ValueError(
+            f"{flag} {u} with --context-parallel-algo {algorithm} exchanges heads: the {heads} that "
+            f"--num-attention-heads {heads * tensor_ranks} leaves each of {tensor_ranks} tensor-parallel ranks do not "
+            f"divide by it; valid: {_divisors(heads)}, or --context-parallel-algo {RING}"
+        )
+    if u > 1 and softmax_type != "vanilla":
+        raise ValueError(
+            f"--softmax-type {softmax_type} with --context-parallel-algo {algorithm}: a score of its own for each head "
+            f"does not move with the heads; valid: {RING}, {GATHER}"
+        )
+    if settings.has_ring and dropout > 0:
+        raise ValueError(
+            f"--attention-dropout {dropout} with --context-parallel-algo {algorithm}: a ring has no whole rows of "
+            f"weights to drop from; valid: 0, or --context-parallel-algo {ULYSSES} or {GATHER}"
+        )
 
 
 def _check_member(flag: str, value: Any, valid: tuple[Any, ...]) -> None:
