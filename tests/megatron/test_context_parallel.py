@@ -181,14 +181,13 @@ FAMILIES = [
     Case(ADAPTIVE, mask="general"),
     Case(HYBRID_ADAPTIVE, 4, 2, mask="documents", flags=TWO),
 ]
+
+
 def test_every_algorithm_gives_what_one_process_gives(tmp_path):
-    """Values and gradients of queries, keys, values and sinks on two and four ranks."""
+    """Values and gradients of queries, keys, values and sinks on two and four ranks; a ring also in one graph."""
     two = [c for c in FAMILIES if "ulysses_degree_in_cp" not in c.flags]
-    mp.spawn(fork_ranks, args=(str(tmp_path / "store"), {2: two, 4: FAMILIES}), nprocs=1)
-
-
-def test_a_ring_is_one_graph(tmp_path):
-    mp.spawn(fork_ranks, args=(str(tmp_path / "store"), {2: [Case(RING, 4, 2, compiled=True)]}), nprocs=1)
+    cases = {2: [*two, Case(RING, 4, 2, compiled=True)], 4: FAMILIES}
+    mp.spawn(fork_ranks, args=(str(tmp_path / "store"), cases), nprocs=1)
 
 
 COMPILED = [
@@ -209,7 +208,7 @@ SCRIPT = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-quer
 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3
 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --eval-iters 1
---eval-interval 100 --log-interval 1 --attention-dropout 0 --hidden-dropout 0"""
+--eval-interval 100 --log-interval 1 --num-workers 0 --attention-dropout 0 --hidden-dropout 0"""
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 4 --rope-type rope"
 )

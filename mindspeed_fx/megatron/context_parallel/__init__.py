@@ -6,8 +6,8 @@ by a ring (Liu et al. 2023, "Ring Attention"; :mod:`mindspeed_fx.sharding.spmd.r
 split of the batch stays as it is: rank r of n holds chunks r and 2n-1-r of the sequence, and what ``ulysses``
 neighbours hold together, in order, is the same split among the ``ring`` groups.
 
-``settings`` reads the flags and refuses, ``batch`` splits masks, ``sequence`` moves chunks, ``rings`` goes round a group,
-``attention`` is the core attention.
+``settings`` reads the flags and refuses, ``batch`` splits masks, ``sequence`` moves chunks, ``rings`` goes round a
+group, ``attention`` is the core attention.
 """
 
 import importlib.util

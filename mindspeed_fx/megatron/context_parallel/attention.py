@@ -168,14 +168,10 @@ def _exchange_heads(divided: Divided, query: Tensor, key: Tensor, value: Tensor)
         if copies > 1:
             key, value = (x.repeat_interleave(copies, 2) for x in (key, value))
         return sequence.to_heads([query, key, value], group)
-    own = divided.kv_heads // ranks
-    first = group.rank() * own // copies  # the rank's copies are of these heads
-    last = ((group.rank() + 1) * own - 1) // copies + 1
-    whole = [x.narrow(2, first, last - first) for x in sequence.gather([key, value], group)]
-    if last - first < own:
-        whole = [
-            x.repeat_interleave(copies, 2).narrow(2, group.rank() * own - first * copies, own) for x in whole
-        ]
+    own, whole = divided.kv_heads // ranks, sequence.gather([key, value], group)
+    if own > 1 and copies > 1:  # a rank's copies may be of one head or of two, and its graph is to be that of all
+        whole, copies = [x.repeat_interleave(copies, 2) for x in whole], 1
+    whole = [x.narrow(2, group.rank() * own // copies, own) for x in whole]
     return [*sequence.to_heads([query], group), *whole]
 
 

@@ -69,7 +69,9 @@ def _settle_mask(args: Namespace) -> list[str]:
     """No mask where it says no more than that attention is causal: a ring knows that, and needs no squares of the
     sequence's length. (TransformerEngine, and MindSpeed, take no notice of such a mask.)
     """
-    if getattr(args, "context_parallel_size", 1) == 1 or not getattr(args, "create_attention_mask_in_dataloader", False):
+    if getattr(args, "context_parallel_size", 1) == 1 or not getattr(
+        args, "create_attention_mask_in_dataloader", False
+    ):
         return []
     if getattr(args, "reset_attention_mask", False) or getattr(args, "attention_mask_type", "causal") != "causal":
         return []

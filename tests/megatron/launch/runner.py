@@ -76,9 +76,10 @@ def prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
+    import torch._dynamo.utils  # noqa: F401
+
     import mindspeed_fx.backend  # noqa: F401
     import mindspeed_fx.megatron_adaptor
-    import torch._dynamo.utils  # noqa: F401
 
     mindspeed_fx.megatron_adaptor.apply()
     import gpt_builders  # noqa: F401
