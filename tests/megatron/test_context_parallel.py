@@ -138,6 +138,23 @@ def compiled(attention, case, *inputs):
     return torch.compile(attention, backend="mindspeed", fullgraph=True, options=options)
 
 
+def check_roll(rank, ranks):
+    """What multi-token prediction shifts, in a graph and by Megatron's own messages."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    from mindspeed_fx.megatron.context_parallel.sequence import own_chunks
+
+    group = parallel_state.get_context_parallel_group()
+    tokens = torch.randint(1, 99, (BATCH, SEQ), generator=torch.Generator().manual_seed(4))
+    right = own_chunks(torch.cat([tokens[:, 1:], tokens[:, :1] * 0], 1), 1, ranks, rank)
+    own = own_chunks(tokens, 1, ranks, rank)
+    call = lambda x: roll_tensor(x, shifts=-1, dims=-1, cp_group=group)  # noqa: E731
+    for roll in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        rolled, total = roll(own)
+        assert torch.equal(rolled, right) and total == right.sum()
+
+
 def worker(rank, ranks, store, cases):
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -146,6 +163,7 @@ def worker(rank, ranks, store, cases):
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
     for case in cases:
         check(case, rank, ranks)
+    check_roll(rank, ranks)
     dist.destroy_process_group()
 
 

@@ -7,12 +7,12 @@ split of the batch stays as it is: rank r of n holds chunks r and 2n-1-r of the 
 neighbours hold together, in order, is the same split among the ``ring`` groups.
 
 ``settings`` reads the flags and refuses, ``batch`` splits masks, ``sequence`` moves chunks, ``rings`` goes round a
-group, ``attention`` is the core attention.
+group, ``attention`` is the core attention, ``roll`` shifts tokens for multi-token prediction.
 """
 
 import importlib.util
 
-from mindspeed_fx.megatron.context_parallel import attention, batch
+from mindspeed_fx.megatron.context_parallel import attention, batch, roll
 from mindspeed_fx.megatron.context_parallel.settings import Settings, read_settings
 from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
 
@@ -30,4 +30,5 @@ def table() -> list[Patch]:
         Patch(f"{attention.ATTENTION}.forward", attention.forward, divided, EVERYWHERE),
         Patch(batch.SPLIT, batch.batch_on_this_rank, "of a mask a rank keeps the rows that it computes", EVERYWHERE),
         Patch(batch.POSITIONS, batch.positions_on_this_rank, "takes its part by an index on CUDA", EVERYWHERE),
+        Patch(roll.ROLL, roll.roll_tensor, "sends and receives one by one"),
     ]
