@@ -91,7 +91,11 @@ _LIMITS = (
     "leave dynamic unset.",
     "Without CUDA and NPU a model built without model_parallel_cuda_manual_seed draws all dropout from the default "
     "generator; Megatron refuses it.",
-    "Pipeline and context parallelism and packed sequences have not been tried; Mamba and vision models neither.",
+    "Context parallelism: packed_seq_params (--sft, --hybrid-context-parallel) and Mamba's layers are refused or not "
+    "divided; a ring takes no attention dropout, and heads that are exchanged no softmax offset; every row that a mask "
+    "leaves is computed whole, so that masks save no work; without --calculate-per-token-loss the gradient of a batch "
+    "whose ranks have unequal numbers of tokens in the loss is the mean of the ranks' means, as Megatron's.",
+    "Pipeline parallelism and packed sequences have not been tried; Mamba and vision models neither.",
 )
 
 

@@ -13,6 +13,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     buckets,
     checkpoint,
     collectives,
+    context_parallel,
     cross_entropy,
     cuda_calls,
     experts,
@@ -116,6 +117,7 @@ def _everywhere() -> list[Patch]:
             "keep it)",
             EVERYWHERE,
         ),
+        *context_parallel.table(),
         Patch(
             cross_entropy.FUSED_LOSS,
             cross_entropy.fused_vocab_parallel_cross_entropy,

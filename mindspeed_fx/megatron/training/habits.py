@@ -62,7 +62,21 @@ def settle(args: Namespace) -> list[str]:
             continue
         setattr(args, habit.name, habit.value)
         lines.append(f"{habit.name}={habit.value}: {habit.needs} is not installed; {habit.why}")
-    return lines
+    return lines + _settle_mask(args)
+
+
+def _settle_mask(args: Namespace) -> list[str]:
+    """No mask where it says no more than that attention is causal: a ring knows that, and needs no squares of the
+    sequence's length. (TransformerEngine, and MindSpeed, take no notice of such a mask.)
+    """
+    if getattr(args, "context_parallel_size", 1) == 1 or not getattr(
+        args, "create_attention_mask_in_dataloader", False
+    ):
+        return []
+    if getattr(args, "reset_attention_mask", False) or getattr(args, "attention_mask_type", "causal") != "causal":
+        return []
+    args.create_attention_mask_in_dataloader = False
+    return ["create_attention_mask_in_dataloader=False: with context_parallel_size the causal mask is not data"]
 
 
 def validate_args(args: Namespace, *rest: Any, **kwargs: Any) -> Any:

@@ -33,9 +33,12 @@ from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd.block_schedule import PER_RANK, BlockSchedule, best, needed_blocks
 from mindspeed_fx.sharding.spmd.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
-from mindspeed_fx.sharding.spmd.ring_messages import Ring, RotatingGradients, RotatingKeys
+from mindspeed_fx.sharding.spmd.ring_messages import KeptKeys, Ring, RotatingGradients, RotatingKeys
 
 ops = torch.ops.mindspeed
+
+NO_KEY = -1e30
+"""Log-sum-exp of a row that has seen no key yet; finite, so that two of them may be merged."""
 
 
 def over(q: DTensor, k: DTensor, v: DTensor) -> int | None:
@@ -117,7 +120,7 @@ def attention(
             )
         result = Ring(q.device_mesh, dim, ranks, causal, scale, softcap, inner or ranks)
         result.announced(q, k, v)
-        out = _Ring.apply(q.to_local(), *local, result)
+        out = RingAttention.apply(q.to_local(), *local, None, result)
     else:
         schedule = schedule_for(size, ranks, causal, window, known)
         factor = Exchange(
@@ -182,22 +185,25 @@ def _put(x: Tensor, chunk: Tensor, start: int) -> Tensor:
     return torch.slice_scatter(x, chunk, 2, start, start + chunk.shape[2])
 
 
-class _Ring(torch.autograd.Function):
-    """On local tensors, [batch, heads, sequence / ranks, dim]. The graphs of all ranks differ in numbers alone, so that
-    what is decided about them (saving, order) is the same everywhere."""
+class RingAttention(torch.autograd.Function):
+    """On local tensors, [batch, heads, sequence / ranks, dim], and for a ring that is not causal a mask of a rank's own
+    rows, [batch or 1, heads or 1, sequence / ranks, sequence], True where attention is allowed, its columns in the
+    order of the ranks that hold the keys. Every row sees a key. The graphs of all ranks differ in numbers alone, so
+    that what is decided about them (saving, order) is the same everywhere."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, ring: Ring
+    ) -> Tensor:
         q, k, v = ring.balanced(q, k, v)
         keys, half, travel = (k, v), q.shape[2] // 2, RotatingKeys(ring, k, v)
-        out, lse = ops.attention(q, k, v, None, ring.causal, ring.scale, 0, ring.softcap)
+        out, lse = _attention(q, k, v, ring.mask_for(mask, 0, 0), ring)
         out = out.to(accumulation_dtype(q.dtype))
         for at in ring.steps():
             k, v = travel.on(*at)
+            keys += ring.kept(k, v)
             if not ring.causal:
-                out, lse = ops.ring_attention_update(
-                    out, lse, *ops.attention(q, k, v, None, False, ring.scale, 0, ring.softcap)
-                )
+                out, lse = ops.ring_attention_update(out, lse, *_attention(q, k, v, ring.mask_for(mask, *at), ring))
                 continue
             rows, columns = zip(*ring.blocks(*at, half))
             blocks = ops.attention(
@@ -218,18 +224,19 @@ class _Ring(torch.autograd.Function):
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         out, ctx.ring = out.to(q.dtype), ring
-        ctx.save_for_backward(q, *keys, out, lse, sinks)
+        ctx.save_for_backward(q, out, lse, sinks, mask, *keys)
         return ring.restored(out)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ring, (q, k, v, out, lse, sinks) = ctx.ring, ctx.saved_tensors
+        ring, (q, out, lse, sinks, mask, k, v, *kept) = ctx.ring, ctx.saved_tensors
         dtypes, wide, half = (k.dtype, v.dtype), accumulation_dtype(q.dtype), q.shape[2] // 2
         (grad,) = ring.balanced(grad)
-        travel, home = RotatingKeys(ring, k, v), RotatingGradients(ring)
+        travel, home = KeptKeys(ring, k, v, kept), RotatingGradients(ring)
+        own = ring.mask_for(mask, 0, 0)
         dq, *gradients = (
             g.to(wide)
-            for g in ops.attention_backward(grad, q, k, v, out, lse, None, ring.causal, ring.scale, 0, ring.softcap)
+            for g in ops.attention_backward(grad, q, k, v, out, lse, own, ring.causal, ring.scale, 0, ring.softcap)
         )
         for at in ring.steps():
             behind = home.sent(
@@ -249,13 +256,24 @@ class _Ring(torch.autograd.Function):
                     for x, starts, b in zip((dq, *before), (rows, columns, columns), blocks)
                 )
             else:
-                blocks = ops.attention_backward(grad, q, k, v, out, lse, None, False, ring.scale, 0, ring.softcap)
+                allowed = ring.mask_for(mask, *at)
+                blocks = ops.attention_backward(grad, q, k, v, out, lse, allowed, False, ring.scale, 0, ring.softcap)
                 dq, *gradients = (
                     b.to(wide) if x is None else x + b for x, b in zip((dq, *(behind() or [None, None])), blocks)
                 )
         dk, dv = home.arrived(gradients)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-        return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), dsinks, None
+        return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), dsinks, None, None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Attention to one rank's keys, and its log-sum-exp: :data:`NO_KEY` for a row that sees none of them."""
+    causal = ring.causal and mask is None
+    out, lse = ops.attention(q, k, v, mask, causal, ring.scale, 0, ring.softcap)
+    if mask is None:
+        return out, lse
+    seen = mask.any(-1)  # what kernels say of rows without any key differs: ATen's flash kernel on CPU says 0
+    return torch.where(seen.unsqueeze(-1), out, 0.0), torch.where(seen, lse, NO_KEY)
 
 
 def _add_chunks(x: Tensor, starts: Sequence[int], blocks: Tensor, half: int) -> Tensor:

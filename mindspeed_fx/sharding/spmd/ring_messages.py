@@ -29,6 +29,10 @@ class Ring:
     softcap: float
     window: int
     """Ranks of an inner ring; all of them where there is one ring."""
+    keeps: str | None = None
+    """What the backward has from the forward of other ranks: "full": keys and values; "half": keys, while values go
+    round again; None: nothing (MindSpeed's context-parallel-kv-cache-policy).
+    """
 
     @property
     def rounds(self) -> int:
@@ -67,6 +71,17 @@ class Ring:
             ):
                 for _ in range(times):
                     sends_inside("all_to_all", self.dim, nbytes, backward, "ring attention")
+
+    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """What the forward keeps of a step's keys and values."""
+        return {"full": (k, v), "half": (k,), None: ()}[self.keeps]
+
+    def mask_for(self, mask: Tensor | None, round_: int, step: int) -> Tensor | None:
+        """The columns of ``mask`` [..., sequence], in the order of the ranks, for the keys that a rank has then."""
+        if mask is None:
+            return None
+        columns = mask.shape[-1] // self.ranks
+        return mask.narrow(-1, self.by_rank(lambda r: self.owner(r, round_, step)) * columns, columns)
 
     def by_rank(self, value: Callable[[int], int]) -> int:
         """``value(rank)`` on each rank of the ring."""
@@ -176,6 +191,20 @@ class RotatingKeys:
         keys = self.near.received()
         self.near = self.ring.passed_on(*keys) if step < self.ring.window - 1 else None
         return keys
+
+
+class KeptKeys:
+    """Keys and values in the backward: what :meth:`Ring.kept` kept, and the rest goes round again."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor, kept: Sequence[Tensor]):
+        self.each = len(ring.kept(k, v))
+        self.kept = list(kept)
+        self.travel = RotatingKeys(ring, *(k, v)[self.each :]) if self.each < 2 else None
+
+    def on(self, round_: int, step: int) -> Sequence[Tensor]:
+        """Those of this step; steps are asked for in their order."""
+        kept, self.kept = self.kept[: self.each], self.kept[self.each :]
+        return kept if self.travel is None else [*kept, *self.travel.on(round_, step)]
 
 
 class RotatingGradients:
