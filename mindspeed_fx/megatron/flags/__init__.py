@@ -7,7 +7,6 @@ that are not done here; ``backend_options(args)`` are the options of ``torch.com
 
 from mindspeed_fx.megatron.flags.account import Account, apply, backend_options
 from mindspeed_fx.megatron.flags.flag import STATES, Flag, FlagError
-from mindspeed_fx.megatron.flags.parallel import check_context_parallel
 from mindspeed_fx.megatron.flags.parser import add_arguments, explain, load_arguments, patch_parser, unpatch_parser
 from mindspeed_fx.megatron.flags.table import BY_KEY, SUBJECTS, TABLE
 
@@ -22,7 +21,6 @@ __all__ = [
     "add_arguments",
     "apply",
     "backend_options",
-    "check_context_parallel",
     "explain",
     "load_arguments",
     "patch_parser",

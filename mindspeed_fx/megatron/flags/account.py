@@ -12,7 +12,6 @@ from typing import Any, Iterable
 from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.megatron.flags.flag import REFUSED, Flag, FlagError, NotDone, get
 from mindspeed_fx.megatron.flags.llm_model import set_plain_rope
-from mindspeed_fx.megatron.flags.parallel import check_context_parallel
 from mindspeed_fx.megatron.flags.table import BY_KEY, TABLE, parent_of, state_of
 from mindspeed_fx.options import Options
 
@@ -140,10 +139,6 @@ def _consequences(args: Namespace, accounts: list[Account]) -> list[Account]:
     lines = []
     if any(BY_KEY[a.flag].llm for a in accounts) and (text := set_plain_rope(args)):
         lines.append(Account("--multi-latent-attention", "megatron", text))
-    try:
-        check_context_parallel(args)
-    except NotDone as error:
-        lines.append(Account("--context-parallel-size", REFUSED, str(error), True))
     return lines
 
 

@@ -31,21 +31,6 @@ ALGORITHMS = (
 )
 
 
-def check_context_parallel(args: Namespace) -> None:
-    """Refuses sequences that are divided over ranks, in this one place.
-
-    Raises:
-        NotDone: context_parallel_size is above 1.
-    """
-    nested = getattr(args, "model_parallel", None)  # of --yaml-cfg
-    size = max(get(held, "context_parallel_size", 1) or 1 for held in (args, nested))
-    if size > 1:
-        raise NotDone(
-            f"--context-parallel-size {size}: attention over divided sequences is not built into the adaptor yet; use "
-            "--context-parallel-size 1 with more tensor or data parallelism"
-        )
-
-
 def _context(args: Namespace) -> str:
     size = get(args, "context_parallel_size", 1) or 1
     return CONTEXT if size > 1 else "context parallel size 1: nothing to divide"

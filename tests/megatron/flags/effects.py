@@ -177,7 +177,6 @@ PARALLEL = {
     "--optimize-vpp-send-recv-comm": [("--optimize-vpp-send-recv-comm", BETWEEN)],
     "--context-parallel-algo": [
         ("--context-parallel-algo megatron_cp_algo", dict(context_parallel_algo="megatron_cp_algo", **CONTEXT)),
-        ("--context-parallel-algo megatron_cp_algo --context-parallel-size 2", dict(error="--context-parallel-size 2")),
     ],
     "--ulysses-degree-in-cp": [("--ulysses-degree-in-cp 2", dict(ulysses_degree_in_cp=2, **CONTEXT))],
     "--cp-window-size": [("--cp-window-size 2", dict(cp_window_size=2, **CONTEXT))],
