@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 from typing import Callable
 
+from mindspeed_fx.compat import dynamo
 from mindspeed_fx.megatron import device_words, patches
 
 __all__ = ["applied", "apply", "known_limits", "undo"]
@@ -39,6 +40,7 @@ def apply() -> None:
     patches.apply(table.table())
     jit.unwrap()
     _after_undo.append(checkpoint.allow_side_effects())
+    _after_undo.append(dynamo.capture_sizes())
     for module, replacements in training.table().items():
         words.when_imported(module, functools.partial(patches.apply, replacements))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
+    attached_losses,
     checkpoint,
     collectives,
     cross_entropy,
@@ -19,6 +20,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     fusions,
     groups,
     jit,
+    latent_attention,
     linear,
     main_grad_npu,
     moe,
@@ -86,12 +88,16 @@ def _everywhere() -> list[Patch]:
             f"{HIDES}; without TransformerEngine it names an undefined function",
             IN_GRAPH if _has_transformer_engine() else EVERYWHERE,
         ),
-        Patch(
-            "transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward",
-            staticmethod(moe.attached_backward),
-            "sets a class attribute, which a graph cannot",
-            EVERYWHERE,
+        *(
+            Patch(
+                f"{owner}.backward",
+                staticmethod(attached_losses.backward_of(owner)),
+                "reads or sets a class attribute, which a graph cannot",
+                EVERYWHERE,
+            )
+            for owner in (attached_losses.ROUTER, attached_losses.AHEAD)
         ),
+        *_latent_attention(),
         Patch(
             cross_entropy.LOSS,
             cross_entropy.vocab_parallel_cross_entropy,
@@ -106,6 +112,18 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
     ]
+
+
+def _latent_attention() -> list[Patch]:
+    """What multi-latent attention needs without TransformerEngine."""
+    core = latent_attention.CORE
+    patches = [
+        Patch(core, latent_attention.core_init, "cannot be told the widths of keys and values", EVERYWHERE)
+    ]
+    if not _has_transformer_engine():
+        reason = "asks for TransformerEngine's classes where there are none"
+        patches.append(Patch("transformer.multi_latent_attention:HAVE_TE", False, reason, EVERYWHERE))
+    return patches
 
 
 def _in_graph() -> list[Patch]:
@@ -137,6 +155,7 @@ def _in_graph() -> list[Patch]:
         Patch(experts.EXPERTS, experts.sequential_forward, counts),
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
         Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),
+        Patch("utils:make_viewless_tensor", viewless, "sets the storage of a tensor, which a graph cannot"),
         Patch("tensor_parallel.random:checkpoint", checkpoint.checkpoint, recompute),
         Patch(
             "tensor_parallel.random:CheckpointWithoutOutput.checkpoint", checkpoint.checkpoint_without_output, recompute
@@ -245,6 +264,11 @@ def _has_transformer_engine() -> bool:
 def _uncached_forward(rotary_class: str) -> Any:
     module, name = rotary_class.split(":")
     return rotary.without_cache(vars(getattr(importlib.import_module(f"megatron.core.{module}"), name))["forward"])
+
+
+def viewless(inp: torch.Tensor, requires_grad: bool, keep_graph: bool) -> torch.Tensor:
+    """``make_viewless_tensor``: a copy of a view, whose base nothing holds then."""
+    return inp if inp._base is None else inp.clone()
 
 
 def current_device() -> torch.device:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import logged_losses, patches
 
 SWITCH = "MINDSPEED_FX_COMPILE"
 
@@ -35,9 +35,11 @@ def wants_compile() -> bool:
 
 def compile_chunk(chunk: torch.nn.Module) -> None:
     """Compile the model within Megatron's wrappers (data parallelism, conversion to 16 bits), in place."""
-    from megatron.core.utils import get_attr_wrapped_model  # noqa: F401  Megatron's own way through the wrappers
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     module = chunk
     while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
         module = module.module
+    if isinstance(getattr(module, "config", None), TransformerConfig):
+        logged_losses.prepare(module.config)
     module.compile(backend="mindspeed", fullgraph=True)
