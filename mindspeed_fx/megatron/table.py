@@ -25,6 +25,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     main_grad_npu,
     moe,
     norm,
+    pipeline,
     rng,
     rotary,
 )
@@ -252,6 +253,10 @@ def _without_accelerator() -> list[Patch]:
         Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),
         Patch(f"{moe.DISPATCHER}.cuda_dtoh_stream", object(), "makes a CUDA stream where there is none yet", where),
         Patch(rng.FORK, rng.fork, "forks CUDA's generator", where),
+        *(
+            Patch(sender, pipeline.keep_what_is_sent(sender), "gloo reads what Megatron frees meanwhile", where)
+            for sender in pipeline.SENDERS
+        ),
         Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER", CudaRNGStatesTracker(), result, where),
         Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER_INITIALIZED", True, result, where),
     ]
