@@ -67,11 +67,12 @@ def known_limits() -> list[str]:
 
 
 _LIMITS = (
-    "MoE with experts on other ranks (expert parallel or expert tensor parallel > 1) and no padding to capacity: the "
-    "sizes of the all-to-all depend on the data, and the graph breaks at every MoE layer; with "
-    "moe_pad_expert_input_to_capacity it is one graph.",
-    "MoE with sinkhorn routing, biases in the experts, a latent projection, overlapped shared experts or "
-    "TransformerEngine's and GroupedMLP's experts is left to Megatron's own code.",
+    "MoE with experts on other ranks is one graph whose sizes are symbols; the counts of rows are read on the host once a "
+    "layer. Without the adaptor (undo) Dynamo breaks there again.",
+    "The dispatcher flex needs DeepEP or HybridEP. MoE with a latent projection or with experts of TransformerEngine or "
+    "GroupedMLP is left to Megatron's own code; --moe-grouped-gemm without TransformerEngine is experts in sequence, "
+    "whose products are one grouped product in the graph.",
+    "Overlapped shared experts have no stream of their own in a graph; the compiler orders them.",
     "Deferred embedding weight gradients, and main_grad under Megatron's FSDP, stay with Megatron's autograd.Function, "
     "which writes outside the graph and breaks it. With gradient_accumulation_fusion the flag grad_added_to_main_grad "
     "is not set in a graph; DistributedDataParallel adds a gradient of zeros.",
@@ -91,7 +92,11 @@ _LIMITS = (
     "leave dynamic unset.",
     "Without CUDA and NPU a model built without model_parallel_cuda_manual_seed draws all dropout from the default "
     "generator; Megatron refuses it.",
-    "Pipeline and context parallelism and packed sequences have not been tried; Mamba and vision models neither.",
+    "Losses that Megatron logs (of a router, of tokens ahead) are added up in a graph where mindspeed_fx compiles the "
+    "chunks of pretrain_gpt.py; with torch.compile called by hand the second forward is another graph.",
+    "Packed sequences (packed_seq_params) need TransformerEngine's attention; a mask of documents "
+    "(--reset-attention-mask) is a tensor to the graph: documents that a query does not see are masked, not skipped.",
+    "Mamba and vision models have not been tried.",
 )
 
 

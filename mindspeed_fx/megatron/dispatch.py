@@ -37,6 +37,16 @@ def routed(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor, dropl
     return _by_exchange(layer, tokens, routing_map, probs, rows)
 
 
+def capacity(routing_map: Tensor, config: Any) -> int | None:
+    """Rows of every expert where they are padded to its capacity; else None."""
+    from megatron.core.transformer.moe.moe_utils import get_capacity
+
+    if not config.moe_pad_expert_input_to_capacity:
+        return None
+    tokens, experts = routing_map.shape
+    return min(tokens, get_capacity(tokens * config.moe_router_topk, experts, config.moe_expert_capacity_factor))
+
+
 def _by_gathering(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """Every rank sees all tokens, and takes those that its experts were chosen for."""
     group, local = layer.token_dispatcher.tp_ep_group, _local_experts(layer)
@@ -61,12 +71,7 @@ def _by_exchange(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor,
     """
     dispatcher = layer.token_dispatcher
     group, parts = dispatcher.tp_ep_group, groups.size(dispatcher.tp_group)
-    counts = routing_map.sum(0)
-    coming = collectives.gather(counts, group).view(group.size(), -1)[:, _local_experts(layer)]
-    leaving = counts.view(groups.size(layer.ep_group), -1).sum(1).repeat_interleave(parts)
-    sizes = _on_host(torch.cat([leaving, coming.sum(1)]))
-    sent, received = sizes[: group.size()], sizes[group.size() :]
-
+    coming, sent, received = _exchange_counts(layer, routing_map)
     copies = sent[::parts]
     if rows is None:
         rows = sum(copies)
@@ -82,6 +87,23 @@ def _by_exchange(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor,
     back = collectives.all_to_all(group, _Permute.apply(output, inverse, order), sent, received)
     back = _sum_of_parts(back.to(probs.dtype) if parts > 1 else back, copies, parts)
     return torch.zeros_like(tokens).index_add(0, token_of_row, back.to(tokens.dtype))
+
+
+def _exchange_counts(layer: Any, routing_map: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    """Rows that come from each rank for each expert here, [ranks, experts]; rows sent to each rank; rows that come from
+    each.
+    """
+    group, here = layer.token_dispatcher.tp_ep_group, _local_experts(layer)
+    ranks, parts, padded = group.size(), groups.size(layer.token_dispatcher.tp_group), capacity(routing_map, layer.config)
+    if padded is not None:
+        number = here.stop - here.start
+        coming = torch.full((ranks, number), padded, device=routing_map.device)
+        return coming, [padded * number] * ranks, [padded * number] * ranks
+    counts = routing_map.sum(0)
+    coming = collectives.gather(counts, group).view(ranks, -1)[:, here]
+    leaving = counts.view(ranks // parts, -1).sum(1).repeat_interleave(parts)
+    sizes = _on_host(torch.cat([leaving, coming.sum(1)]))
+    return coming, sizes[:ranks], sizes[ranks:]
 
 
 def sort_by_expert(routing_map: Tensor, probs: Tensor, rows: int) -> tuple[Tensor, Tensor]:

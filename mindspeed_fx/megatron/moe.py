@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import collectives, dispatch, patches
+from mindspeed_fx.megatron import checkpoint, collectives, dispatch, patches
 
 LAYER = "transformer.moe.moe_layer:MoELayer.forward"
+SINKHORN = "transformer.moe.moe_utils:sinkhorn"
 DISPATCHER = "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
@@ -27,31 +28,28 @@ def layer_forward(
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     config = self.config
-    elsewhere = dispatch.is_needed(self)
-    special = (
-        config.moe_latent_size or config.moe_router_padding_for_quantization or self.moe_layer_recompute
-    )
-    if (
-        special
-        or elsewhere
-        and config.moe_pad_expert_input_to_capacity
-        or intermediate_tensors is not None
-        or type(self.experts) is not SequentialMLP
-        or config.add_bias_linear
-    ):
+    special = config.moe_latent_size or config.moe_router_padding_for_quantization or config.fp8 or config.fp4
+    if special or intermediate_tensors is not None or type(self.experts) is not SequentialMLP:
         return patches.original(LAYER)(self, hidden_states, intermediate_tensors, padding_mask)
     if padding_mask is not None:
         padding_mask = padding_mask.transpose(0, 1).bool()
+    if self.moe_layer_recompute and self.training:
+        return checkpoint.checkpoint(_forward, False, self, hidden_states, padding_mask), None
+    return _forward(self, hidden_states, padding_mask), None
+
+
+def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    config = self.config
     shared = _shared(self, hidden_states)
     probs, routing_map = self.route(hidden_states, padding_mask)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     dropless = config.moe_expert_capacity_factor is None and padding_mask is None
-    if elsewhere:
+    if dispatch.is_needed(self):
         summed = dispatch.routed(self, tokens, routing_map, probs, dropless)
     else:
         summed = (_dropless if dropless else _with_capacity)(self, tokens, routing_map, probs)
     summed = summed.view(hidden_states.shape)
-    return summed if shared is None else summed + shared, None
+    return summed if shared is None else summed + shared
 
 
 def _shared(self: Any, x: Tensor) -> Tensor | None:
@@ -82,21 +80,11 @@ def _dropless(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> 
 
 def _with_capacity(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """A token has top-k experts at most: how many is known when the program runs."""
-    token_of_row, share = dispatch.sort_by_expert(routing_map, probs, _rows(routing_map, self.config))
+    capacity = dispatch.capacity(routing_map, self.config)
+    rows = tokens.shape[0] * self.config.moe_router_topk if capacity is None else capacity * routing_map.shape[1]
+    token_of_row, share = dispatch.sort_by_expert(routing_map, probs, rows)
     output, _ = self.experts(tokens.index_select(0, token_of_row), routing_map.sum(0), share)
     return torch.zeros_like(tokens).index_add(0, token_of_row, output)
-
-
-def _rows(routing_map: Tensor, config: Any) -> int:
-    """How many (token, expert) pairs there are at most."""
-    from megatron.core.transformer.moe.moe_utils import get_capacity
-
-    tokens, experts = routing_map.shape
-    if config.moe_pad_expert_input_to_capacity:
-        return experts * min(
-            tokens, get_capacity(tokens * config.moe_router_topk, experts, config.moe_expert_capacity_factor)
-        )
-    return tokens * config.moe_router_topk
 
 
 def gating(self: Any, input: Tensor) -> Tensor:
@@ -121,3 +109,14 @@ def to_host(self: Any, point: str, tokens_per_expert: Tensor | None = None) -> T
             if isinstance(getattr(self, name), Tensor):
                 setattr(self, name, getattr(self, name).tolist())
     return tokens_per_expert
+
+
+@torch.library.custom_op("mindspeed::sinkhorn", mutates_args=())
+def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
+    """Megatron's ``sinkhorn`` of router logits [tokens, experts]: it has no gradient, and ends when it has converged."""
+    return patches.original(SINKHORN)(cost, tol)
+
+
+@sinkhorn.register_fake
+def _(cost: Tensor, tol: float = 0.0001) -> Tensor:
+    return torch.empty_like(cost)

@@ -100,6 +100,12 @@ def _everywhere() -> list[Patch]:
         ),
         *_latent_attention(),
         Patch(
+            f"{checkpoint.WITHOUT_OUTPUT}.__init__",
+            checkpoint.without_output_init,
+            "asks TransformerEngine for a recipe of fp8 where none is wanted",
+            EVERYWHERE,
+        ),
+        Patch(
             cross_entropy.LOSS,
             cross_entropy.vocab_parallel_cross_entropy,
             "plain cross-entropy, which a pass recognises; Megatron's overwrites float32 logits (eager CUDA and NPU "
@@ -152,17 +158,16 @@ def _in_graph() -> list[Patch]:
         Patch("fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", fusions.weighted_bias_swiglu_impl, HIDES),
         Patch("fusions.fused_bias_geglu:bias_geglu_impl", fusions.bias_geglu_impl, HIDES),
         Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
+        Patch(moe.SINKHORN, moe.sinkhorn, "ends when the numbers say so; it has no gradient"),
         Patch(moe.LAYER, moe.layer_forward, counts),
         Patch(experts.EXPERTS, experts.sequential_forward, counts),
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
         Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),
         Patch("utils:make_viewless_tensor", viewless, "sets the storage of a tensor, which a graph cannot"),
         Patch("tensor_parallel.random:checkpoint", checkpoint.checkpoint, recompute),
+        Patch(f"{checkpoint.WITHOUT_OUTPUT}.checkpoint", checkpoint.checkpoint_without_output, recompute),
         Patch(
-            "tensor_parallel.random:CheckpointWithoutOutput.checkpoint", checkpoint.checkpoint_without_output, recompute
-        ),
-        Patch(
-            "tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute",
+            f"{checkpoint.WITHOUT_OUTPUT}.discard_output_and_register_recompute",
             checkpoint.discard_output,
             "resizes storages, which a graph cannot; the checkpoint already drops the output",
         ),

@@ -62,7 +62,21 @@ def settle(args: Namespace) -> list[str]:
             continue
         setattr(args, habit.name, habit.value)
         lines.append(f"{habit.name}={habit.value}: {habit.needs} is not installed; {habit.why}")
+        if habit.name == "moe_grouped_gemm":
+            lines += _leave_activation_to_the_partition(args)
     return lines
+
+
+def _leave_activation_to_the_partition(args: Namespace) -> list[str]:
+    """Megatron recomputes the activation of grouped experts alone, and refuses "moe_act" for others."""
+    modules = getattr(args, "recompute_modules", None) or []
+    if "moe_act" not in modules:
+        return []
+    args.recompute_modules = [m for m in modules if m != "moe_act"]
+    return [
+        f"recompute_modules={args.recompute_modules}: without moe_act; the compiler decides which activations of the "
+        "experts are recomputed"
+    ]
 
 
 def validate_args(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -77,7 +91,29 @@ def validate_yaml(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
     return patches.original(YAML)(args, *rest, **kwargs)
 
 
+def refuse(args: Namespace) -> None:
+    """Arguments that cannot be had here.
+
+    Raises:
+        ValueError: one of them is asked for; the message names it.
+    """
+    if getattr(args, "moe_token_dispatcher_type", None) != "flex":
+        return
+    backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
+    module = FLEX.get(backend, backend)
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"--moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend {backend} needs {module}, which is not "
+            "installed; alltoall moves the same rows"
+        )
+
+
+FLEX = {"deepep": "deep_ep", "hybridep": "deep_ep"}
+"""The module behind each backend of the dispatcher flex."""
+
+
 def _settle_and_print(args: Namespace, say: Callable[[str], None] = print) -> None:
+    refuse(args)
     for line in settle(args):
         if getattr(args, "rank", 0) == 0:
             say(f"mindspeed_fx: {line}")
