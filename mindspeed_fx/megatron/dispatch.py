@@ -30,11 +30,19 @@ def routed(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor, dropl
         probs: [tokens, experts].
         dropless: every token has all its experts.
     """
-    gathers = layer.config.moe_token_dispatcher_type == "allgather"
-    if gathers:
+    if layer.config.moe_token_dispatcher_type == "allgather":
         return _by_gathering(layer, tokens, routing_map, probs)
-    rows = tokens.shape[0] * layer.config.moe_router_topk if dropless else None
-    return _by_exchange(layer, tokens, routing_map, probs, rows)
+    coming, sent, received = _exchange_counts(layer, routing_map)
+    travels = _Travels(layer.token_dispatcher, sent, received)
+    if dropless:  # every token has its k experts, and torch_npu an operator for just that
+        k = layer.config.moe_router_topk
+        torch._check(travels.rows == tokens.shape[0] * k)
+        rows, share, places = torch.ops.mindspeed.moe_permute_map(tokens, routing_map, probs, k)
+        back = _run_experts(layer, rows, share, coming, travels)
+        return torch.ops.mindspeed.moe_unpermute(back, places, None, k)
+    token_of_row, share = sort_by_expert(routing_map, probs, travels.rows)
+    back = _run_experts(layer, tokens.index_select(0, token_of_row), share, coming, travels)
+    return torch.zeros_like(tokens).index_add(0, token_of_row, back)
 
 
 def capacity(routing_map: Tensor, config: Any) -> int | None:
@@ -63,44 +71,58 @@ def _by_gathering(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor
     return own.to(tokens.dtype)
 
 
-def _by_exchange(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor, rows: int | None) -> Tensor:
-    """Each row travels to every rank that has a part of its expert, and what they make of it travels back.
+class _Travels:
+    """The way of rows, sorted by expert, to every rank that has a part of their expert, and back.
 
     Where experts are divided over tensor-parallel ranks, Megatron sends a row to one of them, which gathers; one
     exchange over all ranks moves as many rows, and its lengths are those of one direction alone.
     """
-    dispatcher = layer.token_dispatcher
-    group, parts = dispatcher.tp_ep_group, groups.size(dispatcher.tp_group)
-    coming, sent, received = _exchange_counts(layer, routing_map)
-    copies = sent[::parts]
-    if rows is None:
-        rows = sum(copies)
-    else:
-        torch._check(sum(copies) == rows)
-    token_of_row, share = sort_by_expert(routing_map, probs, rows)
-    outgoing = [_for_every_part(x, copies, parts) for x in (tokens.index_select(0, token_of_row), share)]
-    incoming = [collectives.all_to_all(group, x, received, sent) for x in outgoing]
 
-    order, inverse = _order_by_expert(coming, sum(received))
-    x, share = (_Permute.apply(x, order, inverse) for x in incoming)
-    output, _ = layer.experts(x, coming.sum(0), share)
-    back = collectives.all_to_all(group, _Permute.apply(output, inverse, order), sent, received)
-    back = _sum_of_parts(back.to(probs.dtype) if parts > 1 else back, copies, parts)
-    return torch.zeros_like(tokens).index_add(0, token_of_row, back.to(tokens.dtype))
+    def __init__(self, dispatcher: Any, sent: list[int], received: list[int]) -> None:
+        self.group, self.parts = dispatcher.tp_ep_group, groups.size(dispatcher.tp_group)
+        self.sent, self.received = sent, received
+        self.sizes = sent[:: self.parts]
+        self.rows = sum(self.sizes)
+
+    def there(self, x: Tensor) -> Tensor:
+        """Rows [rows, ...] of this rank -> those that come, by rank and expert."""
+        if self.parts > 1:
+            x = torch.cat([block for block in x.split(self.sizes) for _ in range(self.parts)])
+        return collectives.all_to_all(self.group, x, self.received, self.sent)
+
+    def back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What came, or its like, back to where it came from; what the parts of an expert make is added up in
+        ``dtype``.
+        """
+        out = collectives.all_to_all(self.group, x, self.sent, self.received)
+        if self.parts == 1:
+            return out
+        blocks = out.to(dtype).split(self.sent)
+        sums = [sum(blocks[i + 1 : i + self.parts], blocks[i]) for i in range(0, len(blocks), self.parts)]
+        return torch.cat(sums).to(x.dtype)
+
+
+def _run_experts(layer: Any, rows: Tensor, share: Tensor, coming: Tensor, travels: _Travels) -> Tensor:
+    """What the experts make of ``rows``, sorted by expert, each times its share; in the same order."""
+    order, inverse = _order_by_expert(coming, sum(travels.received))
+    x, part = (_Permute.apply(travels.there(t), order, inverse) for t in (rows, share))
+    output, _ = layer.experts(x, coming.sum(0), part)
+    return travels.back(_Permute.apply(output, inverse, order), share.dtype)
 
 
 def _exchange_counts(layer: Any, routing_map: Tensor) -> tuple[Tensor, list[int], list[int]]:
     """Rows that come from each rank for each expert here, [ranks, experts]; rows sent to each rank; rows that come from
     each.
     """
-    group, here = layer.token_dispatcher.tp_ep_group, _local_experts(layer)
-    ranks, parts, padded = group.size(), groups.size(layer.token_dispatcher.tp_group), capacity(routing_map, layer.config)
+    dispatcher, here = layer.token_dispatcher, _local_experts(layer)
+    ranks, parts = dispatcher.tp_ep_group.size(), groups.size(dispatcher.tp_group)
+    padded = capacity(routing_map, layer.config)
     if padded is not None:
         number = here.stop - here.start
         coming = torch.full((ranks, number), padded, device=routing_map.device)
         return coming, [padded * number] * ranks, [padded * number] * ranks
     counts = routing_map.sum(0)
-    coming = collectives.gather(counts, group).view(ranks, -1)[:, here]
+    coming = collectives.gather(counts, dispatcher.tp_ep_group).view(ranks, -1)[:, here]
     leaving = counts.view(ranks // parts, -1).sum(1).repeat_interleave(parts)
     sizes = _on_host(torch.cat([leaving, coming.sum(1)]))
     return coming, sizes[:ranks], sizes[ranks:]
@@ -137,20 +159,6 @@ def _on_host(sizes: Tensor) -> list[int]:
     for n in values:
         torch._check(n >= 0)
     return values
-
-
-def _for_every_part(rows: Tensor, sizes: list[int], parts: int) -> Tensor:
-    """Rows for each rank of experts, once for every tensor-parallel part of these."""
-    if parts == 1:
-        return rows
-    return torch.cat([block for block in rows.split(sizes) for _ in range(parts)])
-
-
-def _sum_of_parts(rows: Tensor, sizes: list[int], parts: int) -> Tensor:
-    if parts == 1:
-        return rows
-    blocks = rows.split([n for n in sizes for _ in range(parts)])
-    return torch.cat([sum(blocks[i + 1 : i + parts], blocks[i]) for i in range(0, len(blocks), parts)])
 
 
 def _order_by_expert(coming: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -124,9 +124,7 @@ def _everywhere() -> list[Patch]:
 def _latent_attention() -> list[Patch]:
     """What multi-latent attention needs without TransformerEngine."""
     core = latent_attention.CORE
-    patches = [
-        Patch(core, latent_attention.core_init, "cannot be told the widths of keys and values", EVERYWHERE)
-    ]
+    patches = [Patch(core, latent_attention.core_init, "cannot be told the widths of keys and values", EVERYWHERE)]
     if not _has_transformer_engine():
         reason = "asks for TransformerEngine's classes where there are none"
         patches.append(Patch("transformer.multi_latent_attention:HAVE_TE", False, reason, EVERYWHERE))
@@ -203,6 +201,7 @@ def _without_cuda() -> list[Patch]:
             "Megatron writes device=torch.cuda.current_device() in a hundred places",
             where,
         ),
+        Patch("parallel_state:get_nccl_options", cuda_calls.do_nothing, "NCCL's options, where there is none", where),
         Patch("torch:Tensor.cuda", cuda_calls.to_device, "moves what was made on the host", where),
         Patch("torch.nn:Module.cuda", cuda_calls.to_device, "moves a model's parameters", where),
         Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),

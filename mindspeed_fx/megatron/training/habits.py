@@ -103,8 +103,8 @@ def refuse(args: Namespace) -> None:
     module = FLEX.get(backend, backend)
     if importlib.util.find_spec(module) is None:
         raise ValueError(
-            f"--moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend {backend} needs {module}, which is not "
-            "installed; alltoall moves the same rows"
+            f"--moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend {backend} needs {module}, which is "
+            "not installed; alltoall moves the same rows"
         )
 
 
