@@ -37,7 +37,7 @@ from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding import parallelized_graph as sharding
-from mindspeed_fx.training import data_parallel, optimizer_in_backward
+from mindspeed_fx.training import data_parallel, gradient_ready, optimizer_in_backward, param_gather
 
 
 def mindspeed(
@@ -75,7 +75,8 @@ class Compilation:
     def __init__(self, options: Options):
         self.options = options
         self.averaged: list = []
-        self.steps: optimizer_in_backward.Steps | None = None
+        self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
+        self.gathers = param_gather.Gathers(())
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
@@ -125,6 +126,10 @@ class Compilation:
                 )
         if self.options.optimizer:
             self.steps = optimizer_in_backward.Steps(gm, inputs)
+        elif gradient_ready.has_listeners(inputs):
+            self.steps = gradient_ready.Announcements(gm, inputs)
+        self.gathers = param_gather.Gathers(inputs)
+        if self.steps is not None:
             gm, inputs = self.steps.gm, self.steps.inputs
         table = None
         if self.options.target == "npu":
@@ -132,7 +137,7 @@ class Compilation:
             table = npu.decompositions()
         if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
-        inductor, name = self.options.codegen == "inductor", identity(self.options)
+        inductor, name = self.options.codegen == "inductor", identity(self.options) + self.gathers.identity
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
         captured_by_hook = _Captured(self, gm, name) if inductor and not plan else None
         if captured_by_hook is None:
@@ -221,6 +226,7 @@ class Compilation:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
         if self.sharding is not None:
             self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
+        self.gathers.mark(joint)
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)
         if self.options.codegen == "inductor":
@@ -266,6 +272,8 @@ class Compilation:
                 self.record.lowered += lower(
                     gm, self.options.target, side, inline_references=inductor, decompositions=table
                 )
+        if side != "backward" and self.gathers:
+            self.gathers.insert(gm)
         self.pipeline.require_named(self.record, side)
         self._snapshot(side, gm)
         recorder.finish(self.record)

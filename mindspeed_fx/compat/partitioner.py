@@ -56,7 +56,12 @@ def allow_writes_between_steps(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written = node.args[0]
         if isinstance(written, fx.Node) and is_input(written):
-            written.meta["saved_tensor_with_no_vc_check"] = True
+            keep_unchecked(written)
+
+
+def keep_unchecked(node: fx.Node) -> None:
+    """Where ``node`` of a joint graph is saved for the backward, save it without autograd's check of versions."""
+    node.meta["saved_tensor_with_no_vc_check"] = True
 
 
 def knapsack(graph: fx.Graph, info: Any, budget: float, solver: str) -> list[fx.Node]:

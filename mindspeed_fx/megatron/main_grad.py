@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mindspeed_fx.cost.operators import Cost, product, size
 from mindspeed_fx.kernels.base import adopt
+from mindspeed_fx.training import gradient_ready
 
 
 @torch.library.custom_op("mindspeed::linear_main_grad", mutates_args=())
-def linear_main_grad(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool) -> Tensor:
+def linear_main_grad(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool, key: int) -> Tensor:
     """x weight^T, whose backward adds the weight's gradient to ``main_grad``.
 
     Args:
@@ -26,6 +27,8 @@ def linear_main_grad(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool) 
         weight: [out, in], of the same type.
         main_grad: [out, in], float of any width.
         dummy: give autograd a gradient of zeros for the weight, without which hooks on it would not run; else none.
+        key: of the weight in :mod:`mindspeed_fx.training.gradient_ready`, which is told when ``main_grad`` has the
+            gradient; -1: nobody is told.
 
     Returns:
         [..., out].
@@ -34,25 +37,26 @@ def linear_main_grad(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool) 
 
 
 @linear_main_grad.register_fake
-def _(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool, key: int) -> Tensor:
     return torch.nn.functional.linear(x, weight)
 
 
 @torch.library.custom_op("mindspeed::add_to_main_grad", mutates_args={"main_grad"})
-def add_to_main_grad(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+def add_to_main_grad(main_grad: Tensor, grad: Tensor, x: Tensor, key: int) -> None:
     """main_grad += grad^T x, multiplied and summed in the type of ``main_grad`` [out, in]; grad [tokens, out], x
-    [tokens, in].
+    [tokens, in]. ``key``: as of :func:`linear_main_grad`.
     """
     main_grad.addmm_(grad.t().to(main_grad.dtype), x.to(main_grad.dtype))
+    gradient_ready.announce(key)
 
 
 @add_to_main_grad.register_fake
-def _(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+def _(main_grad: Tensor, grad: Tensor, x: Tensor, key: int) -> None:
     return None
 
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, main_grad, ctx.dummy = inputs
+    x, weight, main_grad, ctx.dummy, ctx.key = inputs
     ctx.save_for_backward(x, weight)
     # Not saved: autograd would refuse the change that the backward before made to it (tied weights, micro-batches).
     ctx.main_grad = main_grad
@@ -61,9 +65,9 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
     if ctx.needs_input_grad[1]:
-        add_to_main_grad(ctx.main_grad, grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))
+        add_to_main_grad(ctx.main_grad, grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.key)
     zeros = torch.zeros_like(weight) if ctx.dummy and ctx.needs_input_grad[1] else None
-    return grad @ weight if ctx.needs_input_grad[0] else None, zeros, None, None
+    return grad @ weight if ctx.needs_input_grad[0] else None, zeros, None, None, None
 
 
 linear_main_grad.register_autograd(_backward, setup_context=_setup)
@@ -74,12 +78,12 @@ added = adopt(torch.ops.mindspeed.add_to_main_grad.default, add_to_main_grad)
 
 
 @product_of.costs
-def _cost(out: Any, x: Any, weight: Any, main_grad: Any, dummy: bool) -> Cost:
+def _cost(out: Any, x: Any, weight: Any, main_grad: Any, dummy: bool, key: int) -> Cost:
     return product(out, weight.shape[1], x, weight)
 
 
 @added.costs
-def _add_cost(out: Any, main_grad: Any, grad: Any, x: Any) -> Cost:
+def _add_cost(out: Any, main_grad: Any, grad: Any, x: Any, key: int) -> Cost:
     """The buffer is read and written; the product is done in its type."""
     flops = 2 * main_grad.numel * grad.shape[0]
     return Cost(flops, flops, 0, size(main_grad, grad, x), main_grad.bytes, main_grad.dtype)
@@ -98,6 +102,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             "gradient_accumulation_fusion is True and a weight has no main_grad; wrap the model in "
             "DistributedDataParallel or give every weight one"
         )
-    # Megatron's DistributedDataParallel waits for a gradient in a hook; zeros are added without harm.
-    out = linear_main_grad(x, weight, weight.main_grad, hasattr(weight, "grad_added_to_main_grad"))
+    key = gradient_ready.key_of(weight)
+    # Megatron's DistributedDataParallel waits for a gradient in a hook, if it is not told; zeros do no harm.
+    dummy = key < 0 and hasattr(weight, "grad_added_to_main_grad")
+    out = linear_main_grad(x, weight, weight.main_grad, dummy, key)
     return out if bias is None else out + bias

@@ -18,7 +18,7 @@ from mindspeed_fx.megatron.main_grad import added, product_of
 npu, OP = torch.ops.npu, "npu_grouped_matmul_add_"
 
 
-def _supports(main_grad: Tensor, grad: Tensor, x: Tensor) -> str | None:
+def _supports(main_grad: Tensor, grad: Tensor, x: Tensor, key: int) -> str | None:
     return first(
         check_types((torch.float32,), main_grad=main_grad),
         check_types((torch.float16, torch.bfloat16), grad=grad),
@@ -29,28 +29,35 @@ def _supports(main_grad: Tensor, grad: Tensor, x: Tensor) -> str | None:
 
 
 @lowering(added, OP, _supports, (OP,))
-def _add(main_grad, grad, x):
+def _add(main_grad, grad, x, key):
     ends = torch.full((1,), grad.shape[0], dtype=torch.int64, device=grad.device)
     parts = -(-hint(grad.shape[1]) // INNER)
     for into, rows in zip(main_grad.chunk(parts), grad.chunk(parts, 1)) if parts > 1 else [(main_grad, grad)]:
         npu.npu_grouped_matmul_add_(into.unsqueeze(0), rows, x, ends)
+    _announce(main_grad, key)
 
 
 @lowering(
     added,
     "aten addmm_",
-    lambda main_grad, grad, x: first(
+    lambda main_grad, grad, x, key: first(
         check_types(FLOATS, main_grad=main_grad), check_types((main_grad.dtype,), grad=grad, x=x)
     ),
 )
-def _addmm(main_grad, grad, x):
+def _addmm(main_grad, grad, x, key):
     main_grad.addmm_(grad.t(), x)
+    _announce(main_grad, key)
+
+
+def _announce(main_grad: Tensor, key: int) -> None:
+    if key >= 0:
+        torch.ops.mindspeed.announce_gradient(main_grad, key)
 
 
 @lowering(
     product_of,
     "aten linear",
-    lambda x, weight, main_grad, dummy: first(check_types(x=x), check_types((x.dtype,), weight=weight)),
+    lambda x, weight, main_grad, dummy, key: first(check_types(x=x), check_types((x.dtype,), weight=weight)),
 )
-def _linear(x, weight, main_grad, dummy):
+def _linear(x, weight, main_grad, dummy, key):
     return torch.mm(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], weight.shape[0])

@@ -34,12 +34,14 @@ class Patch:
         where: ``IN_GRAPH``: only while torch.compile traces, so eager Megatron stays what it was;
             ``WITHOUT_CUDA``: only where torch has no CUDA: a CPU, or an NPU without transfer_to_npu;
             ``WITHOUT_ACCELERATOR``: only on a machine with neither CUDA nor NPU; ``EVERYWHERE``: always.
+        copies: also where ``from x import y`` has copied the name, in any loaded module.
     """
 
     target: str
     replacement: Any
     reason: str
     where: str = IN_GRAPH
+    copies: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class _Change:
     original: Any
     replacement: Any
     inherited: bool = False
+    copies: bool = True
 
 
 _changes: list[_Change] = []
@@ -69,8 +72,8 @@ def apply(patches: list[Patch]) -> None:
         replacement = in_graph(patch.replacement, original) if patch.where == IN_GRAPH else patch.replacement
         inherited = name not in owner.__dict__
         setattr(owner, name, replacement)
-        _changes.append(_Change(owner, name, original, replacement, inherited))
-        if callable(original) and not isinstance(owner, type):
+        _changes.append(_Change(owner, name, original, replacement, inherited, patch.copies))
+        if patch.copies and callable(original) and not isinstance(owner, type):
             swaps[id(original)] = (original, replacement)
         _applied.append(patch)
         _originals[patch.target] = original
@@ -121,7 +124,7 @@ def undo() -> None:
     swaps = {
         id(c.replacement): (c.replacement, c.original)
         for c in _changes
-        if callable(c.original) and not isinstance(c.owner, type)
+        if c.copies and callable(c.original) and not isinstance(c.owner, type)
     }
     while _changes:
         change = _changes.pop()

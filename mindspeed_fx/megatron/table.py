@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     attached_losses,
+    buckets,
     checkpoint,
     collectives,
     cross_entropy,
@@ -25,6 +26,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     main_grad_npu,
     moe,
     norm,
+    optimizer,
     pipeline,
     rng,
     rotary,
@@ -40,6 +42,7 @@ def table() -> list[Patch]:
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
     return (
         _everywhere()
+        + _optimizers()
         + _in_graph()
         + without_cuda
         + (_with_accelerator() if has_accelerator() else _without_accelerator())
@@ -106,6 +109,18 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
         Patch(
+            buckets.BACKWARD_HOOK,
+            buckets.make_backward_post_hook,
+            "the graph of a compiled chunk adds gradients to main_grad and tells the buckets where they are made",
+            EVERYWHERE,
+        ),
+        Patch(
+            buckets.FORWARD_HOOK,
+            buckets.make_forward_pre_hook,
+            "the graph of a compiled chunk waits for gathered parameters where it first uses them",
+            EVERYWHERE,
+        ),
+        Patch(
             cross_entropy.LOSS,
             cross_entropy.vocab_parallel_cross_entropy,
             "plain cross-entropy, which a pass recognises; Megatron's overwrites float32 logits (eager CUDA and NPU "
@@ -129,6 +144,21 @@ def _latent_attention() -> list[Patch]:
         reason = "asks for TransformerEngine's classes where there are none"
         patches.append(Patch("transformer.multi_latent_attention:HAVE_TE", False, reason, EVERYWHERE))
     return patches
+
+
+def _optimizers() -> list[Patch]:
+    """Where Megatron would take torch's Adam."""
+    module = importlib.import_module("megatron.core.optimizer")
+    if not module.USING_PYTORCH_OPTIMIZER:
+        return []
+    reason = "over torch's Adam Megatron's distributed optimizer cannot go on from a checkpoint"
+    return [
+        Patch("optimizer:Adam", optimizer.Adam, reason, EVERYWHERE, copies=False),
+        Patch("optimizer:USING_PYTORCH_OPTIMIZER", False, reason, EVERYWHERE),
+        Patch("optimizer.distrib_optimizer:Adam", optimizer.Adam, reason, EVERYWHERE, copies=False),
+        Patch("optimizer.distrib_optimizer:HAVE_APEX_OR_TE", True, reason, EVERYWHERE),
+        Patch("optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", True, reason, EVERYWHERE),
+    ]
 
 
 def _in_graph() -> list[Patch]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_fx.megatron import logged_losses, patches
+from mindspeed_fx.megatron import buckets, logged_losses, patches
 
 SWITCH = "MINDSPEED_FX_COMPILE"
 
@@ -37,6 +37,8 @@ def compile_chunk(chunk: torch.nn.Module) -> None:
     """Compile the model within Megatron's wrappers (data parallelism, conversion to 16 bits), in place."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    if hasattr(chunk, "param_to_bucket_group"):
+        buckets.listen(chunk)
     module = chunk
     while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
         module = module.module

@@ -1,4 +1,4 @@
-"""Every change to ``megatron.training``, by the module in which it is made, which is when that is imported."""
+"""Every change to ``megatron.training``, by the module it is made in; each is made when the module is imported."""
 
 from __future__ import annotations
 

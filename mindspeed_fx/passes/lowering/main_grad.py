@@ -14,22 +14,27 @@ from mindspeed_fx.compat import auto_functionalized
 from mindspeed_fx.passes.base import Context, PassReport, register
 from mindspeed_fx.passes.overlap.step import write_in_place
 
-NAME, OPERATOR = "lowering.main_grad", "mindspeed.add_to_main_grad.default"
+NAME = "lowering.main_grad"
+ARGUMENTS = {
+    "mindspeed.add_to_main_grad.default": ("grad", "x", "key"),
+    "mindspeed.accumulate_main_grad.default": ("grad", "key"),
+}
+"""Operators that add to a main_grad, and their arguments behind it."""
 
 
 @register(NAME)
 def main_grad(gm: fx.GraphModule, context: Context) -> PassReport:
     """Gradients are added to main_grad in place."""
     report = PassReport(NAME)
-    calls = [n for n in gm.graph.nodes if str(auto_functionalized.mutable_operator(n)) == OPERATOR]
+    calls = [n for n in gm.graph.nodes if str(auto_functionalized.mutable_operator(n)) in ARGUMENTS]
     if not calls:
         return report.note_reason("nothing is added to a main_grad in this graph")
     if context.options.codegen == "inductor":
         return report.note_reason("Inductor lets operators write in place by itself")
-    write_in_place(
-        gm,
-        calls,
-        lambda node, bases: (bases[node.kwargs["_main_grad_base_index"]], node.kwargs["grad"], node.kwargs["x"]),
-        report,
-    )
+    write_in_place(gm, calls, _arguments, report)
     return report
+
+
+def _arguments(node: fx.Node, bases: list[fx.Node]) -> tuple:
+    names = ARGUMENTS[str(auto_functionalized.mutable_operator(node))]
+    return (bases[node.kwargs["_main_grad_base_index"]], *(node.kwargs[name] for name in names))

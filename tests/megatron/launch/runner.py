@@ -67,6 +67,17 @@ def checkout() -> Path:
     return folder
 
 
+@cache
+def adapted(entry: str) -> Path:
+    """The entry script as a user of the adaptor starts it: one line more, the first."""
+    script = checkout() / f"adapted_{entry}"
+    if not script.exists():
+        partial = script.with_suffix(f".{os.getpid()}")
+        partial.write_text("import mindspeed_fx.megatron_adaptor\n" + (checkout() / entry).read_text())
+        partial.rename(script)
+    return script
+
+
 def prepare() -> None:
     """Import in this process what every rank needs, so that forks have it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,9 +87,10 @@ def prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
+    import torch._dynamo.utils  # noqa: F401
+
     import mindspeed_fx.backend  # noqa: F401
     import mindspeed_fx.megatron_adaptor
-    import torch._dynamo.utils  # noqa: F401
 
     mindspeed_fx.megatron_adaptor.apply()
     import gpt_builders  # noqa: F401
@@ -157,7 +169,7 @@ def _run_rank(rank: int, folder: Path, entry: str, args: list[str], setup: Calla
     _record_logs(record)
     if setup is not None:
         setup(rank)
-    sys.argv = [str(checkout() / entry), *args]
+    sys.argv = [str(adapted(entry)), *args]
     code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,78 @@
+"""Adam as Megatron's optimizers want it where there is neither Apex nor TransformerEngine.
+
+Over torch's own Adam they lose a checkpoint: they read the number of steps before a first step has made it, give all
+parameters one tensor that counts steps, which is then raised once for each of them, and miss it in the parameters'
+states. Apex's and TransformerEngine's keep the number in the group, as this one does, so that checkpoints of either
+can be loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam (Kingma and Ba 2015), or AdamW (Loshchilov and Hutter 2019), by torch's fused operators.
+
+    Args:
+        params: parameters or groups of them; the number of steps is the group's ``step``.
+        lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
+        adam_w_mode: decay weights apart from the gradient (AdamW); False adds the decay to the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.update = adamw if adam_w_mode else adam
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+                self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        for p in parameters:
+            state = self.state[p]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        before = torch.full((len(parameters),), float(group["step"] - 1), device=parameters[0].device)
+        beta1, beta2 = group["betas"]
+        self.update(
+            parameters,
+            [p.grad for p in parameters],
+            [self.state[p]["exp_avg"] for p in parameters],
+            [self.state[p]["exp_avg_sq"] for p in parameters],
+            [],
+            list(before.unbind()),
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )

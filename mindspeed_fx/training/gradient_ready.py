@@ -1,0 +1,138 @@
+"""Gradients that are added to a buffer inside the backward graph, where they are made, and announced there.
+
+A parameter with a ``main_grad`` (a float32 buffer, Megatron's word) and a listener (:func:`listen`) is read through a
+function that is the identity forward; backward an operator adds the gradient to the buffer and calls the listener. So
+a collective of the buffer's bucket starts beside the rest of the graph, where hooks on the parameter would be called
+when the whole backward is over. What the listener does is decided when the operator runs: the graph stays the same for
+micro-batches that start no collective. The parameter's ``.grad`` stays None.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from mindspeed_fx.compat import graph_inputs
+from mindspeed_fx.training import data_parallel
+
+KEY = "_mindspeed_fx_gradient_key"
+NOBODY = -1
+ADDS_BY_ITSELF = "mindspeed.linear_main_grad.default"
+"""The linear layer whose backward adds to its weight's ``main_grad`` in the product (megatron/main_grad.py)."""
+_listeners: list[Callable[[], None]] = []
+"""By key."""
+
+
+def listen(parameter: Tensor, listener: Callable[[], None]) -> None:
+    """Call ``listener`` in every backward of a graph that adds a gradient of ``parameter`` to its ``main_grad``."""
+    setattr(parameter, KEY, len(_listeners))
+    _listeners.append(listener)
+
+
+def key_of(parameter: Tensor) -> int:
+    """The key of a parameter; ``NOBODY`` where nobody listens."""
+    return getattr(parameter, KEY, NOBODY)
+
+
+def announce(key: int) -> None:
+    """Call the listener of ``key``; ``NOBODY`` is none."""
+    if key != NOBODY:
+        _listeners[key]()
+
+
+@torch.library.custom_op("mindspeed::announce_gradient", mutates_args={"main_grad"})
+def announce_gradient(main_grad: Tensor, key: int) -> None:
+    """Call the listener of ``key``, after what wrote to ``main_grad`` before."""
+    announce(key)
+
+
+@torch.library.custom_op("mindspeed::accumulate_main_grad", mutates_args={"main_grad"})
+def accumulate_main_grad(main_grad: Tensor, grad: Tensor, key: int) -> None:
+    """main_grad += grad, of the same shape, and the listener of ``key`` is called."""
+    main_grad.add_(grad)
+    announce(key)
+
+
+@announce_gradient.register_fake
+def _(main_grad: Tensor, key: int) -> None:
+    return None
+
+
+@accumulate_main_grad.register_fake
+def _(main_grad: Tensor, grad: Tensor, key: int) -> None:
+    return None
+
+
+def has_listeners(inputs: Sequence[Any]) -> bool:
+    """Whether gradients of any trained parameter among the inputs of a graph are announced."""
+    return any(key_of(inputs[i]) != NOBODY for i in data_parallel.parameters(inputs))
+
+
+class Announcements:
+    """The parameters of one graph whose gradients are announced in its backward, and the inputs that this adds.
+
+    Args:
+        gm: Dynamo's graph.
+        inputs: its inputs.
+
+    Attributes:
+        gm: the graph with an input for each ``main_grad``.
+        inputs: what it is traced with.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.positions = [i for i in data_parallel.parameters(inputs) if key_of(inputs[i]) != NOBODY]
+        self.keys = [key_of(inputs[i]) for i in self.positions]
+        state = self.state([inputs[i] for i in self.positions])
+        self.gm, fakes = graph_inputs.with_inputs(gm, state, "main_grad")
+        self.inputs = [*inputs, *fakes]
+
+    def state(self, parameters: Sequence[Any]) -> list[Tensor]:
+        """The buffers of the gradients."""
+        return [p.main_grad for p in parameters]
+
+    def read(self, gm: fx.GraphModule) -> None:
+        """Read the parameters through :func:`read_announced`, in place; but where a linear layer adds its own."""
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        added = placeholders[len(placeholders) - len(self.positions) :]
+        with gm.graph.inserting_after(placeholders[-1]):
+            for i, main_grad, key in zip(self.positions, added, self.keys, strict=True):
+                users = [n for n in placeholders[i].users if str(n.target) != ADDS_BY_ITSELF]
+                if not users:
+                    continue
+                read = gm.graph.call_function(read_announced, (placeholders[i], main_grad, key))
+                kept = ("val", "example_value", "tensor_meta")
+                read.meta = {k: v for k, v in placeholders[i].meta.items() if k in kept}
+                for user in users:
+                    user.replace_input_with(placeholders[i], read)
+        gm.recompile()
+
+    def wrap(self, compiled: Any) -> Any:
+        """``compiled`` as a function of the graph's own inputs."""
+
+        def run(*args: Any) -> Any:
+            return compiled(*args, *self.state([args[i] for i in self.positions]))
+
+        return run
+
+
+def read_announced(parameter: Tensor, main_grad: Tensor, key: int) -> Tensor:
+    """``parameter``, whose gradient is added to ``main_grad`` and announced when it comes."""
+    return _Announced.apply(parameter, main_grad, key)
+
+
+class _Announced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, main_grad: Tensor, key: int) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.main_grad, ctx.key = main_grad, key  # not saved: autograd would refuse the change
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        if grad is not None:
+            torch.ops.mindspeed.accumulate_main_grad(ctx.main_grad, grad, ctx.key)
+        return None, None, None

@@ -1,0 +1,207 @@
+"""Megatron-LM's pretrain_gpt.py, with one import line more, over gloo: losses and gradient norms of compiled chunks are
+those of Megatron's own eager run, checkpoints resume bitwise, and collectives of buckets run beside the graphs."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.megatron.launch import runner
+
+SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+    --lr-warmup-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --eval-iters 0
+    --eval-interval 100 --log-interval 1 --log-throughput --attention-dropout 0 --hidden-dropout 0
+    --make-vocab-size-divisible-by 1""".split()
+EAGER = {"MINDSPEED_FX_COMPILE": "0"}
+COMPILED = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
+
+
+def train(flags: str, world: int, environ: dict[str, str] = COMPILED, **kwargs: object) -> runner.Run:
+    result = runner.run([*SMALL, *flags.split()], world, environ=environ, **kwargs)
+    assert result.error is None, result.error
+    return result
+
+
+def check_equal(flags: str, world: int, graphs: int, tolerance: float = 1e-5) -> None:
+    """The same losses and gradient norms, and ``graphs`` graphs on every rank."""
+    eager, compiled = train(flags, world, EAGER), train(flags, world)
+    assert compiled.graphs == [graphs] * world, compiled.breaks
+    assert not any(eager.graphs)
+    assert set(compiled.losses) == set(eager.losses) == {1, 2, 3}
+    for iteration, losses in eager.losses.items():
+        assert compiled.losses[iteration] == pytest.approx(losses, rel=tolerance)
+        norm = eager.grad_norms.get(iteration)
+        assert compiled.grad_norms.get(iteration) == (None if norm is None else pytest.approx(norm, rel=tolerance))
+
+
+def test_a_pipeline_of_interleaved_stages():
+    """Chunks with several micro-batches in flight, whose gradients one main_grad takes."""
+    flags = "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+    check_equal(flags, 2, graphs=2)
+
+
+def test_tensor_and_sequence_parallel_with_the_distributed_optimizer_and_overlap():
+    flags = """--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
+        --overlap-param-gather --ddp-bucket-size 20000"""
+    check_equal(flags, 4, graphs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+        "--use-distributed-optimizer --no-gradient-accumulation-fusion",
+        "--overlap-grad-reduce --ddp-bucket-size 20000 --no-gradient-accumulation-fusion",
+        "--optimizer sgd",
+        "--ddp-num-buckets 3 --overlap-grad-reduce --accumulate-allreduce-grads-in-fp32",
+        "--init-model-with-meta-device",
+        "--normalization LayerNorm --use-distributed-optimizer",
+    ],
+)
+def test_settings_in_float32(flags):
+    check_equal(flags, 2, graphs=1)
+
+
+@pytest.mark.parametrize("dtype", ["--bf16", pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.slow)])
+def test_sixteen_bits_with_float32_main_weights(dtype):
+    """Within twice the eager run's own distance from float32."""
+    flags = "--use-distributed-optimizer"
+    exact = train(flags, 1, EAGER)
+    eager, compiled = (train(f"{flags} {dtype}", 1, environ) for environ in (EAGER, COMPILED))
+    for iteration in exact.losses:
+        loss = exact.losses[iteration]["lm loss"]
+        own = abs(eager.losses[iteration]["lm loss"] - loss)
+        assert abs(compiled.losses[iteration]["lm loss"] - loss) <= 2 * own + 1e-5 * loss
+
+
+def record_collectives(rank: int) -> None:
+    """Prints when a bucket's collective starts, when a backward begins and ends, and what a forward waits for."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+    from megatron.core.pipeline_parallel import schedules
+
+    start, finish, backward = Group.start_grad_sync, Group.finish_param_sync, schedules.backward_step
+
+    def started(self, *args, **kwargs):
+        print("event: reduce", flush=True)
+        return start(self, *args, **kwargs)
+
+    def finished(self, *args, **kwargs):
+        print(f"event: {'wait' if self.param_gather_handle is not None else 'gather'}", flush=True)
+        return finish(self, *args, **kwargs)
+
+    def stepped(*args, **kwargs):
+        print("event: begin", flush=True)
+        result = backward(*args, **kwargs)
+        print("event: end", flush=True)
+        return result
+
+    Group.start_grad_sync, Group.finish_param_sync, schedules.backward_step = started, finished, stepped
+
+
+def events(run: runner.Run) -> list[str]:
+    return [line.removeprefix("event: ") for line in run.output[0].splitlines() if line.startswith("event: ")]
+
+
+def test_collectives_of_buckets_start_inside_the_compiled_graphs():
+    """All but the first step (whose gradients Megatron counts): every bucket is reduced before the last micro-batch's
+    backward ends, and gathers of parameters are under way when the forward first needs them."""
+    flags = """--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000
+        --global-batch-size 8 --train-iters 2"""
+    run = train(flags, 2, setup=record_collectives)
+    assert run.graphs == [1, 1]
+    names = events(run)
+    last = names[names.index("end", names.index("reduce")) :] if "reduce" in names else []
+    step = last[: last.index("end") + 1] + last[last.index("end") + 1 :]
+    final = step[len(step) - 1 - step[::-1].index("begin") :]
+    buckets = names.count("reduce") // 2
+    assert buckets >= 3
+    assert final[0] == "begin" and final[-1] == "end" and final.count("reduce") == buckets
+    assert names.count("gather") >= 1  # the first bucket's, by the forward that needs it
+    assert names.count("wait") >= buckets - 1  # the others were under way
+
+
+@pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_run_resumes_bitwise_from_a_checkpoint(tmp_path, form):
+    flags = f"""--bf16 --use-distributed-optimizer --ckpt-format {form} --lr-decay-iters 4 --train-iters 4
+        --global-batch-size 4"""
+    whole = train(f"{flags} --save {tmp_path} --save-interval 2", 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.rmtree(tmp_path / "iter_0000004")
+    rest = train(f"{flags} --load {tmp_path}", 2)
+    assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
+    assert rest.grad_norms == {k: whole.grad_norms[k] for k in (3, 4)}
+
+
+@pytest.mark.slow
+def test_other_parallel_sizes_go_on_from_a_checkpoint(tmp_path):
+    flags = "--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --num-layers 4"
+    whole = train(f"{flags} --save {tmp_path} --save-interval 2 --tensor-model-parallel-size 2", 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    for sizes, world in (("--pipeline-model-parallel-size 2", 2), ("", 2), ("--tensor-model-parallel-size 2", 4)):
+        rest = train(f"{flags} --load {tmp_path} {sizes} --no-load-rng", world)
+        for k in (3, 4):
+            assert rest.losses[k]["lm loss"] == pytest.approx(whole.losses[k]["lm loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["save", "step"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_costs_nothing_before_the_last_whole_checkpoint(tmp_path, when, victim):
+    flags = (
+        f"--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --global-batch-size 4"
+    )
+    whole = train(flags, 2)
+
+    def kill(rank: int) -> None:
+        import os
+        import signal
+
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.training import training
+
+        if rank != victim:
+            return
+        calls = []
+        if when == "save":
+            write = filesystem_async.FileSystemWriterAsync.prepare_write_data
+
+            def second(*args, **kwargs):
+                calls.append(1)
+                if len(calls) == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return write(*args, **kwargs)
+
+            filesystem_async.FileSystemWriterAsync.prepare_write_data = second
+        else:
+            step = training.train_step
+
+            def fourth(*args, **kwargs):
+                calls.append(1)
+                if len(calls) == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return step(*args, **kwargs)
+
+            training.train_step = fourth
+
+    save = f"{flags} --save {tmp_path} --save-interval 2"
+    broken = runner.run([*SMALL, *save.split()], 2, environ=COMPILED, setup=kill, seconds=120)
+    assert broken.error is not None
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    rest = train(f"{flags} --load {tmp_path}", 2)
+    assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
+
+
+def test_chunks_stay_eager_on_request_and_another_word_is_refused(monkeypatch):
+    from mindspeed_fx.megatron.training import compile_chunks
+
+    monkeypatch.setenv(compile_chunks.SWITCH, "0")
+    assert not compile_chunks.wants_compile()
+    monkeypatch.setenv(compile_chunks.SWITCH, "yes")
+    with pytest.raises(ValueError, match="MINDSPEED_FX_COMPILE='yes': expected 0 or 1"):
+        compile_chunks.wants_compile()
