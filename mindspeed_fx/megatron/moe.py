@@ -113,7 +113,7 @@ def to_host(self: Any, point: str, tokens_per_expert: Tensor | None = None) -> T
 
 @torch.library.custom_op("mindspeed::sinkhorn", mutates_args=())
 def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
-    """Megatron's ``sinkhorn`` of router logits [tokens, experts], which ends when it has converged; without gradient."""
+    """Megatron's ``sinkhorn`` of router logits [tokens, experts], which ends when it has converged: no gradient."""
     return patches.original(SINKHORN)(cost, tol)
 
 
