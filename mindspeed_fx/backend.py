@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx._version import __version__
-from mindspeed_fx.capture import capture, explain_unread, isolate, writes_both_ways
+from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, writes_both_ways
 from mindspeed_fx.compat import bisector, distributed, fx_graph, npu
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
@@ -214,6 +214,11 @@ class Compilation:
             if planned:
                 raise
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            asked = "strict" if self.options.strict else 'check="each"' if self.options.check == "each" else None
+            if asked and not isinstance(error, CaptureError):  # which says what a graph does that is not captured
+                raise CaptureError(
+                    f"{asked}: the graph cannot be traced as operators on plain tensors ({why})"
+                ) from error
             return None, f"the graph cannot be traced as operators on plain tensors, and is not captured ({why})"
 
     def average(self, gm: fx.GraphModule) -> None:

@@ -1,4 +1,4 @@
-"""The ``mindspeed-fx`` command: ``explain``, ``plan``, ``cross``, ``doctor``, ``passes``, ``toolchain``."""
+"""The ``mindspeed-fx`` command: ``explain``, ``plan``, ``flags``, ``cross``, ``doctor``, ``passes``, ``toolchain``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
             "cross": _cross,
             "explain": _explain,
             "doctor": _doctor,
+            "flags": _flags,
             "passes": _passes,
             "plan": _plan,
             "toolchain": _toolchain,
@@ -35,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_explain, _add_doctor, _add_passes, _add_cross, _add_plan, _add_toolchain):
+    for add in (_add_explain, _add_doctor, _add_passes, _add_flags, _add_cross, _add_plan, _add_toolchain):
         add(commands)
     return parser
 
@@ -75,6 +76,19 @@ def _add_doctor(commands: Any) -> None:
 def _add_passes(commands: Any) -> None:
     """``passes`` takes none."""
     commands.add_parser("passes", help="the registered passes")
+
+
+def _add_flags(commands: Any) -> None:
+    """The arguments of ``flags``."""
+    flags = commands.add_parser(
+        "flags",
+        help="what becomes of each flag of a MindSpeed or MindSpeed-LLM run, before it; without arguments the whole "
+        "table",
+        usage="mindspeed-fx flags [--file ARGS.json] [--page] [--json] [-- script arguments]",
+    )
+    flags.add_argument("--file", metavar="ARGS.json", help="a JSON list of the script's arguments")
+    flags.add_argument("--page", action="store_true", help="print the table as docs/mindspeed_flags.md has it")
+    flags.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def _add_cross(commands: Any) -> None:
@@ -280,6 +294,33 @@ def _passes(arg: argparse.Namespace) -> int:
             f"{ROWS[p.name].why if p.name in ROWS else p.description}"
         )
     return 0
+
+
+def _flags(arg: argparse.Namespace) -> int:
+    from mindspeed_fx.megatron.flags import account, explain, page
+
+    words = [*_words_of_file(arg.file), *arg.args]
+    if not words:
+        print(page.page() if arg.page else page.text(), end="" if arg.page else "\n")
+        return 0
+    accounts = explain(words)
+    if arg.json:
+        print(json.dumps(account.as_dicts(accounts), indent=1))
+    else:
+        for line in accounts:
+            print(f"{'refused' if line.is_refused else line.state:<10} {line.flag}: {line.text}")
+    return 1 if any(a.is_refused for a in accounts) else 0
+
+
+def _words_of_file(path: str | None) -> list[str]:
+    """The words that a JSON file lists."""
+    if path is None:
+        return []
+    with open(path) as file:
+        words = json.load(file)
+    if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
+        raise ValueError(f'{path} is no JSON list of words, as in ["--num-layers", "4"]')
+    return words
 
 
 def _cross(arg: argparse.Namespace) -> int:

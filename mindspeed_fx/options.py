@@ -61,15 +61,15 @@ class Options:
     (0, 1]: of the way from the least modelled peak to that of the plan without a budget. None: keep what pays."""
 
     recompute: str | Mapping[str, str] | None = None
-    """Who decides what the backward makes again: "none", "selective", "full", "block:N", "activation_function", "norm",
+    """Who decides what the backward recomputes: "none", "selective", "full", "block:N", "activation_function", "norm",
     several of the single operators' joined ("norm+activation_function") or "auto" (the planner; the default, but for a
     model whose plan names one). Or a mapping of module globs to "recompute", "save" or, with ``offload``, "offload", as
     in {"layers.*.mlp.act": "recompute"}, where the key "policy" may name who decides the rest; of several globs that
     match the last one counts. See docs/memory.md."""
 
     offload: bool = False
-    """With a ``memory_budget``: saved activations may also wait in host memory, copied beside the compute, where the
-    link hides that and making them again would take longer."""
+    """With a ``memory_budget``: saved activations may also wait in host memory, copied while the device computes,
+    where the link hides that and recomputing them would take longer."""
 
     certify: bool = False
     """With a ``memory_budget``: integer programs (HiGHS; needs scipy) improve the plan of a small graph and prove how
@@ -81,7 +81,7 @@ class Options:
     """
 
     host_bandwidth: int | str | None = None
-    """With ``offload``: bytes per second ("50GB", or a number) between device and host, each way; None: the
+    """With ``offload``: bytes per second ("50GB", or a number) between device and host, in each direction; None: the
     hardware's.
     """
 
@@ -107,11 +107,13 @@ class Options:
     """Directory for per-pass before/after files, an index and an HTML report. Turns compile caches off."""
 
     check: str = "off"
-    """"each" runs every pass's graph before and after on real values and compares. Turns compile caches off."""
+    """"each" runs every pass's graph before and after on real values and compares; a graph whose tracing fails is an
+    error, as under ``strict``. Turns compile caches off."""
 
     strict: bool = False
     """A pass named in ``enable`` that rewrote nothing in a graph is an error that carries its reasons. Each graph of a
-    model with graph breaks is judged by itself."""
+    model with graph breaks is judged by itself. A graph whose tracing fails for a reason that is not known is an error,
+    where it would otherwise run as Dynamo made it, with the reason in the report."""
 
     npugraph_ex: Mapping[str, Any] = field(default_factory=dict)
     """Options of torch_npu's npugraph_ex for codegen "npugraph_ex", for example {"clone_input": False}."""

@@ -61,3 +61,35 @@ def ranks():
     yield start
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+READERS = os.path.join("passes", "fusion", "analysis", "")
+
+
+@pytest.fixture(autouse=True)
+def readers_do_not_write(request, monkeypatch):
+    """Where graphs are fused, no graph is edited while a reader of passes/fusion/analysis runs."""
+    if not request.node.nodeid.startswith(("tests/passes/fusion", "tests/zoo")):
+        yield
+        return
+    edits = []
+
+    def watched(owner, name):
+        edit = getattr(owner, name)
+
+        def run(*args, **kwargs):
+            frame = sys._getframe(1)
+            while frame is not None and READERS not in frame.f_code.co_filename:
+                frame = frame.f_back
+            if frame is not None:
+                edits.append(f"{frame.f_code.co_filename}: {frame.f_code.co_name} calls {name}")
+            return edit(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    watched(torch.fx.Graph, "create_node")
+    watched(torch.fx.Graph, "erase_node")
+    watched(torch.fx.Node, "replace_all_uses_with")
+    watched(torch.fx.Node, "replace_input_with")
+    yield edits
+    assert not edits, edits

@@ -189,6 +189,25 @@ def test_accumulates_over_repeated_calls():
         torch.testing.assert_close(p.grad, 3 * once[name], rtol=1e-3, atol=1e-6)
 
 
+def test_a_trace_that_fails_is_hidden_from_nobody_who_asks(monkeypatch):
+    """It runs as Dynamo made it, with the reason in the report; under strict and check="each" it is an error."""
+    from mindspeed_fx import backend
+
+    def fail(gm):
+        raise IndexError("a defect of ours")
+
+    monkeypatch.setattr(backend, "capture", fail)
+    x = torch.randn(3)
+    for asked in ({}, {"strict": True}, {"check": "each"}):
+        torch._dynamo.reset()
+        step = torch.compile(torch.sin, backend="mindspeed", options={"codegen": "eager", **asked})
+        if not asked:
+            assert torch.equal(step(x), x.sin())
+            continue
+        with pytest.raises(Exception, match=r"the graph cannot be traced .*\(IndexError: a defect of ours\)"):
+            step(x)
+
+
 def test_strict_names_the_reason():
     from mindspeed_fx.passes import PassError
 
@@ -222,14 +241,6 @@ def test_the_string_works_without_an_import():
         assert f(torch.ones(2)).tolist() == [2, 2] and "mindspeed" in torch._dynamo.list_backends()
     """)
     assert done.returncode == 0, done.stderr
-
-
-def test_import_is_cheap():
-    done = run_python("""
-        import time, torch
-        start = time.perf_counter(); import mindspeed_fx; print(time.perf_counter() - start)
-    """)
-    assert float(done.stdout) < 0.05
 
 
 REPLACE = """

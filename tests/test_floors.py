@@ -113,11 +113,17 @@ def test_readers_import_no_pass():
     assert not {(a, b) for a, targets in readers.items() for b in targets if b in passes or ".emit" in b}
 
 
+WRITES = (
+    r"import .*rewrite|rewrite\.|\bbuild\(|erase_node|replace_all_uses_with|replace_input_with|call_function\("
+    r"|inserting_|\.meta\[.*\] = "
+)
+
+
 def test_readers_do_not_write():
-    """A reader that writes before it knows that it matches is listed here; the list may only get shorter."""
+    """passes/fusion/analysis edits no graph: a call that it needs is a NewCall, which an emitter builds; that no graph
+    changes under them is looked at in tests/passes/fusion and tests/zoo (``readers_do_not_write``)."""
     folder = ROOT / "passes" / "fusion" / "analysis"
-    writers = {p.stem for p in folder.glob("*.py") if re.search(r"rewrite\.(insert|substitute)\(", p.read_text())}
-    assert writers == {"attention_scores", "kv_heads", "nll", "one_hot"}
+    assert not {p.stem: m.group() for p in folder.glob("*.py") if (m := re.search(WRITES, p.read_text()))}
 
 
 def test_files_and_functions_can_be_read_in_one_sitting():

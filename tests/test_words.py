@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,52 @@ def test_words_of_before_are_gone(folder):
         if name in GONE
     ]
     assert not remaining, remaining
+
+
+DIALECT = {
+    r"(made|makes?|making) (\w+ )?again": "recompute",
+    r"travels?|travelling": "sent by all-to-all",
+    r"frugal|tidy|rivals?|beside|tapes?|lanes?|listing": "the field's word",
+    r"ways?\b(?! (to|of|in|around|from))": "strategy",
+    r"origin|likelihood": "gather layout, nll",
+}
+"""What no text says that a user reads -> what it says instead."""
+
+
+def user_texts() -> list[tuple[str, str]]:
+    """(where, text) of what users read: options, passes and the reasons of their order, the command line, the table of
+    options.
+    """
+    from mindspeed_fx.passes import base, manager
+
+    texts = [(row.name, row.why) for row in manager.PASSES]
+    texts += [(p.name, p.description) for p in base.registered() if p.name in manager.ROWS]
+    fields = next(
+        n
+        for n in ast.parse((ROOT / "options.py").read_text()).body
+        if isinstance(n, ast.ClassDef) and n.name == "Options"
+    ).body
+    for field, doc in zip(fields, fields[1:]):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+            texts.append((f"option {field.target.id}", doc.value.value))
+    for node in ast.walk(ast.parse((ROOT / "cli.py").read_text())):
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg in ("help", "description")
+            and isinstance(node.value, ast.Constant)
+        ):
+            texts.append((f"cli.py:{node.lineno}", node.value.value))
+    page = ROOT.parent / "docs" / "options.md"
+    return texts + [(page.name, line) for line in page.read_text().splitlines()]
+
+
+def test_what_users_read_has_the_words_of_the_field():
+    texts = user_texts()
+    assert len(texts) > 150 and any(where == "option recompute" for where, _ in texts)
+    wrong = [
+        f"{where}: {m.group()} (say {word}): {text}"
+        for where, text in texts
+        for pattern, word in DIALECT.items()
+        if (m := re.search(rf"\b({pattern})\b", text))
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -6,11 +6,11 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.capture.normalize import normalize
-from mindspeed_fx.capture.trace import trace
+from mindspeed_fx.capture.trace import CaptureError, trace
 from mindspeed_fx.capture.transforms import isolate, writes_both_ways
 from mindspeed_fx.compat import fx_graph, tracing
 
-__all__ = ["capture", "explain_unread", "isolate", "writes_both_ways"]
+__all__ = ["CaptureError", "capture", "explain_unread", "isolate", "writes_both_ways"]
 
 
 def capture(gm: fx.GraphModule) -> fx.GraphModule:

@@ -301,6 +301,12 @@ def on_each_rank(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) 
         return LocalTensor({rank: function(*own(rank)) for rank in mode.ranks})
 
 
+def random_state(device: str) -> torch.Tensor:
+    """The state of the generator that draws on ``device`` ("cpu", "cuda"), as bytes."""
+    with tracing.outside_tracing():
+        return torch.get_rng_state() if device == "cpu" else torch.get_device_module(device).get_rng_state()
+
+
 def reconcile(x: torch.Tensor) -> torch.Tensor:
     """``x``; under LocalTensorMode the tensor that all ranks hold alike."""
     return x.reconcile() if hasattr(x, "reconcile") else x

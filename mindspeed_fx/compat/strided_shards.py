@@ -77,7 +77,7 @@ def price_strided_shards_plainly() -> None:
 def redistribute_strided_shards_in_order() -> None:
     """Where two mesh dimensions divide one tensor dimension and one of them is a strided shard, DTensor (2.13) gathers
     one of the two with the size of the whole: rows come in another order, and memory behind them is read. From here on
-    parts are undone from the innermost mesh dimension outwards and made again inwards, each with the size that it is a
+    parts are undone from the innermost mesh dimension outwards and recomputed inwards, each with the size that it is a
     part of (:func:`_steps_in_order`); redistributions without strided shards stay."""
     from torch.distributed.tensor import _redistribute
 
@@ -110,7 +110,7 @@ def _steps_in_order(
     changed = {i for i, (p, q) in enumerate(zip(source, target)) if p != q}
     for i in range(
         mesh.ndim
-    ):  # what an inner mesh dimension divides is undone before an outer one changes, and made again
+    ):  # what an inner mesh dimension divides is undone before an outer one changes, and recomputed
         inside = {p.dim for j in changed if j < i for p in (source[j], target[j]) if is_divided(p)}
         if any(is_divided(p) and p.dim in inside for p in (source[i], target[i])):
             changed.add(i)

@@ -4,7 +4,7 @@
     play(one_f_one_b(4, 8), parts).bubble       # the share of the step in which a rank has nothing to do
     play(zero_bubble(4, 8, recompute=True), parts).bubble
 
-An action is (kind, microbatch); kinds: "F" forward, "R" what the backward makes again, "I" gradients of a stage's
+An action is (kind, microbatch); kinds: "F" forward, "R" what the backward recomputes, "I" gradients of a stage's
 inputs, "W" of its weights, "B" = R, I and W in one piece. One stage per rank, in order; a message takes ``send``
 seconds and keeps nobody busy. Sources: 1F1B, Narayanan et al. 2019 (PipeDream-Flush); zero bubble (ZB-H1), Qi et al.
 2023, arXiv 2401.10241; recomputation ahead of the gradient, MindSpeed's ripipe.
@@ -118,7 +118,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def recompute_ahead(ranks: int, microbatches: int) -> list[list[Action]]:
-    """1F1B where what a backward makes again is made before its gradient arrives; inputs and weights in one piece."""
+    """1F1B where what a backward recomputes is made before its gradient arrives; inputs and weights in one piece."""
     orders = []
     for order in one_f_one_b(ranks, microbatches):
         orders.append(
@@ -133,7 +133,7 @@ def zero_bubble(ranks: int, microbatches: int, recompute: bool = False) -> list[
     On no rank do more microbatches wait at once than on the first rank of 1F1B.
 
     Args:
-        recompute: something is made again, which is done before the gradient arrives.
+        recompute: something is recomputed, which is done before the gradient arrives.
     """
     orders = []
     for r in range(ranks):

@@ -14,10 +14,14 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fake, symbols, tracing
 from mindspeed_fx.graph.annotate import written_nodes
+from mindspeed_fx.graph.new_call import NewCall
 from mindspeed_fx.graph.op_sets import RESHAPES
 from mindspeed_fx.graph.schema import argument
 
 aten = torch.ops.aten
+
+NODES = (fx.Node, NewCall)
+"""What can be read as a node: those of the graph, and calls that readers ask for."""
 
 END = 9223372036854775807  # how ATen spells "to the end" of a slice
 
@@ -31,9 +35,6 @@ MUL = (aten.mul.Tensor, aten.mul.Scalar)
 DIV = (aten.div.Tensor, aten.div.Scalar)
 
 
-VIEWS = RESHAPES
-
-
 class Pieces(NamedTuple):
     """A part of ``source`` along one dimension; ``step`` 2 for every other element."""
 
@@ -45,7 +46,7 @@ class Pieces(NamedTuple):
 
 
 def is_call(n: Any, *targets: Any) -> bool:
-    return isinstance(n, fx.Node) and n.op == "call_function" and n.target in targets
+    return isinstance(n, NODES) and n.op == "call_function" and n.target in targets
 
 
 def value(n: fx.Node) -> Any:
@@ -58,7 +59,7 @@ def rank(n: fx.Node) -> int:
 
 
 def is_float(n: Any) -> bool:
-    return isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor) and value(n).is_floating_point()
+    return isinstance(n, NODES) and isinstance(n.meta.get("val"), torch.Tensor) and value(n).is_floating_point()
 
 
 def uncast(n: Any) -> Any:
@@ -195,7 +196,7 @@ def root(n: Any) -> fx.Node | None:
 
 def uncolumn(n: Any) -> Any:
     """``n`` without a last dimension of one that was added to it."""
-    if is_call(n, *VIEWS):
+    if is_call(n, *RESHAPES):
         shape, before = list(value(n).shape), list(value(n.args[0]).shape)
         return (
             n.args[0]
@@ -259,7 +260,7 @@ def row_number(n: Any) -> fx.Node | None:
     """index [rows] when ``n`` [rows, width] has it in every column."""
     column = n.args[0] if is_call(n, aten.expand.default, aten.repeat.default) else n
     if (
-        not is_call(column, aten.unsqueeze.default, *VIEWS)
+        not is_call(column, aten.unsqueeze.default, *RESHAPES)
         or value(column).dim() != 2
         or value(column).shape[1] != 1
         or value(column.args[0]).dim() != 1
@@ -274,7 +275,7 @@ def same(a: Any, b: Any, depth: int = 8) -> bool:
         return True
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(same(x, y, depth) for x, y in zip(a, b))
-    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+    if not (isinstance(a, NODES) and isinstance(b, NODES)):
         return type(a) is type(b) and a == b
     x, y = literal(a), literal(b)
     if x is not None and y is not None:

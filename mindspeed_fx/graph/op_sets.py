@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph import memoize
+from mindspeed_fx.graph.schema import argument
 
 aten = torch.ops.aten
 
@@ -147,6 +148,14 @@ def is_cast(target: Any) -> bool:
 def is_random(target: Any) -> bool:
     """Whether the operator draws random numbers, as it says itself."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers: not dropout that is off, as a flag or a probability of zero says."""
+    if not is_random(node.target):
+        return False
+    off = any(argument(node, flag, True) is False for flag in ("train", "training"))
+    return not off and argument(node, "dropout_p", 1.0) != 0 and argument(node, "p", 1.0) != 0
 
 
 def name(target: Any) -> str:

@@ -12,6 +12,7 @@ from mindspeed_fx.graph.annotate import annotate
 from mindspeed_fx.graph.edit import drop_dead, release
 from mindspeed_fx.graph.layout import layout_is_free
 from mindspeed_fx.graph.match import hint, value
+from mindspeed_fx.graph.new_call import NewCall, call_meta
 
 aten = torch.ops.aten
 
@@ -22,17 +23,18 @@ def insert(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, kwargs
     args = torch.utils._pytree.tree_map_only(torch.SymInt, lambda size: _size_node(gm, before, size), args)
     with gm.graph.inserting_before(before):
         new = gm.graph.call_function(target, args, kwargs)
-    origin = ("nn_module_stack", "stack_trace", "source_fn_stack", "grad_enabled", "custom")
-    new.meta = {k: before.meta[k] for k in origin if k in before.meta}
-    with fake.fake_like(before.meta.get("val")), torch.no_grad():
-        new.meta["val"] = target(
-            *fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"])
-        )
-    new.meta["mutated"] = False
-    new.meta["needs_grad"] = new.meta.get("grad_enabled", True) and any(
-        a.meta.get("needs_grad") for a in new.all_input_nodes
-    )
+    new.meta = call_meta(before, target, new.args, new.kwargs)
     return new
+
+
+def build(x: Any) -> Any:
+    """``x``, or the node of the call that a reader asked for, inserted with what it reads."""
+    if not isinstance(x, NewCall):
+        return x
+    if x.node is None:
+        args, kwargs = torch.utils._pytree.tree_map_only(NewCall, build, (x.args, x.kwargs))
+        x.node = insert(x.graph.owning_module, x.before, x.target, args, kwargs)
+    return x.node
 
 
 def _size_node(gm: fx.GraphModule, before: fx.Node, size: torch.SymInt) -> fx.Node | int:

@@ -23,7 +23,9 @@ def _check(kind: str) -> None:
 
 
 @operator(
-    "activation(Tensor x, str kind) -> Tensor", lambda x, kind: torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    "activation(Tensor x, str kind) -> Tensor",
+    lambda x, kind: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    tags=("activation",),
 )
 def activation(x: Tensor, kind: str) -> Tensor:
     """relu(x)^2 or x * sigmoid(1.702 x).

@@ -35,6 +35,7 @@ def _fake(x, residual, weight, bias, eps):
     "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, "
     "Tensor)",
     _fake,
+    tags=("norm",),
 )
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float

@@ -24,6 +24,7 @@ def _fake(x, residual, weight, eps, cast_first):
 @operator(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, bool cast_first) -> (Tensor, Tensor, Tensor)",
     _fake,
+    tags=("norm",),
 )
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, cast_first: bool

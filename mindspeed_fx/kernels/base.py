@@ -113,6 +113,15 @@ class Operator:
 
 REGISTRY: dict[torch._ops.OpOverload, Operator] = {}
 """Every operator, by overload."""
+TAGS = {
+    "activation": "an activation function or a gate: each row of its result is made of the same rows of its arguments",
+    "norm": "a normalization; a sum that it returns besides is not recomputed",
+    "cheap": "neither, and redone rather than kept where activations and norms are",
+}
+"""What an operator may say of itself, for those who treat all of a kind alike: policies of recompute
+(:mod:`mindspeed_fx.passes.recompute.problem.policies`), the plan search, a mixture of experts divided over ranks."""
+TAGGED: dict[str, set[torch._ops.OpOverload]] = {tag: set() for tag in TAGS}
+"""Tag -> the operators that bear it."""
 ADOPTED: dict[torch._ops.OpOverload, Operator] = {}
 """Operators that a frontend defines for itself, by overload: they have costs and kernels of targets, but no sharding
 rule.
@@ -133,7 +142,11 @@ def adopt(overload: torch._ops.OpOverload, reference: Callable[..., Any]) -> Ope
 
 
 def operator(
-    schema: str, fake: Callable[..., Any], opaque: bool = False, random: bool = False
+    schema: str,
+    fake: Callable[..., Any],
+    opaque: bool = False,
+    random: bool = False,
+    tags: tuple[str, ...] = (),
 ) -> Callable[[Callable], Operator]:
     """Define ``mindspeed::<schema>``; the decorated function is its reference and its implementation on every device.
 
@@ -142,6 +155,7 @@ def operator(
         fake: shapes, dtypes and strides of the results from fake arguments.
         opaque: run the reference as one call, never inline it for code generation.
         random: it draws random numbers, so that nothing may drop, repeat or move it past another that does.
+        tags: names in :data:`TAGS`.
     """
 
     def wrap(reference: Callable) -> Operator:
@@ -153,6 +167,8 @@ def operator(
         torch.library.register_fake(f"mindspeed::{name}", fake, lib=LIBRARY)
         result = Operator(getattr(torch.ops.mindspeed, name).default, reference, opaque)
         REGISTRY[result.overload] = result
+        for tag in tags:
+            TAGGED[tag].add(result.overload)
         return result
 
     return wrap

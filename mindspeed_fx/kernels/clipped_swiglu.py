@@ -21,7 +21,11 @@ def _pair(x: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tens
     return (x[..., ::2], x[..., 1::2]) if up is None and interleaved else swiglu.halves(x, up)
 
 
-@operator(f"clipped_swiglu(Tensor x, Tensor? up, {SETTINGS}) -> Tensor", lambda x, up, *settings: swiglu.fake(x, up))
+@operator(
+    f"clipped_swiglu(Tensor x, Tensor? up, {SETTINGS}) -> Tensor",
+    lambda x, up, *settings: swiglu.fake(x, up),
+    tags=("activation",),
+)
 def clipped_swiglu(
     x: Tensor, up: Tensor | None, alpha: float, limit: float, offset: float, interleaved: bool
 ) -> Tensor:

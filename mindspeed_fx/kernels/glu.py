@@ -47,7 +47,7 @@ def _fake(x, up, activation):
     return swiglu.fake(x, up)
 
 
-@operator("glu(Tensor x, Tensor? up, str activation) -> Tensor", _fake)
+@operator("glu(Tensor x, Tensor? up, str activation) -> Tensor", _fake, tags=("activation",))
 def glu(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """Gated linear unit.
 

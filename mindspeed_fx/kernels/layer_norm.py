@@ -28,7 +28,7 @@ def fake(x, weight, bias, eps):
     return y, *(x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype)) for _ in range(2))
 
 
-@operator(f"layer_norm{SCHEMA}", fake)
+@operator(f"layer_norm{SCHEMA}", fake, tags=("norm",))
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm.
 
@@ -139,7 +139,7 @@ def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[
     return (*(p if p is None else p.to(wide).contiguous() for p in (weight, bias)),)
 
 
-@operator(f"layer_norm_aten{SCHEMA}", fake, opaque=True)
+@operator(f"layer_norm_aten{SCHEMA}", fake, opaque=True, tags=("norm",))
 def layer_norm_aten(x, weight, bias, eps):
     """:func:`layer_norm` by ``aten.native_layer_norm``."""
     return torch.native_layer_norm(x.contiguous(), x.shape[-1:], *_parameters(x, weight, bias), eps)

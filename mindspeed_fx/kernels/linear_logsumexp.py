@@ -81,7 +81,7 @@ def _fake_backward(grad, grad_picked, grad_sums, hidden, weight, bias, target, l
 def linear_logsumexp_backward(grad, grad_picked, grad_sums, hidden, weight, bias, target, lse, softcap, needed):
     """Gradients of hidden, weight and bias, of size 0 where not ``needed``, from those of the three results [tokens]
     (the third empty where it is): of the logits grad * exp(logits - lse) + grad_picked at the target + grad_sums. The
-    logits are made again."""
+    logits are recomputed."""
     wide = lse.dtype
     dhidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needed[0] else hidden.new_empty(0)
     dweight = torch.empty(weight.shape, dtype=wide, device=hidden.device) if needed[1] else hidden.new_empty(0)

@@ -50,6 +50,7 @@ def _fake(x, weight, cos, sin, eps, cast_first, interleaved):
     "qk_norm_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, bool cast_first, bool interleaved) -> "
     "(Tensor, Tensor)",
     _fake,
+    tags=("cheap",),
 )
 def qk_norm_rope(
     x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, cast_first: bool, interleaved: bool

@@ -25,7 +25,7 @@ def _fake(x, weight, eps, cast_first):
     return y, x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
 
 
-@operator("rms_norm(Tensor x, Tensor? weight, float eps, bool cast_first) -> (Tensor, Tensor)", _fake)
+@operator("rms_norm(Tensor x, Tensor? weight, float eps, bool cast_first) -> (Tensor, Tensor)", _fake, tags=("norm",))
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool) -> tuple[Tensor, Tensor]:
     """RMSNorm.
 

@@ -25,7 +25,7 @@ def fake(x, up=None):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@operator("swiglu(Tensor x, Tensor? up=None) -> Tensor", fake)
+@operator("swiglu(Tensor x, Tensor? up=None) -> Tensor", fake, tags=("activation",))
 def swiglu(x: Tensor, up: Tensor | None = None) -> Tensor:
     """SwiGLU.
 

@@ -2,7 +2,7 @@
 probabilities.
 
 Source: Megatron-LM's ``weighted_bias_swiglu_impl``. The backward keeps gate, up and the weights; the product that the
-gradient of the weights needs is made again. Computed in float32 for 16-bit inputs.
+gradient of the weights needs is recomputed. Computed in float32 for 16-bit inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from mindspeed_fx.kernels import swiglu
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 
-@operator("weighted_swiglu(Tensor x, Tensor? up, Tensor weight) -> Tensor", lambda x, up, weight: swiglu.fake(x, up))
+@operator(
+    "weighted_swiglu(Tensor x, Tensor? up, Tensor weight) -> Tensor",
+    lambda x, up, weight: swiglu.fake(x, up),
+    tags=("activation",),
+)
 def weighted_swiglu(x: Tensor, up: Tensor | None, weight: Tensor) -> Tensor:
     """silu(gate) * up * weight.
 

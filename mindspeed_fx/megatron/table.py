@@ -27,13 +27,14 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     moe,
     norm,
     optimizer,
-    pipeline,
+    patches,
     rng,
     rotary,
 )
 from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
+DEALLOCATE = "pipeline_parallel.schedules:deallocate_output_tensor"
 HIDES = "its handwritten backward hides it from the passes"
 
 
@@ -284,13 +285,15 @@ def _without_accelerator() -> list[Patch]:
     result = "a tracker made inside the graph would compile the model twice"
     return [
         *_cuda_calls(),
+        Patch(
+            DEALLOCATE,
+            keep_output_tensor,
+            "frees what a stage sends as soon as the send has begun; gloo, which has no streams, still reads it",
+            where,
+        ),
         Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),
         Patch(f"{moe.DISPATCHER}.cuda_dtoh_stream", object(), "makes a CUDA stream where there is none yet", where),
         Patch(rng.FORK, rng.fork, "forks CUDA's generator", where),
-        *(
-            Patch(sender, pipeline.keep_what_is_sent(sender), "gloo reads what Megatron frees meanwhile", where)
-            for sender in pipeline.SENDERS
-        ),
         Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER", CudaRNGStatesTracker(), result, where),
         Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER_INITIALIZED", True, result, where),
     ]
@@ -308,6 +311,14 @@ def _uncached_forward(rotary_class: str) -> Any:
 def viewless(inp: torch.Tensor, requires_grad: bool, keep_graph: bool) -> torch.Tensor:
     """``make_viewless_tensor``: a copy of a view, whose base nothing holds then."""
     return inp if inp._base is None else inp.clone()
+
+
+def keep_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+    """``deallocate_output_tensor``, but that the memory lives as long as ``out``: until its backward."""
+    memory = None if out is None else out.data
+    patches.original(DEALLOCATE)(out, deallocate_pipeline_outputs)
+    if memory is not None:
+        out.memory_of_sends = memory
 
 
 def current_device() -> torch.device:

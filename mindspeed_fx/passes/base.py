@@ -21,7 +21,7 @@ import inspect
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import torch.fx as fx
 
@@ -167,6 +167,31 @@ def calls(gm: fx.GraphModule, *targets: Any) -> Iterator[fx.Node]:
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in targets and not node._erased:
             yield node
+
+
+class Miss(Exception):
+    """A near miss; the text is the reason. For readers deep in a pattern; :func:`rewrite_each` reports it."""
+
+
+Outcome = Site | Skip | str | None
+"""Of looking at one place: what was rewritten, why not, or None where there is nothing of the kind."""
+
+
+def rewrite_each(
+    report: PassReport, operator: str, nodes: Iterable[fx.Node], rewrite_one: Callable[[fx.Node], Outcome]
+) -> None:
+    """Look at each of ``nodes`` and report the outcome: rewritten, or why not (a reason is said of the node looked
+    at).
+    """
+    for node in nodes:
+        try:
+            outcome = rewrite_one(node)
+        except Miss as miss:
+            outcome = str(miss)
+        if isinstance(outcome, Site):
+            report.rewrites.append(outcome)
+        elif outcome:
+            report.skipped.append(skip(operator, node, outcome) if isinstance(outcome, str) else outcome)
 
 
 def site(operator: str, node: fx.Node, nodes: Any = ()) -> Site:

@@ -70,9 +70,9 @@ PASSES = (
     Entry("canonicalize.varlen_attention",       "captured",    0, CLOSE, "torch's varlen_attn becomes ours"),
     Entry("fusion.dropout_add_seeded",           "captured",    1, CLOSE, "dropout_add with a mask drawn, not stored"),
     Entry("sharding.constraint",                 "captured",    0, EXACT, "the plan's edges, on what fusion made"),
-    Entry("sharding.token_dispatch",             "captured",    0, EXACT, "edges of mixtures whose tokens travel"),
+    Entry("sharding.token_dispatch",             "captured",    0, EXACT, "edges of mixtures by all-to-all"),
     Entry("fusion.linear_cross_entropy_backward", "joint",      1, CLOSE, "needs the backward that autograd made"),
-    Entry("sharding.regather",                   "joint",       0, EXACT, "marks gathers made again, before judgement"),
+    Entry("sharding.regather",                   "joint",       0, EXACT, "marks gathers to recompute, before verify"),
     Entry("sharding.verify",                     "joint",       0, EXACT, "reads the collectives of both directions"),
     Entry("recompute.budget",                    "partition",   0, EXACT, "a memory budget, if one is given"),
     Entry("recompute.pointwise",                 "partition",   2, EXACT, "on cpu, without a budget or a policy"),
@@ -86,8 +86,8 @@ PASSES = (
     Entry("overlap.step",                        "partitioned", 0, EXACT, "in-place optimizer steps, before bucketing"),
     Entry("overlap.symmetric_memory",            "partitioned", 2, CLOSE, "mc2 of torch on cuda"),
     Entry("overlap.decompose",                   "partitioned", 2, CLOSE, "products and collectives in chunks"),
-    Entry("overlap.bucket",                      "partitioned", 2, EXACT, "collectives that go together, after chunks"),
-    Entry("overlap.schedule",                    "partitioned", 2, EXACT, "the order of all that is there now"),
+    Entry("overlap.bucket",                      "partitioned", 2, EXACT, "small collectives joined, after chunks"),
+    Entry("overlap.schedule",                    "partitioned", 2, EXACT, "the order of all that is left"),
     Entry("sharding.recognize",                  "partitioned", 0, EXACT, "reads what is sent in the end"),
 )
 # fmt: on

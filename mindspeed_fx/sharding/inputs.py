@@ -14,21 +14,28 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import time
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
 import torch
+import torch.fx as fx
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from mindspeed_fx.compat import dtensor, tracing
+from mindspeed_fx.compat import distributed, dtensor, tracing
+from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError, placement_of
-from mindspeed_fx.sharding.registry import WHOLE
+from mindspeed_fx.sharding.registry import WHOLE, WHOLE_INPUT, shows_whole
 from mindspeed_fx.sharding.spmd.redistribute import placements_of
 
 COMPARED = 64
 """Arguments that are compared one by one; those behind are compared together."""
+
+ALONE_AFTER = 30.0
+"""Seconds that a rank with new sizes, compiled and ready to compare, waits for the others to begin to compile: as long
+as ranks may come to one step after another, a slow step of a data loader included."""
 
 
 def argument_placements(sharding: Any, name: str, x: torch.Tensor) -> tuple[Placement, ...]:
@@ -37,7 +44,7 @@ def argument_placements(sharding: Any, name: str, x: torch.Tensor) -> tuple[Plac
     return placements_of(placement_of(sharding.plan.inputs, name, "input"), sharding.mesh, x.ndim, where)
 
 
-@torch._dynamo.allow_in_graph
+@shows_whole(WHOLE_INPUT)
 def whole_input(x: torch.Tensor, key: str) -> torch.Tensor:
     """An argument of which every rank passes its part, whole; the backend knows the call by its key.
 
@@ -97,12 +104,26 @@ class InputCheck:
     """``check(inputs of the graph)`` compares the arguments of all ranks, once per set of names, shapes and dtypes.
 
     Every rank comes here in the same step: with sizes that are new to its model. No collective runs in other steps.
+    A rank to which sizes are new while the others go on would wait in its collectives until they time out. So each rank
+    writes to the process group's store when it begins to compile for new sizes, and behind the first step, for which
+    ranks may start minutes apart, looks whether the others did.
     """
 
-    def __init__(self, sharding: Any, arguments: list[Argument], examples: Sequence[Any]):
-        self.sharding, self.arguments = sharding, arguments
+    def __init__(
+        self, sharding: Any, arguments: list[Argument], examples: Sequence[Any], random_call: fx.Node | None = None
+    ):
+        """
+        Args:
+            examples: inputs of the graph.
+            random_call: it draws random numbers; then the generators of all ranks are compared too.
+        """
+        self.sharding, self.arguments, self.random_call = sharding, arguments, random_call
         self.layouts = [(a.name, tuple(examples[a.position].shape), str(examples[a.position].dtype)) for a in arguments]
         self.done = not sharding.check_inputs or not arguments or sharding.mesh.size() == 1
+        store = None if self.done or dtensor.local_tensor_mode() is not None else distributed.default_store()
+        self.store = store
+        if store is not None and tuple(self.layouts) not in sharding.checked:
+            store.set(self._key(distributed.rank()), "compiles")
 
     def __call__(self, inputs: Sequence[Any]) -> None:
         """
@@ -114,27 +135,56 @@ class InputCheck:
         tensors = [inputs[a.position] for a in self.arguments]
         if any(x.is_meta or tracing.is_fake(x) for x in tensors):
             return
-        layouts, values = self._unlike(tensors)
+        self._wait_for_others()
+        layouts, values, generators = self._unlike(tensors)
         if layouts is not None:
             raise ShardingError(self._sizes_differ(layouts))
         if values is not None:
             raise ShardingError(self._values_differ(values))
+        if generators is not None:
+            raise ShardingError(self._generators_differ())
         self.done = True
         self.sharding.checked.add(tuple(self.layouts))
 
-    def _unlike(self, tensors: list[torch.Tensor]) -> tuple[int | None, int | None]:
-        """The first argument with other sizes on some rank; the first with other values where ranks pass the same."""
+    def _key(self, rank: int) -> str:
+        """Of a rank that compiles for its so many-th sizes; models are numbered alike on every rank."""
+        return f"mindspeed_fx/inputs/{self.sharding.number}/{len(self.sharding.checked)}/{rank}"
+
+    def _wait_for_others(self) -> None:
+        """
+        Raises:
+            ShardingError: on this rank, after ``ALONE_AFTER`` seconds, with the ranks to which no sizes are new.
+        """
+        if self.store is None or not self.sharding.checked:
+            return
+        self.store.set(self._key(distributed.rank()), "compares")  # compiled in a step that was refused
+        ranks, end = self.sharding.mesh.mesh.flatten().tolist(), time.monotonic() + ALONE_AFTER
+        while missing := [r for r in ranks if not self.store.check([self._key(r)])]:
+            if time.monotonic() > end:
+                own = ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in self.layouts[:COMPARED])
+                raise ShardingError(
+                    f"rank {distributed.rank()} got arguments of new sizes ({own}) in a step in which no sizes are new "
+                    f'to {_shown_ranks(missing)}: all ranks of plan "{self.sharding.plan.name}" pass tensors of the '
+                    f"same sizes in the same step; waited for {ALONE_AFTER:g} s"
+                )
+            time.sleep(0.01)
+
+    def _unlike(self, tensors: list[torch.Tensor]) -> list[int | None]:
+        """The first argument with other sizes on some rank; the first with other values where ranks pass the same; and
+        0 where the generator of random numbers is another's."""
         mesh: DeviceMesh = self.sharding.mesh
         count = COMPARED + 1
         layout_digests = _fold_digests([_digest(repr(layout).encode()) for layout in self.layouts])
+        state = [] if self.random_call is None else [_digest(_bytes(dtensor.random_state(mesh.device_type)))]
+        generator = _fold_digests(state)
         differ = None
         for dim in range(mesh.ndim):
             alike = [not a.placements[dim].is_shard() for a in self.arguments]
 
             def digests(*parts: torch.Tensor) -> torch.Tensor:
                 values = _fold_digests([_digest(_bytes(x)) if same else 0 for x, same in zip(parts, alike)])
-                both = torch.tensor([layout_digests, values], dtype=torch.int64)
-                return torch.stack([both, -both]).to(mesh.device_type)
+                rows = torch.tensor([layout_digests, values, generator], dtype=torch.int64)
+                return torch.stack([rows, -rows]).to(mesh.device_type)
 
             own = dtensor.on_each_rank(digests, *tensors)
             least = dtensor.all_reduce(own, mesh, [dim], "min")
@@ -142,8 +192,7 @@ class InputCheck:
             differ = unlike if differ is None else differ | unlike
         everywhere = dtensor.all_reduce(differ, mesh, range(mesh.ndim), "max")
         flags = dtensor.reconcile(everywhere).tolist()
-        first = [next((i for i in range(count) if row[i]), None) for row in flags]
-        return first[0], first[1]
+        return [next((i for i in range(count) if row[i]), None) for row in flags]
 
     def _named(self, index: int) -> str:
         if index >= min(COMPARED, len(self.arguments)):
@@ -169,9 +218,21 @@ class InputCheck:
         share = "ranks that share a part (those of tensor parallelism) pass the same"
         return f"{who}, where {plan} does not divide it: {share}"
 
+    def _generators_differ(self) -> str:
+        line = source_line(self.random_call) if self.random_call is not None else ""
+        call = f"{getattr(self.random_call, 'target', None)}" + (f", {line}," if line else "")
+        plan = f'plan "{self.sharding.plan.name}"'
+        same = "every rank draws for the whole and keeps its part; call torch.manual_seed with one seed on every rank"
+        return f"{call} draws random numbers, and the generators of the ranks differ: under {plan} {same}"
+
     def _whole_expected(self) -> str:
         same = f'under plan "{self.sharding.plan.name}" every rank passes the same whole tensor'
         return f'{same}; to pass each rank\'s own part: parallelize(..., inputs="local")'
+
+
+def _shown_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}" + (", ..." if len(ranks) > 8 else "")
 
 
 def _fold_digests(digests: list[int]) -> list[int]:

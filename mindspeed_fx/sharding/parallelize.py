@@ -23,7 +23,7 @@ from mindspeed_fx.sharding import initialize, optimizers
 from mindspeed_fx.sharding.inputs import show_inputs_whole
 from mindspeed_fx.sharding.plan import Plan, ShardingError, check_patterns, placement_of
 from mindspeed_fx.sharding.presets import named_plan
-from mindspeed_fx.sharding.registry import INPUTS, LOCAL, SHARDINGS, WHOLE, Sharding
+from mindspeed_fx.sharding.registry import INPUTS, LOCAL, PARAMETER, SHARDINGS, WHOLE, Sharding, shows_whole
 from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
 
 _numbers = itertools.count()
@@ -126,6 +126,7 @@ def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.
     """
     number = next(_numbers)
     SHARDINGS[number] = sharding
+    sharding.number = number
     if sharding.inputs == LOCAL:
         show_inputs_whole(model, number)
     model.__dict__["_sharding"] = sharding  # keeps it alive as long as the model
@@ -162,7 +163,7 @@ def _showing(cls: type, names: tuple[str, ...]) -> type:
     )
 
 
-@torch._dynamo.allow_in_graph
+@shows_whole(PARAMETER)
 def gather(parameter: torch.Tensor, key: str) -> torch.Tensor:
     """A parameter, whole. ``key`` is "number of the sharding:name"; the backend knows the call by it."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -17,9 +17,12 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fx_graph
 from mindspeed_fx.compat import tracing as tracing_compat
+from mindspeed_fx.graph.annotate import bodies
+from mindspeed_fx.graph.op_sets import draws
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.sharding.constraint import operands
 from mindspeed_fx.sharding.plan import ShardingError, placement_of
+from mindspeed_fx.sharding.registry import SHOWN, WHOLE_INPUT
 
 
 @dataclass(eq=False)
@@ -81,14 +84,11 @@ def take_shown_calls(gm: fx.GraphModule) -> ParallelizedGraph | None:
 
 BETWEEN_GRAPHS = ("received_", "stack")
 """Names of inputs that no caller passes: activations of a pipeline, and what is handed on behind a graph break."""
-SHOWN, WHOLE_INPUT = ("gather", "whole_input"), "whole_input"
-"""What shows parameters whole, and arguments of which a rank passes its part."""
 
 
-def _shown_name(n: fx.Node) -> str | None:
-    """The name of the call by which ``n`` shows its first argument whole; None for other nodes."""
-    name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
-    return name if name in SHOWN and n.target.__module__.rpartition(".")[0] == __package__ else None
+def _shown(n: fx.Node) -> str | None:
+    """What ``n`` shows whole; None for other nodes."""
+    return SHOWN.get(n.target) if n.op == "call_function" else None
 
 
 def check_part(source: fx.Node, name: str) -> None:
@@ -103,9 +103,7 @@ def check_part(source: fx.Node, name: str) -> None:
         raise ShardingError(
             f'argument "{name}" {what}; inputs="local" takes tensors as they come from outside; {way_out}'
         )
-    if other := next(
-        (u for u in source.users if not _shown_name(u) and not tracing_compat.is_higher_order(u.target)), None
-    ):
+    if other := next((u for u in source.users if not _shown(u) and not tracing_compat.is_higher_order(u.target)), None):
         what = f"is read outside of the model too ({other.name})"
         raise ShardingError(f'argument "{name}" {what}, where it is this rank\'s part; with inputs="local" {way_out}')
 
@@ -117,13 +115,13 @@ def _shown_calls(gm: fx.GraphModule) -> Iterator[tuple[str, fx.Node, str, str]]:
     Raises:
         ShardingError: see :func:`check_part`.
     """
-    calls = [n for n in gm.graph.nodes if _shown_name(n)]
+    calls = [n for n in gm.graph.nodes if _shown(n)]
     for n in calls:
-        if _shown_name(n) == WHOLE_INPUT:
+        if _shown(n) == WHOLE_INPUT:
             check_part(n.args[0], n.args[1].partition(":")[2])
     for n in calls:
         _becomes(n.args[0], fx_graph.example_value_of(n))
-        yield _shown_name(n), n.args[0], n.args[1], module_path(n)
+        yield _shown(n), n.args[0], n.args[1], module_path(n)
         n.replace_all_uses_with(n.args[0])
         gm.graph.erase_node(n)
     for n in [n for n in gm.graph.nodes if n.op == "call_function" and tracing_compat.is_higher_order(n.target)]:
@@ -160,7 +158,8 @@ def localize(
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
-    check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs)
+    random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
+    check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
     program = result.program = Program(gm, result.plan, result.sharding.mesh, values)
     local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
 

@@ -79,12 +79,12 @@ class Plan:
     """
     experts: Mapping[str, Any] = field(default_factory=dict)
     """How the tokens of mixtures come to experts that are divided: ``dispatch`` is "all_gather" (the default: every
-    rank gets all tokens) or "all_to_all" (tokens travel, :mod:`mindspeed_fx.sharding.spmd.token_dispatch`);
+    rank gets all tokens) or "all_to_all" (each token is sent, :mod:`mindspeed_fx.sharding.spmd.token_dispatch`);
     ``capacity``, a number from 1 on, fixes how many may go to one rank: so many times the mean; ``parameters``, globs,
     names those of experts: what divides their first dimension computes in parts, also over a mesh dimension over which
     ``gather`` makes others whole."""
     recompute: str | None = None
-    """What the backward makes again, by a word of the option ``recompute`` ("full", "norm+activation_function"),
+    """What the backward recomputes, by a word of the option ``recompute`` ("full", "norm+activation_function"),
     collectives of the forward included; the backend does so unless that option or ``memory_budget`` is given. None: the
     backend's choice."""
     microbatches: int | None = None

@@ -187,7 +187,7 @@ def hybrid(model: nn.Module, other: Plan | None = None, outer: str = "cp_ring", 
 
 
 def ep_alltoall(model: nn.Module, other: Plan | None = None, dim: str = "ep") -> Plan:
-    """As :func:`ep`, with tokens that stay divided and travel to their experts and back
+    """As :func:`ep`, with tokens that stay divided and are sent to their experts and back
     (:mod:`mindspeed_fx.sharding.spmd.token_dispatch`): less is sent where a token chooses fewer experts than there are
     ranks, and no rank has all tokens.
 

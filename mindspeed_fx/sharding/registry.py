@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any, Callable
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_fx.sharding.plan import Plan
@@ -26,6 +28,29 @@ class Sharding:
     """Whether the ranks' arguments are compared."""
     checked: set[tuple] = field(default_factory=set)
     """Names, shapes and dtypes of arguments that were compared."""
+    number: int = -1
+    """That the model's calls carry."""
+
+    def __deepcopy__(self, memo: dict) -> "Sharding":
+        """Itself: a copy of the model (a moving average) carries the same number and is divided alike, also when the
+        model is gone."""
+        return self
 
 
 SHARDINGS: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
+
+PARAMETER, WHOLE_INPUT = "parameter", "whole_input"
+SHOWN: dict[Any, str] = {}
+"""Calls of a captured graph that show their first argument whole -> what that is: a parameter, or an argument of which
+a rank passes its part. Their second argument is the key "number of the sharding:name".
+"""
+
+
+def shows_whole(what: str) -> Callable[[Callable], Callable]:
+    """Decorator: calls of the function are kept in captured graphs, and known there (:data:`SHOWN`)."""
+
+    def wrap(function: Callable) -> Callable:
+        SHOWN[torch._dynamo.allow_in_graph(function)] = what
+        return function
+
+    return wrap

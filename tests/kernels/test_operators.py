@@ -9,7 +9,8 @@ import torch
 
 from mindspeed_fx import kernels
 from mindspeed_fx.compat import cpp, dispatcher
-from mindspeed_fx.kernels import activation, glu
+from mindspeed_fx.kernels import REGISTRY, activation, glu
+from mindspeed_fx.kernels.base import TAGGED, TAGS
 from mindspeed_fx.kernels.cpu import attention_blocked
 from tests.models import double
 
@@ -349,3 +350,18 @@ def test_gemm():
     torch.testing.assert_close(ops.gemm(a, b.t()), a @ b.t(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ops.gemm(a, b.t().contiguous()), a @ b.t(), rtol=1e-5, atol=1e-5)
     assert isinstance(dispatcher.onednn_beats_blas(), bool)
+
+
+def test_operators_say_what_they_are():
+    """Activations, gates and norms are told by their tags; backwards have none."""
+    names = {tag: {str(o).removeprefix("mindspeed.").removesuffix(".default") for o in TAGGED[tag]} for tag in TAGS}
+    assert names["activation"] == {"activation", "swiglu", "clipped_swiglu", "weighted_swiglu", "glu"}
+    assert names["norm"] == {"rms_norm", "add_rms_norm", "layer_norm", "layer_norm_aten", "add_layer_norm"}
+    unsaid = {
+        name
+        for o in REGISTRY
+        if (name := str(o).removeprefix("mindspeed.").removesuffix(".default")) not in set().union(*names.values())
+        and ("norm" in name or "glu" in name)
+        and not name.endswith(("_backward", "_triton"))
+    }
+    assert not unsaid

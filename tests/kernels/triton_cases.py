@@ -278,6 +278,14 @@ CASES = [
 ]
 
 
+def in_turn(case: Case) -> torch.dtype:
+    """The type in which the default run has a case: every type comes in turn; the others are run with the slow
+    tests.
+    """
+    types = list(TOLERANCE)
+    return types[CASES.index(case) % len(types)]
+
+
 def distances(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Result -> largest error against float64, in tolerances of its size; at most 1 when all is well."""
     generator = torch.Generator().manual_seed(0)

@@ -1,9 +1,13 @@
 """What needs triton in a process of its own, because importing it changes how the rest of torch behaves.
 
-    python triton_worker.py interpret    distances of every case and type from float64, on CPU in Triton's interpreter
-    python triton_worker.py lower        a model compiled for "cuda", on CPU in the interpreter: its kernels and its
-    gradients python triton_worker.py compile      every kernel compiled for sm_80 and sm_90: registers, stack and
-    shared memory
+    python triton_worker.py interpret    distances of every case from float64, each in one type, on CPU in Triton's
+                                         interpreter
+    python triton_worker.py interpret_rest  of every case in the other types
+    python triton_worker.py lower CODEGEN   a model compiled for "cuda", on CPU in the interpreter: its kernels and its
+                                            gradients
+    python triton_worker.py compile      every kernel compiled for sm_90, in one size: registers, stack and
+                                         shared memory
+    python triton_worker.py compile_all  in every size, for sm_80 and sm_90
 
 Prints one JSON object on the last line.
 """
@@ -21,7 +25,7 @@ import time
 from typing import Any
 
 MODE = sys.argv[1]
-if MODE != "compile":
+if not MODE.startswith("compile"):
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
@@ -42,44 +46,38 @@ def interpret() -> dict[str, Any]:
     found["without_rows"] = cases.without_rows("cpu")
     found["adamw"] = cases.adamw("cpu")
     found["regions"] = region_cases.distances(F32)
-    return found | {
+    return found | distances(rest=False)
+
+
+def distances(rest: bool = True) -> dict[str, dict]:
+    return {
         f"{case.name}-{dtype}".replace("torch.", ""): cases.distances(case, dtype, "cpu")
         for case in cases.CASES
         for dtype in cases.TOLERANCE
+        if rest != (cases.in_turn(case) is dtype)
     }
 
 
-def lower() -> dict[str, dict]:
-    """codegen -> kernels that were chosen, and the largest error of loss and gradients against eager."""
-    return {
-        codegen: cases.through_the_backend("cpu", {"target": "cuda", "codegen": codegen})
-        for codegen in ("inductor", "eager")
-    }
+def lower() -> dict[str, Any]:
+    """Kernels that were chosen, and the largest error of loss and gradients against eager."""
+    return cases.through_the_backend("cpu", {"target": "cuda", "codegen": sys.argv[2]})
 
 
 # ---------------------------------------------------------------- offline, for real devices
 
 
+class Launchers(dict):
+    """Modules of kernels/triton by name."""
+
+    def __missing__(self, name):
+        self[name] = importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
+        return self[name]
+
+
 def launches() -> list[tuple[str, object, tuple, int, dict]]:
     """(label, kernel, arguments, warps, constants) of the launches that the launchers make for training shapes."""
     found = []
-    run = {
-        name: importlib.import_module(f"mindspeed_fx.kernels.triton.{name}")
-        for name in (
-            "rms_norm",
-            "add_rms_norm",
-            "layer_norm",
-            "add_layer_norm",
-            "rope",
-            "qk_norm_rope",
-            "cross_entropy",
-            "dropout_add_seeded",
-            "glu",
-            "moe_unpermute",
-            "linear_cross_entropy",
-            "adamw",
-        )
-    }
+    run = Launchers()
     new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     with launching(
         lambda kernel, grid, args, num_warps, constants: found.append((label, kernel, args, num_warps, constants))
@@ -155,13 +153,18 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
     return found
 
 
-def compile_offline() -> dict[str, dict]:
-    """ "kernel label sm_NN" -> {seconds, cubin bytes, registers, stack, shared}."""
+def compile_offline(every: bool = False) -> dict[str, dict]:
+    """ "kernel label sm_NN" -> {seconds, cubin bytes, registers, stack, shared}; one size of each kernel, or ``every``
+    one for both architectures.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     found = {}
-    for label, kernel, args, num_warps, constants in launches():
+    todo = launches()
+    if not every:
+        todo = list({kernel.fn: (label, kernel, *rest) for label, kernel, *rest in todo}.values())
+    for label, kernel, args, num_warps, constants in todo:
         # As a launch specializes them: integers equal to one are constants, alignment to 16 is known.
         runtime = dict(zip(kernel.arg_names, args))
         constants = constants | {
@@ -173,7 +176,7 @@ def compile_offline() -> dict[str, dict]:
         source = ASTSource(
             kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes
         )
-        for arch in (80, 90):
+        for arch in (80, 90) if every else (90,):
             start = time.perf_counter()
             made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
             seconds = time.perf_counter() - start
@@ -209,4 +212,11 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"interpret": interpret, "lower": lower, "compile": compile_offline}[MODE]()))
+    modes = {
+        "interpret": interpret,
+        "interpret_rest": distances,
+        "lower": lower,
+        "compile": compile_offline,
+        "compile_all": lambda: compile_offline(every=True),
+    }
+    print(json.dumps(modes[MODE]()))

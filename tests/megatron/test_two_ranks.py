@@ -101,17 +101,22 @@ def losses(rank):
             torch.testing.assert_close(_VocabParallelCrossEntropy.apply(part.clone(), target, 0.0), expected.detach())
 
 
-def sharded_layers(rank):
+def sequence_parallel(rank):
     """Megatron's modules, eager and in a graph, with dropout, over two steps."""
+    sharded_layers([{"tie": True, "sequence_parallel": True}])
+
+
+def plain_and_recomputed(rank):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    sharded_layers([{}, full])
+
+
+def sharded_layers(several):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from tests.megatron.gpt_models import batch, tiny_gpt, train
 
-    for settings in (
-        {},
-        {"tie": True, "sequence_parallel": True},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ):
+    for settings in several:
         torch.manual_seed(0)
         model, inputs = tiny_gpt(tp=2, layers=1, dropout=0.1, **settings), batch()
         results = []
@@ -153,13 +158,14 @@ def experts_over_two_ranks(rank):
             torch.testing.assert_close(grads[name], expected[1][name], rtol=1e-4, atol=1e-6)
 
 
-TENSOR_PARALLEL, EXPERT_PARALLEL = (mappings, losses, sharded_layers), (experts_over_two_ranks,)
+TENSOR_PARALLEL, EXPERT_PARALLEL = (mappings, losses, sequence_parallel), (experts_over_two_ranks,)
 
 
 @pytest.mark.parametrize(
     "checks",
     [
         pytest.param(TENSOR_PARALLEL, id="tensor-parallel"),
+        pytest.param((plain_and_recomputed,), id="plain-and-recomputed", marks=pytest.mark.slow),
         pytest.param(EXPERT_PARALLEL, id="expert-parallel", marks=pytest.mark.slow),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
 
 import pytest
 import torch
@@ -147,6 +149,63 @@ def checked():
     inputs_module.InputCheck._unlike = compare
     _, unchecked = compiled(reference, "dp", "zero2", check_inputs=False)
     assert unchecked(own(ids, 0), own(labels, 0)).isfinite()
+
+
+def alone():
+    """Sizes that are new to one rank alone are refused there within seconds; new on both, one later, they are not."""
+    reference = whole_model(kind=Small)
+    ids, labels = batch()
+    model, step = compiled(reference, "dp", "zero2")
+    same_training(step, model, reference, (ids, labels))
+    inputs_module.ALONE_AFTER = 20.0
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    same_training(step, model, reference, (ids[:2], labels[:2]))
+    inputs_module.ALONE_AFTER = 0.3
+    if dist.get_rank() == 0:
+        says = ("rank 0 got arguments of new sizes (", "ids (2, 8) torch.int64", "new to rank 1:", '"zero2"')
+        started = time.monotonic()
+        refused(step, [ids[:2, :8].contiguous(), labels[:2, :8].contiguous()], *says)
+        assert time.monotonic() - started < 60
+    dist.barrier()
+    inputs_module.ALONE_AFTER = 30.0
+
+
+class Drops(Small):
+    def forward(self, ids, labels):
+        return super().forward(ids, labels) + torch.nn.functional.dropout(self.embed.weight, 0.5, self.training).mean()
+
+
+def seeds():
+    """Ranks that would draw other random numbers are refused; of a model that does not draw they are not."""
+    model, step = compiled(whole_model(kind=Drops), "dp", "zero2")
+    torch.manual_seed(dist.get_rank())
+    refused(
+        step, batch(), "aten.dropout.default, ", "the generators of the ranks differ", '"zero2"', "torch.manual_seed"
+    )
+    torch.manual_seed(0)
+    assert step(*batch()).isfinite()
+    torch.manual_seed(dist.get_rank())
+    model.eval()
+    assert step(*batch()).isfinite()
+
+
+def copied():
+    """A copy of a parallelized model (a moving average) outlives the model, and is its own."""
+    reference = whole_model(kind=Small)
+    model = compiled(reference, "dp", "zero2")[0]
+    average = copy.deepcopy(model)
+    assert all(hasattr(p, "_mindspeed_fx_plan") for p in average.parameters()), "optimizers that cannot step it"
+    with torch.no_grad():
+        for p, q in zip(average.parameters(), model.parameters()):
+            q.mul_(3.0)
+            p.lerp_(q, 0.5)
+        for p in reference.parameters():
+            p.mul_(2.0)
+    del model
+    gc.collect()
+    step = torch.compile(average, backend="mindspeed", fullgraph=True, dynamic=False, options=OPTIONS)
+    same_training(step, average, reference, batch())
 
 
 def uneven():

@@ -152,7 +152,7 @@ class Summed(Mixture):
         (Summed, "mean.default reads rows that are sorted by expert"),
     ],
 )
-def test_what_cannot_travel_says_why(model, says):
+def test_what_cannot_be_sent_says_why(model, says):
     with pytest.raises(Exception) as error:
         simulate(model(), {"ep": 2}, "ep_alltoall", torch.zeros(4, 6, dtype=torch.long))
     assert says in str(error.value) and 'plan "ep" gathers tokens instead' in str(error.value)

@@ -112,7 +112,7 @@ EVERY = {
 REFUSED = {
     ("loop", "ep_alltoall+hybrid"): "no mixture was found in this graph",
     ("loop", "ep_alltoall+ring+tp_sp"): "no mixture was found in this graph",
-    ("gathered", "ep_alltoall+ring+tp_sp"): "tokens travel over one mesh dimension",
+    ("gathered", "ep_alltoall+ring+tp_sp"): "all-to-all sends tokens over one mesh dimension",
 }
 """What is said by name instead."""
 

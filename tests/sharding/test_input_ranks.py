@@ -9,9 +9,9 @@ from tests.sharding import input_ranks
 
 
 @pytest.mark.parametrize("scenarios", [
-    "parts checked",
+    "parts checked alone grad_modes_fast",
+    pytest.param("copied seeds", marks=pytest.mark.slow),
     pytest.param("nested uneven misused", marks=pytest.mark.slow),
-    "grad_modes_fast",
     pytest.param("grad_modes", marks=pytest.mark.slow),
     pytest.param("autocast autocast_attention", marks=pytest.mark.slow),
 ])  # fmt: skip

@@ -28,6 +28,9 @@ WRONG_BEFORE = [
     "logits[mask]",
     "conv1d over the sequence",
     "z-loss over kept tokens",
+    "aux loss of a router",  # the two choose as many of one tensor as they say, not as many as the first
+    "topk of logits",
+    "kthvalue(dim=0)",
 ]
 NOT_ONE_GRAPH = ("ctc_loss", "gaussian_nll_loss")
 """Losses that ask for values while they run."""

@@ -15,14 +15,17 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from mindspeed_fx.compat import dtensor, strided_shards
+from mindspeed_fx.sharding.spmd import aten_rules
 from mindspeed_fx.sharding.spmd.redistribute import _redistribute, reshape
 
 R = Replicate()
 
 
 @pytest.fixture(autouse=True)
-def in_order():
+def as_in_a_program():
+    """Prices too: which placement DTensor gives a gradient follows from them."""
     strided_shards.count_strided_shards_for_real()
+    strided_shards.price_strided_shards_plainly()
     strided_shards.redistribute_strided_shards_in_order()
 
 
@@ -75,7 +78,7 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
             made = torch.distributed.tensor.DTensor.from_local(
                 x, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride()
             )
-            summed = 2 if Partial() in source else 1
+            summed = sizes[0] if Partial() in source else 1
             for way in (made.redistribute(placements=target), _redistribute(made, target)):
                 check(way, whole * summed, sizes)
 
@@ -103,19 +106,27 @@ def test_redistribute(sizes, pieces, every):
     redistributed(sizes, pieces, every)
 
 
-# On three mesh dimensions it failed once within the whole suite (a RuntimeError in the view of a gradient) and never
-# alone: what other tests leave in the process is not found yet, so this case is in the slow tier.
+# With two sequences on three mesh dimensions DTensor's own view fails, of a gradient that is divided as its value is.
 @pytest.mark.parametrize(
-    "sizes, placements",
+    "sizes, placements, batch",
     [
-        ([2, 2], [Shard(1), Shard(1)]),
-        ([2, 3], [Shard(1), Shard(1)]),
-        ([2, 2], [Shard(0), Shard(1)]),
-        ([2, 2], [Shard(1), Shard(0)]),
-        pytest.param([2, 2, 2], [Shard(0), Shard(1), Shard(1)], marks=pytest.mark.slow),
+        ([2, 2], [Shard(1), Shard(1)], 2),
+        ([2, 2], [Shard(0), Shard(1)], 4),
+        ([2, 2, 2], [Shard(0), Shard(1), Shard(1)], 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ([2, 2], [Shard(1), Shard(1)], 4),
+                ([2, 3], [Shard(1), Shard(1)], 2),
+                ([2, 3], [Shard(1), Shard(1)], 4),
+                ([2, 2], [Shard(0), Shard(1)], 2),
+                ([2, 2], [Shard(1), Shard(0)], 2),
+                ([2, 2], [Shard(1), Shard(0)], 4),
+                ([2, 2, 2], [Shard(0), Shard(1), Shard(1)], 4),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize("batch", [2, 4])
 def test_tokens_of_sequences_and_back(sizes, placements, batch):
     """And the gradients of both views."""
     x, weight = torch.randn(batch, 12, 4, dtype=torch.float64), torch.randn(batch, 12, 2, 2, dtype=torch.float64)
@@ -131,3 +142,38 @@ def test_tokens_of_sequences_and_back(sizes, placements, batch):
             (back * distribute_tensor(weight, mesh, [R] * len(sizes), src_data_rank=None)).sum(), given
         )
         torch.testing.assert_close(gradient.full_tensor().reconcile(), 2 * x * weight.view(x.shape))
+
+
+@pytest.mark.parametrize(
+    "equation, sizes, placements",
+    [
+        ("bsd,de->bse", [2, 2], [Shard(1), Shard(1)]),
+        pytest.param("bsd,de->bse", [2, 2, 2], [Shard(0), Shard(1), Shard(1)], marks=pytest.mark.slow),
+        pytest.param("bsd,btd->bst", [2, 2], [Shard(1), Shard(1)], marks=pytest.mark.slow),
+    ],
+)
+def test_einsum_and_unbind_of_what_two_mesh_dimensions_divide(equation, sizes, placements):
+    """DTensor alone fails in the view that it makes of an operand, and does not unbind what is divided."""
+    x, weight = torch.randn(2, 8, 4, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    other = x if equation.startswith("bsd,btd") else weight
+    expected, factor = torch.einsum(equation, x, other), torch.linspace(0.5, 1.5, 8, dtype=torch.float64)
+    reference = x.clone().requires_grad_()
+    second = reference if other is x else weight
+    factored = (torch.einsum(equation, reference, second) * factor.view(8, 1)).sum() + reference.unbind(1)[
+        3
+    ].exp().sum()
+    (wanted,) = torch.autograd.grad(factored, reference)
+    with dtensor.all_ranks(dict(zip("abc", sizes))) as mesh, dtensor.plain_tensors_as_replicated():
+
+        def whole(t):
+            return distribute_tensor(t, mesh, [R] * len(sizes), src_data_rank=None)
+
+        given = distribute_tensor(x, mesh, placements, src_data_rank=None).requires_grad_()
+        second = given if other is x else whole(weight)
+        result = aten_rules.run(torch.ops.aten.einsum.default, (equation, [given, second]), {})
+        torch.testing.assert_close(result.full_tensor().reconcile(), expected)
+        row = aten_rules.run(torch.ops.aten.unbind.int, (given, 1), {})[3]
+        torch.testing.assert_close(row.full_tensor().reconcile(), x[:, 3])
+        total = (result * whole(factor.view(8, 1))).sum() + row.exp().sum()
+        (gradient,) = torch.autograd.grad(total, given)
+        torch.testing.assert_close(gradient.full_tensor().reconcile(), wanted)

@@ -209,7 +209,7 @@ def travelling_is_verified():
         compiled(Mixture(), "ep", "ep_alltoall")[0], torch.arange(24).view(4, 6), options={"codegen": "eager"}
     )
     assert [(s.operator, s.reason) for s in report.skipped("sharding.verify")] == []
-    assert [s.operator for s in report.sites("sharding.token_dispatch")] == ["tokens travel to experts"]
+    assert [s.operator for s in report.sites("sharding.token_dispatch")] == ["tokens sent to experts by all-to-all"]
 
 
 def travelling_in_generated_code():

@@ -67,7 +67,7 @@ def _geglu(x, up, activation):
     ("npu_geglu", "npu_geglu_grad"),
 )
 def _geglu_backward(grad, x, up, activation):
-    # The activated half is made again: kept from the forward it would be one more saved tensor.
+    # The activated half is recomputed: kept from the forward it would be one more saved tensor.
     approximate = APPROXIMATE[activation]
     gelu = npu.npu_geglu(x, -1, approximate, True)[1]
     return npu.npu_geglu_grad(grad, x, gelu, -1, approximate, True).contiguous(), x.new_empty(0)
@@ -136,7 +136,7 @@ def _weight(x, up, weight):
 
 
 def _weighted_backward(grad, x, up, weight):
-    # The product that the gradient of the weight needs is made again: kept, it would be one more saved tensor.
+    # The product that the gradient of the weight needs is recomputed: kept, it would be one more saved tensor.
     gated, inner = _gate(x, up), (grad * weight).to(promote_types(x, up))
     # In float32: a sum over a row of thousands.
     dweight = (grad.float() * gated).sum(-1, keepdim=True).to(weight.dtype)

@@ -60,13 +60,14 @@ def kernel(
     result = operator(schema, fake, opaque=True)(run)
     result.shard(lambda *args: of.sharding(*args))
     result.costs(lambda *args, **kwargs: of.cost(*args, **kwargs))
-    _KERNELS[of.name] = what, supports, beats_codegen, result
+    KERNELS[of.name] = what, supports, beats_codegen, result
     of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(
         result.overload
     )
 
 
-_KERNELS: dict[str, tuple] = {}
+KERNELS: dict[str, tuple] = {}
+"""Operator -> its kernel in words, what it supports, whether it beats generated code, and the operator that runs it."""
 
 
 def on_npu(of: Operator, only: Callable[..., str | None] = lambda *args, **kwargs: None) -> None:
@@ -76,7 +77,7 @@ def on_npu(of: Operator, only: Callable[..., str | None] = lambda *args, **kwarg
         of: an operator that has a :func:`kernel`.
         only: reason why these fake arguments are for torch_npu, or None.
     """
-    what, supports, beats_codegen, result = _KERNELS[of.name]
+    what, supports, beats_codegen, result = KERNELS[of.name]
     of.lower("npu")(
         f"triton, {what}",
         lambda *args, **kwargs: missing_on_npu() or only(*args, **kwargs) or supports(*args, **kwargs),

@@ -109,7 +109,7 @@ def rms_norm_forward_wide(
         for start in range(0, N, BLOCK):
             cols = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + base * X_STRIDE + cols, mask=cols < N, other=0.0)
-            if ADD:  # made again: what this program stored may not be readable yet
+            if ADD:  # recomputed: what this program stored may not be readable yet
                 x = (
                     x.to(tl.float32)
                     + tl.load(residual_ptr + base * RESIDUAL_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)

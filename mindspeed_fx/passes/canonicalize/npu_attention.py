@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fake, fx_graph
 from mindspeed_fx.graph import rewrite
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "canonicalize.npu_attention", "npu::npu_fusion_attention_v3"
 ONLY_V1 = ("dropout_mask", "seed", "offset")
@@ -30,12 +30,8 @@ def npu_attention(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     if not hasattr(torch.ops.npu, "npu_fusion_attention_v3"):
         return report
-    for node in calls(gm, torch.ops.npu.npu_fusion_attention.default):
-        reason = _rewrite(gm, node)
-        if reason is None:
-            report.rewrites.append(site(OPERATOR, node))
-        else:
-            report.skipped.append(skip(OPERATOR, node, reason))
+    old = torch.ops.npu.npu_fusion_attention.default
+    rewrite_each(report, OPERATOR, calls(gm, old), lambda node: _rewrite(gm, node) or site(OPERATOR, node))
     rewrite.finish(gm)
     return report
 

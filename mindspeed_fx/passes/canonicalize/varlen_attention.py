@@ -13,7 +13,7 @@ from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.varlen_attention import varlen_attention as operator
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "canonicalize.varlen_attention", "mindspeed::varlen_attention"
 
@@ -22,23 +22,16 @@ NAME, OPERATOR = "canonicalize.varlen_attention", "mindspeed::varlen_attention"
 def varlen_attention(gm: fx.GraphModule, context: Context) -> PassReport:
     """Calls of torch's varlen_attn become one operator that every target runs."""
     report = PassReport(NAME)
-    target = dispatcher.varlen_attention_of_torch()
-    for node in calls(gm, target) if target else ():
-        reason = (
-            "torch's own kernel runs on cuda"
-            if context.options.target == "cuda"
-            else _rewrite(gm, node, context.options.target)
-        )
-        (
-            report.skipped.append(skip(OPERATOR, node, reason))
-            if reason
-            else report.rewrites.append(site(OPERATOR, node))
-        )
+    overload, target = dispatcher.varlen_attention_of_torch(), context.options.target
+    nodes = calls(gm, overload) if overload else ()
+    rewrite_each(report, OPERATOR, nodes, lambda node: _rewrite(gm, node, target) or site(OPERATOR, node))
     rewrite.finish(gm)
     return report
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, target: str) -> str | None:
+    if target == "cuda":
+        return "torch's own kernel runs on cuda"
     q, k, v, limits, keys, causal, scale = (
         match.argument(node, n) for n in ("query", "key", "value", "cu_seq_q", "cu_seq_k", "is_causal", "scale")
     )

@@ -8,6 +8,7 @@ is zero.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -16,7 +17,7 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.activation import SLOPE
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import activations as activations_analysis
 from mindspeed_fx.passes.fusion.emit import activations
 
@@ -28,24 +29,23 @@ GREATER = (aten.gt.Scalar, aten.gt.Tensor, aten.ge.Scalar, aten.ge.Tensor)
 def activation(gm: fx.GraphModule, context: Context) -> PassReport:
     """Squared ReLU and quick GELU become one operator."""
     report = activations.fuse(gm, NAME, OPERATOR, _quick_gelu)
-    for node in calls(gm, aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.where.self, aten.where.ScalarOther):
-        result = _squared_relu(node)
-        if result is None:
-            continue
-        x, inner = result
-        reason = match.unsafe([node, *inner], [x])
-        if reason is None and match.value(x).dtype != match.value(node).dtype:
-            reason = f"the input is {match.value(x).dtype} and the result {match.value(node).dtype}"
-        if reason is None:
-            reason = rewrite.substitute(
-                gm, node, rewrite.insert(gm, node, torch.ops.mindspeed.activation.default, (x, "squared_relu"))
-            )
-        if reason:
-            report.skipped.append(skip(OPERATOR, node, reason))
-        else:
-            report.rewrites.append(site(OPERATOR, node, [node, *inner]))
+    nodes = calls(gm, aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.where.self, aten.where.ScalarOther)
+    rewrite_each(report, OPERATOR, nodes, functools.partial(_fuse_squared_relu, gm))
     rewrite.finish(gm)
     return report
+
+
+def _fuse_squared_relu(gm: fx.GraphModule, node: fx.Node) -> Outcome:
+    result = _squared_relu(node)
+    if result is None:
+        return None
+    x, inner = result
+    if reason := match.unsafe([node, *inner], [x]):
+        return reason
+    if match.value(x).dtype != match.value(node).dtype:
+        return f"the input is {match.value(x).dtype} and the result {match.value(node).dtype}"
+    new = rewrite.insert(gm, node, torch.ops.mindspeed.activation.default, (x, "squared_relu"))
+    return rewrite.substitute(gm, node, new) or site(OPERATOR, node, [node, *inner])
 
 
 def _quick_gelu(result: activations_analysis.SelfGated) -> tuple | None:

@@ -25,12 +25,12 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.layout import is_transpose
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import kv_heads
-from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss, Scores, culprit, with_sinks
+from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores, culprit, with_sinks
 from mindspeed_fx.passes.fusion.analysis.softmax import hiding
 from mindspeed_fx.passes.fusion.emit import einsum
-from mindspeed_fx.passes.fusion.emit.attention import Emit, emitter
+from mindspeed_fx.passes.fusion.emit.attention import Emit, build, emitter
 
 NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
 CONTRACTIONS = (
@@ -49,19 +49,17 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     softmaxes = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
     emit = emitter(NAME, context, report.notes)
-    for node in calls(gm, aten.scaled_dot_product_attention.default, *softmaxes):
-        try:
-            if node.target is not aten.scaled_dot_product_attention.default:
-                root, region = _from_softmax(gm, node, emit)
-            elif context.options.target == "cuda":
-                raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
-            else:
-                root, region = _from_sdpa(gm, node, emit)
-        except Miss as miss:
-            report.skipped.append(skip(OPERATOR, node, str(miss)))
+
+    def fuse(node: fx.Node) -> Outcome:
+        if node.target is not aten.scaled_dot_product_attention.default:
+            root, region = _from_softmax(gm, node, emit)
+        elif context.options.target == "cuda":
+            raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
         else:
-            if root is not None:
-                report.rewrites.append(site(OPERATOR, root, region))
+            root, region = _from_sdpa(gm, node, emit)
+        return None if root is None else site(OPERATOR, root, region)
+
+    rewrite_each(report, OPERATOR, calls(gm, aten.scaled_dot_product_attention.default, *softmaxes), fuse)
     rewrite.finish(gm)
     return report
 
@@ -84,9 +82,9 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     causal, masks = bool(match.argument(node, "is_causal", False)), []
     if arguments is not None:
         masks = [("keep" if match.value(arguments).dtype == torch.bool else "add", arguments, node)]
-    k, v = (kv_heads.ungroup(gm, node, x, match.value(q).shape[1]) or x for x in (k, v))
-    if match.value(k).shape[1] != match.value(v).shape[1]:
-        k, v = match.argument(node, "key"), match.argument(node, "value")
+    grouped = [kv_heads.ungroup(node, x, match.value(q).shape[1]) or x for x in (k, v)]
+    if match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
+        k, v = map(rewrite.build, grouped)
     return node, emit(
         gm,
         node,
@@ -125,6 +123,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         )
     if cleared is not None and not any(_drops(kind, m, cleared) for kind, m, _ in scores.masks):
         raise Miss("the attention weights are set to zero elsewhere than where the scores are masked")
+    build(scores)
     lead = list(match.value(node).shape[:-2]) or [1]
     lead = [*lead, 1] if len(lead) == 1 else [lead[0], math.prod(lead[1:])]
 
@@ -150,9 +149,9 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         )
         return root, emit(gm, root, scores, whole(_skip_expand(gm, root, q, product[0])), k, v)
     q, k, v = (whole(_skip_expand(gm, root, x, shape)) for x, shape in zip((q, k, v), (product[0], *product)))
-    grouped = [kv_heads.ungroup(gm, root, x, lead[1]) for x in (k, v)]
+    grouped = [kv_heads.ungroup(root, x, lead[1]) for x in (k, v)]
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
-        k, v = grouped
+        k, v = map(rewrite.build, grouped)
     return root, emit(gm, root, scores, q, k, v)
 
 
@@ -208,7 +207,7 @@ def _weighted_sum(
             root, v = products[0], products[0].args[1]
             user = next(iter(root.users)) if len(root.users) == 1 else None
             if (
-                match.is_call(user, *match.VIEWS)
+                match.is_call(user, *match.RESHAPES)
                 and match.value(user).dim() == 4
                 and match.value(user).shape[-2:] == match.value(root).shape[-2:]
             ):
@@ -219,7 +218,7 @@ def _weighted_sum(
             u
             for u in users
             if match.is_call(
-                u, aten.to.dtype, aten.dropout.default, aten.clone.default, aten.contiguous.default, *match.VIEWS
+                u, aten.to.dtype, aten.dropout.default, aten.clone.default, aten.contiguous.default, *match.RESHAPES
             )
             or match.part(u)
             or (cleared is None and _clears(u, n))

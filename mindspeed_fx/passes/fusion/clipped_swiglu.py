@@ -8,6 +8,7 @@ evaluates the same formula, gradients at the limits included, in at least the sa
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -15,7 +16,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import activations, algebra, norms
 from mindspeed_fx.passes.fusion.analysis import gated as gates
 
@@ -26,19 +27,20 @@ NAME, OPERATOR = "fusion.clipped_swiglu", "mindspeed::clipped_swiglu"
 def clipped_swiglu(gm: fx.GraphModule, context: Context) -> PassReport:
     """silu of a clamped gate times a clamped up becomes one operator."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.mul.Tensor, *match.DIV):
-        gated = _match_gate(node) if match.is_float(node) else None
-        bounds = _bounds(gated.x) if gated else None
-        if bounds is None or bounds[0] is not None or bounds[1] is None:
-            continue
-        other = gated.over[0]
-        plus = match.plus_number(match.uncast(other))
-        up, offset = plus or (other, 0.0)
-        reason = _rewrite(gm, report, node, gated, bounds[1], match.uncast(up), float(offset), other)
-        if reason:
-            report.skipped.append(skip(OPERATOR, node, reason))
+    rewrite_each(report, OPERATOR, calls(gm, aten.mul.Tensor, *match.DIV), functools.partial(_fuse, gm))
     rewrite.finish(gm)
     return report
+
+
+def _fuse(gm: fx.GraphModule, node: fx.Node) -> Outcome:
+    gated = _match_gate(node) if match.is_float(node) else None
+    bounds = _bounds(gated.x) if gated else None
+    if bounds is None or bounds[0] is not None or bounds[1] is None:
+        return None
+    other = gated.over[0]
+    plus = match.plus_number(match.uncast(other))
+    up, offset = plus or (other, 0.0)
+    return _rewrite(gm, node, gated, bounds[1], match.uncast(up), float(offset), other)
 
 
 def _match_gate(node: fx.Node) -> activations.SelfGated | None:
@@ -75,7 +77,7 @@ def _bounds(n: fx.Node) -> tuple[float | None, float | None] | None:
     return None if any(v is not None and m is None for v, m in zip((low, high), numbers)) else (numbers[0], numbers[1])
 
 
-def _rewrite(gm, report, root, gated, limit, up, offset, other) -> str | None:
+def _rewrite(gm, root, gated, limit, up, offset, other) -> Outcome:
     clamped, alpha = gated.x, gated.slope
     bounds = _bounds(up) if match.is_float(up) else None
     if bounds is None:
@@ -102,8 +104,8 @@ def _rewrite(gm, report, root, gated, limit, up, offset, other) -> str | None:
         torch.ops.mindspeed.clipped_swiglu.default,
         (x, second, alpha, float(limit), offset, columns is not None and source is None),
     )
-    report.rewrites.append(site(OPERATOR, root, region))
-    return rewrite.replace(gm, root, new)
+    where = site(OPERATOR, root, region)
+    return rewrite.replace(gm, root, new) or where
 
 
 def _columns(gate: fx.Node, up: fx.Node) -> fx.Node | None:

@@ -9,6 +9,8 @@ reduction stays outside as plain sums. Safe because the operator's formula is th
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.fx as fx
 
@@ -16,10 +18,10 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.edit import drop_dead
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site, skip
 from mindspeed_fx.passes.fusion.analysis.nll import Likelihood, likelihoods
 from mindspeed_fx.passes.fusion.analysis.targets import MEAN, NONE, SUM
-from mindspeed_fx.passes.fusion.emit.nll import emit_loss, repeat_steps
+from mindspeed_fx.passes.fusion.emit.nll import emit_loss, read_plainly, repeat_steps
 from mindspeed_fx.passes.fusion.emit.targets import pick_instead
 
 NAME, OPERATOR = "fusion.cross_entropy", "mindspeed::cross_entropy"
@@ -30,50 +32,43 @@ def cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     """Cross-entropy of token logits reads them once, in their own type."""
     report = PassReport(NAME)
     pick_instead(gm)
-    for node in calls(gm, aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default):
-        logits, region = _classes_last(node.args[0]), [node]
-        if node.target != aten.cross_entropy_loss.default:
-            softmax = match.uncast(logits or node.args[0])
-            if not match.is_call(softmax, aten.log_softmax.int):
-                continue  # a loss on probabilities made some other way
-            region.append(softmax)
-            if softmax.args[1] % (rank := match.rank(softmax)) != (rank - 1 if logits is not None else 1):
-                report.skipped.append(
-                    skip(
-                        OPERATOR,
-                        node,
-                        f"log_softmax is over dimension {softmax.args[1]}, the classes are in dimension 1",
-                    )
-                )
-                continue
-            logits = softmax.args[0] if logits is not None else _classes_last(softmax.args[0])
-        reason = _find_unsupported(node) or match.unsafe(
-            region, [node.args[0] if logits is None else logits, match.argument(node, "target")]
-        )
-        if reason is None and logits is None:
-            arg, rank = region[-1].args[0], match.value(node.args[0]).dim()
-            logits = rewrite.insert(gm, node, aten.permute.default, (arg, [0, *range(2, rank), 1]))
-        if reason is None:
-            reason = rewrite.substitute(gm, node, _insert(gm, node, logits))
-        (
-            report.skipped.append(skip(OPERATOR, node, reason))
-            if reason
-            else report.rewrites.append(site(OPERATOR, node, region))
-        )
+    losses = calls(gm, aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
+    rewrite_each(report, OPERATOR, losses, functools.partial(_fuse_call, gm))
+    read_plainly(gm)
     for result in likelihoods(gm):
-        if isinstance(result, Likelihood):
-            reason = _written_out(gm, result)
-            node, region = result.root, result.region
-        else:
-            node, reason = result
-        (
-            report.skipped.append(skip(OPERATOR, node, reason))
-            if reason
-            else report.rewrites.append(site(OPERATOR, node, region))
-        )
+        node = result.root if isinstance(result, Likelihood) else result[0]
+        rewrite_each(report, OPERATOR, [node], lambda _: _fuse_written_out(gm, result))
     rewrite.finish(gm)
     _share_log_sum_exp(gm, report)
     return report
+
+
+def _fuse_call(gm: fx.GraphModule, node: fx.Node) -> Outcome:
+    """``cross_entropy``, or ``nll_loss`` of a log-softmax."""
+    logits, region = _classes_last(node.args[0]), [node]
+    if node.target != aten.cross_entropy_loss.default:
+        softmax = match.uncast(logits or node.args[0])
+        if not match.is_call(softmax, aten.log_softmax.int):
+            return None  # a loss on probabilities made some other way
+        region.append(softmax)
+        if softmax.args[1] % (rank := match.rank(softmax)) != (rank - 1 if logits is not None else 1):
+            return f"log_softmax is over dimension {softmax.args[1]}, the classes are in dimension 1"
+        logits = softmax.args[0] if logits is not None else _classes_last(softmax.args[0])
+    reason = _find_unsupported(node) or match.unsafe(
+        region, [node.args[0] if logits is None else logits, match.argument(node, "target")]
+    )
+    if reason:
+        return reason
+    if logits is None:
+        arg, rank = region[-1].args[0], match.value(node.args[0]).dim()
+        logits = rewrite.insert(gm, node, aten.permute.default, (arg, [0, *range(2, rank), 1]))
+    return rewrite.substitute(gm, node, _insert(gm, node, logits)) or site(OPERATOR, node, region)
+
+
+def _fuse_written_out(gm: fx.GraphModule, result: Likelihood | tuple[fx.Node, str]) -> Outcome:
+    if not isinstance(result, Likelihood):
+        return result[1]
+    return _written_out(gm, result) or site(OPERATOR, result.root, result.region)
 
 
 def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
@@ -123,7 +118,7 @@ def _share_log_sum_exp(gm: fx.GraphModule, report: PassReport) -> None:
 def _tokens(n: fx.Node) -> fx.Node:
     """The logits that ``n`` holds, in another type or with its tokens in other dimensions."""
     while (
-        match.is_call(n, aten.to.dtype, *match.VIEWS)
+        match.is_call(n, aten.to.dtype, *match.RESHAPES)
         and match.is_float(n.args[0])
         and match.value(n).shape[-1] == match.value(n.args[0]).shape[-1]
     ):
@@ -203,7 +198,7 @@ def _find_unsupported(node: fx.Node) -> str | None:
 def _narrow(gm: fx.GraphModule, node: fx.Node, logits: fx.Node) -> fx.Node:
     """The 16-bit tensor that ``logits`` is the float32 form of, through views."""
     shape, n = match.value(logits).shape, logits
-    while match.is_call(n, *match.VIEWS) and match.is_float(n.args[0]):
+    while match.is_call(n, *match.RESHAPES) and match.is_float(n.args[0]):
         n = n.args[0]
     source = match.uncast(n)
     if source is n or match.value(source).itemsize != 2 or source.meta["mutated"] or match.unsafe([node, n], [source]):

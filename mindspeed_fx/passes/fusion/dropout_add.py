@@ -7,12 +7,14 @@ its own and adds in the same loop, keeps the dropout; so does a sum that is fuse
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, Site, calls, register, rewrite_each, site, skip
 from mindspeed_fx.passes.fusion.analysis import algebra, norms
 
 NAME, OPERATOR = "fusion.dropout_add", "mindspeed::dropout_add"
@@ -22,33 +24,7 @@ NAME, OPERATOR = "fusion.dropout_add", "mindspeed::dropout_add"
 def dropout_add(gm: fx.GraphModule, context: Context) -> PassReport:
     """Bias, dropout and residual addition become one operator that draws the same numbers."""
     report = PassReport(NAME)
-    norms_of_sums = (torch.ops.mindspeed.add_rms_norm.default, torch.ops.mindspeed.add_layer_norm.default)
-    for drop in calls(gm, aten.dropout.default):
-        root = norms.only_user(drop)
-        if match.is_call(root, *norms_of_sums):
-            report.skipped.append(
-                skip(OPERATOR, root, "the sum is fused with the norm after it; no target has one kernel for the three")
-            )
-        elif match.operands(root, aten.add.Tensor):
-            if context.options.codegen == "inductor" and NAME not in context.options.enable:
-                reason = (
-                    f'generated code draws the numbers and adds in one loop; put "{NAME}" in enable to fuse all '
-                    "the same"
-                )
-            else:
-                reason = _rewrite(gm, report, drop, root)
-            if reason:
-                report.skipped.append(skip(OPERATOR, root, reason))
-        elif any(match.is_call(u, aten.add.Tensor) for u in drop.users):
-            report.skipped.append(skip(OPERATOR, drop, "the dropped value is used elsewhere in the model"))
-        elif (
-            (factor := algebra.linear_step(root))
-            and factor[2] == 0
-            and match.is_call(norms.only_user(root), aten.add.Tensor)
-        ):
-            report.skipped.append(
-                skip(OPERATOR, root, f"the dropped value is multiplied by {factor[1]:g} before the addition")
-            )
+    rewrite_each(report, OPERATOR, calls(gm, aten.dropout.default), functools.partial(_fuse, gm, context))
     for drop in calls(gm, aten.dropout_.default, aten.native_dropout.default):
         users = (
             [u for d in (drop, *drop.users) for u in d.users]
@@ -69,7 +45,27 @@ def dropout_add(gm: fx.GraphModule, context: Context) -> PassReport:
     return report
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, drop: fx.Node, root: fx.Node) -> str | None:
+def _fuse(gm: fx.GraphModule, context: Context, drop: fx.Node) -> Outcome:
+    root = norms.only_user(drop)
+    if match.is_call(root, torch.ops.mindspeed.add_rms_norm.default, torch.ops.mindspeed.add_layer_norm.default):
+        return skip(OPERATOR, root, "the sum is fused with the norm after it; no target has one kernel for the three")
+    if match.operands(root, aten.add.Tensor):
+        if context.options.codegen == "inductor" and NAME not in context.options.enable:
+            reason = (
+                f'generated code draws the numbers and adds in one loop; put "{NAME}" in enable to fuse all the same'
+            )
+            return skip(OPERATOR, root, reason)
+        outcome = _rewrite(gm, drop, root)
+        return skip(OPERATOR, root, outcome) if isinstance(outcome, str) else outcome
+    if any(match.is_call(u, aten.add.Tensor) for u in drop.users):
+        return "the dropped value is used elsewhere in the model"
+    factor = algebra.linear_step(root)
+    if factor and factor[2] == 0 and match.is_call(norms.only_user(root), aten.add.Tensor):
+        return skip(OPERATOR, root, f"the dropped value is multiplied by {factor[1]:g} before the addition")
+    return None
+
+
+def _rewrite(gm: fx.GraphModule, drop: fx.Node, root: fx.Node) -> Site | str:
     residual = root.args[1] if root.args[0] is drop else root.args[0]
     if not match.is_float(residual) or any(match.value(residual).dtype != match.value(n).dtype for n in (drop, root)):
         return "what is added is of another type"
@@ -92,11 +88,11 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, drop: fx.Node, root: fx.Nod
         if key in root.meta:
             both.meta[key] = root.meta[key]
     out = rewrite.insert(gm, before, match.operator.getitem, (both, 0))
-    report.rewrites.append(site(OPERATOR, root, region))
+    where = site(OPERATOR, root, region)
     reason = rewrite.substitute(gm, root, out)
     gm.graph.erase_node(root)
     gm.graph.erase_node(drop)  # drawing makes it look alive
-    return reason
+    return reason or where
 
 
 def _place(gm: fx.GraphModule, drop: fx.Node, root: fx.Node, residual: fx.Node) -> fx.Node | None:

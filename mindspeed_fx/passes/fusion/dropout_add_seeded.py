@@ -8,6 +8,7 @@ it. The kernel draws numbers of its own, as torch_npu's attention does for its d
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -15,7 +16,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.kernels.base import find
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, PassReport, Site, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "fusion.dropout_add_seeded", "mindspeed::dropout_add_seeded"
 
@@ -27,15 +28,13 @@ def dropout_seeded(gm: fx.GraphModule, context: Context) -> PassReport:
     if context.options.target != "npu":
         report.notes.append(f"the target is {context.options.target}, where dropout draws the model's own numbers")
         return report
-    for node in calls(gm, torch.ops.mindspeed.dropout_add.default):
-        reason = _rewrite(gm, node, context, report)
-        if reason:
-            report.skipped.append(skip(OPERATOR, node, reason))
+    nodes = calls(gm, torch.ops.mindspeed.dropout_add.default)
+    rewrite_each(report, OPERATOR, nodes, functools.partial(_rewrite, gm, context))
     rewrite.finish(gm)
     return report
 
 
-def _rewrite(gm: fx.GraphModule, node: fx.Node, context: Context, report: PassReport) -> str | None:
+def _rewrite(gm: fx.GraphModule, context: Context, node: fx.Node) -> Site | str:
     x, bias, residual, p = node.args
     if context.sharding:
         return "the model is parallelized, and each rank draws for its part"
@@ -60,10 +59,9 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, context: Context, report: PassRe
         return reasons[0]
     new = rewrite.insert(gm, node, torch.ops.mindspeed.dropout_add_seeded.default, args)
     new.meta.update({k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "source_fn_stack") if k in node.meta})
-    report.rewrites.append(site(OPERATOR, node, [node]))
     for user in list(node.users):
         if user.args[1] == 0:
             user.replace_all_uses_with(new)
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)
-    return None
+    return site(OPERATOR, node, [node])

@@ -17,13 +17,13 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, PassReport, Site, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.moe_permute import match_repeat
 
 NAME, OPERATOR = "fusion.gathered_experts", "mindspeed::grouped_matmul"
 CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable)
 SAME = (
-    *match.VIEWS,
+    *match.RESHAPES,
     aten.clone.default,
     aten.contiguous.default,
     aten.squeeze.dim,
@@ -51,12 +51,8 @@ class Rows(NamedTuple):
 def gathered_experts(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products of rows with gathered matrices become one product per expert."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.bmm.default, aten.matmul.default):
-        result = _rows(node)
-        if result is not None:
-            reason = _rewrite(gm, report, node, result)
-            if reason:
-                report.skipped.append(skip(OPERATOR, node, reason))
+    products = calls(gm, aten.bmm.default, aten.matmul.default)
+    rewrite_each(report, OPERATOR, products, lambda node: (rows := _rows(node)) and _rewrite(gm, node, rows))
     rewrite.finish(gm)
     return report
 
@@ -95,7 +91,7 @@ def _never_negative(n: fx.Node) -> bool:
     )
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, result: Rows) -> str | None:
+def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Rows) -> Site | str:
     x, weight, expert, transposed, region = result
     if not _never_negative(expert):
         return (
@@ -119,10 +115,8 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, result: Rows
         gm, node, ops.grouped_matmul.default, (permuted, weight, _ends(gm, node, expert, match.value(weight).shape[0]))
     )
     rows = rewrite.insert(gm, node, ops.moe_unpermute.default, (product, sorted_indices, None, 1))
-    report.rewrites.append(site(OPERATOR, node, region))
-    return rewrite.substitute(
-        gm, node, rewrite.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1))
-    )
+    new = rewrite.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1))
+    return rewrite.substitute(gm, node, new) or site(OPERATOR, node, region)
 
 
 def _ends(gm: fx.GraphModule, node: fx.Node, expert: fx.Node, experts: int) -> fx.Node:

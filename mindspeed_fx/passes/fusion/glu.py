@@ -64,7 +64,7 @@ def _projection_input(n: fx.Node) -> fx.Node | None:
     n = match.uncast(n)
     piece = match.part(n)
     n = match.uncast(piece.source) if piece else n
-    while match.is_call(n, *match.VIEWS) or match.is_call(n, *match.ADD):
+    while match.is_call(n, *match.RESHAPES) or match.is_call(n, *match.ADD):
         n = match.uncast(n.args[0])
     if match.is_call(n, aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default):
         return n.args[0]

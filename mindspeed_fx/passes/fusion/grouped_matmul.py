@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "fusion.grouped_matmul", "mindspeed::grouped_matmul"
 HUGGING_FACE = "transformers.grouped_mm_fallback.default"
@@ -27,22 +27,21 @@ def grouped_matmul(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products of groups of rows with a matrix each become one operator."""
     report = PassReport(NAME)
     single = {n.target for n in gm.graph.nodes if n.target is aten._grouped_mm.default or str(n.target) == HUGGING_FACE}
-    for node in calls(gm, aten.cat.default, *single):
+
+    def fuse(node: fx.Node) -> Outcome:
         result = _one_call(node, context.options.target) if node.target in single else _loop(gm, node, context)
-        if isinstance(result, tuple):
-            region, arguments = result
-            result = match.unsafe(region, [a for a in arguments if isinstance(a, fx.Node)]) or _rewrite(
-                gm, report, node, region, arguments
-            )
-        if result:
-            report.skipped.append(skip(OPERATOR, node, result))
+        if not isinstance(result, tuple):
+            return result
+        region, arguments = result
+        reason = match.unsafe(region, [a for a in arguments if isinstance(a, fx.Node)])
+        return reason or _rewrite(gm, node, region, arguments)
+
+    rewrite_each(report, OPERATOR, calls(gm, aten.cat.default, *single), fuse)
     rewrite.finish(gm)
     return report
 
 
-def _rewrite(
-    gm: fx.GraphModule, report: PassReport, node: fx.Node, region: list[fx.Node], arguments: tuple
-) -> str | None:
+def _rewrite(gm: fx.GraphModule, node: fx.Node, region: list[fx.Node], arguments: tuple) -> Outcome:
     x, weight, offsets = arguments
     if isinstance(offsets, list):
         ends = [
@@ -53,8 +52,7 @@ def _rewrite(
         ]
         offsets = rewrite.insert(gm, node, aten.stack.default, (ends,))
     new = rewrite.insert(gm, node, torch.ops.mindspeed.grouped_matmul.default, (x, weight, offsets))
-    report.rewrites.append(site(OPERATOR, node, region))
-    return rewrite.substitute(gm, node, new)
+    return rewrite.substitute(gm, node, new) or site(OPERATOR, node, region)
 
 
 def _one_call(node: fx.Node, target: str) -> tuple[list[fx.Node], tuple] | str:

@@ -18,16 +18,12 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, Site, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import algebra as algebra_analysis
 from mindspeed_fx.passes.fusion.analysis import moments, norms
 from mindspeed_fx.passes.fusion.emit import algebra
 
 NAME, OPERATOR = "fusion.layer_norm", "mindspeed::layer_norm"
-
-
-class Miss(Exception):
-    """A near miss; the text is the reason."""
 
 
 @register(NAME)
@@ -36,37 +32,41 @@ def layer_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     skipped_nodes: list[fx.Node] = []
     _gather(gm)
-    for node in calls(gm, aten.layer_norm.default, aten.group_norm.default, *match.MUL, *match.DIV):
+
+    def fuse(node: fx.Node) -> Outcome:
         try:
             if node.target is aten.layer_norm.default:
-                _match_call(gm, report, node)
-            elif node.target is aten.group_norm.default:
-                _one_group(gm, report, node)
-            else:
-                _match_product(gm, report, node, skipped_nodes)
-        except Miss as miss:
-            report.skipped.append(skip(OPERATOR, node, str(miss)))
+                return _match_call(gm, node)
+            if node.target is aten.group_norm.default:
+                return _one_group(gm, node)
+            return _match_product(gm, node, skipped_nodes)
+        except Miss:
             skipped_nodes.append(node)
+            raise
+
+    nodes = calls(gm, aten.layer_norm.default, aten.group_norm.default, *match.MUL, *match.DIV)
+    rewrite_each(report, OPERATOR, nodes, fuse)
     rewrite.finish(gm)
     return report
 
 
-def _match_call(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
+def _match_call(gm: fx.GraphModule, node: fx.Node) -> Site:
     x, shape, weight, bias, eps = (
         match.argument(node, a) for a in ("input", "normalized_shape", "weight", "bias", "eps")
     )
     if len(shape) != 1:
         raise Miss(f"normalizes over {len(shape)} dimensions; only the last one is supported")
     root, narrow = _match_narrow_cast(node, x)
-    _rewrite(gm, report, root, [node, root], narrow, weight, bias, float(match.number(eps)))
+    return _rewrite(gm, root, [node, root], narrow, weight, bias, float(match.number(eps)))
 
 
-def _one_group(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> None:
+def _one_group(gm: fx.GraphModule, node: fx.Node) -> Site | None:
     """``group_norm`` of rows [tokens, channels] in one group."""
     x, groups, weight, bias, eps = (match.argument(node, a) for a in ("input", "num_groups", "weight", "bias", "eps"))
-    if groups == 1 and match.value(x).dim() == 2:
-        root, narrow = _match_narrow_cast(node, x)
-        _rewrite(gm, report, root, [node, root], narrow, weight, bias, float(match.number(eps)))
+    if groups != 1 or match.value(x).dim() != 2:
+        return None
+    root, narrow = _match_narrow_cast(node, x)
+    return _rewrite(gm, root, [node, root], narrow, weight, bias, float(match.number(eps)))
 
 
 def _gather(gm: fx.GraphModule) -> None:
@@ -121,7 +121,7 @@ def _is_mean(n: fx.Node, x: fx.Node, r: fx.Node) -> bool:
     )
 
 
-def _match_product(gm: fx.GraphModule, report: PassReport, node: fx.Node, skipped_nodes: list[fx.Node]) -> None:
+def _match_product(gm: fx.GraphModule, node: fx.Node, skipped_nodes: list[fx.Node]) -> Site | None:
     """Match from the least product or quotient that holds x less its mean and the root of its variance."""
     result = norms.normal(node, _is_centered, skipped_nodes)
     if result is None:
@@ -151,7 +151,7 @@ def _match_product(gm: fx.GraphModule, report: PassReport, node: fx.Node, skippe
     if match.value(narrow).itemsize < match.value(root).itemsize:
         narrow = rewrite.insert(gm, root, aten.to.dtype, (narrow, match.value(root).dtype))
     region = [root, node, difference, mean, *result.nodes]
-    _rewrite(gm, report, root, region, narrow, weight, bias, result.eps, number, (over, result.under))
+    return _rewrite(gm, root, region, narrow, weight, bias, result.eps, number, (over, result.under))
 
 
 def _factors_of_user(node: fx.Node) -> list[fx.Node]:
@@ -217,7 +217,7 @@ def _match_narrow_cast(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
     return last, x
 
 
-def _rewrite(gm, report, root, region, x, weight, bias, eps, number=1.0, rest=((), ())) -> None:
+def _rewrite(gm, root, region, x, weight, bias, eps, number=1.0, rest=((), ())) -> Site:
     if reason := match.unsafe(region, [x, weight, bias, *rest[0], *rest[1]]):
         raise Miss(reason)
     weight, bias = (p if p is None else norms.strip_widening(p) for p in (weight, bias))
@@ -237,4 +237,4 @@ def _rewrite(gm, report, root, region, x, weight, bias, eps, number=1.0, rest=((
     where = site(OPERATOR, root, region)
     if reason := rewrite.replace(gm, root, new):
         raise Miss(reason)
-    report.rewrites.append(where)
+    return where

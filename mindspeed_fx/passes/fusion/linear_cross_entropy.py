@@ -22,7 +22,7 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.linear_cross_entropy_work import in_cpp
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import mask
 from mindspeed_fx.passes.fusion.analysis.loss_head import PLAIN, Head, head_of, product
 from mindspeed_fx.passes.fusion.emit.loss_head import inputs
@@ -57,14 +57,15 @@ def linear_cross_entropy(gm: fx.GraphModule, context: Context) -> PassReport:
     """The last linear and the loss become one operator, whose logits never exist whole."""
     report = PassReport(NAME)
     named = NAME in context.options.enable
-    for node in calls(gm, torch.ops.mindspeed.cross_entropy.default, aten.cross_entropy_loss.default):
+
+    def fuse(node: fx.Node) -> Outcome:
         head = head_of(node.args[0])
-        if isinstance(head, Head):
-            reason = _needs_logits(head, node, named, context.options.target) or _rewrite(gm, report, node, head, named)
-        else:
-            reason = head
-        if reason:
-            report.skipped.append(skip(OPERATOR, node, reason))
+        if not isinstance(head, Head):
+            return head
+        return _needs_logits(head, node, named, context.options.target) or _rewrite(gm, node, head, named)
+
+    losses = calls(gm, torch.ops.mindspeed.cross_entropy.default, aten.cross_entropy_loss.default)
+    rewrite_each(report, OPERATOR, losses, fuse)
     rewrite.finish(gm)
     return report
 
@@ -106,7 +107,7 @@ def _needs_logits(head: Head, node: fx.Node, named: bool, target: str) -> str | 
 # --------------------------------------------------------------------------- the rewrite
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, named: bool) -> str | None:
+def _rewrite(gm: fx.GraphModule, node: fx.Node, head: Head, named: bool) -> Outcome:
     losses, sums = (
         next((u for u in node.users if match.is_call(u, match.operator.getitem) and u.args[1] == i), None)
         for i in (0, 1)
@@ -150,10 +151,7 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, head: Head, 
         new = rewrite.insert(gm, old, aten.div.Tensor, (new, match.value(losses).shape[0]))
     if times != 1.0:
         new = rewrite.insert(gm, old, aten.mul.Tensor, (new, times))
-    reason = rewrite.substitute(gm, old, new)
-    if reason is None:
-        report.rewrites.append(site(OPERATOR, node, [*head.region, node, losses]))
-    return reason
+    return rewrite.substitute(gm, old, new) or site(OPERATOR, node, [*head.region, node, losses])
 
 
 def _reduction(losses: fx.Node, node: fx.Node) -> Reduction:
@@ -307,14 +305,14 @@ def _z_loss(sums: fx.Node, node: fx.Node, reduction: str, old: fx.Node) -> tuple
 
 def _counts(n: Any, node: fx.Node) -> bool:
     """True for target != ignore_index, in any type and shape."""
-    while match.is_call(n, aten.to.dtype, *match.VIEWS):
+    while match.is_call(n, aten.to.dtype, *match.RESHAPES):
         n = n.args[0]
     target = node.args[1]
-    while match.is_call(target, *match.VIEWS):
+    while match.is_call(target, *match.RESHAPES):
         target = target.args[0]
     if not match.is_call(n, aten.ne.Scalar) or n.args[1] != node.args[2]:
         return False
     alternatives = n.args[0]
-    while match.is_call(alternatives, *match.VIEWS):
+    while match.is_call(alternatives, *match.RESHAPES):
         alternatives = alternatives.args[0]
     return match.same(alternatives, target)

@@ -21,7 +21,7 @@ from mindspeed_fx.graph.layout import strip_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.op_sets import IDENTITIES, TRANSPOSES
 from mindspeed_fx.graph.storage import is_view, owner
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, PassReport, Site, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis.loss_head import acts_on_rows
 
 NAME, OPERATOR = "fusion.linear_cross_entropy_backward", "mindspeed::linear_cross_entropy_backward"
@@ -48,10 +48,8 @@ class Products(NamedTuple):
 def linear_cross_entropy_backward(gm: fx.GraphModule, context: Context) -> PassReport:
     """The gradient of the logits never exists whole."""
     report = PassReport(NAME)
-    for node in calls(gm, torch.ops.mindspeed.cross_entropy_backward.default):
-        reason = _match_gate(node, context) or _rewrite(gm, report, node)
-        if reason:
-            report.skipped.append(skip(OPERATOR, node, reason))
+    nodes = calls(gm, torch.ops.mindspeed.cross_entropy_backward.default)
+    rewrite_each(report, OPERATOR, nodes, lambda node: _match_gate(node, context) or _rewrite(gm, node))
     if report.rewrites:
         gm.graph.eliminate_dead_code()
         gm.recompile()
@@ -92,7 +90,7 @@ def _outlives(logits: fx.Node) -> bool:
 # --------------------------------------------------------------------------- from the gradient to the products
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> str | None:
+def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Site | str:
     end, steps, extra, reason = _path(node)
     if reason:
         return reason
@@ -107,8 +105,7 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node) -> str | Non
     if reason:
         return reason
     _insert(gm, node, end, steps, extra, result, hidden, weight, product)
-    report.rewrites.append(site(OPERATOR, node, [node, *steps, *result.region]))
-    return None
+    return site(OPERATOR, node, [node, *steps, *result.region])
 
 
 def _path(node: fx.Node) -> tuple[fx.Node, list[fx.Node], fx.Node | None, str | None]:
@@ -153,7 +150,7 @@ def _is_row_step(user: fx.Node, n: fx.Node) -> bool:
     ):
         return False
     last = before.dim() - 1
-    if match.is_call(user, *match.VIEWS, *IDENTITIES, aten.transpose.int, aten.permute.default):
+    if match.is_call(user, *match.RESHAPES, *IDENTITIES, aten.transpose.int, aten.permute.default):
         return acts_on_rows(user)
     if match.is_call(user, aten.slice_backward.default):
         return user.args[0] is n and user.args[2] % (last + 1) != last
@@ -204,7 +201,9 @@ def _linear(logits: fx.Node) -> tuple[fx.Node, tuple[fx.Node, bool], fx.Node] | 
     ``transposed``: the weight is [vocab, hidden]."""
     n = logits
     while not match.is_call(n, aten.mm.default, aten.addmm.default):
-        rows = match.is_call(n, *match.VIEWS, *IDENTITIES, aten.slice.Tensor, aten.transpose.int, aten.permute.default)
+        rows = match.is_call(
+            n, *match.RESHAPES, *IDENTITIES, aten.slice.Tensor, aten.transpose.int, aten.permute.default
+        )
         if not rows or not acts_on_rows(n):
             return None
         n = n.args[0]
@@ -293,7 +292,7 @@ def _insert(
 
 def _on_rows(call: Any, step: fx.Node, vector: fx.Node, fill: float | int) -> fx.Node:
     """``step``, which acts on [..., vocab], applied to one number per token."""
-    if match.is_call(step, *match.VIEWS):
+    if match.is_call(step, *match.RESHAPES):
         return call(aten.reshape.default, vector, list(match.value(step).shape[:-1]))
     if match.is_call(step, *IDENTITIES):
         return vector

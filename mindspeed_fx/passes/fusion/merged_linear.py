@@ -117,7 +117,7 @@ def _takes(user: fx.Node, part: torch.Tensor | None) -> bool:
         return True
     if isinstance(user.target, torch._ops.OpOverload) and user.target.namespace == "mindspeed":
         return True
-    if match.is_call(user, *match.VIEWS) and part is not None:
+    if match.is_call(user, *match.RESHAPES) and part is not None:
         try:
             part.view(match.value(user).shape)
         except RuntimeError:
@@ -125,7 +125,7 @@ def _takes(user: fx.Node, part: torch.Tensor | None) -> bool:
         return True
     # Of an unknown length: heads made of the last dimension.
     return (
-        match.is_call(user, *match.VIEWS)
+        match.is_call(user, *match.RESHAPES)
         and part is None
         and match.value(user).dim() == match.value(user.args[0]).dim() + 1
     )

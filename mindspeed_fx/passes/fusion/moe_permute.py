@@ -22,7 +22,7 @@ import torch.fx as fx
 from mindspeed_fx.compat import fake, symbols
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, Site, calls, register, rewrite_each, site, skip
 from mindspeed_fx.passes.fusion.analysis.one_hot import parse_einsum
 
 NAME, PERMUTE, UNPERMUTE = "fusion.moe_permute", "mindspeed::moe_permute", "mindspeed::moe_unpermute"
@@ -54,7 +54,8 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     inverses: dict[fx.Node, fx.Node] = {}
     seen: set[fx.Node] = set()
-    for node in calls(gm, *GATHERS):
+
+    def permute(node: fx.Node) -> Outcome:
         result = _match_permute(node)
         if result is not None:
             seen.add(node)
@@ -62,11 +63,20 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
             tokens, order = (fake.hint(match.value(n).shape[0]) for n in result)
             if tokens and order // tokens < MANY and _left_to_inductor(gm, context):
                 result = _FEW.format(k=order // tokens)
-        if isinstance(result, tuple):
-            result = _rewrite_permute(gm, report, node, *result, inverses)
-        if result:
-            report.skipped.append(skip(PERMUTE, node, result))
-    for node in calls(
+        return _rewrite_permute(gm, node, *result, inverses) if isinstance(result, tuple) else result
+
+    rewrite_each(report, PERMUTE, calls(gm, *GATHERS), permute)
+
+    def unpermute(node: fx.Node) -> Outcome:
+        combined = _match_combine(node)
+        if combined is None:
+            return None
+        seen.update(combined.region)
+        if fake.hint(combined.k) < MANY and _left_to_inductor(gm, context):
+            return _FEW.format(k=combined.k)
+        return _rewrite_unpermute(gm, node, combined, inverses)
+
+    sums = calls(
         gm,
         aten.sum.dim_IntList,
         aten.index_add.default,
@@ -75,14 +85,8 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
         aten.bmm.default,
         aten.matmul.default,
         aten.einsum.default,
-    ):
-        combined = _match_combine(node)
-        if combined is not None:
-            seen.update(combined.region)
-            few = fake.hint(combined.k) < MANY and _left_to_inductor(gm, context)
-            reason = _FEW.format(k=combined.k) if few else _rewrite_unpermute(gm, report, node, combined, inverses)
-            if reason:
-                report.skipped.append(skip(UNPERMUTE, node, reason))
+    )
+    rewrite_each(report, UNPERMUTE, sums, unpermute)
     for node in calls(gm, *GATHERS):
         result = match.indexed_rows(node) if node not in seen and node.users else None
         if (
@@ -206,8 +210,8 @@ def match_repeat(n: fx.Node) -> tuple[fx.Node, int] | None:
         and isinstance(n.args[1], int)
     ):
         return n.args[0], n.args[1]
-    if match.is_call(n, *match.VIEWS, aten.clone.default) and match.value(n).dim() == 2:
-        while match.is_call(n, *match.VIEWS, aten.clone.default):
+    if match.is_call(n, *match.RESHAPES, aten.clone.default) and match.value(n).dim() == 2:
+        while match.is_call(n, *match.RESHAPES, aten.clone.default):
             n = n.args[0]
         if (
             match.is_call(n, aten.expand.default)
@@ -219,9 +223,7 @@ def match_repeat(n: fx.Node) -> tuple[fx.Node, int] | None:
     return None
 
 
-def _rewrite_permute(
-    gm: fx.GraphModule, report: PassReport, node: fx.Node, tokens: fx.Node, order: fx.Node, inverses: dict
-) -> str | None:
+def _rewrite_permute(gm: fx.GraphModule, node: fx.Node, tokens: fx.Node, order: fx.Node, inverses: dict) -> Site | str:
     sort = _match_sort(order)
     indices = sort.args[0]
     reason = match.unsafe([node], [tokens, order, indices])
@@ -231,8 +233,7 @@ def _rewrite_permute(
     both = rewrite.insert(gm, node, torch.ops.mindspeed.moe_permute.default, (tokens, indices))
     permuted = rewrite.insert(gm, node, match.operator.getitem, (both, 0))
     inverses.setdefault(order, rewrite.insert(gm, node, match.operator.getitem, (both, 1)))
-    report.rewrites.append(site(PERMUTE, node, [node]))
-    return rewrite.substitute(gm, node, permuted)
+    return rewrite.substitute(gm, node, permuted) or site(PERMUTE, node, [node])
 
 
 def _stabilize(sort: fx.Node) -> None:
@@ -317,7 +318,7 @@ def _match_gather(
     copies: fx.Node, probs: fx.Node | None, whole: torch.Tensor, region: list[fx.Node]
 ) -> Combined | None:
     """The way back of ``copies`` [tokens, k, hidden], which are summed over k, times ``probs`` if there are any."""
-    if not match.is_call(copies, *match.VIEWS):
+    if not match.is_call(copies, *match.RESHAPES):
         return None
     region.append(copies)
     rows = match.uncast(copies.args[0])
@@ -343,7 +344,7 @@ def _match_weights(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None,
         if not isinstance(share, fx.Node) or match.value(share).shape != (match.value(n).shape[0], 1):
             continue
         inner = match.uncast(share)
-        inner = match.uncast(inner.args[0]) if match.is_call(inner, aten.unsqueeze.default, *match.VIEWS) else inner
+        inner = match.uncast(inner.args[0]) if match.is_call(inner, aten.unsqueeze.default, *match.RESHAPES) else inner
         gathered = match.indexed_rows(inner)
         if gathered is not None and gathered[1] is order:
             probs = gathered[0].args[0] if match.is_call(gathered[0], aten.unsqueeze.default) else gathered[0]
@@ -352,9 +353,7 @@ def _match_weights(n: fx.Node, order: fx.Node) -> tuple[fx.Node, fx.Node | None,
     return n, None, []
 
 
-def _rewrite_unpermute(
-    gm: fx.GraphModule, report: PassReport, node: fx.Node, result: Combined, inverses: dict
-) -> str | None:
+def _rewrite_unpermute(gm: fx.GraphModule, node: fx.Node, result: Combined, inverses: dict) -> Site | str:
     rows, probs, k, order, region, base = result
     shape, root = match.value(rows).shape, match.value(node)
     if not symbols.statically_known_true(shape[0] == root.shape[0] * k) or not symbols.statically_known_true(
@@ -384,8 +383,7 @@ def _rewrite_unpermute(
         if match.value(new).dim() == root.dim()
         else rewrite.insert(gm, node, aten.reshape.default, (new, list(root.shape)))
     )
-    report.rewrites.append(site(UNPERMUTE, node, region))
-    return rewrite.substitute(gm, node, new)
+    return rewrite.substitute(gm, node, new) or site(UNPERMUTE, node, region)
 
 
 def _before(gm: fx.GraphModule, first: fx.Node, second: fx.Node) -> bool:

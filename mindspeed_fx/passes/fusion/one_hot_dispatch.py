@@ -22,7 +22,7 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.layout import strip_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis.one_hot import Reader, Sparse, parse_einsum
 
 NAME = "fusion.one_hot_dispatch"
@@ -33,36 +33,29 @@ DISPATCH, COMBINE = "rows added at their places", "rows read from their places"
 def one_hot_dispatch(gm: fx.GraphModule, context: Context) -> PassReport:
     """Products with one-hot dispatch and combine tensors become scatters and gathers of rows."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.einsum.default, aten.matmul.default, aten.mm.default):
-        unread = None
-        for letters, weights, other, result in _roles(node):
-            reader = Reader(gm, node)
-            sparse = reader.of(weights)
-            if sparse is None or any(p is None for t in sparse.terms for p in t.places):
-                unread = weights if _has_one_hot(weights) else unread
-                continue
-            reason = match.unsafe([node, *reader.region], [other]) or _rewrite(
-                reader, node, sparse, letters, weights, other, result
-            )
-            if reason:
-                report.skipped.append(skip("gather and scatter", node, reason))
-            else:
-                report.rewrites.append(
-                    site(COMBINE if set(letters[0][sparse.tokens :]) & set(letters[1]) else DISPATCH, node, [node])
-                )
-            break
-        else:
-            if unread is not None:
-                report.skipped.append(
-                    skip(
-                        "gather and scatter",
-                        node,
-                        f"{unread.name} is made of one-hot vectors, but not as products, weights and sums of them that "
-                        "are read",
-                    )
-                )
+    products = calls(gm, aten.einsum.default, aten.matmul.default, aten.mm.default)
+    rewrite_each(report, "gather and scatter", products, _fuse)
     rewrite.finish(gm)
     return report
+
+
+def _fuse(node: fx.Node) -> Outcome:
+    unread = None
+    for letters, weights, other, result in _roles(node):
+        reader = Reader(node)
+        sparse = reader.of(weights)
+        if sparse is None or any(p is None for t in sparse.terms for p in t.places):
+            unread = weights if _has_one_hot(weights) else unread
+            continue
+        combines = bool(set(letters[0][sparse.tokens :]) & set(letters[1]))
+        return (
+            match.unsafe([node, *reader.region], [other])
+            or _rewrite(reader, node, sparse, letters, weights, other, result)
+            or site(COMBINE if combines else DISPATCH, node, [node])
+        )
+    if unread is None:
+        return None
+    return f"{unread.name} is made of one-hot vectors, but not as products, weights and sums of them that are read"
 
 
 def _roles(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, fx.Node, str]]:
@@ -94,7 +87,7 @@ def _matrix_product(node: fx.Node) -> Iterator[tuple[tuple[str, str], fx.Node, f
     if match.value(matrix).dim() != 2 or match.value(rows).dim() != 2 or not match.is_float(rows):
         return
     matrix, turned = strip_transpose(matrix)
-    if not match.is_call(matrix, *match.VIEWS):
+    if not match.is_call(matrix, *match.RESHAPES):
         return
     weights = matrix.args[0]
     shape, width = match.value(weights).shape, match.value(matrix).shape[1]
@@ -181,7 +174,7 @@ def _rewrite(
     out = _order_labels(r, out, "".join(order), list(result))
     if node.target != aten.einsum.default:
         out = r.make(aten.reshape.default, out, list(match.value(node).shape))
-    return rewrite.substitute(r.gm, node, out)
+    return rewrite.substitute(node.graph.owning_module, node, rewrite.build(out))
 
 
 def _bind_labels(node: fx.Node) -> str:

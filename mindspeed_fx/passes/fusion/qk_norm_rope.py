@@ -20,12 +20,12 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.layout import before_copy
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import find
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "fusion.qk_norm_rope", "mindspeed::qk_norm_rope"
 ops = torch.ops.mindspeed
 SWAPS = (aten.transpose.int, aten.permute.default)
-RESHAPES = (*match.VIEWS, aten.unsqueeze.default, aten.squeeze.dim)
+RESHAPES = (*match.RESHAPES, aten.unsqueeze.default, aten.squeeze.dim)
 STILL = (aten.to.dtype, aten.contiguous.default, aten.clone.default)
 """What changes neither the shape nor the order of the dimensions."""
 
@@ -43,12 +43,12 @@ class Found(NamedTuple):
 def qk_norm_rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """RMSNorm of heads and the rotation of the result become one operator."""
     report = PassReport(NAME)
-    for node in calls(gm, ops.rope.default):
+
+    def fuse(node: fx.Node) -> Outcome:
         result = _match_norm(node)
-        if isinstance(result, Found):
-            result = _rewrite(gm, report, node, result, context)
-        if result:
-            report.skipped.append(skip(OPERATOR, node, result))
+        return _rewrite(gm, node, result, context) if isinstance(result, Found) else result
+
+    rewrite_each(report, OPERATOR, calls(gm, ops.rope.default), fuse)
     rewrite.finish(gm)
     return report
 
@@ -137,7 +137,7 @@ def _match_concat(rope: fx.Node, whole: fx.Node, part: match.Pieces, dim: int) -
     return cat, [*way[1:], rest]
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, result: Found, context: Context) -> str | None:
+def _rewrite(gm: fx.GraphModule, rope: fx.Node, result: Found, context: Context) -> Outcome:
     root, norm, moves, region = result
     x, weight, eps, cast_first = norm.args
     cos, sin, interleaved = rope.args[1:]
@@ -161,8 +161,7 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, rope: fx.Node, result: Foun
         return f"the rotation is computed {types}"
     if reason := _unpaid(args, new_node, context):
         return reason
-    report.rewrites.append(site(OPERATOR, root, region))
-    return rewrite.substitute(gm, root, new)
+    return rewrite.substitute(gm, root, new) or site(OPERATOR, root, region)
 
 
 def _unpaid(args: tuple, result: fx.Node, context: Context) -> str | None:

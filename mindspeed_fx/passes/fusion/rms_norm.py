@@ -9,6 +9,7 @@ miss: no operator has it there.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -17,7 +18,7 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, Site, Skip, calls, register, rewrite_each, site, skip
 from mindspeed_fx.passes.fusion.analysis import algebra as algebra_analysis
 from mindspeed_fx.passes.fusion.analysis import moments, norms
 from mindspeed_fx.passes.fusion.emit import algebra
@@ -29,29 +30,28 @@ NAME, OPERATOR = "fusion.rms_norm", "mindspeed::rms_norm"
 def rms_norm(gm: fx.GraphModule, context: Context) -> PassReport:
     """RMSNorm, composed or torch.nn.RMSNorm, becomes one operator."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.rms_norm.default):
-        x, shape, weight, eps = (match.argument(node, a) for a in ("input", "normalized_shape", "weight", "eps"))
-        if len(shape) != 1:
-            report.skipped.append(
-                skip(OPERATOR, node, f"normalizes over {len(shape)} dimensions; only the last one is supported")
-            )
-            continue
-        # Without an eps torch takes that of the type it computes in.
-        eps = torch.finfo(accumulation_dtype(match.value(x).dtype)).eps if eps is None else eps
-        _rewrite(gm, report, node, [node], x, weight, float(eps), cast_first=False)
+    rewrite_each(report, OPERATOR, calls(gm, aten.rms_norm.default), functools.partial(_match_call, gm))
     skipped_nodes: list[fx.Node] = []
-    for node in calls(gm, *match.MUL, *match.DIV):
-        if match.is_float(node):
-            _match_product(gm, report, node, skipped_nodes)
+    products = (n for n in calls(gm, *match.MUL, *match.DIV) if match.is_float(n))
+    rewrite_each(report, OPERATOR, products, lambda node: _match_product(gm, node, skipped_nodes))
     rewrite.finish(gm)
     return report
 
 
-def _match_product(gm: fx.GraphModule, report: PassReport, node: fx.Node, skipped_nodes: list[fx.Node]) -> None:
+def _match_call(gm: fx.GraphModule, node: fx.Node) -> Outcome:
+    x, shape, weight, eps = (match.argument(node, a) for a in ("input", "normalized_shape", "weight", "eps"))
+    if len(shape) != 1:
+        return f"normalizes over {len(shape)} dimensions; only the last one is supported"
+    # Without an eps torch takes that of the type it computes in.
+    eps = torch.finfo(accumulation_dtype(match.value(x).dtype)).eps if eps is None else eps
+    return _rewrite(gm, node, [node], x, weight, float(eps), cast_first=False)
+
+
+def _match_product(gm: fx.GraphModule, node: fx.Node, skipped_nodes: list[fx.Node]) -> Outcome:
     """Match from the least product or quotient that holds x and its root."""
     result = norms.normal(node, _is_x, skipped_nodes)
     if result is None:
-        return
+        return None
     hidden, x = match.value(result.x).shape[-1], norms.strip_widening(result.x)
     weight = next((n for n in result.over if norms.is_vector(n, hidden)), None)
     over = [n for n in result.over if n is not weight]
@@ -74,16 +74,15 @@ def _match_product(gm: fx.GraphModule, report: PassReport, node: fx.Node, skippe
             root, weight, cast_first, _ = _with_weight(node, x, node)
     number = 1.0 if math.isclose(number, 1.0, rel_tol=1e-7) else number
     if number != 1 and weight is None:
-        return  # divided by its norm, and no weight takes the factor: not what is called RMSNorm
+        return None  # divided by its norm, and no weight takes the factor: not what is called RMSNorm
     region = [root, node, *passed, *result.nodes]
     reason = result.spread.differs
     if not result.spread.last:
         reason = f"the mean square is taken over dimensions {result.spread.dims}, not over the last one alone"
     reason = reason or match.unsafe(region, [x, weight, *over, *result.under])
     if reason:
-        report.skipped.append(skip(OPERATOR, node, reason))
         skipped_nodes.append(node)
-        return
+        return reason
     if match.value(root).dtype != _result_dtype(x, weight, cast_first) or over or result.under:
         x, cast_first = result.x, not other  # the result stays wide: start from the wide input
         if match.value(x).itemsize < match.value(root).itemsize:
@@ -92,7 +91,7 @@ def _match_product(gm: fx.GraphModule, report: PassReport, node: fx.Node, skippe
         if match.value(weight).itemsize == 2:
             weight, cast_first = rewrite.insert(gm, root, aten.to.dtype, (weight, torch.float32)), False
         weight = rewrite.insert(gm, root, aten.mul.Tensor, (weight, number))
-    _rewrite(gm, report, root, region, x, weight, result.eps, cast_first, (over, result.under))
+    return _rewrite(gm, root, region, x, weight, result.eps, cast_first, (over, result.under))
 
 
 def _is_x(n: fx.Node, root: moments.RootMoment) -> bool:
@@ -132,14 +131,11 @@ def _result_dtype(x: fx.Node, weight: fx.Node | None, cast_first: bool) -> torch
     return torch.promote_types(dtype, match.value(weight).dtype) if weight is not None and cast_first else dtype
 
 
-def _rewrite(gm, report, root, region, x, weight, eps, cast_first, rest=((), ())) -> None:
+def _rewrite(gm, root, region, x, weight, eps, cast_first, rest=((), ())) -> Site | Skip:
+    where = site(OPERATOR, root, region)
     reason = match.unsafe(region, [x, weight])
     if reason is None:
         both = rewrite.insert(gm, root, torch.ops.mindspeed.rms_norm.default, (x, weight, eps, cast_first))
         new = rewrite.insert(gm, root, match.operator.getitem, (both, 0))
-        where = site(OPERATOR, root, region)
         reason = rewrite.replace(gm, root, algebra.multiply_factors(gm, root, new, 1.0, *rest))
-    if reason is None:
-        report.rewrites.append(where)
-    else:
-        report.skipped.append(skip(OPERATOR, root, reason))
+    return skip(OPERATOR, root, reason) if reason else where

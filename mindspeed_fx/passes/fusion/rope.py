@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site, skip
 from mindspeed_fx.passes.fusion.analysis.element_exprs import ElementExprs, Sum, TooWide
 from mindspeed_fx.passes.fusion.emit.element_exprs import build
 
@@ -50,12 +50,8 @@ BETWEEN = (
     aten.contiguous.default,
     aten.unsqueeze.default,
     aten.transpose.int,
-    *match.VIEWS,
+    *match.RESHAPES,
 )
-
-
-class Miss(Exception):
-    """A near miss; the text is the reason."""
 
 
 @dataclass
@@ -77,15 +73,14 @@ def rope(gm: fx.GraphModule, context: Context) -> PassReport:
     """x * cos + rotate(x) * sin becomes one operator, half and interleaved."""
     report = PassReport(NAME)
     apart: dict[fx.Node, fx.Node] = {}
-    for node in calls(gm, *SUMS, aten.cat.default, *match.VIEWS):
-        try:
-            region = _rewrite_rotation(gm, node, apart)
-        except Miss as miss:
-            report.skipped.append(skip(OPERATOR, node, str(miss)))
-        else:
-            if region:
-                report.rewrites.append(site(OPERATOR, node, region))
-                apart = {half: x for half, x in apart.items() if half not in region}
+
+    def fuse(node: fx.Node) -> Outcome:
+        region = _rewrite_rotation(gm, node, apart)
+        for half in set(apart).intersection(region or ()):
+            del apart[half]
+        return site(OPERATOR, node, region) if region else None
+
+    rewrite_each(report, OPERATOR, calls(gm, *SUMS, aten.cat.default, *match.RESHAPES), fuse)
     for half, x in apart.items():
         partner = next((h for h, y in apart.items() if h is not half and match.same(x, y)), None)
         if partner is not None and half.name < partner.name and not half._erased:
@@ -102,7 +97,7 @@ def _rewrite_rotation(gm: fx.GraphModule, node: fx.Node, apart: dict[fx.Node, fx
     """Rewrites ``node`` where it is a rotation and returns what it replaces; None where it is none."""
     if not match.is_float(node):
         return None
-    real = match.uncast(node.args[0]) if match.is_call(node, *match.VIEWS) else None
+    real = match.uncast(node.args[0]) if match.is_call(node, *match.RESHAPES) else None
     if match.is_call(real, aten.view_as_real.default) and match.value(real).dim() == match.value(node).dim() + 1:
         result = _complex(gm, node, real)
         return result and _rewrite(gm, node, *result)
@@ -327,7 +322,7 @@ def _complex(gm: fx.GraphModule, node: fx.Node, real: fx.Node):
         if not match.is_call(turned, aten.view_as_complex.default) or not isinstance(angles, fx.Node):
             continue
         pairs = match.uncast(turned.args[0])
-        x = match.uncast(pairs.args[0]) if match.is_call(pairs, *match.VIEWS) else None
+        x = match.uncast(pairs.args[0]) if match.is_call(pairs, *match.RESHAPES) else None
         if x is None or match.value(x).shape != match.value(node).shape or not match.value(angles).is_complex():
             continue
         region = [node, real, real.args[0], turned, pairs]

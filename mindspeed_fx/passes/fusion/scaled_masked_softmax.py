@@ -9,6 +9,7 @@ infinity, which makes them NaN.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.scaled_masked_softmax import scaled_masked_softmax as operator
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, Site, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import mask as mask_analysis
 
 NAME, OPERATOR = "fusion.scaled_masked_softmax", "mindspeed::scaled_masked_softmax"
@@ -38,21 +39,22 @@ class Scores(NamedTuple):
 def scaled_masked_softmax(gm: fx.GraphModule, context: Context) -> PassReport:
     """The softmax of attention weights that are needed, its scale and its mask become one kernel."""
     report = PassReport(NAME)
-    for node in calls(gm, aten.softmax.int, aten._softmax.default, aten._safe_softmax.default):
-        result = _scores(node)
-        if result is None:
-            continue
-        if context.options.target != "npu" and NAME not in context.options.enable:
-            reason = (
-                f"one kernel already where code is generated, and no kernel on {context.options.target}; put "
-                f'"{NAME}" in enable to fuse all the same'
-            )
-        else:
-            reason = _rewrite(gm, report, node, result, context.options.target)
-        if reason:
-            report.skipped.append(skip(OPERATOR, node, reason))
+    softmaxes = calls(gm, aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
+    rewrite_each(report, OPERATOR, softmaxes, functools.partial(_fuse, gm, context))
     rewrite.finish(gm)
     return report
+
+
+def _fuse(gm: fx.GraphModule, context: Context, node: fx.Node) -> Outcome:
+    result = _scores(node)
+    if result is None:
+        return None
+    if context.options.target != "npu" and NAME not in context.options.enable:
+        return (
+            f"one kernel already where code is generated, and no kernel on {context.options.target}; put "
+            f'"{NAME}" in enable to fuse all the same'
+        )
+    return _rewrite(gm, node, result, context.options.target)
 
 
 def _scores(node: fx.Node) -> Scores | None:
@@ -84,7 +86,7 @@ def _scores(node: fx.Node) -> Scores | None:
     return Scores(x, arg, masked, float(scale), region)
 
 
-def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, result: Scores, target: str) -> str | None:
+def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Scores, target: str) -> Site | str:
     x, narrow = result.x, match.value(result.x).dtype
     user = next(iter(node.users)) if len(node.users) == 1 else None
     root = user if match.is_call(user, aten.to.dtype) and match.value(user).dtype == narrow else node
@@ -106,6 +108,4 @@ def _rewrite(gm: fx.GraphModule, report: PassReport, node: fx.Node, result: Scor
         if kernel is None:
             return "; ".join(reasons)
     reason = rewrite.substitute(gm, root, rewrite.insert(gm, root, operator.overload, (x, arg, result.scale)))
-    if reason is None:
-        report.rewrites.append(site(OPERATOR, root, region))
-    return reason
+    return reason or site(OPERATOR, root, region)

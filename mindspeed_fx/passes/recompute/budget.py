@@ -45,7 +45,7 @@ MIB = 2**20
 
 @register(NAME)
 def budget(gm: fx.GraphModule, context: Context) -> PassReport:
-    """A memory budget: saves what fits, and makes the rest again in the backward."""
+    """A memory budget: saves what fits, and recomputes the rest in the backward."""
     report, asked = PassReport(NAME), context.options.memory_budget
     if asked is None:
         return report
@@ -71,7 +71,7 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     if search.empty:
         raise OptionError(
             f'option "memory_budget" is {asked!r}, but this graph\'s backward needs values that can be neither saved '
-            "nor made again"
+            "nor recomputed"
         )
     moves = offloads(step, search, context.options, decided, report) if context.options.offload else None
     least = moves.least() if moves else search.least
@@ -129,7 +129,7 @@ def _step(gm: fx.GraphModule, context: Context, tape: Dataflow | str) -> JointGr
 
 
 def _fix(step: JointGraph, decided: Fixed) -> None:
-    """What the user decided is no choice: what is to be made again cannot be saved, what is to be saved must not run
+    """What the user decided is no choice: what is to be recomputed cannot be saved, what is to be saved must not run
     again.
     """
     for v in decided.recompute:
@@ -194,14 +194,14 @@ def _times(plan: Plan, search: Search, step: JointGraph, limit: int, proved: flo
     if plan.moves:
         return (
             f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for "
-            "what is made again and for copies that nothing hides; nothing takes less than "
+            "what is recomputed and for copies that nothing hides; nothing takes less than "
             f"{step.seconds * 1e3:.3f} ms, so this plan is at most {plan.seconds / step.seconds * 100:.2f} % from "
             "the optimum"
         )
     bound = max(search.bound(limit, max(10, min(40, ROUNDS_WORK // len(step.nodes)))) or 0.0, proved or 0.0)
     whole, least = step.seconds + plan.seconds, step.seconds + min(bound, plan.seconds)
     return (
-        f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is made again; no plan "
+        f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is recomputed; no plan "
         f"within this peak takes less than {least * 1e3:.3f} ms, so this one is at most "
         f"{(whole / least - 1) * 100:.2f} % from the optimum"
     )

@@ -1,8 +1,8 @@
-"""Without a budget: what the backward makes again because keeping it costs more.
+"""Without a budget: what the backward recomputes because keeping it costs more.
 
 On cpu a saved activation costs page faults when it is made and cache misses when it is read, while pointwise work is
 fused into what reads it. Measured in benchmarks/results. Elsewhere, and where no code is generated, torch's own min-cut
-decides, which never makes again what the backward would have to write out.
+decides, which never recomputes what the backward would have to write out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "recompute.pointwise"
 
 @register(NAME)
 def pointwise(gm: fx.GraphModule, context: Context) -> PassReport:
-    """On cpu the backward makes pointwise results again rather than keeping them."""
+    """On cpu the backward recomputes pointwise results rather than keeping them."""
     report = PassReport(NAME)
     options, wishes = context.options, context.options.recompute
     policy = wishes if isinstance(wishes, str) else (wishes or {}).get("policy", "auto")

@@ -29,7 +29,7 @@ def policy_of(asked: Any) -> str:
 
 @register(NAME)
 def apply_policy(gm: fx.GraphModule, context: Context) -> PassReport:
-    """Named recompute policies and per-module wishes: what they name is made again in the backward, the rest is
+    """Named recompute policies and per-module wishes: what they name is recomputed in the backward, the rest is
     saved.
     """
     report, options = PassReport(NAME), context.options
@@ -76,7 +76,7 @@ def apply_policy(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def cheapest_saved(tape: Dataflow, decided: Fixed) -> list[Value]:
-    """What is saved when nothing but ``decided`` is made again: the fewest bytes."""
+    """What is saved when nothing but ``decided`` is recomputed: the fewest bytes."""
     again = {v.made_by for v in decided.recompute}
     return cheapest(
         tape,

@@ -1,9 +1,9 @@
-"""The pass ``sharding.regather``: collectives that the backward makes again instead of keeping what they made.
+"""The pass ``sharding.regather``: collectives that the backward recomputes instead of keeping their results.
 
 torch's partitioner keeps the result of every collective, whatever is decided about the rest. A plan may want otherwise:
 
 * ``gather: zero3``: parameters that were made whole for the forward are made whole again for the backward
-* ``recompute: full``: the collectives of a layer are made again with everything else of it
+* ``recompute: full``: the collectives of a layer are recomputed with everything else of it
 * ``recompute: norm+activation_function``, or another word: activations that were gathered for a layer are gathered
   again, from the part at hand
 
@@ -34,7 +34,7 @@ REPEATABLE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 @register(NAME)
 def regather(gm: fx.GraphModule, context: Context) -> PassReport:
-    """Marks collectives of the forward that a plan wants made again: zero3's, and those of recomputed layers."""
+    """Marks collectives of the forward that a plan wants recomputed: zero3's, and those of recomputed layers."""
     report, result = PassReport(NAME), context.sharding
     if result is None or result.program is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")

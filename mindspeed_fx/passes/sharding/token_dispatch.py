@@ -1,4 +1,4 @@
-"""The mixtures of a captured graph whose tokens can travel: -> the calls of
+"""The mixtures of a captured graph whose tokens can be dispatched by all-to-all: -> the calls of
 :mod:`mindspeed_fx.sharding.spmd.token_dispatch`, for plans that say
 ``experts: {dispatch: all_to_all}``.
 
@@ -78,7 +78,7 @@ def _graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 def _rewrite(node: fx.Node, report: PassReport) -> None:
     from mindspeed_fx.sharding.spmd import token_dispatch
-    from mindspeed_fx.sharding.spmd.experts import BY_DIMENSION, ROWWISE
+    from mindspeed_fx.sharding.spmd.experts import BY_DIMENSION, is_rowwise
 
     chosen = choices(node.args[1])
     rows, order = ([u for u in node.users if u.args[1] == i] for i in (0, 1))
@@ -94,7 +94,7 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             elif user.target is ops.grouped_matmul.default and user.args[0] is n:
                 products.append(user)
                 pending.append(user)
-            elif user.target in ROWWISE or user.target in BY_DIMENSION:
+            elif is_rowwise(user.target) or user.target in BY_DIMENSION:
                 pending.append(user)
             else:
                 raise _refusal(
@@ -125,12 +125,13 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             (*end.args, *(None, 1)[len(end.args) - 2 :]) if len(end.args) < 4 else end.args,
             {},
         )
-    report.rewrites.append(site("tokens travel to experts", node, [node, *products, *ends]))
+    report.rewrites.append(site("tokens sent to experts by all-to-all", node, [node, *products, *ends]))
 
 
 def _refusal(node: fx.Node, why: str) -> ShardingError:
     return ShardingError(
-        f'module "{module_path(node)}": tokens cannot travel to their experts: {why}; plan "ep" gathers tokens instead'
+        f'module "{module_path(node)}": tokens cannot be sent to their experts by all-to-all: {why}; '
+        'plan "ep" gathers tokens instead'
     )
 
 

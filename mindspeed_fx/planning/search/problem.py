@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_fx.cost.operators import Spec
 from mindspeed_fx.cost.read import Call
+from mindspeed_fx.kernels.base import TAGGED
 from mindspeed_fx.planning.search.axes import Axes, Dim
 from mindspeed_fx.planning.search.strategies import Row
 
@@ -19,27 +21,16 @@ SAVES = frozenset(
     "zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full".split()
 )
 """Operators whose backward needs none of their floating inputs; all others keep them."""
-CHEAP = frozenset(
-    (
-        "rms_norm",
-        "layer_norm",
-        "swiglu",
-        "glu",
-        "gelu",
-        "silu",
-        "activation",
-        "weighted_swiglu",
-        "add",
-        "mul",
-        "to",
-        "clipped_swiglu",
-        "rope",
-        "qk_norm_rope",
-    )
-)
-"""Operators that are redone rather than kept under recompute of norms and activation functions, where their inputs are
-kept anyway.
-"""
+ATEN_CHEAP = frozenset(("rms_norm", "layer_norm", "gelu", "silu", "add", "mul", "to"))
+
+
+@functools.cache
+def is_cheap(op: str) -> bool:
+    """Whether an operator is redone rather than kept under recompute of norms and activation functions, where its
+    inputs are kept anyway.
+    """
+    own = {str(o) for tag in ("norm", "activation", "cheap") for o in TAGGED[tag]}
+    return op in ATEN_CHEAP or f"mindspeed.{op}.default" in own
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import NORMS_AND_ACTIVATIONS, Layout
 from mindspeed_fx.planning.search.lp_structure import Move
-from mindspeed_fx.planning.search.problem import CHEAP, SAVES, Edge, Node
+from mindspeed_fx.planning.search.problem import SAVES, Edge, Node, is_cheap
 from mindspeed_fx.planning.search.strategy_space import Label, P
 
 
@@ -34,8 +34,7 @@ class Recomputation:
             return 0.0, 0.0
         if (
             mode == NORMS_AND_ACTIVATIONS
-            and value.producer.op in CHEAP
-            and value.producer.op != "rope"
+            and is_cheap(value.producer.op)
             and value.floating
             and inside
             and _inputs_kept(value.producer)
@@ -57,8 +56,7 @@ class Recomputation:
         return (
             self.layout.recompute == NORMS_AND_ACTIVATIONS
             and node.run >= 0
-            and node.op in CHEAP
-            and node.op != "rope"
+            and is_cheap(node.op)
             and _inputs_kept(node)
             and any(_saves(e) for e in self.problem.edges if e.value.producer is node)
         )

@@ -111,7 +111,7 @@ class Program:
         return self.prices.flows[key]
 
     def core(self) -> float:
-        """Seconds of one microbatch in all layers, whatever is hidden, stored or made again: a bound for every layout
+        """Seconds of one microbatch in all layers, whatever is hidden, stored or recomputed: a bound for every layout
         with these parts of batch and sequence. Needs no :meth:`priced`."""
         self._moved()
         f, fixed, each = self.flows, *np.array([self.lines[k] for k in KINDS]).T

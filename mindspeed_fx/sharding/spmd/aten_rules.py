@@ -17,7 +17,8 @@ from mindspeed_fx.compat import dtensor
 from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.graph import op_sets
 from mindspeed_fx.kernels.sharding import along
-from mindspeed_fx.sharding.spmd.parts import Strategy, run_in_parts
+from mindspeed_fx.sharding.spmd.parts import Strategy, from_parts, run_in_parts
+from mindspeed_fx.sharding.spmd.redistribute import is_divided_twice
 
 LINEAR = frozenset(
     "add sub neg mul div to _to_copy sum clone contiguous alias detach view reshape _unsafe_view flatten unflatten "
@@ -29,7 +30,7 @@ TRUSTED = frozenset(
     [
         *LINEAR,
         *"view_as reshape_as swapaxes swapdims numpy_T matrix_H adjoint ravel".split(),
-        *"slice select narrow split split_with_sizes chunk tensor_split unbind cat concat stack hstack vstack tile "
+        *"slice select narrow split split_with_sizes chunk tensor_split cat concat stack hstack vstack tile "
         "repeat broadcast_tensors broadcast_to unsafe_chunk".split(),
         *"mm bmm matmul addmm baddbmm einsum linear dot mv embedding mean where masked_fill type_as float double half "
         "bfloat16 long int bool".split(),
@@ -46,13 +47,14 @@ TRUSTED = frozenset(
 
 ALONG = {
     **dict.fromkeys(
-        "sort argsort topk kthvalue mode softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax "
+        "sort argsort topk softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax "
         "cummin flip roll glu diff index_select unfold".split(),
         True,
     ),
     **dict.fromkeys(
         "median nanmedian max min amax amin aminmax argmax argmin logsumexp std var std_mean var_mean norm "
-        "linalg_vector_norm prod nansum nanmean any all count_nonzero quantile nanquantile".split(),
+        "linalg_vector_norm prod nansum nanmean any all count_nonzero quantile nanquantile kthvalue "
+        "mode unbind".split(),
         False,
     ),
 }
@@ -72,13 +74,36 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return target(*args, **kwargs)
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
     name = name_of(target)
+    if tensors and target._schema.is_mutable and op_sets.is_random(target):
+        return draw_in_place(target, args, kwargs)
     if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
-    if name in TRUSTED:
+    if name in TRUSTED and not (name == "einsum" and any(is_divided_twice(x.placements) for x in tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
     result = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
     return run_in_parts(target, args, kwargs, result)
+
+
+FILLS = frozenset("bernoulli_ uniform_ normal_ exponential_ random_ geometric_ cauchy_ log_normal_".split())
+"""Operators that overwrite a tensor with random numbers and do not read it."""
+
+
+def draw_in_place(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> DTensor:
+    """An operator that writes random numbers to its first argument: every rank draws for the whole tensor, as one
+    device does, and writes its part. DTensor would draw for each part, ranks of one seed the same numbers."""
+    x, *rest = args
+    rest, kwargs = pytree.tree_map_only(DTensor, _local_whole, (rest, kwargs))
+    if name_of(target) in FILLS:
+        whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    else:
+        whole = _local_whole(x).clone()
+    numbers = from_parts(target(whole, *rest, **kwargs), x.device_mesh, [Replicate()] * x.device_mesh.ndim)
+    return x.copy_(numbers.redistribute(placements=x.placements))
+
+
+def _local_whole(x: DTensor) -> torch.Tensor:
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
 
 
 def is_sized_by_data(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -186,6 +211,19 @@ def _index_add(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strateg
     return [(d, [d, REPLICATED, d]) for d in range(x.ndim) if d != arguments["dim"] % x.ndim]
 
 
+def _einsum(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    """By every letter of the result. DTensor (2.13) views the operands for a product of matrices, and cannot part what
+    several mesh dimensions divide."""
+    terms, arrow, result = arguments["equation"].replace(" ", "").partition("->")
+    operands = terms.split(",")
+    if not arrow or "." in terms or any(len(set(term)) < len(term) for term in operands):
+        return []
+    return [
+        (d, [term.index(letter) if letter in term else REPLICATED for term in operands])
+        for d, letter in enumerate(result)
+    ]
+
+
 def _by_batch(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
     return [(0, [0] + [REPLICATED] * len(rest))]
 
@@ -197,6 +235,7 @@ RULES: dict[str, Callable[[dict, DTensor, list[DTensor]], list[Strategy]]] = {
     "pad": _pad, "constant_pad_nd": _pad,
     "one_hot": _one_hot, "bucketize": _leading(0),
     "index_add": _index_add,
+    "einsum": _einsum,
 }  # fmt: skip
 
 

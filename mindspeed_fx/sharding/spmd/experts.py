@@ -23,14 +23,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dtensor
+from mindspeed_fx.kernels.base import TAGGED
 
 aten, ops = torch.ops.aten, torch.ops.mindspeed
 
-ROWWISE = {
-    ops.swiglu.default,
-    ops.glu.default,
-    ops.clipped_swiglu.default,
-    ops.weighted_swiglu.default,
+ATEN_ROWWISE = {
     aten.silu.default,
     aten.gelu.default,
     aten.relu.default,
@@ -46,10 +43,17 @@ ROWWISE = {
     aten.to.dtype,
     operator.getitem,
 }
-"""Operators each of whose rows of results is made of the same row of the arguments."""
+"""Operators each of whose rows of results is made of the same row of the arguments; the package's own are its
+activations (``TAGS`` of :mod:`mindspeed_fx.kernels.base`).
+"""
 
 BY_DIMENSION = {aten.chunk.default: 2, aten.split.Tensor: 2, aten.slice.Tensor: 1, aten.narrow.default: 1}
-"""As :data:`ROWWISE` along any dimension but the first: operator -> position of the dimension."""
+"""As :data:`ATEN_ROWWISE` along any dimension but the first: operator -> position of the dimension."""
+
+
+def is_rowwise(target: Any) -> bool:
+    """Whether each row of the results is made of the same row of the arguments."""
+    return target in ATEN_ROWWISE or target in TAGGED["activation"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +195,7 @@ def with_own_rows(run: Callable, target: Any, args: tuple, kwargs: dict) -> Any:
     routing = matches[0].routing
     along = _argument(args, kwargs, BY_DIMENSION[target]) if target in BY_DIMENSION else None
     if all(f.routing is routing for f in matches) and (
-        target in ROWWISE or (along is not None and along % matches[0].value.ndim)
+        is_rowwise(target) or (along is not None and along % matches[0].value.ndim)
     ):
         rows, width = matches[0].value.shape[0], matches[0].value.ndim
         local = lambda a: (

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.sharding.spmd import ring
+from mindspeed_fx.sharding.spmd import aten_rules, ring
+from mindspeed_fx.sharding.spmd.parts import run_whole
 
 aten = torch.ops.aten
 
@@ -153,7 +154,8 @@ def locally(target: Any) -> Any:
 
     Tokens of [batch, sequence] that two mesh dimensions divide are parts of parts once they are flattened: DTensor
     (2.13) does not keep them for top-k and the like, and what it gathers instead is wrong on a mesh of three
-    dimensions.
+    dimensions. Elsewhere its rule is ours too: DTensor's cache does not ask for how many top-k is (2.13), and gives the
+    shape of a call before.
     """
 
     def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +163,7 @@ def locally(target: Any) -> Any:
         if not any(map(dtensor.is_strided, x.placements)) or any(
             p.is_partial() or dtensor.is_divided(p, dim) for p in x.placements
         ):
-            return target(x, *args, **kwargs)
+            return aten_rules.run(target, (x, *args), kwargs)
         results = target(x.to_local(), *args, **kwargs)
 
         def result(local: torch.Tensor) -> DTensor:
@@ -259,10 +261,12 @@ def scaled_dot_product_attention(
     known: torch.Tensor | None = None,
     inner: Mapping[int, int] | None = None,
 ) -> DTensor:
-    """``aten.scaled_dot_product_attention``, which DTensor would take apart; dropout stays with DTensor."""
+    """``aten.scaled_dot_product_attention``, which DTensor would take apart. With dropout every rank computes the
+    whole: what it drops is drawn inside, for all heads and rows at once."""
     if dropout_p:
-        return aten.scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        arguments = (q, k, v, attn_mask, dropout_p, is_causal)
+        return run_whole(
+            aten.scaled_dot_product_attention.default, arguments, {"scale": scale, "enable_gqa": enable_gqa}
         )
     lead = q.ndim - 4
     if lead < 0:

@@ -28,7 +28,7 @@ from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, token_disp
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
 from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.redistribute import flatten, redistribute, reshape, unflatten
+from mindspeed_fx.sharding.spmd.redistribute import flatten, redistribute, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
 
 aten = torch.ops.aten
@@ -207,7 +207,10 @@ HANDLERS: dict[Any, Callable] = {
     aten.linear.default: operators.linear,
     aten.view.default: reshape,
     aten.reshape.default: reshape,
+    aten.view_as.default: reshape_as,
+    aten.reshape_as.default: reshape_as,
     aten.flatten.using_ints: flatten,
+    aten.ravel.default: flatten,
     aten.unflatten.int: unflatten,
     torch.ops.mindspeed.rms_norm.default: operators.rms_norm,
     torch.ops.mindspeed.add_rms_norm.default: operators.add_rms_norm,

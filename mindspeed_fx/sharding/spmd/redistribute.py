@@ -96,9 +96,9 @@ def exchange_shards(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DT
 
 
 def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
-    """``aten.view`` and ``aten.reshape``. What is divided by strided shards, before or after, is viewed by
-    :func:`placements_as`: DTensor (2.13) cannot part a dimension that several mesh dimensions divide, or takes other
-    pieces for a rank's.
+    """``aten.view`` and ``aten.reshape``. Where strided shards or several mesh dimensions divide a dimension, before or
+    after, :func:`placements_as` says what a rank's part is of the view: DTensor (2.13) cannot part such a dimension,
+    takes other pieces for a rank's, or views the gradient as parts of another size.
 
     Raises:
         ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot
@@ -110,7 +110,7 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
     if strided and placements is None:
         gathered = [Replicate() if i >= strided[0] else p for i, p in enumerate(x.placements)]
         return reshape(x.redistribute(placements=gathered), shape)
-    if strided or any(map(dtensor.is_strided, placements or ())):
+    if placements is not None and any(is_divided_twice(p) for p in (x.placements, placements)):
         return _Reshape.apply(x, whole, placements)
     try:
         return x.reshape(shape)
@@ -128,6 +128,12 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
             f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; "
             "choose another number of ranks, or keep it whole (R)"
         ) from e
+
+
+def is_divided_twice(placements: Sequence[Placement]) -> bool:
+    """Whether several mesh dimensions divide one dimension, or one divides it in several pieces."""
+    dims = [p.dim for p in placements if dtensor.is_divided(p)]
+    return len(set(dims)) < len(dims) or any(map(dtensor.is_strided, placements))
 
 
 def placements_as(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | None:
@@ -182,6 +188,11 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ra
                 b, j = b * after[j], j + 1
         groups.append((range(start[0], i), range(start[1], j)))
     return groups
+
+
+def reshape_as(x: DTensor, other: DTensor) -> DTensor:
+    """``aten.view_as`` and ``aten.reshape_as``; see :func:`reshape`."""
+    return reshape(x, other.shape)
 
 
 def flatten(x: DTensor, start_dim: int = 0, end_dim: int = -1) -> DTensor:

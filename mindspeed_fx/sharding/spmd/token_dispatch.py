@@ -1,5 +1,5 @@
-"""A mixture of experts whose tokens travel: each rank sorts its own tokens by expert and sends every copy to the rank
-that holds the expert.
+"""A mixture of experts with dispatch by all-to-all: each rank sorts its own tokens by expert and sends every copy to
+the rank that holds the expert.
 
 Tokens stay divided, as the batch is; experts are divided over the same mesh dimension. A rank counts the copies for
 each expert, the counts are exchanged, then the rows; they are put in the order of the receiver's experts, and between
@@ -82,7 +82,7 @@ expert_exchange = ops.expert_exchange.default
 
 
 def permute_tokens(tokens: Any, indices: Any) -> Any:
-    """``mindspeed::moe_permute`` of tokens that will travel; on DTensors every rank sorts its own (:class:`Sorted`)."""
+    """``mindspeed::moe_permute`` of tokens to be sent; on DTensors every rank sorts its own (:class:`Sorted`)."""
     if not isinstance(tokens, DTensor):
         return ops.moe_permute(tokens, indices)
     placements = [p if dtensor.is_divided(p, 0) else Replicate() for p in tokens.placements]
@@ -112,8 +112,8 @@ def unpermute_tokens(rows: Any, order: Any, probs: Any, k: int) -> Any:
 
 
 def ends(indices: Any, experts: int, dtype: torch.dtype) -> Any:
-    """[experts]: where the rows of each expert end among all; nothing where tokens travel, since every rank counts its
-    own then.
+    """[experts]: where the rows of each expert end among all; nothing under dispatch by all-to-all, since every
+    rank counts its own then.
     """
     if isinstance(indices, DTensor):
         return None
@@ -136,7 +136,8 @@ def grouped_matmul(x: "Sorted | OwnRows", weight: DTensor, capacity: float | Non
     over = tuple(i for i, p in enumerate(weight.placements) if p == Shard(0) and weight.device_mesh.size(i) > 1)
     if any(p.is_shard() and p != Shard(0) for p in weight.placements):
         raise ShardingError(
-            f"experts are divided by number and not inside: {weight.placements}; tokens travel to whole experts"
+            f"experts are divided by number and not inside: {weight.placements}; all-to-all sends tokens to whole "
+            "experts"
         )
     factor = x.routing if isinstance(x, OwnRows) else x.to(over, weight.shape[0], capacity)
     value = x.value.to_local() if isinstance(x, OwnRows) else x.arrived(factor)
@@ -186,8 +187,8 @@ class Sorted:
             if len(sent) > 1:
                 names = self.tokens.device_mesh.mesh_dim_names
                 raise ShardingError(
-                    f"tokens and experts are both divided over {' and '.join(names[i] for i in sent)}; tokens travel "
-                    "over one mesh dimension: let the plan make them whole over the others"
+                    f"tokens and experts are both divided over {' and '.join(names[i] for i in sent)}; all-to-all "
+                    "sends tokens over one mesh dimension: let the plan make them whole over the others"
                 )
             self.dispatches[over] = Dispatch.of(self, over, sent[0] if sent else None, experts, capacity)
         return self.dispatches[over]
@@ -209,7 +210,7 @@ class Dispatch:
 
     tokens: DTensor
     dim: int | None
-    """Mesh dimension over which rows travel."""
+    """Mesh dimension over which rows are sent."""
     masked: tuple[int, ...]
     """Mesh dimensions over which experts are divided, and tokens are whole."""
     ranks: int

@@ -1,24 +1,29 @@
 """Runs an entry script of Megatron-LM over gloo as its users do, and reads what every iteration logged.
 
-One process imports torch, Megatron and the adaptor; each rank of each run is a fork of it, so that a run costs seconds.
+A server process (:func:`serve`) imports torch, Megatron and the adaptor once; each rank of each run is a fork of it, so
+that a run costs seconds, and nothing of the caller's process, such as process groups, is in it.
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 HERE = Path(__file__).parent
 ARCHIVE = HERE / "megatron_lm_0.16.1_training.tar.gz"
@@ -35,7 +40,6 @@ class Run:
         graphs: of each rank, graphs compiled.
         chunks: of each rank, chunks of the model that were compiled.
         breaks: texts of graph breaks, over all ranks.
-        lowered: of each rank, what the rank's hooks recorded.
         error: the last lines of the first rank that failed; None when all ended well.
         output: of each rank, what it printed.
     """
@@ -98,7 +102,7 @@ def prepare() -> None:
     import model_provider  # noqa: F401
 
 
-def free_port() -> int:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -110,7 +114,7 @@ def run(
     *,
     entry: str = "pretrain_gpt.py",
     environ: dict[str, str] | None = None,
-    setup: Callable[[int], None] | None = None,
+    setup: str = "",
     seconds: float = 240,
 ) -> Run:
     """``torchrun --nproc-per-node=world entry args``, with the adaptor imported first.
@@ -120,41 +124,76 @@ def run(
         world: processes.
         entry: a file of Megatron-LM's checkout.
         environ: further environment variables.
-        setup: called in every rank with its number before the script.
+        setup: "module:function", called in every rank with its number before the script.
         seconds: after which all ranks are killed and the run is an error.
     """
-    prepare()
     folder = Path(tempfile.mkdtemp(prefix="launch_"))
-    port = free_port()
-    pids = [_fork(rank, world, port, folder, entry, args, environ or {}, setup) for rank in range(world)]
-    late = _wait(pids, seconds)
-    return _read(folder, world, late)
+    request = Request(str(folder), world, _free_port(), entry, list(args), environ or {}, setup, seconds)
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(asdict(request)) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    if not answer:
+        raise RuntimeError("the server of runs has ended; see its output above")
+    try:
+        return _read(folder, world, late=json.loads(answer)["late"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fork(
-    rank: int,
-    world: int,
-    port: int,
-    folder: Path,
-    entry: str,
-    args: list[str],
-    environ: dict[str, str],
-    setup: Callable[[int], None] | None,
-) -> int:
+@dataclass
+class Request:
+    """What the server is asked: the arguments of :func:`run`, with a folder for what the ranks write."""
+
+    folder: str
+    world: int
+    port: int
+    entry: str
+    args: list[str]
+    environ: dict[str, str]
+    setup: str
+    seconds: float
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", "from tests.megatron.launch import runner; runner.serve()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen(command, **pipes, text=True, env={**os.environ, "PYTHONPATH": path})
+    atexit.register(server.kill)
+    return server
+
+
+def serve() -> None:
+    """Answer requests, one on a line of standard input, until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    prepare()
+    for line in sys.stdin:
+        request = Request(**json.loads(line))
+        pids = [_fork(rank, request) for rank in range(request.world)]
+        print(json.dumps({"late": _wait(pids, request.seconds)}), file=answers, flush=True)
+
+
+def _fork(rank: int, request: Request) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
         return pid
-    code = 1
+    code, folder = 1, Path(request.folder)
     try:
         output = os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        size = request.world
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         os.environ.update({k: str(v) for k, v in places.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ})
-        code = _run_rank(rank, folder, entry, args, setup)
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request.port), **request.environ})
+        code = _run_rank(rank, folder, request)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -163,13 +202,14 @@ def _fork(
         os._exit(code)
 
 
-def _run_rank(rank: int, folder: Path, entry: str, args: list[str], setup: Callable[[int], None] | None) -> int:
+def _run_rank(rank: int, folder: Path, request: Request) -> int:
     """0 where the script ended well."""
     record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "chunks": 0, "breaks": []}
     _record_logs(record)
-    if setup is not None:
-        setup(rank)
-    sys.argv = [str(adapted(entry)), *args]
+    if request.setup:
+        module, _, function = request.setup.partition(":")
+        getattr(importlib.import_module(module), function)(rank)
+    sys.argv = [str(adapted(request.entry)), *request.args]
     code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

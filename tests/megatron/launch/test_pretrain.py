@@ -3,7 +3,9 @@ those of Megatron's own eager run, checkpoints resume bitwise, and collectives o
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 
 import pytest
 
@@ -113,12 +115,10 @@ def test_collectives_of_buckets_start_inside_the_compiled_graphs():
     backward ends, and gathers of parameters are under way when the forward first needs them."""
     flags = """--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000
         --global-batch-size 8 --train-iters 2"""
-    run = train(flags, 2, setup=record_collectives)
+    run = train(flags, 2, setup=f"{__name__}:record_collectives")
     assert run.graphs == [1, 1]
     names = events(run)
-    last = names[names.index("end", names.index("reduce")) :] if "reduce" in names else []
-    step = last[: last.index("end") + 1] + last[last.index("end") + 1 :]
-    final = step[len(step) - 1 - step[::-1].index("begin") :]
+    final = names[len(names) - 1 - names[::-1].index("begin") :]
     buckets = names.count("reduce") // 2
     assert buckets >= 3
     assert final[0] == "begin" and final[-1] == "end" and final.count("reduce") == buckets
@@ -149,48 +149,39 @@ def test_other_parallel_sizes_go_on_from_a_checkpoint(tmp_path):
             assert rest.losses[k]["lm loss"] == pytest.approx(whole.losses[k]["lm loss"], rel=1e-5)
 
 
+def kill(rank: int) -> None:
+    """The victim dies in its second save, or in its fourth step."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron.training import training
+
+    victim, when = os.environ["VICTIM"].split()
+    owner, name, last = (
+        (FileSystemWriterAsync, "prepare_write_data", 2) if when == "save" else (training, "train_step", 4)
+    )
+    original, calls = getattr(owner, name), []
+
+    def counted(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == last and rank == int(victim):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["save", "step"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_costs_nothing_before_the_last_whole_checkpoint(tmp_path, when, victim):
     flags = (
-        f"--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --global-batch-size 4"
+        "--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --global-batch-size 4"
     )
     whole = train(flags, 2)
 
-    def kill(rank: int) -> None:
-        import os
-        import signal
-
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-        from megatron.training import training
-
-        if rank != victim:
-            return
-        calls = []
-        if when == "save":
-            write = filesystem_async.FileSystemWriterAsync.prepare_write_data
-
-            def second(*args, **kwargs):
-                calls.append(1)
-                if len(calls) == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return write(*args, **kwargs)
-
-            filesystem_async.FileSystemWriterAsync.prepare_write_data = second
-        else:
-            step = training.train_step
-
-            def fourth(*args, **kwargs):
-                calls.append(1)
-                if len(calls) == 4:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return step(*args, **kwargs)
-
-            training.train_step = fourth
-
     save = f"{flags} --save {tmp_path} --save-interval 2"
-    broken = runner.run([*SMALL, *save.split()], 2, environ=COMPILED, setup=kill, seconds=120)
+    broken = runner.run(
+        [*SMALL, *save.split()], 2, environ={**COMPILED, "VICTIM": f"{victim} {when}"}, setup=f"{__name__}:kill"
+    )
     assert broken.error is not None
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     rest = train(f"{flags} --load {tmp_path}", 2)

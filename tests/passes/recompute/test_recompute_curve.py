@@ -41,7 +41,7 @@ def test_the_command_prints_plans_from_fast_to_small(tmp_path, capsys):
     assert names == {"activations.md", "memory.svg", "memory.png", "pareto.txt"}
     assert "<polyline" in (folder / "report.html").read_text()
     (table,) = folder.glob("*activations.md")
-    assert "| recompute |" in table.read_text() and "made again in" in table.read_text()
+    assert "| recompute |" in table.read_text() and "recomputed in" in table.read_text()
 
 
 def test_a_script_has_no_curve_of_its_own(tmp_path, capsys):

@@ -11,26 +11,30 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
-from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph import match
 from mindspeed_fx.graph.layout import before_copy, is_transpose
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.new_call import NewCall
+from mindspeed_fx.passes.base import Miss
 from mindspeed_fx.passes.fusion.analysis import kv_heads, mask, positions
 from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band
 from mindspeed_fx.passes.fusion.analysis.softmax import match_shift
 
+Readable = fx.Node | NewCall
+
 
 @dataclass
 class Scores:
-    """What stands before the softmax."""
+    """What stands before the softmax; operands and masks may be calls that are not in the graph yet."""
 
-    q: fx.Node
-    k_transposed: fx.Node
+    q: Readable
+    k_transposed: Readable
     scale: float
-    masks: list[tuple[str, fx.Node, fx.Node]] = field(default_factory=list)
+    masks: list[tuple[str, Readable, fx.Node]] = field(default_factory=list)
     """(kind, mask, where it is applied)"""
     region: list[fx.Node] = field(default_factory=list)
     softcap: float = 0.0
-    sinks: fx.Node | None = None
+    sinks: Readable | None = None
     causal: bool = False
     """Causal besides what ``masks`` say."""
     drop: fx.Node | None = None
@@ -42,13 +46,9 @@ class Scores:
     """The weights are set to zero where the scores are masked."""
 
     @property
-    def blocking(self) -> list[tuple[str, fx.Node, fx.Node]]:
+    def blocking(self) -> list[tuple[str, Readable, fx.Node]]:
         """The masks, without those that add zero."""
         return [arg for arg in self.masks if arg[0] != "add" or positions.meaning(arg[1]) != 0]
-
-
-class Miss(Exception):
-    """A near miss; the text is the reason."""
 
 
 def with_sinks(n: Any) -> Scores | None:
@@ -71,13 +71,11 @@ def with_sinks(n: Any) -> Scores | None:
         and list(match.value(column).shape) == [*match.value(n).shape[:-1], 1]
         and not match.is_call(column, aten.expand.default)
     ):
-        scores.sinks = rewrite.insert(
-            n.graph.owning_module, n, aten.squeeze.dim, (column, -1)
-        )  # a sink of its own for each query
+        scores.sinks = NewCall(n, aten.squeeze.dim, column, -1)  # a sink of its own for each query
         return _extend(scores, n)
     column = kv_heads.source_of(column, aten.expand.default, aten.to.dtype)
     lined_up = list(match.value(column).shape) == [1, heads_of, 1, 1]
-    column = kv_heads.source_of(column, *match.VIEWS, aten.unsqueeze.default)
+    column = kv_heads.source_of(column, *match.RESHAPES, aten.unsqueeze.default)
     if scores is None or not lined_up or list(match.value(column).shape) != [heads_of]:
         return None
     scores.sinks = column
@@ -119,7 +117,7 @@ def culprit(n: Any, depth: int = 12) -> str | None:
             aten.masked_fill.Scalar,
             aten.masked_fill.Tensor,
             aten.where.self,
-            *match.VIEWS,
+            *match.RESHAPES,
             *match.ADD,
         )
         or match.unscale(n)[0] is not n
@@ -152,7 +150,8 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
             scores.masks = [
                 (
                     kind,
-                    _match_scaled_mask(n, m, factor) if kind == "add" and mask.kept_band(m, kind) is None else m,
+                    # an additive mask that the scores had when they were scaled
+                    NewCall(n, aten.mul.Tensor, m, factor) if kind == "add" and mask.kept_band(m, kind) is None else m,
                     where,
                 )
                 for kind, m, where in scores.masks
@@ -161,7 +160,7 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
             raise Miss("the scores are scaled after the soft-cap")
         return _extend(scores, n, factor=factor)
     if match.is_call(n, aten.to.dtype) or (
-        match.is_call(n, *match.VIEWS) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]
+        match.is_call(n, *match.RESHAPES) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]
     ):
         return _extend(_product(n.args[0], depth - 1), n)
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
@@ -190,9 +189,7 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         if scores is not None:
             return _extend(scores, n)
         scores = _product(n.args[0], depth - 1)
-        return scores and _extend(
-            scores, n, ("add", rewrite.insert(n.graph.owning_module, n, aten.neg.default, (n.args[1],)))
-        )
+        return scores and _extend(scores, n, ("add", NewCall(n, aten.neg.default, n.args[1])))
     return None
 
 
@@ -200,10 +197,7 @@ def _match_transpose(scores: Scores | None, n: fx.Node) -> Scores | None:
     """The scores of every key for every query, [keys, queries], the other way round."""
     if scores is None or scores.masks or scores.softcap or scores.moved:
         return None
-    gm = n.graph.owning_module
-    scores.q, scores.k_transposed = (
-        rewrite.insert(gm, n, aten.transpose.int, (x, -2, -1)) for x in (scores.k_transposed, scores.q)
-    )
+    scores.q, scores.k_transposed = (NewCall(n, aten.transpose.int, x, -2, -1) for x in (scores.k_transposed, scores.q))
     return scores
 
 
@@ -229,11 +223,6 @@ def _match_lower_bound(n: fx.Node, depth: int) -> Scores | None:
     return _extend(scores, n)
 
 
-def _match_scaled_mask(n: fx.Node, m: fx.Node, factor: float) -> fx.Node:
-    """The additive mask ``m``, which the scores had when ``n`` scaled them."""
-    return rewrite.insert(n.graph.owning_module, n, aten.mul.Tensor, (m, factor))
-
-
 def _scaled_by_tensor(n: fx.Node, depth: int) -> Scores | None:
     """scores times, or divided by, a tensor of one element for all keys, which scales the queries instead: trained or
     not, for each head or for all.
@@ -255,19 +244,15 @@ def _scaled_by_tensor(n: fx.Node, depth: int) -> Scores | None:
                 f"{'soft-cap' if scores.softcap else 'mask'}; "
                 "scale them before"
             )
-        gm, q = n.graph.owning_module, scores.q
+        q = scores.q
         if match.value(factor).numel() == 1:
-            factor = rewrite.insert(gm, n, aten.reshape.default, (factor, []))
+            factor = NewCall(n, aten.reshape.default, factor, [])
         elif match.value(q).dim() != match.value(n).dim():
             raise Miss(
                 f"the scores are scaled by a tensor {tuple(shape)} in another shape than that of the product of q and k"
             )
-        scaled = rewrite.insert(gm, n, n.target, (q, factor))
-        scores.q = (
-            scaled
-            if match.value(scaled).dtype == match.value(q).dtype
-            else rewrite.insert(gm, n, aten.to.dtype, (scaled, match.value(q).dtype))
-        )
+        scaled, dtype = NewCall(n, n.target, q, factor), match.value(q).dtype
+        scores.q = scaled if match.value(scaled).dtype == dtype else NewCall(n, aten.to.dtype, scaled, dtype)
         return _extend(scores, n)
     return None
 
@@ -288,8 +273,7 @@ def _match_gated_mask(n: Any, bias: fx.Node, depth: int, sign: float = 1.0) -> S
             continue
         scores = _product(a, depth - 1)
         if scores is not None:
-            gm = keep.graph.owning_module
-            return _extend(scores, n, ("keep", rewrite.insert(gm, n, aten.to.dtype, (keep, torch.bool))))
+            return _extend(scores, n, ("keep", NewCall(n, aten.to.dtype, keep, torch.bool)))
     return None
 
 
@@ -337,7 +321,7 @@ def _match_softcap(scores: Scores | None, n: fx.Node, tanh: fx.Node, cap: float)
 
 
 def _extend(
-    scores: Scores | None, n: fx.Node, arguments: tuple[str, fx.Node] | None = None, factor: float = 1.0
+    scores: Scores | None, n: fx.Node, arguments: tuple[str, Readable] | None = None, factor: float = 1.0
 ) -> Scores | None:
     if scores is not None:
         scores.region.append(n)

@@ -305,7 +305,7 @@ def _added_product(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
 
 _HANDLERS = {
     **dict.fromkeys((aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.alias.default), _same_lanes),
-    **dict.fromkeys((*match.VIEWS, aten.squeeze.dim), _view),
+    **dict.fromkeys((*match.RESHAPES, aten.squeeze.dim), _view),
     **dict.fromkeys((operator.getitem, aten.slice.Tensor, aten.narrow.default), _part),
     **dict.fromkeys((aten.cat.default, aten.stack.default), _read_cat),
     **dict.fromkeys((*match.MUL, *match.DIV), _product),

@@ -11,13 +11,14 @@ from typing import Any, Callable
 
 import torch.fx as fx
 
-from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.new_call import NewCall
 
 Labels = list[tuple[tuple[str, Any], ...]]  # per dimension: the (label, size) pairs merged in it
 
 
-def ungroup(gm: fx.GraphModule, before: fx.Node, n: fx.Node, heads: Any) -> fx.Node | None:
+def ungroup(before: fx.Node, n: fx.Node, heads: Any) -> fx.Node | NewCall | None:
     """[batch, kv_heads, seq, dim] that ``n`` [batch, heads, seq, dim] repeats head by head; None when it does not."""
     chain: list[fx.Node] = []
     while n.op == "call_function":
@@ -25,15 +26,11 @@ def ungroup(gm: fx.GraphModule, before: fx.Node, n: fx.Node, heads: Any) -> fx.N
         if result is not None:
             source, axis, times = result
             order = _order(source, axis, times, chain, heads)
-            return (
-                None
-                if order is None
-                else source
-                if order == [0, 1, 2, 3]
-                else rewrite.insert(gm, before, aten.permute.default, (source, order))
-            )
+            if order in (None, [0, 1, 2, 3]):
+                return None if order is None else source
+            return NewCall(before, aten.permute.default, source, order)
         if not match.is_call(
-            n, aten.transpose.int, aten.permute.default, aten.contiguous.default, aten.clone.default, *match.VIEWS
+            n, aten.transpose.int, aten.permute.default, aten.contiguous.default, aten.clone.default, *match.RESHAPES
         ):
             return None
         chain.append(n)
@@ -47,7 +44,7 @@ def _repetition(n: fx.Node) -> tuple[fx.Node, int, int] | None:
         dim = match.argument(n, "dim")
         if isinstance(dim, int) and isinstance(n.args[1], int) and match.value(n.args[0]).dim() == 4:
             return n.args[0], dim % 4, n.args[1]
-    if match.is_call(n, *match.VIEWS, aten.clone.default) and match.is_call(n.args[0], aten.expand.default):
+    if match.is_call(n, *match.RESHAPES, aten.clone.default) and match.is_call(n.args[0], aten.expand.default):
         wide = n.args[0].args[0]
         if match.is_call(wide, aten.unsqueeze.default) and match.value(wide.args[0]).dim() == 4:
             source, axis = wide.args[0], wide.args[1] % 5 - 1

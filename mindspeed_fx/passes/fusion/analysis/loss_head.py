@@ -17,7 +17,7 @@ from mindspeed_fx.graph import match
 from mindspeed_fx.graph.layout import strip_transpose
 from mindspeed_fx.graph.match import aten
 
-PLAIN = (*match.VIEWS, aten.to.dtype, aten.contiguous.default, aten.clone.default)
+PLAIN = (*match.RESHAPES, aten.to.dtype, aten.contiguous.default, aten.clone.default)
 """What keeps every row as it is."""
 
 

@@ -53,7 +53,7 @@ def binary(n: Any, depth: int = 12) -> bool:
         return isinstance(n, (bool, int, float)) and n in (0, 1)
     if isinstance(match.value(n), torch.Tensor) and match.value(n).dtype == torch.bool:
         return True
-    if match.is_call(n, *_KEEPING, *match.VIEWS):
+    if match.is_call(n, *_KEEPING, *match.RESHAPES):
         return binary(n.args[0], depth - 1)
     if match.is_call(n, aten.mul.Tensor) or (match.is_call(n, aten.rsub.Scalar, aten.sub.Tensor) and not n.kwargs):
         one = n.args[1] if n.target is aten.rsub.Scalar else n.args[0]

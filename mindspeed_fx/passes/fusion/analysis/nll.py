@@ -15,7 +15,7 @@ from typing import Any, Iterator, NamedTuple
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import calls
 from mindspeed_fx.passes.fusion.analysis import positions
@@ -83,11 +83,7 @@ def likelihoods(gm: fx.GraphModule) -> Iterator[Likelihood | tuple[fx.Node, str]
         if match.is_call(node, aten.sub.Tensor):
             result = _of_log_sum_exp(node) if not node.kwargs else None
         else:
-            result = (
-                _of_log_softmax(gm, _plainly_read(gm, node))
-                if match.is_float(node) and _last(node, node.args[1])
-                else None
-            )
+            result = _of_log_softmax(node) if match.is_float(node) and is_last_dim(node, node.args[1]) else None
         if result is not None:
             yield result
 
@@ -95,40 +91,10 @@ def likelihoods(gm: fx.GraphModule) -> Iterator[Likelihood | tuple[fx.Node, str]
 # --------------------------------------------------------------------------- log_softmax
 
 
-def _plainly_read(gm: fx.GraphModule, probs: fx.Node) -> fx.Node:
-    """The log-probabilities as those see them who pick: views and slices of tokens come before them, signs after what
-    is picked, and the greatest is that of the logits."""
-    while (
-        len(probs.users) == 1
-        and _acts_on_rows(user := next(iter(probs.users)))
-        and not match.unsafe([probs, user], [probs.args[0]])
-    ):
-        x = rewrite.insert(gm, user, user.target, (probs.args[0], *user.args[1:]), dict(user.kwargs))
-        moved = rewrite.insert(gm, user, aten.log_softmax.int, (x, -1))
-        if rewrite.substitute(gm, user, moved) is not None:
-            break
-        gm.graph.erase_node(user)
-        probs = moved
-    for user in list(probs.users):
-        if match.is_call(user, aten.argmax.default) and _last(probs, match.argument(user, "dim")):
-            user.replace_input_with(probs, probs.args[0])
-        inner, factor = (probs, -1.0) if match.is_call(user, aten.neg.default) else match.unscale(user)
-        if inner is not probs or factor == 1.0 or not user.meta["grad_enabled"] == probs.meta["grad_enabled"]:
-            continue
-        for pick in list(user.users):
-            if _target(pick, user) is not None or _share(pick, user) is not None:
-                new = rewrite.insert(gm, pick, pick.target, (probs, *pick.args[1:]), dict(pick.kwargs))
-                if rewrite.substitute(gm, pick, rewrite.insert(gm, pick, aten.mul.Tensor, (new, factor))) is None:
-                    gm.graph.erase_node(pick)
-        if not user.users:
-            gm.graph.erase_node(user)
-    return probs
-
-
-def _acts_on_rows(n: fx.Node) -> bool:
+def acts_on_rows(n: fx.Node) -> bool:
     """Whether ``n`` takes, orders or views rows of classes whole."""
     views = (
-        *match.VIEWS,
+        *match.RESHAPES,
         aten.slice.Tensor,
         aten.narrow.default,
         aten.transpose.int,
@@ -152,8 +118,8 @@ def _acts_on_rows(n: fx.Node) -> bool:
     )
 
 
-def _of_log_softmax(gm: fx.GraphModule, probs: fx.Node) -> Likelihood | tuple[fx.Node, str] | None:
-    picks = [u for u in probs.users if _target(u, probs) is not None]
+def _of_log_softmax(probs: fx.Node) -> Likelihood | tuple[fx.Node, str] | None:
+    picks = [u for u in probs.users if picked_classes(u, probs) is not None]
     if not picks:
         return _unread(probs)
     logits, classes = probs.args[0], match.value(probs).shape[-1]
@@ -162,11 +128,11 @@ def _of_log_softmax(gm: fx.GraphModule, probs: fx.Node) -> Likelihood | tuple[fx
         return picks[0], f"{len(picks)} different log-probabilities are picked from one log_softmax"
     picked = picks[0]
     if not others:
-        return Likelihood(picked, logits, _target(picked, probs), 0.0, -1.0, [probs, picked])
-    if len(others) > 1 or _share(others[0], probs) is None:
+        return Likelihood(picked, logits, picked_classes(picked, probs), 0.0, -1.0, [probs, picked])
+    if len(others) > 1 or mean_weight(others[0], probs) is None:
         stranger = (
-            next(o for o in others if _share(o, probs) is None)
-            if any(_share(o, probs) is None for o in others)
+            next(o for o in others if mean_weight(o, probs) is None)
+            if any(mean_weight(o, probs) is None for o in others)
             else others[1]
         )
         return (
@@ -174,7 +140,7 @@ def _of_log_softmax(gm: fx.GraphModule, probs: fx.Node) -> Likelihood | tuple[fx
             f"the log-probabilities are also read by {stranger.name} ({stranger.target}); only a picked one and their "
             "mean may",
         )
-    share, met = _share(others[0], probs), _meeting(picked, others[0])
+    share, met = mean_weight(others[0], probs), _meeting(picked, others[0])
     if met is None:
         return (
             picked,
@@ -191,7 +157,7 @@ def _of_log_softmax(gm: fx.GraphModule, probs: fx.Node) -> Likelihood | tuple[fx
         return picked, "the number of classes is symbolic, so that the weight of their sum is too"
     region = [probs, picked, others[0], *one.path, *all_.path, root]
     return Likelihood(
-        root, logits, _target(picked, probs), b / (a + b), -(a + b), region, one.steps, (picked, others[0])
+        root, logits, picked_classes(picked, probs), b / (a + b), -(a + b), region, one.steps, (picked, others[0])
     )
 
 
@@ -217,16 +183,17 @@ def _unread(probs: fx.Node) -> tuple[fx.Node, str] | None:
         for user in now:
             if user.target in READERS and user.meta["needs_grad"]:
                 return user, f"of the log-probabilities {READERS[user.target]}"
-        now = [n for n in now if match.is_call(n, aten.neg.default, aten.to.dtype, *match.VIEWS)]
+        now = [n for n in now if match.is_call(n, aten.neg.default, aten.to.dtype, *match.RESHAPES)]
     return None
 
 
-def _last(x: fx.Node, dim: Any) -> bool:
+def is_last_dim(x: fx.Node, dim: Any) -> bool:
+    """Whether ``dim``, or the one of a list, is the last of ``x``."""
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
     return dim is not None and [d % match.rank(x) for d in dims] == [match.value(x).dim() - 1]
 
 
-def _target(n: Any, source: fx.Node) -> fx.Node | None:
+def picked_classes(n: Any, source: fx.Node) -> fx.Node | None:
     """The classes that ``n`` picks from ``source``, one of each row; [...] or [..., 1]."""
     tokens = list(match.value(source).shape[:-1])
     if match.is_call(n, aten.gather.default, aten.take_along_dim.default) and n.args[0] is source:
@@ -235,7 +202,7 @@ def _target(n: Any, source: fx.Node) -> fx.Node | None:
         )
         whole = (
             dim is not None
-            and _last(source, dim)
+            and is_last_dim(source, dim)
             and list(match.value(n).shape) == [*tokens, 1] == list(match.value(index).shape)
         )
         return index if whole else None
@@ -254,12 +221,12 @@ def _target(n: Any, source: fx.Node) -> fx.Node | None:
     return None
 
 
-def _share(n: Any, source: fx.Node) -> float | None:
+def mean_weight(n: Any, source: fx.Node) -> float | None:
     """What the mean over the classes is multiplied with in ``n``: 1 for the mean, their number for the sum."""
     if (
         not match.is_call(n, aten.mean.dim, aten.sum.dim_IntList)
         or n.args[0] is not source
-        or not _last(source, n.args[1])
+        or not is_last_dim(source, n.args[1])
         or match.value(n).dtype.itemsize < match.value(source).dtype.itemsize
     ):
         return None
@@ -304,7 +271,9 @@ def _term(n: fx.Node, leaves: set[fx.Node] | None = None) -> _Term:
             inner, scale_by = n.args[0], -1.0
         elif (
             inner is n
-            and match.is_call(n, aten.to.dtype, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, *match.VIEWS)
+            and match.is_call(
+                n, aten.to.dtype, aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, *match.RESHAPES
+            )
             and match.is_float(n.args[0])
             and _keeps_tokens(n)
         ):
@@ -365,10 +334,10 @@ def _of_log_sum_exp(node: fx.Node) -> Likelihood | tuple[fx.Node, str] | None:
     if one is None or other is None:
         return None
     for (lse, picked), sign in (((one, other), 1.0), ((other, one), -1.0)):
-        if not match.is_call(lse.leaf, aten.logsumexp.default) or not _last(lse.leaf.args[0], lse.leaf.args[1]):
+        if not match.is_call(lse.leaf, aten.logsumexp.default) or not is_last_dim(lse.leaf.args[0], lse.leaf.args[1]):
             continue
         logits = lse.leaf.args[0]
-        target = _target(picked.leaf, picked.leaf.args[0]) if match.is_call(picked.leaf, *PICKS) else None
+        target = picked_classes(picked.leaf, picked.leaf.args[0]) if match.is_call(picked.leaf, *PICKS) else None
         if target is None or match.uncast(picked.leaf.args[0]) is not match.uncast(logits):
             continue
         if lse.factor != picked.factor or match.value(node.args[0]).shape != match.value(node.args[1]).shape:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.new_call import NewCall
 from mindspeed_fx.passes.fusion.analysis import positions
 from mindspeed_fx.passes.fusion.analysis.bands import Index
 
@@ -42,15 +43,15 @@ class Sparse:
 
 
 class Reader:
-    """Reads tensors for a root, before which it inserts what combines weights."""
+    """Reads tensors for a root, before which the calls are to stand that combine weights."""
 
-    def __init__(self, gm: fx.GraphModule, root: fx.Node):
-        self.gm, self.root = gm, root
+    def __init__(self, root: fx.Node):
+        self.root = root
         self.region: list[fx.Node] = []
         self._known: dict[fx.Node, Sparse | None] = {}
 
-    def make(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return rewrite.insert(self.gm, self.root, target, args, kwargs)
+    def make(self, target: Any, *args: Any, **kwargs: Any) -> NewCall:
+        return NewCall(self.root, target, *args, **kwargs)
 
     def of(self, n: Any) -> Sparse | None:
         if not isinstance(n, fx.Node) or n.op != "call_function" or n.target not in _HANDLERS or n.meta["mutated"]:

@@ -35,7 +35,7 @@ def meaning(n: Any, depth: int = 40, known: dict[fx.Node, Meaning] | None = None
     if isinstance(n, (bool, int, float)):
         return n
     known = {} if known is None else known
-    if depth == 0 or not isinstance(n, fx.Node) or n.op != "call_function" or n.meta.get("mutated"):
+    if depth == 0 or not isinstance(n, match.NODES) or n.op != "call_function" or n.meta.get("mutated"):
         return None
     if n not in known:
         handler = _HANDLERS.get(n.target)
@@ -332,7 +332,7 @@ _HANDLERS = {
     ),
     aten.lift_fresh_copy.default: _written_down,
     **dict.fromkeys((aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout), _cast),
-    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.VIEWS), _read_view),
+    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, *match.RESHAPES), _read_view),
     **dict.fromkeys((aten.fill.Scalar, aten.fill.Tensor), _read_full),
     aten.expand.default: _expand,
     aten.diff.default: _difference,

@@ -51,7 +51,7 @@ def _ids_along(n: Any, of) -> tuple[fx.Node | None, int]:
     source = n
     while (
         match.value(source).dim() > 1
-        and match.is_call(source, aten.unsqueeze.default, aten.transpose.int, aten.to.dtype, *match.VIEWS)
+        and match.is_call(source, aten.unsqueeze.default, aten.transpose.int, aten.to.dtype, *match.RESHAPES)
         and match.value(source.args[0]).dim() >= 1
     ):
         inner = source.args[0]

@@ -14,7 +14,7 @@ from mindspeed_fx.passes.fusion.analysis import mask
 SOFTMAX, LOG_SOFTMAX, LOG_SUM_EXP = aten.softmax.int, aten.log_softmax.int, aten.logsumexp.default
 
 
-COLUMNS = (aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, aten.expand.default, *match.VIEWS)
+COLUMNS = (aten.squeeze.dim, aten.unsqueeze.default, aten.select.int, aten.expand.default, *match.RESHAPES)
 
 
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
@@ -28,7 +28,7 @@ PICKS = (
     aten.squeeze.default,
     aten.unsqueeze.default,
     aten.select.int,
-    *match.VIEWS,
+    *match.RESHAPES,
 )
 
 

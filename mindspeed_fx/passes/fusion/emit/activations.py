@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import PassReport, calls, site, skip
+from mindspeed_fx.passes.base import Outcome, PassReport, calls, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import norms
 from mindspeed_fx.passes.fusion.analysis.activations import SelfGated, readings, sums
 from mindspeed_fx.passes.fusion.emit import algebra
@@ -25,7 +25,8 @@ def fuse(
     """
     report = PassReport(name)
     skipped_nodes: list[fx.Node] = []
-    for node in calls(gm, *match.MUL, *match.DIV, *match.ADD):
+
+    def rewrite_one(node: fx.Node) -> Outcome:
         result, call = (
             next(
                 (
@@ -39,19 +40,17 @@ def fuse(
             else (None, None)
         )
         if call is None:
-            continue
+            return None
         root, number, numbers = norms.scaled_on(node, result.number)
         region = [root, *numbers, *result.nodes]
-        reason, where = (
-            result.near or match.unsafe(region, [result.x, *result.over, *result.under]),
-            site(operator, root, region),
-        )
+        where = site(operator, root, region)
+        reason = result.near or match.unsafe(region, [result.x, *result.over, *result.under])
         reason = reason or _rewrite(gm, root, result, number, call)
         if reason:
-            report.skipped.append(skip(operator, node, reason))
             skipped_nodes.append(node)
-        else:
-            report.rewrites.append(where)
+        return reason or where
+
+    rewrite_each(report, operator, calls(gm, *match.MUL, *match.DIV, *match.ADD), rewrite_one)
     rewrite.finish(gm)
     return report
 

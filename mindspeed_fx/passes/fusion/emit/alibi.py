@@ -15,7 +15,7 @@ def by_keys(gm: fx.GraphModule, before: fx.Node, n: fx.Node, causal: bool) -> fx
     which far keys would have biases too large to tell neighbours apart."""
     plain, kept = n, []
     while (
-        match.is_call(plain, aten.unsqueeze.default, aten.to.dtype, aten.expand.default, *match.VIEWS)
+        match.is_call(plain, aten.unsqueeze.default, aten.to.dtype, aten.expand.default, *match.RESHAPES)
         and match.value(plain).shape[-2:] == match.value(plain.args[0]).shape[-2:]
     ):
         kept.append(plain)

@@ -14,9 +14,9 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.attention_seeded import attention_seeded
 from mindspeed_fx.kernels.varlen_attention import varlen_attention
-from mindspeed_fx.passes.base import Context
+from mindspeed_fx.passes.base import Context, Miss
 from mindspeed_fx.passes.fusion.analysis import alibi, mask
-from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss, Scores
+from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores
 from mindspeed_fx.passes.fusion.analysis.bands import CAUSAL, Band, is_causal, is_window, together
 from mindspeed_fx.passes.fusion.emit import alibi as alibi_emit
 from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences
@@ -52,6 +52,12 @@ def emitter(name: str, context: Context, notes: list[str]) -> Emit:
     if context.options.target == "cuda":
         return functools.partial(_emit_sdpa, notes=notes)
     return functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, generated=generated)
+
+
+def build(scores: Scores) -> None:
+    """Puts the calls that reading the ``scores`` asked for into the graph."""
+    scores.q, scores.k_transposed, scores.sinks = map(rewrite.build, (scores.q, scores.k_transposed, scores.sinks))
+    scores.masks = [(kind, rewrite.build(m), where) for kind, m, where in scores.masks]
 
 
 def _emit(
@@ -317,7 +323,7 @@ def _operands(
     :func:`hidden_rows.some_left`; Miss where it is not safe.
     """
     dtype = match.value(root).dtype
-    # Matching looks through casts of q and k; one that widened them to the type of v is made again.
+    # Matching looks through casts of q and k; one that widened them to the type of v is recomputed.
     q, k = (_widen(gm, root, x, dtype) for x in (q, k))
     if not all(match.value(x).dtype == dtype for x in (q, k, v)):
         raise Miss(

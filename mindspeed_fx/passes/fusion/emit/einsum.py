@@ -14,7 +14,7 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.layout import is_transpose
 from mindspeed_fx.graph.match import aten
 
-BETWEEN = (aten.to.dtype, aten.dropout.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, *match.VIEWS)
+BETWEEN = (aten.to.dtype, aten.dropout.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, *match.RESHAPES)
 
 
 def as_matmul(gm: fx.GraphModule, softmax: fx.Node) -> None:

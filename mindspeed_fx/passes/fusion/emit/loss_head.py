@@ -41,7 +41,7 @@ def inputs(gm: fx.GraphModule, node: fx.Node, head: Head) -> tuple[fx.Node, fx.N
             bias = step.other if bias is None else call(aten.add.Tensor, bias, step.other)
         elif step.kind == "classes":
             weight, bias = (x if x is None else call(aten.slice.Tensor, x, 0, *step.other) for x in (weight, bias))
-        elif match.is_call(n, *match.VIEWS):
+        elif match.is_call(n, *match.RESHAPES):
             hidden = call(aten.reshape.default, hidden, [*match.value(n).shape[:-1], match.value(hidden).shape[-1]])
         elif not match.is_call(n, *PLAIN):
             hidden = rewrite.insert(gm, node, n.target, (hidden, *n.args[1:]), dict(n.kwargs))

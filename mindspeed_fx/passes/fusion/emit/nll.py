@@ -1,4 +1,4 @@
-"""The steps between a loss per token and what the model made of it, again."""
+"""Log-probabilities read plainly, and the steps between a loss per token and what the model made of it, again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,58 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.fusion.analysis.nll import OVER, PICKS, TIMES, LossStep
+from mindspeed_fx.passes.base import calls
+from mindspeed_fx.passes.fusion.analysis.nll import (
+    OVER,
+    PICKS,
+    TIMES,
+    LossStep,
+    acts_on_rows,
+    is_last_dim,
+    mean_weight,
+    picked_classes,
+)
+
+
+def read_plainly(gm: fx.GraphModule) -> None:
+    """Log-probabilities as those see them who pick: views and slices of tokens come before them, signs after what is
+    picked, and the greatest is that of the logits."""
+    for probs in calls(gm, aten.log_softmax.int):
+        if match.is_float(probs) and is_last_dim(probs, probs.args[1]):
+            _pick_with_sign(gm, _view_logits(gm, probs))
+
+
+def _view_logits(gm: fx.GraphModule, probs: fx.Node) -> fx.Node:
+    """The log-softmax of views of the logits in the place of views of ``probs``."""
+    while (
+        len(probs.users) == 1
+        and acts_on_rows(user := next(iter(probs.users)))
+        and not match.unsafe([probs, user], [probs.args[0]])
+    ):
+        x = rewrite.insert(gm, user, user.target, (probs.args[0], *user.args[1:]), dict(user.kwargs))
+        moved = rewrite.insert(gm, user, aten.log_softmax.int, (x, -1))
+        if rewrite.substitute(gm, user, moved) is not None:
+            break
+        gm.graph.erase_node(user)
+        probs = moved
+    return probs
+
+
+def _pick_with_sign(gm: fx.GraphModule, probs: fx.Node) -> None:
+    """What picks of multiples of ``probs`` multiplies what is picked."""
+    for user in list(probs.users):
+        if match.is_call(user, aten.argmax.default) and is_last_dim(probs, match.argument(user, "dim")):
+            user.replace_input_with(probs, probs.args[0])
+        inner, factor = (probs, -1.0) if match.is_call(user, aten.neg.default) else match.unscale(user)
+        if inner is not probs or factor == 1.0 or not user.meta["grad_enabled"] == probs.meta["grad_enabled"]:
+            continue
+        for pick in list(user.users):
+            if picked_classes(pick, user) is not None or mean_weight(pick, user) is not None:
+                new = rewrite.insert(gm, pick, pick.target, (probs, *pick.args[1:]), dict(pick.kwargs))
+                if rewrite.substitute(gm, pick, rewrite.insert(gm, pick, aten.mul.Tensor, (new, factor))) is None:
+                    gm.graph.erase_node(pick)
+        if not user.users:
+            gm.graph.erase_node(user)
 
 
 def repeat_steps(gm: fx.GraphModule, before: fx.Node, loss: fx.Node, steps: list[LossStep]) -> fx.Node:

@@ -7,18 +7,17 @@ from typing import Callable
 import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
-from mindspeed_fx.passes.base import PassReport, site
+from mindspeed_fx.passes.base import Site, site
 
 
 def fuse_sum(
     gm: fx.GraphModule,
-    report: PassReport,
     norm: fx.Node,
     parameters: list,
     operator: str,
     make: Callable,
     results: tuple[int, ...],
-) -> str | None:
+) -> Site | str:
     """``norm`` of a sum of two tensors, and the sum, become one operator; returns the reason where they do not.
 
     Args:
@@ -54,5 +53,5 @@ def fuse_sum(
     stands_for = [rewrite.insert(gm, before, match.operator.getitem, (new, i)) for i in results]
     for user in list(norm.users):
         user.replace_all_uses_with(stands_for[user.args[1]])
-    report.rewrites.append(site(operator, norm, [total, norm]))
-    return rewrite.substitute(gm, total, rewrite.insert(gm, before, match.operator.getitem, (new, 1)))
+    reason = rewrite.substitute(gm, total, rewrite.insert(gm, before, match.operator.getitem, (new, 1)))
+    return reason or site(operator, norm, [total, norm])

@@ -13,7 +13,7 @@ from mindspeed_fx.passes.fusion.analysis.bands import Index
 def ends(gm: fx.GraphModule, before: fx.Node, numbers: fx.Node) -> fx.Node | None:
     """[any]: the place after the last token of each document, in order, the sequence's end last; a document may be
     empty. None when ``numbers`` are not made of lengths or cumulative lengths."""
-    while match.is_call(numbers, aten.unsqueeze.default, aten.to.dtype, aten.expand.default, *match.VIEWS) or _shift(
+    while match.is_call(numbers, aten.unsqueeze.default, aten.to.dtype, aten.expand.default, *match.RESHAPES) or _shift(
         numbers
     ):
         if match.value(numbers.args[0]).numel() != match.value(numbers).numel():

@@ -1,4 +1,4 @@
-"""What a plan keeps and makes again, for reports: a table of activations, and memory over the step."""
+"""What a plan keeps and recomputes, for reports: a table of activations, and memory over the step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def show(
     saved = sum(r.bytes for r in rows if r.decision == "save")
     peak = curves[list(shown)[-1]]
     report.notes.append(
-        f"saved for the backward {saved / MIB:.2f} MiB; made again {len(report.rewrites) - len(plan.moves)} calls; "
+        f"saved for the backward {saved / MIB:.2f} MiB; recomputed {len(report.rewrites) - len(plan.moves)} calls; "
         f"modelled peak {peak.peak / MIB:.2f} MiB at {peak.where}"
     )
     report.files["activations.md"] = memory.markdown(rows)
@@ -58,14 +58,14 @@ def table(step: JointGraph, plan: Plan, why: Mapping[int, str], planned: bool) -
                 "recompute",
                 "checkpointed region"
                 if schedule.must_recompute[v]
-                else f"made again in {schedule.seconds[v] * 1e6:.1f} us"
+                else f"recomputed in {schedule.seconds[v] * 1e6:.1f} us"
                 if schedule.seconds[v]
-                else "made again for nothing",
+                else "recomputed for nothing",
             )
         elif v in read:
             continue
         else:
-            decision, reason = "drop", "nothing that the backward makes again reads it"
+            decision, reason = "drop", "nothing that the backward recomputes reads it"
         rows.append(
             memory.Activation(
                 node.name,
@@ -84,7 +84,7 @@ def _saved_rows(v: int, step: JointGraph, returned: set[int], planned: bool) -> 
     if v in returned:
         return "the caller gets it"
     if step.schedule.seconds[v] == float("inf"):
-        return "must not be made again"
+        return "must not be recomputed"
     if not planned:
         return "no policy or glob names it"
     return "fits, and is dearer to make again" if step.schedule.seconds[v] else "fits"

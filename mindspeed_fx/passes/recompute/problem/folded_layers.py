@@ -11,8 +11,8 @@ M layers whose layer keeps m bytes between forward and backward and returns g by
 - M * g more from there on.
 
 This is the peak of the whole step when a layer's backward makes nothing again but of its own and of its neighbour's
-layer, as long as neighbours in a group do alike. A layer that would be made again from the layer before, and that from
-the one before it, is counted with everything that the group makes again at once. Whatever is chosen here is evaluated
+layer, as long as neighbours in a group do alike. A layer that would be recomputed from the layer before, and that from
+the one before it, is counted with everything that the group recomputes at once. Whatever is chosen here is evaluated
 once more as the whole step (:class:`mindspeed_fx.passes.recompute.solve.budget_search.Search` is given both).
 """
 
@@ -99,7 +99,7 @@ class Folded(RematProblem):
         turns, at = (
             [cut],
             cut,
-        )  # where each place of the backward begins; what is made again counts for the node that it is made for
+        )  # where each place of the backward begins; what is recomputed counts for the node that it is made for
         for i in closes:
             at = second.index(i, at - cut) + cut + 1 if i >= 0 else at
             turns.append(at)
@@ -110,7 +110,7 @@ class Folded(RematProblem):
         early = np.flatnonzero(
             result[run] > np.searchsorted(turns, np.arange(cut, cut + len(second)), "right") - 1 + count
         )
-        crossing = {second[t]: t + cut for t in early.tolist()}  # made again for a layer above
+        crossing = {second[t]: t + cut for t in early.tolist()}  # recomputed for a layer above
         for g, extra in self._chains(crossing, saved, second) if crossing else ():
             begin, above = min(t for i, t in crossing.items() if self.group[i] == g), self._above[g]
             until = second.index(above, begin - cut) + cut if above >= 0 else len(alive)
@@ -120,7 +120,7 @@ class Folded(RematProblem):
     @cached_property
     def _places(self) -> tuple[list[int], list[int], Any]:
         """The first node of the forward of each place from 1 on; the last of the backward of each place but the last,
-        -1 where it has none; of each node the place before which it is made again too early, -1 for the backward's own.
+        -1 where it has none; of each node the place before which it is recomputed too early, -1 for the backward's own.
         """
         count, forward = len(self.layers), self._forward_set
         opens = [next((i for i in self.forward if self.place[i] >= k), len(self.sources)) for k in range(1, count + 1)]
@@ -166,7 +166,7 @@ class Folded(RematProblem):
         return [*more, sum(after)]
 
     def _chains(self, crossing: Iterable[int], saved: frozenset[int], second: list[int]) -> list[tuple[int, int]]:
-        """(group, bytes) of groups whose layers are made again each from the one before: of each layer what the next is
+        """(group, bytes) of groups whose layers are recomputed each from the one before: of each layer what the next is
         made from, all at once.
         """
         kept, results, result = {self.root[i] for i in (*saved, *self.returned)}, [], set(second)

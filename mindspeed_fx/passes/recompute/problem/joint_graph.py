@@ -41,7 +41,7 @@ class JointGraph:
     Attributes:
         nodes: the graph's; the schedule counts them.
         schedule: the step as numbers.
-        seconds: modelled time of the step when nothing is made again.
+        seconds: modelled time of the step when nothing is recomputed.
         unplanned: what running a node again costs where no budget presses: infinite for products with generated code.
         inputs: bytes that the forward is given.
         movable: values that can be moved to host memory, where copying takes longer than starting the copy.

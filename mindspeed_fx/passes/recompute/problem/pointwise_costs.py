@@ -33,7 +33,7 @@ def _saved_cost(v: Value) -> float:
 
 
 def _read_far_apart(tape: Dataflow) -> set[Value]:
-    """Values that pointwise work reads both before and after the next product, as it does a residual stream: made again
+    """Values that pointwise work reads both before and after the next product, as it does a residual stream: recomputed
     for the later reader, whose backward comes first, they would stay until the backward of the earlier one."""
     depth: dict[Operation, int] = {}
     for o in tape.operations:

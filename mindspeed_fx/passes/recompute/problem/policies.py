@@ -1,10 +1,10 @@
-"""Named policies and per-module wishes: which values are made again, whatever a planner would say.
+"""Named policies and per-module wishes: which values are recomputed, whatever a planner would say.
 
 A policy names values that are not kept; all others are, if the backward reads them. Draws of random numbers,
-collectives and whatever a ``torch.utils.checkpoint`` policy keeps are never made again, and regions under
+collectives and whatever a ``torch.utils.checkpoint`` policy keeps are never recomputed, and regions under
 ``torch.utils.checkpoint`` always are.
 
-| policy | made again |
+| policy | recomputed |
 |---|---|
 | none | nothing |
 | full | inside every numbered layer, all but what other layers read: Megatron's full, method uniform, one layer |
@@ -29,17 +29,16 @@ from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.graph.op_sets import IDENTITIES, is_cast
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.storage import is_view
+from mindspeed_fx.kernels.base import TAGGED
 from mindspeed_fx.passes.base import PassReport, skip
 from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, Operation, Value
 
-ACTIVATIONS = frozenset(
+ATEN_ACTIVATIONS = frozenset(
     "silu gelu relu leaky_relu sigmoid tanh elu celu selu mish hardswish hardsigmoid softplus log_sigmoid glu erf "
-    "relu6 activation swiglu clipped_swiglu weighted_swiglu".split()
+    "relu6".split()
 )
-NORMS = frozenset(
-    "rms_norm add_rms_norm layer_norm layer_norm_aten add_layer_norm native_layer_norm native_group_norm "
-    "_fused_rms_norm".split()
-)
+ATEN_NORMS = frozenset("native_layer_norm native_group_norm _fused_rms_norm".split())
+"""Of torch's own operators; the package's say it of themselves (``TAGS`` of :mod:`mindspeed_fx.kernels.base`)."""
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Fixed:
     recompute: set[Value] = field(default_factory=set)
     """Not to be kept."""
     save: set[Value] = field(default_factory=set)
-    """Not to be made again."""
+    """Not to be recomputed."""
     away: set[Value] = field(default_factory=set)
     """Of those, the ones to be moved to host memory."""
     why: dict[Value, str] = field(default_factory=dict)
@@ -153,7 +152,7 @@ def _refusal(v: Value) -> str:
         return "a checkpoint policy, a side effect or a collective keeps them"
     if partitioner.is_random(node):
         return "random numbers are not drawn again"
-    return "" if partitioner.is_pure(node) else "they are not the same when made again"
+    return "" if partitioner.is_pure(node) else "they are not the same when recomputed"
 
 
 def _policy(tape: Dataflow, policy: str) -> list[Value]:
@@ -222,7 +221,7 @@ def _weight(node: fx.Node) -> bool:
 def _activations(tape: Dataflow) -> list[Value]:
     results: set[Value] = set()
     for o in tape.operations:
-        own = _name(o.node) in ACTIVATIONS
+        own = o.node.target in TAGGED["activation"] or _name(o.node) in ATEN_ACTIVATIONS
         more = (
             o.fusible
             and any(v in results for v in o.inputs)
@@ -240,7 +239,8 @@ def _norms(tape: Dataflow) -> list[Value]:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         kind = stack[-1][1] if stack else ""
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-        if name in NORMS or "norm" in kind.rpartition(".")[2].lower():
+        normalizes = node.target in TAGGED["norm"] or name in ATEN_NORMS
+        if normalizes or "norm" in kind.rpartition(".")[2].lower():
             if not (
                 name in ("add_rms_norm", "add_layer_norm") and v.node.args[1:2] == (1,)
             ):  # the sum goes on as the residual stream

@@ -1,7 +1,7 @@
 """A training step as numbers: what is read, how large it is, in which order the backward runs; and one walk that says
 what a choice of saved values costs in time and in memory.
 
-The forward runs in order; the backward too, and what it makes again comes right before its first reader, as torch's
+The forward runs in order; the backward too, and what it recomputes comes right before its first reader, as torch's
 partitioner orders it. Views share memory, a value dies with its last reader, what the forward returns and gradients
 live on. Nodes are numbers in the order of the joint graph. No torch here: tests make schedules of their own.
 """

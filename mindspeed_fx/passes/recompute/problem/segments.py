@@ -1,4 +1,4 @@
-"""Where a step can be cut into segments that are made again one at a time.
+"""Where a step can be cut into segments that are recomputed one at a time.
 
 With a price per saved byte alone the leanest plans save what is small and dear, such as the outputs of attention, and
 then make the residual stream of the whole model again at once, before the first backward: that is the largest peak of

@@ -69,7 +69,7 @@ class Search:
     Attributes:
         part: of :data:`WORK` that one local search may do.
         hull: plans from saving what costs anything to make again, to making again whatever may be; empty when the
-            backward needs what can be neither saved nor made again.
+            backward needs what can be neither saved nor recomputed.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Search:
 
     @property
     def empty(self) -> bool:
-        """The backward needs what can be neither saved nor made again."""
+        """The backward needs what can be neither saved nor recomputed."""
         return not self.hull
 
     @property
@@ -285,7 +285,7 @@ class Search:
     def _improved(self, best: Plan, rank: Callable[[Plan], Any], limit: int | None, work: int) -> Plan | None:
         """A better plan one step away; None when there is none or the work is done.
 
-        Only what is made again is worth saving. Where a plan takes values out, it takes at least their own time more
+        Only what is recomputed is worth saving. Where a plan takes values out, it takes at least their own time more
         and at most their bytes less; what cannot be better or fit even so is not tried.
         """
         schedule, known = self.schedule, rank(best)

@@ -36,7 +36,7 @@ half a second.
 """
 
 SPANS = (1, 2, 3)
-"""Layers that are made again at once: so many count as one layer of a folded step."""
+"""Layers that are recomputed at once: so many count as one layer of a folded step."""
 
 GROUPS = 3
 """Groups of such joined layers."""
@@ -73,7 +73,7 @@ class Layers(Search):
 
     Attributes:
         found: the layers; None where too few are alike.
-        inner: searches of folded steps, one for each number of layers that may be made again at once, or the one of all
+        inner: searches of folded steps, one for each number of layers that may be recomputed at once, or the one of all
             nodes.
     """
 

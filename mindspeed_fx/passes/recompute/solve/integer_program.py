@@ -1,16 +1,16 @@
 """The least time of a small step as an integer program (HiGHS through scipy): a lower bound, and a choice.
 
-Binary s_v says that value v is saved, r_v that it is made again. Times, and who needs whom, are those of the minimum
+Binary s_v says that value v is saved, r_v that it is recomputed. Times, and who needs whom, are those of the minimum
 cut; the memory at moment t is at least c_t + sum of w_tv s_v, as in
 :mod:`mindspeed_fx.passes.recompute.solve.lower_bound`, which must fit at every moment at once. That knows nothing of
-what a chain that is made again holds beside what is saved. So where the program's answer does not fit the simulated
+what a chain that is recomputed holds beside what is saved. So where the program's answer does not fit the simulated
 step, :mod:`row_generation` adds rows for that moment and solves it again. With begin_v the first moment at which the
 backward's own nodes read v:
 
-- a_tv says that v has been made again by moment t. What is read by then has been saved or made; what is made needs what
+- a_tv says that v has been recomputed by moment t. What is read by then has been saved or made; what is made needs what
   it reads: s_v + a_tv >= 1 for begin_v <= t, and s_v + a_tv >= a_tu for all u that read v. Made values that are read
   later are alive: c_t + sum of w_tv s_v + sum over begin_v > t of size_v a_tv <= limit.
-- While i is made again right before moment t, it and all it reads are alive, and all that has been made by then and is
+- While i is recomputed right before moment t, it and all it reads are alive, and all that has been made by then and is
   read at t or later. That row holds where a_ti = 1 and a_(t-1)i = 0.
 
 Every row holds for every plan, so each program's bound is one of the time of every plan that fits, and an answer that
@@ -50,7 +50,7 @@ class Program:
     columns_of: dict[int, dict[int, int]] = field(default_factory=dict)
     """Moment -> value -> column of a."""
     later: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Moment -> value -> column of what is alive for something that is made again later."""
+    """Moment -> value -> column of what is alive for something that is recomputed later."""
     ahead: set[int] = field(default_factory=set)
     """Nodes of the forward whose moment has its row."""
     recompute: set[tuple[int, int]] = field(default_factory=set)
@@ -160,7 +160,7 @@ class Program:
         return bool(added)
 
     def columns_at(self, t: int) -> dict[int, int]:
-        """Columns of what has been made again by moment t; with their rows where they are new."""
+        """Columns of what has been recomputed by moment t; with their rows where they are new."""
         if t in self.columns_of:
             return self.columns_of[t]
         s, rows = self.schedule, self.rows
@@ -191,7 +191,7 @@ class Program:
         return columns
 
     def kept_on(self, t: int) -> dict[int, int]:
-        """Columns of what is alive at moment t, when nothing but what is made again after it reads it any more."""
+        """Columns of what is alive at moment t, when nothing but what is recomputed after it reads it any more."""
         s, rows, length, result = self.schedule, self.rows, len(self.rows.certain), self.columns_of[t]
         results: dict[int, int] = {}
         for v in result:
@@ -272,7 +272,7 @@ class Program:
         self.fits(parts, constant)
 
     def during(self, i: int, t: int) -> None:
-        """While ``i`` is made again right before moment t."""
+        """While ``i`` is recomputed right before moment t."""
         self.recompute.add((i, t))
         s, rows, length = self.schedule, self.rows, len(self.rows.certain)
         now, before = self.columns_at(t), self.columns_at(t - 1) if t > self.cut else {}

@@ -77,7 +77,7 @@ def moments(schedule: RematProblem) -> Moments:
 
     Forward: values that the caller gets are made whatever is saved; between maker and last reader among what makes
     them, memory is certain, and after it a saved value stays. Backward: a value is there from its first to its last
-    reader among the nodes that run in the backward anyhow, saved or made again; before the first of them it is there
+    reader among the nodes that run in the backward anyhow, saved or recomputed; before the first of them it is there
     when it is saved. A saved value that such a node does not read is there until the first such reader of anything
     computed from it.
     """

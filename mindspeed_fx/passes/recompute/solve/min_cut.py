@@ -62,7 +62,7 @@ class Cuts:
     """Minimum cuts of one schedule at many prices.
 
     Attributes:
-        values: the nodes whose values may be saved or made again.
+        values: the nodes whose values may be saved or recomputed.
     """
 
     def __init__(self, schedule: RematProblem, seconds: Sequence[float] | None = None):

@@ -182,7 +182,7 @@ class Offload:
         return results
 
     def _improved(self, best: Plan, limit: int, work: int) -> Plan:
-        """Values made again that are saved and moved instead, and moves that are not needed."""
+        """Values recomputed that are saved and moved instead, and moves that are not needed."""
         schedule = self.search.schedule
         always = set(self.always)
         again = [

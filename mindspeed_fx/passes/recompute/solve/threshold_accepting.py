@@ -1,4 +1,4 @@
-"""Threshold accepting (Dueck and Scheuer 1990): single values are saved, made again or exchanged at random, and what is
+"""Threshold accepting (Dueck and Scheuer 1990): single values are saved, recomputed or exchanged at random, and what is
 a little worse is accepted too, ever less of it.
 
 Plans above the limit are walked through, at a price for what they are above it: between two plans that fit there is
@@ -79,7 +79,7 @@ def anneal(
 
 
 def _lists(schedule: RematProblem, plan: Plan, free: set[int]) -> tuple[list[int], list[int]]:
-    """What a plan saves, and what it makes again."""
+    """What a plan saves, and what it recomputes."""
     return sorted(plan.saved & free), sorted({schedule.root[i] for i in plan.recompute} & free - plan.saved)
 
 

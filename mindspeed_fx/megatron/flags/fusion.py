@@ -1,0 +1,183 @@
+"""Fused operators and the attention kernel: the compiler recognizes what these flags would switch on."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mindspeed_fx.megatron.flags.flag import (
+    COMPILER,
+    OPTION,
+    REFUSED,
+    Flag,
+    NotDone,
+    added,
+    get,
+    number,
+    setting,
+    switch,
+    word,
+)
+
+
+def _fused(name: str, asks: str, fusion: str, **more: Any) -> Flag:
+    """A switch for what a fusion finds in the graph by itself."""
+    answer = f"{fusion} finds it in the graph, with the flag or without (level 1 and up)"
+    return switch(name, COMPILER, asks, answer, act=lambda args: f"{fusion} finds it in the graph", **more)
+
+
+def _kernel(name: str, asks: str, **more: Any) -> Flag:
+    """A switch for how the attention kernel of an NPU is called."""
+    answer = "how attention is called is chosen where it is lowered; the values are the same"
+    return switch(name, COMPILER, asks, answer, act=lambda args: "chosen where attention is lowered", **more)
+
+
+def _sparse_mode(args: Namespace) -> str:
+    if args.sparse_mode in (0, 2, 3):
+        return "the mask is read from the graph"
+    raise NotDone(f"mode {args.sparse_mode} is another mask than the model's causal one; modes 0, 2 and 3 are causal")
+
+
+def _pre_tokens(args: Namespace) -> str:
+    if get(args, "seq_length") and args.pre_tockens < args.seq_length:
+        raise NotDone(f"{args.pre_tockens} is a window; give Megatron's `--window-size {args.pre_tockens},0`")
+    return "every earlier token is in reach: the causal mask"
+
+
+def _next_tokens(args: Namespace) -> str:
+    if args.next_tockens:
+        raise NotDone("a causal model sees no later token; remove the flag")
+    return "no later token is seen: the causal mask"
+
+
+ALIBI = "Megatron-core has no ALiBi; use `--position-embedding-type rope`"
+
+FLAGS = [
+    _fused("--use-fused-rmsnorm", "npu_rms_norm for RMSNorm", "fusion.rms_norm"),
+    _fused("--use-fused-swiglu", "npu_swiglu for the gate of the MLP", "fusion.swiglu"),
+    _fused("--use-fused-rotary-pos-emb", "npu_rotary_mul for the rotation", "fusion.rope"),
+    _fused(
+        "--use-fused-moe-token-permute-and-unpermute",
+        "npu_moe_token_permute and unpermute",
+        "fusion.moe_permute",
+    ),
+    _kernel("--use-fusion-attn-v2", "npu_fusion_attention_v2"),
+    word(
+        "--shape-order",
+        "SBH",
+        COMPILER,
+        "the layout in which attention is called",
+        "chosen where attention is lowered; the values are the same",
+        choices=("SBH", "BSH", "BSND", "BNSD"),
+        act=lambda args: "chosen where attention is lowered",
+    ),
+    number(
+        "--sparse-mode",
+        0,
+        COMPILER,
+        "which mask the attention kernel assumes",
+        "the mask is read from the graph; an error for a mode that is not causal",
+        act=_sparse_mode,
+    ),
+    number(
+        "--pre-tockens",
+        65536,
+        COMPILER,
+        "how far back a token sees",
+        "the mask is read from the graph; an error for a window",
+        act=_pre_tokens,
+    ),
+    number(
+        "--next-tockens",
+        0,
+        COMPILER,
+        "how far ahead a token sees",
+        "the mask is read from the graph; an error above 0",
+        act=_next_tokens,
+    ),
+    _kernel("--mla-fa-without-pad", "values of latent attention are not padded to the width of keys", llm=True),
+    _kernel("--mla-fa-divide-qk", "rotated and other parts of queries and keys are passed apart", llm=True),
+    number(
+        "--padded-base-length",
+        128,
+        COMPILER,
+        "to which multiple latent attention pads",
+        "chosen where attention is lowered; the values are the same",
+        act=lambda args: "chosen where attention is lowered",
+        llm=True,
+    ),
+    switch(
+        "--mla-mm-split",
+        COMPILER,
+        "two up-projections of latent attention as four",
+        "the same sums; the projections stay two, in checkpoints too",
+        act=lambda args: "the projections stay two: the same sums",
+        llm=True,
+    ),
+    switch(
+        "--gemm-gradient-accumulation-fusion",
+        REFUSED,
+        "experts' weight gradients are added in float32 inside the grouped product",
+        "remove it: experts' gradients are rounded to the weights' type before Megatron adds them",
+        skip=True,
+    ),
+    added("--position-embedding-type", "alibi", REFUSED, "ALiBi", ALIBI),
+    setting("--alibi-fusion-attn-type", "--position-embedding-type alibi", None, int),
+    setting("--alibi-diagonal-opposite", "--position-embedding-type alibi"),
+    setting("--square-alibi-mask", "--position-embedding-type alibi"),
+    setting("--fill-neg-inf", "--position-embedding-type alibi"),
+    number(
+        "--optimization-level",
+        2,
+        OPTION,
+        "0 compatibility, 1 also fused operators, 2 also MindSpeed's accelerations",
+        "option `level`",
+        choices=(0, 1, 2),
+        act=lambda args: f"level = {args.optimization_level}",
+        options=lambda args: {"level": args.optimization_level},
+    ),
+    switch(
+        "--fix-router",
+        REFUSED,
+        "tokens go to experts in turn, whatever the router says (a benchmark)",
+        "Megatron's `--moe-router-force-load-balancing` spreads them at random",
+    ),
+    number(
+        "--fix-sub-seq-length",
+        -1,
+        REFUSED,
+        "documents of one length, for tests",
+        "remove it: documents end where the data says",
+    ),
+    Flag(
+        "--skip-bias-add",
+        REFUSED,
+        "a bias is added at once instead of by a fused operator",
+        "remove it: where a bias is added is Megatron's choice",
+        action="store_false",
+        default=True,
+        skip=True,
+    ),
+    switch(
+        "--add-dense-bias",
+        REFUSED,
+        "a bias in the output projection of attention alone",
+        "Megatron-core has one switch for all biases: leave out --disable-bias-linear, or remove the flag",
+    ),
+    switch(
+        "--use-dsa-absorb",
+        REFUSED,
+        "up-projections of sparse attention absorbed into its products",
+        "remove it: the same values, without the absorbed products",
+        skip=True,
+    ),
+    *(
+        switch(name, REFUSED, "a fused operator of sparse attention", "remove it: left to generated code", skip=True)
+        for name in (
+            "--use-fused-lightning-indexer",
+            "--use-fused-lightning-indexer-kl-loss",
+            "--use-fused-sparse-flash-attention",
+        )
+    ),
+]
+"""Rows of the table."""

@@ -1,0 +1,355 @@
+"""What MindSpeed-LLM's flags say about a model: latent attention, rotations, activations, scales, its layer specs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mindspeed_fx.megatron.flags.flag import MEGATRON, REFUSED, Flag, NotDone, get, number, switch, word
+
+SPECS = {
+    "deepseek_spec": "latent attention, as Megatron's own layers have it with --multi-latent-attention",
+    "qwen3_spec": "attention with norms of queries and keys, as Megatron's own layers have it with --qk-layernorm",
+    "bailing_spec": "attention with norms of queries and keys, as Megatron's own layers have it with --qk-layernorm",
+}
+"""Layer specs of MindSpeed-LLM whose layers are Megatron's own."""
+
+
+def _spec_name(args: Namespace) -> str | None:
+    """The file of MindSpeed-LLM that ``--spec`` names."""
+    words = getattr(args, "spec", None) or []
+    path = words[0] if isinstance(words, (list, tuple)) and words else ""
+    return path.rpartition(".")[2] if path.startswith("mindspeed_llm.") else None
+
+
+def _spec(args: Namespace) -> str:
+    name = _spec_name(args)
+    if name not in SPECS:
+        raise NotDone(f"the layers of {name} are not Megatron's own; valid: {', '.join(SPECS)}, or a spec of your own")
+    if name == "deepseek_spec" and not get(args, "multi_latent_attention"):
+        raise NotDone("deepseek_spec is latent attention; give --multi-latent-attention")
+    args.spec = None
+    if get(args, "num_experts") and not get(args, "first_k_dense_replace"):
+        args.moe_layer_freq = 1  # such a spec has experts in every layer
+    return f"Megatron's own layers: {SPECS[name]}"
+
+
+def _to(attribute: str) -> Any:
+    """An ``act`` that renames a flag of its own attribute: beta_fast of before, of today."""
+
+    def act(args: Namespace) -> str:
+        if not get(args, "multi_latent_attention"):
+            return "no effect without latent attention and YaRN"
+        return f"{attribute} = {getattr(args, attribute)}"
+
+    return act
+
+
+def _yarn(args: Namespace) -> str:
+    """YaRN of latent attention: Megatron's frequencies, factor of cosines and scale of the softmax are the same.
+
+    inv = inv_inter (1 - m) + inv_extra m with m from beta_fast, beta_slow and the original length; cosines times
+    g(s, mscale) / g(s, mscale_all_dim) and the softmax times g(s, mscale_all_dim)^2, g(s, a) = 0.1 a ln s + 1.
+    """
+    if not get(args, "multi_latent_attention"):
+        raise NotDone("Megatron 0.16 has YaRN in latent attention alone; remove it, or give --multi-latent-attention")
+    length = get(args, "rope_scaling_original_max_position_embeddings")
+    if length is None:
+        raise NotDone("give --rope-scaling-original-max-position-embeddings")
+    args.rope_type = "yarn"
+    args.rotary_scaling_factor = get(args, "rope_scaling_factor", 8.0)
+    args.original_max_position_embeddings = length
+    args.mscale, args.mscale_all_dim = args.rope_scaling_mscale, args.rope_scaling_mscale_all_dim or 0.0
+    return f"rope_type = yarn, rotary_scaling_factor = {args.rotary_scaling_factor}, original length {length}"
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "llama3_original_max_position_embeddings": 8192.0}
+"""What Megatron's --use-rope-scaling has fixed (RotaryEmbedding._apply_scaling)."""
+
+
+def _llama3(args: Namespace) -> str:
+    held = {name: get(args, name) for name in LLAMA3}
+    if held != LLAMA3:
+        raise NotDone(
+            "Megatron's --use-rope-scaling is fixed to --low-freq-factor 1 --high-freq-factor 4 "
+            f"--original-max-position-embeddings 8192, and these are {list(held.values())}"
+        )
+    args.use_rope_scaling = True
+    return f"use_rope_scaling = True, rope_scaling_factor = {get(args, 'rope_scaling_factor', 8.0)}"
+
+
+def _scaling_type(args: Namespace) -> str:
+    kinds = {"yarn": _yarn, "llama3": _llama3}
+    if args.rope_scaling_type in kinds:
+        return kinds[args.rope_scaling_type](args)
+    raise NotDone(f"Megatron has no such frequencies: {args.rope_scaling_type}; valid: yarn, llama3")
+
+
+def set_plain_rope(args: Namespace) -> str | None:
+    """Latent attention without --rope-scaling-type: MindSpeed-LLM rotates plainly, Megatron would take YaRN."""
+    if not get(args, "multi_latent_attention") or get(args, "rope_scaling_type") or get(args, "rope_type"):
+        return None
+    args.rope_type = "rope"
+    return "rope_type = rope, as MindSpeed-LLM has it without --rope-scaling-type"
+
+
+def _partial(args: Namespace) -> str:
+    args.rotary_percent = args.partial_rotary_factor
+    return f"rotary_percent = {args.rotary_percent}"
+
+
+def _dynamic(args: Namespace) -> str:
+    """base (a s / p - (a - 1))^(d / (d - 2)): a the factor, s the longer of sequence and positions p, d of a head."""
+    factor, positions = args.dynamic_factor, get(args, "max_position_embeddings")
+    if factor <= 1:
+        return "no effect up to 1"
+    if not positions or not (get(args, "kv_channels") or get(args, "hidden_size")):
+        raise NotDone("give --max-position-embeddings and the width of a head")
+    dim = get(args, "kv_channels") or args.hidden_size // args.num_attention_heads
+    length = max(get(args, "seq_length") or 0, positions)
+    growth = (factor * length / positions - (factor - 1)) ** (dim / (dim - 2))
+    args.rotary_base = get(args, "rotary_base", 10000) * growth
+    return f"rotary_base = {args.rotary_base}"
+
+
+def _attention_scale(args: Namespace) -> str:
+    args.softmax_scale = float(args.query_pre_attn_scalar) ** -0.5
+    return f"softmax_scale = {args.softmax_scale}"
+
+
+def _gelu_gate(approximate: str) -> Any:
+    def act(args: Namespace) -> str:
+        if get(args, "swiglu") and not get(args, "ffn_hidden_size"):
+            raise NotDone("give --ffn-hidden-size, which --swiglu would choose for another activation")
+        args.swiglu, args.bias_gelu_fusion, args.mindspeed_gate = False, False, approximate
+        return f"gated_linear_unit = True, activation_func = gelu ({approximate})"
+
+    return act
+
+
+def _absent(name: str, asks: str, out: str = "Megatron-core has no such part", **more: Any) -> Flag:
+    """A part of a model that Megatron-core does not have."""
+    answer = f"{out}; a model with it cannot be built from flags here: register its layers with --spec"
+    return switch(name, REFUSED, asks, answer, llm=True, **more)
+
+
+def _absent_number(name: str, default: Any, asks: str, kind: type = float) -> Flag:
+    answer = "Megatron-core has no such scale; register layers with it by --spec"
+    return Flag(name, REFUSED, asks, answer, type=kind, default=default, llm=True)
+
+
+FLAGS = [
+    Flag(
+        "--spec",
+        MEGATRON,
+        "layers of MindSpeed-LLM: mindspeed_llm.tasks.models.spec.NAME layer_spec",
+        f"Megatron's own layers for {', '.join(SPECS)}; an error for others",
+        value="mindspeed_llm",
+        requested=lambda args: _spec_name(args) is not None,
+        act=_spec,
+        llm=True,
+    ),
+    word(
+        "--rope-scaling-type",
+        None,
+        MEGATRON,
+        "which frequencies the rotation has",
+        "yarn: `--rope-type yarn` of latent attention; llama3: `--use-rope-scaling`; others are an error",
+        choices=("llama3", "yarn", "longrope", "plm"),
+        act=_scaling_type,
+        shown_by="test_yarn",
+    ),
+    number(
+        "--rope-scaling-mscale",
+        1.0,
+        MEGATRON,
+        "YaRN: scale of the cosines",
+        "`--mscale`, beside --rope-scaling-type yarn",
+        act=lambda args: "read by --rope-scaling-type",
+    ),
+    number(
+        "--rope-scaling-mscale-all-dim",
+        0.0,
+        MEGATRON,
+        "YaRN: scale of the softmax",
+        "`--mscale-all-dim`, beside --rope-scaling-type yarn",
+        act=lambda args: "read by --rope-scaling-type",
+    ),
+    number(
+        "--rope-scaling-original-max-position-embeddings",
+        None,
+        MEGATRON,
+        "YaRN: positions of the model before",
+        "original_max_position_embeddings of latent attention, beside --rope-scaling-type yarn",
+        act=lambda args: "read by --rope-scaling-type",
+    ),
+    number(
+        "--beta-fast",
+        32,
+        MEGATRON,
+        "YaRN: rotations of the fast end",
+        "beta_fast of latent attention",
+        act=_to("beta_fast"),
+        llm=True,
+    ),
+    number(
+        "--beta-slow",
+        1,
+        MEGATRON,
+        "YaRN: rotations of the slow end",
+        "beta_slow of latent attention",
+        act=_to("beta_slow"),
+        llm=True,
+    ),
+    *(
+        Flag(
+            name,
+            MEGATRON,
+            "llama3: where frequencies change",
+            "Megatron's --use-rope-scaling has it fixed; an error for another value",
+            type=float,
+            dest=dest,
+            act=lambda args: "read by --rope-scaling-type",
+            llm=True,
+        )
+        for name, dest in (
+            ("--low-freq-factor", None),
+            ("--high-freq-factor", None),
+            ("--original-max-position-embeddings", "llama3_original_max_position_embeddings"),
+        )
+    ),
+    *(
+        Flag(
+            name,
+            REFUSED,
+            "a setting of `--rope-scaling-type`",
+            "an error: longrope is none of Megatron's",
+            type=kind,
+            default=default,
+            of="--rope-scaling-type",
+            llm=True,
+        )
+        for name, kind, default in (
+            ("--longrope-freqs-type", str, "mul"),
+            ("--long-factor", str, None),
+            ("--short-factor", str, None),
+            ("--long-mscale", float, None),
+            ("--short-mscale", float, None),
+        )
+    ),
+    number(
+        "--partial-rotary-factor",
+        0.0,
+        MEGATRON,
+        "the part of a head that is rotated",
+        "`--rotary-percent`",
+        act=_partial,
+        shown_by="test_partial_and_dynamic_rotation",
+        llm=True,
+    ),
+    number(
+        "--dynamic-factor",
+        1.0,
+        MEGATRON,
+        "a longer base for longer sequences",
+        "`--rotary-base`, computed",
+        act=_dynamic,
+        shown_by="test_partial_and_dynamic_rotation",
+        llm=True,
+    ),
+    number(
+        "--query-pre-attn-scalar",
+        None,
+        MEGATRON,
+        "scores times this to the power of -1/2",
+        "softmax_scale of Megatron-core's configuration",
+        act=_attention_scale,
+        shown_by="test_the_scale_of_scores",
+        llm=True,
+    ),
+    switch(
+        "--geglu",
+        MEGATRON,
+        "GELU as the gate of the MLP",
+        "gated_linear_unit and activation_func of Megatron-core's configuration",
+        act=_gelu_gate("none"),
+        shown_by="test_a_gate_of_gelu",
+        llm=True,
+    ),
+    switch(
+        "--gelu-tanh",
+        MEGATRON,
+        "GELU by its tanh formula as the gate of the MLP",
+        "gated_linear_unit and activation_func of Megatron-core's configuration",
+        act=_gelu_gate("tanh"),
+        shown_by="test_a_gate_of_gelu",
+        llm=True,
+    ),
+    number(
+        "--swiglu-limit",
+        0.0,
+        REFUSED,
+        "gate and up are clamped",
+        "Megatron's `--activation-func-clamp-value` clamps another way for SwiGLU; remove the flag",
+        llm=True,
+    ),
+    switch("--use-triton-swiglu-limit", REFUSED, "the clamped gate as one kernel", "remove it", skip=True, llm=True),
+    _absent("--add-output-layer-bias", "a bias of the output layer"),
+    _absent("--add-rmsnorm-offset", "norms times 1 + weight", "Megatron's local norms have no offset"),
+    _absent("--input-embeds-norm", "embeddings are normalized"),
+    _absent("--post-norm", "norms after attention and MLP"),
+    _absent("--no-post-layer-norm", "no norm after the last layer"),
+    _absent("--use-glm-rope", "GLM's rotation of a part of a head", "Megatron-core has no such rotation"),
+    _absent("--share-kvstates", "layers share keys and values"),
+    _absent("--no-enable-linear-qkv", "queries, keys and values by three projections"),
+    _absent("--input-layernorm-in-fp32", "the first norm of a layer in float32"),
+    _absent("--rmsnorm-weight-in-fp32", "weights of norms in float32", "Megatron keeps all weights in one type"),
+    _absent("--init-norm-weight-in-fp32", "weights of norms in float32", "Megatron keeps all weights in one type"),
+    _absent("--enable-mla-scale-q-lora", "scaled queries of latent attention"),
+    _absent("--enable-mla-scale-kv-lora", "scaled keys and values of latent attention"),
+    switch(
+        "--enable-mla-absorb",
+        REFUSED,
+        "up-projections of latent attention absorbed into its products",
+        "remove it: the same values, without the absorbed products",
+        skip=True,
+        llm=True,
+    ),
+    Flag(
+        "--input-jitter",
+        REFUSED,
+        "noise on the router's input is left out",
+        "remove it: Megatron has no noise without --moe-input-jitter-eps",
+        action="store_false",
+        default=True,
+        llm=True,
+    ),
+    _absent_number("--output-logit-softcapping", None, "soft-cap of the logits"),
+    _absent_number("--attn-logit-softcapping", None, "soft-cap of the scores"),
+    _absent_number("--embedding-multiplier-scale", 1.0, "scale of the embeddings"),
+    _absent_number("--output-multiplier-scale", None, "scale of the logits"),
+    _absent_number("--scale-emb", None, "scale of the embeddings"),
+    _absent_number("--scale-depth", None, "scale of what layers add"),
+    _absent_number("--dim-model-base", None, "scale of the logits by a width"),
+    _absent_number("--cla-share-factor", 1, "layers that share keys and values", int),
+    Flag(
+        "--fc-type", REFUSED, "how the MLP is built", "leave out --swiglu for an MLP without a gate", type=str, llm=True
+    ),
+    number(
+        "--interleave-sliding-window",
+        None,
+        REFUSED,
+        "every other layer sees a window",
+        "Megatron's `--window-size N,0 --window-attn-skip-freq 2`, whose count may differ by a token",
+        llm=True,
+    ),
+    number(
+        "--sliding-window",
+        None,
+        REFUSED,
+        "layers see a window",
+        "Megatron's `--window-size N,0`, whose count may differ by a token",
+        llm=True,
+    ),
+]
+"""Rows of the table."""

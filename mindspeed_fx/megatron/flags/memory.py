@@ -1,0 +1,250 @@
+"""Memory: recomputation, moving to host memory, leaner optimizer states."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mindspeed_fx.megatron.flags.flag import (
+    COMPILER,
+    MEGATRON,
+    OPTION,
+    REFUSED,
+    Flag,
+    NotDone,
+    get,
+    number,
+    setting,
+    switch,
+    word,
+)
+
+HOST = 'remove it, and give `MINDSPEED_FX_OPTIONS={"memory_budget": ..., "offload": true}` where memory is short'
+BUDGET = 'remove it, and give `MINDSPEED_FX_OPTIONS={"memory_budget": ...}`, which plans what is made again'
+STATES_ON_HOST = "remove it; Megatron's --optimizer-cpu-offload keeps optimizer states on the host"
+
+
+def _virtual_stages(args: Namespace) -> bool:
+    """Whether a rank holds several stages."""
+    return bool(get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank"))
+
+
+def _recompute_policy(args: Namespace) -> dict[str, Any]:
+    """The named policies that the two flags ask for, joined."""
+    words = {"recompute_activation_function": "activation_function", "recompute_norm": "norm"}
+    policies = [policy for attribute, policy in words.items() if get(args, attribute)]
+    return {"recompute": "+".join(policies)} if policies else {}
+
+
+def _first_layers(flag: str, attribute: str) -> Any:
+    """An ``act`` for a number of layers: all of them, or it is refused."""
+
+    def act(args: Namespace) -> str:
+        count, layers = get(args, attribute), get(args, "num_layers")
+        if count is None or (layers and count >= layers):
+            return "every layer"
+        raise NotDone(
+            f"{flag} {count} of {layers} layers: a policy holds for all layers; remove it to do it in every one"
+        )
+
+    return act
+
+
+def _per_rank(args: Namespace) -> str:
+    """Layers to recompute, counted per rank: the same as per stage where a rank holds one."""
+    if get(args, "recompute_granularity") != "full":
+        return "no layer is recomputed whole: nothing to count"
+    if not _virtual_stages(args):
+        return "a rank holds one stage: the same number"
+    raise NotDone(
+        "with virtual stages --recompute-num-layers counts the layers of each stage; remove the flag and give it so"
+    )
+
+
+SWAP_MODULES = ("self_attention", "input_layernorm", "pre_mlp_layernorm", "mlp")
+"""Parts of a layer, as Megatron-core calls them."""
+
+
+def _swap_modules(args: Namespace) -> list[str]:
+    return [name for name in SWAP_MODULES if name in (get(args, "swap_modules") or "self_attention")]
+
+
+def _swap_attention(args: Namespace) -> str:
+    if _recompute_policy(args):
+        raise NotDone(
+            "it cannot stand beside --recompute-activation-function or --recompute-norm, whose policy says what is "
+            "saved; remove one of the two"
+        )
+    if not _swap_modules(args):
+        raise NotDone(f"--swap-modules names no part of a layer; valid: {', '.join(SWAP_MODULES)}")
+    return f"what the backward reads of {', '.join(_swap_modules(args))} waits in host memory"
+
+
+def _swap_options(args: Namespace) -> dict[str, Any]:
+    globs = {f"layers.*.{name}": "offload" for name in _swap_modules(args)}
+    return {"memory_budget": 1.0, "offload": True, "recompute": globs}
+
+
+def _recompute_modules(args: Namespace) -> str:
+    """Megatron's own recomputation of the up-projections of latent attention."""
+    if get(args, "recompute_granularity") == "full":
+        return "whole layers are recomputed already"
+    args.recompute_granularity = "selective"
+    args.recompute_modules = sorted({*(getattr(args, "recompute_modules", None) or []), "mla_up_proj"})
+    return f"recompute_granularity = selective, recompute_modules = {args.recompute_modules}"
+
+
+FLAGS = [
+    switch(
+        "--recompute-activation-function",
+        OPTION,
+        "the activation of the MLP is made again in the backward",
+        'option `recompute`: "activation_function"',
+        act=lambda args: "recompute = activation_function",
+        options=_recompute_policy,
+    ),
+    number(
+        "--recompute-activation-function-num-layers",
+        None,
+        OPTION,
+        "in that many layers alone",
+        "every layer, or an error: a policy holds for all layers",
+        act=_first_layers("--recompute-activation-function-num-layers", "recompute_activation_function_num_layers"),
+        skip=True,
+    ),
+    switch(
+        "--recompute-norm",
+        OPTION,
+        "norms are made again in the backward",
+        'option `recompute`: "norm"',
+        act=lambda args: "recompute = norm",
+        options=_recompute_policy,
+    ),
+    number(
+        "--recompute-norm-num-layers",
+        None,
+        OPTION,
+        "in that many layers alone",
+        "every layer, or an error: a policy holds for all layers",
+        act=_first_layers("--recompute-norm-num-layers", "recompute_norm_num_layers"),
+        skip=True,
+    ),
+    switch(
+        "--enable-recompute-layers-per-pp-rank",
+        MEGATRON,
+        "--recompute-num-layers counts per rank, not per virtual stage",
+        "the same without virtual stages; with them an error where layers are recomputed",
+        act=_per_rank,
+        skip=True,
+    ),
+    switch(
+        "--swap-attention",
+        OPTION,
+        "what attention saves waits in host memory until its backward",
+        "options `offload`, `memory_budget` and `recompute` by module; not beside the two recompute policies",
+        act=_swap_attention,
+        options=_swap_options,
+        skip=True,
+    ),
+    word(
+        "--swap-modules",
+        "input_norm,self_attention,post_attention_norm",
+        OPTION,
+        "which parts of a layer --swap-attention moves",
+        "read by --swap-attention",
+        act=lambda args: "read by --swap-attention",
+    ),
+    switch(
+        "--recompute-mla-up-proj",
+        MEGATRON,
+        "the up-projections of latent attention are made again in the backward",
+        "`--recompute-modules mla_up_proj`",
+        act=_recompute_modules,
+        llm=True,
+    ),
+    switch("--smart-swap", REFUSED, "tensors swapped by an allocator that watches memory", HOST, skip=True),
+    switch("--swap-layer-input", REFUSED, "inputs of layers wait in host memory", HOST, skip=True),
+    switch("--mla-swap-core-attn-out", REFUSED, "outputs of attention wait in host memory", HOST, skip=True, llm=True),
+    switch("--mla-zero-memory", REFUSED, "latent attention saves next to nothing", BUDGET, skip=True, llm=True),
+    switch("--adaptive-memory-optimization", REFUSED, "recompute and swap chosen by profiling", BUDGET, skip=True),
+    number("--adaptive-recompute-device-size", -1, REFUSED, "modules to recompute by profiling", BUDGET, skip=True),
+    setting("--adaptive-recompute-device-swap", "--adaptive-recompute-device-size"),
+    setting("--adaptive-recompute-profiling-step", "--adaptive-recompute-device-size", 10),
+    switch(
+        "--moe-adaptive-recompute-activation",
+        REFUSED,
+        "layers of experts recomputed in steps in which one has many tokens",
+        BUDGET,
+        skip=True,
+    ),
+    setting("--moe-adaptive-recompute-activation-scale", "--moe-adaptive-recompute-activation", 2.0),
+    word(
+        "--moe-zero-memory",
+        "disable",
+        REFUSED,
+        "permuted tokens (level0) and also exchanged ones (level1) are made again in the backward",
+        "remove it; Megatron's `--recompute-granularity selective --recompute-modules moe_act` is near level0",
+        choices=("disable", "level0", "level1"),
+        skip=True,
+    ),
+    setting("--moe-zero-memory-num-layers", "--moe-zero-memory", None, int),
+    switch("--moe-unperm2-mem-optim-swap", REFUSED, "unpermuted tokens wait in host memory", HOST, skip=True),
+    switch(
+        "--reuse-fp32-param",
+        REFUSED,
+        "16-bit weights and the rest of the float32 ones share one buffer",
+        "remove it: 2 bytes more per weight on a rank, the same values",
+        skip=True,
+    ),
+    switch("--swap-optimizer", REFUSED, "optimizer states wait in host memory", STATES_ON_HOST, skip=True),
+    setting("--swap-optimizer-times", "--swap-optimizer", 16),
+    Flag(
+        "--virtual-optimizer",
+        REFUSED,
+        "optimizer states in virtual memory that the host backs",
+        STATES_ON_HOST,
+        nargs="+",
+        type=str,
+        skip=True,
+    ),
+    word("--compress-activation", "", REFUSED, "saved activations compressed without loss", BUDGET, skip=True),
+    switch("--compress-optimizer", REFUSED, "optimizer states compressed without loss", STATES_ON_HOST, skip=True),
+    word(
+        "--compress-dense",
+        "disable",
+        REFUSED,
+        "saved activations of dense layers compressed",
+        BUDGET,
+        choices=("disable", "level0", "level1"),
+    ),
+    switch("--attention-mask-on-cpu", REFUSED, "the mask stays on the host", "remove it", skip=True),
+    word(
+        "--loss-compute-mode",
+        "default",
+        COMPILER,
+        "`chunk`: the loss in parts of the sequence, so that not all logits live at once",
+        "fusion.linear_cross_entropy makes the logits in chunks by itself",
+        choices=("default", "chunk"),
+        act=lambda args: "linear and cross-entropy are one operator in chunks",
+        llm=True,
+    ),
+    number(
+        "--loss-chunk-size",
+        1024,
+        COMPILER,
+        "tokens of a chunk of the loss",
+        "fusion.linear_cross_entropy chooses its chunks",
+        act=lambda args: "chosen by fusion.linear_cross_entropy",
+        llm=True,
+    ),
+    switch(
+        "--mtp-mem-efficient-logits",
+        COMPILER,
+        "the loss of multi-token prediction holds its logits for a shorter time",
+        "the fused cross-entropy keeps no float32 copy of the logits",
+        act=lambda args: "the fused cross-entropy keeps no float32 copy of the logits",
+        llm=True,
+    ),
+    number("--output-layer-slice-num", 1, REFUSED, "the output layer in slices", "remove it", skip=True, llm=True),
+]
+"""Rows of the table."""

@@ -1,0 +1,165 @@
+"""Experts: which layers have them, shared ones, how they are placed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from mindspeed_fx.megatron.flags.flag import (
+    MEGATRON,
+    REFUSED,
+    Flag,
+    NotDone,
+    count_layers,
+    get,
+    number,
+    setting,
+    switch,
+    word,
+)
+
+GIVE_FREQUENCY = "give --moe-layer-freq, a number or a list as in [0]*1+[1]*3"
+PLACEMENT = "remove it: experts stay where Megatron places them, the same values"
+DROPLESS = "remove it: Megatron drops no token unless --moe-expert-capacity-factor is given"
+PIPE = "remove it: overlap.decompose takes experts of a fixed capacity in parts by itself"
+
+
+def shared_size(args: Namespace) -> int:
+    """Width of the shared experts together: n times that of one expert."""
+    return args.n_shared_experts * (get(args, "moe_ffn_hidden_size") or args.ffn_hidden_size)
+
+
+def _shared_experts(args: Namespace) -> str:
+    if not (get(args, "moe_ffn_hidden_size") or get(args, "ffn_hidden_size")):
+        raise NotDone("the width of an expert is not given; give --moe-ffn-hidden-size")
+    size, other = shared_size(args), get(args, "moe_shared_expert_intermediate_size")
+    if other not in (None, size):
+        raise NotDone(f"it makes a width of {size}, and --moe-shared-expert-intermediate-size is {other}; remove one")
+    args.moe_shared_expert_intermediate_size = size
+    return f"moe_shared_expert_intermediate_size = {size}"
+
+
+def expert_layers(layers: int, first: int, frequency: int) -> list[int]:
+    """1 for a layer with experts: from layer ``first`` on, those whose number ``frequency`` divides.
+
+    >>> expert_layers(4, 1, 1)
+    [0, 1, 1, 1]
+    """
+    return [int(n >= first and n % frequency == 0) for n in range(layers)]
+
+
+def _first_dense(args: Namespace) -> str:
+    frequency, first = get(args, "moe_layer_freq", 1), args.first_k_dense_replace
+    if not get(args, "num_experts") or not first or not frequency:
+        return "no effect without experts, or at 0"
+    if isinstance(frequency, list):
+        raise NotDone("--moe-layer-freq names every layer already; remove one of the two")
+    args.moe_layer_freq = expert_layers(count_layers(args), first, frequency)
+    return f"moe_layer_freq = {_shorten(args.moe_layer_freq)}"
+
+
+def _shorten(pattern: list[int]) -> str:
+    """Runs of equal numbers as Megatron writes them: [0]*1+[1]*3."""
+    runs: list[list[int]] = []
+    for value in pattern:
+        if runs and runs[-1][0] == value:
+            runs[-1][1] += 1
+        else:
+            runs.append([value, 1])
+    return "+".join(f"[{value}]*{count}" for value, count in runs)
+
+
+def _gate(args: Namespace) -> str:
+    if get(args, "shared_expert_gate_output_dimension", 1) != 1:
+        raise NotDone("Megatron's gate is one number for a token; give --shared-expert-gate-output-dimension 1")
+    args.moe_shared_expert_gate = True
+    return "moe_shared_expert_gate = True"
+
+
+FLAGS = [
+    number(
+        "--first-k-dense-replace",
+        None,
+        MEGATRON,
+        "the first k layers have no experts; of the others every --moe-layer-freq-th has",
+        "`--moe-layer-freq`, with a number for every layer",
+        act=_first_dense,
+        shown_by="test_which_layers_have_experts",
+        llm=True,
+    ),
+    number(
+        "--n-shared-experts",
+        None,
+        MEGATRON,
+        "experts that every token goes to",
+        "`--moe-shared-expert-intermediate-size`: n times the width of an expert",
+        act=_shared_experts,
+        shown_by="test_which_layers_have_experts",
+    ),
+    switch(
+        "--shared-expert-gate",
+        MEGATRON,
+        "shared experts times a sigmoid of the token",
+        "`--moe-shared-expert-gate`",
+        act=_gate,
+        llm=True,
+    ),
+    number(
+        "--shared-expert-gate-output-dimension",
+        1,
+        MEGATRON,
+        "numbers of that gate",
+        "1, or an error: Megatron's gate is one number",
+        act=lambda args: "read by --shared-expert-gate",
+        llm=True,
+    ),
+    word(
+        "--moe-model-type",
+        "megatron_moe",
+        REFUSED,
+        "deepspeed_moe: experts with a capacity as DeepSpeed has them",
+        "use Megatron's: remove the flag, and give --moe-expert-capacity-factor for a capacity",
+        choices=("deepspeed_moe", "megatron_moe"),
+    ),
+    *(
+        setting(name, "--moe-model-type")
+        for name in (
+            "--enable-token-rearrange-opt",
+            "--moe-no-drop",
+            "--moe-dynamic-padding",
+            "--moe-use-sinkhorn",
+        )
+    ),
+    setting("--moe-train-capacity-factor", "--moe-model-type", 1.0),
+    setting("--noisy-gate-policy", "--moe-model-type", None, str, choices=("Jitter", "RSample", "None")),
+    Flag(
+        "--no-use-rts",
+        REFUSED,
+        "a setting of `--moe-model-type`",
+        "what becomes of `--moe-model-type`; without deepspeed_moe it has no effect",
+        action="store_false",
+        default=True,
+        dest="use_rts",
+        of="--moe-model-type",
+    ),
+    number("--expert-interval", 1, REFUSED, "every how many layers have experts", GIVE_FREQUENCY),
+    switch("--use-pipe-experts", REFUSED, "experts computed in parts beside the all-to-all", PIPE, skip=True),
+    setting("--pipe-experts-multi-data", "--use-pipe-experts", 1),
+    setting("--pipe-experts-multi-stream", "--use-pipe-experts"),
+    number("--ampipe-degree", 1, REFUSED, "attention and experts in parts of the sequence", PIPE, skip=True),
+    setting("--ampipe-tp-sp-comm-overlap", "--ampipe-degree"),
+    switch("--balanced-moe-experts", REFUSED, "copies of experts with many tokens", PLACEMENT, skip=True),
+    setting("--balanced-moe-hot-expert-num", "--balanced-moe-experts", 3),
+    setting("--trans-hot-expert-group-num", "--balanced-moe-experts", 3),
+    switch("--enable-expert-placement", REFUSED, "experts placed by their tokens", PLACEMENT, skip=True),
+    setting("--expert-placement-freq", "--enable-expert-placement", 50),
+    setting("--enable-fine-grained-expert-placement", "--enable-expert-placement"),
+    setting("--fine-grained-expert-placement-thre", "--enable-expert-placement", 0.08),
+    switch(
+        "--print-expert-load",
+        REFUSED,
+        "tokens of every expert are printed",
+        "remove it; Megatron's --moe-per-layer-logging logs the losses of the layers",
+        skip=True,
+    ),
+]
+"""Rows of the table."""

@@ -1,0 +1,164 @@
+"""Tensor, context and data parallelism."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mindspeed_fx.megatron.flags.flag import (
+    MEGATRON,
+    OPTION,
+    REFUSED,
+    Flag,
+    NotDone,
+    get,
+    number,
+    rename,
+    setting,
+    switch,
+    word,
+)
+
+CONTEXT = "mindspeed_fx.megatron.context_parallel reads it"
+ALGORITHMS = (
+    "ulysses_cp_algo",
+    "megatron_cp_algo",
+    "hybrid_cp_algo",
+    "adaptive_cp_algo",
+    "hybrid_adaptive_cp_algo",
+    "kvallgather_cp_algo",
+    "mamba_cp_algo",
+)
+
+
+def check_context_parallel(args: Namespace) -> None:
+    """Refuses sequences that are divided over ranks, in this one place.
+
+    Raises:
+        NotDone: context_parallel_size is above 1.
+    """
+    nested = getattr(args, "model_parallel", None)  # of --yaml-cfg
+    size = max(get(held, "context_parallel_size", 1) or 1 for held in (args, nested))
+    if size > 1:
+        raise NotDone(
+            f"--context-parallel-size {size}: attention over divided sequences is not built into the adaptor yet; use "
+            "--context-parallel-size 1 with more tensor or data parallelism"
+        )
+
+
+def _context(args: Namespace) -> str:
+    size = get(args, "context_parallel_size", 1) or 1
+    return CONTEXT if size > 1 else "context parallel size 1: nothing to divide"
+
+
+def _context_flag(name: str, default: Any, asks: str, **more: Any) -> Flag:
+    """A flag of context parallelism: stored, and read where sequences are divided."""
+    if default is False:
+        return switch(name, OPTION, asks, CONTEXT, act=_context, **more)
+    kind = more.pop("type", None) or type(default)
+    return Flag(name, OPTION, asks, CONTEXT, type=kind, default=default, act=_context, **more)
+
+
+def _share_experts(args: Namespace) -> str:
+    """A tensor-parallel group holds whole experts: more expert parallelism, experts not divided."""
+    tp, ep = get(args, "tensor_model_parallel_size", 1), get(args, "expert_model_parallel_size", 1)
+    if get(args, "num_experts") and args.num_experts % (tp * ep):
+        raise NotDone(f"{args.num_experts} experts do not divide over {tp} * {ep} ranks")
+    args.expert_model_parallel_size, args.expert_tensor_parallel_size = tp * ep, 1
+    return f"expert_model_parallel_size = {tp * ep}, expert_tensor_parallel_size = 1"
+
+
+FSDP = "remove it; Megatron's --use-distributed-optimizer and --use-megatron-fsdp divide states and weights"
+ONE_DIMENSION = "remove it; --tensor-model-parallel-size with --sequence-parallel divides in one dimension"
+
+FLAGS = [
+    _context_flag(
+        "--context-parallel-algo", "ulysses_cp_algo", "how attention sees divided sequences", choices=ALGORITHMS
+    ),
+    _context_flag("--ulysses-degree-in-cp", None, "ranks that exchange heads, in the hybrid algorithm", type=int),
+    _context_flag("--cp-window-size", 1, "ranks of an inner ring"),
+    _context_flag("--attention-mask-type", "causal", "the mask of ring attention", choices=("causal", "general")),
+    _context_flag("--use-cp-send-recv-overlap", False, "sending and receiving in two groups at once"),
+    _context_flag("--use-ulysses-allgather-kv", False, "keys and values are gathered, queries exchanged"),
+    _context_flag("--use-fused-ring-attention-update", False, "one operator merges two parts of ring attention"),
+    _context_flag("--megatron-cp-in-bnsd", False, "ring attention with heads before tokens"),
+    _context_flag(
+        "--context-parallel-kv-cache-policy",
+        None,
+        "keys (and values) of other ranks are kept for the backward",
+        type=str,
+        choices=("full", "half"),
+    ),
+    _context_flag("--context-parallel-cache-interval", 0, "in every how many layers they are kept"),
+    _context_flag("--adaptive-cp-dynamic-attn-mask", False, "masks that change from batch to batch"),
+    _context_flag("--adaptive-cp-manually-set-mask-list", False, "masks that the user sets"),
+    _context_flag("--adaptive-cp-only-reschedule", False, "blocks are rescheduled, tokens stay"),
+    _context_flag("--adaptive-cp-without-coarse", False, "the mask is read whole"),
+    Flag(
+        "--kv-head-repeat-before-uly-alltoall",
+        OPTION,
+        "heads of keys and values are repeated before they are exchanged",
+        CONTEXT,
+        action="store_true",
+        default=True,
+        act=_context,
+        llm=True,
+    ),
+    switch(
+        "--moe-tp-extend-ep",
+        MEGATRON,
+        "the ranks of a tensor-parallel group hold whole experts instead of parts of each",
+        "expert parallel size times the tensor parallel size, `--expert-tensor-parallel-size 1`",
+        act=_share_experts,
+    ),
+    switch("--tp-2d", REFUSED, "tensor parallelism in two dimensions", ONE_DIMENSION, skip=True),
+    setting("--tp-x", "--tp-2d", 1),
+    setting("--tp-y", "--tp-2d", 1),
+    setting("--enable-overlap-ag-with-matmul", "--tp-2d"),
+    setting("--enable-overlap-matmul-with-rs", "--tp-2d"),
+    setting("--enable-backward-overlap-ag-with-matmul", "--tp-2d"),
+    switch("--use-nd-matmul", REFUSED, "tensor parallelism in several dimensions", ONE_DIMENSION, skip=True),
+    setting("--nd1-dim1-size", "--use-nd-matmul", 1),
+    setting("--nd2-dim1-size", "--use-nd-matmul", 1),
+    switch(
+        "--unaligned-linear",
+        REFUSED,
+        "heads and widths that tensor-parallel ranks do not share evenly",
+        "use a --tensor-model-parallel-size that divides heads, widths and the sequence",
+    ),
+    switch("--layerzero", REFUSED, "weights gathered layer by layer", FSDP, skip=True),
+    setting("--layerzero-config", "--layerzero", None, str),
+    switch("--enable-zero3", REFUSED, "weights divided over data-parallel ranks", FSDP, skip=True),
+    word("--fsdp2-config-path", None, REFUSED, "settings of torch's FSDP2", FSDP),
+    switch(
+        "--use-custom-fsdp",
+        MEGATRON,
+        "Megatron's FSDP under its name of before",
+        "`--use-megatron-fsdp`",
+        act=rename("--use-custom-fsdp", "use_megatron_fsdp"),
+    ),
+    switch(
+        "--reset-bucket-group-order",
+        MEGATRON,
+        "parameters are gathered in the order of their use",
+        "speed alone: Megatron's order of buckets stays",
+        act=lambda args: "Megatron's order of buckets stays",
+    ),
+    number(
+        "--param-and-grad-buffer-pad",
+        None,
+        REFUSED,
+        "buffers of gradients are padded to multiples of this",
+        "remove it; Megatron pads with --ddp-pad-buckets-for-high-nccl-busbw",
+        skip=True,
+    ),
+    switch("--dist-train", REFUSED, "parts of a multimodal model on ranks of their own", "remove it"),
+    switch(
+        "--layerwise-disaggregated-training",
+        REFUSED,
+        "first and last layers on other machines than the rest",
+        "remove it; --pipeline-model-parallel-layout places layers",
+        llm=True,
+    ),
+]
+"""Rows of the table."""

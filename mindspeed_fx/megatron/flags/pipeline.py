@@ -1,0 +1,211 @@
+"""Pipeline stages: which layers a rank holds, and in which order it runs them."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+
+from mindspeed_fx.megatron.flags.flag import (
+    MEGATRON,
+    REFUSED,
+    Flag,
+    NotDone,
+    count_layers,
+    get,
+    rename,
+    setting,
+    switch,
+    word,
+)
+
+SCHEDULE = "remove it: Megatron's 1F1B, or interleaved with --num-layers-per-virtual-pipeline-stage; the same values"
+
+
+def stage_counts(args: Namespace) -> list[int]:
+    """Layers of every stage, in the order of the layers: virtual stage by virtual stage, rank by rank.
+
+    Raises:
+        NotDone: the layers do not divide.
+    """
+    layers, ranks = count_layers(args), get(args, "pipeline_model_parallel_size", 1)
+    per_stage = get(args, "num_layers_per_virtual_pipeline_stage")
+    stages = layers // per_stage if per_stage else ranks * (get(args, "num_virtual_stages_per_pipeline_rank") or 1)
+    if layers % stages:
+        raise NotDone(f"{layers} layers do not divide over {stages} stages")
+    return [layers // stages] * stages
+
+
+def layout(counts: list[int], mtp_layers: int | None) -> str:
+    """Megatron's text for layers of every stage: "Ett|tt|tmL" for 2, 2, 1 and one layer of multi-token prediction.
+
+    >>> layout([2, 2, 1], 1)
+    'Ett|tt|tmL'
+    """
+    stages = ["t" * count for count in counts]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * (mtp_layers or 0) + "L"
+    return "|".join(stages)
+
+
+def set_layout(args: Namespace, counts: list[int]) -> str:
+    """Places layers by Megatron's layout, in place of the flags that divide them evenly."""
+    args.num_layers = sum(counts)
+    if len(counts) == 1:
+        return f"num_layers = {args.num_layers}"
+    args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
+    args.pipeline_model_parallel_layout = layout(counts, get(args, "mtp_num_layers"))
+    return f"num_layers = {args.num_layers}, pipeline_model_parallel_layout = {args.pipeline_model_parallel_layout}"
+
+
+def noop_layers(args: Namespace) -> list[int]:
+    """The layers that return their input."""
+    words, layers = (get(args, "noop_layers") or "").split(","), count_layers(args)
+    if not all(w.strip().isdigit() and int(w) < layers for w in words):
+        raise NotDone(f"{args.noop_layers!r}: numbers of layers from 0 to {layers - 1} are expected, as in 0,63")
+    return sorted({int(w) for w in words})
+
+
+def _leave_out(args: Namespace) -> str:
+    """Layers that return their input are left out; the other layers stay where they were, and start as they would."""
+    for attribute in ("pipeline_model_parallel_layout", "window_attn_skip_freq", "no_rope_freq"):
+        if get(args, attribute) is not None:
+            raise NotDone(
+                f"--{attribute.replace('_', '-')} counts layers too; give it for the real layers, without no-ops"
+            )
+    skipped, total = noop_layers(args), args.num_layers
+    counts, first = [], 0
+    for count in stage_counts(args):
+        counts.append(count - len([n for n in skipped if first <= n < first + count]))
+        first += count
+    if isinstance(get(args, "moe_layer_freq"), list):
+        args.moe_layer_freq = [f for n, f in enumerate(args.moe_layer_freq) if n not in skipped]
+    elif (get(args, "moe_layer_freq") or 1) != 1:
+        args.moe_layer_freq = [int(n % args.moe_layer_freq == 0) for n in range(total) if n not in skipped]
+    args.mindspeed_init_layers = total  # MindSpeed counts the no-ops
+    return set_layout(args, counts)
+
+
+def _layer_list(args: Namespace) -> str:
+    """Layers of every rank."""
+    if get(args, "noop_layers"):
+        return "no effect beside --noop-layers, as in MindSpeed-LLM"
+    counts, ranks = [int(w) for w in args.num_layer_list.split(",")], get(args, "pipeline_model_parallel_size", 1)
+    if len(counts) != ranks or ranks < 2:
+        raise NotDone(
+            f"{args.num_layer_list}: one number for each of {ranks} pipeline ranks, of at least 2, is expected"
+        )
+    if get(args, "num_layers_per_virtual_pipeline_stage"):
+        raise NotDone("it has no virtual stages; remove --num-layers-per-virtual-pipeline-stage")
+    if sum(counts) != count_layers(args):
+        raise NotDone(f"{args.num_layer_list} makes {sum(counts)} layers, and --num-layers is {args.num_layers}")
+    return set_layout(args, counts)
+
+
+def parse_counts(text: str) -> list[list[int]]:
+    """Layers of every rank and virtual stage.
+
+    >>> parse_counts("[[0,1],[1,1]*2,[3,0]]")
+    [[0, 1], [1, 1], [1, 1], [3, 0]]
+    """
+    ranks = [
+        [[int(n) for n in re.findall(r"\d+", row)]] * int(times or 1)
+        for row, times in re.findall(r"\[([\d,\s]*)\](?:\s*\*\s*(\d+))?", text)
+    ]
+    return [row for rows in ranks for row in rows]
+
+
+def _unaligned(args: Namespace) -> str:
+    rows, ranks = parse_counts(args.pipeline_num_transformer_layers), get(args, "pipeline_model_parallel_size", 1)
+    if len(rows) != ranks or len({len(row) for row in rows}) != 1:
+        raise NotDone(f"{args.pipeline_num_transformer_layers}: {ranks} lists of one length are expected")
+    total = sum(map(sum, rows))
+    if total != count_layers(args):
+        raise NotDone(f"it makes {total} layers, and --num-layers is {args.num_layers}")
+    return set_layout(args, [row[stage] for stage in range(len(rows[0])) for row in rows])
+
+
+FLAGS = [
+    word(
+        "--num-layer-list",
+        None,
+        MEGATRON,
+        "layers of every pipeline rank, as in 17,20,22,21",
+        "`--pipeline-model-parallel-layout`",
+        act=_layer_list,
+    ),
+    word(
+        "--pipeline-num-transformer-layers",
+        None,
+        MEGATRON,
+        "layers of every rank and virtual stage, as in [[0,1],[1,1]*2,[3,0]]",
+        "`--pipeline-model-parallel-layout`",
+        act=_unaligned,
+    ),
+    word(
+        "--noop-layers",
+        None,
+        MEGATRON,
+        "layers that return their input, so that a stage has less to do",
+        "they are left out: fewer layers, `--pipeline-model-parallel-layout`; weights start as in a model with them",
+        act=_leave_out,
+        shown_by="test_layers_without_no_ops_stay_in_their_stages",
+    ),
+    switch(
+        "--variable-seq-lengths",
+        MEGATRON,
+        "stages send the shape before the values",
+        "variable_seq_lengths of Megatron-core's configuration",
+        act=rename("--variable-seq-lengths", "variable_seq_lengths"),
+    ),
+    word(
+        "--schedules-method",
+        None,
+        REFUSED,
+        "dualpipev: forward and backward in both directions at once",
+        SCHEDULE,
+        choices=("dualpipev",),
+        skip=True,
+    ),
+    setting("--dualpipev-dw-detach", "--schedules-method"),
+    switch("--recompute-in-bubble", REFUSED, "layers made again while a rank waits", SCHEDULE, skip=True),
+    switch("--recompute-in-advance", REFUSED, "layers made again before their gradient arrives", SCHEDULE, skip=True),
+    switch("--use-nanopipe", REFUSED, "weight gradients fill the waiting time", SCHEDULE, skip=True),
+    setting("--use-nanopipe-swap", "--use-nanopipe"),
+    switch(
+        "--use-multiparameter-pipeline-model-parallel",
+        REFUSED,
+        "stages send several tensors",
+        "Megatron's stages send one tensor; remove the flag, and use --pipeline-model-parallel-size 1 where a model "
+        "sends more",
+    ),
+    switch(
+        "--automated-pipeline",
+        REFUSED,
+        "layers of stages and recomputation found by profiling",
+        "remove it; `mindspeed-fx plan` searches stages, option `memory_budget` plans recomputation",
+        skip=True,
+    ),
+    switch(
+        "--automated-pipeline-perf",
+        REFUSED,
+        "sizes of microbatches found by profiling",
+        "remove it; `mindspeed-fx plan` searches plans by its cost model",
+        skip=True,
+    ),
+    setting("--save-memory-ratio", "--automated-pipeline", 0.2),
+    setting("--recompute-module-list", "--automated-pipeline", None, str),
+    setting("--recompute-type", "--automated-pipeline", 2),
+    setting("--optimized-mbs-list", "--automated-pipeline-perf", None, str),
+    Flag(
+        "--optimized-mbs-mode",
+        REFUSED,
+        "a setting of `--automated-pipeline-perf`",
+        "what becomes of `--automated-pipeline-perf`; without that flag it has no effect",
+        action="store_false",
+        default=True,
+        of="--automated-pipeline-perf",
+    ),
+    setting("--pp-schedule-list", "--automated-pipeline-perf", None, str),
+    setting("--mbs-idx", "--automated-pipeline-perf", None, int),
+]
+"""Rows of the table."""

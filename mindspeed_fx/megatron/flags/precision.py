@@ -1,0 +1,55 @@
+"""Eight bits and less: products, training with quantization, distillation."""
+
+from __future__ import annotations
+
+from mindspeed_fx.megatron.flags.flag import REFUSED, Flag, added, setting, switch, word
+
+EIGHT = "products in 8 bits need Transformer Engine; remove it and train with --bf16"
+QUANTIZED = "train with --bf16: remove it"
+
+FLAGS = [
+    added("--fp8-format", "hif8", REFUSED, "products in HiF8", EIGHT, dest="fp8"),
+    *(
+        added("--fp8-recipe", value, REFUSED, "how products in 8 bits are scaled", EIGHT)
+        for value in ("groupwise", "mxfp8-32x32")
+    ),
+    switch("--fp8-reuse-quantized-weight", REFUSED, "weights in 8 bits are kept over microbatches", EIGHT),
+    Flag(
+        "--no-use-gmm-fp8",
+        REFUSED,
+        "grouped products stay in 16 bits",
+        "remove it: products are in 16 bits without --fp8-format",
+        action="store_false",
+        default=True,
+        dest="use_gmm_fp8",
+        skip=True,
+    ),
+    switch("--te-comparison-with-bf16", REFUSED, "products in 8 bits are compared with 16 bits", EIGHT),
+    switch("--te-comparison-with-cpu", REFUSED, "products in 8 bits are compared with the host's", EIGHT),
+    word(
+        "--te-gmm-mode",
+        "compatible",
+        REFUSED,
+        "how grouped products in 8 bits are called",
+        EIGHT,
+        choices=("performance", "compatible"),
+    ),
+    word("--qat-scheme", None, REFUSED, "training as if weights had few bits", QUANTIZED),
+    setting("--qat-quant-block-size", "--qat-scheme", None, int),
+    switch("--qad-enable", REFUSED, "distillation of a quantized model", QUANTIZED),
+    Flag(
+        "--no-qad-enable",
+        REFUSED,
+        "a setting of `--qad-enable`",
+        "what becomes of `--qad-enable`; without that flag it has no effect",
+        action="store_false",
+        default=False,
+        dest="qad_enable",
+        of="--qad-enable",
+    ),
+    setting("--qad-teacher-load", "--qad-enable", ""),
+    setting("--kl-loss-reduction", "--qad-enable", "mean", choices=("mean", "sum")),
+    setting("--kl-loss-weight", "--qad-enable", 1.0),
+    setting("--kl-temperature", "--qad-enable", 1.0),
+]
+"""Rows of the table."""

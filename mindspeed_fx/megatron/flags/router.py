@@ -1,0 +1,243 @@
+"""Routers of MindSpeed-LLM, in the words of Megatron's: the same choice of experts and the same weights, or an error.
+
+Megatron: probabilities p of a softmax (before the choice of k experts with ``moe_router_pre_softmax``, over the chosen
+k without) or of sigmoids divided by their sum, times ``moe_router_topk_scaling_factor``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mindspeed_fx.megatron.flags.flag import MEGATRON, REFUSED, Flag, NotDone, added, get, number, switch
+
+TYPE = "--moe-router-load-balancing-type"
+
+
+def _is_plain(args: Namespace, kind: str) -> None:
+    """Refuses what the routers of MindSpeed-LLM leave out and Megatron would add."""
+    if get(args, "moe_router_score_function", "softmax") != "softmax":
+        raise NotDone(f"{kind} is a softmax; remove --moe-router-score-function")
+    if get(args, "moe_router_enable_expert_bias"):
+        raise NotDone(f"Megatron's softmax router has no expert bias; remove --moe-router-enable-expert-bias or {kind}")
+    if get(args, "moe_expert_capacity_factor") is not None:
+        raise NotDone(f"{kind} drops no token; remove --moe-expert-capacity-factor")
+
+
+def _set(args: Namespace, **values: Any) -> str:
+    for name, value in values.items():
+        setattr(args, name, value)
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
+
+
+def _softmax_topk(args: Namespace) -> str:
+    """softmax over all experts, the k largest, divided by their sum with --norm-topk-prob; no auxiliary loss.
+
+    Dividing the k largest of softmax(l) by their sum is the softmax over their k logits.
+    """
+    _is_plain(args, "softmax_topk")
+    before = not get(args, "norm_topk_prob")
+    return _set(
+        args,
+        moe_router_load_balancing_type="none",
+        moe_router_pre_softmax=before,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+    )
+
+
+def _pai(args: Namespace) -> str:
+    """softmax over all experts, the k largest as they are; the switch loss; groups and scale are not read."""
+    _is_plain(args, "pai_megatron_aux_loss")
+    return _set(
+        args,
+        moe_router_load_balancing_type="aux_loss",
+        moe_router_pre_softmax=True,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        moe_router_topk_scaling_factor=None,
+    )
+
+
+def _normalize(args: Namespace) -> str:
+    """--norm-topk-prob: the weights of the k experts add up to 1, also where a scale was given."""
+    kind = get(args, "moe_router_load_balancing_type", "aux_loss")
+    if kind == "softmax_topk":
+        return "read by softmax_topk"
+    if kind != "aux_loss":
+        return f"type {kind} does not read it, as in MindSpeed-LLM"
+    if get(args, "moe_expert_capacity_factor") is not None:
+        raise NotDone("with --moe-expert-capacity-factor it divides by what was not dropped; remove one of the two")
+    if get(args, "moe_router_score_function", "softmax") == "sigmoid" and get(args, "moe_router_topk", 2) == 1:
+        raise NotDone("with one expert and sigmoid its weight is 1 and has no gradient; remove the flag")
+    return _set(args, moe_router_pre_softmax=False, moe_router_topk_scaling_factor=None)
+
+
+def _sequence_loss(args: Namespace) -> str:
+    """--seq-aux is read by type none (and group_limited_greedy, which is refused)."""
+    kind = get(args, "moe_router_load_balancing_type", "aux_loss")
+    if kind != "none":
+        return f"type {kind} does not read it, as in MindSpeed-LLM"
+    if not get(args, "moe_aux_loss_coeff"):
+        return "its coefficient is 0: no loss"
+    raise NotDone(
+        "its loss beside type none counts other tokens than Megatron's; remove it and give "
+        f"{TYPE} seq_aux_loss, or --moe-aux-loss-coeff 0"
+    )
+
+
+def _float32_softmax(args: Namespace) -> str:
+    if get(args, "moe_router_dtype") in ("fp32", "fp64") or get(args, "router_gating_in_fp32"):
+        return "the router computes in float32: the softmax too"
+    raise NotDone("Megatron's softmax returns to the type of the router; give --moe-router-dtype fp32")
+
+
+def _no_loss(attribute: str) -> Any:
+    def act(args: Namespace) -> str:
+        if not getattr(args, attribute):
+            return "its coefficient is 0: no loss"
+        raise NotDone(f"Megatron has no loss over devices; remove it, or give {TYPE} seq_aux_loss")
+
+    return act
+
+
+def _alltoall(args: Namespace) -> str:
+    tp = get(args, "tensor_model_parallel_size", 1)
+    if tp > 1 and get(args, "moe_expert_capacity_factor") is not None:
+        raise NotDone("it counts capacity over the whole sequence, Megatron's alltoall over a rank's; give alltoall")
+    return _set(args, moe_token_dispatcher_type="alltoall")
+
+
+SAME_TYPE = "--moe-router-score-function sigmoid or softmax"
+
+FLAGS: list[Flag] = [
+    switch(
+        "--norm-topk-prob",
+        MEGATRON,
+        "the weights of a token's experts add up to 1",
+        "softmax over the chosen experts (no `--moe-router-pre-softmax`), no scale; other types do not read it",
+        act=_normalize,
+        shown_by="test_routers",
+        llm=True,
+    ),
+    switch(
+        "--seq-aux",
+        MEGATRON,
+        "beside type none: a loss for each sequence",
+        "not read by other types; beside type none an error, unless its coefficient is 0",
+        act=_sequence_loss,
+        llm=True,
+    ),
+    switch(
+        "--router-gating-in-fp32",
+        MEGATRON,
+        "the router's product in float32",
+        "`--moe-router-dtype fp32`",
+        act=lambda args: _set(args, moe_router_dtype="fp32"),
+        llm=True,
+    ),
+    switch(
+        "--topk-softmax-in-fp32",
+        MEGATRON,
+        "the router's softmax stays in float32",
+        "so with `--moe-router-dtype fp32`; else an error",
+        act=_float32_softmax,
+        llm=True,
+    ),
+    switch(
+        "--moe-revert-type-after-topk",
+        MEGATRON,
+        "the largest k are chosen in float32",
+        "so with `--moe-router-dtype fp32`; else an error",
+        act=_float32_softmax,
+        llm=True,
+    ),
+    number(
+        "--moe-device-level-aux-loss-coeff",
+        0.0,
+        MEGATRON,
+        "a loss over devices",
+        "an error above 0: Megatron has none",
+        act=_no_loss("moe_device_level_aux_loss_coeff"),
+        llm=True,
+    ),
+    number(
+        "--moe-comm-aux-loss-coeff",
+        0.0,
+        MEGATRON,
+        "a loss over messages",
+        "an error above 0: Megatron has none",
+        act=_no_loss("moe_comm_aux_loss_coeff"),
+        llm=True,
+    ),
+    switch(
+        "--use-global-aux-loss",
+        REFUSED,
+        "one loss over all layers",
+        f"give {TYPE} global_aux_loss, whose means are over batches",
+        llm=True,
+    ),
+    number(
+        "--num-zero-experts",
+        None,
+        REFUSED,
+        "experts that return their input",
+        "Megatron has no such experts; remove the flag",
+        llm=True,
+    ),
+    number("--n-hash-layers", 0, REFUSED, "experts by a table of tokens", "Megatron has no such router", llm=True),
+    added(
+        "--moe-token-dispatcher-type",
+        "alltoall_seq",
+        MEGATRON,
+        "tokens of the whole sequence are exchanged",
+        "`alltoall`: the same tokens to the same experts",
+        act=_alltoall,
+    ),
+    added(
+        TYPE,
+        "softmax_topk",
+        MEGATRON,
+        "softmax, then the largest k, without a loss",
+        "type none with `--moe-router-pre-softmax`, or without it beside --norm-topk-prob",
+        act=_softmax_topk,
+        shown_by="test_routers",
+        llm=True,
+    ),
+    added(
+        TYPE,
+        "pai_megatron_aux_loss",
+        MEGATRON,
+        "softmax, then the largest k, with the switch loss; groups and scale are not read",
+        "type aux_loss with `--moe-router-pre-softmax`, without groups and scale",
+        act=_pai,
+        shown_by="test_routers",
+        llm=True,
+    ),
+    added(
+        TYPE,
+        "group_limited_greedy",
+        REFUSED,
+        "groups chosen by their best expert, losses over devices and messages",
+        f"Megatron's `{TYPE} seq_aux_loss --moe-router-num-groups --moe-router-group-topk` chooses groups by a sum",
+        llm=True,
+    ),
+    added(
+        TYPE,
+        "sparsemixer_topk",
+        REFUSED,
+        "two experts drawn at random by masked softmaxes",
+        f"Megatron has no such router; use another {TYPE}",
+        llm=True,
+    ),
+    added(
+        "--moe-router-score-function",
+        "sqrtsoftplus",
+        REFUSED,
+        "scores sqrt(softplus(l))",
+        f"Megatron has no such score; use {SAME_TYPE}",
+        llm=True,
+    ),
+    added("--moe-router-dtype", "fp8", REFUSED, "the router's product in 8 bits", "use --moe-router-dtype fp32"),
+]
+"""Rows of the table."""

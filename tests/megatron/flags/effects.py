@@ -1,0 +1,385 @@
+"""Flag -> runs of it: the words, and what they do to Megatron's arguments and to the backend's options ("options"),
+what their line holds ("says"), or what their error holds ("error").
+"""
+
+MLA = "--multi-latent-attention --qk-head-dim 128 --qk-pos-emb-head-dim 64 --kv-lora-rank 512 --v-head-dim 128"
+YARN = (
+    f"{MLA} --rope-scaling-type yarn --rope-scaling-factor 40 --rope-scaling-original-max-position-embeddings 4096 "
+    "--rope-scaling-mscale 0.7 --rope-scaling-mscale-all-dim 0.5 --beta-fast 31 --beta-slow 2"
+)
+YARN_SETS = dict(
+    rope_type="yarn",
+    rotary_scaling_factor=40,
+    original_max_position_embeddings=4096,
+    mscale=0.7,
+    mscale_all_dim=0.5,
+    beta_fast=31,
+    beta_slow=2,
+)
+SPEC = "mindspeed_llm.tasks.models.spec"
+LLAMA3 = "--rope-scaling-type llama3 --low-freq-factor 1 --high-freq-factor 4 --original-max-position-embeddings 8192"
+PRE = "--moe-router-load-balancing-type"
+CONTEXT = dict(says="context parallel size 1")
+SPEED = dict(says="overlap.schedule")
+LOWERED = dict(says="lowered")
+BETWEEN = dict(says="between stages")
+UNGROUPED = dict(moe_router_num_groups=None, moe_router_group_topk=None)
+
+MODEL = {
+    "--qk-rope-head-dim": [("--qk-rope-head-dim 64", dict(qk_pos_emb_head_dim=64))],
+    "--qk-nope-head-dim": [("--qk-nope-head-dim 128", dict(qk_head_dim=128))],
+    "--multi-head-latent-attention": [("--multi-head-latent-attention", dict(multi_latent_attention=True))],
+    "--moe-intermediate-size": [
+        ("--moe-intermediate-size 96 --n-shared-experts 2", dict(moe_shared_expert_intermediate_size=192))
+    ],
+    "--n-group": [("--n-group 8", dict(moe_router_num_groups=8))],
+    "--topk-group": [("--topk-group 4", dict(moe_router_group_topk=4))],
+    "--routed-scaling-factor": [("--routed-scaling-factor 2.5", dict(moe_router_topk_scaling_factor=2.5))],
+    "--rope-scaling-beta-fast": [("--rope-scaling-beta-fast 30", dict(beta_fast=30))],
+    "--rope-scaling-beta-slow": [("--rope-scaling-beta-slow 3", dict(beta_slow=3))],
+    "--yarn-scaling-factor": [
+        (f"{YARN} --yarn-scaling-factor 16", {**YARN_SETS, "rotary_scaling_factor": 16.0}),
+    ],
+    "--cp-attention-mask-type": [("--cp-attention-mask-type general", dict(attention_mask_type="general"))],
+    "--use-mc2": [("--use-mc2", dict(options={"enable": ["overlap.mc2"]}))],
+    "--use-deter-comp": [("--use-deter-comp", dict(npu_deterministic=True, says="npu_deterministic"))],
+    "--spec mindspeed_llm": [
+        (f"--spec {SPEC}.qwen3_spec layer_spec", dict(spec=None)),
+        (f"--spec {SPEC}.qwen3_spec layer_spec --num-experts 4 --moe-layer-freq 2", dict(moe_layer_freq=1)),
+        (f"--spec {SPEC}.deepseek_spec layer_spec {MLA}", dict(spec=None, rope_type="rope")),
+        (f"--spec {SPEC}.deepseek_spec layer_spec", dict(error="give --multi-latent-attention")),
+        (f"--spec {SPEC}.gemma2_spec layer_spec", dict(error="gemma2_spec are not Megatron's own")),
+        ("--spec mine.layers spec", dict(spec=["mine.layers", "spec"])),
+    ],
+    "--rope-scaling-type": [
+        (YARN, YARN_SETS),
+        ("--rope-scaling-type yarn", dict(error="--multi-latent-attention")),
+        (f"{MLA} --rope-scaling-type yarn", dict(error="give --rope-scaling-original-max-position-embeddings")),
+        (LLAMA3, dict(use_rope_scaling=True)),
+        (LLAMA3.replace("8192", "4096"), dict(error="is fixed to")),
+        ("--rope-scaling-type longrope", dict(error="Megatron has no such frequencies")),
+    ],
+    "--rope-scaling-mscale": [(YARN, dict(mscale=0.7))],
+    "--rope-scaling-mscale-all-dim": [(YARN, dict(mscale_all_dim=0.5))],
+    "--rope-scaling-original-max-position-embeddings": [(YARN, dict(original_max_position_embeddings=4096))],
+    "--beta-fast": [(YARN, dict(beta_fast=31)), ("--beta-fast 31", dict(says="no effect without latent attention"))],
+    "--beta-slow": [(YARN, dict(beta_slow=2)), ("--beta-slow 2", dict(says="no effect without latent attention"))],
+    "--low-freq-factor": [(LLAMA3.replace("factor 1", "factor 2"), dict(error="is fixed to"))],
+    "--high-freq-factor": [(LLAMA3.replace("factor 4", "factor 5"), dict(error="is fixed to"))],
+    "--original-max-position-embeddings": [(LLAMA3.replace("8192", "1024"), dict(error="is fixed to"))],
+    "--partial-rotary-factor": [("--partial-rotary-factor 0.25", dict(rotary_percent=0.25))],
+    "--dynamic-factor": [
+        ("--dynamic-factor 2 --seq-length 64 --kv-channels 16", dict(rotary_base=10000 * 3 ** (16 / 14))),
+        ("--dynamic-factor 0.5", dict(rotary_base=10000)),
+    ],
+    "--query-pre-attn-scalar": [("--query-pre-attn-scalar 144", dict(softmax_scale=1 / 12))],
+    "--geglu": [("--geglu --swiglu", dict(mindspeed_gate="none", swiglu=False, bias_gelu_fusion=False))],
+    "--gelu-tanh": [("--gelu-tanh", dict(mindspeed_gate="tanh", swiglu=False, bias_gelu_fusion=False))],
+}
+
+EXPERTS = {
+    "--first-k-dense-replace": [
+        ("--first-k-dense-replace 1 --num-experts 8", dict(moe_layer_freq=[0, 1, 1, 1])),
+        ("--first-k-dense-replace 1 --moe-layer-freq 2 --num-experts 8", dict(moe_layer_freq=[0, 0, 1, 0])),
+        ("--first-k-dense-replace -1 --moe-layer-freq -1 --num-experts 8", dict(moe_layer_freq=[1, 1, 1, 1])),
+        ("--first-k-dense-replace 1", dict(moe_layer_freq=1, says="no effect without experts")),
+        (f"--first-k-dense-replace 1 --num-experts 8 --spec {SPEC}.qwen3_spec s", dict(moe_layer_freq=[0, 1, 1, 1])),
+    ],
+    "--n-shared-experts": [
+        ("--n-shared-experts 2 --moe-ffn-hidden-size 96", dict(moe_shared_expert_intermediate_size=192)),
+        ("--n-shared-experts 2", dict(moe_shared_expert_intermediate_size=512)),
+        ("--n-shared-experts 2 --moe-shared-expert-intermediate-size 100", dict(error="remove one")),
+    ],
+    "--shared-expert-gate": [("--shared-expert-gate", dict(moe_shared_expert_gate=True))],
+    "--shared-expert-gate-output-dimension": [
+        ("--shared-expert-gate --shared-expert-gate-output-dimension 64", dict(error="one number for a token"))
+    ],
+    "--norm-topk-prob": [
+        (
+            "--norm-topk-prob --moe-router-pre-softmax --moe-router-topk-scaling-factor 2",
+            dict(moe_router_pre_softmax=False, moe_router_topk_scaling_factor=None),
+        ),
+        ("--norm-topk-prob --moe-expert-capacity-factor 1.5", dict(error="remove one of the two")),
+        (f"--norm-topk-prob {PRE} none --moe-router-pre-softmax", dict(moe_router_pre_softmax=True, says="not read")),
+    ],
+    "--seq-aux": [
+        (f"--seq-aux {PRE} none --moe-aux-loss-coeff 0.01", dict(error="seq_aux_loss")),
+        (f"--seq-aux {PRE} none", dict(says="coefficient is 0")),
+        (f"--seq-aux {PRE} seq_aux_loss --moe-aux-loss-coeff 0.01", dict(says="does not read it")),
+    ],
+    "--router-gating-in-fp32": [("--router-gating-in-fp32", dict(moe_router_dtype="fp32"))],
+    "--topk-softmax-in-fp32": [
+        ("--topk-softmax-in-fp32", dict(error="give --moe-router-dtype fp32")),
+        ("--topk-softmax-in-fp32 --moe-router-dtype fp32", dict(says="float32")),
+    ],
+    "--moe-revert-type-after-topk": [
+        ("--moe-revert-type-after-topk", dict(error="give --moe-router-dtype fp32")),
+        ("--moe-revert-type-after-topk --router-gating-in-fp32", dict(says="float32")),
+    ],
+    "--moe-device-level-aux-loss-coeff": [
+        ("--moe-device-level-aux-loss-coeff 0.1", dict(error="no loss over devices"))
+    ],
+    "--moe-comm-aux-loss-coeff": [("--moe-comm-aux-loss-coeff 0.1", dict(error="no loss over devices"))],
+    "--moe-token-dispatcher-type alltoall_seq": [
+        ("--moe-token-dispatcher-type alltoall_seq", dict(moe_token_dispatcher_type="alltoall")),
+        (
+            "--moe-token-dispatcher-type alltoall_seq --tensor-model-parallel-size 2 --moe-expert-capacity-factor 1",
+            dict(error="give alltoall"),
+        ),
+    ],
+    f"{PRE} softmax_topk": [
+        (
+            f"{PRE} softmax_topk --n-group 4 --topk-group 2",
+            dict(moe_router_load_balancing_type="none", moe_router_pre_softmax=True, **UNGROUPED),
+        ),
+        (f"{PRE} softmax_topk --norm-topk-prob", dict(moe_router_pre_softmax=False)),
+        (f"{PRE} softmax_topk --moe-router-enable-expert-bias", dict(error="no expert bias")),
+    ],
+    f"{PRE} pai_megatron_aux_loss": [
+        (
+            f"{PRE} pai_megatron_aux_loss --moe-router-topk-scaling-factor 2 --n-group 4 --topk-group 2",
+            dict(
+                moe_router_load_balancing_type="aux_loss",
+                moe_router_pre_softmax=True,
+                moe_router_topk_scaling_factor=None,
+                **UNGROUPED,
+            ),
+        )
+    ],
+    "--moe-tp-extend-ep": [
+        (
+            "--moe-tp-extend-ep --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 8",
+            dict(expert_model_parallel_size=4, expert_tensor_parallel_size=1),
+        ),
+        ("--moe-tp-extend-ep --tensor-model-parallel-size 4 --num-experts 6", dict(error="do not divide")),
+    ],
+}
+
+PARALLEL = {
+    "--use-ascend-coc": [
+        ("--use-ascend-coc", dict(options={"enable": ["overlap.decompose"]})),
+        ("--use-ascend-coc --use-ascend-mc2", dict(error="one of the two")),
+    ],
+    "--coc-parallel-num": [
+        ("--use-ascend-coc --coc-parallel-num 4", dict(options={"enable": ["overlap.decompose"]})),
+        ("--coc-parallel-num 4", dict(options={}, says="no effect without --use-ascend-coc")),
+    ],
+    "--coc-fused-kernel": [("--use-ascend-coc --coc-fused-kernel", dict(options={"enable": ["overlap.decompose"]}))],
+    "--coc-mode": [("--use-ascend-coc --coc-mode 1", dict(options={"enable": ["overlap.decompose"]}))],
+    "--use-ascend-mc2": [("--use-ascend-mc2", dict(options={"enable": ["overlap.mc2"]}))],
+    "--moe-permutation-async-comm": [("--moe-permutation-async-comm", SPEED)],
+    "--moe-allgather-overlap-comm": [("--moe-allgather-overlap-comm", SPEED)],
+    "--moe-alltoall-overlap-comm": [("--moe-alltoall-overlap-comm", SPEED)],
+    "--mla-up-proj-tp-overlap": [("--mla-up-proj-tp-overlap", SPEED)],
+    "--disable-gloo-group": [("--disable-gloo-group", dict(enable_gloo_process_groups=False))],
+    "--async-log-allreduce": [("--async-log-allreduce", dict(says="Megatron's own reduction"))],
+    "--optimize-send-recv-comm": [("--optimize-send-recv-comm", BETWEEN)],
+    "--optimize-vpp-send-recv-comm": [("--optimize-vpp-send-recv-comm", BETWEEN)],
+    "--context-parallel-algo": [
+        ("--context-parallel-algo megatron_cp_algo", dict(context_parallel_algo="megatron_cp_algo", **CONTEXT)),
+        ("--context-parallel-algo megatron_cp_algo --context-parallel-size 2", dict(error="--context-parallel-size 2")),
+    ],
+    "--ulysses-degree-in-cp": [("--ulysses-degree-in-cp 2", dict(ulysses_degree_in_cp=2, **CONTEXT))],
+    "--cp-window-size": [("--cp-window-size 2", dict(cp_window_size=2, **CONTEXT))],
+    "--attention-mask-type": [("--attention-mask-type general", dict(attention_mask_type="general", **CONTEXT))],
+    "--use-cp-send-recv-overlap": [("--use-cp-send-recv-overlap", dict(use_cp_send_recv_overlap=True, **CONTEXT))],
+    "--use-ulysses-allgather-kv": [("--use-ulysses-allgather-kv", dict(use_ulysses_allgather_kv=True, **CONTEXT))],
+    "--use-fused-ring-attention-update": [("--use-fused-ring-attention-update", CONTEXT)],
+    "--megatron-cp-in-bnsd": [("--megatron-cp-in-bnsd", dict(megatron_cp_in_bnsd=True, **CONTEXT))],
+    "--context-parallel-kv-cache-policy": [
+        ("--context-parallel-kv-cache-policy full", dict(context_parallel_kv_cache_policy="full", **CONTEXT))
+    ],
+    "--context-parallel-cache-interval": [
+        ("--context-parallel-cache-interval 1", dict(context_parallel_cache_interval=1, **CONTEXT))
+    ],
+    "--adaptive-cp-dynamic-attn-mask": [("--adaptive-cp-dynamic-attn-mask", CONTEXT)],
+    "--adaptive-cp-manually-set-mask-list": [("--adaptive-cp-manually-set-mask-list", CONTEXT)],
+    "--adaptive-cp-only-reschedule": [("--adaptive-cp-only-reschedule", CONTEXT)],
+    "--adaptive-cp-without-coarse": [("--adaptive-cp-without-coarse", CONTEXT)],
+    "--kv-head-repeat-before-uly-alltoall": [("--kv-head-repeat-before-uly-alltoall", CONTEXT)],
+    "--use-custom-fsdp": [("--use-custom-fsdp", dict(use_megatron_fsdp=True))],
+    "--reset-bucket-group-order": [("--reset-bucket-group-order", dict(says="order of buckets stays"))],
+    "--num-layer-list": [
+        ("--num-layer-list 1,3 --pipeline-model-parallel-size 2", dict(pipeline_model_parallel_layout="Et|tttL")),
+        ("--num-layer-list 1,2 --pipeline-model-parallel-size 2", dict(error="makes 3 layers")),
+        ("--num-layer-list 4", dict(error="at least 2")),
+    ],
+    "--pipeline-num-transformer-layers": [
+        (
+            "--pipeline-num-transformer-layers [[0,1],[1]*1,[2]] --pipeline-model-parallel-size 3",
+            dict(error="lists of one length"),
+        ),
+        (
+            "--pipeline-num-transformer-layers [[0,1],[1,1]*2,[3,0]] --num-layers 8 --pipeline-model-parallel-size 4 "
+            "--num-layers-per-virtual-pipeline-stage 1",
+            dict(
+                pipeline_model_parallel_layout="E|t|t|ttt|t|t|t|L",
+                num_layers_per_virtual_pipeline_stage=None,
+            ),
+        ),
+    ],
+    "--noop-layers": [
+        (
+            "--noop-layers 0,7 --num-layers 8 --pipeline-model-parallel-size 2 --mtp-num-layers 1",
+            dict(num_layers=6, pipeline_model_parallel_layout="Ettt|tttmL"),
+        ),
+        (
+            "--noop-layers 7 --num-layers 8 --pipeline-model-parallel-size 2 "
+            "--num-layers-per-virtual-pipeline-stage 2 --num-experts 4 --first-k-dense-replace 1",
+            dict(
+                num_layers=7,
+                pipeline_model_parallel_layout="Ett|tt|tt|tL",
+                moe_layer_freq=[0, 1, 1, 1, 1, 1, 1],
+                num_layers_per_virtual_pipeline_stage=None,
+            ),
+        ),
+        ("--noop-layers 3", dict(num_layers=3)),
+        ("--noop-layers 4", dict(error="from 0 to 3")),
+        ("--noop-layers 1 --num-layer-list 1,3 --pipeline-model-parallel-size 2", dict(num_layers=3)),
+    ],
+    "--variable-seq-lengths": [("--variable-seq-lengths", dict(variable_seq_lengths=True))],
+}
+
+MEMORY = {
+    "--recompute-activation-function": [
+        ("--recompute-activation-function", dict(options={"recompute": "activation_function"})),
+        (
+            "--recompute-activation-function --recompute-norm --optimization-level 1",
+            dict(options={"recompute": "activation_function+norm", "level": 1}),
+        ),
+    ],
+    "--recompute-activation-function-num-layers": [
+        ("--recompute-activation-function --recompute-activation-function-num-layers 4", dict(says="every layer")),
+        ("--recompute-activation-function-num-layers 1", dict(error="1 of 4 layers")),
+    ],
+    "--recompute-norm": [("--recompute-norm", dict(options={"recompute": "norm"}))],
+    "--recompute-norm-num-layers": [("--recompute-norm-num-layers 1", dict(error="1 of 4 layers"))],
+    "--enable-recompute-layers-per-pp-rank": [
+        ("--enable-recompute-layers-per-pp-rank --recompute-granularity full", dict(says="the same number")),
+        ("--enable-recompute-layers-per-pp-rank", dict(says="nothing to count")),
+        (
+            "--enable-recompute-layers-per-pp-rank --recompute-granularity full "
+            "--num-layers-per-virtual-pipeline-stage 1",
+            dict(error="with virtual stages"),
+        ),
+    ],
+    "--swap-attention": [
+        (
+            "--swap-attention",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {"layers.*.self_attention": "offload"},
+                }
+            ),
+        ),
+        ("--swap-attention --recompute-norm", dict(error="remove one of the two")),
+    ],
+    "--swap-modules": [
+        (
+            "--swap-attention --swap-modules mlp",
+            dict(options={"memory_budget": 1.0, "offload": True, "recompute": {"layers.*.mlp": "offload"}}),
+        ),
+        ("--swap-attention --swap-modules post_norm", dict(error="names no part of a layer")),
+    ],
+    "--recompute-mla-up-proj": [
+        ("--recompute-mla-up-proj", dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
+        ("--recompute-mla-up-proj --recompute-granularity full", dict(recompute_granularity="full")),
+    ],
+    "--loss-compute-mode": [("--loss-compute-mode chunk", dict(says="chunks"))],
+    "--loss-chunk-size": [("--loss-chunk-size 512", dict(says="fusion.linear_cross_entropy"))],
+    "--mtp-mem-efficient-logits": [("--mtp-mem-efficient-logits", dict(says="no float32 copy"))],
+}
+
+KERNELS = {
+    "--use-fused-rmsnorm": [("--use-fused-rmsnorm", dict(options={}, says="fusion.rms_norm"))],
+    "--use-fused-swiglu": [("--use-fused-swiglu", dict(options={}, says="fusion.swiglu"))],
+    "--use-fused-rotary-pos-emb": [("--use-fused-rotary-pos-emb", dict(options={}, says="fusion.rope"))],
+    "--use-fused-moe-token-permute-and-unpermute": [
+        ("--use-fused-moe-token-permute-and-unpermute", dict(options={}, says="fusion.moe_permute"))
+    ],
+    "--use-fusion-attn-v2": [("--use-fusion-attn-v2", LOWERED)],
+    "--shape-order": [("--shape-order BNSD", LOWERED)],
+    "--sparse-mode": [("--sparse-mode 2", dict(says="from the graph")), ("--sparse-mode 4", dict(error="mode 4"))],
+    "--pre-tockens": [
+        ("--pre-tockens 1048576", dict(says="every earlier token")),
+        ("--pre-tockens 8", dict(error="--window-size 8,0")),
+    ],
+    "--next-tockens": [("--next-tockens 0", dict(says="no later token")), ("--next-tockens 4", dict(error="remove"))],
+    "--mla-fa-without-pad": [("--mla-fa-without-pad", LOWERED)],
+    "--mla-fa-divide-qk": [("--mla-fa-divide-qk", LOWERED)],
+    "--padded-base-length": [("--padded-base-length 64", LOWERED)],
+    "--mla-mm-split": [("--mla-mm-split", dict(says="the projections stay two"))],
+    "--optimization-level": [("--optimization-level 0", dict(options={"level": 0}))],
+    "--optimizer-selection": [
+        ("--optimizer-selection fused_torch_adamw", dict(says="the same step")),
+        ("--optimizer-selection fused_ema_adamw", dict(error="no average of the weights")),
+    ],
+    "--muon-nesterov": [("--muon-nesterov", dict(muon_use_nesterov=True))],
+    "--muon-coefficient-type": [
+        ("--muon-coefficient-type quintic", dict(says="as Megatron has it")),
+        ("--muon-coefficient-type simple", dict(error="quintic")),
+    ],
+    "--muon-scalar-optimizer": [
+        ("--muon-scalar-optimizer adam", dict(says="as Megatron has it")),
+        ("--muon-scalar-optimizer lion", dict(error="Adam")),
+    ],
+    "--npu-deterministic": [("--npu-deterministic", dict(says="HCCL_DETERMINISTIC"))],
+    "--op-cal-tflops": [("--op-cal-tflops", dict(log_throughput=True))],
+    "--ai-framework": [
+        ("--ai-framework pytorch", dict(says="PyTorch")),
+        ("--ai-framework mindspore", dict(error="PyTorch alone")),
+    ],
+    "--profile-ranks": [("--profile-ranks -1 --world-size 4", dict(profile_ranks=[0, 1, 2, 3]))],
+    "--tokenizer-type PretrainedFromHF": [
+        (
+            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path DIR",
+            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="DIR", tokenizer_hf_use_fast=True),
+        ),
+        ("--tokenizer-type PretrainedFromHF", dict(error="give --tokenizer-name-or-path")),
+    ],
+    "--tokenizer-name-or-path": [
+        ("--tokenizer-name-or-path DIR --tokenizer-type Llama2Tokenizer", dict(says="does not read it")),
+        ("--tokenizer-name-or-path DIR --tokenizer-type PretrainedFromHF", dict(tokenizer_model="DIR")),
+    ],
+    "--tokenizer-not-use-fast": [
+        (
+            "--tokenizer-not-use-fast --tokenizer-type PretrainedFromHF --tokenizer-name-or-path DIR",
+            dict(tokenizer_hf_use_fast=False),
+        )
+    ],
+}
+
+SHARED = {
+    "--add-qkv-bias": [("--add-qkv-bias", dict(add_qkv_bias=True))],
+    "--q-lora-rank": [("--q-lora-rank 24", dict(q_lora_rank=24))],
+    "--kv-lora-rank": [("--kv-lora-rank 24", dict(kv_lora_rank=24))],
+    "--v-head-dim": [("--v-head-dim 24", dict(v_head_dim=24))],
+    "--linear-key-head-dim": [("--linear-key-head-dim 24", dict(linear_key_head_dim=24))],
+    "--linear-value-head-dim": [("--linear-value-head-dim 24", dict(linear_value_head_dim=24))],
+    "--linear-num-key-heads": [("--linear-num-key-heads 2", dict(linear_num_key_heads=2))],
+    "--linear-num-value-heads": [("--linear-num-value-heads 2", dict(linear_num_value_heads=2))],
+    "--padded-vocab-size": [("--padded-vocab-size 128", dict(padded_vocab_size=128))],
+    "--experimental-attention-variant": [
+        ("--experimental-attention-variant dsa", dict(experimental_attention_variant="dsa"))
+    ],
+    "--fp8-format": [("--fp8-format hybrid", dict(fp8="hybrid"))],
+    "--fp8-recipe": [("--fp8-recipe tensorwise", dict(fp8_recipe="tensorwise"))],
+    "--moe-router-dtype": [("--moe-router-dtype fp64", dict(moe_router_dtype="fp64"))],
+    "--position-embedding-type": [("--position-embedding-type rope", dict(position_embedding_type="rope"))],
+    "--tokenizer-type": [("--tokenizer-type NullTokenizer", dict(tokenizer_type="NullTokenizer"))],
+    "--pipeline-model-parallel-layout": [
+        ("--pipeline-model-parallel-layout Ett|ttL", dict(pipeline_model_parallel_layout="Ett|ttL"))
+    ],
+    "--apply-wd-to-qk-layernorm": [("--apply-wd-to-qk-layernorm", dict(apply_wd_to_qk_layernorm=True))],
+    "--muon-extra-scale-factor": [("--muon-extra-scale-factor 2", dict(muon_extra_scale_factor=2.0))],
+    "--muon-fp32-matmul-prec": [("--muon-fp32-matmul-prec high", dict(muon_fp32_matmul_prec="high"))],
+    "--muon-momentum": [("--muon-momentum 0.95", dict(muon_momentum=0.95))],
+    "--muon-no-split-qkv": [("--muon-no-split-qkv", dict(muon_split_qkv=False))],
+    "--muon-num-ns-steps": [("--muon-num-ns-steps 6", dict(muon_num_ns_steps=6))],
+    "--muon-scale-mode": [("--muon-scale-mode unit_rms_norm", dict(muon_scale_mode="unit_rms_norm"))],
+    "--muon-tp-mode": [("--muon-tp-mode duplicated", dict(muon_tp_mode="duplicated"))],
+}
+
+EFFECTS = {**MODEL, **EXPERTS, **PARALLEL, **MEMORY, **KERNELS, **SHARED}

@@ -1,0 +1,232 @@
+"""What flags hand to Megatron computes what MindSpeed computes: formulas written out here against Megatron-core."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mindspeed_fx.megatron import flags
+from mindspeed_fx.megatron.flags.config import config_fields, with_config_fields
+from tests.megatron.flags.effects import MLA
+from tests.megatron.flags.words import parse
+
+pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
+
+
+@pytest.fixture(autouse=True)
+def on_one_rank():
+    import mindspeed_fx.megatron
+    from tests.megatron.gpt_models import start
+
+    mindspeed_fx.megatron.apply()
+    start()
+    yield
+    mindspeed_fx.megatron.undo()
+
+
+def apply(words: str):
+    args = parse(words.split())
+    flags.apply(args, words.split())
+    return args
+
+
+def config_of(args, kind=None):
+    """Megatron-core's configuration, as core_transformer_config_from_args takes it: every field that is an argument."""
+    import dataclasses
+
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    kind = kind or (MLATransformerConfig if args.multi_latent_attention else TransformerConfig)
+    with with_config_fields(args):
+        fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
+    names = {"num_moe_experts": args.num_experts, "use_cpu_initialization": True, "add_bias_linear": False}
+    return kind(**{k: v for k, v in {**fields, **names}.items() if not (k == "rope_type" and v is None)})
+
+
+def yarn_by_formula(dim, base, scale, length, fast, slow, positions, mscale, mscale_all):
+    """Cosines of YaRN (Peng et al. 2023) as DeepSeek has it: positions x dim/2."""
+
+    def bound(rotations):
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = max(math.floor(bound(fast)), 0), min(math.ceil(bound(slow)), dim - 1)
+    ramp = ((torch.arange(dim // 2).double() - low) / (high - low)).clamp(0, 1)
+    plain = base ** (-torch.arange(0, dim, 2).double() / dim)
+    frequencies = plain / scale * ramp + plain * (1 - ramp)
+    factor = (0.1 * mscale * math.log(scale) + 1) / (0.1 * mscale_all * math.log(scale) + 1)
+    return (torch.arange(positions).double()[:, None] * frequencies).cos() * factor
+
+
+def test_yarn():
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding, _yarn_get_mscale
+
+    args = apply(
+        f"{MLA} --rope-scaling-type yarn --rope-scaling-factor 40 --rope-scaling-original-max-position-embeddings 4096 "
+        "--rope-scaling-mscale 1.3 --rope-scaling-mscale-all-dim 0.7 --beta-fast 30 --beta-slow 2"
+    )
+    config = config_of(args)
+    assert config.rope_type == "yarn"
+    embedding = YarnRotaryEmbedding(
+        config.qk_pos_emb_head_dim,
+        rotary_base=config.rotary_base,
+        scaling_factor=config.rotary_scaling_factor,
+        original_max_position_embeddings=config.original_max_position_embeddings,
+        beta_fast=config.beta_fast,
+        beta_slow=config.beta_slow,
+        mscale=config.mscale,
+        mscale_all_dim=config.mscale_all_dim,
+        use_cpu_initialization=True,
+    )
+    angles, factor = embedding.get_emb(64)
+    expected = yarn_by_formula(64, 10000, 40, 4096, 30, 2, 64, 1.3, 0.7)
+    torch.testing.assert_close((angles[:, 0, 0, :32].cos() * factor).double(), expected, rtol=1e-4, atol=1e-4)
+    scale = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
+    assert scale == pytest.approx((0.07 * math.log(40) + 1) ** 2)
+
+
+def test_plain_rotation_of_latent_attention():
+    """MindSpeed-LLM's scripts without --rope-scaling-type rotate plainly; a script of Megatron's own keeps YaRN."""
+    assert config_of(apply(f"{MLA} --mla-fa-without-pad")).rope_type == "rope"
+    assert config_of(apply(MLA)).rope_type == "yarn"
+
+
+def test_partial_and_dynamic_rotation():
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    args = apply("--partial-rotary-factor 0.25 --dynamic-factor 2 --seq-length 64 --kv-channels 16")
+    embedding = RotaryEmbedding(16, args.rotary_percent, rotary_base=args.rotary_base, use_cpu_initialization=True)
+    base = 10000 * (2 * 64 / 32 - 1) ** (16 / 14)
+    torch.testing.assert_close(embedding.inv_freq, base ** (-torch.arange(0, 4, 2).float() / 4))
+
+
+def megatron_route(args, logits):
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    return topk_routing_with_score_function(
+        logits,
+        args.moe_router_topk,
+        use_pre_softmax=args.moe_router_pre_softmax,
+        num_groups=args.moe_router_num_groups,
+        group_topk=args.moe_router_group_topk,
+        scaling_factor=args.moe_router_topk_scaling_factor,
+        score_function=args.moe_router_score_function,
+    )
+
+
+def route_by_formula(logits, k, normalize, scale, scores=None):
+    """The k largest scores of a softmax over all experts, divided by their sum or not, times a scale."""
+    scores = logits.softmax(-1) if scores is None else scores
+    chosen = torch.zeros_like(logits).scatter(1, scores.topk(k, dim=1).indices, 1)
+    weights = scores * chosen
+    weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
+    return weights * scale, chosen.bool()
+
+
+KIND = "--moe-router-load-balancing-type"
+GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 1"
+ROUTES = {
+    f"{KIND} softmax_topk --moe-router-topk 3": (False, 1),
+    f"{KIND} softmax_topk --moe-router-topk 3 --norm-topk-prob": (True, 1),
+    f"{KIND} softmax_topk --moe-router-topk 3 --moe-router-topk-scaling-factor 2.5 {GROUPS}": (False, 2.5),
+    f"{KIND} pai_megatron_aux_loss --moe-router-topk 3 --moe-router-topk-scaling-factor 2.5 {GROUPS}": (False, 1),
+    f"{KIND} aux_loss --moe-router-topk 3 --norm-topk-prob --moe-router-pre-softmax": (True, 1),
+    f"{KIND} aux_loss --moe-router-topk 3 --norm-topk-prob --moe-router-topk-scaling-factor 2.5": (True, 1),
+}
+
+
+@pytest.mark.parametrize("words", list(ROUTES))
+def test_routers(words):
+    normalize, scale = ROUTES[words]
+    logits = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(16, 8, dtype=torch.float64)
+    probs, chosen = megatron_route(apply(words), logits)
+    expected, expected_chosen = route_by_formula(logits, 3, normalize, scale)
+    torch.testing.assert_close(probs, expected, rtol=1e-5, atol=1e-6)  # Megatron's softmax is float32
+    assert torch.equal(chosen, expected_chosen)
+    (gradient,) = torch.autograd.grad((probs * weight).sum(), logits)
+    (expected_gradient,) = torch.autograd.grad((expected * weight).sum(), logits)
+    assert gradient.abs().max() > 0
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_sigmoid_weights_with_norm_topk_prob():
+    args = apply(
+        f"{KIND} aux_loss --moe-router-topk 3 --norm-topk-prob --moe-router-score-function sigmoid "
+        "--moe-router-topk-scaling-factor 2.5"
+    )
+    logits = torch.randn(16, 8)
+    expected, _ = route_by_formula(logits, 3, True, 1, logits.sigmoid())
+    torch.testing.assert_close(megatron_route(args, logits)[0], expected)
+
+
+def test_which_layers_have_experts():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    args = apply("--first-k-dense-replace 2 --num-experts 4 --n-shared-experts 2 --moe-ffn-hidden-size 24")
+    config = config_of(args)
+    config.normalization = "RMSNorm"
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False).layer_specs
+    names = [layer.submodules.mlp.module.__name__ for layer in layers]
+    assert names == ["MLP", "MLP", "MoELayer", "MoELayer"]
+    assert config.moe_shared_expert_intermediate_size == 2 * 24
+
+
+def test_layers_without_no_ops_stay_in_their_stages():
+    """8 layers on 2 ranks of 2 stages, of which 0 and 7 do nothing: each stage keeps its others, in their order."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    args = apply(
+        "--noop-layers 0,7 --num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+        "--init-method-std 0.05"
+    )
+    layout = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, 2)
+    layout.validate_layer_layout(args.num_layers, None)
+    counts = [[sum(kind.name == "decoder" for kind in stage) for stage in rank] for rank in layout.layout]
+    assert counts == [[1, 2], [2, 1]]  # rank, virtual stage: layers 1 | 4, 5 and 2, 3 | 6
+    weights = torch.empty(400, 400)
+    config_fields(args)["output_layer_init_method"](weights)
+    assert weights.std().item() == pytest.approx(0.05 / math.sqrt(2 * 8), rel=0.02)
+
+
+def test_a_gate_of_gelu():
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+    for words, approximate in (("--geglu", "none"), ("--gelu-tanh --swiglu", "tanh")):
+        config = config_of(apply(f"{words} --ffn-hidden-size 96"))
+        mlp = MLP(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+        x = torch.randn(3, 2, 64, requires_grad=True)
+        gate, up = functional.linear(x, mlp.linear_fc1.weight).chunk(2, -1)
+        expected = functional.linear(functional.gelu(gate, approximate=approximate) * up, mlp.linear_fc2.weight)
+        torch.testing.assert_close(mlp(x)[0], expected)
+
+
+def test_the_scale_of_scores():
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    config = config_of(apply("--query-pre-attn-scalar 144"))
+    config.masked_softmax_fusion = False
+    attention = DotProductAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=config.softmax_scale)
+    assert attention.softmax_scale == pytest.approx(1 / 12)
+
+
+def test_no_flag_of_mindspeed_becomes_a_field_of_the_configuration_by_chance():
+    """core_transformer_config_from_args takes every argument with a field's name: ours hold its default."""
+    import dataclasses
+
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    defaults = {f.name: f.default for f in dataclasses.fields(MLATransformerConfig)}
+    strays = {
+        flag.name: (flag.default, defaults[flag.attribute])
+        for flag in flags.TABLE
+        if flag not in flags.SUBJECTS["In Megatron too"]
+        and flag.value is None
+        and flag.attribute in defaults
+        and flag.default != defaults[flag.attribute]
+    }
+    assert not strays
