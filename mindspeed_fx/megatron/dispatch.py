@@ -33,15 +33,15 @@ def routed(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor, dropl
     if layer.config.moe_token_dispatcher_type == "allgather":
         return _by_gathering(layer, tokens, routing_map, probs)
     coming, sent, received = _exchange_counts(layer, routing_map)
-    travels = _Travels(layer.token_dispatcher, sent, received)
+    exchange = _Exchange(layer.token_dispatcher, sent, received)
     if dropless:  # every token has its k experts, and torch_npu an operator for just that
         k = layer.config.moe_router_topk
-        torch._check(travels.rows == tokens.shape[0] * k)
+        torch._check(exchange.rows == tokens.shape[0] * k)
         rows, share, places = torch.ops.mindspeed.moe_permute_map(tokens, routing_map, probs, k)
-        back = _run_experts(layer, rows, share, coming, travels)
+        back = _run_experts(layer, rows, share, coming, exchange)
         return torch.ops.mindspeed.moe_unpermute(back, places, None, k)
-    token_of_row, share = sort_by_expert(routing_map, probs, travels.rows)
-    back = _run_experts(layer, tokens.index_select(0, token_of_row), share, coming, travels)
+    token_of_row, share = sort_by_expert(routing_map, probs, exchange.rows)
+    back = _run_experts(layer, tokens.index_select(0, token_of_row), share, coming, exchange)
     return torch.zeros_like(tokens).index_add(0, token_of_row, back)
 
 
@@ -71,7 +71,7 @@ def _by_gathering(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor
     return own.to(tokens.dtype)
 
 
-class _Travels:
+class _Exchange:
     """The way of rows, sorted by expert, to every rank that has a part of their expert, and back.
 
     Where experts are divided over tensor-parallel ranks, Megatron sends a row to one of them, which gathers; one
@@ -84,13 +84,13 @@ class _Travels:
         self.sizes = sent[:: self.parts]
         self.rows = sum(self.sizes)
 
-    def there(self, x: Tensor) -> Tensor:
+    def send(self, x: Tensor) -> Tensor:
         """Rows [rows, ...] of this rank -> those that come, by rank and expert."""
         if self.parts > 1:
             x = torch.cat([block for block in x.split(self.sizes) for _ in range(self.parts)])
         return collectives.all_to_all(self.group, x, self.received, self.sent)
 
-    def back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def send_back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """What came, or its like, back to where it came from; what the parts of an expert make is added up in
         ``dtype``.
         """
@@ -102,12 +102,12 @@ class _Travels:
         return torch.cat(sums).to(x.dtype)
 
 
-def _run_experts(layer: Any, rows: Tensor, share: Tensor, coming: Tensor, travels: _Travels) -> Tensor:
+def _run_experts(layer: Any, rows: Tensor, share: Tensor, coming: Tensor, exchange: _Exchange) -> Tensor:
     """What the experts make of ``rows``, sorted by expert, each times its share; in the same order."""
-    order, inverse = _order_by_expert(coming, sum(travels.received))
-    x, part = (_Permute.apply(travels.there(t), order, inverse) for t in (rows, share))
+    order, inverse = _order_by_expert(coming, sum(exchange.received))
+    x, part = (_Permute.apply(exchange.send(t), order, inverse) for t in (rows, share))
     output, _ = layer.experts(x, coming.sum(0), part)
-    return travels.back(_Permute.apply(output, inverse, order), share.dtype)
+    return exchange.send_back(_Permute.apply(output, inverse, order), share.dtype)
 
 
 def _exchange_counts(layer: Any, routing_map: Tensor) -> tuple[Tensor, list[int], list[int]]:

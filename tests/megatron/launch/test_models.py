@@ -3,9 +3,11 @@
 import os
 import re
 import sys
+from argparse import Namespace
 
 import pytest
 
+from mindspeed_fx.megatron.training import habits
 from tests.megatron.launch import runner
 
 SMALL = """
@@ -84,6 +86,85 @@ def test_virtual_stages_over_gloo():
     compare(
         modern("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"), world=2
     )
+
+
+REFUSED = {
+    "--moe-token-dispatcher-type flex": {"moe_token_dispatcher_type": "flex"},
+    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
+    "--use-megatron-fsdp": {"use_megatron_fsdp": True},
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_what_cannot_be_had_is_refused_by_name(flag):
+    habits.refuse(Namespace())
+    with pytest.raises(ValueError, match=flag):
+        habits.refuse(Namespace(**REFUSED[flag]))
+
+
+def test_recomputed_activations_of_grouped_experts_are_left_to_the_compiler():
+    args = Namespace(moe_grouped_gemm=True, recompute_modules=["moe_act", "mlp"])
+    assert "without moe_act" in habits.settle(args)[-1]
+    assert args.recompute_modules == ["mlp"] and not args.moe_grouped_gemm
+
+
+ONE_RANK = {
+    "recompute-full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "recompute-block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    "recompute-modules": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
+    "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+    "latent-yarn": f"{LATENT} --v-head-dim 12 --rope-type yarn --rotary-scaling-factor 4",
+    "latent-recompute": f"{LATENT} --v-head-dim 8 --recompute-granularity selective --recompute-modules mla_up_proj",
+    "qk-norm-window": "--qk-layernorm --window-size 8,0",
+    "softmax-learnable": "--softmax-type learnable",
+    "softmax-off-by-one": "--softmax-type off-by-one --add-qkv-bias",
+    "dense-first": f"--num-layers 2 --moe-layer-freq [0,1] {MOE}",
+    "sinkhorn": f"{MOE} --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
+}
+OLD = {
+    "gelu-bias-learned": "--position-embedding-type learned_absolute",
+    "squared-relu-none": "--squared-relu --position-embedding-type none",
+    "experts-with-biases": f"{MOE} --swiglu --no-bias-swiglu-fusion --untie-embeddings-and-output-weights",
+    "tied-ahead": "--mtp-num-layers 2",
+}
+STAGES = {
+    "first": "--num-layers 3 --decoder-first-pipeline-num-layers 1",
+    "last": "--num-layers 3 --decoder-last-pipeline-num-layers 1",
+    "layout": "--num-layers 3 --pipeline-model-parallel-layout Et|ttL",
+    "embedding": "--num-layers 3 --account-for-embedding-in-pipeline-split",
+    "ahead": "--num-layers 2 --mtp-num-layers 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ONE_RANK)
+def test_one_rank(case):
+    compare(modern(ONE_RANK[case]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OLD)
+def test_biases_and_tied_embeddings(case):
+    compare(OLD[case], extra=OLD[case].count("mtp") * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STAGES)
+def test_stages(case):
+    compare(modern(f"--pipeline-model-parallel-size 2 {STAGES[case]}"), world=2, extra=STAGES[case].count("mtp"))
+
+
+@pytest.mark.slow
+def test_tied_embeddings_on_two_stages_with_tokens_ahead():
+    compare("--num-layers 2 --pipeline-model-parallel-size 2 --mtp-num-layers 1", world=2, extra=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", ["moe", "shared_experts", "moe_act --moe-grouped-gemm"])
+def test_recomputed_experts(modules):
+    flags = f"{MOE} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 16"
+    recompute = f"--recompute-granularity selective --recompute-modules {modules}"
+    compare(modern(flags), world=2, compiled_flags=recompute)
 
 
 TWO_RANKS = {
