@@ -1,8 +1,6 @@
 """Models of Megatron-LM's pretrain_gpt.py: one graph per chunk, and the losses and gradient norms of Megatron eager."""
 
-import os
 import re
-import sys
 from argparse import Namespace
 
 import pytest
@@ -30,14 +28,9 @@ def shorter(flags):
     return flags if "--num-layers" in flags else f"--num-layers 1 {flags}"
 
 
-def keep_what_is_printed(rank):
-    """pytest has put something else in the place of ``sys.stdout``."""
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-
-
 def train(flags, world, compiled):
     switch = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'} if compiled else {"MINDSPEED_FX_COMPILE": "0"}
-    result = runner.run(SMALL + shorter(flags).split(), world, environ=switch, setup=keep_what_is_printed)
+    result = runner.run(SMALL + shorter(flags).split(), world, environ=switch)
     assert result.error is None, result.error
     return result
 
