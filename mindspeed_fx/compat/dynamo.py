@@ -65,9 +65,17 @@ def recompiling() -> Any:
 def allow_side_effects_under_checkpoint() -> Callable[[], None]:
     """Let Dynamo capture a checkpointed function with side effects, which a recomputation skips; returns what takes
     that back. Nothing happens where Dynamo has no such setting."""
+    return _switch_on("skip_fwd_side_effects_in_bwd_under_checkpoint")
+
+
+def capture_sizes() -> Callable[[], None]:
+    """Let Dynamo make symbols of numbers that are read from tensors; returns what takes that back."""
+    return _switch_on("capture_scalar_outputs")
+
+
+def _switch_on(name: str) -> Callable[[], None]:
     import torch._dynamo.config as config
 
-    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     if not hasattr(config, name):
         return lambda: None
     before = getattr(config, name)

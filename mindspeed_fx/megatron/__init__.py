@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 from typing import Callable
 
+from mindspeed_fx.compat import dynamo
 from mindspeed_fx.megatron import device_words, patches
 
 __all__ = ["applied", "apply", "known_limits", "undo"]
@@ -41,6 +42,7 @@ def apply() -> None:
     _after_undo.append(checkpoint.allow_side_effects())
     words.when_imported("megatron.training.arguments", flags.patch_parser)
     _after_undo.append(flags.unpatch_parser)
+    _after_undo.append(dynamo.capture_sizes())
     for module, replacements in training.table().items():
         words.when_imported(module, functools.partial(patches.apply, replacements))
 
@@ -67,11 +69,13 @@ def known_limits() -> list[str]:
 
 
 _LIMITS = (
-    "MoE with experts on other ranks (expert parallel or expert tensor parallel > 1) and no padding to capacity: the "
-    "sizes of the all-to-all depend on the data, and the graph breaks at every MoE layer; with "
-    "moe_pad_expert_input_to_capacity it is one graph.",
-    "MoE with sinkhorn routing, biases in the experts, a latent projection, overlapped shared experts or "
-    "TransformerEngine's and GroupedMLP's experts is left to Megatron's own code.",
+    "MoE with experts on other ranks is one graph whose sizes are symbols; the counts of rows are read on the host "
+    "once a layer. Without the adaptor (undo) Dynamo breaks there again.",
+    "The dispatcher flex needs DeepEP or HybridEP. MoE with a latent projection or with experts of TransformerEngine "
+    "or GroupedMLP is left to Megatron's own code; --moe-grouped-gemm without TransformerEngine is experts in "
+    "sequence, whose products are one grouped product in the graph.",
+    "--use-torch-fsdp2 is refused, for Megatron-LM 0.16.1 itself fails with it; --use-megatron-fsdp needs CUDA.",
+    "Overlapped shared experts have no stream of their own in a graph; the compiler orders them.",
     "Deferred embedding weight gradients, and main_grad under Megatron's FSDP, stay with Megatron's autograd.Function, "
     "which writes outside the graph and breaks it. With gradient_accumulation_fusion the flag grad_added_to_main_grad "
     "is not set in a graph; DistributedDataParallel adds a gradient of zeros.",
@@ -95,7 +99,11 @@ _LIMITS = (
     "divided; a ring takes no attention dropout, and heads that are exchanged no softmax offset; every row that a mask "
     "leaves is computed whole, so that masks save no work; without --calculate-per-token-loss the gradient of a batch "
     "whose ranks have unequal numbers of tokens in the loss is the mean of the ranks' means, as Megatron's.",
-    "Pipeline parallelism and packed sequences have not been tried; Mamba and vision models neither.",
+    "Losses that Megatron logs (of a router, of tokens ahead) are added up in a graph where mindspeed_fx compiles the "
+    "chunks of pretrain_gpt.py; with torch.compile called by hand the second forward is another graph.",
+    "Packed sequences (packed_seq_params) need TransformerEngine's attention; a mask of documents "
+    "(--reset-attention-mask) is a tensor to the graph: documents that a query does not see are masked, not skipped.",
+    "Mamba and vision models have not been tried.",
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Callable
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mindspeed_fx.compat import dynamo
+from mindspeed_fx.megatron import patches
 
 
 def allow_side_effects() -> Callable[[], None]:
@@ -23,6 +24,14 @@ def allow_side_effects() -> Callable[[], None]:
 def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:
     """``tensor_parallel.checkpoint``; saved activations stay whole on every rank."""
     return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+WITHOUT_OUTPUT = "tensor_parallel.random:CheckpointWithoutOutput"
+
+
+def without_output_init(self: Any, fp8: Any = False) -> None:
+    """``CheckpointWithoutOutput.__init__``, which takes False for a recipe of fp8 and asks TransformerEngine for it."""
+    patches.original(f"{WITHOUT_OUTPUT}.__init__")(self, fp8 or None)
 
 
 def checkpoint_without_output(self: Any, run_function: Callable, *args: Any) -> Any:

@@ -32,6 +32,11 @@ def _all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
     return whole if dim == 0 else torch.cat(whole.chunk(group.size(), 0), dim)
 
 
+def gather(x: Tensor, group: Any) -> Tensor:
+    """x [n, ...] of every rank -> [ranks * n, ...], without a gradient."""
+    return _all_gather(x.detach(), 0, group)
+
+
 def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
 

@@ -73,17 +73,31 @@ def sequential_forward(
     self: Any, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
 ) -> tuple[Tensor, None]:
     """``SequentialMLP.forward``: tokens [tokens, hidden] sorted by expert, counts [experts], probabilities [tokens]."""
-    config = self.config
-    if config.add_bias_linear or config.fp8 or config.fp4 or not isinstance(tokens_per_expert, Tensor):
+    config, experts = self.config, self.local_experts
+    if config.fp8 or config.fp4 or not isinstance(tokens_per_expert, Tensor):
         return patches.original(EXPERTS)(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
     x, scale = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
     if config.moe_apply_probs_on_input:
-        x = (scale * x).to(x.dtype)
-    inner = grouped_linear(x, [e.linear_fc1.weight for e in self.local_experts], tokens_per_expert)
+        x, scale = (scale * x).to(x.dtype), None
+    inner = grouped_linear(x, [e.linear_fc1.weight for e in experts], tokens_per_expert)
+    if config.add_bias_linear:
+        expert = _expert_of_row(x.shape[0], tokens_per_expert)
+        inner = inner + torch.stack([e.linear_fc1.bias for e in experts]).index_select(0, expert)
     inner = _activation(inner, config)
-    if not config.moe_apply_probs_on_input:
+    if scale is not None:
         inner = (inner * scale).to(inner.dtype)
-    return grouped_linear(inner, [e.linear_fc2.weight for e in self.local_experts], tokens_per_expert), None
+    out = grouped_linear(inner, [e.linear_fc2.weight for e in experts], tokens_per_expert)
+    if config.add_bias_linear:
+        bias = torch.stack([e.linear_fc2.bias for e in experts]).index_select(0, expert)
+        out = out + (bias if scale is None else bias * scale).to(out.dtype)
+    return out, None
+
+
+def _expert_of_row(rows: int, counts: Tensor) -> Tensor:
+    """[rows] the expert of each row, sorted by expert; that of rows beyond the sum of ``counts`` is the last."""
+    ends = counts.cumsum(0)
+    row = torch.arange(rows, device=counts.device)
+    return torch.searchsorted(ends, row, right=True).clamp(max=counts.shape[0] - 1)
 
 
 def _activation(x: Tensor, config: Any) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import groups, patches
+from mindspeed_fx.megatron import checkpoint, collectives, dispatch, patches
 
 LAYER = "transformer.moe.moe_layer:MoELayer.forward"
+SINKHORN = "transformer.moe.moe_utils:sinkhorn"
 DISPATCHER = "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
@@ -27,30 +28,46 @@ def layer_forward(
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     config = self.config
-    elsewhere = groups.size(self.ep_group) * groups.size(self.token_dispatcher.tp_group) > 1
-    special = (
-        config.moe_latent_size
-        or config.moe_router_padding_for_quantization
-        or self.shared_expert_overlap
-        or self.moe_layer_recompute
-    )
-    if (
-        elsewhere
-        or special
-        or intermediate_tensors is not None
-        or type(self.experts) is not SequentialMLP
-        or config.add_bias_linear
-    ):
+    special = config.moe_latent_size or config.moe_router_padding_for_quantization or config.fp8 or config.fp4
+    if special or intermediate_tensors is not None or type(self.experts) is not SequentialMLP:
         return patches.original(LAYER)(self, hidden_states, intermediate_tensors, padding_mask)
     if padding_mask is not None:
         padding_mask = padding_mask.transpose(0, 1).bool()
-    shared = self.shared_experts_compute(hidden_states)
+    if self.moe_layer_recompute and self.training:
+        return checkpoint.checkpoint(_forward, False, self, hidden_states, padding_mask), None
+    return _forward(self, hidden_states, padding_mask), None
+
+
+def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    config = self.config
+    shared = _shared(self, hidden_states)
     probs, routing_map = self.route(hidden_states, padding_mask)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    summed = (_dropless if config.moe_expert_capacity_factor is None and padding_mask is None else _with_capacity)(
-        self, tokens, routing_map, probs
-    ).view(hidden_states.shape)
-    return summed if shared is None else summed + shared, None
+    dropless = config.moe_expert_capacity_factor is None and padding_mask is None
+    if dispatch.is_needed(self):
+        summed = dispatch.routed(self, tokens, routing_map, probs, dropless)
+    else:
+        summed = (_dropless if dropless else _with_capacity)(self, tokens, routing_map, probs)
+    summed = summed.view(hidden_states.shape)
+    return summed if shared is None else summed + shared
+
+
+def _shared(self: Any, x: Tensor) -> Tensor | None:
+    """What the shared experts make of hidden states; the compiler decides what runs beside it, whatever Megatron would
+    lay on a stream of its own.
+    """
+    if not (self.use_shared_expert and self.shared_expert_overlap):
+        return self.shared_experts_compute(x)
+    from megatron.core.transformer.mlp import MLP
+
+    experts, parallel = self.shared_experts, self.config.sequence_parallel  # whose linears do not communicate
+    enter = collectives.gather_from_sequence_parallel_region
+    leave = collectives.reduce_scatter_to_sequence_parallel_region
+    if not parallel:
+        enter = collectives.copy_to_tensor_model_parallel_region
+        leave = collectives.reduce_from_tensor_model_parallel_region
+    output = leave(MLP.forward(experts, enter(x))[0])
+    return output * torch.sigmoid(F.linear(x, experts.gate_weight)) if experts.use_shared_expert_gate else output
 
 
 def _dropless(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
@@ -63,41 +80,11 @@ def _dropless(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> 
 
 def _with_capacity(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """A token has top-k experts at most: how many is known when the program runs."""
-    token_of_row, share = sort_by_expert(routing_map, probs, _rows(routing_map, self.config))
+    capacity = dispatch.capacity(routing_map, self.config)
+    rows = tokens.shape[0] * self.config.moe_router_topk if capacity is None else capacity * routing_map.shape[1]
+    token_of_row, share = dispatch.sort_by_expert(routing_map, probs, rows)
     output, _ = self.experts(tokens.index_select(0, token_of_row), routing_map.sum(0), share)
     return torch.zeros_like(tokens).index_add(0, token_of_row, output)
-
-
-def _rows(routing_map: Tensor, config: Any) -> int:
-    """How many (token, expert) pairs there are at most."""
-    from megatron.core.transformer.moe.moe_utils import get_capacity
-
-    tokens, experts = routing_map.shape
-    if config.moe_pad_expert_input_to_capacity:
-        return experts * min(
-            tokens, get_capacity(tokens * config.moe_router_topk, experts, config.moe_expert_capacity_factor)
-        )
-    return tokens * config.moe_router_topk
-
-
-def sort_by_expert(routing_map: Tensor, probs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The chosen (expert, token) pairs in order, expert by expert: the token of each row and its probability.
-
-    Rows beyond the pairs there are (tokens were dropped) get token 0 with probability 0.
-
-    Args:
-        routing_map: boolean [tokens, experts].
-        probs: [tokens, experts].
-        rows: at least the number of pairs.
-    """
-    tokens = routing_map.shape[0]
-    chosen = routing_map.T.reshape(-1)
-    place = torch.where(chosen, chosen.cumsum(0) - 1, rows)
-    pair = torch.full((rows + 1,), chosen.shape[0], device=chosen.device).scatter(
-        0, place, torch.arange(chosen.shape[0], device=chosen.device)
-    )[:rows]
-    share = F.pad(probs.T.reshape(-1), (0, 1)).index_select(0, pair)
-    return torch.where(pair < chosen.shape[0], pair % tokens, 0), share
 
 
 def gating(self: Any, input: Tensor) -> Tensor:
@@ -124,21 +111,12 @@ def to_host(self: Any, point: str, tokens_per_expert: Tensor | None = None) -> T
     return tokens_per_expert
 
 
-@torch.library.custom_op("mindspeed::aux_loss_gradient", mutates_args=())
-def aux_loss_gradient(grad: Tensor, aux_loss: Tensor) -> Tensor:
-    """Megatron's scale of the auxiliary loss, which it sets between forward and backward; ``grad`` only says when."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-    return torch.ones_like(aux_loss) if scale is None else torch.ones_like(aux_loss) * scale
+@torch.library.custom_op("mindspeed::sinkhorn", mutates_args=())
+def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
+    """Megatron's ``sinkhorn`` of router logits [tokens, experts], which ends when it has converged: no gradient."""
+    return patches.original(SINKHORN)(cost, tol)
 
 
-@aux_loss_gradient.register_fake
-def _(grad: Tensor, aux_loss: Tensor) -> Tensor:
-    return torch.empty_like(aux_loss)
-
-
-def attached_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-    """``MoEAuxLossAutoScaler.backward``."""
-    (aux_loss,) = ctx.saved_tensors
-    return grad_output, aux_loss_gradient(grad_output, aux_loss)
+@sinkhorn.register_fake
+def _(cost: Tensor, tol: float = 0.0001) -> Tensor:
+    return torch.empty_like(cost)

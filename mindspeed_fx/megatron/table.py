@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
+    attached_losses,
     buckets,
     checkpoint,
     collectives,
@@ -21,6 +22,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     fusions,
     groups,
     jit,
+    latent_attention,
     linear,
     main_grad_npu,
     moe,
@@ -92,10 +94,20 @@ def _everywhere() -> list[Patch]:
             f"{HIDES}; without TransformerEngine it names an undefined function",
             IN_GRAPH if _has_transformer_engine() else EVERYWHERE,
         ),
+        *(
+            Patch(
+                f"{owner}.backward",
+                staticmethod(attached_losses.backward_of(owner)),
+                "reads or sets a class attribute, which a graph cannot",
+                EVERYWHERE,
+            )
+            for owner in (attached_losses.ROUTER, attached_losses.AHEAD)
+        ),
+        *_latent_attention(),
         Patch(
-            "transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward",
-            staticmethod(moe.attached_backward),
-            "sets a class attribute, which a graph cannot",
+            f"{checkpoint.WITHOUT_OUTPUT}.__init__",
+            checkpoint.without_output_init,
+            "asks TransformerEngine for a recipe of fp8 where none is wanted",
             EVERYWHERE,
         ),
         Patch(
@@ -125,6 +137,16 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
     ]
+
+
+def _latent_attention() -> list[Patch]:
+    """What multi-latent attention needs without TransformerEngine."""
+    core = latent_attention.CORE
+    patches = [Patch(core, latent_attention.core_init, "cannot be told the widths of keys and values", EVERYWHERE)]
+    if not _has_transformer_engine():
+        reason = "asks for TransformerEngine's classes where there are none"
+        patches.append(Patch("transformer.multi_latent_attention:HAVE_TE", False, reason, EVERYWHERE))
+    return patches
 
 
 def _optimizers() -> list[Patch]:
@@ -167,16 +189,16 @@ def _in_graph() -> list[Patch]:
         Patch("fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", fusions.weighted_bias_swiglu_impl, HIDES),
         Patch("fusions.fused_bias_geglu:bias_geglu_impl", fusions.bias_geglu_impl, HIDES),
         Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
+        Patch(moe.SINKHORN, moe.sinkhorn, "ends when the numbers say so; it has no gradient"),
         Patch(moe.LAYER, moe.layer_forward, counts),
         Patch(experts.EXPERTS, experts.sequential_forward, counts),
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
         Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),
+        Patch("utils:make_viewless_tensor", viewless, "sets the storage of a tensor, which a graph cannot"),
         Patch("tensor_parallel.random:checkpoint", checkpoint.checkpoint, recompute),
+        Patch(f"{checkpoint.WITHOUT_OUTPUT}.checkpoint", checkpoint.checkpoint_without_output, recompute),
         Patch(
-            "tensor_parallel.random:CheckpointWithoutOutput.checkpoint", checkpoint.checkpoint_without_output, recompute
-        ),
-        Patch(
-            "tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute",
+            f"{checkpoint.WITHOUT_OUTPUT}.discard_output_and_register_recompute",
             checkpoint.discard_output,
             "resizes storages, which a graph cannot; the checkpoint already drops the output",
         ),
@@ -212,6 +234,7 @@ def _without_cuda() -> list[Patch]:
             "Megatron writes device=torch.cuda.current_device() in a hundred places",
             where,
         ),
+        Patch("parallel_state:get_nccl_options", cuda_calls.do_nothing, "NCCL's options, where there is none", where),
         Patch("torch:Tensor.cuda", cuda_calls.to_device, "moves what was made on the host", where),
         Patch("torch.nn:Module.cuda", cuda_calls.to_device, "moves a model's parameters", where),
         Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
@@ -285,6 +308,11 @@ def _has_transformer_engine() -> bool:
 def _uncached_forward(rotary_class: str) -> Any:
     module, name = rotary_class.split(":")
     return rotary.without_cache(vars(getattr(importlib.import_module(f"megatron.core.{module}"), name))["forward"])
+
+
+def viewless(inp: torch.Tensor, requires_grad: bool, keep_graph: bool) -> torch.Tensor:
+    """``make_viewless_tensor``: a copy of a view, whose base nothing holds then."""
+    return inp if inp._base is None else inp.clone()
 
 
 def keep_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:

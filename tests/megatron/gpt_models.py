@@ -87,8 +87,6 @@ def tiny_gpt(
         multi_latent_attention=latent,
         qk_layernorm=latent,
     )
-    if latent:
-        spec.submodules.self_attention.submodules.core_attention = latent_core()
     return GPTModel(
         made,
         spec,
@@ -97,23 +95,6 @@ def tiny_gpt(
         position_embedding_type="none" if latent else "rope",
         share_embeddings_and_output_weights=tie,
     )
-
-
-def latent_core():
-    """Megatron-core's own attention product as its latent attention calls it: until it can be told the widths of keys
-    and values, which only Transformer Engine's can in 0.16, it takes the width of the values from here."""
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    multi_latent_attention.HAVE_TE = False  # it is not there, though its names are
-
-    class LatentDotProductAttention(DotProductAttention):
-        def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
-            super().__init__(*args, **kwargs)
-            if v_channels is not None:
-                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    return LatentDotProductAttention
 
 
 def batch(size=2, seq=16, vocab=64):

@@ -37,7 +37,7 @@ def worker(rank, store):
         if dispatcher == "alltoall":
             torch._dynamo.reset()
             found["compiled"] = train(
-                model, batch(), torch.compile(model, backend="mindspeed", options={"codegen": "eager"})
+                model, batch(), torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
             )
     expected, gradients = found["allgather"]
     for name in ("alltoall", "compiled"):

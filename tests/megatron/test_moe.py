@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mindspeed_fx.megatron import experts, moe
+from mindspeed_fx.megatron import dispatch, experts
 from tests.megatron.gpt_models import batch, tiny_gpt, train
 
 CASES = {
@@ -97,6 +97,6 @@ def test_sort_by_expert_is_megatrons_order():
     probs = torch.rand(9, 4) * chosen
     tokens = torch.randn(9, 3)
     expected, share, order = permute(tokens, chosen, probs=probs, num_out_tokens=18)
-    token_of_row, share_of_row = moe.sort_by_expert(chosen, probs, 20)
+    token_of_row, share_of_row = dispatch.sort_by_expert(chosen, probs, 20)
     assert torch.equal(token_of_row[:18], order) and torch.equal(share_of_row[:18], share)
     assert torch.equal(tokens[token_of_row[:18]], expected) and (share_of_row[18:] == 0).all()

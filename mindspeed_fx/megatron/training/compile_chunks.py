@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_fx.megatron import buckets, flags, patches
+from mindspeed_fx.megatron import buckets, flags, logged_losses, patches
 
 SWITCH = "MINDSPEED_FX_COMPILE"
 
@@ -43,9 +43,13 @@ def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
         chunk: the model in its wrappers.
         options: of the backend, see :class:`mindspeed_fx.options.Options`.
     """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     if hasattr(chunk, "param_to_bucket_group"):
         buckets.listen(chunk)
     module = chunk
     while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
         module = module.module
+    if isinstance(getattr(module, "config", None), TransformerConfig):
+        logged_losses.prepare(module.config)
     module.compile(backend="mindspeed", fullgraph=True, options=options)

@@ -5,6 +5,7 @@ checks them: what the compiler does anyway is switched off there, and said in on
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -62,6 +63,8 @@ def settle(args: Namespace) -> list[str]:
             continue
         setattr(args, habit.name, habit.value)
         lines.append(f"{habit.name}={habit.value}: {habit.needs} is not installed; {habit.why}")
+        if habit.name == "moe_grouped_gemm":
+            lines += _leave_activation_to_the_partition(args)
     return lines + _settle_mask(args)
 
 
@@ -79,6 +82,18 @@ def _settle_mask(args: Namespace) -> list[str]:
     return ["create_attention_mask_in_dataloader=False: with context_parallel_size the causal mask is not data"]
 
 
+def _leave_activation_to_the_partition(args: Namespace) -> list[str]:
+    """Megatron recomputes the activation of grouped experts alone, and refuses "moe_act" for others."""
+    modules = getattr(args, "recompute_modules", None) or []
+    if "moe_act" not in modules:
+        return []
+    args.recompute_modules = [m for m in modules if m != "moe_act"]
+    return [
+        f"recompute_modules={args.recompute_modules}: without moe_act; the compiler decides which activations of the "
+        "experts are recomputed"
+    ]
+
+
 def validate_args(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Megatron's ``validate_args``, after :func:`settle`."""
     _settle_and_print(args)
@@ -91,7 +106,49 @@ def validate_yaml(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
     return patches.original(YAML)(args, *rest, **kwargs)
 
 
+def refuse(args: Namespace) -> None:
+    """Arguments that cannot be had here.
+
+    Raises:
+        ValueError: one of them is asked for; the message names it.
+    """
+    _refuse_flex(args)
+    if getattr(args, "use_torch_fsdp2", False) and not _finishes_fsdp():
+        raise ValueError(
+            "--use-torch-fsdp2: this Megatron-core's TorchFullyShardedDataParallel fails in its first step "
+            "(finish_grad_sync takes no force_all_reduce); --use-distributed-optimizer divides the optimizer's state"
+        )
+    if getattr(args, "use_megatron_fsdp", False) and groups.kind() != "cuda":
+        raise ValueError(
+            f"--use-megatron-fsdp needs CUDA, which it names, and this is {groups.kind()}; --use-distributed-optimizer "
+            "divides the optimizer's state"
+        )
+
+
+def _finishes_fsdp() -> bool:
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+
+    return "force_all_reduce" in inspect.signature(TorchFullyShardedDataParallel.finish_grad_sync).parameters
+
+
+def _refuse_flex(args: Namespace) -> None:
+    if getattr(args, "moe_token_dispatcher_type", None) != "flex":
+        return
+    backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
+    module = FLEX.get(backend, backend)
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"--moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend {backend} needs {module}, which is "
+            "not installed; alltoall moves the same rows"
+        )
+
+
+FLEX = {"deepep": "deep_ep", "hybridep": "deep_ep"}
+"""The module behind each backend of the dispatcher flex."""
+
+
 def _settle_and_print(args: Namespace, say: Callable[[str], None] = print) -> None:
+    refuse(args)
     for line in settle(args):
         if getattr(args, "rank", 0) == 0:
             say(f"mindspeed_fx: {line}")
