@@ -66,6 +66,9 @@ def apply(patches: list[Patch]) -> None:
         ImportError: Megatron-core has no such name; nothing has been changed then.
     """
     results = [(patch, *_locate(patch.target)) for patch in patches]
+    targets = [*_originals, *(patch.target for patch in patches)]
+    if twice := {t for t in targets if targets.count(t) > 1}:
+        raise RuntimeError(f"{', '.join(sorted(twice))}: patched twice, so that neither replacement knows the original")
     swaps: dict[int, tuple[Any, Any]] = {}
     for patch, owner, name in results:
         original = inspect.getattr_static(owner, name)

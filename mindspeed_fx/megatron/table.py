@@ -22,7 +22,6 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     fusions,
     groups,
     jit,
-    latent_attention,
     linear,
     main_grad_npu,
     moe,
@@ -103,7 +102,6 @@ def _everywhere() -> list[Patch]:
             )
             for owner in (attached_losses.ROUTER, attached_losses.AHEAD)
         ),
-        *_latent_attention(),
         Patch(
             f"{checkpoint.WITHOUT_OUTPUT}.__init__",
             checkpoint.without_output_init,
@@ -137,16 +135,6 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
     ]
-
-
-def _latent_attention() -> list[Patch]:
-    """What multi-latent attention needs without TransformerEngine."""
-    core = latent_attention.CORE
-    patches = [Patch(core, latent_attention.core_init, "cannot be told the widths of keys and values", EVERYWHERE)]
-    if not _has_transformer_engine():
-        reason = "asks for TransformerEngine's classes where there are none"
-        patches.append(Patch("transformer.multi_latent_attention:HAVE_TE", False, reason, EVERYWHERE))
-    return patches
 
 
 def _optimizers() -> list[Patch]:
