@@ -13,7 +13,7 @@ COLLECTIONS = ("mindspeed", "mindspeed_llm")
 
 DROP = frozenset(
     """--data-path --tokenizer-model --tokenizer-name-or-path --tokenizer-padding-side --vocab-file --merge-file --load
-    --save --split --save-interval --tensorboard-dir --exit-interval --lr-decay-iters --num-workers --workers
+    --save --split --save-interval --tensorboard-dir --exit-interval --lr-decay-iters --workers
     --padded-vocab-size --max-batch-size --auto-detect-ckpt-format --exit-on-missing-checkpoint --finetune
     --no-load-optim --no-load-rng --no-save-optim --no-save-rng --ckpt-format --mock-data --use-cpu-initialization
     --distributed-timeout-minutes --hf-cfg-dir --yaml-cfg --skip-train --lr-warmup-iters --vocab-size
@@ -225,4 +225,5 @@ def _run(args: Arguments, mesh: Mesh) -> None:
     args.put("--train-iters", 3)
     args.put("--eval-iters", 0)
     args.put("--log-interval", 1)
+    args.put("--num-workers", 0)
     args.put("--tokenizer-type", "NullTokenizer")

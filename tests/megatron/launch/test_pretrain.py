@@ -16,7 +16,7 @@ SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 
     --lr-warmup-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --swiglu --normalization RMSNorm
     --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --eval-iters 0
     --eval-interval 100 --log-interval 1 --log-throughput --attention-dropout 0 --hidden-dropout 0
-    --make-vocab-size-divisible-by 1""".split()
+    --make-vocab-size-divisible-by 1 --num-workers 0""".split()
 EAGER = {"MINDSPEED_FX_COMPILE": "0"}
 COMPILED = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
 
