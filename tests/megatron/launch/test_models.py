@@ -75,12 +75,6 @@ def test_latent_attention_with_multi_token_prediction():
     compare(modern(f"{LATENT} --q-lora-rank 24 --v-head-dim 12 --qk-layernorm --mtp-num-layers 1"), extra=1)
 
 
-def test_virtual_stages_over_gloo():
-    compare(
-        modern("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"), world=2
-    )
-
-
 REFUSED = {
     "--moe-token-dispatcher-type flex": {"moe_token_dispatcher_type": "flex"},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
