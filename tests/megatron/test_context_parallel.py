@@ -222,11 +222,12 @@ def test_one_graph_with_fused_attention(tmp_path):
 
 # --------------------------------------------------------------------------- Megatron-LM's script
 
-SCRIPT = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+SCRIPT = """--num-layers 2 --hidden-size 64 --num-attention-heads 4
 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3
 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --eval-iters 1
 --eval-interval 100 --log-interval 1 --num-workers 0 --attention-dropout 0 --hidden-dropout 0"""
+GROUPED = "--group-query-attention --num-query-groups 2"
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 4 --rope-type rope"
 )
@@ -259,7 +260,8 @@ def launch(_, folder, runs):
     results = []
     for ranks, arguments, flags, is_compiled in runs:
         environ = {"MINDSPEED_FX_COMPILE": str(int(is_compiled)), "MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
-        args = [*SCRIPT.split(), *arguments.split()]
+        heads = "" if LATENT in arguments else GROUPED  # Megatron takes one of the two
+        args = [*SCRIPT.split(), *heads.split(), *arguments.split()]
         results.append(runner.run(args, ranks, environ=environ, setup=give(flags)))
     torch.save(results, folder / "runs.pt")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Sequence
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_fx.megatron import collectives
+from mindspeed_fx.megatron.groups import ALONE
 
 
 def own_chunks(x: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
@@ -81,7 +83,8 @@ def gather(tensors: Sequence[Tensor], group: Any) -> list[Tensor]:
     return [part.unflatten(-1, x.shape[2:]) for part, x in zip(parts, tensors)]
 
 
-_subgroups: dict[tuple[int, ...], Any] = {}
+_subgroups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+"""Group -> ranks -> part of it; gone with the group."""
 
 
 def subgroups(group: Any, ulysses: int) -> tuple[Any, Any]:
@@ -99,8 +102,11 @@ def subgroups(group: Any, ulysses: int) -> tuple[Any, Any]:
 def _subgroup(group: Any, places: Sequence[int]) -> Any:
     if len(places) == group.size():
         return group
+    if len(places) == 1:
+        return ALONE
     everyone = dist.get_process_group_ranks(group)
     ranks = tuple(everyone[i] for i in places)
-    if ranks not in _subgroups or _subgroups[ranks] not in dist.distributed_c10d._world.pg_map:
-        _subgroups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _subgroups[ranks]
+    parts = _subgroups.setdefault(group, {})
+    if ranks not in parts:
+        parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return parts[ranks]
