@@ -89,8 +89,7 @@ def redistribute_strided_shards_in_order() -> None:
         def plan(source: Any, target: Any, *args: Any) -> list[Any]:
             if any(map(is_strided, (*source.placements, *target.placements))):
                 steps = _steps_in_order(source.shape, source.mesh, source.placements, target.placements)
-                if steps is not None:
-                    return [_redistribute._TransformInfo(*step) for step in steps]
+                return [_redistribute._TransformInfo(*step) for step in steps]
             return own(source, target, *args)
 
         plan._in_order = True  # type: ignore[attr-defined]
@@ -103,10 +102,8 @@ def redistribute_strided_shards_in_order() -> None:
 
 def _steps_in_order(
     shape: Sequence[int], mesh: Any, source: Sequence[Placement], target: Sequence[Placement]
-) -> list[tuple] | None:
-    """(mesh dimension, (from, to), shape that it is a part of) of each step; None where parts are of different
-    sizes.
-    """
+) -> list[tuple]:
+    """(mesh dimension, (from, to), shape that it is a part of) of each step."""
     changed = {i for i, (p, q) in enumerate(zip(source, target)) if p != q}
     for i in range(
         mesh.ndim
@@ -117,15 +114,19 @@ def _steps_in_order(
     now, steps = list(source), []
 
     def step(i: int, to: Placement) -> None:
-        others = [(mesh.size(j), p) for j, p in enumerate(now) if j != i]
-        whole = tuple(n // math.prod(size for size, p in others if is_divided(p, d)) for d, n in enumerate(shape))
-        steps.append((i, (now[i], to), whole))
+        whole = list(shape)
+        for j, p in enumerate(now):
+            if j != i and is_divided(p):
+                whole[p.dim] = _size_of_part(whole[p.dim], p, mesh, j)
+        if is_strided(now[i]) and local_tensor_mode() is not None and not isinstance(whole[now[i].dim], int):
+            raise RuntimeError(
+                f"all ranks in one process cannot gather {now[i]} over mesh dimension {i}: dimension {now[i].dim} of "
+                f"{tuple(shape)} as {tuple(source)} leaves ranks parts of different sizes; choose a size that they can "
+                "share evenly"
+            )
+        steps.append((i, (now[i], to), tuple(whole)))
         now[i] = to
 
-    for placements in (source, target):
-        for d, n in enumerate(shape):
-            if n % math.prod(mesh.size(i) for i, p in enumerate(placements) if is_divided(p, d)):
-                return None
     for i in sorted(changed, reverse=True):
         if is_divided(now[i]):
             step(i, Replicate())
@@ -133,3 +134,12 @@ def _steps_in_order(
         if now[i] != target[i]:
             step(i, target[i])
     return steps
+
+
+def _size_of_part(size: Any, placement: Any, mesh: Any, i: int) -> Any:
+    """How much of ``size`` elements this rank has along mesh dimension ``i``; ranks differ where it is uneven."""
+    pieces = placement.split_factor if is_strided(placement) else 1
+    # where all ranks are one process, a size that differs is a SymInt with an integer for each of them
+    if (isinstance(size, int) or local_tensor_mode() is None) and size % (pieces * mesh.size(i)) == 0:
+        return size // mesh.size(i)
+    return placement.local_shard_size_and_offset(size, mesh.size(i), mesh._sym_get_coordinate(i))[0]

@@ -1,6 +1,8 @@
 """Every loss and reduction of loss_cases.py under every named plan against one device, as a table.
 
 python -m tests.sharding.divided_losses [--write docs/divided_losses.md] [--plan zero2] [--jobs 2] [pattern ...]
+
+With patterns, the other rows of the page stay as they were written.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import datetime
 import fnmatch
 import logging
 import multiprocessing
+import pathlib
+import re
 import warnings
 
 import torch
@@ -85,6 +89,17 @@ def markdown(table: dict[str, list[str]], plans: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def read_table(page: str) -> dict[str, list[str]]:
+    """The table that :func:`markdown` wrote."""
+    lines = page.splitlines()
+    reasons = dict(line.split(". ", 1) for line in lines if re.match(r"[0-9]+\. ", line))
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    cited = re.compile(r"\w+ \[([0-9]+)\]")
+    return {
+        name: [reasons[number[1]] if (number := cited.fullmatch(c)) else c for c in cells] for name, *cells in rows[1:]
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("patterns", nargs="*", default=["*"])
@@ -103,8 +118,11 @@ def main() -> None:
                 bad = [f"    {p}: {c}\n" for p, c in zip(plans, row) if not c.startswith("equal")]
                 print(f"{name}: {len(row) - len(bad)} equal\n", *bad, sep="", end="", flush=True)
     if given.write:
-        with open(given.write, "w") as file:
-            file.write(markdown(table, plans))
+        page = pathlib.Path(given.write)
+        if given.patterns != ["*"] and page.exists():
+            written = read_table(page.read_text()) | table
+            table = {name: written[name] for name in CASES if name in written}
+        page.write_text(markdown(table, plans))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ part of each of ``sf`` pieces.
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -33,8 +34,14 @@ def part(x: torch.Tensor, sizes: list[int], placements: list, coordinates: tuple
     for n, p, at in zip(sizes, placements, coordinates):
         if dtensor.is_divided(p):
             pieces = p.split_factor if dtensor.is_strided(p) else 1
-            x = torch.cat([piece.chunk(n, p.dim)[at] for piece in x.chunk(pieces, p.dim)], p.dim)
+            x = torch.cat([chunk(piece, n, p.dim)[at] for piece in chunk(x, pieces, p.dim)], p.dim)
     return x
+
+
+def chunk(x: torch.Tensor, n: int, dim: int) -> list[torch.Tensor]:
+    """``torch.chunk`` into n, the last ones empty where there is too little."""
+    chunks = list(x.chunk(n, dim))
+    return chunks + [x.narrow(dim, 0, 0)] * (n - len(chunks))
 
 
 def check(x, whole: torch.Tensor, sizes: list[int]) -> None:
@@ -53,7 +60,6 @@ def check(x, whole: torch.Tensor, sizes: list[int]) -> None:
 
 
 def redistributed(sizes: list[int], pieces: int, every: int) -> None:
-    names = dict(zip("abc", sizes))
     rows = pieces * torch.tensor(sizes).prod().item() * 2
     whole = torch.arange(rows * 12.0, dtype=torch.float64).view(rows, 12)
     strided = _StridedShard(0, split_factor=pieces)
@@ -64,8 +70,12 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
         for t in kinds
         if strided in (*s, *t) and s != t
     ]
-    with dtensor.all_ranks(names) as mesh:
-        for source, target in pairs[::every]:
+    check_redistributions(sizes, whole, pairs[::every])
+
+
+def check_redistributions(sizes: list[int], whole: torch.Tensor, pairs: list[tuple]) -> None:
+    with dtensor.all_ranks(dict(zip("abc", sizes))) as mesh:
+        for source, target in pairs:
             held = [R if p.is_partial() else p for p in source]
             x = dtensor.on_every_rank(whole)
             x._local_tensors.update(
@@ -104,6 +114,44 @@ def redistributed(sizes: list[int], pieces: int, every: int) -> None:
 )
 def test_redistribute(sizes, pieces, every):
     redistributed(sizes, pieces, every)
+
+
+STRIDED = _StridedShard(0, split_factor=2)
+
+
+@pytest.mark.parametrize(
+    "sizes, shape, pairs",
+    [
+        (
+            [2, 2, 2],
+            (32, 12),
+            [
+                ((Shard(1), Shard(1), Shard(1)), (Shard(0), STRIDED, R)),
+                ((Shard(1), Shard(1), Shard(1)), (STRIDED, STRIDED, R)),
+                ((Partial(), STRIDED, STRIDED), (Shard(1), Shard(1), Shard(1))),
+            ],
+        ),
+        (
+            [2, 3],
+            (23, 7),
+            [
+                ((Shard(1), Shard(1)), (Shard(0), STRIDED)),
+                ((Shard(1), R), (STRIDED, Shard(0))),
+                ((STRIDED, Shard(0)), (Shard(0), Shard(1))),
+                ((STRIDED, Shard(1)), (Shard(1), STRIDED)),
+            ],
+        ),
+    ],
+)
+def test_redistribute_parts_of_different_sizes(sizes, shape, pairs):
+    """DTensor alone gives a rank of the first mesh rows 0 to 7 where 0 to 3 and 8 to 11 are its own."""
+    check_redistributions(sizes, torch.arange(math.prod(shape), dtype=torch.float64).view(shape), pairs)
+
+
+def test_strided_shards_of_different_sizes_are_refused():
+    """On all ranks in one process alone: a rank by itself knows its sizes."""
+    with pytest.raises(RuntimeError, match=r"cannot gather .* dimension 0 of \(11, 5\) .* parts of different sizes"):
+        check_redistributions([2, 2], torch.zeros(11, 5), [((Shard(0), STRIDED), (R, Shard(0)))])
 
 
 # With two sequences on three mesh dimensions DTensor's own view fails, of a gradient that is divided as its value is.
