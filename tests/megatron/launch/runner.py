@@ -27,7 +27,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ARCHIVE = HERE / "megatron_lm_0.16.1_training.tar.gz"
-ENTRIES = ("pretrain_gpt.py",)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """docs/launch_scripts.md: every launch script made small, run compiled and eager over gloo, and compared.
 
-    python -m tests.megatron.launch.table [--only PART-OF-NAME ...] [--write]
+    python -m tests.megatron.launch.table [--only PART-OF-NAME ...] [--flags] [--again] [--write]
 
 A script whose flags are refused is made to go on without those that may be skipped; one with others is not run, and
 the table says which.
@@ -22,6 +22,9 @@ RESULTS = Path(__file__).parent / "results.json"
 EAGER = {"MINDSPEED_FX_COMPILE": "0"}
 COMPILED = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
 TOLERANCE = 1e-5
+ENTRIES = ("pretrain_gpt.py", "pretrain_gpt_llm.py")
+"""Entry scripts whose arguments are run through Megatron-LM's pretrain_gpt.py."""
+KINDS = r"^[\w.]*(Error|Exception|refused|Unsupported)"
 
 
 @dataclass
@@ -56,6 +59,21 @@ class Row:
         return not self.error and self.difference is not None and self.difference <= TOLERANCE and self.one_graph
 
     @property
+    def was_run(self) -> bool:
+        return bool(self.error or self.graphs)
+
+    @property
+    def result(self) -> str:
+        """In a word or two."""
+        if self.passes:
+            return "equal"
+        if self.refused:
+            return "refused"
+        if not self.was_run:
+            return "not run"
+        return "fails" if self.error else "differs"
+
+    @property
     def one_graph(self) -> bool:
         return bool(self.chunks) and self.graphs == self.chunks
 
@@ -75,26 +93,29 @@ def with_skips(args: list[str], skipped: list[str]) -> list[str]:
     return [*args, "--mindspeed-skip-flags", *(flag.lstrip("-") for flag in skipped)] if skipped else args
 
 
-def measure(script: shrink.Script) -> Row:
-    """Run a script both ways, in float32."""
+def measure(script: shrink.Script, *, runs: bool = True) -> Row:
+    """Run a script both ways, in float32; without ``runs`` its flags alone are looked at."""
     args, world = shrink.shrink(script, "fp32")
     row = Row(script.name, world)
     row.skipped, row.refused = refusals(args)
-    if row.refused:
+    if script.entry not in ENTRIES:
+        row.refused.append(f"its entry script {script.entry} is not Megatron-LM's pretrain_gpt.py")
+    if "--yaml-cfg" in script.args:
+        row.refused.append("its YAML file is not at hand")
+    if row.refused or not runs:
         return row
     args = with_skips(args, row.skipped)
-    entry = script.entry if script.entry in runner.ENTRIES else runner.ENTRIES[0]
-    eager = runner.run(args, world, entry=entry, environ=EAGER, seconds=400)
+    eager = runner.run(args, world, environ=EAGER, seconds=400)
     if eager.error is not None:
         row.error = _last_line(eager.error, "eager")
         return row
     row.eager = values_of(eager)
-    return compare(row, args, entry)
+    return compare(row, args)
 
 
-def compare(row: Row, args: list[str], entry: str = runner.ENTRIES[0]) -> Row:
+def compare(row: Row, args: list[str]) -> Row:
     """Run compiled, and fill ``row`` with what that gives beside its eager values."""
-    compiled = runner.run(args, row.world, entry=entry, environ=COMPILED, seconds=400)
+    compiled = runner.run(args, row.world, environ=COMPILED, seconds=400)
     row.graphs, row.chunks = compiled.graphs, compiled.chunks
     row.error = _last_line(compiled.error, "compiled")
     row.difference = None if row.error else largest_difference(row.eager, values_of(compiled))
@@ -117,15 +138,13 @@ def values_of(run: runner.Run) -> dict[str, float]:
 def _last_line(error: str | None, which: str) -> str:
     if error is None:
         return ""
-    lines = [
-        x.strip() for x in error.splitlines() if re.match(r"^[\w.]*(Error|Exception|refused|Unsupported)", x.strip())
-    ]
+    lines = [x.strip() for x in error.splitlines() if re.match(KINDS, x.strip())]
     return f"{which}: {(lines or error.strip().splitlines())[-1][:200]}"
 
 
 def page(rows: list[Row]) -> str:
     """The table as the page has it."""
-    ran = [r for r in rows if not r.refused]
+    ran = [r for r in rows if r.was_run]
     good = [r for r in ran if r.passes]
     lines = [
         "# Launch scripts",
@@ -137,13 +156,14 @@ def page(rows: list[Row]) -> str:
         "`python -m tests.megatron.launch.table --write`. Equal: losses and gradient norms of every iteration within",
         "1e-5, and one graph for every chunk.",
         "",
-        f"**{len(good)} of {len(rows)} equal**, {len(ran) - len(good)} not, {len(rows) - len(ran)} refused by name.",
+        f"**{len(good)} of {len(rows)} equal**, {len(ran) - len(good)} not, {sum(bool(r.refused) for r in rows)} refused by name"
+        f", {sum(not r.was_run and not r.refused for r in rows)} not run.",
         "",
         "| script | ranks | result | graphs for chunks | largest difference | flags left away |",
         "|---|---|---|---|---|---|",
     ]
     for r in rows:
-        result = "equal" if r.passes else "refused" if r.refused else "differs" if not r.error else "fails"
+        result = r.result
         graphs = f"{sum(r.graphs)} for {sum(r.chunks)}" if r.graphs else ""
         difference = "" if r.difference is None else f"{r.difference:.1e}"
         notes = ", ".join(f"`{f}`" for f in r.skipped) if not r.refused else "; ".join(r.refused)
@@ -157,6 +177,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
     parser.add_argument("--write", action="store_true", help="write the page")
     parser.add_argument("--again", action="store_true", help="also scripts that have a result")
+    parser.add_argument("--flags", action="store_true", help="look at flags alone, and run nothing")
     given = parser.parse_args()
     known = {r["name"]: Row(**r) for r in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
     names = []
@@ -165,9 +186,9 @@ def main() -> None:
             names.append(script.name)
             if not any(part in script.name for part in given.only):
                 continue
-            if script.name in known and known[script.name].passes and not given.again:
+            if script.name in known and (known[script.name].passes or given.flags) and not given.again:
                 continue
-            row = known[script.name] = measure(script)
+            row = known[script.name] = measure(script, runs=not given.flags)
             print("equal" if row.passes else "NOT", asdict(row), flush=True)
             RESULTS.write_text(json.dumps([asdict(r) for r in known.values()], indent=1) + "\n")
     if given.write:
