@@ -9,6 +9,7 @@ the table says which.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import re
 import sys
@@ -144,8 +145,7 @@ def _last_line(error: str | None, which: str) -> str:
 
 def page(rows: list[Row]) -> str:
     """The table as the page has it."""
-    ran = [r for r in rows if r.was_run]
-    good = [r for r in ran if r.passes]
+    counts = collections.Counter(r.result for r in rows)
     lines = [
         "# Launch scripts",
         "",
@@ -156,8 +156,7 @@ def page(rows: list[Row]) -> str:
         "`python -m tests.megatron.launch.table --write`. Equal: losses and gradient norms of every iteration within",
         "1e-5, and one graph for every chunk.",
         "",
-        f"**{len(good)} of {len(rows)} equal**, {len(ran) - len(good)} not, {sum(bool(r.refused) for r in rows)} refused by name"
-        f", {sum(not r.was_run and not r.refused for r in rows)} not run.",
+        ", ".join(f"{'**' * (k == 'equal')}{counts[k]} {k}{'**' * (k == 'equal')}" for k in sorted(counts)) + ".",
         "",
         "| script | ranks | result | graphs for chunks | largest difference | flags left away |",
         "|---|---|---|---|---|---|",
