@@ -507,11 +507,11 @@ def megatron_cases(dtype):
             "npu_grouped_matmul, of groups of rows and of columns",
         )
     weight, into = normal(4, 5, dtype=dtype), normal(4, 5)
-    yield "linear_main_grad", ops.linear_main_grad, (x.unflatten(0, (1, 7)), weight, into, False), "aten linear"
+    yield "linear_main_grad", ops.linear_main_grad, (x.unflatten(0, (1, 7)), weight, into, False, -1), "aten linear"
     yield (
         "add_to_main_grad",
         ops.add_to_main_grad,
-        (into, grad, x),
+        (into, grad, x, -1),
         "aten addmm_" if dtype == torch.float32 else "npu_grouped_matmul_add_",
     )
 
