@@ -231,6 +231,7 @@ class Compilation:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
         if self.sharding is not None:
             self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
+        gradient_ready.mark(joint)
         self.gathers.mark(joint)
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)

@@ -42,21 +42,9 @@ def partition(
         chosen = choose(graph, info)
         return own(graph, info, **settings) if chosen is None else chosen
 
-    allow_writes_between_steps(gm.graph)
     budget = {} if memory_budget is None else {"activation_memory_budget": float(memory_budget)}
     with functorch_config.patch(**budget), mock.patch.object(partitioners, "choose_saved_values_set", decide):
         return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
-
-
-def allow_writes_between_steps(graph: fx.Graph) -> None:
-    """An input that the backward itself writes to (Megatron's ``main_grad``) is kept for it without autograd's check of
-    versions: with several micro-batches in flight, as in a pipeline, each one's backward writes between another's
-    forward and backward, and each wants the value of its own time.
-    """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        written = node.args[0]
-        if isinstance(written, fx.Node) and is_input(written):
-            keep_unchecked(written)
 
 
 def keep_unchecked(node: fx.Node) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from mindspeed_fx.compat import graph_inputs
+from mindspeed_fx.compat import auto_functionalized, graph_inputs, partitioner
 from mindspeed_fx.training import data_parallel
 
 KEY = "_mindspeed_fx_gradient_key"
@@ -64,6 +64,21 @@ def _(main_grad: Tensor, key: int) -> None:
 @accumulate_main_grad.register_fake
 def _(main_grad: Tensor, grad: Tensor, key: int) -> None:
     return None
+
+
+ADDS = ("mindspeed.add_to_main_grad.default", "mindspeed.accumulate_main_grad.default")
+
+
+def mark(joint: fx.GraphModule) -> None:
+    """Have autograd keep buffers that the backward adds to without its check of versions: with several micro-batches in
+    flight, as in a pipeline, each one's backward adds between another's forward and backward, and each wants the sum of
+    its own time.
+    """
+    for node in joint.graph.nodes:
+        if str(auto_functionalized.mutable_operator(node)) in ADDS:
+            for base in auto_functionalized.bases_of(node) or ():
+                if base.op == "placeholder":
+                    partitioner.keep_unchecked(base)
 
 
 def has_listeners(inputs: Sequence[Any]) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 
 import mindspeed_fx
+from tests.megatron.launch import runner
 
 ULYSSES, RING, HYBRID = "ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"
 ADAPTIVE, HYBRID_ADAPTIVE, GATHER = "adaptive_cp_algo", "hybrid_adaptive_cp_algo", "kvallgather_cp_algo"
@@ -236,39 +237,21 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 CORE = "--recompute-granularity selective --recompute-modules core_attn"
 
 
-def give(flags):
-    """MindSpeed's flags in the arguments, whether its parser is there or not."""
-
-    def setup(rank):
-        from megatron.training import global_vars
-
-        set_args = global_vars.set_args
-
-        def with_flags(args):
-            vars(args).update(flags)
-            return set_args(args)
-
-        global_vars.set_args = with_flags
-
-    return setup
+def words(flags):
+    """A command line's words for values of arguments."""
+    pairs = ((f"--{name.replace('_', '-')}", value) for name, value in flags.items())
+    return [word for flag, value in pairs for word in ([flag] if value is True else [flag, str(value)])]
 
 
-def launch(_, folder, runs):
-    """Each of ``runs`` (ranks, arguments, flags, compiled) in turn; one process imports everything."""
-    from tests.megatron.launch import runner
-
+def train(runs):
+    """Each of ``runs`` (ranks, arguments, flags, compiled) in turn."""
     results = []
     for ranks, arguments, flags, is_compiled in runs:
         environ = {"MINDSPEED_FX_COMPILE": str(int(is_compiled)), "MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
         heads = "" if LATENT in arguments else GROUPED  # Megatron takes one of the two
-        args = [*SCRIPT.split(), *heads.split(), *arguments.split()]
-        results.append(runner.run(args, ranks, environ=environ, setup=give(flags)))
-    torch.save(results, folder / "runs.pt")
-
-
-def launched(folder, runs):
-    mp.spawn(launch, args=(folder, runs), nprocs=1)
-    return torch.load(folder / "runs.pt", weights_only=False)
+        args = [*SCRIPT.split(), *heads.split(), *arguments.split(), *words(flags)]
+        results.append(runner.run(args, ranks, environ=environ))
+    return results
 
 
 def same(result, right):
@@ -280,10 +263,10 @@ def same(result, right):
         assert result.grad_norms[iteration] == pytest.approx(right.grad_norms[iteration], rel=1e-5)
 
 
-def test_training_is_that_of_one_rank(tmp_path):
+def test_training_is_that_of_one_rank():
     algorithms = (ULYSSES, RING)
     runs = [(2, "--context-parallel-size 2", {"context_parallel_algo": a}, False) for a in algorithms]
-    right, *results = launched(tmp_path, [(1, "", {}, False), *runs])
+    right, *results = train([(1, "", {}, False), *runs])
     for result in results:
         same(result, right)
 
@@ -307,14 +290,12 @@ def test_training_is_that_of_one_rank(tmp_path):
         (GATHER, 2, 1, LATENT, {}),
     ],
 )
-def test_training_of_every_kind_is_that_without_context_parallelism(
-    algorithm, ranks, others, arguments, flags, tmp_path
-):
+def test_training_of_every_kind_is_that_without_context_parallelism(algorithm, ranks, others, arguments, flags):
     """Eager and compiled, one graph for training and one for evaluation."""
     given = {"context_parallel_algo": algorithm, **flags}
     divided = f"--context-parallel-size {ranks} {arguments}"
     runs = [(others, arguments, {}, False), *((ranks * others, divided, given, c) for c in (False, True))]
-    right, eager, compiled = launched(tmp_path, runs)
+    right, eager, compiled = train(runs)
     same(eager, right)
     same(compiled, right)
     assert compiled.graphs == [2] * (ranks * others) and compiled.chunks == [1] * (ranks * others)

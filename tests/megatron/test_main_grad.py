@@ -114,7 +114,7 @@ def test_a_weight_of_more_rows_than_the_operator_takes(monkeypatch):
         types.SimpleNamespace(npu_grouped_matmul_add_=lambda *args: calls.append(args[0].shape[1]) or whole(*args)),
     )
     into, grad, x = torch.ones(10, 3), torch.randn(7, 10).bfloat16(), torch.randn(7, 3).bfloat16()
-    main_grad_npu._add(into, grad, x)
+    main_grad_npu._add(into, grad, x, -1)
     torch.testing.assert_close(into, 1 + grad.float().t() @ x.float())
     assert calls == [4, 4, 2] and "columns of the weight is 5; valid: 1 to 4" in main_grad_npu._supports(
         into, grad, torch.randn(7, 5).bfloat16()
