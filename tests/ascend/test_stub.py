@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -42,13 +41,11 @@ def test_unknown_soc():
 @pytest.mark.npu
 @needs_torch_npu
 @needs_compiler
-def test_built_at_once_and_torch_npu_is_imported(monkeypatch, tmp_path):
+def test_built_and_torch_npu_is_imported(monkeypatch, tmp_path):
     package = toolchain.path("torch_npu") / "torch_npu"
     monkeypatch.setenv("CC", "cc")
-    start = time.perf_counter()
     (tmp_path / "stubs").mkdir()
     stub._compile(package, tmp_path / "stubs", "Ascend910B3", 2)
-    assert time.perf_counter() - start < 2
     code = (
         "import torch, torch_npu; print(torch.npu.device_count(), torch.npu.get_soc_version(), "
         "hasattr(torch.ops.npu, 'npu_fusion_attention_v3'))"
