@@ -109,6 +109,8 @@ def measure(script: shrink.Script, *, runs: bool = True) -> Row:
     eager = runner.run(args, world, environ=EAGER, seconds=400)
     if eager.error is not None:
         row.error = _last_line(eager.error, "eager")
+        if row.error.startswith("eager: ValueError: --"):  # ours, when the model is built: it names a flag
+            row.refused, row.error = [row.error.removeprefix("eager: ValueError: ")], ""
         return row
     row.eager = values_of(eager)
     return compare(row, args)
