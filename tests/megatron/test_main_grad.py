@@ -117,7 +117,7 @@ def test_a_weight_of_more_rows_than_the_operator_takes(monkeypatch):
     main_grad_npu._add(into, grad, x, -1)
     torch.testing.assert_close(into, 1 + grad.float().t() @ x.float())
     assert calls == [4, 4, 2] and "columns of the weight is 5; valid: 1 to 4" in main_grad_npu._supports(
-        into, grad, torch.randn(7, 5).bfloat16()
+        into, grad, torch.randn(7, 5).bfloat16(), -1
     )
 
 
