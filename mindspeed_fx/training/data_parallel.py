@@ -15,7 +15,7 @@ from typing import Any, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import distributed
+from mindspeed_fx.compat import distributed, graph_inputs
 from mindspeed_fx.errors import OptionError
 
 
@@ -50,20 +50,8 @@ def parameters(inputs: Sequence[Any]) -> list[int]:
 def average(gm: fx.GraphModule, positions: Sequence[int], name: str) -> None:
     """Read the parameters at ``positions`` of the inputs of ``gm`` through :func:`read_averaged`, in place."""
     group, size = ranks(name)
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    if size == 1:
-        return
-    with gm.graph.inserting_after(placeholders[-1]):
-        for i in positions:
-            users = list(placeholders[i].users)
-            if users:
-                read = gm.graph.call_function(read_averaged, (placeholders[i], group, size))
-                read.meta = {
-                    k: v for k, v in placeholders[i].meta.items() if k in ("val", "example_value", "tensor_meta")
-                }
-                for user in users:
-                    user.replace_input_with(placeholders[i], read)
-    gm.recompile()
+    if size > 1:
+        graph_inputs.read_through(gm, dict.fromkeys(positions, (group, size)), read_averaged)
 
 
 def read_averaged(parameter: torch.Tensor, group: str, size: int) -> torch.Tensor:

@@ -66,7 +66,11 @@ def _(main_grad: Tensor, grad: Tensor, key: int) -> None:
     return None
 
 
-ADDS = ("mindspeed.add_to_main_grad.default", "mindspeed.accumulate_main_grad.default")
+ARGUMENTS = {
+    "mindspeed.add_to_main_grad.default": ("grad", "x", "key"),
+    "mindspeed.accumulate_main_grad.default": ("grad", "key"),
+}
+"""Operators that add to a main_grad, and their arguments behind it."""
 
 
 def mark(joint: fx.GraphModule) -> None:
@@ -75,7 +79,7 @@ def mark(joint: fx.GraphModule) -> None:
     its own time.
     """
     for node in joint.graph.nodes:
-        if str(auto_functionalized.mutable_operator(node)) in ADDS:
+        if str(auto_functionalized.mutable_operator(node)) in ARGUMENTS:
             for base in auto_functionalized.bases_of(node) or ():
                 if base.op == "placeholder":
                     partitioner.keep_unchecked(base)
@@ -111,27 +115,14 @@ class Announcements:
 
     def read(self, gm: fx.GraphModule) -> None:
         """Read the parameters through :func:`read_announced`, in place; but where a linear layer adds its own."""
-        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        added = placeholders[len(placeholders) - len(self.positions) :]
-        with gm.graph.inserting_after(placeholders[-1]):
-            for i, main_grad, key in zip(self.positions, added, self.keys, strict=True):
-                users = [n for n in placeholders[i].users if str(n.target) != ADDS_BY_ITSELF]
-                if not users:
-                    continue
-                read = gm.graph.call_function(read_announced, (placeholders[i], main_grad, key))
-                kept = ("val", "example_value", "tensor_meta")
-                read.meta = {k: v for k, v in placeholders[i].meta.items() if k in kept}
-                for user in users:
-                    user.replace_input_with(placeholders[i], read)
-        gm.recompile()
+        added = gm.graph.find_nodes(op="placeholder")[len(self.inputs) - len(self.positions) :]
+        inputs = dict(zip(self.positions, zip(added, self.keys, strict=True), strict=True))
+        graph_inputs.read_through(gm, inputs, read_announced, lambda user: str(user.target) == ADDS_BY_ITSELF)
 
     def wrap(self, compiled: Any) -> Any:
         """``compiled`` as a function of the graph's own inputs."""
 
-        def run(*args: Any) -> Any:
-            return compiled(*args, *self.state([args[i] for i in self.positions]))
-
-        return run
+        return graph_inputs.with_state(compiled, self.positions, self.state)
 
 
 def read_announced(parameter: Tensor, main_grad: Tensor, key: int) -> Tensor:

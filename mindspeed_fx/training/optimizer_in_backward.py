@@ -122,31 +122,18 @@ class Steps:
 
     def read(self, gm: fx.GraphModule) -> None:
         """Read the parameters through :func:`read_stepped`, in place."""
-        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        added = placeholders[len(placeholders) - self.added :]
-        with gm.graph.inserting_after(placeholders[-1]):
-            for at, (i, k) in enumerate(zip(self.positions, self.group, strict=True)):
-                users = list(placeholders[i].users)
-                if users:
-                    read = gm.graph.call_function(
-                        read_stepped, (placeholders[i], *added[3 * at : 3 * at + 3], added[3 * len(self.positions) + k])
-                    )
-                    read.meta = {
-                        key: v
-                        for key, v in placeholders[i].meta.items()
-                        if key in ("val", "example_value", "tensor_meta")
-                    }
-                    for user in users:
-                        user.replace_input_with(placeholders[i], read)
-        gm.recompile()
+        added = gm.graph.find_nodes(op="placeholder")[len(self.inputs) - self.added :]
+        groups = added[3 * len(self.positions) :]
+        state = {
+            i: (*added[3 * at : 3 * at + 3], groups[k])
+            for at, (i, k) in enumerate(zip(self.positions, self.group, strict=True))
+        }
+        graph_inputs.read_through(gm, state, read_stepped)
 
     def wrap(self, compiled: Callable) -> Callable:
         """``compiled`` as a function of the graph's own inputs."""
 
-        def run(*args: Any) -> Any:
-            return compiled(*args, *self.state([args[i] for i in self.positions]))
-
-        return run
+        return graph_inputs.with_state(compiled, self.positions, self.state)
 
 
 def read_stepped(

@@ -80,10 +80,8 @@ def _sequence_loss(args: Namespace) -> str:
         return f"type {kind} does not read it, as in MindSpeed-LLM"
     if not get(args, "moe_aux_loss_coeff"):
         return "its coefficient is 0: no loss"
-    raise NotDone(
-        "its loss beside type none counts other tokens than Megatron's; remove it and give "
-        f"{TYPE} seq_aux_loss, or --moe-aux-loss-coeff 0"
-    )
+    note = "over the whole of each sequence, as DeepSeek-V3 defines it; MindSpeed-LLM counts a rank's own tokens"
+    return f"{_set(args, moe_router_load_balancing_type='seq_aux_loss')}: {note}"
 
 
 def _float32_softmax(args: Namespace) -> str:
@@ -124,7 +122,7 @@ FLAGS: list[Flag] = [
         "--seq-aux",
         MEGATRON,
         "beside type none: a loss for each sequence",
-        "not read by other types; beside type none an error, unless its coefficient is 0",
+        "beside type none `--moe-router-load-balancing-type seq_aux_loss`; not read by other types",
         act=_sequence_loss,
         llm=True,
     ),

@@ -94,16 +94,18 @@ def _leave_activation_to_the_partition(args: Namespace) -> list[str]:
     ]
 
 
-def validate_args(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Megatron's ``validate_args``, after :func:`settle`."""
-    _settle_and_print(args)
-    return patches.original(ARGUMENTS)(args, *rest, **kwargs)
+def _after_settling(name: str) -> Callable:
+    """A check of arguments of Megatron's, after :func:`settle`."""
+
+    def validate(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        _settle_and_print(args)
+        return patches.original(name)(args, *rest, **kwargs)
+
+    return validate
 
 
-def validate_yaml(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Megatron's ``validate_yaml``, after :func:`settle`."""
-    _settle_and_print(args)
-    return patches.original(YAML)(args, *rest, **kwargs)
+validate_args = _after_settling(ARGUMENTS)
+validate_yaml = _after_settling(YAML)
 
 
 def refuse(args: Namespace) -> None:
@@ -147,11 +149,11 @@ FLEX = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 """The module behind each backend of the dispatcher flex."""
 
 
-def _settle_and_print(args: Namespace, say: Callable[[str], None] = print) -> None:
+def _settle_and_print(args: Namespace) -> None:
     refuse(args)
     for line in settle(args):
         if getattr(args, "rank", 0) == 0:
-            say(f"mindspeed_fx: {line}")
+            print(f"mindspeed_fx: {line}")
     if groups.kind() != "cuda" and getattr(args, "distributed_backend", None) == "nccl":
         args.distributed_backend = BACKENDS[groups.kind()]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, Callable
 
 from mindspeed_fx.megatron import cuda_calls, patches
 
@@ -15,10 +15,20 @@ def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
     return patches.original(f"{MODULE}:initialize_megatron")(*args, **{**kwargs, "allow_no_cuda": True})
 
 
-def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
-    """``_initialize_distributed``, which makes Megatron's groups where there are devices."""
-    with cuda_calls.one_device():
-        return patches.original(f"{MODULE}:_initialize_distributed")(*args, **kwargs)
+def _on_one_device(name: str) -> Callable:
+    """A function of Megatron's that asks how many devices there are before it goes on."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with cuda_calls.one_device():
+            return patches.original(f"{MODULE}:{name}")(*args, **kwargs)
+
+    return call
+
+
+initialize_distributed = _on_one_device("_initialize_distributed")
+"""``_initialize_distributed``, which makes Megatron's groups where there are devices."""
+set_random_seed = _on_one_device("_set_random_seed")
+"""``_set_random_seed``, which seeds the tracker where there are devices."""
 
 
 def compile_helpers() -> None:
@@ -27,9 +37,3 @@ def compile_helpers() -> None:
     """
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         patches.original("datasets.utils:compile_helpers")()
-
-
-def set_random_seed(*args: Any, **kwargs: Any) -> Any:
-    """``_set_random_seed``, which seeds the tracker where there are devices."""
-    with cuda_calls.one_device():
-        return patches.original(f"{MODULE}:_set_random_seed")(*args, **kwargs)

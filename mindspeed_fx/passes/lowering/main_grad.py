@@ -13,13 +13,9 @@ import torch.fx as fx
 from mindspeed_fx.compat import auto_functionalized
 from mindspeed_fx.passes.base import Context, PassReport, register
 from mindspeed_fx.passes.overlap.step import write_in_place
+from mindspeed_fx.training.gradient_ready import ARGUMENTS
 
 NAME = "lowering.main_grad"
-ARGUMENTS = {
-    "mindspeed.add_to_main_grad.default": ("grad", "x", "key"),
-    "mindspeed.accumulate_main_grad.default": ("grad", "key"),
-}
-"""Operators that add to a main_grad, and their arguments behind it."""
 
 
 @register(NAME)

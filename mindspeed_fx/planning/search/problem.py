@@ -42,8 +42,8 @@ class Value:
     dims: list[Dim]
     itemsize: int
     floating: bool
-    producer: "Node | None" = None
-    parameter: "Parameter | None" = None
+    producer: "Node | None" = field(default=None, repr=False)  # else its text is the whole problem's
+    parameter: "Parameter | None" = field(default=None, repr=False)
     index: int = 0
 
     @property
@@ -58,7 +58,7 @@ class Parameter:
     shape: tuple[int, ...]
     itemsize: int
     trained: bool
-    users: list[tuple["Node", int]] = field(default_factory=list)
+    users: list[tuple["Node", int]] = field(default_factory=list, repr=False)
 
     @property
     def bytes(self) -> int:

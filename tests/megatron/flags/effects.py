@@ -103,7 +103,10 @@ EXPERTS = {
         (f"--norm-topk-prob {PRE} none --moe-router-pre-softmax", dict(moe_router_pre_softmax=True, says="not read")),
     ],
     "--seq-aux": [
-        (f"--seq-aux {PRE} none --moe-aux-loss-coeff 0.01", dict(error="seq_aux_loss")),
+        (
+            f"--seq-aux {PRE} none --moe-aux-loss-coeff 0.01",
+            dict(moe_router_load_balancing_type="seq_aux_loss", says="over the whole of each sequence"),
+        ),
         (f"--seq-aux {PRE} none", dict(says="coefficient is 0")),
         (f"--seq-aux {PRE} seq_aux_loss --moe-aux-loss-coeff 0.01", dict(says="does not read it")),
     ],

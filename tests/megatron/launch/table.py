@@ -1,6 +1,6 @@
 """docs/launch_scripts.md: every launch script made small, run compiled and eager over gloo, and compared.
 
-    python -m tests.megatron.launch.table [--only PART-OF-NAME ...] [--flags] [--again] [--write]
+    python -m tests.megatron.launch.table [--only PART-OF-NAME ...] [--flags] [--again] [--narrow] [--write]
 
 A script whose flags are refused is made to go on without those that may be skipped; one with others is not run, and
 the table says which.
@@ -23,6 +23,8 @@ RESULTS = Path(__file__).parent / "results.json"
 EAGER = {"MINDSPEED_FX_COMPILE": "0"}
 COMPILED = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
 TOLERANCE = 1e-5
+SECONDS = 900
+"""A run's limit: eight processes on two cores compile for minutes."""
 ENTRIES = ("pretrain_gpt.py", "pretrain_gpt_llm.py")
 """Entry scripts whose arguments are run through Megatron-LM's pretrain_gpt.py."""
 KINDS = r"^[\w.]*(Error|Exception|refused|Unsupported)"
@@ -42,6 +44,8 @@ class Row:
         difference: the largest relative difference of a loss or gradient norm between compiled and eager.
         error: the last lines of a run that failed.
         eager: losses and gradient norms of the eager run, by "iteration name".
+        narrow: the script's own 16-bit type: the largest relative distance of a loss from ``eager``, of the eager and
+            of the compiled run in that type.
     """
 
     name: str
@@ -53,6 +57,12 @@ class Row:
     difference: float | None = None
     error: str = ""
     eager: dict[str, float] = field(default_factory=dict)
+    narrow: list[float] = field(default_factory=list)
+
+    @property
+    def narrow_passes(self) -> bool:
+        """In 16 bits: compiled at most twice as far from float32 as eager."""
+        return len(self.narrow) == 2 and self.narrow[1] <= 2 * self.narrow[0]
 
     @property
     def passes(self) -> bool:
@@ -106,7 +116,7 @@ def measure(script: shrink.Script, *, runs: bool = True) -> Row:
     if row.refused or not runs:
         return row
     args = with_skips(args, row.skipped)
-    eager = runner.run(args, world, environ=EAGER, seconds=400)
+    eager = runner.run(args, world, environ=EAGER, seconds=SECONDS)
     if eager.error is not None:
         row.error = _last_line(eager.error, "eager")
         if row.error.startswith("eager: ValueError: --"):  # ours, when the model is built: it names a flag
@@ -118,11 +128,28 @@ def measure(script: shrink.Script, *, runs: bool = True) -> Row:
 
 def compare(row: Row, args: list[str]) -> Row:
     """Run compiled, and fill ``row`` with what that gives beside its eager values."""
-    compiled = runner.run(args, row.world, environ=COMPILED, seconds=400)
+    compiled = runner.run(args, row.world, environ=COMPILED, seconds=SECONDS)
     row.graphs, row.chunks = compiled.graphs, compiled.chunks
     row.error = _last_line(compiled.error, "compiled")
     row.difference = None if row.error else largest_difference(row.eager, values_of(compiled))
     return row
+
+
+def measure_narrow(row: Row, script: shrink.Script) -> Row:
+    """Run a script that is equal in float32 in its own type, and fill ``row.narrow``."""
+    args, _ = shrink.shrink(script)
+    if not {"--bf16", "--fp16"} & set(args):
+        return row
+    row.narrow, exact = [], _losses(row.eager)
+    for environ in (EAGER, COMPILED):
+        run = runner.run(with_skips(args, row.skipped), row.world, environ=environ, seconds=SECONDS)
+        assert run.error is None, run.error
+        row.narrow.append(largest_difference(exact, _losses(values_of(run))))
+    return row
+
+
+def _losses(values: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in values.items() if "norm" not in k}
 
 
 def largest_difference(one: dict[str, float], other: dict[str, float]) -> float:
@@ -156,12 +183,13 @@ def page(rows: list[Row]) -> str:
         "through Megatron-LM 0.16.1's pretrain_gpt.py with `import mindspeed_fx.megatron_adaptor` as first line, over",
         "gloo, three iterations in float32, compiled (`codegen` eager) and eager; nothing ran on an NPU. Made by",
         "`python -m tests.megatron.launch.table --write`. Equal: losses and gradient norms of every iteration within",
-        "1e-5, and one graph for every chunk.",
+        "1e-5, and one graph for every chunk. 16 bits: the script's own bfloat16 or float16 with float32 main weights,",
+        "the largest relative distance of a loss from the float32 run, eager and compiled (at most twice eager's).",
         "",
         ", ".join(f"{'**' * (k == 'equal')}{counts[k]} {k}{'**' * (k == 'equal')}" for k in sorted(counts)) + ".",
         "",
-        "| script | ranks | result | graphs for chunks | largest difference | flags left away |",
-        "|---|---|---|---|---|---|",
+        "| script | ranks | result | graphs for chunks | largest difference | 16 bits | flags left away |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         result = r.result
@@ -169,7 +197,8 @@ def page(rows: list[Row]) -> str:
         difference = "" if r.difference is None else f"{r.difference:.1e}"
         notes = ", ".join(f"`{f}`" for f in r.skipped) if not r.refused else "; ".join(r.refused)
         notes = f"{r.error} {notes}".strip().replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {r.name} | {r.world} | {result} | {graphs} | {difference} | {notes} |")
+        narrow = ", ".join(f"{x:.1e}" for x in r.narrow)
+        lines.append(f"| {r.name} | {r.world} | {result} | {graphs} | {difference} | {narrow} | {notes} |")
     return "\n".join(lines) + "\n"
 
 
@@ -178,6 +207,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
     parser.add_argument("--write", action="store_true", help="write the page")
     parser.add_argument("--again", action="store_true", help="also scripts that have a result")
+    parser.add_argument("--narrow", action="store_true", help="run what is equal in its own 16-bit type")
     parser.add_argument("--flags", action="store_true", help="look at flags alone, and run nothing")
     given = parser.parse_args()
     known = {r["name"]: Row(**r) for r in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
@@ -187,10 +217,18 @@ def main() -> None:
             names.append(script.name)
             if not any(part in script.name for part in given.only):
                 continue
-            if script.name in known and (known[script.name].passes or given.flags) and not given.again:
-                continue
-            row = known[script.name] = measure(script, runs=not given.flags)
-            print("equal" if row.passes else "NOT", asdict(row), flush=True)
+            row = known.get(script.name)
+            if given.narrow:
+                if row is None or not row.passes or (row.narrow and not given.again):
+                    continue
+                row = measure_narrow(row, script)
+                passes = row.narrow_passes
+            else:
+                if row is not None and (row.passes or given.flags) and not given.again:
+                    continue
+                row = known[script.name] = measure(script, runs=not given.flags)
+                passes = row.passes
+            print("equal" if passes else "NOT", asdict(row), flush=True)
             RESULTS.write_text(json.dumps([asdict(r) for r in known.values()], indent=1) + "\n")
     if given.write:
         PAGE.write_text(page([known[n] for n in names if n in known]))
