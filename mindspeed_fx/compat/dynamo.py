@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from typing import Any, Callable, Iterator
 
 import torch
@@ -71,6 +72,15 @@ def allow_side_effects_under_checkpoint() -> Callable[[], None]:
 def capture_sizes() -> Callable[[], None]:
     """Let Dynamo make symbols of numbers that are read from tensors; returns what takes that back."""
     return _switch_on("capture_scalar_outputs")
+
+
+def reorder_warnings() -> Callable[[], None]:
+    """Let Dynamo give warnings after a graph instead of breaking it there; returns what takes that back."""
+    functions = torch._dynamo.config.reorderable_logging_functions
+    if warnings.warn in functions:
+        return lambda: None
+    functions.add(warnings.warn)
+    return lambda: functions.discard(warnings.warn)
 
 
 def _switch_on(name: str) -> Callable[[], None]:

@@ -43,6 +43,7 @@ def apply() -> None:
     words.when_imported("megatron.training.arguments", flags.patch_parser)
     _after_undo.append(flags.unpatch_parser)
     _after_undo.append(dynamo.capture_sizes())
+    _after_undo.append(dynamo.reorder_warnings())
     for module, replacements in training.table().items():
         words.when_imported(module, functools.partial(patches.apply, replacements))
 

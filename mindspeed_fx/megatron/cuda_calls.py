@@ -1,11 +1,14 @@
-"""``torch.cuda`` on a machine that has only a CPU, as far as Megatron's training calls it: one stream, on which all is
-done when a call returns, and the memory of the process.
+"""``torch.cuda`` on a machine without CUDA, as far as Megatron's training calls it.
+
+On an NPU without torch_npu's transfer_to_npu ``torch.npu`` answers (:func:`npu_call`). On a CPU there is one stream, on
+which all is done when a call returns, and the memory of the process.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import resource
 import time
 from typing import Any, Iterator
@@ -144,3 +147,14 @@ SHARED = {
     max_resident_bytes: ("torch.cuda:max_memory_allocated", "torch.cuda:max_memory_reserved"),
 }
 """What answers for several functions of ``torch.cuda``."""
+
+
+def npu_call(target: str, without: Any) -> Any:
+    """What ``torch.npu`` has under the name of ``target``, such as "torch.cuda:synchronize"; ``without`` where it has
+    none (the ranges of NVIDIA's profiler).
+    """
+    module, name = target.split(":")
+    answer = getattr(torch.npu, name, None) if module == "torch.cuda" else None
+    if answer is None:
+        return without
+    return answer if isinstance(answer, type) else functools.partial(answer)

@@ -209,6 +209,7 @@ def _without_cuda() -> list[Patch]:
     """On a CPU, and on an NPU without torch_npu's transfer_to_npu, for which "cuda" is no device."""
     where, kind = WITHOUT_CUDA, groups.kind()
     return [
+        *_cuda_calls(),
         Patch(
             linear.LINEAR,
             linear.eager_linear,
@@ -250,8 +251,8 @@ def _without_cuda() -> list[Patch]:
 
 
 def _cuda_calls() -> list[Patch]:
-    """``torch.cuda`` as far as Megatron's training calls it, on a CPU."""
-    calls, where = cuda_calls, WITHOUT_ACCELERATOR
+    """``torch.cuda`` as far as Megatron's training calls it: ``torch.npu``'s functions on an NPU, else a CPU's."""
+    calls = cuda_calls
     names: dict[str, Any] = {
         "torch.cuda:Stream": calls.Stream,
         "torch.cuda:Event": calls.Event,
@@ -264,8 +265,11 @@ def _cuda_calls() -> list[Patch]:
     for function, targets in calls.SHARED.items():
         # Dynamo knows torch's functions by name and refuses one object under two names.
         names |= {target: functools.partial(function) for target in targets}
+    if has_accelerator():
+        reason = "Megatron's training loop calls it for the device of its process, an NPU"
+        return [Patch(t, calls.npu_call(t, cpu), reason, WITHOUT_CUDA) for t, cpu in names.items()]
     reason = "Megatron's training loop calls it; a CPU has one stream and the memory of the process"
-    return [Patch(target, replacement, reason, where) for target, replacement in names.items()]
+    return [Patch(t, cpu, reason, WITHOUT_ACCELERATOR) for t, cpu in names.items()]
 
 
 def _without_accelerator() -> list[Patch]:
@@ -274,7 +278,6 @@ def _without_accelerator() -> list[Patch]:
     where = WITHOUT_ACCELERATOR
     result = "a tracker made inside the graph would compile the model twice"
     return [
-        *_cuda_calls(),
         Patch(
             DEALLOCATE,
             keep_output_tensor,

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -144,3 +145,17 @@ def test_an_unsupported_version_is_one_clear_error(monkeypatch):
     mindspeed_fx.megatron.undo()
     with pytest.raises(ImportError, match=r"supports megatron-core 0\.16\.x; 0\.9\.0 is installed"):
         mindspeed_fx.megatron.apply()
+
+
+def test_a_warning_is_given_and_breaks_no_graph():
+    """As Megatron's multi-token prediction gives one in every forward with --recompute-method block."""
+
+    class Warns(torch.nn.Module):
+        def forward(self, x):
+            warnings.warn("not recomputed", stacklevel=2)
+            return x * 2
+
+    model = Warns()
+    model.compile(backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+    with pytest.warns(UserWarning, match="not recomputed"):
+        assert torch.equal(model(torch.ones(3)), torch.full((3,), 2.0))
