@@ -88,14 +88,17 @@ def _arguments(node: fx.Node) -> list[Any]:
     return all_arguments(node.target, args, kwargs)
 
 
-def trace_on_npu(model: Any, args: tuple, kwargs: dict, options: Options, device: str = DEVICE) -> Traced:
+def trace_on_npu(
+    model: Any, args: tuple, kwargs: dict, options: Options, device: str = DEVICE, mode: Any = None
+) -> Traced:
     """Compile ``model``, changed in place to hold fake tensors, with ``options`` and run it once on fake tensors.
 
     Args:
         model: module or function; tensors of any device, meta included.
         device: where the fake tensors claim to be; "npu:0" needs torch_npu in this process.
+        mode: a FakeTensorMode in which the model was built, whose fake tensors are taken as they are; None makes one.
     """
-    mode = tracing.new_fake_mode()
+    mode = tracing.new_fake_mode() if mode is None else mode
     model, args, kwargs = ship.to_fake(mode, device, model, args, kwargs)
     sides: list = []
     calls: dict[str, dict[str, Any]] = {}

@@ -148,7 +148,10 @@ def to_fake(mode: Any, device: str, model: Any, args: tuple, kwargs: dict) -> tu
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        _refuse_subclass(value)
+        if not tracing.is_fake_of(value, mode):
+            _refuse_subclass(value)
+        elif value.device == torch.device(device):
+            return value
         if id(value) not in results:
             keep.append(value)
             new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)

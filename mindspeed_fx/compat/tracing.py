@@ -75,6 +75,11 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake_of(tensor: torch.Tensor, mode: Any) -> bool:
+    """Whether a tensor was made under ``mode``, a FakeTensorMode."""
+    return getattr(tensor, "fake_mode", None) is mode
+
+
 def wraps_tensors(tensor: Any) -> bool:
     """True for tensors of subclasses that hold other tensors, such as DTensor."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
