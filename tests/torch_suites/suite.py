@@ -3,10 +3,10 @@
     python -m tests.torch_suites.suite TORCH_SRC [test/dynamo/test_repros.py ...] [--levels 2 1 0] [--everywhere]
 
 ``TORCH_SRC`` is a checkout of torch's source of the installed version. Every file runs in a process of its own, one at
-a time, first with torch's backends and then with ours at each level; a test that ends its process, or takes longer than
-``--limit`` seconds, costs only itself. Only tests that reach a backend count. What is known to differ, and why, is in
-``suite_exceptions.txt``; the exit status is 1 where anything else passes with torch's backends and not here. Results
-stay in ``--out``, one line of JSON a test; a run that was broken off goes on from there.
+a time, with ours at each level, and what fails then again with torch's backends; a test that ends its process, or takes
+longer than ``--limit`` seconds, costs only itself. Only tests that reach a backend count. What is known to differ, and
+why, is in ``suite_exceptions.txt``; the exit status is 1 where anything else passes with torch's backends and not here.
+Results stay in ``--out``, one line of JSON a test; a run that was broken off goes on from there.
 """
 
 import argparse
@@ -35,29 +35,36 @@ SHARE = 0.01
 
 
 def main():
-    arguments = read_arguments()
-    exceptions, passed, excused, defects = read_exceptions(), 0, 0, 0
+    arguments, exceptions = read_arguments(), read_exceptions()
+    ran = excused = defects = 0
     for file in arguments.files or FILES:
         if not (Path(arguments.source) / file).exists():
             print(f"{file}: not in {arguments.source}")
             continue
-        original = run_file(arguments, file, "original")
-        expected = sorted(t for t, entry in original.items() if entry.get("status") == "pass" and entry["reached"])
+        wanted = None
         for level in arguments.levels:
-            here = run_file(arguments, file, str(level))
-            failed = [t for t in expected if here.get(t, {}).get("status") != "pass"]
-            new = [t for t in failed if f"{file} {t}" not in exceptions]
-            passed, excused, defects = passed + len(expected), excused + len(failed) - len(new), defects + len(new)
+            here = run_file(arguments, file, str(level), wanted)
+            wanted = [t for t, entry in here.items() if reached(entry)]
+            failed = [t for t in wanted if here[t].get("status") not in ("pass", "skip", "xfail")]
+            theirs = run_file(arguments, file, f"original-{level}", failed) if failed else {}
+            worse = sorted(t for t in failed if theirs.get(t, {}).get("status") == "pass")
+            new = [t for t in worse if f"{file} {t}" not in exceptions]
+            ran, excused, defects = ran + len(wanted), excused + len(worse) - len(new), defects + len(new)
             print(
-                f"{file}, level {level}: {len(original)} tests, {len(expected)} reach a backend and pass with torch's, "
-                f"{len(expected) - len(failed)} here, {len(failed) - len(new)} are exceptions"
+                f"{file}, level {level}: of {len(here)} tests {len(wanted)} reach a backend, {len(failed)} fail, of "
+                f"these {len(failed) - len(worse)} with torch's backends too, {len(worse) - len(new)} are exceptions"
             )
             for test in new:
-                print(f"  {test}: {describe(here.get(test, {}))}")
-    print(f"{passed} tests at all levels, {defects} fail here alone, {excused} are exceptions")
-    if excused > SHARE * passed:
+                print(f"  {test}: {describe(here[test])}", flush=True)
+    print(f"{ran} tests at all levels, {defects} fail here alone, {excused} are exceptions")
+    if excused > SHARE * ran:
         print(f"more than {SHARE:.0%} are exceptions")
-    sys.exit(defects > 0 or excused > SHARE * passed)
+    sys.exit(defects > 0 or excused > SHARE * ran)
+
+
+def reached(entry):
+    """Whether a test gave a graph to a backend, or did not end."""
+    return entry.get("reached", 1) > 0
 
 
 def read_arguments():
@@ -78,21 +85,20 @@ def read_exceptions():
     return {test.strip(): reason.strip() for test, reason in lines}
 
 
-def run_file(arguments, file, mode):
-    """{test: what became of it} of a file, run in as many processes as its tests end before their time."""
-
-    def results_of(mode):
-        how = f"{mode}{'-everywhere' * arguments.everywhere}{f'-{arguments.codegen}' * (mode != 'original')}"
-        return Path(arguments.out) / f"{file.replace('/', '.')}.{how}.jsonl"
-
-    out = results_of(mode)
+def run_file(arguments, file, mode, tests):
+    """{test: what became of it} of a file, run in as many processes as its tests end before their time; all tests, or
+    those of these names."""
+    how = f"{mode}{'-everywhere' * arguments.everywhere}-{arguments.codegen}"
+    out = Path(arguments.out) / f"{file.replace('/', '.')}.{how}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     root = Path(arguments.source).resolve() / "test"
     command = [sys.executable, "-m", "tests.torch_suites.suite_worker", str(Path(arguments.source).resolve() / file)]
-    command += ["--root", str(root), "--out", str(out), "--mode", mode, "--codegen", arguments.codegen]
+    command += ["--root", str(root), "--out", str(out), "--mode", mode.split("-")[0], "--codegen", arguments.codegen]
     command += ["--limit", str(arguments.limit)]
-    command += ["--like", str(results_of("original"))] if mode != "original" else []
     command += ["--everywhere"] if arguments.everywhere else []
+    if tests is not None:
+        Path(f"{out}.tests").write_text("\n".join(tests))
+        command += ["--tests", f"{out}.tests"]
     environment = {**os.environ, "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu"}
     results, finished = read_results(out)
     while not finished:
