@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 # Triton and the Ascend tool chain are fetched side by side.
 MAKEFLAGS += -j
 
-.PHONY: train lint test test-slow test-npu clean
+.PHONY: train lint test test-slow test-npu test-suites clean
 
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
@@ -31,6 +31,14 @@ test-slow: $(VENV)/ready $(TRITON)/ready $(TOOLCHAIN)/ready
 
 test-npu: $(VENV)/ready $(TOOLCHAIN)/ready
 	$(SETTINGS) $(RUN) -m pytest $(SPREAD) -m "npu and not slow" $(ARGS)
+
+# torch's own tests with this backend in place of Inductor and aot_eager: TORCH_SRC is a checkout of the installed version.
+# Some of them need a package that nothing else does, which has a directory of its own.
+EXPECTTEST ?= build/expecttest
+test-suites: $(VENV)/ready
+	@test -n "$(TORCH_SRC)" || { echo "make test-suites TORCH_SRC=...: a checkout of torch's source"; exit 2; }
+	$(VENV)/bin/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(EXPECTTEST) expecttest
+	CI=1 OMP_NUM_THREADS=1 PYTHONPATH=$(EXPECTTEST) $(RUN) -m tests.torch_suites.suite $(TORCH_SRC) $(ARGS)
 
 # Triton has a directory of its own: the tests of its kernels use it in other processes, and torch must not find it, for
 # with triton importable it behaves differently. Where there is no wheel those tests are skipped with the reason.

@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from mindspeed_fx._version import __version__
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, writes_both_ways
-from mindspeed_fx.compat import bisector, distributed, fx_graph, npu
+from mindspeed_fx.compat import bisector, distributed, fx_graph, graph_inputs, npu
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
@@ -101,7 +101,7 @@ class Compilation:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         try:
             with self._timed("compile"):
-                compiled = self._compile(gm, inputs)
+                compiled = self._compile(graph_inputs.copy_dynamo_graph(gm), inputs)
         except BaseException:
             recorder.discard(self.record)
             raise

@@ -55,6 +55,15 @@ def unused_attribute(gm: fx.GraphModule, stem: str) -> str:
     return f"{stem}_{index}"
 
 
+def _hide_constants(body: torch.nn.Module, known: set[int]) -> None:
+    """Tensors that a nested graph was traced to hold become plain attributes: as the buffers that fx makes of them they
+    would be inputs, of which Dynamo knows nothing. Those of ``known`` (their ids) stay."""
+    for module in body.modules():
+        for table in (module._buffers, module._parameters):
+            for name in [name for name, tensor in table.items() if id(tensor) not in known]:
+                module.__dict__[name] = table.pop(name)
+
+
 def replace_graph(gm: fx.GraphModule, factor: fx.GraphModule) -> None:
     """Make ``gm`` compute what ``factor`` computes, in place: AOTAutograd holds on to the module it was given.
 
@@ -66,6 +75,8 @@ def replace_graph(gm: fx.GraphModule, factor: fx.GraphModule) -> None:
         if node.op == "get_attr":
             value = functools.reduce(getattr, node.target.split("."), factor)
             if id(value) not in names:
+                if isinstance(value, torch.nn.Module):
+                    _hide_constants(value, set(names))
                 names[id(value)] = unused_attribute(gm, "captured")
                 setattr(gm, names[id(value)], value)
             node.target = names[id(value)]

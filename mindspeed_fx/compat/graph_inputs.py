@@ -1,4 +1,4 @@
-"""The part of :mod:`mindspeed_fx.compat` about the inputs of Dynamo's graphs."""
+"""The part of :mod:`mindspeed_fx.compat` about copies of Dynamo's graphs, and their inputs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,46 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat.fx_graph import lazy_graph
+
+
+def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph and of the graphs of its higher-order operators, with all that Dynamo says of them;
+    tensors and modules are shared. What the backend changes is then not seen by those who keep the graph: Dynamo, and
+    backends that call this one.
+    """
+    graph, memo = fx.Graph(), {}
+    graph.output(graph.graph_copy(gm.graph, memo))
+    for node in memo.values():
+        node.meta = dict(node.meta)
+    for node in gm.graph.nodes:
+        if hasattr(node, "_dynamo_source"):
+            memo[node]._dynamo_source = node._dynamo_source
+    copy = lazy_graph(torch.nn.Module(), fx.Graph())
+    for name in ("_parameters", "_buffers", "_modules"):  # as they are: a plain tensor is no buffer
+        getattr(copy, name).update(getattr(gm, name))
+    for name, body in copy._modules.items():
+        if isinstance(body, fx.GraphModule):
+            copy._modules[name] = copy_dynamo_graph(body)
+    for key, value in vars(gm).items():
+        copy.__dict__.setdefault(key, value)
+    copy.training, copy.meta, copy.graph = gm.training, dict(gm.meta), graph
+    return copy
 
 
 def with_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> tuple[fx.GraphModule, list[Any]]:
     """A copy of Dynamo's graph with inputs for ``added`` behind its own, named after ``stem``, and what to trace them
     with: sizes that do not change. (Dynamo goes on using its own graph after the backend is done.)"""
-    graph, memo, last = fx.Graph(), {}, None
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            memo[node] = last = graph.node_copy(node)
-            if hasattr(node, "_dynamo_source"):
-                last._dynamo_source = node._dynamo_source
-    mode = tracing.fake_mode_of([n.meta.get("example_value") for n in memo])
+    copy = copy_dynamo_graph(gm)
+    inputs = [n for n in copy.graph.nodes if n.op == "placeholder"]
+    mode = tracing.fake_mode_of([n.meta.get("example_value") for n in inputs])
     fakes = [t if mode is None else mode.from_tensor(t, static_shapes=True) for t in added]
-    for k, fake in enumerate(fakes):
-        new = graph.placeholder(f"{stem}_{k}")
-        new.meta = {"val": fake, "example_value": fake}
-        new._dynamo_source = None  # AOTAutograd asks every input
-    graph.output(graph.graph_copy(gm.graph, memo))
-    copy = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        copy._param_name_to_source = gm._param_name_to_source
+    with copy.graph.inserting_after(inputs[-1]):
+        for k, fake in reversed(list(enumerate(fakes))):
+            new = copy.graph.placeholder(f"{stem}_{k}")
+            new.meta = {"val": fake, "example_value": fake}
+            new._dynamo_source = None  # AOTAutograd asks every input
+    copy.recompile()
     return copy, fakes
 
 

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mindspeed_fx
-from tests.torch_suites.torch_programs import OPTIONS
+from tests.torch_suites.torch_programs import OPTIONS, assert_same, leaves
 
 
 @pytest.mark.parametrize(
@@ -93,3 +94,34 @@ def test_reductions_of_an_input_without_dimensions(tmp_path, monkeypatch):
     x = torch.tensor(3.0, requires_grad=True)
     assert mindspeed_fx.explain(f, x, options={"codegen": "eager", "dump": str(tmp_path)}).graph_count == 1
     assert list(tmp_path.rglob("report.html"))
+
+
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, keep):
+        ctx.save_for_backward(keep)
+        return torch.where(keep, x.exp(), torch.tensor([0.5], dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (keep,) = ctx.saved_tensors
+        return grad.masked_fill(~keep, torch.tensor(0.25, dtype=grad.dtype)), None
+
+
+def weigh(x):
+    return x * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: Clip.apply(x, x > 0),
+        lambda x: checkpoint(lambda y: Clip.apply(weigh(y.sin()), y > 0), x, use_reentrant=False),
+        lambda x: torch.vmap(weigh)(x).cos(),
+        lambda x: torch.cond(x.sum() > 0, lambda y: weigh(y).sin(), lambda y: weigh(y).cos(), (x,)),
+    ],
+    ids=["function", "checkpoint", "vmap", "cond"],
+)
+def test_constants_of_nested_graphs(program):
+    """A tensor made of numbers inside a nested graph is no input of it."""
+    assert_same(program, leaves((3, 4)))
