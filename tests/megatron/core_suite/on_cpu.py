@@ -73,11 +73,13 @@ def _import_for_tests(import_module: Any) -> Any:
     fp8.fp8_autocast = _refuse_engine  # type: ignore[attr-defined]
     answers = {ENGINE: engine, fp8.__name__: fp8}
 
-    def import_for_tests(
-        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
-    ) -> Any:
+    def import_for_tests(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         asker = (globals or {}).get("__name__", "")
-        if name in answers and asker.partition(".")[0] == PACKAGE and all(hasattr(answers[name], n) for n in fromlist or ()):
+        if (
+            name in answers
+            and asker.partition(".")[0] == PACKAGE
+            and all(hasattr(answers[name], n) for n in fromlist or ())
+        ):
             return answers[name]
         return import_module(name, globals, locals, fromlist, level)
 

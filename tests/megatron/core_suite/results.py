@@ -33,11 +33,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why tests fail that is no defect of the adaptor: ``pattern`` in the error, or in ``where`` it was raised."""
+    """Why a test fails: ``pattern`` is in the error and ``where`` in the places it went through."""
 
     name: str
     pattern: str
     where: str = ""
+    outcome: str = ""
 
 
 UNEXPLAINED = "unexplained"
@@ -85,7 +86,8 @@ def _rank_of(result: Result) -> int:
 def cause_of(result: Result, causes: tuple[Cause, ...]) -> str:
     """The first cause that fits a result that failed."""
     for cause in causes:
-        if re.search(cause.pattern, result.text) and re.search(cause.where, " ".join(result.places)):
+        is_outcome = cause.outcome in ("", result.outcome)
+        if is_outcome and re.search(cause.pattern, result.text) and re.search(cause.where, " ".join(result.places)):
             return cause.name
     return UNEXPLAINED
 

@@ -36,7 +36,6 @@ def main(request: dict[str, Any]) -> None:
     import mindspeed_fx.megatron_adaptor  # noqa: F401
     import megatron.training.training  # noqa: F401
     import on_cpu  # noqa: F401
-    import tests.unit_tests.dist_checkpointing  # noqa: F401
 
     gc.freeze()
     for file in request["files"]:
@@ -49,8 +48,8 @@ def run_file(file: str, request: dict[str, Any]) -> None:
     folder = Path(request["folder"]) / file.replace("/", "~")
     folder.mkdir(parents=True)
     port = _free_port()
-    waiting = {_fork(file, rank, port, folder, request) for rank in range(request["world"])}
-    late = False
+    pids = [_fork(file, rank, port, folder, request) for rank in range(request["world"])]
+    waiting, late = set(pids), False
     while waiting:
         for pid in list(waiting):
             if os.waitpid(pid, os.WNOHANG)[0]:
@@ -60,8 +59,18 @@ def run_file(file: str, request: dict[str, Any]) -> None:
             for pid in waiting:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+    for pid in pids:
+        _end_children(pid)
     (folder / "end.json").write_text(json.dumps({"late": late, "seconds": round(time.monotonic() - start, 1)}))
     print(f"{file}: {time.monotonic() - start:.0f} s{', out of time' if late else ''}", flush=True)
+
+
+def _end_children(pid: int) -> None:
+    """End what a rank has started, such as the process of an asynchronous save, and left behind."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def _fork(file: str, rank: int, port: int, folder: Path, request: dict[str, Any]) -> int:
@@ -71,6 +80,7 @@ def _fork(file: str, rank: int, port: int, folder: Path, request: dict[str, Any]
     if pid:
         return pid
     try:
+        os.setsid()
         output = os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
