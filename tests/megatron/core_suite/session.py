@@ -7,6 +7,7 @@ tests has the name of ours. It imports torch, Megatron-core and the adaptor once
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import json
 import os
@@ -21,6 +22,15 @@ from typing import Any
 PLUGINS = ("pytest_timeout", "pytest_mock", "pytest_asyncio")
 """Of pytest, that the tests use; a test whose plugin is not installed fails by its name."""
 
+PRELOADED = (
+    "torch._dynamo.utils",
+    "mindspeed_fx.backend",
+    "mindspeed_fx.megatron_adaptor",
+    "megatron.training.training",
+    "on_cpu",
+)
+"""Imported before ranks are forked; the adaptor before Megatron's training, as its users do."""
+
 
 def main(request: dict[str, Any]) -> None:
     sys.path.insert(0, request["checkout"])
@@ -30,13 +40,8 @@ def main(request: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    import torch._dynamo.utils  # noqa: F401
-
-    import mindspeed_fx.backend  # noqa: F401
-    import mindspeed_fx.megatron_adaptor  # noqa: F401
-    import megatron.training.training  # noqa: F401
-    import on_cpu  # noqa: F401
-
+    for name in PRELOADED:
+        importlib.import_module(name)
     gc.freeze()
     for file in request["files"]:
         run_file(file, request)
