@@ -33,11 +33,13 @@ def param_groups(self: Any, offload_fraction: float) -> tuple[list, list, dict, 
     """
     total = sum(p.numel() for group in self.param_groups for p in group["params"])
     offloaded_numel = 0
-    offloaded_groups, other_groups = [], []
+    offloaded_groups: list[dict[str, Any]] = []
+    other_groups: list[dict[str, Any]] = []
     copies: dict[Tensor, Tensor] = {}
     float32_params: dict[Tensor, Tensor] = {}
     for group in self.param_groups:
-        offloaded, others = [], []
+        offloaded: list[Tensor] = []
+        others: list[Tensor] = []
         for param in group["params"]:
             is_offloaded = offloaded_numel < total * offload_fraction
             inner = param.detach().clone() if is_offloaded else param

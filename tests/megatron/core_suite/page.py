@@ -15,18 +15,18 @@ CAUSES = (
         "needs more ranks than the run has",
         r"world_size \(\d+\) is not divisible|over sized with world size|world size.*(greater|larger|require)|GPUs",
     ),
-    results.Cause("time was over", r"Timeout \(>|^ended the process$", outcome="late"),
+    results.Cause("time was over", "", outcome="late"),
     results.Cause("time was over", r"Timeout \(>"),
     results.Cause(
         "needs TransformerEngine",
-        r"transformer_engine|Transformer ?Engine|'?TE[A-Z][A-Za-z]+'? is not|Mock object has no attribute",
+        r"transformer_engine|Transformer ?Engine|'?TE[A-Z][A-Za-z]+'? is not|Mock object has no attribute|MagicMock found",
     ),
     results.Cause("needs TransformerEngine", r"Expected value to be not None", r"typed_torch"),
     results.Cause("needs Triton", r"triton"),
     results.Cause("needs CUDA graphs", r"cudagraphs"),
     results.Cause("asks where CUDA's memory is", r"\.is_cuda|device type|assert.*cuda"),
     results.Cause("needs CUDA", r"not compiled with CUDA|No NVIDIA|CUDA_HOME|_cuda_"),
-    results.Cause("needs another package", r"No module named"),
+    results.Cause("needs another package", r"No module named|Grouped GEMM is not available"),
     results.Cause("the test relies on one that ran before it", r"args is not initialized"),
     results.Cause(
         "a rank failed before, and the others wait", r"Connection closed by peer|Timed out waiting|wait timeout"

@@ -52,7 +52,7 @@ def read(folder: Path) -> list[Result]:
         end = inner / "end.json"
         late = json.loads(end.read_text())["late"] if end.exists() else True
         ranks = [_read_rank(path, file, late) for path in sorted(inner.glob("*.jsonl"))]
-        results += _worst(ranks) or [Result(file, "", "failed", "ended before a test was collected")]
+        results += _worst(ranks) or [Result(file, "", "late" if late else "failed", "ended before a test began")]
     return results
 
 
