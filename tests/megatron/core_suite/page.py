@@ -19,7 +19,7 @@ CAUSES = (
     results.Cause("time was over", r"Timeout \(>"),
     results.Cause(
         "needs TransformerEngine",
-        r"transformer_engine|Transformer ?Engine|'?TE[A-Z][A-Za-z]+'? is not|Mock object has no attribute|MagicMock found",
+        r"transformer_engine|Transformer ?Engine|TE[A-Z]\w+'? is not|Mock object has no attribute|MagicMock found",
     ),
     results.Cause("needs TransformerEngine", r"Expected value to be not None", r"typed_torch"),
     results.Cause("needs Triton", r"triton"),

@@ -108,7 +108,7 @@ def _run_pytest(file: str, rank: int, folder: Path, request: dict[str, Any]) -> 
     on_cpu.answer_engine_specs()
     if request["compile"]:
         on_cpu.compile_modules()
-    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "--tb=short"]
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "--tb=short", "--continue-on-collection-errors"]
     limits = [f"--timeout={request['test_seconds']}", "--timeout-method=signal", f"--basetemp={folder}/rank{rank}"]
     only = ["-k", request["only"]] if request["only"] else []
     plugins = [w for name in PLUGINS if importlib.util.find_spec(name) for w in ("-p", name)]
