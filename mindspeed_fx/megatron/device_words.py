@@ -39,16 +39,17 @@ class Words(importlib.abc.MetaPathFinder):
     Args:
         device: what stands for ``"cuda"``; None leaves it.
         types: what stands for ``"torch.cuda."`` in a tensor type, "torch." on a CPU; None leaves it.
+        package: whose functions they are.
     """
 
-    def __init__(self, device: str | None, types: str | None) -> None:
-        self.device, self.types = device, types
+    def __init__(self, device: str | None, types: str | None, package: str = PACKAGE) -> None:
+        self.device, self.types, self.package = device, types, package
         self.waiting: dict[str, list[Callable[[], None]]] = {}
         self._restore: list[Callable[[], None]] = []
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         """The spec of a source file of Megatron, with this loader; None for everything else."""
-        if fullname.partition(".")[0] != PACKAGE:
+        if fullname.partition(".")[0] != self.package:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
@@ -62,7 +63,7 @@ class Words(importlib.abc.MetaPathFinder):
         """Exchange the words in every module that is loaded, and in those that come."""
         sys.meta_path.insert(0, self)
         for name, module in list(sys.modules.items()):
-            if module is not None and name.partition(".")[0] == PACKAGE:
+            if module is not None and name.partition(".")[0] == self.package:
                 self.exchange_in_module(module)
 
     def remove(self) -> None:

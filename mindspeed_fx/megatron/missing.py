@@ -26,5 +26,10 @@ def answer_for_triton() -> Callable[[], None]:
     return lambda: sys.modules.pop(BATCH_INVARIANT, None) and None
 
 
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """``is_te_min_version`` where TransformerEngine is not installed: no version of it is there."""
+    return False
+
+
 def _refuse(*args: Any, **kwargs: Any) -> None:
     raise ImportError("--batch-invariant-mode needs Triton, which is not installed; leave the flag away")

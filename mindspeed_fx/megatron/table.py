@@ -24,8 +24,10 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     jit,
     linear,
     main_grad_npu,
+    missing,
     moe,
     norm,
+    offload,
     optimizer,
     patches,
     rng,
@@ -44,6 +46,7 @@ def table() -> list[Patch]:
     return (
         _everywhere()
         + _optimizers()
+        + _without_transformer_engine()
         + _in_graph()
         + without_cuda
         + (_with_accelerator() if has_accelerator() else _without_accelerator())
@@ -150,6 +153,13 @@ def _optimizers() -> list[Patch]:
         Patch("optimizer.distrib_optimizer:HAVE_APEX_OR_TE", True, reason, EVERYWHERE),
         Patch("optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", True, reason, EVERYWHERE),
     ]
+
+
+def _without_transformer_engine() -> list[Patch]:
+    if _has_transformer_engine():
+        return []
+    reason = "compares a version with None where TransformerEngine is not installed"
+    return [Patch("utils:is_te_min_version", missing.is_te_min_version, reason, EVERYWHERE)]
 
 
 def _in_graph() -> list[Patch]:
@@ -284,6 +294,8 @@ def _without_accelerator() -> list[Patch]:
             "frees what a stage sends as soon as the send has begun; gloo, which has no streams, still reads it",
             where,
         ),
+        Patch(offload.INIT, offload.init_sub_optimizers, "pins memory for a device", where),
+        Patch(offload.PARAM_GROUPS, offload.param_groups, "asks whether parameters lie on CUDA", where),
         Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),
         Patch(f"{moe.DISPATCHER}.cuda_dtoh_stream", object(), "makes a CUDA stream where there is none yet", where),
         Patch(rng.FORK, rng.fork, "forks CUDA's generator", where),
