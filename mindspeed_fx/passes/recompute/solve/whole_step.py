@@ -13,7 +13,7 @@ from mindspeed_fx.passes.recompute.solve.row_generation import optimum
 
 WALKS = 8
 """Walks of threshold accepting before the integer programs, which have less to look for the faster the plan is that is
-known.
+known. With these walks, values and nodes the row "certified" of benchmarks/memory_rivals.py was measured.
 """
 
 FEW = 400
