@@ -35,7 +35,6 @@ class WholeStep(Search):
         self.schedule, self._seen = schedule, {}
         self.small, self._nodes, prices = contract(schedule, unplanned)
         self.inner = Search(self.small, prices)
-        self.cuts = self.inner.cuts
 
     def _whole(self, plan: Plan) -> Plan | None:
         """A plan of the step without its views as one of the whole; None where values that the user moves or saves
@@ -45,7 +44,11 @@ class WholeStep(Search):
 
     @property
     def empty(self) -> bool:
-        return self.inner.empty
+        return not any(map(self._whole, self.inner.hull))
+
+    @cached_property
+    def richest(self) -> Plan:
+        return next(filter(None, map(self._whole, self.inner.hull)))
 
     @cached_property
     def hull(self) -> list[Plan]:
