@@ -1,19 +1,21 @@
-"""Search for a better order: lists by a few kinds of keys, each by forward-backward passes, until the bound or the
-budget; then a beam for small graphs under a memory limit, and active schedules of single stretches.
+"""Search for a better order: forward-backward passes and seeded perturbation of the keys, until the bound or the
+budget.
 
 The budget is work, not time: a number of tasks placed, so that every rank finds the same order on any machine.
 """
 
 from __future__ import annotations
 
-from typing import Sequence
+import random
+from typing import Iterator, Sequence
 
 from mindspeed_fx.graph.recompile import no_gc
-from mindspeed_fx.passes.overlap.model.simulator import Timeline, simulate
+from mindspeed_fx.passes.overlap.model.simulator import Timeline, memory_curve, simulate
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Task, TaskGraph
 from mindspeed_fx.passes.overlap.scheduler.active_schedules import by_stretches
 from mindspeed_fx.passes.overlap.scheduler.beam_search import beam
 from mindspeed_fx.passes.overlap.scheduler.list_scheduler import list_schedule
+from mindspeed_fx.passes.overlap.scheduler.min_memory_order import min_memory_order, reorder
 from mindspeed_fx.passes.overlap.scheduler.slack import raise_starts, sink_waits
 
 WORK = 120_000
@@ -24,9 +26,14 @@ ORDERS = 24
 none shorter.
 """
 
+FRUGAL = 3000
+"""Tasks up to which a frugal order is tried as well; no cell that was tried is shorter with it
+(benchmarks/results/2026-11-22-solver_ablation.txt, as the numbers below).
+"""
+
 SMALL = 64
 """Tasks up to which a beam search follows under a memory limit. Without it random graphs of 12 to 23 tasks took 1.6 %
-longer, 10.5 % at worst (these and the numbers below: benchmarks/results/2026-11-22-solver_ablation.txt).
+longer, 10.5 % at worst.
 """
 
 STRETCHES = 4
@@ -60,13 +67,22 @@ def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:
     arg = simulate(graph)
     limit = None if allowance is None else arg.peak + allowance
     search = _Search(graph, limit, arg)
-    search.run(work)
-    order = search.best_order
+    search.run(work if limit is None else max(work // 2, 1))
+    best, order, spent = search.best, search.best_order, search.spent
     if limit is not None:
+        for anchor in _anchors(graph, limit, order):
+            if spent + len(graph) > work or search._done():
+                break
+            moved = reorder(graph, anchor)
+            search = _Search(moved, limit, simulate(moved, memory=False))
+            search.run((work - spent + 1) // 2)
+            spent += search.spent
+            if search.best < best:
+                best, order = search.best, [anchor[k] for k in search.best_order]
         width = min(work // (4 * max(len(graph), 1)), 500)  # about four ready tasks to each partial order
-        if len(graph) <= SMALL and width >= 20 and not search._done():
+        if len(graph) <= SMALL and width >= 20 and best > graph.highest_bound * (1 + CLOSE):
             hit = beam(graph, limit, width)
-            if hit is not None and simulate(graph, hit, memory=False).seconds < search.best:
+            if hit is not None and simulate(graph, hit, memory=False).seconds < best:
                 order = hit
     if not search._done():
         order = by_stretches(graph, order, limit, STRETCHES * work)
@@ -77,16 +93,30 @@ def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:
     return result
 
 
+def _anchors(graph: TaskGraph, limit: int, best: Sequence[int]) -> Iterator[list[int]]:
+    """Other orders within the limit to search from: what may be issued ahead depends on the order that memory is
+    promised for.
+    """
+    if len(graph) <= FRUGAL:
+        lean = min_memory_order(graph)
+        if max(memory_curve(graph, lean), default=0) <= limit:
+            yield lean
+    yield list(best)
+
+
 _STARTS = (
     (1.0, 2.0, 0.0),
     (0.0, None, 0.0),
     (1.0, 2.0, 0.5),
     (0.0, 2.0, 0.5),
+    (1.0, 0.5, 0.0),
+    (0.0, 0.5, 0.5),
+    (0.5, 2.0, 0.5),
+    (1.0, 8.0, 0.0),
 )
-"""Share of the order as given against the critical path in the keys; how far ahead to prefetch, in durations of the
-transfer (None: as far as memory allows); patience. With four more cells of benchmarks/overlap_simulated.py were 0.02 %
-shorter, with keys changed at random behind them none. Without patience a cell took 3.9 % longer, without holding
-prefetches back 9.1 %.
+"""What the search begins with: share of the order as given against the critical path in the keys; how far ahead to
+prefetch, in durations of the transfer (None: as far as memory allows); patience. With the first four alone cells were
+0.02 % longer; without patience one took 3.9 % longer, without holding prefetches back 9.1 %.
 """
 
 
@@ -108,6 +138,20 @@ class _Search:
             self._descend([share * longest * i / size - (1 - share) * t for i, t in enumerate(alap)], patience, work)
             if self.spent >= work or self._done():
                 return
+        dice = random.Random(0)
+        while self.spent < work and not self._done():
+            noise = dice.choice((0.1, 0.3, 1.0))
+            patience = dice.choice((0.0, 0.0, 0.5, 1.0, 3.0))
+            self.release = (
+                None
+                if self.limit is None or dice.random() < 0.5
+                else just_in_time(self.graph, dice.choice((0.5, 1.0, 2.0, 4.0)))
+            )
+            keys = [-t * (1 + noise * (dice.random() - 0.5)) for t in alap]
+            if dice.random() < 0.5:  # near the best so far
+                place = {i: k for k, i in enumerate(self.best_order)}
+                keys = [place[i] + noise * size * (dice.random() - 0.5) for i in range(size)]
+            self._descend(keys, patience, work)
 
     def _done(self) -> bool:
         return self.best <= self.bound * (1 + (CLOSE if len(self.graph) <= MANY else 10 * CLOSE))
