@@ -36,7 +36,7 @@ from mindspeed_fx.passes.recompute.problem.joint_graph import JointGraph
 from mindspeed_fx.passes.recompute.problem.policies import fix_by_policy
 from mindspeed_fx.passes.recompute.problem.remat_problem import Plan, RematProblem
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
-from mindspeed_fx.passes.recompute.solve.folded_search import Layers
+from mindspeed_fx.passes.recompute.solve.whole_step import WholeStep
 from tests.passes.recompute import random_steps
 
 TESTS = pathlib.Path(__file__).resolve().parents[1] / "tests"
@@ -131,7 +131,7 @@ def every_choice(schedule: RematProblem) -> list[Plan]:
 
 def compare(case: Case, budgets: int, clock: float = 10.0, enough: float = 0.0) -> dict[str, list[float]]:
     """Planner -> for each limit the gap to what no plan can beat; infinite where none of its plans fits."""
-    search = Layers(case.schedule, case.unplanned)
+    search = WholeStep(case.schedule, case.unplanned)
     low, high = search.least.bytes, max(search.least.bytes, search.richest.bytes)
     every = every_choice(case.schedule)
     gaps: dict[str, list[float]] = {"ours": [], "certified": [], **{k: [] for k in case.rivals}}

@@ -72,8 +72,9 @@ class Options:
     where the link hides that and recomputing them would take longer."""
 
     certify: bool = False
-    """With a ``memory_budget``: integer programs (HiGHS; needs scipy) improve the plan of a small graph and prove how
-    near the optimum it is, which takes seconds to a minute. Larger graphs keep their plan, and the report says so."""
+    """With a ``memory_budget``: prove how near the optimum the plan is, by minimum cuts and, for a small graph, by
+    integer programs (HiGHS; needs scipy), which also improve the plan and take seconds to a minute. Larger graphs keep
+    their plan, and the report says so."""
 
     host_memory: int | str | None = None
     """With ``offload``: bytes ("64GiB", or a number) of host memory that one graph may use at once; None: any

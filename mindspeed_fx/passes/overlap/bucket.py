@@ -34,7 +34,7 @@ NAME = "overlap.bucket"
 OVERHEAD = 0.05
 """Share of a transfer's time that launch and latency may be; larger buckets gain less than they delay."""
 LARGE = 5000
-"""Tasks from which only the middle bucket size is tried."""
+"""Tasks from which only the middle bucket size is tried (0.1 s of 2026-11-22-overlap_time.txt)."""
 
 _c10d = torch.ops._c10d_functional
 _COALESCED = {

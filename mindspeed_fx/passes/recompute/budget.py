@@ -3,8 +3,8 @@
 Bytes: the modelled peak, inputs included, is at most the budget less :data:`UNSEEN`. A fraction f: the modelled peak is
 at most least + f * (most - least), where *most* is the peak of the plan without a budget and *least* the smallest peak
 of any plan on the hull of time against memory; 1.0 is that plan itself. "min": the least. Plans are found by
-:mod:`mindspeed_fx.passes.recompute.solve.budget_search`, certified by
-:mod:`mindspeed_fx.passes.recompute.solve.lower_bound`; times are the cost model's (:mod:`mindspeed_fx.cost`).
+:mod:`mindspeed_fx.passes.recompute.solve.budget_search`, certified on request (option "certify"); times are the cost
+model's (:mod:`mindspeed_fx.cost`).
 Deterministic, so that all ranks of one model find the same plan.
 
 The peak counts everything the graph holds at once: its inputs (parameters, batch), activations, gradients. Optimizer
@@ -27,8 +27,8 @@ from mindspeed_fx.passes.recompute.problem.joint_graph import JointGraph
 from mindspeed_fx.passes.recompute.problem.policies import Fixed, fix_by_policy
 from mindspeed_fx.passes.recompute.problem.remat_problem import Plan
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
-from mindspeed_fx.passes.recompute.solve.folded_search import FEW, Layers
 from mindspeed_fx.passes.recompute.solve.offload_moves import offloads, places
+from mindspeed_fx.passes.recompute.solve.whole_step import FEW, WholeStep
 from mindspeed_fx.report.memory import pareto
 
 NAME = "recompute.budget"
@@ -36,9 +36,6 @@ NAME = "recompute.budget"
 UNSEEN = 1 / 32
 """Part of a budget in bytes kept free for workspaces of other libraries' kernels, which :mod:`step` does not see
 (measured: up to 3 % of a small Llama's step on cpu)."""
-
-ROUNDS_WORK = 400_000
-"""Nodes times minimum cuts spent on the certificate, between 10 and 40 cuts."""
 
 MIB = 2**20
 
@@ -67,7 +64,7 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
         )
     decided = fix_by_policy(tape, context.options.recompute or {}, context.options.strict, report)
     _fix(step, decided)
-    search = Layers(step.schedule, step.unplanned)
+    search = WholeStep(step.schedule, step.unplanned)
     if search.empty:
         raise OptionError(
             f'option "memory_budget" is {asked!r}, but this graph\'s backward needs values that can be neither saved '
@@ -76,9 +73,9 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     moves = offloads(step, search, context.options, decided, report) if context.options.offload else None
     least = moves.least() if moves else search.least
     limit = _limit(asked, search, least, step.inputs)
-    plan, proved = search.best(limit), None
+    plan, bound = search.best(limit), None
     if plan and context.options.certify:
-        plan, proved = _certify(search, limit, plan, step, report)
+        plan, bound = _certify(search, limit, plan, step, report)
     plan = moves.best(limit, plan) if moves else plan
     if plan is None and least.bytes <= limit:
         plan = least
@@ -100,7 +97,7 @@ def budget(gm: fx.GraphModule, context: Context) -> PassReport:
     ]
     report.notes = [
         _peaks(plan, search, least, step),
-        _times(plan, search, step, limit, proved),
+        _times(plan, step, 0.0 if moves and bound is not None else bound),
         *([moves.told(plan)] if moves else []),
         *report.notes,
     ]
@@ -168,8 +165,8 @@ def _peaks(plan: Plan, search: Search, least: Plan, step: JointGraph) -> str:
     )
 
 
-def _certify(search: Layers, limit: int, plan: Plan, step: JointGraph, report: PassReport) -> tuple[Plan, float | None]:
-    """Option "certify": a plan at least as fast, and what is proved of all plans."""
+def _certify(search: WholeStep, limit: int, plan: Plan, step: JointGraph, report: PassReport) -> tuple[Plan, float]:
+    """Option "certify": a plan at least as fast, and seconds that no plan within the limit can beat."""
     try:
         better, proved = search.certified(limit, plan)
     except ImportError as error:
@@ -186,22 +183,20 @@ def _certify(search: Layers, limit: int, plan: Plan, step: JointGraph, report: P
                 f"solved for up to {FEW}",
             )
         )
-    return better, proved
+    return better, max(search.bound(limit) or 0.0, proved or 0.0)
 
 
-def _times(plan: Plan, search: Search, step: JointGraph, limit: int, proved: float | None = None) -> str:
-    """Modelled time of the plan, what no plan under the limit can beat, and the gap between the two."""
-    if plan.moves:
-        return (
-            f"modelled step {(step.seconds + plan.seconds) * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for "
-            "what is recomputed and for copies that nothing hides; nothing takes less than "
-            f"{step.seconds * 1e3:.3f} ms, so this plan is at most {plan.seconds / step.seconds * 100:.2f} % from "
-            "the optimum"
-        )
-    bound = max(search.bound(limit, max(10, min(40, ROUNDS_WORK // len(step.nodes)))) or 0.0, proved or 0.0)
-    whole, least = step.seconds + plan.seconds, step.seconds + min(bound, plan.seconds)
+def _times(plan: Plan, step: JointGraph, bound: float | None) -> str:
+    """Modelled time of the plan; with a bound (0 where plans may move values, of which none knows) what no plan under
+    the limit can beat, and the gap between the two.
+    """
+    whole = step.seconds + plan.seconds
+    what = "recomputed and for copies that nothing hides" if plan.moves else "recomputed"
+    told = f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is {what}"
+    if bound is None:
+        return told
+    least = step.seconds + min(bound, plan.seconds)
     return (
-        f"modelled step {whole * 1e3:.3f} ms, {plan.seconds * 1e3:.3f} ms of it for what is recomputed; no plan "
-        f"within this peak takes less than {least * 1e3:.3f} ms, so this one is at most "
+        f"{told}; no plan within this peak takes less than {least * 1e3:.3f} ms, so this one is at most "
         f"{(whole / least - 1) * 100:.2f} % from the optimum"
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mindspeed_fx
-from mindspeed_fx.passes.recompute.solve import folded_search
+from mindspeed_fx.passes.recompute.solve import whole_step
 from tests.models import Llama, tokens
 
 NAME = "recompute.budget"
@@ -46,11 +46,11 @@ def measured(model, inputs, budget, **options):
 
 
 def planned(model, inputs, budget):
-    """(modelled peak, least, sites) from the report; the certificate is there."""
+    """(modelled peak, least, sites) from the report; a certificate takes time, and is there on request alone."""
     report = mindspeed_fx.explain(model, *inputs, options={"codegen": "eager", "memory_budget": budget})
     (run,) = [r for r in report.graphs[0].runs if r.report.name == NAME]
-    assert re.search(
-        r"no plan within this peak takes less than [\d.]+ ms, so this one is at most [\d.]+ % from the optimum",
+    assert re.fullmatch(
+        r"modelled step [\d.]+ ms, [\d.]+ ms of it for what is recomputed( and for copies that nothing hides)?",
         run.report.notes[1],
     )
     numbers = [float(x) * MIB for x in re.findall(r"([\d.]+) MiB", run.report.notes[0])]
@@ -92,7 +92,7 @@ def test_certify_proves_a_plan_and_says_where_it_does_not(monkeypatch):
     gaps, seen = {}, {}
     for name in ("certified", "large"):
         if name == "large":
-            monkeypatch.setattr(folded_search, "FEW", 3)
+            monkeypatch.setattr(whole_step, "FEW", 3)
         report = mindspeed_fx.explain(
             model, *inputs, options={"codegen": "eager", "memory_budget": 0.3, "certify": True}
         )
@@ -198,19 +198,12 @@ class Residual(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_layers_planned_once_take_the_memory_that_was_modelled(monkeypatch):
-    from mindspeed_fx import backend as module
-
-    searches = []
-    monkeypatch.setattr(
-        module, "Layers", lambda *given, own=module.Layers: searches.append(own(*given)) or searches[-1]
-    )
+def test_forty_layers_take_the_memory_that_was_modelled():
     torch.manual_seed(0)
     model, x = Residual(), 0.1 * torch.randn(512, 64)
     exact = measured(model, (x,), None)[1]
     for part in (0.2, 0.6):
         peak, values = measured(model, (x,), part)
-        assert searches[-1].repeats.count >= 30
         assert planned(model, (x,), part)[0] == pytest.approx(peak, rel=0.03)
         assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
 

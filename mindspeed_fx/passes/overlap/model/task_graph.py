@@ -23,7 +23,7 @@ from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
 
 LARGE = 12_000
-"""Nodes from which passes hand on what they have worked out."""
+"""Nodes from which passes hand on what they have worked out (benchmarks/results/2026-11-22-overlap_time.txt)."""
 CostOf = Callable[[fx.Node], tuple[float, str]]
 """Seconds of a node, and the link it uses ("" for compute)."""
 

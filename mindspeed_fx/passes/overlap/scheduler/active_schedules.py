@@ -22,7 +22,7 @@ from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Task, TaskGraph
 SMALLEST = 8
 """Tasks that a stretch must have: fewer leave nothing to choose."""
 KEPT = 4
-"""Orders kept of a stretch, for others like it that have less memory."""
+"""Orders kept of a stretch, for others like it that have less memory (as in 2026-11-22-overlap_graphs.txt)."""
 
 
 def by_stretches(graph: TaskGraph, order: Sequence[int], limit: int | None, work: int) -> list[int]:

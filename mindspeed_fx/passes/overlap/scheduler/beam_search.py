@@ -12,7 +12,7 @@ from typing import Sequence
 
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, TaskGraph
 
-_SAME = 3  # partial orders kept that issued the same tasks
+_SAME = 3  # partial orders kept that issued the same tasks (as in 2026-11-21-overlap_optimum.txt, --memory)
 
 
 def beam(graph: TaskGraph, limit: int, width: int) -> list[int] | None:

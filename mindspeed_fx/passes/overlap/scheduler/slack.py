@@ -15,7 +15,9 @@ from mindspeed_fx.passes.overlap.model.simulator import memory_curve, simulate
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, TaskGraph
 
 AHEAD = 1.0
-"""A start is issued up to this many times its own duration before its link is free for it."""
+"""A start is issued up to this many times its own duration before its link is free for it: a transfer may take twice
+what the model says. Assumed; it moves no modelled time.
+"""
 
 
 def raise_starts(graph: TaskGraph, order: Sequence[int], limit: int | None) -> list[int]:

@@ -104,35 +104,6 @@ class RematProblem:
                     wanted[a] = 1
         return wanted
 
-    @property
-    def weight(self) -> list[int]:
-        """How many nodes of the step each node stands for
-        (:mod:`mindspeed_fx.passes.recompute.problem.folded_layers`).
-        """
-        return [1] * len(self.sources)
-
-    @property
-    def held(self) -> list[int]:
-        """Bytes that saving a node's value holds until the backward, of all it stands for."""
-        return self.saved_bytes
-
-    @property
-    def edges(self) -> frozenset[int]:
-        """What crosses between layers of which one stands for many
-        (:mod:`mindspeed_fx.passes.recompute.problem.folded_layers`).
-        """
-        return frozenset()
-
-    def expand(self, saved: Iterable[int]) -> frozenset[int]:
-        """A choice, of all that the nodes stand for."""
-        return frozenset(saved)
-
-    def parts(self, values: Sequence[int]) -> list[set[int]]:
-        """``values`` in parts that a search gives back one after the other; none where one value after the other was
-        tried.
-        """
-        return []
-
     def reads(self, i: int) -> set[int]:
         """The values that must be there where node ``i`` runs again."""
         return {self.root[a] for a in self.sources[i]}

@@ -13,10 +13,12 @@ from mindspeed_fx.graph.liveness import curve
 from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 
 NARROW = 1.1
-"""A place is narrow when no more crosses it than this times the narrowest."""
+"""A place is narrow when no more crosses it than this times the narrowest. Set by hand."""
 
 STRIDES = (1, 2, 4, 8, 16)
-"""Every so many narrow places are kept."""
+"""Every so many narrow places are kept. Without any the least peak is 39 % larger with 8 layers of a Llama, 107 % with
+32 (benchmarks/results/2026-11-22-solver_ablation.txt).
+"""
 
 
 def crossings(schedule: RematProblem) -> list[frozenset[int]]:

@@ -33,7 +33,7 @@ SAFE = 1e-6
 """What the solver's tolerances may take from a bound, of the bound."""
 
 AT_ONCE = 4
-"""Moments whose rows are added between two of them."""
+"""Moments whose rows are added between two of them; with ROUNDS of row_generation.py for the same table."""
 
 
 @dataclass

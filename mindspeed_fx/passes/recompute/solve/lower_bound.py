@@ -41,8 +41,6 @@ class Moments:
     """Value -> (w, first, last): when saved, w bytes more are alive from the first to the last of these moments."""
     parts: dict[int, list[tuple[int, int, int]]]
     """Value -> further such stretches."""
-    priced: list[int] | None = None
-    """The moments that may have a price; None: all."""
     fixed: list[tuple[int, int, int]] = field(default_factory=list)
     """What ``certain`` is made of, workspaces aside: (bytes, first, last moment)."""
     begin: list[int] = field(default_factory=list)
@@ -127,20 +125,17 @@ def moments(schedule: RematProblem) -> Moments:
             certain.append((s.size[i], begin[i], length - 1 if i in gradients else end[i]))
     alive = curve(length, certain)
     order = (*first, *s.backward)
-    return Moments([a + s.workspace[i] for a, i in zip(alive, order)], lives, parts, None, certain, begin, end)
+    return Moments([a + s.workspace[i] for a, i in zip(alive, order)], lives, parts, certain, begin, end)
 
 
-def least_seconds(
-    schedule: RematProblem, cuts: Cuts, limit: int, rounds: int = 40, rows: Moments | None = None
-) -> float | None:
+def least_seconds(schedule: RematProblem, cuts: Cuts, limit: int, rounds: int = 40) -> float | None:
     """A lower bound of :attr:`Plan.seconds` over all plans of at most ``limit`` bytes; None when it proves that there
     are none.
 
     Args:
         rounds: minimum cuts to spend on it.
-        rows: the moments, where they are not those of the schedule as it is.
     """
-    rows = rows or moments(schedule)
+    rows = moments(schedule)
     if max(rows.certain, default=0) > limit:
         return None
     kept = {schedule.root[i] for i in schedule.returned}
@@ -160,7 +155,7 @@ def least_seconds(
     best = max(0.0, best)
     while rounds > 0:
         over = rows.memory(saved)
-        t = max(range(len(over)) if rows.priced is None else rows.priced, key=over.__getitem__, default=-1)
+        t = max(range(len(over)), key=over.__getitem__, default=-1)
         if t < 0 or over[t] <= limit:
             break
         base, others = prices.get(t, 0.0), {k: p for k, p in prices.items() if k != t}

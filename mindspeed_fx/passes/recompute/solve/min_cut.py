@@ -72,7 +72,10 @@ class Cuts:
         self._again, self._network = again, Network(2 + 2 * len(self.values))
         needed = {schedule.root[i] for i in schedule.needed}
         self._save = []
-        self._edges(again)
+        for v in self.values:  # what an operation reads must be there when it runs again
+            for a in schedule.reads(v):
+                if a in again:
+                    self._network.add(again[a] + 1, again[v], ENDLESS)
         for v in self.values:
             o = again[v]
             if seconds[v] > 0:
@@ -81,13 +84,6 @@ class Cuts:
             if v in needed:
                 self._network.add(o + 1, SINK, ENDLESS)
         self._empty, self._prices, self._flow = list(self._network.room), [0] * len(self.values), 0
-
-    def _edges(self, again: dict[int, int]) -> None:
-        """What an operation reads must be there when it runs again."""
-        for v in self.values:
-            for a in self.schedule.reads(v):
-                if a in again:
-                    self._network.add(again[a] + 1, again[v], ENDLESS)
 
     def cheapest(self, price: Callable[[int], float]) -> tuple[frozenset[int], float]:
         """(the nodes to save, the least sum of prices), where ``price`` in seconds is for saving a node's value.

@@ -13,8 +13,7 @@ from mindspeed_fx.passes.recompute.solve.integer_program import Program
 from mindspeed_fx.passes.recompute.solve.lower_bound import moments
 
 ROUNDS = 24
-"""Programs solved for one limit."""
-
+"""Programs solved for one limit: with as many the row "certified" of benchmarks/memory_rivals.py was measured."""
 
 CLOSE = 1e-4
 """A plan that is known already is called the optimum when nothing is faster by more than this share."""
