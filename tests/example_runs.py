@@ -75,9 +75,13 @@ def serve() -> None:
     os.dup2(2, 1)
     sys.path[0] = str(EXAMPLES)  # in place of tests/, which has a folder named megatron
     import gpt_trainer  # noqa: F401
+    import matplotlib
     import torch._dynamo.utils  # noqa: F401
 
     import mindspeed_fx.backend  # noqa: F401
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)
