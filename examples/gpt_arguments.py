@@ -148,7 +148,7 @@ def check_sizes(args: argparse.Namespace) -> None:
     vpp, ep = args.num_virtual_stages_per_pipeline_rank or 1, args.expert_model_parallel_size
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                  "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "train_iters", "num_layers",
-                 "seq_length"):  # fmt: skip
+                 "seq_length", "num_attention_heads", "num_query_groups"):  # fmt: skip
         if getattr(args, name) < 1:
             fail(f"{_flag(name)} {getattr(args, name)} is less than 1")
     if args.world_size % (tp * pp * cp):
@@ -158,6 +158,12 @@ def check_sizes(args: argparse.Namespace) -> None:
         )
     args.replicas = args.world_size // (tp * pp)
     args.data_parallel_size = args.replicas // cp
+    if args.num_attention_heads % args.num_query_groups:
+        fail(f"--num-attention-heads {args.num_attention_heads} cannot be divided among --num-query-groups "
+             f"{args.num_query_groups}")  # fmt: skip
+    if args.hidden_size % args.num_attention_heads and not args.multi_latent_attention:
+        fail(f"--hidden-size {args.hidden_size} cannot be divided among --num-attention-heads "
+             f"{args.num_attention_heads}")  # fmt: skip
     if vpp > 1 and pp == 1:
         fail(f"--num-virtual-stages-per-pipeline-rank {vpp} divides the stages of a pipeline, and there is one stage")
     if args.num_layers % (pp * vpp):
