@@ -187,7 +187,7 @@ def parse(monkeypatch, words, ranks=1):
         ("--multi-latent-attention --num-query-groups 2", 1, "leave --num-query-groups away"),
         ("--overlap-param-gather --no-overlap-grad-reduce", 2, "--overlap-param-gather needs"),
         ("--overlap-grad-reduce --backend inductor", 2, "not of --backend inductor"),
-        ("--num-attention-heads 5", 1, "--hidden-size 384 cannot be divided among --num-attention-heads 5"),
+        ("--num-attention-heads 10", 1, "--hidden-size 384 cannot be divided among --num-attention-heads 10"),
         ("--num-query-groups 4", 1, "--num-attention-heads 6 cannot be divided among --num-query-groups 4"),
         ("--micro-batch-size 0", 1, "--micro-batch-size 0 is less than 1"),
     ],
