@@ -83,5 +83,7 @@ def test_printed_results_name_no_path_of_a_machine():
 
 def test_readme_shows_how_several_processes_are_started():
     assert re.search(
-        r"^\.venv/bin/torchrun .*examples/pretrain_gpt\.py .*--tp 2", (ROOT / "README.md").read_text(), re.M
+        r"^\.venv/bin/torchrun .*examples/pretrain_gpt\.py .*--tensor-model-parallel-size 2",
+        (ROOT / "README.md").read_text(),
+        re.M,
     )

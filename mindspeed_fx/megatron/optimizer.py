@@ -14,6 +14,10 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from mindspeed_fx.megatron import patches
+
+RESHARDABLE = "optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable"
+
 
 class Adam(torch.optim.Optimizer):
     """Adam (Kingma and Ba 2015), or AdamW (Loshchilov and Hutter 2019), by torch's fused operators.
@@ -76,3 +80,33 @@ class Adam(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
+
+
+def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DistributedOptimizer.sharded_param_state_fully_reshardable``, whose gathered state has no padding between
+    buckets: Megatron reads it at places that count the padding, and so stores what belongs to other parameters.
+    """
+    buffers = self.buffers
+    self.buffers = [_Unpadded(buffer) for buffer in buffers]
+    try:
+        return patches.original(RESHARDABLE)(self, *args, **kwargs)
+    finally:
+        self.buffers = buffers
+
+
+class _Unpadded:
+    """Megatron's buffer of parameters, but that ``param_index_map`` tells places without padding between buckets."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+        padding, end = [], 0
+        for bucket in buffer.buckets:
+            padding.append(bucket.offset - end)
+            end += bucket.numel_unpadded
+        self.param_index_map = {
+            parameter: (start - padding[bucket], stop - padding[bucket], bucket)
+            for parameter, (start, stop, bucket) in buffer.param_index_map.items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)

@@ -106,6 +106,12 @@ def _everywhere() -> list[Patch]:
             for owner in (attached_losses.ROUTER, attached_losses.AHEAD)
         ),
         Patch(
+            optimizer.RESHARDABLE,
+            optimizer.sharded_param_state_fully_reshardable,
+            "a checkpoint of several buckets, which are padded, has the values of other parameters",
+            EVERYWHERE,
+        ),
+        Patch(
             f"{checkpoint.WITHOUT_OUTPUT}.__init__",
             checkpoint.without_output_init,
             "asks TransformerEngine for a recipe of fp8 where none is wanted",

@@ -1,0 +1,147 @@
+"""Runs of examples/pretrain_gpt.py in forks of a process that has imported torch, Megatron and the adaptor once, so
+that a run costs what it computes; one fork is one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run gave.
+
+    Args:
+        codes: exit status of each rank.
+        output: of rank 0, what it printed.
+        errors: of each rank, what it printed on standard error.
+    """
+
+    codes: list[int]
+    output: str
+    errors: list[str]
+
+
+class Server:
+    """The process that forks; :meth:`close` ends it."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen([sys.executable, __file__], **pipes, text=True, env=environ)
+
+    def run(self, words: list[str], ranks: int = 1, seconds: float = 300, kill_once: str = "") -> Run:
+        """``torchrun --nproc_per_node ranks examples/pretrain_gpt.py words``.
+
+        Args:
+            words: of the command line.
+            ranks: processes; one is started without torchrun.
+            seconds: after which all are killed.
+            kill_once: a file at whose appearance all are killed.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            request = {"words": words, "ranks": ranks, "seconds": seconds, "folder": folder, "kill_once": kill_once}
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            codes = json.loads(self.process.stdout.readline())
+            errors = [Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(ranks)]
+            return Run(codes, Path(folder, "0.out").read_text(errors="replace"), errors)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def serve() -> None:
+    """Answer requests, one on a line of standard input, until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path[0] = str(EXAMPLES)  # in place of tests/, which has a folder named megatron
+    import gpt_trainer  # noqa: F401
+    import matplotlib
+    import torch._dynamo.utils  # noqa: F401
+
+    import mindspeed_fx.backend  # noqa: F401
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        pids = [_fork(rank, port, request) for rank in range(request["ranks"])]
+        print(json.dumps(_wait(pids, request["seconds"], request["kill_once"])), file=answers, flush=True)
+
+
+def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for number, suffix in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{request['folder']}/{rank}.{suffix}", os.O_CREAT | os.O_WRONLY), number)
+        if request["ranks"] > 1:
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "MASTER_PORT": port}
+            os.environ.update({k: str(v) for k, v in places.items()} | {"MASTER_ADDR": "127.0.0.1"})
+        code = _run_script(request["words"])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_script(words: list[str]) -> int:
+    """Exit status of the script, as Python gives it."""
+    sys.argv = [str(EXAMPLES / "pretrain_gpt.py"), *words]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if not isinstance(end.code, (int, type(None))):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _wait(pids: list[int], seconds: float, kill_once: str) -> list[int]:
+    """Statuses of all; once one fails the others have a moment, as under torchrun."""
+    deadline, codes = time.monotonic() + seconds, dict.fromkeys(pids)
+    while None in codes.values():
+        for pid in (p for p, code in codes.items() if code is None):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                if codes[pid]:
+                    deadline = min(deadline, time.monotonic() + 10)
+        if time.monotonic() > deadline or (kill_once and os.path.exists(kill_once)):
+            for pid in (p for p, code in codes.items() if code is None):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    serve()
