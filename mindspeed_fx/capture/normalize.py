@@ -118,8 +118,25 @@ def _replace(node: fx.Node, target: Callable, args: tuple) -> None:
     node.target, node.args, node.kwargs = target, args, {}
 
 
-def _bypass(node: fx.Node, source: fx.Node) -> None:
-    node.replace_all_uses_with(source)
+def _bypass(node: fx.Node, source: fx.Node, same_object: bool) -> None:
+    """Let what reads ``node``, which aliases ``source`` entirely, read ``source`` itself, where none can tell them
+    apart. Unless they are the ``same_object``, an output stays the node beside the source, another alias of it, or an
+    input: callers see which tensors are one, and may give one of them another shape or other memory. So may the graph;
+    and a view that was taken without gradients has none."""
+    if not same_object:
+        users = [*node.users, *source.users]
+        if any(_changes_layout(u) for u in users) or node.meta["needs_grad"] != source.meta["needs_grad"]:
+            return
+    output = next(iter(reversed(node.graph.nodes)))
+    visible = source.op in ("placeholder", "get_attr") or output in source.users
+    if same_object or output not in node.users or not visible:
+        node.replace_all_uses_with(source)
+    else:
+        node.replace_all_uses_with(source, delete_user_cb=lambda user: user is not output)
+
+
+def _changes_layout(user: fx.Node) -> bool:
+    return torch.Tag.inplace_view in getattr(user.target, "tags", ())
 
 
 def _same_storage(node: fx.Node, source: Any) -> bool:
@@ -130,7 +147,7 @@ def _same_storage(node: fx.Node, source: Any) -> bool:
 def _cast(node: fx.Node) -> None:
     source, value = node.args[0], node.meta["val"]
     if value is source.meta["val"] or (value.dtype == source.meta["val"].dtype and _same_storage(node, source)):
-        _bypass(node, source)
+        _bypass(node, source, same_object=True)
     elif value.device == source.meta["val"].device and node.kwargs.get("memory_format") in (
         None,
         torch.preserve_format,
@@ -150,13 +167,13 @@ def _bypass_if_alias(node: fx.Node) -> None:
         and a.dtype == b.dtype
         and a.storage_offset() == b.storage_offset()
     ):
-        _bypass(node, source)
+        _bypass(node, source, same_object=node.target is aten.contiguous.default)
 
 
 def _dropout(node: fx.Node) -> None:
     p, training = node.args[1], node.args[2]
     if (p == 0 or not training) and not node.meta["mutated"] and not node.args[0].meta["mutated"]:
-        _bypass(node, node.args[0])
+        node.replace_all_uses_with(node.args[0])
         node.graph.erase_node(node)  # draws no random numbers, which its tag alone cannot tell
 
 

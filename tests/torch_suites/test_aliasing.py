@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.torch_suites.torch_programs import Table
+from tests.torch_suites.torch_programs import Table, assert_same, leaves
 
 TABLE = Table()
 
@@ -109,6 +109,40 @@ def double_negation_of_views(x):
     return y.imag, y.conj().real
 
 
+@TABLE.add((4, 3))
+def returns_views_of_the_same_shape(x):
+    y = x.sin()
+    return x.view(4, 3), x.view_as(x), x.expand(4, 3), x.reshape(4, 3), x.contiguous(), y.view(4, 3), y.view(4, 3), y
+
+
+@TABLE.add((4, 3), make=lambda: (torch.nn.Parameter(torch.ones(4, 3)),))
+def returns_view_of_parameter(x):
+    return x.view(4, 3)
+
+
+@TABLE.add((3, 3), prepare=cloned)
+def transposes_a_view_in_place(x):
+    y = x.view(3, 3)
+    y.t_()
+    return x * torch.arange(3.0), y
+
+
+@TABLE.add((3, 3))
+def transposes_a_view_of_an_intermediate_in_place(x):
+    y = x.sin()
+    z = torch.ops.aten.alias(y)
+    z.t_()
+    return y * torch.arange(3.0), z * 2
+
+
+@TABLE.add((3, 3))
+def views_without_gradients(x):
+    with torch.no_grad():
+        y = x.view(3, 3)
+        z = x.to(x.dtype)
+    return x.sin() * y, x.cos() * z
+
+
 @pytest.mark.parametrize("name", sorted(TABLE.programs))
 def test_program(name):
     TABLE.assert_same(name)
@@ -118,3 +152,16 @@ def test_program(name):
 @pytest.mark.parametrize("name", ["returns_views_of_one_intermediate"])
 def test_program_with_generated_code(name):
     TABLE.assert_same(name, codegen="inductor")
+
+
+def test_a_view_outlives_what_its_base_is_set_to():
+    """``set_`` ends the graph before it: the view that leaves it is a tensor of its own."""
+
+    def program(x):
+        y, other = x.view(3, 3), torch.arange(9, dtype=x.dtype)
+        with torch.no_grad():
+            x.set_(other)
+            x.set_(y)
+        return x + other.reshape(3, 3), y
+
+    assert_same(program, leaves((3, 3)), prepare=cloned, fullgraph=False)
