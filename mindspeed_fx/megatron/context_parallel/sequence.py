@@ -20,15 +20,21 @@ def own_chunks(x: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)
 
 
+def _unflatten(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """``x.unflatten(dim, sizes)``, which Dynamo cannot capture while dropout draws from Megatron's tracker."""
+    dim %= x.dim()
+    return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+
+
 def in_order(parts: Tensor) -> Tensor:
     """Parts [ranks, rows, ...] with two chunks each, as :func:`own_chunks` takes them, become [ranks * rows, ...]."""
-    chunks = parts.unflatten(1, (2, -1))
+    chunks = _unflatten(parts, 1, (2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
 
 def in_parts(x: Tensor, ranks: int) -> Tensor:
     """The inverse of :func:`in_order`."""
-    low, high = x.unflatten(0, (2 * ranks, -1)).chunk(2)
+    low, high = _unflatten(x, 0, (2 * ranks, -1)).chunk(2)
     return torch.stack([low, high.flip(0)], 1).flatten(1, 2)
 
 
@@ -55,10 +61,10 @@ def to_heads(tensors: Sequence[Tensor], group: Any) -> list[Tensor]:
         each [ranks * rows, batch, heads / ranks, dim], in order; the heads that are a rank's in order.
     """
     ranks = group.size()
-    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0).flatten(3) for x in tensors]
+    parts = [_unflatten(x, 2, (ranks, -1)).movedim(2, 0).flatten(3) for x in tensors]
     got = in_order(_exchange(torch.cat(parts, -1), group))
     return [
-        part.unflatten(-1, (-1, x.shape[-1])) for part, x in zip(got.split([p.shape[-1] for p in parts], -1), tensors)
+        _unflatten(part, -1, (-1, x.shape[-1])) for part, x in zip(got.split([p.shape[-1] for p in parts], -1), tensors)
     ]
 
 
@@ -79,8 +85,8 @@ def gather(tensors: Sequence[Tensor], group: Any) -> list[Tensor]:
     """
     flat = torch.cat([x.flatten(2) for x in tensors], -1)
     whole = collectives.gather_from_sequence_parallel_region(flat, group=group)
-    parts = in_order(whole.unflatten(0, (group.size(), -1))).split([math.prod(x.shape[2:]) for x in tensors], -1)
-    return [part.unflatten(-1, x.shape[2:]) for part, x in zip(parts, tensors)]
+    parts = in_order(_unflatten(whole, 0, (group.size(), -1))).split([math.prod(x.shape[2:]) for x in tensors], -1)
+    return [_unflatten(part, -1, x.shape[2:]) for part, x in zip(parts, tensors)]
 
 
 _subgroups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
