@@ -13,6 +13,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Callable
@@ -127,17 +128,18 @@ class Words(importlib.abc.MetaPathFinder):
 
 
 def _is_class_of(value: Any, module: ModuleType) -> bool:
-    return isinstance(value, type) and value.__module__ == module.__name__
+    # isinstance asks for __class__, which Megatron's guards of experimental classes refuse
+    return issubclass(type(value), type) and value.__module__ == module.__name__
 
 
 def _plain_function(value: Any) -> FunctionType | None:
     """The function behind a method, a property or a decorator that keeps what it wraps."""
-    if isinstance(value, (classmethod, staticmethod)):
+    if issubclass(type(value), (classmethod, staticmethod)):
         value = value.__func__
-    elif isinstance(value, property):
+    elif issubclass(type(value), property):
         value = value.fget
-    elif isinstance(value, functools.cached_property):
+    elif issubclass(type(value), functools.cached_property):
         value = value.func
-    while hasattr(value, "__wrapped__"):
-        value = value.__wrapped__
-    return value if isinstance(value, FunctionType) else None
+    while (wrapped := inspect.getattr_static(value, "__wrapped__", None)) is not None:
+        value = wrapped
+    return value if issubclass(type(value), FunctionType) else None

@@ -51,3 +51,22 @@ def test_a_cause_is_read_from_the_error_and_its_place():
     assert results.cause_of(engine, causes) == "engine"
     elsewhere = Result("f", "t", "failed", "None", ("core/utils.py:1",))
     assert results.cause_of(elsewhere, causes) == results.UNEXPLAINED
+
+
+def test_words_pass_by_what_refuses_to_be_asked():
+    from types import ModuleType
+
+    from mindspeed_fx.megatron.device_words import Words
+
+    class Guarded:
+        def __getattribute__(self, name):
+            raise RuntimeError(name)
+
+    def where():
+        return "cuda"
+
+    module = ModuleType("guarded")
+    where.__module__ = "guarded"
+    module.guard, module.where = Guarded(), where
+    Words("cpu", None).exchange_in_module(module)
+    assert where() == "cpu"
