@@ -45,6 +45,7 @@ def table() -> list[Patch]:
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
     return (
         _everywhere()
+        + _data_parallel()
         + _optimizers()
         + _without_transformer_engine()
         + _in_graph()
@@ -106,27 +107,9 @@ def _everywhere() -> list[Patch]:
             for owner in (attached_losses.ROUTER, attached_losses.AHEAD)
         ),
         Patch(
-            optimizer.RESHARDABLE,
-            optimizer.sharded_param_state_fully_reshardable,
-            "a checkpoint of several buckets, which are padded, has the values of other parameters",
-            EVERYWHERE,
-        ),
-        Patch(
             f"{checkpoint.WITHOUT_OUTPUT}.__init__",
             checkpoint.without_output_init,
             "asks TransformerEngine for a recipe of fp8 where none is wanted",
-            EVERYWHERE,
-        ),
-        Patch(
-            buckets.BACKWARD_HOOK,
-            buckets.make_backward_post_hook,
-            "the graph of a compiled chunk adds gradients to main_grad and tells the buckets where they are made",
-            EVERYWHERE,
-        ),
-        Patch(
-            buckets.FORWARD_HOOK,
-            buckets.make_forward_pre_hook,
-            "the graph of a compiled chunk waits for gathered parameters where it first uses them",
             EVERYWHERE,
         ),
         Patch(
@@ -141,6 +124,30 @@ def _everywhere() -> list[Patch]:
             cross_entropy.FUSED_LOSS,
             cross_entropy.fused_vocab_parallel_cross_entropy,
             "the same; Megatron's rounds the gradient to bfloat16 (eager CUDA and NPU keep it)",
+            EVERYWHERE,
+        ),
+    ]
+
+
+def _data_parallel() -> list[Patch]:
+    """Buckets of gradients and parameters, and the checkpoint of what an optimizer keeps for them."""
+    return [
+        Patch(
+            optimizer.RESHARDABLE,
+            optimizer.sharded_param_state_fully_reshardable,
+            "a checkpoint of several buckets, which are padded, has the values of other parameters",
+            EVERYWHERE,
+        ),
+        Patch(
+            buckets.BACKWARD_HOOK,
+            buckets.make_backward_post_hook,
+            "the graph of a compiled chunk adds gradients to main_grad and tells the buckets where they are made",
+            EVERYWHERE,
+        ),
+        Patch(
+            buckets.FORWARD_HOOK,
+            buckets.make_forward_pre_hook,
+            "the graph of a compiled chunk waits for gathered parameters where it first uses them",
             EVERYWHERE,
         ),
     ]

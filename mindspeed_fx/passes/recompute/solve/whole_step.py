@@ -70,8 +70,8 @@ class WholeStep(Search):
     def best(self, limit: int) -> Plan | None:
         if self.richest.bytes <= limit:
             return self.richest
-        found = self.inner.best(limit)
-        plans = (found and self._whole(found), self.least)
+        inner = self.inner.best(limit)
+        plans = (inner and self._whole(inner), self.least)
         return min((p for p in plans if p and p.bytes <= limit), key=_rank, default=None)
 
     def certified(
