@@ -243,8 +243,10 @@ def test_flops_of_a_token_are_those_that_torch_counts(monkeypatch, adaptor, word
     """But for the half of the scores that a causal mask hides."""
     args = parse(monkeypatch, f"{SIZES} {words} --no-gradient-accumulation-fusion")
     report, model = (import_example(monkeypatch, name) for name in ("gpt_report", "gpt_model"))
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from torch.utils.flop_counter import FlopCounterMode
 
+    get_moe_layer_wise_logging_tracker().clear()  # of models of other tests, with fewer layers
     model.start_processes(args)
     chunk = model.build_chunk(args, model.build_config(args), None)
     tokens = torch.zeros(1, 64, dtype=torch.long)

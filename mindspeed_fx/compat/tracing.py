@@ -68,11 +68,16 @@ def outside_tracing() -> Iterator[None]:
         yield
 
 
-def new_fake_mode() -> Any:
-    """A mode in which every tensor made is fake; constants of a model may be real."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def new_fake_mode(*, unknown_sizes: bool = False) -> Any:
+    """A mode in which every tensor made is fake; constants of a model may be real.
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    Args:
+        unknown_sizes: numbers that are read from tensors are symbols; without it reading one is an error.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if unknown_sizes else None)
 
 
 def is_fake_of(tensor: torch.Tensor, mode: Any) -> bool:

@@ -113,6 +113,8 @@ def test_on_an_accelerator_nothing_is_done_for_want_of_one(monkeypatch, kind):
 
     monkeypatch.setattr(table, "has_accelerator", lambda: True)
     monkeypatch.setattr(groups, "kind", lambda: kind)
+    npu = types.SimpleNamespace(synchronize=lambda: "waited", Stream=type("Stream", (), {}))
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
     found = table.table()
     assert not [p for p in found if p.where == patches.WITHOUT_ACCELERATOR]
     assert "tensor_parallel.random:CudaRNGStatesTracker.fork" in {
@@ -121,6 +123,9 @@ def test_on_an_accelerator_nothing_is_done_for_want_of_one(monkeypatch, kind):
     elsewhere = {p.target: p for p in found if p.where == patches.WITHOUT_CUDA}
     assert bool(elsewhere) == (kind == "npu"), "an NPU without transfer_to_npu has no device that is called cuda"
     if elsewhere:
+        assert elsewhere["torch.cuda:synchronize"].replacement() == "waited"
+        assert elsewhere["torch.cuda:Stream"].replacement is npu.Stream
+        assert elsewhere["torch.cuda.nvtx:range_push"].replacement("a range") is None, "it has none"
         mask = elsewhere["transformer.utils:get_default_causal_mask"].replacement
         assert mask.keywords == {"device": "npu"}
         with torch.device("meta"):

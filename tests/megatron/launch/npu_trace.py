@@ -45,7 +45,8 @@ def main(*names: str) -> None:
 def _forked(rank: int, world: int, args: list[str]) -> list[dict[str, Any]]:
     """The rows of one rank, made in a process of its own: Megatron's groups and arguments are global."""
     read, write = os.pipe()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         os.dup2(2, 1)
         try:
             rows = _rows(rank, world, args)
@@ -57,7 +58,9 @@ def _forked(rank: int, world: int, args: list[str]) -> list[dict[str, Any]]:
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        return json.load(pipe)
+        rows = json.load(pipe)
+    os.waitpid(child, 0)
+    return rows
 
 
 def _rows(rank: int, world: int, args: list[str]) -> list[dict[str, Any]]:
@@ -76,7 +79,7 @@ def _rows(rank: int, world: int, args: list[str]) -> list[dict[str, Any]]:
     args = get_args()
     options = flags.backend_options(args)
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
-    rows, mode = [], tracing.new_fake_mode()
+    rows, mode = [], tracing.new_fake_mode(unknown_sizes=True)
     for stage in range(args.virtual_pipeline_model_parallel_size or 1):
         ends = {"vp_stage": stage, "ignore_virtual": False} if args.virtual_pipeline_model_parallel_size else {}
         first, last = mpu.is_pipeline_first_stage(**ends), mpu.is_pipeline_last_stage(**ends)
@@ -110,7 +113,7 @@ def _chunk(args: Any, first: bool, last: bool, stage: int | None) -> tuple[Any, 
     tokens = torch.zeros(batch, length, dtype=torch.long)
     inputs = {"input_ids": tokens, "position_ids": tokens.clone(), "attention_mask": None}
     if args.create_attention_mask_in_dataloader:
-        inputs["attention_mask"] = torch.zeros(batch, 1, args.seq_length, args.seq_length, dtype=torch.bool)
+        inputs["attention_mask"] = torch.zeros(batch, 1, length, args.seq_length, dtype=torch.bool)
     if last:
         inputs["labels"] = tokens.clone()
     if not first:

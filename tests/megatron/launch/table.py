@@ -15,11 +15,14 @@ import re
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.megatron.launch import runner, shrink
 
 PAGE = Path(__file__).parents[3] / "docs" / "launch_scripts.md"
 RESULTS = Path(__file__).parent / "results.json"
+NPU_RESULTS = Path(__file__).parent / "npu_results.json"
+"""What npu_trace.py prints."""
 EAGER = {"MINDSPEED_FX_COMPILE": "0"}
 COMPILED = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
 TOLERANCE = 1e-5
@@ -199,7 +202,27 @@ def page(rows: list[Row]) -> str:
         notes = f"{r.error} {notes}".strip().replace("|", "\\|").replace("\n", " ")
         narrow = ", ".join(f"{x:.1e}" for x in r.narrow)
         lines.append(f"| {r.name} | {r.world} | {result} | {graphs} | {difference} | {narrow} | {notes} |")
+    lines += _npu_lines(json.loads(NPU_RESULTS.read_text()))
     return "\n".join(lines) + "\n"
+
+
+def _npu_lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    lines = [
+        "",
+        "## On fake NPU tensors",
+        "",
+        "Chunks of the first and the last rank of each script, in its own type, compiled forward and backward through",
+        "torch_npu on fake tensors (traced, not run; tests/megatron/launch/npu_trace.py). Fused: operators that passes",
+        "found; all are lowered to torch_npu's. Waits: numbers that the host reads, the counts of rows for experts.",
+        "",
+        "| script | rank, stage | fused | calls of torch_npu's operators | collectives | waits |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in results.items():
+        for row in rows:
+            counts = [str(sum(row[key].values())) for key in ("fused", "npu", "collectives", "waits")]
+            lines.append(f"| {name} | {row['rank']}, {row['stage']} | {' | '.join(counts)} |")
+    return lines
 
 
 def main() -> None:

@@ -36,15 +36,14 @@ def package(tmp_path, monkeypatch):
     (tmp_path / "megatronlike").mkdir()
     (tmp_path / "megatronlike" / "layers.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(device_words, "PACKAGE", "megatronlike")
-    yield
+    yield "megatronlike"
     for name in [n for n in sys.modules if n.startswith("megatronlike")]:
         del sys.modules[name]
 
 
 @pytest.mark.parametrize("is_loaded_before", [True, False])
 def test_the_word_is_exchanged_in_functions_and_restored(package, is_loaded_before):
-    words = device_words.Words("npu", "torch.")
+    words = device_words.Words("npu", "torch.", package)
     if is_loaded_before:
         importlib.import_module("megatronlike.layers")
     words.install()
@@ -62,7 +61,7 @@ def test_the_word_is_exchanged_in_functions_and_restored(package, is_loaded_befo
 
 
 def test_what_waits_is_not_called_after_removal(package):
-    words = device_words.Words("cpu", "torch.")
+    words = device_words.Words("cpu", "torch.", package)
     words.install()
     called = []
     words.when_imported("megatronlike.layers", lambda: called.append(1))
