@@ -130,7 +130,7 @@ class Compilation:
             self.steps = gradient_ready.Announcements(gm, inputs)
         self.gathers = param_gather.Gathers(inputs)
         if self.steps is not None:
-            gm, inputs = self.steps.gm, self.steps.inputs
+            inputs = self.steps.inputs
         table = None
         if self.options.target == "npu":
             npu.accept_aliases()

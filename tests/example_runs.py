@@ -7,16 +7,15 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests import forks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -85,11 +84,11 @@ def serve() -> None:
 
     for line in sys.stdin:
         request = json.loads(line)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port, kill_once = forks.free_port(), request["kill_once"]
         pids = [_fork(rank, port, request) for rank in range(request["ranks"])]
-        print(json.dumps(_wait(pids, request["seconds"], request["kill_once"])), file=answers, flush=True)
+        is_there = lambda: bool(kill_once) and os.path.exists(kill_once)  # noqa: E731, B023
+        codes, _ = forks.wait(pids, request["seconds"], grace=10, stop=is_there)
+        print(json.dumps(codes), file=answers, flush=True)
 
 
 def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
@@ -101,8 +100,7 @@ def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
         for number, suffix in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{request['folder']}/{rank}.{suffix}", os.O_CREAT | os.O_WRONLY), number)
         if request["ranks"] > 1:
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "MASTER_PORT": port}
-            os.environ.update({k: str(v) for k, v in places.items()} | {"MASTER_ADDR": "127.0.0.1"})
+            forks.take_place(rank, request["ranks"], port)
         code = _run_script(request["words"])
     finally:
         sys.stdout.flush()
@@ -124,23 +122,6 @@ def _run_script(words: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _wait(pids: list[int], seconds: float, kill_once: str) -> list[int]:
-    """Statuses of all; once one fails the others have a moment, as under torchrun."""
-    deadline, codes = time.monotonic() + seconds, dict.fromkeys(pids)
-    while None in codes.values():
-        for pid in (p for p, code in codes.items() if code is None):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-                if codes[pid]:
-                    deadline = min(deadline, time.monotonic() + 10)
-        if time.monotonic() > deadline or (kill_once and os.path.exists(kill_once)):
-            for pid in (p for p, code in codes.items() if code is None):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return [codes[pid] for pid in pids]
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def _bypass(node: fx.Node, source: fx.Node, same_object: bool) -> None:
         users = [*node.users, *source.users]
         if any(_changes_layout(u) for u in users) or node.meta["needs_grad"] != source.meta["needs_grad"]:
             return
-    output = next(iter(reversed(node.graph.nodes)))
+    output = node.graph.output_node()
     visible = source.op in ("placeholder", "get_attr") or output in source.users
     if same_object or output not in node.users or not visible:
         node.replace_all_uses_with(source)

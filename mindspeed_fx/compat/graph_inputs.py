@@ -35,20 +35,20 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def with_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of Dynamo's graph with inputs for ``added`` behind its own, named after ``stem``, and what to trace them
-    with: sizes that do not change. (Dynamo goes on using its own graph after the backend is done.)"""
-    copy = copy_dynamo_graph(gm)
-    inputs = [n for n in copy.graph.nodes if n.op == "placeholder"]
+def add_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> list[Any]:
+    """Give a copy of Dynamo's graph inputs for ``added`` behind its own, named after ``stem``, in place; returns what
+    to trace them with: sizes that do not change.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
     mode = tracing.fake_mode_of([n.meta.get("example_value") for n in inputs])
     fakes = [t if mode is None else mode.from_tensor(t, static_shapes=True) for t in added]
-    with copy.graph.inserting_after(inputs[-1]):
+    with gm.graph.inserting_after(inputs[-1]):
         for k, fake in reversed(list(enumerate(fakes))):
-            new = copy.graph.placeholder(f"{stem}_{k}")
+            new = gm.graph.placeholder(f"{stem}_{k}")
             new.meta = {"val": fake, "example_value": fake}
             new._dynamo_source = None  # AOTAutograd asks every input
-    copy.recompile()
-    return copy, fakes
+    gm.recompile()
+    return fakes
 
 
 def read_through(

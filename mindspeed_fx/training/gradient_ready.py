@@ -94,11 +94,10 @@ class Announcements:
     """The parameters of one graph whose gradients are announced in its backward, and the inputs that this adds.
 
     Args:
-        gm: Dynamo's graph.
+        gm: a copy of Dynamo's graph, which gets further inputs in place.
         inputs: its inputs.
 
     Attributes:
-        gm: the graph with an input for each ``main_grad``.
         inputs: what it is traced with.
     """
 
@@ -106,8 +105,7 @@ class Announcements:
         self.positions = [i for i in data_parallel.parameters(inputs) if key_of(inputs[i]) != NOBODY]
         self.keys = [key_of(inputs[i]) for i in self.positions]
         state = self.state([inputs[i] for i in self.positions])
-        self.gm, fakes = graph_inputs.with_inputs(gm, state, "main_grad")
-        self.inputs = [*inputs, *fakes]
+        self.inputs = [*inputs, *graph_inputs.add_inputs(gm, state, "main_grad")]
 
     def state(self, parameters: Sequence[Any]) -> list[Tensor]:
         """The buffers of the gradients."""

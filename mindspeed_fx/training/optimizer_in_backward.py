@@ -79,11 +79,10 @@ class Steps:
     """The parameters of one graph that step in its backward, and the inputs that this adds to the graph.
 
     Args:
-        gm: Dynamo's graph.
+        gm: a copy of Dynamo's graph, which gets further inputs in place.
         inputs: its inputs.
 
     Attributes:
-        gm: the graph with inputs for the state.
         inputs: what it is traced with.
 
     Raises:
@@ -103,8 +102,7 @@ class Steps:
         self.group = [self.groups.index(owner) for owner in owners]
         state = self.state([inputs[i] for i in self.positions])
         self.added = len(state)
-        self.gm, fakes = graph_inputs.with_inputs(gm, state, "optimizer_state")
-        self.inputs = [*inputs, *fakes]
+        self.inputs = [*inputs, *graph_inputs.add_inputs(gm, state, "optimizer_state")]
 
     def state(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
         """Moments and step count of every parameter, made where there are none, and the numbers of every group."""

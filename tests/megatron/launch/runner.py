@@ -12,18 +12,17 @@ import json
 import os
 import runpy
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests import forks
 
 HERE = Path(__file__).parent
 ARCHIVE = HERE / "megatron_lm_0.16.1_training.tar.gz"
@@ -101,12 +100,6 @@ def prepare() -> None:
     import model_provider  # noqa: F401
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run(
     args: list[str],
     world: int,
@@ -127,7 +120,7 @@ def run(
         seconds: after which all ranks are killed and the run is an error.
     """
     folder = Path(tempfile.mkdtemp(prefix="launch_"))
-    request = Request(str(folder), world, _free_port(), entry, list(args), environ or {}, setup, seconds)
+    request = Request(str(folder), world, forks.free_port(), entry, list(args), environ or {}, setup, seconds)
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(asdict(request)) + "\n")
@@ -174,7 +167,8 @@ def serve() -> None:
     for line in sys.stdin:
         request = Request(**json.loads(line))
         pids = [_fork(rank, request) for rank in range(request.world)]
-        print(json.dumps({"late": _wait(pids, request.seconds)}), file=answers, flush=True)
+        _, late = forks.wait(pids, request.seconds, grace=3)
+        print(json.dumps({"late": late}), file=answers, flush=True)
 
 
 def _fork(rank: int, request: Request) -> int:
@@ -188,10 +182,8 @@ def _fork(rank: int, request: Request) -> int:
         output = os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        size = request.world
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        os.environ.update({k: str(v) for k, v in places.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request.port), **request.environ})
+        forks.take_place(rank, request.world, request.port)
+        os.environ.update(request.environ)
         code = _run_rank(rank, folder, request)
     except BaseException:
         traceback.print_exc()
@@ -251,26 +243,6 @@ def _record_logs(record: dict[str, Any]) -> None:
         return compile_chunk(*args, **kwargs)
 
     training.training_log, compile_chunks.compile_chunk = keep, count
-
-
-def _wait(pids: list[int], seconds: float) -> bool:
-    """Wait for all; once one fails the others are killed after a moment. True where time ran out."""
-    deadline, late = time.monotonic() + seconds, False
-    waiting = set(pids)
-    while waiting:
-        for pid in list(waiting):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                waiting.discard(pid)
-                if status:
-                    deadline = min(deadline, time.monotonic() + 3)
-        if time.monotonic() > deadline and waiting:
-            late = True
-            for pid in waiting:
-                os.kill(pid, signal.SIGKILL)
-            deadline = float("inf")
-        time.sleep(0.05)
-    return late
 
 
 def _read(folder: Path, world: int, late: bool) -> Run:
