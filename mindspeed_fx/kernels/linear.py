@@ -9,7 +9,6 @@ keeps its own. Sharded graphs use it; it is inlined before code is generated. So
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
@@ -33,7 +32,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [..., n], contiguous.
     """
-    return F.linear(x, weight, bias).contiguous()
+    # F.linear rounds otherwise where no operand requires a gradient, and which do changes between calls of one graph.
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _fake_backward(grad, x, weight, needed):

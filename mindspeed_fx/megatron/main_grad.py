@@ -33,12 +33,13 @@ def linear_main_grad(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool, 
     Returns:
         [..., out].
     """
-    return torch.nn.functional.linear(x, weight)
+    # F.linear rounds otherwise where no operand requires a gradient, and which do changes between calls of one graph.
+    return (x.reshape(-1, x.shape[-1]) @ weight.t()).view(*x.shape[:-1], weight.shape[0])
 
 
 @linear_main_grad.register_fake
 def _(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool, key: int) -> Tensor:
-    return torch.nn.functional.linear(x, weight)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @torch.library.custom_op("mindspeed::add_to_main_grad", mutates_args={"main_grad"})
@@ -64,10 +65,11 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
+    rows = grad.reshape(-1, grad.shape[-1])
     if ctx.needs_input_grad[1]:
-        add_to_main_grad(ctx.main_grad, grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.key)
+        add_to_main_grad(ctx.main_grad, rows, x.reshape(-1, x.shape[-1]), ctx.key)
     zeros = torch.zeros_like(weight) if ctx.dummy and ctx.needs_input_grad[1] else None
-    return grad @ weight if ctx.needs_input_grad[0] else None, zeros, None, None, None
+    return (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None, zeros, None, None, None
 
 
 linear_main_grad.register_autograd(_backward, setup_context=_setup)

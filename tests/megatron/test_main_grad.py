@@ -127,3 +127,14 @@ def test_a_weight_without_main_grad_is_named():
         model(**batch())  # nothing is accumulated
     with pytest.raises(RuntimeError, match="has no main_grad"):
         model(**batch())
+
+
+def test_a_product_is_the_same_whether_its_weight_requires_a_gradient():
+    """AOTAutograd gives a graph detached weights in some calls and the parameters in others."""
+    x, weight = torch.randn(32 * 32).as_strided((32, 1, 32), (32, 1024, 1)), torch.nn.Parameter(torch.randn(64, 32))
+    with torch.no_grad():
+        for product in (
+            lambda w: torch.ops.mindspeed.linear_main_grad(x, w, torch.zeros(64, 32), True, -1),
+            lambda w: torch.ops.mindspeed.linear(x, w),
+        ):
+            assert torch.equal(product(weight), product(weight.detach()))
