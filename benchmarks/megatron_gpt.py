@@ -1,6 +1,6 @@
 """Megatron-core GPT, one training step on CPU: eager, Inductor and mindspeed, interleaved.
 
-    python -m benchmarks.megatron_gpt [--rounds 9] [--case 512|2048|all]
+    python -m benchmarks.megatron_gpt [--rounds 9] [--case 512|2048|all] [--dtypes float32,bfloat16]
 
 All three run the model with the mindspeed_fx Megatron adaptor, without which it neither runs nor compiles on CPU. The
 loss per token is averaged outside the compiled model, as Megatron's ``loss_func`` does.
@@ -30,8 +30,10 @@ import mindspeed_fx.megatron_adaptor  # noqa: F401
 CASES = {"512": dict(layers=4, seq=512, batch=2, vocab=8192), "2048": dict(layers=2, seq=2048, batch=1, vocab=32768)}
 
 
-def build(layers: int, seq: int, vocab: int, **_: int) -> GPTModel:
+def build(dtype: torch.dtype, layers: int, seq: int, vocab: int, **_: int) -> GPTModel:
     config = TransformerConfig(
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         num_layers=layers,
         hidden_size=512,
         num_attention_heads=8,
@@ -60,10 +62,10 @@ def build(layers: int, seq: int, vocab: int, **_: int) -> GPTModel:
     )
 
 
-def run(name: str, rounds: int) -> None:
+def run(name: str, dtype: torch.dtype, rounds: int) -> None:
     case = CASES[name]
     torch.manual_seed(0)
-    model = build(**case)
+    model = build(dtype, **case).to(dtype)
     ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
     inputs = dict(
         input_ids=ids,
@@ -72,14 +74,15 @@ def run(name: str, rounds: int) -> None:
         labels=ids.roll(-1, 1),
     )
     steps = common.rivals(model, inputs, lambda loss: loss.mean(), fullgraph=True)
-    common.race(f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, float32", model, steps, rounds)
+    common.race(f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, {dtype}", model, steps, rounds)
 
 
 if __name__ == "__main__":
-    options = common.arguments(rounds=9, case="all")
+    options = common.arguments(rounds=9, case="all", dtypes="float32,bfloat16")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     for case in CASES if options.case == "all" else [options.case]:
-        run(case, options.rounds)
+        for dtype in options.dtypes.split(","):
+            run(case, getattr(torch, dtype), options.rounds)
     dist.destroy_process_group()
