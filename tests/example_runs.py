@@ -92,7 +92,7 @@ def serve() -> None:
 
 
 def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
-    pid = os.fork()
+    pid = forks.fork()
     if pid:
         return pid
     code = 1
@@ -101,6 +101,7 @@ def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
             os.dup2(os.open(f"{request['folder']}/{rank}.{suffix}", os.O_CREAT | os.O_WRONLY), number)
         if request["ranks"] > 1:
             forks.take_place(rank, request["ranks"], port)
+        forks.share_write_results()
         code = _run_script(request["words"])
     finally:
         sys.stdout.flush()

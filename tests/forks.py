@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -14,6 +16,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def fork() -> int:
+    """``os.fork``; the child leads a group of processes, which :func:`wait` ends with it."""
+    pid = os.fork()
+    if not pid:
+        os.setpgid(0, 0)
+    return pid
+
+
+def share_write_results() -> None:
+    """Have Megatron's writers of checkpoints tell their results to a fork of this rank.
+
+    Megatron spawns a process for them, which imports the script again, and which a rank that ends at once leaves behind.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def take_place(rank: int, world: int, port: int) -> None:
@@ -34,6 +54,8 @@ def wait(
         for pid in waiting:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 if codes[pid]:
                     deadline = min(deadline, time.monotonic() + grace)

@@ -174,7 +174,7 @@ def serve() -> None:
 def _fork(rank: int, request: Request) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pid = forks.fork()
     if pid:
         return pid
     code, folder = 1, Path(request.folder)
@@ -184,6 +184,7 @@ def _fork(rank: int, request: Request) -> int:
         os.dup2(output, 2)
         forks.take_place(rank, request.world, request.port)
         os.environ.update(request.environ)
+        forks.share_write_results()
         code = _run_rank(rank, folder, request)
     except BaseException:
         traceback.print_exc()

@@ -66,6 +66,7 @@ def modern(flags):
     return " ".join(MODERN) + " " + flags
 
 
+@pytest.mark.slow
 def test_dropless_experts_on_two_ranks():
     flags = f"{MOE} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap"
     compare(modern(f"{flags} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"), world=2, extra=1)

@@ -45,10 +45,11 @@ def test_a_pipeline_of_interleaved_stages():
     check_equal(flags, 2, graphs=2)
 
 
-def test_tensor_and_sequence_parallel_with_the_distributed_optimizer_and_overlap():
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tensor_and_sequence_parallel_with_the_distributed_optimizer_and_overlap(world):
     flags = """--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
         --overlap-param-gather --ddp-bucket-size 20000"""
-    check_equal(flags, 4, graphs=1)
+    check_equal(flags, world, graphs=1)
 
 
 @pytest.mark.slow
@@ -56,7 +57,6 @@ def test_tensor_and_sequence_parallel_with_the_distributed_optimizer_and_overlap
     "flags",
     [
         "",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
         "--pipeline-model-parallel-size 2",
         "--use-distributed-optimizer --no-gradient-accumulation-fusion",
         "--overlap-grad-reduce --ddp-bucket-size 20000 --no-gradient-accumulation-fusion",
