@@ -1,0 +1,19 @@
+"""The optimizer that Megatron's training builds, with the memory that flags ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_fx.megatron import patches, residual
+
+TARGET = "megatron.training.training:get_megatron_optimizer"
+
+
+def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+    """``get_megatron_optimizer``, as ``--reuse-fp32-param`` has it."""
+    from megatron.training import get_args
+
+    optimizer, flags = patches.original(TARGET)(*args, **kwargs), get_args()
+    if getattr(flags, "reuse_fp32_param", False) and flags.bf16:
+        optimizer = residual.reuse_weights(optimizer)
+    return optimizer
