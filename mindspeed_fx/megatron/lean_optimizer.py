@@ -14,7 +14,7 @@ import contextlib
 import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Callable, Iterator, Protocol
+from typing import Any, Callable, Iterator, Protocol, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ class Keeper(Protocol):
 
     main: Tensor
 
+    def prefetch(self) -> None:
+        """Begin to make ``main`` whole."""
+
     def restore(self) -> None:
         """Make ``main`` whole."""
 
@@ -39,8 +42,14 @@ class Keeper(Protocol):
     def discard(self) -> None:
         """Let ``main``'s memory go with its values: those kept before hold."""
 
+    def keep_states(self) -> None:
+        """States of ``main`` were loaded or made outside of a step."""
+
     def float32(self) -> Tensor:
-        """The values of ``main``, in memory of their own."""
+        """The values of ``main``, in memory that no step writes before it is asked to."""
+
+    def settle(self) -> None:
+        """Wait until what is kept can be read."""
 
 
 def absent(weight: Tensor) -> Tensor:
@@ -104,31 +113,50 @@ class LeanOptimizer:
     """What an optimizer of Megatron's does otherwise where main weights are kept by ``keepers``; before its class in
     the order of methods (:func:`make_lean`).
     """
+
     optimizer: Any
     keepers: dict[Tensor, Keeper]
     parts: int
     step_whole: Callable[[], Any]
     discards = False
+    is_sharded = False
 
     def step_in_parts(self) -> None:
         """The inner optimizer's step, each part for itself: the same, for a step is each weight's own affair."""
         steps = {id(group): copy.deepcopy(group.get("step")) for group in self.optimizer.param_groups}
-        for part in divide(self.optimizer.param_groups, self.parts):
-            keepers = [self.keepers[w] for w in part.weights if w in self.keepers and w.grad is not None]
-            with self.restored(keepers), only(self.optimizer, part, steps):
+        parts = divide(self.optimizer.param_groups, self.parts)
+        keepers = [[self.keepers[w] for w in p.weights if w in self.keepers and w.grad is not None] for p in parts]
+        for part, held, following in zip(parts, keepers, [*keepers[1:], []]):
+            with self.restored(held, following), only(self.optimizer, part, steps):
                 self.step_whole()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what the keepers keep can be read."""
+        for keeper in list(self.keepers.values())[:1]:
+            keeper.settle()
 
     @contextlib.contextmanager
-    def restored(self, keepers: list[Keeper] | None = None) -> Iterator[None]:
-        """Main weights whole, of all keepers where none are given; what was written is kept afterwards."""
-        keepers = list(self.keepers.values()) if keepers is None else keepers
+    def restored(self, keepers: list[Keeper], following: Sequence[Keeper] = ()) -> Iterator[None]:
+        """Main weights of some keepers whole, and on their way to it those that follow; what was written is kept."""
+        for keeper in keepers:
+            keeper.prefetch()
         for keeper in keepers:
             keeper.restore()
+        for keeper in following:
+            keeper.prefetch()
         try:
             yield
         finally:
             for keeper in keepers:
                 keeper.discard() if self.discards else keeper.release()
+
+    @contextlib.contextmanager
+    def all_restored(self) -> Iterator[None]:
+        """All main weights whole, for what is no step."""
+        with self.restored(list(self.keepers.values())):
+            yield
+        self.settle()
 
     def float32_of(self, main: Tensor) -> Tensor:
         """A main weight's values: a copy where it is kept by a keeper."""
@@ -140,7 +168,7 @@ class LeanOptimizer:
         """A keeper has written the 16-bit weight."""
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
-        with self.restored():
+        with self.all_restored():
             super()._copy_model_params_to_main_params(*args, **kwargs)  # type: ignore[misc]
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
@@ -158,17 +186,23 @@ class LeanOptimizer:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with self.restored([] if self.is_sharded else None):  # type: ignore[attr-defined]
+        # A sharded optimizer reads one shard at a time.
+        with contextlib.nullcontext() if self.is_sharded else self.all_restored():
             super().load_state_dict(state_dict)  # type: ignore[misc]
+        for keeper in self.keepers.values():
+            keeper.keep_states()
+        self.settle()
 
 
 class LeanFloat16Optimizer(LeanOptimizer):
     """Beside ``Float16OptimizerWithFloat16Params``."""
+
     is_sharded = False
 
 
 class LeanDistributedOptimizer(LeanOptimizer):
     """Beside ``DistributedOptimizer``, which reads and writes one shard at a time."""
+
     is_sharded = True
 
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
@@ -180,9 +214,10 @@ class LeanDistributedOptimizer(LeanOptimizer):
         main = self.optimizer.param_groups[group]["params"][order]
         with self.restored([self.keepers[main]] if main in self.keepers else []):
             super()._set_main_param_and_optimizer_states(model_param, tensors)  # type: ignore[misc]
+        self.settle()
 
     def load_parameter_state_from_dp_zero_legacy(self, state_dict: Any) -> None:
-        with self.restored():
+        with self.all_restored():
             super().load_parameter_state_from_dp_zero_legacy(state_dict)  # type: ignore[misc]
 
 
@@ -190,7 +225,7 @@ class LeanDistributedOptimizer(LeanOptimizer):
 def _lean_class(kind: type) -> type:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    mixin = LeanDistributedOptimizer if issubclass(kind, DistributedOptimizer) else LeanFloat16Optimizer
+    mixin = LeanDistributedOptimizer if issubclass(kind, DistributedOptimizer) else LeanOptimizer
     return type(f"Lean{kind.__name__}", (mixin, kind), {"__module__": __name__})
 
 
@@ -206,15 +241,19 @@ def make_lean(optimizer: Any, flag: str, keepers_of: Callable[[Any], list[Keeper
         OptionError: it is of a class whose main weights are not known here.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+    from megatron.core.optimizer.optimizer import (
+        ChainedOptimizer,
+        Float16OptimizerWithFloat16Params,
+        FP32Optimizer,
+    )
 
     if isinstance(optimizer, ChainedOptimizer):
         held = optimizer.chained_optimizers
         held[:] = [make_lean(inner, flag, keepers_of, parts) for inner in held]
         return optimizer
-    valid = (DistributedOptimizer, Float16OptimizerWithFloat16Params)
+    valid = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
     if type(optimizer) not in valid:
-        names = " and ".join(kind.__name__ for kind in valid)
+        names = ", ".join(kind.__name__ for kind in valid)
         raise OptionError(f"{flag}: not done for {type(optimizer).__name__}; done for {names}; remove the flag")
     if optimizer.is_stub_optimizer:
         return optimizer
@@ -225,13 +264,13 @@ def make_lean(optimizer: Any, flag: str, keepers_of: Callable[[Any], list[Keeper
     lean.parts = parts
     lean.step_whole = lean.optimizer.step
     lean.optimizer.step = lean.step_in_parts
+    lean.settle()
     return lean
 
 
 def weight_pairs(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     """(16-bit weight, or this rank's shard of it; main weight) of an optimizer of Megatron's."""
-    sharded = hasattr(optimizer, "shard_float16_groups")
-    narrow = optimizer.shard_float16_groups if sharded else optimizer.float16_groups
-    main = optimizer.shard_fp32_from_float16_groups if sharded else optimizer.fp32_from_float16_groups
+    prefix = "shard_" if hasattr(optimizer, "shard_float16_groups") else ""
+    narrow = getattr(optimizer, f"{prefix}float16_groups", [])
+    main = getattr(optimizer, f"{prefix}fp32_from_float16_groups", [])
     return [pair for groups in zip(narrow, main) for pair in zip(*groups)]
-

@@ -1,12 +1,12 @@
 """``--reuse-fp32-param``: one copy of 16- and 32-bit weights.
 
-A bfloat16 weight is the upper half of its float32 main weight, rounded to the nearest, ties to even; beside it the lower
-16 bits are kept, and both give the float32 bits again: 4 bytes a weight between steps where Megatron has 2 + 4. With the
-distributed optimizer the lower bits are those of the rank's shard: 2 bytes a weight of the shard are saved.
+A bfloat16 weight is the upper half of its float32 main weight, rounded to the nearest, ties to even. Beside it the
+lower 16 bits are kept, and both give the float32 bits again: 4 bytes a weight between steps where Megatron has 2 + 4.
+With the distributed optimizer the lower bits are those of the rank's shard: 2 bytes a weight of the shard are saved.
 
 Rounding adds 1 to the upper half u where the lower half l is above 0x8000, or equal to it with u odd. So l tells u from
-the rounded half h, except for l = 0x8000 and h even: 65,537 float32 values round to an even h, one more than 16 bits can
-tell apart. Of the two values with l = 0x8000 that with u = h (the tie that rounds down) is found in a list of
+the rounded half h, except for l = 0x8000 and h even: 65,537 float32 values round to an even h, one more than 16 bits
+can tell apart. Of the two values with l = 0x8000 that with u = h (the tie that rounds down) is found in a list of
 positions: one weight in 2^17 where lower halves are arbitrary. MindSpeed keeps that bit in the sign of Adam's second
 moment; a list serves every optimizer.
 """
@@ -69,6 +69,9 @@ class Residual:
         self.model, self.main = model, main
         self.release()
 
+    def prefetch(self) -> None:
+        """Nothing is far away."""
+
     def restore(self) -> None:
         self.main.data = self.float32()
 
@@ -85,9 +88,11 @@ class Residual:
     def float32(self) -> Tensor:
         return join(self.model.detach(), self.low, self.ties)
 
-    def bytes(self) -> int:
-        """Kept beside the 16-bit weight."""
-        return 4 + sum(t.untyped_storage().nbytes() for t in (self.low, self.ties))
+    def keep_states(self) -> None:
+        """States stay where they are."""
+
+    def settle(self) -> None:
+        """The device's order is enough."""
 
 
 def reuse_weights(optimizer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Megatron's optimizers over a small bfloat16 model, in one process: built, trained, counted in bytes, saved."""
+"""Megatron's optimizers over a small model, in one process: built, trained, counted in bytes, saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 from tests.megatron.gpt_models import batch, tiny_gpt
 
 
-def build(sharded: bool, change: Callable[[Any], Any] | None = None, name: str = "adam", **config: Any) -> Any:
+def build(
+    sharded: bool,
+    change: Callable[[Any], Any] | None = None,
+    name: str = "adam",
+    bf16: bool = True,
+    **config: Any,
+) -> Any:
     """(model in Megatron's wrappers, optimizer), the same weights in every call.
 
     Args:
@@ -22,12 +28,13 @@ def build(sharded: bool, change: Callable[[Any], Any] | None = None, name: str =
     from megatron.core.transformer.module import Float16Module
 
     torch.manual_seed(0)
-    model = tiny_gpt(bf16=True, params_dtype=torch.bfloat16)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = tiny_gpt(bf16=bf16, params_dtype=dtype)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=True)
-    wrapped = DistributedDataParallel(model.config, ddp, Float16Module(model.config, model))
+    wrapped = DistributedDataParallel(model.config, ddp, Float16Module(model.config, model) if bf16 else model)
     config = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5, **config}
-    options = OptimizerConfig(optimizer=name, bf16=True, use_distributed_optimizer=sharded, **config)
-    options.params_dtype = torch.bfloat16
+    options = OptimizerConfig(optimizer=name, bf16=bf16, use_distributed_optimizer=sharded, **config)
+    options.params_dtype = dtype
     optimizer = get_megatron_optimizer(options, [wrapped], use_gloo_process_groups=True)
     if change is not None:
         optimizer = change(optimizer)

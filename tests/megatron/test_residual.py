@@ -58,11 +58,8 @@ def both(sharded, steps=4, **config):
     return plain, lean, [optimizers.train(*pair, steps) for pair in (plain, lean)]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("sharded, name", [(False, "adam"), (False, "sgd"), (True, "adam")])
 def test_training_is_bitwise_that_of_float32_main_weights(sharded, name):
-    if sharded and name == "sgd":
-        pytest.skip("Megatron's distributed optimizer takes Adam alone")
     plain, lean, (expected, actual) = both(sharded, name=name)
     assert actual == expected and len(set(expected)) == len(expected)
     for p, q in zip(optimizers.bits(plain[0]), optimizers.bits(lean[0])):
@@ -85,7 +82,7 @@ def test_ties_are_trained_too(sharded):
     for change in (None, residual.reuse_weights):
         wrapped, optimizer = optimizers.build(sharded, change)
         inner = optimizer.chained_optimizers[0]
-        with inner.restored() if change else contextlib.nullcontext():
+        with inner.all_restored() if change else contextlib.nullcontext():
             for group in inner.optimizer.param_groups:
                 for main in group["params"]:
                     main.data.view(torch.int32).bitwise_or_(0x8000)
@@ -168,14 +165,10 @@ def test_weights_from_elsewhere_become_main_weights():
 
 
 def test_an_optimizer_of_another_class_is_refused():
-    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-    optimizer = FP32Optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), options(), lambda *a: None)
-    with pytest.raises(OptionError, match="--reuse-fp32-param: not done for FP32Optimizer"):
-        residual.reuse_weights(optimizer)
+    class Other(Float16OptimizerWithFloat16Params):
+        pass
 
-
-def options():
-    from megatron.core.optimizer import OptimizerConfig
-
-    return OptimizerConfig()
+    with pytest.raises(OptionError, match="--reuse-fp32-param: not done for Other"):
+        residual.reuse_weights(object.__new__(Other))

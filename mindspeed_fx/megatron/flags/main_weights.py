@@ -43,3 +43,21 @@ def reuse_weights(args: Namespace) -> str:
         return "the weights are float32, of which there is one copy"
     _refuse_conflicts(REUSE, args)
     return "between steps a main weight is its bfloat16 weight and 16 bits more"
+
+
+def swap_states(args: Namespace) -> str:
+    """Of ``--swap-optimizer``."""
+    times = get(args, "swap_optimizer_times", 16)
+    if times < 1:
+        raise NotDone(f"--swap-optimizer-times {times}: expected at least 1, the parts of a step")
+    if get(args, "async_save"):
+        raise NotDone("not done beside --async-save, which reads what the next step writes; remove one of the two")
+    _refuse_conflicts(SWAP, args)
+    return f"between steps main weights and optimizer states wait on the host; a step has {times} parts"
+
+
+def swap_times(args: Namespace) -> str:
+    """Of ``--swap-optimizer-times``."""
+    if not get(args, "swap_optimizer"):
+        return f"no effect without {SWAP}"
+    return f"read by {SWAP}"

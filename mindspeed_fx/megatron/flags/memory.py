@@ -199,8 +199,23 @@ FLAGS = [
         act=main_weights.reuse_weights,
         skip=True,
     ),
-    switch("--swap-optimizer", REFUSED, "optimizer states wait in host memory", STATES_ON_HOST, skip=True),
-    setting("--swap-optimizer-times", "--swap-optimizer", 16),
+    switch(
+        "--swap-optimizer",
+        OPTION,
+        "optimizer states wait in host memory",
+        "main weights too; copied to the device and back by parts in the step, the same values; an error with "
+        "--reuse-fp32-param, --async-save and where others hold main weights or states",
+        act=main_weights.swap_states,
+        skip=True,
+    ),
+    number(
+        "--swap-optimizer-times",
+        16,
+        OPTION,
+        "parts of a step of --swap-optimizer",
+        "read by --swap-optimizer",
+        act=main_weights.swap_times,
+    ),
     Flag(
         "--virtual-optimizer",
         REFUSED,

@@ -39,7 +39,7 @@ def table() -> dict[str, list[Patch]]:
             Patch(
                 optimizer_memory.TARGET,
                 optimizer_memory.get_megatron_optimizer,
-                "--reuse-fp32-param is about what the optimizer keeps",
+                "--reuse-fp32-param and --swap-optimizer are about what the optimizer keeps, and where",
                 EVERYWHERE,
                 copies=False,
             ),
