@@ -11,7 +11,7 @@ from tests.megatron.launch import runner
 from tests.megatron.launch.test_pretrain import COMPILED, EAGER, train
 
 SHARDED = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
-REUSE = "--reuse-fp32-param"
+REUSE, SWAP = "--reuse-fp32-param", "--swap-optimizer --swap-optimizer-times 4"
 
 
 def check_same(one: runner.Run, other: runner.Run) -> None:
@@ -23,6 +23,8 @@ def check_same(one: runner.Run, other: runner.Run) -> None:
 SETTINGS = [
     "--bf16",
     "--bf16 --optimizer sgd",
+    "--use-distributed-optimizer",
+    "--fp16 --initial-loss-scale 1024 --use-distributed-optimizer",
     f"{SHARDED} --tensor-model-parallel-size 2 --sequence-parallel",
     "--bf16 --use-distributed-optimizer --log-num-zeros-in-grad",
     """--bf16 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2
@@ -37,20 +39,22 @@ def compare(flags: str, more: str, environ: dict[str, str]) -> None:
     assert any(f"mindspeed_fx: {more.split()[0]}: between steps" in line for line in lean.output[0].splitlines())
 
 
-@pytest.mark.parametrize("more", [REUSE])
+@pytest.mark.parametrize("more", [REUSE, SWAP])
 def test_steps_are_bitwise_those_without(more):
     compare(SHARDED, more, EAGER)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [REUSE])
+@pytest.mark.parametrize("more", [REUSE, SWAP])
 @pytest.mark.parametrize("flags", SETTINGS)
 def test_settings(flags, more):
+    if more == REUSE and "--bf16" not in flags:
+        pytest.skip("nothing to share in float32, refused in float16")
     compare(flags, more, EAGER)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [REUSE])
+@pytest.mark.parametrize("more", [REUSE, SWAP])
 def test_compiled_chunks(more):
     compare(SHARDED, more, COMPILED)
 
@@ -68,13 +72,13 @@ def resume(folder: Path, flags: str, saves: str, loads: str) -> None:
     assert rest.grad_norms == {k: whole.grad_norms[k] for k in (3, 4)}
 
 
-@pytest.mark.parametrize("more", [REUSE])
+@pytest.mark.parametrize("more", [REUSE, pytest.param(SWAP, marks=pytest.mark.slow)])
 def test_a_checkpoint_is_read_without_the_flag(tmp_path, more):
     resume(tmp_path, "--use-distributed-optimizer", more, "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [REUSE])
+@pytest.mark.parametrize("more", [REUSE, SWAP])
 @pytest.mark.parametrize("writes", ["lean", "plain"])
 @pytest.mark.parametrize(
     "form",
