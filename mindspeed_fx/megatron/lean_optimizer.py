@@ -194,12 +194,6 @@ class LeanOptimizer:
         self.settle()
 
 
-class LeanFloat16Optimizer(LeanOptimizer):
-    """Beside ``Float16OptimizerWithFloat16Params``."""
-
-    is_sharded = False
-
-
 class LeanDistributedOptimizer(LeanOptimizer):
     """Beside ``DistributedOptimizer``, which reads and writes one shard at a time."""
 
