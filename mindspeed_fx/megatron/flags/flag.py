@@ -15,7 +15,7 @@ from mindspeed_fx.errors import OptionError
 OPTION, MEGATRON, COMPILER, REFUSED, OWN = "option", "megatron", "compiler", "refused", "own"
 
 STATES = {
-    OPTION: "a pass or an option of mindspeed_fx does it",
+    OPTION: "a pass or an option of mindspeed_fx, or its adaptor, does it",
     MEGATRON: "Megatron's own arguments do it, and are set so",
     COMPILER: "nothing to do: the compiler or Megatron does it anyway, or speed alone is asked for; the row says why",
     REFUSED: "an error that names what to do instead",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from mindspeed_fx.megatron.flags import main_weights
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     MEGATRON,
@@ -191,13 +192,30 @@ FLAGS = [
     switch("--moe-unperm2-mem-optim-swap", REFUSED, "unpermuted tokens wait in host memory", HOST, skip=True),
     switch(
         "--reuse-fp32-param",
-        REFUSED,
+        OPTION,
         "16-bit weights and the rest of the float32 ones share one buffer",
-        "remove it: 2 bytes more per weight on a rank, the same values",
+        "16 bits are kept beside a bfloat16 weight, from which both make its float32 one for the step: 2 bytes a main "
+        "weight less, the same values; an error with --fp16 and where others read main weights between steps",
+        act=main_weights.reuse_weights,
         skip=True,
     ),
-    switch("--swap-optimizer", REFUSED, "optimizer states wait in host memory", STATES_ON_HOST, skip=True),
-    setting("--swap-optimizer-times", "--swap-optimizer", 16),
+    switch(
+        "--swap-optimizer",
+        OPTION,
+        "optimizer states wait in host memory",
+        "main weights too; copied to the device and back by parts in the step, the same values; an error with "
+        "--reuse-fp32-param, --async-save and where others hold main weights or states",
+        act=main_weights.swap_states,
+        skip=True,
+    ),
+    number(
+        "--swap-optimizer-times",
+        16,
+        OPTION,
+        "parts of a step of --swap-optimizer",
+        "read by --swap-optimizer",
+        act=main_weights.swap_times,
+    ),
     Flag(
         "--virtual-optimizer",
         REFUSED,

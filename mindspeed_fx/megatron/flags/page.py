@@ -19,7 +19,7 @@ flags that are not done and what to do instead. Nothing is silently ignored.
 something is refused), `mindspeed-fx flags` prints this table, `mindspeed-fx flags --page` this page.
 
 A refused flag that changes memory or speed alone, marked *skip*, can be left aside without editing a script:
-`{SKIP_FLAG} reuse-fp32-param swap-optimizer`, or `{SKIP_VARIABLE}=reuse-fp32-param,swap-optimizer`.
+`{SKIP_FLAG} smart-swap compress-optimizer`, or `{SKIP_VARIABLE}=smart-swap,compress-optimizer`.
 
 | state | meaning | flags |
 |---|---|---|

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_fx.megatron import cuda_calls
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
-from mindspeed_fx.megatron.training import compile_chunks, habits, initialize
+from mindspeed_fx.megatron.training import compile_chunks, habits, initialize, optimizer_memory
 
 INITIALIZE = "megatron.training.initialize"
 ARGUMENTS = "megatron.training.arguments"
@@ -35,7 +35,14 @@ def table() -> dict[str, list[Patch]]:
                 compile_chunks.get_model,
                 "each chunk of the model is compiled; MINDSPEED_FX_COMPILE=0 leaves it",
                 EVERYWHERE,
-            )
+            ),
+            Patch(
+                optimizer_memory.TARGET,
+                optimizer_memory.get_megatron_optimizer,
+                "--reuse-fp32-param and --swap-optimizer are about what the optimizer keeps, and where",
+                EVERYWHERE,
+                copies=False,
+            ),
         ],
     }
     if kind() != "cuda":

@@ -285,6 +285,27 @@ MEMORY = {
         ),
         ("--swap-attention --swap-modules post_norm", dict(error="names no part of a layer")),
     ],
+    "--reuse-fp32-param": [
+        ("--reuse-fp32-param --bf16", dict(says="16 bits more", reuse_fp32_param=True)),
+        ("--reuse-fp32-param", dict(says="float32, of which there is one copy")),
+        ("--reuse-fp32-param --fp16", dict(error="no half of a float32 one")),
+        ("--reuse-fp32-param --bf16 --swap-optimizer", dict(error="not done beside --swap-optimizer")),
+        *(
+            (f"--reuse-fp32-param --bf16 --{name}", dict(error=f"not done beside --{name}, which"))
+            for name in ("use-precision-aware-optimizer", "optimizer-cpu-offload", "log-params-norm", "qk-clip")
+        ),
+        ("--reuse-fp32-param --bf16 --optimizer muon", dict(error="not done for --optimizer muon")),
+    ],
+    "--swap-optimizer": [
+        ("--swap-optimizer", dict(says="a step has 16 parts", swap_optimizer=True)),
+        ("--swap-optimizer --swap-optimizer-times 0", dict(error="--swap-optimizer-times 0: expected at least 1")),
+        ("--swap-optimizer --async-save", dict(error="not done beside --async-save")),
+        ("--swap-optimizer --optimizer-cpu-offload", dict(error="not done beside --optimizer-cpu-offload")),
+    ],
+    "--swap-optimizer-times": [
+        ("--swap-optimizer-times 4", dict(says="no effect without --swap-optimizer")),
+        ("--swap-optimizer --swap-optimizer-times 4", dict(says="read by --swap-optimizer", swap_optimizer_times=4)),
+    ],
     "--recompute-mla-up-proj": [
         ("--recompute-mla-up-proj", dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
         ("--recompute-mla-up-proj --recompute-granularity full", dict(recompute_granularity="full")),

@@ -6,7 +6,7 @@ REFUSED = {
     """,
     "remove": """
     --use-triton-swiglu-limit --enable-mla-absorb --balanced-moe-experts --enable-expert-placement --aiqos
-    --num-zero-experts=2 --dist-train --reuse-fp32-param --attention-mask-on-cpu --output-layer-slice-num=3
+    --num-zero-experts=2 --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
     --gemm-gradient-accumulation-fusion --fix-sub-seq-length=1 --skip-bias-add --use-dsa-absorb
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
     --use-ema --npu-datadump
@@ -107,7 +107,7 @@ REFUSED = {
     --moe-zero-memory=level0
     """,
     "--optimizer-cpu-offload": """
-    --swap-optimizer --virtual-optimizer=some --compress-optimizer
+    --virtual-optimizer=some --compress-optimizer
     """,
     "--position-embedding-type rope": """
     --position-embedding-type=alibi
@@ -237,9 +237,6 @@ SETTINGS = {
     """,
     "--moe-zero-memory": """
     --moe-zero-memory-num-layers=2
-    """,
-    "--swap-optimizer": """
-    --swap-optimizer-times=18
     """,
     "--position-embedding-type alibi": """
     --alibi-fusion-attn-type=2 --alibi-diagonal-opposite --square-alibi-mask --fill-neg-inf

@@ -57,12 +57,12 @@ def check_patched_parser(arguments, folder: Path) -> None:
     again, out = parse(arguments, "--num-layers", "4", "--noop-layers", "3", "--use-fused-rmsnorm")
     assert out == "" and again.num_layers == 3  # a script parses its arguments several times
     try:
-        parse(arguments, "--num-layers", "4", "--swap-optimizer", "--use-ema")
+        parse(arguments, "--num-layers", "4", "--compress-optimizer", "--use-ema")
         raise AssertionError("not refused")
     except flags.FlagError as error:
         assert str(error).startswith("2 flags of this run are not done")
-    args, out = parse(arguments, "--swap-optimizer", "--mindspeed-skip-flags", "swap-optimizer")
-    assert "[skipped]" in out and args.swap_optimizer is False
+    args, out = parse(arguments, "--compress-optimizer", "--mindspeed-skip-flags", "compress-optimizer")
+    assert "[skipped]" in out and args.compress_optimizer is False
     check_yaml(arguments, folder)
     check_configurations(arguments)
     flags.unpatch_parser()

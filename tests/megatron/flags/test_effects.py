@@ -113,13 +113,13 @@ def test_what_cannot_be_skipped_is_refused(name, word):
 
 
 def test_all_refused_flags_stand_in_one_error():
-    words = "--swap-optimizer --tp-2d --tp-x 2 --use-fused-rmsnorm --use-ema".split()
+    words = "--compress-optimizer --tp-2d --tp-x 2 --use-fused-rmsnorm --use-ema".split()
     with pytest.raises(flags.FlagError) as raised:
         flags.apply(parse(words), words)
     first, *lines = str(raised.value).splitlines()
     assert first.startswith("3 flags of this run") and len(lines) == 3
-    assert [line.split(":")[0].strip() for line in lines] == ["--tp-2d", "--swap-optimizer", "--use-ema"]
-    assert "--mindspeed-skip-flags swap-optimizer" in lines[1] and "skip" not in lines[2]
+    assert [line.split(":")[0].strip() for line in lines] == ["--tp-2d", "--compress-optimizer", "--use-ema"]
+    assert "--mindspeed-skip-flags compress-optimizer" in lines[1] and "skip" not in lines[2]
 
 
 def test_a_run_without_flags_of_mindspeed_stays_as_it_is():

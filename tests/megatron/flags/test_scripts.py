@@ -49,10 +49,10 @@ def test_the_command_says_it_before_a_run(without_megatron, capsys, tmp_path):
     assert cli.main(["flags", "--", "--num-layers", "4", "--use-fused-rmsnorm"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"compiler +--use-fused-rmsnorm: fusion.rms_norm", out) and "--num-layers: Megatron's" in out
-    (tmp_path / "args.json").write_text('["--swap-optimizer", "--noop-layers", "1", "--num-layers", "4"]')
+    (tmp_path / "args.json").write_text('["--compress-optimizer", "--noop-layers", "1", "--num-layers", "4"]')
     assert cli.main(["flags", "--file", str(tmp_path / "args.json")]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"refused +--swap-optimizer: .*--mindspeed-skip-flags swap-optimizer", out)
+    assert re.search(r"refused +--compress-optimizer: .*--mindspeed-skip-flags compress-optimizer", out)
     assert "num_layers = 3" in out
     assert cli.main(["flags", "--file", str(tmp_path / "args.json"), "--", "--coc-parallel-num", "many"]) == 2
     assert "invalid int value" in capsys.readouterr().err
