@@ -29,7 +29,8 @@ def fork() -> int:
 def share_write_results() -> None:
     """Have Megatron's writers of checkpoints tell their results to a fork of this rank.
 
-    Megatron spawns a process for them, which imports the script again, and which a rank that ends at once leaves behind.
+    Megatron spawns a process for them, which imports the script again, and which a rank that ends at once leaves
+    behind.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
