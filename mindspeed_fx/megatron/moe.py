@@ -95,6 +95,15 @@ def gating(self: Any, input: Tensor) -> Tensor:
     return router_gating_linear(input, self.weight, self.bias, dtype)
 
 
+def convert_router(self: Any, fn: Any, recurse: bool = True) -> Any:
+    """``torch.nn.Module._apply`` of a router, whose biases of experts stay float32: Megatron's own turn them back at
+    their first call, which changes a tensor's type.
+    """
+    result = torch.nn.Module._apply(self, fn, recurse)
+    self._maintain_float32_expert_bias()
+    return result
+
+
 def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
     """Router logits in ``router_dtype``."""
     return F.linear(inp.to(router_dtype), weight.to(router_dtype), None if bias is None else bias.to(router_dtype))

@@ -97,6 +97,12 @@ def _everywhere() -> list[Patch]:
             f"{HIDES}; without TransformerEngine it names an undefined function",
             IN_GRAPH if _has_transformer_engine() else EVERYWHERE,
         ),
+        Patch(
+            "transformer.moe.router:TopKRouter._apply",
+            moe.convert_router,
+            "a model in 16 bits turns its biases of experts back to float32 in the forward, which a graph cannot",
+            EVERYWHERE,
+        ),
         *(
             Patch(
                 f"{owner}.backward",

@@ -46,6 +46,24 @@ def test_one_graph_as_eager(case):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_biases_in_sixteen_bits(dtype):
+    """Megatron's router turns them back to float32 at its first call, which a graph cannot."""
+    settings = {**CASES["sigmoid-bias"], "moe_router_load_balancing_type": "none", "params_dtype": dtype}
+    model, inputs = tiny_gpt(experts=4, layers=1, moe_token_dispatcher_type="alltoall", **settings), batch()
+    router = model.decoder.layers[0].mlp.router
+    router.expert_bias.copy_(bias := torch.tensor([0.125, 0.0, -0.125, 0.0]))
+    model = model.to(dtype)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss, grads = train(model, inputs, compiled)  # before the eager call, which would turn them
+    expected = train(model, inputs)
+    assert router.expert_bias.dtype == torch.float32 and torch.equal(router.expert_bias, bias)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-3, atol=0)
+    assert expected[1]["decoder.layers.0.mlp.router.weight"].abs().sum() > 0
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(grads[name], grad, rtol=0.05, atol=1e-2 * grad.abs().max().item())
+
+
 def test_scale_of_the_auxiliary_loss_is_read_in_the_backward():
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

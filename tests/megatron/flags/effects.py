@@ -276,6 +276,7 @@ MEMORY = {
                 }
             ),
         ),
+        ("--swap-attention --recompute-granularity full", dict(says="recomputed whole keeps none of it")),
         ("--swap-attention --recompute-norm", dict(error="remove one of the two")),
     ],
     "--swap-modules": [

@@ -226,3 +226,19 @@ def test_a_log_sum_exp_may_be_used_before_the_loss():
     assert report.counts[NAME] == 2 and not report.skipped(NAME)
     report = function_agrees(lambda x: f(x, True), logits())  # the loss needs what came of it
     assert report.counts[NAME] == 1 and "compute the loss first" in report.skipped(NAME)[0].reason
+
+
+def test_a_number_read_from_a_tensor_is_no_distribution_over_classes():
+    """sum(x * number), as a loss scaled by a statistic has it."""
+
+    def step(x):
+        return (torch.tanh(x) * x.detach().sum().item()).sum()
+
+    x = logits()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        loss = torch.compile(step, backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)(x)
+    assert torch.equal(loss, step(x))
+    (grad,) = torch.autograd.grad(loss, x)
+    (expected,) = torch.autograd.grad(step(x), x)
+    assert expected.abs().sum() > 0
+    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=0)

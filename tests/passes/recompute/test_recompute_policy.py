@@ -125,6 +125,44 @@ def test_checkpointed_regions_are_honored():
     assert all(torch.equal(a, b) for a, b in zip(plain, named, strict=True))
 
 
+@pytest.mark.parametrize("wish, glob", [("save", "layers.*"), ("offload", "layers.*"), ("offload", "layers.*.qkv")])
+def test_what_a_checkpointed_region_makes_again_is_neither_kept_nor_moved(wish, glob):
+    """As Megatron's --recompute-granularity full beside MindSpeed's --swap-attention asks for."""
+    plain, report = run("none", checkpointed=True)
+    wished, more = run({glob: wish}, checkpointed=True, memory_budget=1.0, offload=wish == "offload")
+    assert all(torch.equal(a, b) for a, b in zip(plain, wished, strict=True))
+    assert sites(more) == sites(report) and not more.moves
+    (skip,) = more.skipped
+    assert skip.reason.startswith(f"{glob}: {wish}: ") and "a checkpointed region makes them again" in skip.reason
+
+
+@pytest.mark.parametrize("wish", ["save", "offload"])
+def test_wishes_hold_outside_a_checkpointed_region(wish):
+    """Only the first layer is in one."""
+
+    class Half(Model):
+        def forward(self, x):
+            return self.layers[1](checkpoint(self.layers[0], x, use_reentrant=False)).square().mean()
+
+    def step(**options):
+        torch.manual_seed(0)
+        model, x = Half(), torch.randn(3, 8, 16)
+        torch._dynamo.reset()
+        with recorder.collecting() as graphs:
+            compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager", **options})
+            loss = compiled(x)
+            loss.backward()
+        (report,) = [r.report for r in graphs[0].runs if r.report.saved is not None]
+        return [loss.detach(), *(p.grad for p in model.parameters())], report
+
+    plain, _ = step(recompute="none")
+    wished, report = step(recompute={"layers.*.qkv": wish}, memory_budget=1.0, offload=wish == "offload")
+    assert all(torch.equal(a, b) for a, b in zip(plain, wished, strict=True))
+    assert not any(s.module.startswith("layers.1.qkv") for s in report.rewrites if s.operator == "recomputed")
+    assert any(s.module.startswith("layers.0.") for s in report.rewrites)
+    assert len(report.moves or ()) == (wish == "offload")
+
+
 @pytest.mark.parametrize(
     "recompute, words",
     [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph import match
@@ -132,6 +133,7 @@ def _match_weighted_sum(n: fx.Node) -> tuple[fx.Node, Distribution, list[fx.Node
         if (
             match.is_float(y)
             and isinstance(t, fx.Node)
+            and isinstance(t.meta.get("val"), torch.Tensor)  # not a number read from one
             and match.value(t).shape == match.value(y).shape == match.value(factors[0][1]).shape
             and (result := distribution(t)) is not None
         ):

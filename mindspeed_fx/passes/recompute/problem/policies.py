@@ -93,12 +93,17 @@ def fix_by_policy(tape: Dataflow, asked: Any, strict: bool, report: PassReport) 
             (result.away.add if wish == "offload" else result.away.discard)(v)
             result.why[v] = f"{glob}: {wish}"
     refused = Counter()
-    for v in list(result.recompute):
-        if reason := _refusal(v):
-            result.recompute.discard(v)
-            refused[(reason, result.why.pop(v))] += 1
-    for (reason, who), count in refused.items():
-        report.skipped.append(skip("", tape.values[0].node, f"{who}: {count} values are kept: {reason}"))
+    for values, find_reason, fate in (
+        (result.recompute, _recompute_refusal, "are kept"),
+        (result.save, _save_refusal, "are recomputed"),
+    ):
+        for v in [v for v in tape.values if v in values]:
+            if reason := find_reason(v):
+                values.discard(v)
+                result.away.discard(v)
+                refused[(reason, fate, result.why.pop(v))] += 1
+    for (reason, fate, who), count in refused.items():
+        report.skipped.append(skip("", tape.values[0].node, f"{who}: {count} values {fate}: {reason}"))
     return result
 
 
@@ -144,7 +149,7 @@ def _generic(paths: Iterable[str]) -> list[str]:
     return sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", p) for p in paths if p})
 
 
-def _refusal(v: Value) -> str:
+def _recompute_refusal(v: Value) -> str:
     node = v.made_by.node
     if partitioner.must_recompute(node):
         return ""
@@ -153,6 +158,12 @@ def _refusal(v: Value) -> str:
     if partitioner.is_random(node):
         return "random numbers are not drawn again"
     return "" if partitioner.is_pure(node) else "they are not the same when recomputed"
+
+
+def _save_refusal(v: Value) -> str:
+    if any(partitioner.must_recompute(n) for n in (v.node, v.made_by.node)):
+        return "a checkpointed region makes them again"
+    return "" if v.savable else "no backward can be handed such values"
 
 
 def _policy(tape: Dataflow, policy: str) -> list[Value]:
