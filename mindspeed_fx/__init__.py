@@ -4,7 +4,7 @@
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`,
 :func:`compile`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`,
-:func:`plan`, :func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
+:func:`plan`, :class:`Profile`, :func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
 :mod:`mindspeed_fx.passes` and the version.
 """
 
@@ -18,6 +18,7 @@ from mindspeed_fx.torch_compile import compile, restore_torch_compile
 
 __all__ = [
     "Plan",
+    "Profile",
     "__version__",
     "accumulate",
     "compile",
@@ -38,6 +39,7 @@ __all__ = [
 
 _HOMES = {
     "Plan": "sharding.plan",
+    "Profile": "training.profile",
     "accumulate": "training.accumulation",
     "cross_compile": "ascend.compile",
     "explain": "planning.explain",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_fx.megatron import cuda_calls
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
-from mindspeed_fx.megatron.training import compile_chunks, habits, initialize
+from mindspeed_fx.megatron.training import compile_chunks, habits, initialize, tools
 
 INITIALIZE = "megatron.training.initialize"
 ARGUMENTS = "megatron.training.arguments"
@@ -35,7 +35,9 @@ def table() -> dict[str, list[Patch]]:
                 compile_chunks.get_model,
                 "each chunk of the model is compiled; MINDSPEED_FX_COMPILE=0 leaves it",
                 EVERYWHERE,
-            )
+            ),
+            Patch(tools.TRAIN, tools.train, "MindSpeed's tools begin and end with it", EVERYWHERE),
+            Patch(tools.STEP, tools.train_step, "MindSpeed's tools count its iterations", EVERYWHERE),
         ],
     }
     if kind() != "cuda":

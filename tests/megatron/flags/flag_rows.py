@@ -127,10 +127,6 @@ REFUSED = {
     "--bf16": """
     --qat-scheme=some --qad-enable
     """,
-    "--profile": """
-    --profile-level=level_none --profile-record-shapes --profile-with-cpu --profile-with-memory
-    --profile-with-stack --profile-data-simplification --profile-save-path=some --profile-export-type=db
-    """,
     "set_compile_mode": """
     --jit-compile
     """,
@@ -163,6 +159,10 @@ REFUSED = {
 """Words of the way out -> flags that are an error."""
 
 SETTINGS = {
+    "--profile": """
+    --profile-level=level1 --profile-record-shapes --profile-with-cpu --profile-with-memory
+    --profile-with-stack --profile-data-simplification --profile-save-path=some --profile-export-type=db
+    """,
     "--rope-scaling-type": """
     --longrope-freqs-type=some --long-factor=some --short-factor=some --long-mscale=0.5 --short-mscale=0.5
     """,

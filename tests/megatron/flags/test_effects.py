@@ -17,7 +17,7 @@ RUNS = {
     **{words.partition("=")[0]: words for block in REFUSED.values() for words in block.split()},
 }
 """A run of each flag that has settings."""
-RUNS |= {"--disable-gloo-group": "--disable-gloo-group", "--rope-scaling-type": "--rope-scaling-type=plm"}
+RUNS |= {"--profile": "--profile", "--disable-gloo-group": "--disable-gloo-group", "--rope-scaling-type": "--rope-scaling-type=plm"}
 
 
 def key_of(words: str) -> str:

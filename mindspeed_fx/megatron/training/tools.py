@@ -1,0 +1,71 @@
+"""MindSpeed's tools in Megatron's training loop: profiles."""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import Namespace
+from typing import Any, Iterator
+
+from mindspeed_fx.megatron import patches
+from mindspeed_fx.training.profile import Profile
+
+MODULE = "megatron.training.training"
+TRAIN, STEP = f"{MODULE}:train", f"{MODULE}:train_step"
+_profiles: list[Profile] = []
+"""Of the loop that runs."""
+
+
+def train(*args: Any, **kwargs: Any) -> Any:
+    """``megatron.training.training.train`` with the tools that the arguments ask for."""
+    from megatron.training import get_args
+
+    with profiling(get_args()):
+        return patches.original(TRAIN)(*args, **kwargs)
+
+
+def train_step(*args: Any, **kwargs: Any) -> Any:
+    """``train_step``; iterations that Megatron skips count too."""
+    from megatron.training import get_args
+
+    for profile in _profiles:
+        while profile.iteration <= get_args().curr_iteration:
+            profile.step()
+    return patches.original(STEP)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def profiling(args: Namespace) -> Iterator[None]:
+    """The profile that MindSpeed's flags ask for, on the ranks that they name."""
+    if not getattr(args, "mindspeed_profile", False):
+        yield
+        return
+    profile = Profile(**profile_settings(args))
+    if profile.start >= profile.end and args.rank == 0:
+        print(f"mindspeed_fx: --profile: iterations before {profile.end} are done already; none is recorded", flush=True)
+    with profile:
+        _profiles.append(profile)
+        try:
+            yield
+        finally:
+            _profiles.remove(profile)
+    if profile.iteration < profile.start < profile.end and args.rank == 0:
+        text = f"the run ended at iteration {profile.iteration}, before --profile-step-start {profile.start}"
+        print(f"mindspeed_fx: --profile: {text}; none was recorded", flush=True)
+
+
+def profile_settings(args: Namespace) -> dict[str, Any]:
+    """Arguments of :class:`Profile`; iterations are numbered as Megatron logs them."""
+    return {
+        "path": args.profile_save_path,
+        "start": args.profile_step_start,
+        "end": args.profile_step_end,
+        "first": args.iteration + 1,
+        "ranks": args.profile_ranks,
+        "level": args.profile_level,
+        "with_cpu": args.profile_with_cpu,
+        "with_stack": args.profile_with_stack,
+        "with_memory": args.profile_with_memory,
+        "record_shapes": args.profile_record_shapes,
+        "simplify": args.profile_data_simplification,
+        "export": args.profile_export_type,
+    }
