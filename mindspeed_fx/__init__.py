@@ -2,7 +2,7 @@
 
     step = torch.compile(model, backend="mindspeed")
 
-Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`,
+Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`, :class:`FlopCount`,
 :func:`compile`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`,
 :func:`plan`, :class:`Profile`, :func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
 :mod:`mindspeed_fx.passes` and the version.
@@ -17,6 +17,7 @@ from mindspeed_fx._version import __version__
 from mindspeed_fx.torch_compile import compile, restore_torch_compile
 
 __all__ = [
+    "FlopCount",
     "Plan",
     "Profile",
     "__version__",
@@ -38,6 +39,7 @@ __all__ = [
 
 
 _HOMES = {
+    "FlopCount": "training.flop_count",
     "Plan": "sharding.plan",
     "Profile": "training.profile",
     "accumulate": "training.accumulation",
