@@ -36,9 +36,14 @@ def varlen_attention_of_torch() -> Any:
     return getattr(operator, "default", None)
 
 
-def is_recording_in_backward() -> bool:
-    """Whether a backward runs, and what is called now is recorded for another: a forward that is computed again."""
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+def is_computing_again() -> bool:
+    """Whether a backward runs, and what is called now is a forward: it is recorded for another backward, or called by
+    the backward of torch's or Megatron's CheckpointFunction (whose own backward has nodes of its own).
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    return torch.is_grad_enabled() or (node is not None and node.name() == "CheckpointFunctionBackward")
 
 
 class Watch(TorchDispatchMode):

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from mindspeed_fx.compat import dispatcher
+from mindspeed_fx.compat import auto_functionalized, dispatcher
 from mindspeed_fx.cost.read import Call, call_of, read
 
 _totals = {"model": 0, "hardware": 0}
@@ -44,6 +44,7 @@ class Work(NamedTuple):
 def count(gm: fx.GraphModule) -> Work:
     """The work of a graph of operators."""
     calls = [call for call in read(gm).calls if call.kind != "collective"]
+    calls += [call for node in gm.graph.nodes if (call := _writing_call(node)) is not None]
     costs = [call.cost() for call in calls]
     hardware = sum(cost.flops for cost in costs)
     return Work(
@@ -53,13 +54,28 @@ def count(gm: fx.GraphModule) -> Work:
     )
 
 
+def _writing_call(node: fx.Node) -> Call | None:
+    """The operator that writes its arguments behind a call of ``auto_functionalized``."""
+    function = auto_functionalized.mutable_operator(node)
+    if function is None:
+        return None
+    values = auto_functionalized.argument_nodes(node)
+    if values is None:
+        return call_of(function, None, (), {})
+    return call_of(function, None, (), fx.map_arg(values, lambda n: n.meta["val"]))
+
+
 def behind(joint: Work, forward: Work, backward: Work) -> Work:
     """The work of ``backward``, of whose products those that ``joint`` has beside the forward's are the model's."""
     return backward._replace(model=joint.model - forward.model)
 
 
 def _is_unknown(call: Call) -> bool:
-    return call.kind == "other" and not call.operator.startswith(("aten.", "prims.", "_operator.", "mindspeed."))
+    return call.kind == "other" and not call.operator.startswith(KNOWN)
+
+
+KNOWN = ("aten.", "prims.", "_operator.", "mindspeed.", "c10d.", "profiler.", "higher_order.auto_functionalized")
+"""Beginnings of operators that have a formula, or no products."""
 
 
 @torch.library.custom_op("mindspeed::count_flops", mutates_args=())
@@ -163,6 +179,6 @@ def _count_call(function: Any, args: tuple, kwargs: dict, out: Any) -> None:
         return
     cost = call.cost()
     _totals["hardware"] += cost.flops
-    _totals["model"] += 0 if dispatcher.is_recording_in_backward() else cost.flops - cost.again
+    _totals["model"] += 0 if dispatcher.is_computing_again() else cost.flops - cost.again
     if _is_unknown(call):
         _uncounted[call.operator] = None

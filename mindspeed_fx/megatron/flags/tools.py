@@ -97,9 +97,16 @@ def _be_deterministic(args: Namespace) -> None:
     torch.use_deterministic_algorithms(True)
 
 
+PEAK_FLAG = "--mindspeed-peak-tflops"
+"""Ours: of one device, for MFU."""
+
+
 def _count(args: Namespace) -> str:
+    peak = get(args, "mindspeed_peak_tflops")
+    if peak is not None and peak <= 0:
+        raise NotDone(f"{PEAK_FLAG} {peak} is no rate; give the TFLOP/s of one device")
     args.log_throughput = True
-    return "log_throughput = True"
+    return "graphs count their FLOP, a line beside each of Megatron's; log_throughput = True, by Megatron's formula"
 
 
 def _framework(args: Namespace) -> str:
@@ -159,10 +166,13 @@ FLAGS = [
     ),
     switch(
         "--op-cal-tflops",
-        MEGATRON,
+        OPTION,
         "counts the operations of every operator, and prints the throughput",
-        "`--log-throughput`, by Megatron's formula; `mindspeed-fx explain` counts every operator",
+        "a line beside each of Megatron's: FLOP of the model and of the hardware, counted by the graphs that run "
+        f"(option `count_flops`), per second, and MFU and HFU of the device's peak or of `{PEAK_FLAG}`; and "
+        "`--log-throughput` ([tools.md](tools.md))",
         act=_count,
+        options=lambda args: {"count_flops": True},
     ),
     word(
         "--ai-framework",

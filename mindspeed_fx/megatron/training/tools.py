@@ -1,4 +1,4 @@
-"""MindSpeed's tools in Megatron's training loop: profiles."""
+"""MindSpeed's tools in Megatron's training loop: profiles, and FLOP beside Megatron's log."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from argparse import Namespace
 from typing import Any, Iterator
 
 from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.training import compile_chunks, throughput
 from mindspeed_fx.training.profile import Profile
 
 MODULE = "megatron.training.training"
 TRAIN, STEP = f"{MODULE}:train", f"{MODULE}:train_step"
 _profiles: list[Profile] = []
+_meters: list[throughput.Meter] = []
 """Of the loop that runs."""
 
 
@@ -19,7 +21,7 @@ def train(*args: Any, **kwargs: Any) -> Any:
     """``megatron.training.training.train`` with the tools that the arguments ask for."""
     from megatron.training import get_args
 
-    with profiling(get_args()):
+    with profiling(get_args()), metering(get_args()):
         return patches.original(TRAIN)(*args, **kwargs)
 
 
@@ -30,7 +32,26 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     for profile in _profiles:
         while profile.iteration <= get_args().curr_iteration:
             profile.step()
-    return patches.original(STEP)(*args, **kwargs)
+    with contextlib.ExitStack() as open_counts:
+        for meter in _meters:
+            open_counts.enter_context(meter.count)
+        result = patches.original(STEP)(*args, **kwargs)
+    for meter in _meters:
+        meter.after(get_args().curr_iteration + 1)
+    return result
+
+
+@contextlib.contextmanager
+def metering(args: Namespace) -> Iterator[None]:
+    """The counter that ``--op-cal-tflops`` asks for."""
+    if not getattr(args, "op_cal_tflops", False):
+        yield
+        return
+    _meters.append(throughput.Meter(args, eager=not compile_chunks.wants_compile()))
+    try:
+        yield
+    finally:
+        _meters.clear()
 
 
 @contextlib.contextmanager

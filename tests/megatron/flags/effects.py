@@ -328,7 +328,10 @@ KERNELS = {
         ("--muon-scalar-optimizer lion", dict(error="Adam")),
     ],
     "--npu-deterministic": [("--npu-deterministic", dict(says="HCCL_DETERMINISTIC"))],
-    "--op-cal-tflops": [("--op-cal-tflops", dict(log_throughput=True))],
+    "--op-cal-tflops": [
+        ("--op-cal-tflops", dict(log_throughput=True, options={"count_flops": True})),
+        ("--op-cal-tflops --mindspeed-peak-tflops 0", dict(error="is no rate")),
+    ],
     "--ai-framework": [
         ("--ai-framework pytorch", dict(says="PyTorch")),
         ("--ai-framework mindspore", dict(error="PyTorch alone")),

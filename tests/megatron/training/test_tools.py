@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+
+import pytest
 
 from tests.megatron.launch.test_pretrain import train
 
@@ -18,3 +21,41 @@ def test_chosen_iterations_of_chosen_ranks_are_profiled(tmp_path):
     layers = 2  # of one micro-batch; two norms a layer and the last
     assert names.count("mindspeed::swiglu") == layers and names.count("mindspeed::swiglu_backward") == layers
     assert sum(n in ("mindspeed::rms_norm", "mindspeed::add_rms_norm") for n in names) == 2 * layers + 1
+
+
+B, S, H, HEADS, FFN, V, LAYERS = 2, 32, 64, 4, 128, 128, 2
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def model_flops(samples: int) -> int:
+    """Of one iteration of test_pretrain's model, forward and backward."""
+    return 3 * (LAYERS * layer_flops(samples) + 2 * samples * S * H * V)
+
+
+def layer_flops(samples: int) -> int:
+    return 2 * samples * S * (4 * H * H + 3 * H * FFN) + 2 * 2 * samples * S * S * H
+
+
+def flops(run, rank: int) -> dict[int, list[int]]:
+    """Iteration -> FLOP in the lines of a rank: model and hardware, each of the rank and of all."""
+    lines = [line for line in run.output[rank].splitlines() if line.startswith("mindspeed_fx: iteration")]
+    assert all("no MFU: the table of a cpu is no peak of this one; --mindspeed-peak-tflops gives it" in x for x in lines)
+    return {int(x.split()[2]): [int(n) for n in re.findall("([0-9]+) (?:this rank|all)", x)] for x in lines}
+
+
+SCORES_AGAIN = LAYERS * 2 * 8 * S * S * H
+"""Of 8 samples."""
+
+
+@pytest.mark.parametrize("again", ["", pytest.param(FULL, marks=pytest.mark.slow)])
+def test_flop_of_tensor_parallel_ranks_are_a_closed_form(again):
+    flags = f"--op-cal-tflops --tensor-model-parallel-size 2 --train-iters 2 {again}"
+    numbers = flops(train(flags, 2), 1)
+    assert set(numbers) == {1, 2} and numbers[1] == numbers[2]
+    own, everyone, own_hardware, all_hardware = numbers[1]
+    expected = model_flops(8)
+    assert everyone == expected and own == expected // 2
+    assert own_hardware == all_hardware // 2
+    # all but the first layer's last product, whose result is saved for the second
+    recomputed = LAYERS * layer_flops(8) - 2 * 8 * S * H * FFN if again else 0
+    assert all_hardware == everyone + SCORES_AGAIN + recomputed
