@@ -3,7 +3,7 @@
     step = torch.compile(model, backend="mindspeed")
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`, :class:`FlopCount`,
-:func:`compile`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`,
+:func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`,
 :func:`plan`, :class:`Profile`, :func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
 :mod:`mindspeed_fx.passes` and the version.
 """
@@ -24,6 +24,7 @@ __all__ = [
     "accumulate",
     "compile",
     "cross_compile",
+    "dump_tensors",
     "explain",
     "in_parts",
     "parallelize",
@@ -44,6 +45,7 @@ _HOMES = {
     "Profile": "training.profile",
     "accumulate": "training.accumulation",
     "cross_compile": "ascend.compile",
+    "dump_tensors": "training.tensor_dump",
     "explain": "planning.explain",
     "in_parts": "training.in_parts",
     "parallelize": "sharding.parallelize",

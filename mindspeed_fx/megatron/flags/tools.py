@@ -87,12 +87,21 @@ def _profile_all(args: Namespace) -> str:
     return f"profile_ranks = {args.profile_ranks[0]} to {args.profile_ranks[-1]}"
 
 
+DETERMINISTIC = {
+    "HCCL_DETERMINISTIC": "True",
+    "LCCL_DETERMINISTIC": "1",
+    "CLOSE_MATMUL_K_SHIFT": "1",
+    "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+}
+
+
 def _be_deterministic(args: Namespace) -> None:
-    """The environment of HCCL and CANN, and torch's own switch."""
+    """The environment of HCCL, LCCL and CANN, for cuda that of cuBLAS, and torch's own switch."""
     import torch
 
-    os.environ["HCCL_DETERMINISTIC"] = "True"
-    os.environ["CLOSE_MATMUL_K_SHIFT"] = "1"
+    os.environ.update(DETERMINISTIC)
+    if find_device() == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses a product
     os.environ["PYTHONHASHSEED"] = str(get(args, "seed", 1234))
     torch.use_deterministic_algorithms(True)
 
@@ -155,13 +164,16 @@ PROFILE_FLAGS = [
 ]
 """Settings of ``--profile``."""
 
+_ENVIRONMENT = ", ".join(DETERMINISTIC)
+
 FLAGS = [
     switch(
         "--npu-deterministic",
         OPTION,
         "the same numbers in every run",
-        "torch.use_deterministic_algorithms, HCCL_DETERMINISTIC and CLOSE_MATMUL_K_SHIFT",
-        act=lambda args: "torch.use_deterministic_algorithms(True), HCCL_DETERMINISTIC, CLOSE_MATMUL_K_SHIFT",
+        f"torch.use_deterministic_algorithms(True), {_ENVIRONMENT}; passes whose products with collectives promise no "
+        "order are off, and reports name them ([tools.md](tools.md))",
+        act=lambda args: f"torch.use_deterministic_algorithms(True), {_ENVIRONMENT}",
         start=_be_deterministic,
     ),
     switch(

@@ -23,6 +23,14 @@ def test_chosen_iterations_of_chosen_ranks_are_profiled(tmp_path):
     assert sum(n in ("mindspeed::rms_norm", "mindspeed::add_rms_norm") for n in names) == 2 * layers + 1
 
 
+def test_a_deterministic_run_has_the_same_bits_twice():
+    """Dropout and the order of sums included; passes that promise no order say so."""
+    flags = "--npu-deterministic --train-iters 2 --hidden-dropout 0.1 --overlap-grad-reduce --ddp-bucket-size 20000"
+    first, second = (train(flags, 2) for _ in range(2))
+    assert first.losses and (first.losses, first.grad_norms) == (second.losses, second.grad_norms)
+    assert "LCCL_DETERMINISTIC" in first.output[0]
+
+
 B, S, H, HEADS, FFN, V, LAYERS = 2, 32, 64, 4, 128, 128, 2
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
