@@ -2,10 +2,10 @@
 
     step = torch.compile(model, backend="mindspeed")
 
-Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`, :class:`FlopCount`,
-:func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`,
-:func:`plan`, :class:`Profile`, :func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
-:mod:`mindspeed_fx.passes` and the version.
+Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`,
+:class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with
+its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :class:`Profile`, :func:`register_with_accelerate`,
+:func:`simulate`, :func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations

@@ -17,16 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(own)
     args.args = script_arguments
     try:
-        return {
-            "compare-dumps": _compare_dumps,
-            "cross": _cross,
-            "explain": _explain,
-            "doctor": _doctor,
-            "flags": _flags,
-            "passes": _passes,
-            "plan": _plan,
-            "toolchain": _toolchain,
-        }[args.command](args)
+        runs = (_compare_dumps, _cross, _explain, _doctor, _flags, _passes, _plan, _toolchain)
+        return {run.__name__.lstrip("_").replace("_", "-"): run for run in runs}[args.command](args)
     except (ValueError, ImportError, OSError) as e:
         print(f"mindspeed-fx {args.command}: {e}", file=sys.stderr)
         return 2
@@ -37,7 +29,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_explain, _add_doctor, _add_passes, _add_flags, _add_cross, _add_plan, _add_toolchain, _add_compare):
+    for add in (
+        _add_explain,
+        _add_doctor,
+        _add_passes,
+        _add_flags,
+        _add_cross,
+        _add_plan,
+        _add_toolchain,
+        _add_compare,
+    ):
         add(commands)
     return parser
 

@@ -126,7 +126,7 @@ def _inline(
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
-    """Where the operator came from; and the operator itself, after which Inductor names the kernels of its reference."""
+    """Where the operator came from, and the operator: Inductor names kernels of its reference after it."""
     keys = (
         "stack_trace",
         "nn_module_stack",

@@ -6,9 +6,9 @@
 
 ``model`` counts every product once; ``hardware`` also what the backward computes again: what the partition recomputes,
 checkpointed regions, and the scores or logits that a gradient's kernel makes again. Two for each multiply-add, a causal
-mask counts as none (as ``torch.utils.flop_counter`` counts). A graph adds its number at the end of each of its runs, from
-the sizes of that run. Modules that are not compiled are counted with ``FlopCount(eager=True)``, in
-which nothing may be compiled.
+mask counts as none (as ``torch.utils.flop_counter`` counts). A graph adds its number at the end of each of its runs,
+from the sizes of that run. Modules that are not compiled are counted with ``FlopCount(eager=True)``, in which nothing
+may be compiled.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ KNOWN = ("aten.", "prims.", "_operator.", "mindspeed.", "c10d.", "profiler.", "h
 
 
 @torch.library.custom_op("mindspeed::count_flops", mutates_args=())
-def count_flops(
-    reads: list[Tensor], sizes: list[int], symbols: str, model: str, hardware: str, uncounted: str
-) -> None:
+def count_flops(reads: list[Tensor], sizes: list[int], symbols: str, model: str, hardware: str, uncounted: str) -> None:
     """Adds the work of a graph to the totals.
 
     Args:

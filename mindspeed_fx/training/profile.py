@@ -6,8 +6,8 @@
             profile.step()
 
 Iterations count from 1. Fused operators bear their names: as calls (``mindspeed::rms_norm``) where no code is
-generated; in the name of the kernel (``cpp_fused_rms_norm_0``, ``triton_red_fused_rms_norm_0``) where Inductor generates
-it, on a CPU for graphs that are compiled inside the ``with``.
+generated; in the name of the kernel (``cpp_fused_rms_norm_0``, ``triton_red_fused_rms_norm_0``) where Inductor
+generates it, on a CPU for graphs that are compiled inside the ``with``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Profile:
         self.start, self.end = max(start, first), end
         self.rank = find_rank()
         self.is_recording_rank = (ranks is None or self.rank in ranks) and self.start < end
-        self._words = {"level": level, "export": export, "simplify": simplify, "with_cpu": with_cpu}
+        self._words: dict[str, Any] = {"level": level, "export": export, "simplify": simplify, "with_cpu": with_cpu}
         self._settings = {"record_shapes": record_shapes, "profile_memory": with_memory, "with_stack": with_stack}
         self._profiler: Any = None
         self._open = contextlib.ExitStack()
@@ -114,7 +114,8 @@ class Profile:
         }
         worker = f"rank{self.rank}"
         if self.device == "npu":
-            return npu.profiler(schedule=schedule, path=self.path, worker=worker, **self._words, **self._settings)
+            words = {**self._words, **self._settings}
+            return npu.profiler(schedule=schedule, path=self.path, worker=worker, **words)
         kinds = torch.profiler.ProfilerActivity
         host = [kinds.CPU] if self.device == "cpu" or self._words["with_cpu"] else []
         return torch.profiler.profile(

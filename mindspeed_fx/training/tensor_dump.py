@@ -5,9 +5,9 @@
 
     mindspeed-fx compare-dumps a b
 
-Hooks on modules inside a compiled one would break its graph, so that compiled models run eager meanwhile, and a warning
-says so; with ``compiled=True`` they run compiled, and of each compiled module the boundary alone is seen: its outputs and
-their gradients, which an eager run's dump of the same modules can be compared with.
+Hooks on modules inside a compiled one would break its graph, so that compiled models run eager meanwhile, and a
+warning says so; with ``compiled=True`` they run compiled, and of each compiled module the boundary alone is seen: its
+outputs and their gradients, which an eager run's dump of the same modules can be compared with.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def compare_dumps(a: str | Path, b: str | Path, rtol: float = 1e-5, atol: float 
         if missing:
             results.append(Difference(name, float("inf"), float("inf"), True, f"not in {missing[0]}"))
         else:
-            results.append(_compare(name, *(torch.load(side[key], weights_only=True) for side in sides), rtol, atol))
+            x, y = (torch.load(side[key], weights_only=True) for side in sides)
+            results.append(compare_tensors(name, x, y, rtol, atol))
     return results
 
 
@@ -176,7 +177,8 @@ def _read(folder: Path) -> dict[tuple, Path]:
     }
 
 
-def _compare(name: str, x: Tensor, y: Tensor, rtol: float, atol: float) -> Difference:
+def compare_tensors(name: str, x: Tensor, y: Tensor, rtol: float, atol: float) -> Difference:
+    """The :class:`Difference` of two tensors; nan and nan are equal, as are infinities of one sign."""
     if x.shape != y.shape:
         return Difference(name, float("inf"), float("inf"), True, f"shapes {list(x.shape)} and {list(y.shape)}")
     if x.numel() == 0:

@@ -98,7 +98,9 @@ def test_sizes_that_change():
 
 def test_the_planners_recomputation_is_no_work_of_the_model():
     torch._dynamo.reset()
-    model = torch.compile(GPT(), backend="mindspeed", options={"count_flops": True, "codegen": "eager", "recompute": "full"})
+    model = torch.compile(
+        GPT(), backend="mindspeed", options={"count_flops": True, "codegen": "eager", "recompute": "full"}
+    )
     result = count(model, (B, S))
     assert result.model == model_flops(B, S)
     assert result.hardware > result.model + SCORES_AGAIN

@@ -71,7 +71,9 @@ def test_what_is_not_asked_for_is_not_recorded(tmp_path, monkeypatch):
     assert not run("done", first=4).exists() and not run("never", start=4, end=5, iterations=1).exists()
     assert not run("other", ranks=[1]).exists()
     monkeypatch.setenv("RANK", "1")
-    assert "aten::exp" in events(run("own", ranks=[1]), rank=1) and "aten::exp" in events(run("all", ranks=None), rank=1)
+    assert "aten::exp" in events(run("own", ranks=[1]), rank=1) and "aten::exp" in events(
+        run("all", ranks=None), rank=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,9 @@ class StandIn(types.ModuleType):
         return types.SimpleNamespace(start=lambda: call("start"), step=lambda: call("step"), stop=lambda: call("stop"))
 
 
-@pytest.mark.parametrize("level, number, pipes", [("level_none", -1, "none"), ("level0", 0, "none"), ("level2", 2, "pipes")])
+@pytest.mark.parametrize(
+    "level, number, pipes", [("level_none", -1, "none"), ("level0", 0, "none"), ("level2", 2, "pipes")]
+)
 def test_torch_npus_profiler_is_called_as_its_documentation_has_it(monkeypatch, level, number, pipes):
     profiler = StandIn()
     monkeypatch.setitem(sys.modules, "torch_npu", types.SimpleNamespace(profiler=profiler))

@@ -22,8 +22,8 @@ from mindspeed_fx.megatron.flags.account import (
 )
 from mindspeed_fx.megatron.flags.config import with_config_fields
 from mindspeed_fx.megatron.flags.flag import Flag
-from mindspeed_fx.megatron.flags.tools import PEAK_FLAG
 from mindspeed_fx.megatron.flags.table import SUBJECTS, TABLE
+from mindspeed_fx.megatron.flags.tools import PEAK_FLAG
 
 ARGUMENTS = "megatron.training.arguments"
 CONFIG = "core_transformer_config_from_args"

@@ -27,18 +27,20 @@ def _is_profiled(args: Namespace) -> bool:
 
 
 def _profile(args: Namespace) -> str:
-    """Megatron's loop profiles by itself where it is asked to; else its flag is taken over (megatron/training/tools.py)."""
+    """Megatron's loop profiles by itself where it is asked to; else its flag is taken over."""
     given = [flag for flag in PROFILE_FLAGS if flag.differs(args)]
     names = ", ".join(flag.name for flag in given)
     if get(args, "use_pytorch_profiler"):
         if given:
             raise NotDone(
-                f"--use-pytorch-profiler is Megatron's own profile, which does not read {names}; remove one or the other"
+                f"--use-pytorch-profiler is Megatron's own profile, which does not read {names}; remove one of them"
             )
         return "Megatron's own profile, by --use-pytorch-profiler"
     device = find_device()
     if device == "cuda" and not given:
-        return "Megatron's ranges for nsys; a --profile-* flag of MindSpeed's, such as --profile-with-cpu, writes traces"
+        return (
+            "Megatron's ranges for nsys; a --profile-* flag of MindSpeed's, such as --profile-with-cpu, writes traces"
+        )
     if get(args, "profile_export_type", "text") != "text" and device != "npu":
         raise NotDone(f"--profile-export-type {args.profile_export_type} is torch_npu's; on {device} give text")
     start, end = get(args, "profile_step_start", 10), get(args, "profile_step_end", 12)
@@ -104,6 +106,27 @@ def _be_deterministic(args: Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses a product
     os.environ["PYTHONHASHSEED"] = str(get(args, "seed", 1234))
     torch.use_deterministic_algorithms(True)
+
+
+DUMP_VARIABLE, MODULES_VARIABLE = "MINDSPEED_FX_DUMP_TENSORS", "MINDSPEED_FX_DUMP_MODULES"
+
+
+def dump_settings() -> tuple[str, str]:
+    """Folder and globs of ``--npu-datadump``."""
+    return os.environ.get(DUMP_VARIABLE, "./npu_datadump"), os.environ.get(MODULES_VARIABLE, "*")
+
+
+def _dump(args: Namespace) -> str:
+    folder, modules = dump_settings()
+    if modules:
+        return f"outputs and gradients of modules {modules!r} in {folder}; chunks run eager, as hooks break graphs"
+    return f"outputs and gradients of each chunk in {folder}"
+
+
+def _run_eager_to_dump(args: Namespace) -> None:
+    """Chunks are not compiled where modules inside them are seen."""
+    if dump_settings()[1]:
+        os.environ["MINDSPEED_FX_COMPILE"] = "0"
 
 
 PEAK_FLAG = "--mindspeed-peak-tflops"
@@ -198,9 +221,9 @@ FLAGS = [
         "--profile",
         OPTION,
         "torch_npu's profiler around chosen iterations",
-        "torch_npu.profiler on npu, torch.profiler on cpu and cuda, around iterations `--profile-step-start` to the one "
-        "before `--profile-step-end` of the ranks in `--profile-ranks` (rank 0 where none is given); Megatron's own with "
-        "`--use-pytorch-profiler`, and on cuda without any of the flags below ([tools.md](tools.md))",
+        "torch_npu.profiler on npu, torch.profiler on cpu and cuda, around iterations `--profile-step-start` to the "
+        "one before `--profile-step-end` of the ranks in `--profile-ranks` (rank 0 where none is given); Megatron's "
+        "own with `--use-pytorch-profiler`, and on cuda without any of the flags below ([tools.md](tools.md))",
         requested=_is_profiled,
         act=_profile,
         skip=True,
@@ -219,10 +242,13 @@ FLAGS = [
     *PROFILE_FLAGS,
     switch(
         "--npu-datadump",
-        REFUSED,
+        OPTION,
         "values of operators are written to files",
-        'remove it; option `dump` writes graphs, option `check`: "each" compares values',
-        skip=True,
+        f"outputs of modules and their gradients, in `{DUMP_VARIABLE}` (./npu_datadump), of the modules that the globs "
+        f'in `{MODULES_VARIABLE}` name ("*"), whose chunks then run eager; "" is the compiled chunk itself; '
+        "`mindspeed-fx compare-dumps A B` compares two runs ([tools.md](tools.md))",
+        act=_dump,
+        start=_run_eager_to_dump,
     ),
     switch(
         "--jit-compile",

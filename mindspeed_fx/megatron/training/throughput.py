@@ -51,7 +51,9 @@ class Meter:
         """What the numbers lack."""
         text = f" | not counted: {', '.join(self.count.uncounted)}" if self.count.uncounted else ""
         if self.eager and "mla_up_proj" in (getattr(self.args, "recompute_modules", None) or []):
-            text += " | the products that mla_up_proj computes again are counted as the model's: chunks are not compiled"
+            text += (
+                " | the products that mla_up_proj computes again are counted as the model's: chunks are not compiled"
+            )
         return text
 
     def _sum(self, own: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""MindSpeed's tools in Megatron's training loop: profiles, and FLOP beside Megatron's log."""
+"""MindSpeed's tools in Megatron's training loop: profiles, FLOP beside its log, dumps of tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from argparse import Namespace
 from typing import Any, Iterator
 
 from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.flags.tools import dump_settings
 from mindspeed_fx.megatron.training import compile_chunks, throughput
 from mindspeed_fx.training.profile import Profile
+from mindspeed_fx.training.tensor_dump import dump_tensors
 
 MODULE = "megatron.training.training"
 TRAIN, STEP = f"{MODULE}:train", f"{MODULE}:train_step"
@@ -21,7 +23,8 @@ def train(*args: Any, **kwargs: Any) -> Any:
     """``megatron.training.training.train`` with the tools that the arguments ask for."""
     from megatron.training import get_args
 
-    with profiling(get_args()), metering(get_args()):
+    chunks = kwargs["model"] if "model" in kwargs else args[1]
+    with profiling(get_args()), metering(get_args()), dumping(get_args(), chunks):
         return patches.original(TRAIN)(*args, **kwargs)
 
 
@@ -39,6 +42,19 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     for meter in _meters:
         meter.after(get_args().curr_iteration + 1)
     return result
+
+
+@contextlib.contextmanager
+def dumping(args: Namespace, chunks: list[Any]) -> Iterator[None]:
+    """Files of tensors that ``--npu-datadump`` asks for; each chunk's names begin with "chunkN."."""
+    with contextlib.ExitStack() as stack:
+        if getattr(args, "npu_datadump", False):
+            folder, modules = dump_settings()
+            is_compiled = compile_chunks.wants_compile() and not modules
+            for n, chunk in enumerate(chunks):
+                inner = compile_chunks.unwrap(chunk)
+                stack.enter_context(dump_tensors(inner, folder, modules, compiled=is_compiled, prefix=f"chunk{n}."))
+        yield
 
 
 @contextlib.contextmanager
@@ -62,7 +78,9 @@ def profiling(args: Namespace) -> Iterator[None]:
         return
     profile = Profile(**profile_settings(args))
     if profile.start >= profile.end and args.rank == 0:
-        print(f"mindspeed_fx: --profile: iterations before {profile.end} are done already; none is recorded", flush=True)
+        print(
+            f"mindspeed_fx: --profile: iterations before {profile.end} are done already; none is recorded", flush=True
+        )
     with profile:
         _profiles.append(profile)
         try:

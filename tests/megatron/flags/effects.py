@@ -336,23 +336,18 @@ KERNELS = {
         ("--ai-framework pytorch", dict(says="PyTorch")),
         ("--ai-framework mindspore", dict(error="PyTorch alone")),
     ],
+    "--npu-datadump": [("--npu-datadump", dict(says="modules '*' in ./npu_datadump; chunks run eager"))],
     "--profile": [
         ("--profile", dict(profile=False, mindspeed_profile=True, says="torch.profiler: iterations 10 to 11")),
-        (
-            "--profile --profile-level level2 --profile-with-stack --profile-step-start 3 --profile-step-end 7",
-            dict(profile=False, says="3 to 6, a trace for each rank in ./profile_dir; torch_npu's alone: --profile-level"),
-        ),
+        ("--profile --profile-level level2 --profile-step-end 12", dict(says="torch_npu's alone: --profile-level")),
+        ("--profile --profile-step-start 3 --profile-step-end 7", dict(says="3 to 6, a trace for each rank in ./prof")),
         ("--profile --use-pytorch-profiler", dict(profile=True, says="Megatron's own profile")),
         ("--profile --use-pytorch-profiler --profile-with-stack", dict(error="does not read --profile-with-stack")),
         ("--profile --profile-export-type db", dict(error="on cpu give text")),
-        ("--profile --profile-step-start 12", dict(error="start 12, end 12")),
         ("--profile --profile-step-start 0", dict(error="they count from 1")),
-        ("--profile --profile-ranks 1 4 --world-size 4", dict(error="--profile-ranks 4: the ranks of this run are 0 to 3")),
+        ("--profile --profile-ranks 4 --world-size 4", dict(error="--profile-ranks 4: the ranks of this run are 0 to")),
     ],
-    "--profile-ranks": [
-        ("--profile-ranks -1 --world-size 4", dict(profile_ranks=[0, 1, 2, 3])),
-        ("--profile --profile-ranks -1 --world-size 2", dict(profile_ranks=[0, 1])),
-    ],
+    "--profile-ranks": [("--profile --profile-ranks -1 --world-size 4", dict(profile_ranks=[0, 1, 2, 3]))],
     "--tokenizer-type PretrainedFromHF": [
         (
             "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path DIR",

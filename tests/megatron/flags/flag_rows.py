@@ -9,7 +9,7 @@ REFUSED = {
     --num-zero-experts=2 --dist-train --reuse-fp32-param --attention-mask-on-cpu --output-layer-slice-num=3
     --gemm-gradient-accumulation-fusion --fix-sub-seq-length=1 --skip-bias-add --use-dsa-absorb
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
-    --use-ema --npu-datadump
+    --use-ema
     """,
     "--spec": """
     --add-output-layer-bias --add-rmsnorm-offset --input-embeds-norm --post-norm --no-post-layer-norm
