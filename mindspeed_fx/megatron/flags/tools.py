@@ -28,16 +28,16 @@ def _is_profiled(args: Namespace) -> bool:
 
 def _profile(args: Namespace) -> str:
     """Megatron's loop profiles by itself where it is asked to; else its flag is taken over."""
-    given = [flag for flag in PROFILE_FLAGS if flag.differs(args)]
-    names = ", ".join(flag.name for flag in given)
+    settings = [flag for flag in PROFILE_FLAGS if flag.differs(args)]
+    names = ", ".join(flag.name for flag in settings)
     if get(args, "use_pytorch_profiler"):
-        if given:
+        if settings:
             raise NotDone(
                 f"--use-pytorch-profiler is Megatron's own profile, which does not read {names}; remove one of them"
             )
         return "Megatron's own profile, by --use-pytorch-profiler"
     device = find_device()
-    if device == "cuda" and not given:
+    if device == "cuda" and not settings:
         return (
             "Megatron's ranges for nsys; a --profile-* flag of MindSpeed's, such as --profile-with-cpu, writes traces"
         )
@@ -52,14 +52,14 @@ def _profile(args: Namespace) -> str:
     args.profile, args.mindspeed_profile = False, True
     profiler = "torch_npu.profiler" if device == "npu" else "torch.profiler"
     text = f"{profiler}: iterations {start} to {end - 1}, a trace for each rank in {args.profile_save_path}"
-    return text + _unread(given, device, get(args, "profile_with_cpu", False))
+    return text + _unread(settings, device, get(args, "profile_with_cpu", False))
 
 
-def _unread(given: list[Flag], device: str, with_cpu: bool) -> str:
+def _unread(settings: list[Flag], device: str, with_cpu: bool) -> str:
     """What is given and has no effect on this device."""
-    unread = [] if device == "npu" else [f for f in given if f.name in NPU_PROFILE]
+    unread = [] if device == "npu" else [f for f in settings if f.name in NPU_PROFILE]
     text = f"; torch_npu's alone: {', '.join(f.name for f in unread)}" if unread else ""
-    host = [f.name for f in given if f.name in HOST_PROFILE]
+    host = [f.name for f in settings if f.name in HOST_PROFILE]
     return text + (f"; without --profile-with-cpu no effect: {', '.join(host)}" * bool(host and not with_cpu)) * (
         device != "cpu"
     )

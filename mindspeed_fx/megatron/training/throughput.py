@@ -87,9 +87,9 @@ def describe(own: list[int], total: list[int], ranks: int, seconds: float, peak:
 
 def find_peak(args: Any, device: str) -> tuple[float | None, str]:
     """FLOP/s of one device in the type of the run's products and where that comes from, or None and why."""
-    given = getattr(args, "mindspeed_peak_tflops", None)
-    if given:
-        return given * 1e12, PEAK_FLAG
+    peak = getattr(args, "mindspeed_peak_tflops", None)
+    if peak:
+        return peak * 1e12, PEAK_FLAG
     if device == "cpu":
         return None, f"the table of a cpu is no peak of this one; {PEAK_FLAG} gives it"
     name, why = detect(device)

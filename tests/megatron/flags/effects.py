@@ -340,7 +340,6 @@ KERNELS = {
     "--profile": [
         ("--profile", dict(profile=False, mindspeed_profile=True, says="torch.profiler: iterations 10 to 11")),
         ("--profile --profile-level level2 --profile-step-end 12", dict(says="torch_npu's alone: --profile-level")),
-        ("--profile --profile-step-start 3 --profile-step-end 7", dict(says="3 to 6, a trace for each rank in ./prof")),
         ("--profile --use-pytorch-profiler", dict(profile=True, says="Megatron's own profile")),
         ("--profile --use-pytorch-profiler --profile-with-stack", dict(error="does not read --profile-with-stack")),
         ("--profile --profile-export-type db", dict(error="on cpu give text")),
