@@ -84,7 +84,7 @@ def test_dumps_of_an_eager_run_hold_the_boundaries_of_compiled_chunks(tmp_path):
             "MINDSPEED_FX_DUMP_TENSORS": str(tmp_path / folder),
             "MINDSPEED_FX_DUMP_MODULES": modules,
         }
-        run = train("--npu-datadump --train-iters 1 --global-batch-size 2", 1, environ)
+        run = train("--npu-datadump --train-iters 1 --lr-decay-iters 4 --global-batch-size 2", 1, environ)
         assert run.graphs == [int(not modules)]
     rows = [d for d in compare_dumps(tmp_path / "eager", tmp_path / "compiled", rtol=1e-4) if not d.note]
     assert [d.name for d in rows] == [f"rank0 chunk0. {k}, call 0, output 0" for k in ("forward", "gradient")]
