@@ -3,9 +3,9 @@
     step = torch.compile(model, backend="mindspeed")
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`,
-:func:`compile`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`,
-:func:`plan`, :func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
-:mod:`mindspeed_fx.passes` and the version.
+:class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with
+its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :class:`Profile`, :func:`register_with_accelerate`,
+:func:`simulate`, :func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from mindspeed_fx._version import __version__
 from mindspeed_fx.torch_compile import compile, restore_torch_compile
 
 __all__ = [
+    "FlopCount",
     "Plan",
+    "Profile",
     "__version__",
     "accumulate",
     "compile",
     "cross_compile",
+    "dump_tensors",
     "explain",
     "in_parts",
     "parallelize",
@@ -37,9 +40,12 @@ __all__ = [
 
 
 _HOMES = {
+    "FlopCount": "training.flop_count",
     "Plan": "sharding.plan",
+    "Profile": "training.profile",
     "accumulate": "training.accumulation",
     "cross_compile": "ascend.compile",
+    "dump_tensors": "training.tensor_dump",
     "explain": "planning.explain",
     "in_parts": "training.in_parts",
     "parallelize": "sharding.parallelize",

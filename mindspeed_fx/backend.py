@@ -37,7 +37,7 @@ from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding import parallelized_graph as sharding
-from mindspeed_fx.training import data_parallel, gradient_ready, optimizer_in_backward, param_gather
+from mindspeed_fx.training import data_parallel, flop_count, gradient_ready, optimizer_in_backward, param_gather
 
 
 def mindspeed(
@@ -96,6 +96,8 @@ class Compilation:
             "caches": "on" if self.caches else f"off: {', '.join(why)}",
         }
         self.record = recorder.begin(options.as_dict(), effective, distributed.rank())
+        self.work: dict[str, flop_count.Work] = {}
+        """Option "count_flops": of the joint graph, and of forward and backward."""
         self.readable = readable if recorder.wants_text(options.as_dict()) else None
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -235,6 +237,8 @@ class Compilation:
         self.gathers.mark(joint)
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)
+        if self.options.count_flops:
+            self.work["joint"] = flop_count.count(joint)
         if self.options.codegen == "inductor":
             with self._timed("lowering"):
                 self.record.lowered += lower(
@@ -258,6 +262,9 @@ class Compilation:
 
     def move(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Copies to host memory and back of what the passes of stage "partition" move there."""
+        if self.options.count_flops:
+            self.work["forward"] = work = flop_count.count(forward)
+            self.work["backward"] = flop_count.behind(self.work["joint"], work, flop_count.count(backward))
         for run in self.record.runs:
             if run.report.moves:
                 run.report.skipped += [
@@ -268,6 +275,8 @@ class Compilation:
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""
         inductor = self.options.codegen == "inductor"
+        if self.options.count_flops and side not in self.work:
+            self.work[side] = flop_count.count(gm)
         with self._timed("passes"):
             if side == "inference":
                 self.pipeline.run("joint", side, gm, self.record, self.readable, self.sharding)
@@ -280,6 +289,8 @@ class Compilation:
                 )
         if side != "backward" and self.gathers:
             self.gathers.insert(gm)
+        if self.options.count_flops:
+            flop_count.insert(gm, self.work[side])
         self.pipeline.require_named(self.record, side)
         self._snapshot(side, gm)
         recorder.finish(self.record)

@@ -17,15 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(own)
     args.args = script_arguments
     try:
-        return {
-            "cross": _cross,
-            "explain": _explain,
-            "doctor": _doctor,
-            "flags": _flags,
-            "passes": _passes,
-            "plan": _plan,
-            "toolchain": _toolchain,
-        }[args.command](args)
+        runs = (_compare_dumps, _cross, _explain, _doctor, _flags, _passes, _plan, _toolchain)
+        return {run.__name__.lstrip("_").replace("_", "-"): run for run in runs}[args.command](args)
     except (ValueError, ImportError, OSError) as e:
         print(f"mindspeed-fx {args.command}: {e}", file=sys.stderr)
         return 2
@@ -36,7 +29,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_explain, _add_doctor, _add_passes, _add_flags, _add_cross, _add_plan, _add_toolchain):
+    for add in (
+        _add_explain,
+        _add_doctor,
+        _add_passes,
+        _add_flags,
+        _add_cross,
+        _add_plan,
+        _add_toolchain,
+        _add_compare,
+    ):
         add(commands)
     return parser
 
@@ -149,6 +151,24 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--save", metavar="FILE", help="write the best plan as YAML, or JSON by its name")
     plan.add_argument("--html", metavar="FILE", help="write a picture of the best plan")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _add_compare(commands: Any) -> None:
+    """The arguments of ``compare-dumps``."""
+    text = "tensors of modules that two runs wrote: the differences, and the first module that has one"
+    compare = commands.add_parser("compare-dumps", help=text)
+    compare.add_argument("a", metavar="A")
+    compare.add_argument("b", metavar="B")
+    compare.add_argument("--rtol", type=float, default=1e-5, help="of A's elements (default: %(default)s)")
+    compare.add_argument("--atol", type=float, default=1e-8, help="(default: %(default)s)")
+
+
+def _compare_dumps(arg: argparse.Namespace) -> int:
+    from mindspeed_fx.training.tensor_dump import compare_dumps, describe
+
+    differences = compare_dumps(arg.a, arg.b, arg.rtol, arg.atol)
+    print(describe(differences))
+    return 1 if any(d.is_beyond for d in differences) else 0
 
 
 def _add_toolchain(commands: Any) -> None:

@@ -99,6 +99,9 @@ class Options:
     backward graph, as their gradients become ready; no gradients are left. None: gradients are left to the optimizer.
     """
 
+    count_flops: bool = False
+    """Graphs count the FLOP of their matrix products each time that they run, see :class:`mindspeed_fx.FlopCount`."""
+
     codegen: str = "auto"
     """"inductor" generates code for what is not a fused operator, "eager" runs the graph as it is, "npugraph_ex" (npu)
     hands it to torch_npu's ACL graphs; "auto": inductor on cpu and cuda, eager on npu.

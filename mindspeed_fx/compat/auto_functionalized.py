@@ -32,6 +32,23 @@ def bases_of(node: fx.Node) -> list[fx.Node] | None:
     return None if bases is None or views else list(bases)
 
 
+def argument_nodes(node: fx.Node) -> dict[str, Any] | None:
+    """What the operator of an ``auto_functionalized_v2`` node is called with, by name; None when it writes to views, or
+    to lists of tensors.
+    """
+    bases = bases_of(node)
+    if bases is None:
+        return None
+    values = {k: v for k, v in node.kwargs.items() if not k.startswith("_")}
+    for argument in node.args[0]._schema.arguments:
+        if argument.name not in values:
+            position = node.kwargs.get(f"_{argument.name}_base_index")
+            if position is None:
+                return None
+            values[argument.name] = bases[position]
+    return values
+
+
 def written_positions(node: fx.Node, names: Sequence[str]) -> dict[str, list[int]]:
     """Positions among the bases, for every argument that is a list of tensors to write."""
     return {

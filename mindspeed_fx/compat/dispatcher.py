@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Callable
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @functools.cache
@@ -33,3 +34,26 @@ def varlen_attention_of_torch() -> Any:
     """
     operator = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
     return getattr(operator, "default", None)
+
+
+def is_computing_again() -> bool:
+    """Whether a backward runs, and what is called now is a forward: it is recorded for another backward, or called by
+    the backward of torch's or Megatron's CheckpointFunction (whose own backward has nodes of its own).
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    return torch.is_grad_enabled() or (node is not None and node.name() == "CheckpointFunctionBackward")
+
+
+class Watch(TorchDispatchMode):
+    """Inside, ``told(function, arguments, keywords, result)`` is called for every operator that runs."""
+
+    def __init__(self, told: Callable[[Any, tuple, dict, Any], None]) -> None:
+        super().__init__()
+        self.told = told
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.told(func, args, kwargs or {}, result)
+        return result

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.fx as fx
@@ -173,6 +174,17 @@ def view_may_leave(node: fx.Node) -> bool:
     return output not in node.users or not any(
         u.target is torch.ops.aten.detach.default and output in u.users for u in node.users
     )
+
+
+@contextlib.contextmanager
+def kernels_in_traces() -> Iterator[None]:
+    """Graphs compiled inside name each of their C++ kernels in torch.profiler's traces, as those of Triton always are;
+    a few microseconds for each call of a kernel.
+    """
+    import torch._inductor.config as config
+
+    with config.patch({"cpp.enable_kernel_profile": True}):
+        yield
 
 
 def cache_directory() -> str:

@@ -109,6 +109,47 @@ def matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: list[bool]) -> tup
     return da.reshape(a.shape) if da is not None else None, db.reshape(b.shape) if db is not None else None
 
 
+def profiler(
+    *,
+    schedule: Mapping[str, int],
+    path: str,
+    worker: str,
+    level: str,
+    export: str,
+    simplify: bool,
+    with_cpu: bool,
+    **settings: bool,
+) -> Any:
+    """``torch_npu.profiler.profile`` with the arguments that its documentation gives, started by its ``start()``.
+
+    Args:
+        schedule: arguments of ``torch_npu.profiler.schedule``.
+        path, worker: the folder of the traces, and what their names begin with.
+        level: "level_none", "level0", "level1" or "level2"; counters of the cores are those of the pipes, from level1.
+        export: "text" or "db".
+        simplify: raw data are removed.
+        with_cpu: calls on the host too.
+        settings: ``record_shapes``, ``profile_memory``, ``with_stack``.
+    """
+    import torch_npu
+
+    api = torch_npu.profiler
+    has_counters = level in ("level1", "level2")
+    config = api._ExperimentalConfig(
+        export_type=[getattr(api.ExportType, export.capitalize())],
+        profiler_level=getattr(api.ProfilerLevel, level.capitalize()),
+        aic_metrics=api.AiCMetrics.PipeUtilization if has_counters else api.AiCMetrics.AiCoreNone,
+        data_simplification=simplify,
+    )
+    return api.profile(
+        activities=[api.ProfilerActivity.NPU, *([api.ProfilerActivity.CPU] if with_cpu else [])],
+        schedule=api.schedule(**schedule),
+        on_trace_ready=api.tensorboard_trace_handler(path, worker_name=worker),
+        experimental_config=config,
+        **settings,
+    )
+
+
 def hcom(group: str) -> str:
     """Name of a process group's HCCL communicator, as torch_npu's fused operators take it; the group's own name where
     it has no NPU backend: graphs are then traced, or emulated on CPU."""

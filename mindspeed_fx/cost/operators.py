@@ -15,6 +15,7 @@ Costs of ``mindspeed::`` operators stand in their own files (``Operator.costs``)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class Cost:
     """Bytes of ``read`` that are in the last-level cache: known for a kernel in a graph alone."""
     once: bool = False
     """Made by :func:`once`: bytes are the sizes of inputs and outputs, each once."""
+    again: Size = 0
+    """What a gradient's kernel computes of ``flops`` that the forward has computed: scores, logits."""
 
     @property
     def bytes(self) -> Size:
@@ -197,7 +200,7 @@ def attention(
     (b, h, s, d), (t, e) = q.shape, v.shape[-2:]
     scores, kept = b * h * s * t, b * h * visible_scores(s, t, causal, window)
     each = 2 * (3 * d + 2 * e) if backward else 2 * (d + e)
-    return once(
+    cost = once(
         out,
         q,
         k,
@@ -208,6 +211,7 @@ def attention(
         vector=(SOFTMAX + 3 if backward else SOFTMAX) * kept,
         dtype=q.dtype,
     )
+    return dataclasses.replace(cost, again=2 * d * scores) if backward else cost
 
 
 def rows_taken(out: Spec, *indices: Any, vector: Size = 0) -> Cost:

@@ -137,6 +137,13 @@ def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
     return _Reader(prefix).read(gm)
 
 
+def call_of(target: Any, out: Any, args: tuple, kwargs: dict) -> Call:
+    """A call that was made, by its tensors."""
+    space, name, kind = _call_name(target)
+    out, args, kwargs = pytree.tree_map(lambda x: spec(x) if isinstance(x, torch.Tensor) else x, (out, args, kwargs))
+    return Call(name, f"{space}.{name}", kind, out, args, kwargs, target)
+
+
 class _Reader:
     def __init__(self, prefix: str):
         self.prefix, self.result = prefix, Calls()

@@ -9,8 +9,9 @@ log-sum-exp term is the z-loss of PaLM, the soft-cap Gemma 2's.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
@@ -302,7 +303,12 @@ def _tokens_cost(out, hidden, weight, bias, target, ignore_index, label_smoothin
 def _tokens_backward_cost(
     out, grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed
 ):
-    return _work(out, hidden, weight, needed, bias, target, grad)
+    return with_logits_again(_work(out, hidden, weight, needed, bias, target, grad), hidden, weight)
+
+
+def with_logits_again(cost: Cost, hidden: Any, weight: Any) -> Cost:
+    """The product of the logits is one of the forward's."""
+    return dataclasses.replace(cost, again=2 * hidden.numel * weight.shape[0])
 
 
 linear_cross_entropy_total.parts = lambda hidden, weight, bias, target, ignored, s, z, cap, mean, needed: parts(

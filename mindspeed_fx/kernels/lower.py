@@ -126,6 +126,7 @@ def _inline(
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
+    """Where the operator came from, and the operator: Inductor names kernels of its reference after it."""
     keys = (
         "stack_trace",
         "nn_module_stack",
@@ -138,4 +139,4 @@ def _origin(node: fx.Node) -> dict[str, Any]:
         "fwd_nn_module_stack",
         "autograd_backward",
     )
-    return {k: node.meta[k] for k in keys if k in node.meta}
+    return {**{k: node.meta[k] for k in keys if k in node.meta}, "original_aten": node.target}

@@ -23,6 +23,7 @@ from mindspeed_fx.megatron.flags.account import (
 from mindspeed_fx.megatron.flags.config import with_config_fields
 from mindspeed_fx.megatron.flags.flag import Flag
 from mindspeed_fx.megatron.flags.table import SUBJECTS, TABLE
+from mindspeed_fx.megatron.flags.tools import PEAK_FLAG
 
 ARGUMENTS = "megatron.training.arguments"
 CONFIG = "core_transformer_config_from_args"
@@ -44,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             elif flag.name not in parser._option_string_actions:
                 group.add_argument(flag.name, **_keywords(flag))
     if SKIP_FLAG not in parser._option_string_actions:
-        parser.add_argument_group("mindspeed_fx").add_argument(
+        own = parser.add_argument_group("mindspeed_fx")
+        own.add_argument(PEAK_FLAG, type=float, help="TFLOP/s of one device, of which --op-cal-tflops gives shares")
+        own.add_argument(
             SKIP_FLAG,
             nargs="+",
             default=[],
@@ -151,6 +154,7 @@ def _merge_words(parsed: argparse.Namespace, argv: Sequence[str]) -> None:
         if flag.value is None and (flag.name in words or not hasattr(parsed, flag.attribute)):
             setattr(parsed, flag.attribute, getattr(given_words, flag.attribute))
     parsed.mindspeed_skip_flags = given_words.mindspeed_skip_flags
+    parsed.mindspeed_peak_tflops = given_words.mindspeed_peak_tflops
 
 
 def explain(argv: Sequence[str]) -> list[Account]:
@@ -171,7 +175,7 @@ def explain(argv: Sequence[str]) -> list[Account]:
     if arguments is None:
         _guess(args, rest)
     accounts = account(args, argv)
-    known = {a.flag.partition(" ")[0] for a in accounts} | {SKIP_FLAG}
+    known = {a.flag.partition(" ")[0] for a in accounts} | {SKIP_FLAG, PEAK_FLAG}
     for name in dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--")):
         if name not in known:
             accounts.append(_account_for_other(name, own, parser, arguments is not None))

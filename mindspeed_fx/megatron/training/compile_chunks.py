@@ -47,9 +47,14 @@ def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
 
     if hasattr(chunk, "param_to_bucket_group"):
         buckets.listen(chunk)
-    module = chunk
-    while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
-        module = module.module
+    module = unwrap(chunk)
     if isinstance(getattr(module, "config", None), TransformerConfig):
         logged_losses.prepare(module.config)
     module.compile(backend="mindspeed", fullgraph=True, options=options)
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model within Megatron's wrappers."""
+    while hasattr(chunk, "module") and isinstance(chunk.module, torch.nn.Module):
+        chunk = chunk.module
+    return chunk

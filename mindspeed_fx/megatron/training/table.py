@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_fx.megatron import cuda_calls
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
-from mindspeed_fx.megatron.training import compile_chunks, habits, initialize, optimizer_memory
+from mindspeed_fx.megatron.training import compile_chunks, habits, initialize, optimizer_memory, tools
 
 INITIALIZE = "megatron.training.initialize"
 ARGUMENTS = "megatron.training.arguments"
@@ -43,6 +43,8 @@ def table() -> dict[str, list[Patch]]:
                 EVERYWHERE,
                 copies=False,
             ),
+            Patch(tools.TRAIN, tools.train, "MindSpeed's tools begin and end with it", EVERYWHERE),
+            Patch(tools.STEP, tools.train_step, "MindSpeed's tools count its iterations", EVERYWHERE),
         ],
     }
     if kind() != "cuda":

@@ -350,12 +350,25 @@ KERNELS = {
         ("--muon-scalar-optimizer lion", dict(error="Adam")),
     ],
     "--npu-deterministic": [("--npu-deterministic", dict(says="HCCL_DETERMINISTIC"))],
-    "--op-cal-tflops": [("--op-cal-tflops", dict(log_throughput=True))],
+    "--op-cal-tflops": [
+        ("--op-cal-tflops", dict(log_throughput=True, options={"count_flops": True})),
+        ("--op-cal-tflops --mindspeed-peak-tflops 0", dict(error="is no rate")),
+    ],
     "--ai-framework": [
         ("--ai-framework pytorch", dict(says="PyTorch")),
         ("--ai-framework mindspore", dict(error="PyTorch alone")),
     ],
-    "--profile-ranks": [("--profile-ranks -1 --world-size 4", dict(profile_ranks=[0, 1, 2, 3]))],
+    "--npu-datadump": [("--npu-datadump", dict(says="modules '*' in ./npu_datadump; chunks run eager"))],
+    "--profile": [
+        ("--profile", dict(profile=False, mindspeed_profile=True, says="torch.profiler: iterations 10 to 11")),
+        ("--profile --profile-level level2 --profile-step-end 12", dict(says="torch_npu's alone: --profile-level")),
+        ("--profile --use-pytorch-profiler", dict(profile=True, says="Megatron's own profile")),
+        ("--profile --use-pytorch-profiler --profile-with-stack", dict(error="does not read --profile-with-stack")),
+        ("--profile --profile-export-type db", dict(error="on cpu give text")),
+        ("--profile --profile-step-start 0", dict(error="they count from 1")),
+        ("--profile --profile-ranks 4 --world-size 4", dict(error="--profile-ranks 4: the ranks of this run are 0 to")),
+    ],
+    "--profile-ranks": [("--profile --profile-ranks -1 --world-size 4", dict(profile_ranks=[0, 1, 2, 3]))],
     "--tokenizer-type PretrainedFromHF": [
         (
             "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path DIR",

@@ -9,7 +9,7 @@ REFUSED = {
     --num-zero-experts=2 --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
     --gemm-gradient-accumulation-fusion --fix-sub-seq-length=1 --skip-bias-add --use-dsa-absorb
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
-    --use-ema --npu-datadump
+    --use-ema
     """,
     "--spec": """
     --add-output-layer-bias --add-rmsnorm-offset --input-embeds-norm --post-norm --no-post-layer-norm
@@ -127,10 +127,6 @@ REFUSED = {
     "--bf16": """
     --qat-scheme=some --qad-enable
     """,
-    "--profile": """
-    --profile-level=level_none --profile-record-shapes --profile-with-cpu --profile-with-memory
-    --profile-with-stack --profile-data-simplification --profile-save-path=some --profile-export-type=db
-    """,
     "set_compile_mode": """
     --jit-compile
     """,
@@ -163,6 +159,10 @@ REFUSED = {
 """Words of the way out -> flags that are an error."""
 
 SETTINGS = {
+    "--profile": """
+    --profile-level=level1 --profile-record-shapes --profile-with-cpu --profile-with-memory
+    --profile-with-stack --profile-data-simplification --profile-save-path=some --profile-export-type=db
+    """,
     "--rope-scaling-type": """
     --longrope-freqs-type=some --long-factor=some --short-factor=some --long-mscale=0.5 --short-mscale=0.5
     """,

@@ -17,7 +17,11 @@ RUNS = {
     **{words.partition("=")[0]: words for block in REFUSED.values() for words in block.split()},
 }
 """A run of each flag that has settings."""
-RUNS |= {"--disable-gloo-group": "--disable-gloo-group", "--rope-scaling-type": "--rope-scaling-type=plm"}
+RUNS |= {
+    "--profile": "--profile",
+    "--disable-gloo-group": "--disable-gloo-group",
+    "--rope-scaling-type": "--rope-scaling-type=plm",
+}
 
 
 def key_of(words: str) -> str:
@@ -159,12 +163,15 @@ def test_deterministic_runs_set_torch_and_the_environment(monkeypatch):
 
     from mindspeed_fx.megatron.flags.account import start
 
-    for name in ("HCCL_DETERMINISTIC", "CLOSE_MATMUL_K_SHIFT", "PYTHONHASHSEED"):
+    names = (
+        "HCCL_DETERMINISTIC LCCL_DETERMINISTIC CLOSE_MATMUL_K_SHIFT ATB_MATMUL_SHUFFLE_K_ENABLE PYTHONHASHSEED".split()
+    )
+    for name in names:
         monkeypatch.setenv(name, "")
     try:
         start(parse(["--npu-deterministic", "--seed", "7"]))
         assert torch.are_deterministic_algorithms_enabled()
-        assert (os.environ["HCCL_DETERMINISTIC"], os.environ["PYTHONHASHSEED"]) == ("True", "7")
+        assert [os.environ[name] for name in names] == ["True", "1", "1", "0", "7"]
     finally:
         torch.use_deterministic_algorithms(False)
 
