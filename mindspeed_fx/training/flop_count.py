@@ -112,7 +112,7 @@ def insert(gm: fx.GraphModule, work: Work) -> None:
     """Let ``gm`` add ``work`` when it has run, in place."""
     if not (work.hardware or work.uncounted):
         return
-    output = next(iter(reversed(gm.graph.nodes)))
+    output = gm.graph.output_node()
     symbols = sorted({s for w in (work.model, work.hardware) for s in getattr(w, "free_symbols", ())}, key=str)
     tensors = [n for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     with gm.graph.inserting_before(output):

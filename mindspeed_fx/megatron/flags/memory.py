@@ -79,8 +79,8 @@ def _swap_attention(args: Namespace) -> str:
     if not _swap_modules(args):
         raise NotDone(f"--swap-modules names no part of a layer; valid: {', '.join(SWAP_MODULES)}")
     whole = get(args, "recompute_granularity") == "full"
-    beside = "; a layer that is recomputed whole keeps none of it" if whole else ""
-    return f"what the backward reads of {', '.join(_swap_modules(args))} waits in host memory{beside}"
+    note = "; a layer that is recomputed whole keeps none of it" if whole else ""
+    return f"what the backward reads of {', '.join(_swap_modules(args))} waits in host memory{note}"
 
 
 def _swap_options(args: Namespace) -> dict[str, Any]:

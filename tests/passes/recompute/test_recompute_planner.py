@@ -34,7 +34,7 @@ def choices(schedule: RematProblem):
 def test_gaps_to_the_optimum_and_bounds_over_random_steps():
     pytest.importorskip("scipy", reason="integer programs need scipy")
     gaps, certified, programs = [], [], []
-    for seed in range(50):
+    for seed in range(0, 50, 10):
         schedule, whole = step(seed, 9)
         every = choices(schedule)
         search = Search(schedule)
@@ -47,7 +47,7 @@ def test_gaps_to_the_optimum_and_bounds_over_random_steps():
             plan, bound = search.best(limit), least_seconds(schedule, search.cuts, limit)
             assert plan.bytes <= limit
             assert bound is not None and bound <= best + 1e-12, (seed, part)
-            if seed % 5 == 0 and part % 3 == 0:
+            if part % 3 == 0:
                 exact = exact_seconds(schedule, limit)
                 assert exact is not None and bound - 1e-10 <= exact <= best + 1e-12, (seed, part)
                 programs.append((best - exact) / (whole + best))
