@@ -17,8 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(own)
     args.args = script_arguments
     try:
-        runs = (_compare_dumps, _cross, _explain, _doctor, _flags, _passes, _plan, _toolchain)
-        return {run.__name__.lstrip("_").replace("_", "-"): run for run in runs}[args.command](args)
+        return args.run(args)
     except (ValueError, ImportError, OSError) as e:
         print(f"mindspeed-fx {args.command}: {e}", file=sys.stderr)
         return 2
@@ -29,16 +28,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (
-        _add_explain,
-        _add_doctor,
-        _add_passes,
-        _add_flags,
-        _add_cross,
-        _add_plan,
-        _add_toolchain,
-        _add_compare,
-    ):
+    adders = (
+        *(_add_explain, _add_doctor, _add_passes, _add_flags),
+        *(_add_cross, _add_plan, _add_toolchain, _add_compare_dumps),
+    )
+    for add in adders:
         add(commands)
     return parser
 
@@ -67,17 +61,19 @@ def _add_explain(commands: Any) -> None:
         '"memory_budget"; "min" unless the options name one)',
     )
     explain.add_argument("--json", action="store_true", help="print everything but the code as JSON")
+    explain.set_defaults(run=_explain)
 
 
 def _add_doctor(commands: Any) -> None:
     """The arguments of ``doctor``."""
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
     doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run=_doctor)
 
 
 def _add_passes(commands: Any) -> None:
     """``passes`` takes none."""
-    commands.add_parser("passes", help="the registered passes")
+    commands.add_parser("passes", help="the registered passes").set_defaults(run=_passes)
 
 
 def _add_flags(commands: Any) -> None:
@@ -91,6 +87,7 @@ def _add_flags(commands: Any) -> None:
     flags.add_argument("--file", metavar="ARGS.json", help="a JSON list of the script's arguments")
     flags.add_argument("--page", action="store_true", help="print the table as docs/mindspeed_flags.md has it")
     flags.add_argument("--json", action="store_true", help="print the answer as JSON")
+    flags.set_defaults(run=_flags)
 
 
 def _add_cross(commands: Any) -> None:
@@ -117,6 +114,7 @@ def _add_cross(commands: Any) -> None:
     )
     cross.add_argument("--json", metavar="FILE", help="also write everything as JSON")
     cross.add_argument("--html", metavar="FILE", help="also write one HTML page")
+    cross.set_defaults(run=_cross)
 
 
 def _add_plan(commands: Any) -> None:
@@ -151,9 +149,10 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--save", metavar="FILE", help="write the best plan as YAML, or JSON by its name")
     plan.add_argument("--html", metavar="FILE", help="write a picture of the best plan")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
+    plan.set_defaults(run=_plan)
 
 
-def _add_compare(commands: Any) -> None:
+def _add_compare_dumps(commands: Any) -> None:
     """The arguments of ``compare-dumps``."""
     text = "tensors of modules that two runs wrote: the differences, and the first module that has one"
     compare = commands.add_parser("compare-dumps", help=text)
@@ -161,6 +160,7 @@ def _add_compare(commands: Any) -> None:
     compare.add_argument("b", metavar="B")
     compare.add_argument("--rtol", type=float, default=1e-5, help="of A's elements (default: %(default)s)")
     compare.add_argument("--atol", type=float, default=1e-8, help="(default: %(default)s)")
+    compare.set_defaults(run=_compare_dumps)
 
 
 def _compare_dumps(arg: argparse.Namespace) -> int:
@@ -184,6 +184,7 @@ def _add_toolchain(commands: Any) -> None:
     )
     toolchain.add_argument("--dir", help="where (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
     toolchain.add_argument("--json", action="store_true")
+    toolchain.set_defaults(run=_toolchain)
 
 
 def _explain(arg: argparse.Namespace) -> int:

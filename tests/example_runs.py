@@ -92,21 +92,13 @@ def serve() -> None:
 
 
 def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
-    pid = forks.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        for number, suffix in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{request['folder']}/{rank}.{suffix}", os.O_CREAT | os.O_WRONLY), number)
+    def run() -> int:
         if request["ranks"] > 1:
             forks.take_place(rank, request["ranks"], port)
         forks.share_write_results()
-        code = _run_script(request["words"])
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        return _run_script(request["words"])
+
+    return forks.start(run, *(f"{request['folder']}/{rank}.{suffix}" for suffix in ("out", "err")))
 
 
 def _run_script(words: list[str]) -> int:

@@ -7,8 +7,11 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 
 def free_port() -> int:
@@ -18,12 +21,29 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def fork() -> int:
-    """``os.fork``; the child leads a group of processes, which :func:`wait` ends with it."""
+def start(run: Callable[[], int], out: str | Path, err: str | Path | None = None) -> int:
+    """Process id of a fork that runs ``run``, writes to the files and ends with the status that ``run`` returns.
+
+    The fork leads a group of processes, which :func:`wait` ends with it. Without ``err`` both streams go to ``out``.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
     pid = os.fork()
-    if not pid:
+    if pid:
+        return pid
+    code = 1
+    try:
         os.setpgid(0, 0)
-    return pid
+        output = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output if err is None else os.open(err, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+        code = run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def share_write_results() -> None:

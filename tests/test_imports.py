@@ -20,6 +20,8 @@ start = time.perf_counter()
 import mindspeed_fx
 seconds = time.perf_counter() - start
 imported = {"package": [m for m in sys.modules if m.startswith("mindspeed_fx")]}
+import mindspeed_fx.megatron.flags.table
+imported["flags"] = list(sys.modules)
 import mindspeed_fx.passes
 imported["passes"] = list(sys.modules)
 import mindspeed_fx.kernels, mindspeed_fx.megatron
@@ -60,3 +62,8 @@ def test_without_triton_kernels_are_imported():
 def test_importing_mindspeed_fx_does_not_import_megatron():
     assert "mindspeed_fx.megatron" in fresh()["imported"]["all"]
     assert not [m for m in fresh()["imported"]["all"] if m.split(".")[0] == "megatron"]
+
+
+def test_the_table_of_flags_does_not_import_inductor():
+    assert "mindspeed_fx.megatron.flags.tools" in fresh()["imported"]["flags"]
+    assert "torch._inductor" not in fresh()["imported"]["flags"]

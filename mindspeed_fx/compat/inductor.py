@@ -170,7 +170,7 @@ def view_may_leave(node: fx.Node) -> bool:
     AOTAutograd makes such outputs anew from the tensor they view, and forgets the views that lie before a ``detach``
     ("incorrect out shape after application of ViewMeta sequence", torch 2.11 to 2.13).
     """
-    output = next(iter(reversed(node.graph.nodes)))
+    output = node.graph.output_node()
     return output not in node.users or not any(
         u.target is torch.ops.aten.detach.default and output in u.users for u in node.users
     )

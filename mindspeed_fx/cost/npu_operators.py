@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Callable, Sequence
 
 from mindspeed_fx.cost.operators import SOFTMAX, SPECIAL, Cost, Spec, attention, once, tensors
@@ -127,10 +126,8 @@ def _linear_max_sum(out: Any, x: Spec, weight: Spec, target: Spec, *more: Any, *
 def _linear_loss_backward(out: Any, grad: Spec, x: Spec, weight: Spec, *more: Any, **kw: Any) -> Cost:
     """The logits again, and from them both gradients."""
     logits = x.shape[0] * weight.shape[0]
-    cost = once(
-        out, grad, x, weight, *more, flops=6 * logits * x.shape[1], vector=(SPECIAL + 3) * logits, dtype=x.dtype
-    )
-    return dataclasses.replace(cost, again=2 * logits * x.shape[1])
+    flops, vector = 2 * logits * x.shape[1], (SPECIAL + 3) * logits
+    return once(out, grad, x, weight, *more, flops=3 * flops, vector=vector, dtype=x.dtype, again=flops)
 
 
 def _npu_grouped(out: Any, x: Sequence[Spec], weight: Sequence[Spec], **kw: Any) -> Cost:

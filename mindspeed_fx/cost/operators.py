@@ -15,7 +15,6 @@ Costs of ``mindspeed::`` operators stand in their own files (``Operator.costs``)
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -138,7 +137,13 @@ def size(*values: Any) -> Size:
 
 
 def once(
-    out: Any, *inputs: Any, flops: Size = 0, matrix: Size | None = None, vector: Size = 0, dtype: str = "float32"
+    out: Any,
+    *inputs: Any,
+    flops: Size = 0,
+    matrix: Size | None = None,
+    vector: Size = 0,
+    dtype: str = "float32",
+    again: Size = 0,
 ) -> Cost:
     """A kernel that reads each of ``inputs`` once and writes ``out`` once.
 
@@ -149,9 +154,11 @@ def once(
         matrix: what the matrix units do of it; None: all.
         vector: FLOP of the vector units.
         dtype: of the matrix work.
+        again: what the forward has computed of ``flops``.
     """
     wide = "float64" if any(t.dtype == "float64" for t in tensors(out, *inputs)) else "float32"
-    return Cost(flops, flops if matrix is None else matrix, vector, size(*inputs), size(out), dtype, wide, once=True)
+    matrix = flops if matrix is None else matrix
+    return Cost(flops, matrix, vector, size(*inputs), size(out), dtype, wide, once=True, again=again)
 
 
 def product(out: Any, inner: Size, *inputs: Any, vector: Size = 0) -> Cost:
@@ -200,7 +207,7 @@ def attention(
     (b, h, s, d), (t, e) = q.shape, v.shape[-2:]
     scores, kept = b * h * s * t, b * h * visible_scores(s, t, causal, window)
     each = 2 * (3 * d + 2 * e) if backward else 2 * (d + e)
-    cost = once(
+    return once(
         out,
         q,
         k,
@@ -210,8 +217,8 @@ def attention(
         matrix=each * kept,
         vector=(SOFTMAX + 3 if backward else SOFTMAX) * kept,
         dtype=q.dtype,
+        again=2 * d * scores if backward else 0,
     )
-    return dataclasses.replace(cost, again=2 * d * scores) if backward else cost
 
 
 def rows_taken(out: Spec, *indices: Any, vector: Size = 0) -> Cost:

@@ -9,9 +9,8 @@ log-sum-exp term is the z-loss of PaLM, the soft-cap Gemma 2's.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from typing import Any, Sequence
+from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -254,7 +253,7 @@ def _ways_tokens_backward(grad, hidden, weight, bias, target, ignore_index, labe
 # --------------------------------------------------------------------------- cost
 
 
-def _work(out, hidden, weight, needed, *others) -> Cost:
+def _work(out, hidden, weight, needed, *others, is_backward=False) -> Cost:
     """One product for the logits, one for each of two gradients. Chunks are too large for caches: a logit is written
     and read, and for gradients written as a probability and read by each product, in the accumulation type (16-bit
     inputs are narrowed first, which is not counted). Each chunk reads the weight, twice for dhidden, and updates
@@ -271,7 +270,8 @@ def _work(out, hidden, weight, needed, *others) -> Cost:
         + to_weight * weight.numel * item * (chunks - 1)
     )
     write = size(out) + logits * (2 if products else 1) + to_weight * weight.numel * item * (chunks - 1)
-    flops = 2 * (1 + products) * tokens * width * vocab
+    product = 2 * tokens * width * vocab
+    flops = (1 + products) * product
     return Cost(
         flops,
         flops,
@@ -281,6 +281,7 @@ def _work(out, hidden, weight, needed, *others) -> Cost:
         hidden.dtype,
         "float64" if item == 8 else "float32",
         3 * chunks,
+        again=product if is_backward else 0,
     )
 
 
@@ -303,12 +304,7 @@ def _tokens_cost(out, hidden, weight, bias, target, ignore_index, label_smoothin
 def _tokens_backward_cost(
     out, grad, hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, needed
 ):
-    return with_logits_again(_work(out, hidden, weight, needed, bias, target, grad), hidden, weight)
-
-
-def with_logits_again(cost: Cost, hidden: Any, weight: Any) -> Cost:
-    """The product of the logits is one of the forward's."""
-    return dataclasses.replace(cost, again=2 * hidden.numel * weight.shape[0])
+    return _work(out, hidden, weight, needed, bias, target, grad, is_backward=True)
 
 
 linear_cross_entropy_total.parts = lambda hidden, weight, bias, target, ignored, s, z, cap, mean, needed: parts(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.linear_cross_entropy import _work, with_logits_again
+from mindspeed_fx.kernels.linear_cross_entropy import _work
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, pieces, times_weight
 from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, CHUNK, full_chunk, onednn
 
@@ -168,5 +168,4 @@ def _cost(out, hidden, weight, bias, target, softcap, sums):
 
 @linear_logsumexp_backward.costs
 def _backward_cost(out, grad, grad_picked, grad_sums, hidden, weight, bias, target, lse, softcap, needed):
-    work = _work(out, hidden, weight, needed, bias, target, grad, grad_picked, grad_sums, lse)
-    return with_logits_again(work, hidden, weight)
+    return _work(out, hidden, weight, needed, bias, target, grad, grad_picked, grad_sums, lse, is_backward=True)

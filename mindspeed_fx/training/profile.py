@@ -19,8 +19,6 @@ from typing import Any, Sequence
 import torch
 import torch.distributed as dist
 
-from mindspeed_fx.compat import inductor, npu
-
 LEVELS = ("level_none", "level0", "level1", "level2")
 EXPORTS = ("text", "db")
 
@@ -81,6 +79,8 @@ class Profile:
     def __enter__(self) -> Profile:
         if self.is_recording_rank:
             if self.device == "cpu":
+                from mindspeed_fx.compat import inductor  # which a table of flags has no use for
+
                 self._open.enter_context(inductor.kernels_in_traces())
             self._profiler = self._build()
             self._profiler.start()
@@ -114,6 +114,8 @@ class Profile:
         }
         worker = f"rank{self.rank}"
         if self.device == "npu":
+            from mindspeed_fx.compat import npu
+
             words = {**self._words, **self._settings}
             return npu.profiler(schedule=schedule, path=self.path, worker=worker, **words)
         kinds = torch.profiler.ProfilerActivity

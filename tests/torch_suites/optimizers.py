@@ -17,6 +17,8 @@ import torch
 from torch.optim import lr_scheduler
 from torch.testing._internal import common_optimizers
 
+from tests.torch_suites.torch_programs import compile_inner_step
+
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 10),
     "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 10),
@@ -61,7 +63,7 @@ def train(
     model = torch.nn.Sequential(*(torch.nn.Linear(10, 10, bias=kind.__name__ != "Muon") for _ in range(2))).to(device)
     model(torch.ones(2, 10, device=device)).sum().backward()
     optimizer = kind(model.parameters(), **copy.deepcopy(kwargs))
-    step = one_graph(optimizer, compiled) if compiled else optimizer.step
+    step = compile_inner_step(optimizer, **compiled) if compiled else optimizer.step
     planned = schedule(optimizer) if schedule else None  # wraps the step once more
     for _ in range(STEPS):
         step()
@@ -69,19 +71,6 @@ def train(
             planned.step(1.0) if isinstance(planned, lr_scheduler.ReduceLROnPlateau) else planned.step()
     parameters = list(model.parameters())
     return [p.detach().clone() for p in parameters], [dict(optimizer.state[p]) for p in parameters]
-
-
-def one_graph(optimizer: torch.optim.Optimizer, how: dict[str, Any]) -> Callable[[], None]:
-    """The step without the wrappers at which Dynamo breaks the graph."""
-    inner = optimizer.step.__wrapped__.__wrapped__  # type: ignore[attr-defined]
-    compiled = torch.compile(lambda: inner(optimizer), fullgraph=True, **how)
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def step() -> None:
-        with torch.no_grad():
-            compiled()
-
-    return step
 
 
 def failure(case: tuple, device: str, compiled: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.torch_suites.torch_programs import assert_equal
+from tests.torch_suites.torch_programs import assert_equal, compile_inner_step
 
 KINDS = {
     "sgd": (optim.SGD, {"lr": 0.1}),
@@ -80,26 +80,10 @@ def of_lambda(options):
     return lambda optimizer: torch.compile(lambda: optimizer.step(), backend="mindspeed", options=options)
 
 
-def of_the_inner_step(options):
-    """As in torch's own tests: the step without the wrappers at which Dynamo breaks the graph."""
-
-    def compile_step(optimizer):
-        inner = optimizer.step.__wrapped__.__wrapped__
-        compiled = torch.compile(lambda: inner(optimizer), backend="mindspeed", options=options, fullgraph=True)
-        optimizer._opt_called = True
-
-        def step():
-            with torch.no_grad():
-                compiled()
-
-        return step
-
-    return compile_step
-
-
 @pytest.mark.parametrize("kind", ["adam", "asgd", "adam_tensor_lr"])
 def test_inner_step_is_one_graph(kind):
-    assert_steps_agree(kind, of_the_inner_step({"level": 2, "codegen": "eager"}))
+    options = {"level": 2, "codegen": "eager"}
+    assert_steps_agree(kind, lambda optimizer: compile_inner_step(optimizer, backend="mindspeed", options=options))
 
 
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in sorted(KINDS)])

@@ -19,6 +19,23 @@ def leaves(*sizes, grad=True, dtype=torch.float64):
     return make
 
 
+def compile_inner_step(optimizer, **how):
+    """As in torch's own tests: the step without the wrappers at which Dynamo breaks the graph.
+
+    Args:
+        how: what torch.compile is told.
+    """
+    inner = optimizer.step.__wrapped__.__wrapped__
+    compiled = torch.compile(lambda: inner(optimizer), fullgraph=True, **how)
+    optimizer._opt_called = True
+
+    def step():
+        with torch.no_grad():
+            compiled()
+
+    return step
+
+
 def observe(program, inputs, *, prepare=None, backward=True, calls=1):
     """What a caller sees of ``program``: outputs, aliases, inputs afterwards, gradients, random state, grad mode."""
     torch.manual_seed(3)

@@ -57,12 +57,14 @@ def _profile(args: Namespace) -> str:
 
 def _unread(settings: list[Flag], device: str, with_cpu: bool) -> str:
     """What is given and has no effect on this device."""
-    unread = [] if device == "npu" else [f for f in settings if f.name in NPU_PROFILE]
-    text = f"; torch_npu's alone: {', '.join(f.name for f in unread)}" if unread else ""
-    host = [f.name for f in settings if f.name in HOST_PROFILE]
-    return text + (f"; without --profile-with-cpu no effect: {', '.join(host)}" * bool(host and not with_cpu)) * (
-        device != "cpu"
-    )
+    npu = ", ".join(f.name for f in settings if f.name in NPU_PROFILE)
+    host = ", ".join(f.name for f in settings if f.name in HOST_PROFILE)
+    text = ""
+    if npu and device != "npu":
+        text += f"; torch_npu's alone: {npu}"
+    if host and device != "cpu" and not with_cpu:
+        text += f"; without --profile-with-cpu no effect: {host}"
+    return text
 
 
 NPU_PROFILE = ("--profile-level", "--profile-data-simplification", "--profile-export-type")

@@ -30,7 +30,7 @@ class Meter:
         self.args, self.eager, self.count = args, eager, FlopCount(eager)
         self.peak, self.why = find_peak(args, find_device())
         self._start = time.perf_counter()
-        self._last = 0
+        self._last = args.iteration
 
     def after(self, iteration: int) -> None:
         """Before Megatron logs ``iteration`` the last rank prints, and counting begins anew. Every rank takes part."""

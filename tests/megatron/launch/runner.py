@@ -172,26 +172,15 @@ def serve() -> None:
 
 
 def _fork(rank: int, request: Request) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = forks.fork()
-    if pid:
-        return pid
-    code, folder = 1, Path(request.folder)
-    try:
-        output = os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+    folder = Path(request.folder)
+
+    def run() -> int:
         forks.take_place(rank, request.world, request.port)
         os.environ.update(request.environ)
         forks.share_write_results()
-        code = _run_rank(rank, folder, request)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        return _run_rank(rank, folder, request)
+
+    return forks.start(run, folder / f"{rank}.txt")
 
 
 def _run_rank(rank: int, folder: Path, request: Request) -> int:

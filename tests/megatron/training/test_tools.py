@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 
 import pytest
 
+from mindspeed_fx.megatron.training.throughput import Meter
 from mindspeed_fx.training.tensor_dump import compare_dumps
 from tests.megatron.launch.test_pretrain import COMPILED, train
 
@@ -56,6 +58,15 @@ def check_flops(run, is_full: bool) -> None:
     # all but the first layer's last product, whose result is saved for the second
     recomputed = LAYERS * layer_flops(8) - 2 * 8 * S * H * FFN if is_full else 0
     assert all_hardware == everyone + SCORES_AGAIN + recomputed
+
+
+def test_a_resumed_run_divides_by_its_own_iterations(capsys):
+    args = Namespace(iteration=100, log_interval=2, rank=0, world_size=1, mindspeed_peak_tflops=1.0)
+    meter = Meter(args, eager=False)
+    meter.count.model = 1000
+    for iteration in (101, 102):
+        meter.after(iteration)
+    assert "iteration 102 | model FLOP: 500 this rank" in capsys.readouterr().out
 
 
 def test_tensor_parallel_ranks_count_a_closed_form_and_one_is_profiled(tmp_path):
