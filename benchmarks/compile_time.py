@@ -32,14 +32,8 @@ def child(backend: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(tempfile.mktemp(), 1), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     case = megatron_gpt.CASES["512"]
-    model = megatron_gpt.build(**case)
-    ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
-    inputs = dict(
-        input_ids=ids,
-        position_ids=torch.arange(case["seq"]).expand_as(ids),
-        attention_mask=None,
-        labels=ids.roll(-1, 1),
-    )
+    model = megatron_gpt.build(torch.float32, **case)
+    inputs = megatron_gpt.make_inputs(**case)
     own = {}
     if backend == "mindspeed":
         from mindspeed_fx import backend as ours

@@ -62,17 +62,17 @@ def build(dtype: torch.dtype, layers: int, seq: int, vocab: int, **_: int) -> GP
     )
 
 
+def make_inputs(seq: int, batch: int, vocab: int, **_: int) -> dict[str, torch.Tensor | None]:
+    ids = torch.randint(0, vocab, (batch, seq))
+    positions = torch.arange(seq).expand_as(ids)
+    return dict(input_ids=ids, position_ids=positions, attention_mask=None, labels=ids.roll(-1, 1))
+
+
 def run(name: str, dtype: torch.dtype, rounds: int) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     model = build(dtype, **case).to(dtype)
-    ids = torch.randint(0, case["vocab"], (case["batch"], case["seq"]))
-    inputs = dict(
-        input_ids=ids,
-        position_ids=torch.arange(case["seq"]).expand_as(ids),
-        attention_mask=None,
-        labels=ids.roll(-1, 1),
-    )
+    inputs = make_inputs(**case)
     steps = common.rivals(model, inputs, lambda loss: loss.mean(), fullgraph=True)
     common.race(f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, {dtype}", model, steps, rounds)
 
