@@ -1,10 +1,33 @@
-"""torch's norms under sequence parallelism."""
+"""torch's norms under sequence parallelism, and with weights that are offsets from one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional, init
+
+
+class OffsetRMSNorm(torch.nn.RMSNorm):
+    """x / rms(x) * (1 + weight), the weight from zero (Gemma; Megatron's --apply-layernorm-1p)."""
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+class OffsetLayerNorm(torch.nn.LayerNorm):
+    """torch's layer norm times (1 + weight), the weight from zero (Megatron's --apply-layernorm-1p)."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
 
 
 def torch_norm_new(
@@ -19,10 +42,12 @@ def torch_norm_new(
     """
     from megatron.core.transformer.torch_norm import L2Norm
 
-    for setting in ("layernorm_zero_centered_gamma", "persist_layer_norm", "memory_efficient_layer_norm"):
+    for setting in ("persist_layer_norm", "memory_efficient_layer_norm"):
         if getattr(config, setting):
             raise ValueError(f"{setting} is not supported by torch's norms")
-    kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm, "L2Norm": L2Norm}
+    kinds: dict[str, Any] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm, "L2Norm": L2Norm}
+    if config.layernorm_zero_centered_gamma:
+        kinds.update(LayerNorm=OffsetLayerNorm, RMSNorm=OffsetRMSNorm)
     if config.normalization not in kinds:
         raise ValueError(f"normalization is {config.normalization!r}; valid: {', '.join(kinds)}")
     norm = kinds[config.normalization](hidden_size, eps=eps)

@@ -6,11 +6,13 @@ from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, REFUSED, Flag, NotDone, get, number, switch, word
+from mindspeed_fx.megatron.flags.llm_parts import GEMMA2
 
 SPECS = {
     "deepseek_spec": "latent attention, as Megatron's own layers have it with --multi-latent-attention",
     "qwen3_spec": "attention with norms of queries and keys, as Megatron's own layers have it with --qk-layernorm",
     "bailing_spec": "attention with norms of queries and keys, as Megatron's own layers have it with --qk-layernorm",
+    "gemma2_spec": "norms after attention and MLP are added to Megatron's own layers",
 }
 """Layer specs of MindSpeed-LLM whose layers are Megatron's own."""
 
@@ -28,6 +30,10 @@ def _spec(args: Namespace) -> str:
         raise NotDone(f"the layers of {name} are not Megatron's own; valid: {', '.join(SPECS)}, or a spec of your own")
     if name == "deepseek_spec" and not get(args, "multi_latent_attention"):
         raise NotDone("deepseek_spec is latent attention; give --multi-latent-attention")
+    if name == "gemma2_spec":
+        if not get(args, "post_norm"):
+            raise NotDone("gemma2_spec has norms after attention and MLP; give --post-norm")
+        args.mindspeed_layers = GEMMA2
     args.spec = None
     if get(args, "num_experts") and not get(args, "first_k_dense_replace"):
         args.moe_layer_freq = 1  # such a spec has experts in every layer
@@ -131,11 +137,6 @@ def _absent(name: str, asks: str, out: str = "Megatron-core has no such part", *
     """A part of a model that Megatron-core does not have."""
     answer = f"{out}; a model with it cannot be built from flags here: register its layers with --spec"
     return switch(name, REFUSED, asks, answer, llm=True, **more)
-
-
-def _absent_number(name: str, default: Any, asks: str, kind: type = float) -> Flag:
-    answer = "Megatron-core has no such scale; register layers with it by --spec"
-    return Flag(name, REFUSED, asks, answer, type=kind, default=default, llm=True)
 
 
 FLAGS = [
@@ -295,9 +296,6 @@ FLAGS = [
     ),
     switch("--use-triton-swiglu-limit", REFUSED, "the clamped gate as one kernel", "remove it", skip=True, llm=True),
     _absent("--add-output-layer-bias", "a bias of the output layer"),
-    _absent("--add-rmsnorm-offset", "norms times 1 + weight", "Megatron's local norms have no offset"),
-    _absent("--input-embeds-norm", "embeddings are normalized"),
-    _absent("--post-norm", "norms after attention and MLP"),
     _absent("--no-post-layer-norm", "no norm after the last layer"),
     _absent("--use-glm-rope", "GLM's rotation of a part of a head", "Megatron-core has no such rotation"),
     _absent("--share-kvstates", "layers share keys and values"),
@@ -324,32 +322,16 @@ FLAGS = [
         default=True,
         llm=True,
     ),
-    _absent_number("--output-logit-softcapping", None, "soft-cap of the logits"),
-    _absent_number("--attn-logit-softcapping", None, "soft-cap of the scores"),
-    _absent_number("--embedding-multiplier-scale", 1.0, "scale of the embeddings"),
-    _absent_number("--output-multiplier-scale", None, "scale of the logits"),
-    _absent_number("--scale-emb", None, "scale of the embeddings"),
-    _absent_number("--scale-depth", None, "scale of what layers add"),
-    _absent_number("--dim-model-base", None, "scale of the logits by a width"),
-    _absent_number("--cla-share-factor", 1, "layers that share keys and values", int),
+    number(
+        "--cla-share-factor",
+        1,
+        REFUSED,
+        "layers that share keys and values",
+        "Megatron-core has no such part; register layers with it by --spec",
+        llm=True,
+    ),
     Flag(
         "--fc-type", REFUSED, "how the MLP is built", "leave out --swiglu for an MLP without a gate", type=str, llm=True
-    ),
-    number(
-        "--interleave-sliding-window",
-        None,
-        REFUSED,
-        "every other layer sees a window",
-        "Megatron's `--window-size N,0 --window-attn-skip-freq 2`, whose count may differ by a token",
-        llm=True,
-    ),
-    number(
-        "--sliding-window",
-        None,
-        REFUSED,
-        "layers see a window",
-        "Megatron's `--window-size N,0`, whose count may differ by a token",
-        llm=True,
     ),
 ]
 """Rows of the table."""

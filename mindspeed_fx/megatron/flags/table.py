@@ -8,6 +8,7 @@ from mindspeed_fx.megatron.flags import (
     fusion,
     llm_data,
     llm_model,
+    llm_parts,
     llm_variants,
     memory,
     moe,
@@ -24,6 +25,7 @@ from mindspeed_fx.megatron.flags.flag import Flag
 SUBJECTS: dict[str, list[Flag]] = {
     "Names of before": former_names.FLAGS,  # they give their value to a flag of today, so they come first
     "The model (MindSpeed-LLM)": llm_model.FLAGS,  # --spec before --first-k-dense-replace, which outweighs it
+    "Parts of models (MindSpeed-LLM)": llm_parts.FLAGS,  # after --spec, which says what layers there are
     "Other models (MindSpeed-LLM)": llm_variants.FLAGS,
     "Experts": moe.FLAGS,  # layers with experts before --noop-layers, which counts them
     "Communication": communication.FLAGS,

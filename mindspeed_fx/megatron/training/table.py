@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_fx.megatron import cuda_calls
+from mindspeed_fx.megatron import cuda_calls, model_parts
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
 from mindspeed_fx.megatron.training import compile_chunks, habits, initialize, optimizer_memory, tools
@@ -42,6 +42,12 @@ def table() -> dict[str, list[Patch]]:
                 "--reuse-fp32-param and --swap-optimizer are about what the optimizer keeps, and where",
                 EVERYWHERE,
                 copies=False,
+            ),
+            Patch(
+                model_parts.TARGET,
+                model_parts.gpt_model_init,
+                "MindSpeed-LLM's models have scales, soft-caps and norms that Megatron-core's have not",
+                EVERYWHERE,
             ),
             Patch(tools.TRAIN, tools.train, "MindSpeed's tools begin and end with it", EVERYWHERE),
             Patch(tools.STEP, tools.train_step, "MindSpeed's tools count its iterations", EVERYWHERE),

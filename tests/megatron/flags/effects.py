@@ -48,7 +48,9 @@ MODEL = {
         (f"--spec {SPEC}.qwen3_spec layer_spec --num-experts 4 --moe-layer-freq 2", dict(moe_layer_freq=1)),
         (f"--spec {SPEC}.deepseek_spec layer_spec {MLA}", dict(spec=None, rope_type="rope")),
         (f"--spec {SPEC}.deepseek_spec layer_spec", dict(error="give --multi-latent-attention")),
-        (f"--spec {SPEC}.gemma2_spec layer_spec", dict(error="gemma2_spec are not Megatron's own")),
+        (f"--spec {SPEC}.gemma2_spec layer_spec --post-norm", dict(spec=None, mindspeed_layers="gemma2")),
+        (f"--spec {SPEC}.gemma2_spec layer_spec", dict(error="give --post-norm")),
+        (f"--spec {SPEC}.phi35_moe_spec layer_spec", dict(error="phi35_moe_spec are not Megatron's own")),
         ("--spec mine.layers spec", dict(spec=["mine.layers", "spec"])),
     ],
     "--rope-scaling-type": [
@@ -75,6 +77,46 @@ MODEL = {
     "--query-pre-attn-scalar": [("--query-pre-attn-scalar 144", dict(softmax_scale=1 / 12))],
     "--geglu": [("--geglu --swiglu", dict(mindspeed_gate="none", swiglu=False, bias_gelu_fusion=False))],
     "--gelu-tanh": [("--gelu-tanh", dict(mindspeed_gate="tanh", swiglu=False, bias_gelu_fusion=False))],
+}
+
+MTP = "--mtp-num-layers 1"
+PARTS = {
+    "--scale-emb": [("--scale-emb 12", dict(says="times it")), (f"--scale-emb 12 {MTP}", dict(error="multi-token"))],
+    "--embedding-multiplier-scale": [("--embedding-multiplier-scale 2", dict(says="times it"))],
+    "--input-embeds-norm": [("--input-embeds-norm", dict(says="sqrt(h)"))],
+    "--scale-depth": [("--scale-depth 1.4", dict(says="the number of layers"))],
+    "--dim-model-base": [("--dim-model-base 256", dict(says="over the hidden size"))],
+    "--output-multiplier-scale": [("--output-multiplier-scale 0.1", dict(says="logits times it"))],
+    "--output-logit-softcapping": [
+        ("--output-logit-softcapping 30", dict(says="tanh")),
+        (f"--output-logit-softcapping 30 {MTP}", dict(error="multi-token")),
+    ],
+    "--attn-logit-softcapping": [
+        ("--attn-logit-softcapping 50", dict(says="capped after their scale")),
+        ("--attn-logit-softcapping 50 --context-parallel-size 2", dict(error="has no soft-cap")),
+        ("--attn-logit-softcapping 50 --apply-query-key-layer-scaling", dict(error="remove one of the two")),
+    ],
+    "--add-rmsnorm-offset": [
+        ("--add-rmsnorm-offset --normalization RMSNorm", dict(layernorm_zero_centered_gamma=True)),
+        ("--add-rmsnorm-offset", dict(says="no effect")),
+    ],
+    "--post-norm": [
+        (f"--spec {SPEC}.gemma2_spec layer_spec --post-norm", dict(says="post_mlp_layernorm in every layer")),
+        (f"--spec {SPEC}.gemma2_spec s --post-norm --scale-depth 1", dict(error="remove one of the two")),
+        ("--post-norm", dict(says="no effect without --spec")),
+    ],
+    "--interleave-sliding-window": [
+        (
+            f"--spec {SPEC}.gemma2_spec layer_spec --post-norm --interleave-sliding-window 16",
+            dict(window_size=(15, 0), window_attn_skip_freq=2),
+        ),
+        ("--interleave-sliding-window 16", dict(says="no effect without --spec")),
+    ],
+    "--sliding-window": [
+        ("--sliding-window 16 --seq-length 64", dict(window_size=(16, 0), window_attn_skip_freq=None)),
+        ("--sliding-window 64 --seq-length 64", dict(says="no effect")),
+        ("--sliding-window 16 --seq-length 64 --reset-attention-mask", dict(error="no mask of documents")),
+    ],
 }
 
 EXPERTS = {
@@ -419,4 +461,4 @@ SHARED = {
     "--muon-tp-mode": [("--muon-tp-mode duplicated", dict(muon_tp_mode="duplicated"))],
 }
 
-EFFECTS = {**MODEL, **EXPERTS, **PARALLEL, **MEMORY, **KERNELS, **SHARED}
+EFFECTS = {**MODEL, **PARTS, **EXPERTS, **PARALLEL, **MEMORY, **KERNELS, **SHARED}

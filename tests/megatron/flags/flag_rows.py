@@ -12,21 +12,16 @@ REFUSED = {
     --use-ema
     """,
     "--spec": """
-    --add-output-layer-bias --add-rmsnorm-offset --input-embeds-norm --post-norm --no-post-layer-norm
-    --use-glm-rope --share-kvstates --no-enable-linear-qkv --input-layernorm-in-fp32 --rmsnorm-weight-in-fp32
-    --init-norm-weight-in-fp32 --enable-mla-scale-q-lora --enable-mla-scale-kv-lora --output-logit-softcapping=0.5
-    --attn-logit-softcapping=0.5 --embedding-multiplier-scale=1.5 --output-multiplier-scale=0.5 --scale-emb=0.5
-    --scale-depth=0.5 --dim-model-base=0.5 --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress
-    --enable-mhc --mtp-spec=some
+    --add-output-layer-bias --no-post-layer-norm --use-glm-rope --share-kvstates --no-enable-linear-qkv
+    --input-layernorm-in-fp32 --rmsnorm-weight-in-fp32 --init-norm-weight-in-fp32 --enable-mla-scale-q-lora
+    --enable-mla-scale-kv-lora --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
+    --mtp-spec=some
     """,
     "--moe-input-jitter-eps": """
     --input-jitter
     """,
     "--swiglu": """
     --fc-type=some
-    """,
-    "--window-size": """
-    --interleave-sliding-window=2 --sliding-window=2
     """,
     "--experimental-attention-variant dsa": """
     --enable-dsa-indexer --use-sparse-flash-attn

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import mindspeed_fx
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.config import config_fields, with_config_fields
 from tests.megatron.flags.effects import MLA
@@ -212,6 +213,156 @@ def test_the_scale_of_scores():
     config.masked_softmax_fusion = False
     attention = DotProductAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=config.softmax_scale)
     assert attention.softmax_scale == pytest.approx(1 / 12)
+
+
+GEMMA2 = (
+    "--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec --post-norm --normalization RMSNorm "
+    "--add-rmsnorm-offset --interleave-sliding-window 5 --input-embeds-norm --output-logit-softcapping 2 "
+    "--hidden-size 32"
+)
+SCALES = (
+    "--scale-emb 3 --embedding-multiplier-scale 0.5 --scale-depth 1.4 --dim-model-base 8 --output-multiplier-scale 2 "
+    "--num-layers 2 --hidden-size 32"
+)
+CAPS = "--attn-logit-softcapping 0.3 --output-logit-softcapping 0.2 --output-multiplier-scale 2 --hidden-size 32"
+
+
+def build_with_parts(words: str):
+    """(Megatron's arguments, a GPTModel with random weights of norms) as the flags ask."""
+    from mindspeed_fx.megatron.model_parts import add_parts
+    from tests.megatron.gpt_models import tiny_gpt
+
+    args = apply(words)
+    fields = {"layernorm_zero_centered_gamma": False, "window_size": None, "window_attn_skip_freq": None}
+    model = tiny_gpt(**{name: getattr(args, name, default) for name, default in fields.items()})
+    add_parts(model, args)
+    with torch.no_grad():
+        for parameter in (p for name, p in model.named_parameters() if "norm" in name):
+            parameter.copy_(torch.rand_like(parameter) + 0.5)
+    return args, model
+
+
+def logits_by_formula(model, args, ids):
+    """What MindSpeed-LLM's gpt_model.py, transformer_layer.py and rms_norm.py compute, written out.
+
+    Args:
+        ids: [batch, length] int64.
+
+    Returns:
+        [batch, length, vocabulary] float32.
+    """
+    weights, config, length = dict(model.named_parameters()), model.config, ids.shape[1]
+    heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    has_parts = args.mindspeed_layers == "gemma2" if hasattr(args, "mindspeed_layers") else False
+    ahead = torch.arange(length)[:, None] - torch.arange(length)
+
+    def norm(x, name):
+        return functional.rms_norm(x, x.shape[-1:], eps=1e-5) * (weights[name] + int(args.add_rmsnorm_offset))
+
+    def rotate(x):
+        angles = torch.arange(length)[:, None] * 10000 ** -(torch.arange(0, dim, 2) / dim)
+        cos, sin = (f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
+        return x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin
+
+    def attend(x, layer):
+        qkv = functional.linear(x, weights[f"{layer}.self_attention.linear_qkv.weight"])
+        q, k, v = qkv.unflatten(-1, (groups, -1)).split([heads // groups * dim, dim, dim], -1)
+        q, k = rotate(q.unflatten(-1, (-1, dim)).flatten(2, 3)), rotate(k)
+        k, v = (t.repeat_interleave(heads // groups, 2) for t in (k, v))
+        scores = torch.einsum("bshd,bthd->bhst", q, k) / dim**0.5
+        if args.attn_logit_softcapping:
+            scores = torch.tanh(scores / args.attn_logit_softcapping) * args.attn_logit_softcapping
+        hidden = ahead < 0
+        if has_parts and layer.endswith("0"):
+            hidden = hidden | (ahead >= args.interleave_sliding_window)
+        weight = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        merged = torch.einsum("bhst,bthd->bshd", weight, v).flatten(2)
+        return functional.linear(merged, weights[f"{layer}.self_attention.linear_proj.weight"])
+
+    def feed(x, layer):
+        gate, up = functional.linear(x, weights[f"{layer}.mlp.linear_fc1.weight"]).chunk(2, -1)
+        return functional.linear(functional.silu(gate) * up, weights[f"{layer}.mlp.linear_fc2.weight"])
+
+    x = weights["embedding.word_embeddings.weight"][ids]
+    x = x * (args.scale_emb or 1) * args.embedding_multiplier_scale
+    x = x * math.sqrt(x.shape[-1]) if args.input_embeds_norm else x
+    for layer in (f"decoder.layers.{n}" for n in range(config.num_layers)):
+        for before, compute, after in (
+            ("input_layernorm", attend, "post_attn_norm"),
+            ("pre_mlp_layernorm", feed, "post_mlp_layernorm"),
+        ):
+            addend = compute(norm(x, f"{layer}.{before}.weight"), layer)
+            addend = norm(addend, f"{layer}.{after}.weight") if has_parts else addend
+            x = x + addend * (args.scale_depth / math.sqrt(args.num_layers) if args.scale_depth else 1)
+    x = norm(x, "decoder.final_layernorm.weight")
+    x = x / (args.hidden_size / args.dim_model_base) if args.dim_model_base else x
+    logits = functional.linear(x, weights["output_layer.weight"]) * (args.output_multiplier_scale or 1)
+    cap = args.output_logit_softcapping
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def assert_formula(words: str) -> None:
+    from tests.megatron.gpt_models import batch
+
+    args, model = build_with_parts(words)
+    inputs = {**batch(), "labels": None}
+    torch.testing.assert_close(model(**inputs), logits_by_formula(model, args, inputs["input_ids"]))
+
+
+@pytest.mark.parametrize("words", [SCALES, CAPS, f"{SCALES} {CAPS}"], ids=["scales", "caps", "both"])
+def test_scales_and_caps(words):
+    assert_formula(words)
+
+
+def test_layers_of_gemma2():
+    assert_formula(GEMMA2)
+
+
+def test_norms_with_an_offset_start_at_one_as_in_mindspeed_llm():
+    from mindspeed_fx.megatron.model_parts import add_parts
+    from tests.megatron.gpt_models import tiny_gpt
+
+    model = tiny_gpt(layernorm_zero_centered_gamma=True)
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    assert len(norms) == 5 and not any(p.any() for p in norms)
+    add_parts(model, apply("--add-rmsnorm-offset --normalization RMSNorm"))
+    assert all(torch.equal(p, torch.ones_like(p)) for p in norms)
+
+
+@pytest.mark.parametrize("words", [CAPS, GEMMA2], ids=["caps", "gemma2"])
+def test_models_with_parts_are_compiled_whole(words):
+    """One graph, every kind of site fused, the loss and every gradient as eager."""
+    from tests.megatron.gpt_models import batch, train
+
+    args, model = build_with_parts(words)
+    inputs = batch()
+    expected, gradients = train(model, inputs)
+    report = mindspeed_fx.explain(model, **inputs, options={"codegen": "eager"})
+    assert len(report.graphs) == 1
+    counts = report.graphs[0].counts
+    fused = ("fusion.attention", "fusion.rope", "fusion.swiglu", "fusion.cross_entropy")
+    assert [counts.get(name, 0) for name in fused] == [2, 4, 2, 1]
+    assert counts["fusion.rms_norm"] + counts["fusion.add_rms_norm"] == 9 + 4 * (words is GEMMA2)
+    compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)
+    loss, own = train(model, inputs, compiled)
+    torch.testing.assert_close(loss, expected)
+    assert own.keys() == gradients.keys() and all(g.abs().sum() > 0 for g in own.values())
+    torch.testing.assert_close(own, gradients)
+
+
+def test_a_window():
+    from mindspeed_fx.megatron.model_parts import add_parts
+    from tests.megatron.gpt_models import batch, tiny_gpt
+
+    args = apply("--sliding-window 4 --seq-length 16")
+    model = tiny_gpt(window_size=args.window_size, window_attn_skip_freq=args.window_attn_skip_freq, layers=1)
+    add_parts(model, args)
+    ids = batch()["input_ids"]
+    first, second = ids.clone(), ids.clone()
+    second[:, 0] += 1
+    logits = [model(**{**batch(), "input_ids": ids % 64, "labels": None}) for ids in (first, second)]
+    changed = (logits[0] != logits[1]).any(-1).all(0)
+    assert changed.tolist() == [True] * 5 + [False] * 11
 
 
 def test_no_flag_of_mindspeed_becomes_a_field_of_the_configuration_by_chance():

@@ -1,0 +1,113 @@
+"""Parts of MindSpeed-LLM's models that Megatron-core's have not: scales, soft-caps, norms of what a layer adds.
+
+They are put on a GPTModel when it is built, as hooks and as norms of its layers, whose weights have MindSpeed-LLM's
+names in checkpoints. Without the flags nothing is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.flags.llm_parts import GEMMA2
+from mindspeed_fx.megatron.norm import OffsetRMSNorm
+
+TARGET = "models.gpt.gpt_model:GPTModel.__init__"
+
+
+def gpt_model_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``GPTModel.__init__`` with the parts that the flags of the run ask for."""
+    patches.original(TARGET)(self, *args, **kwargs)
+    flags = _find_args()
+    if flags is not None:
+        add_parts(self, flags)
+
+
+def _find_args() -> Namespace | None:
+    """Megatron's arguments, where its training package has parsed any."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    return None if variables is None else variables._GLOBAL_ARGS
+
+
+def add_parts(model: Any, args: Namespace) -> None:
+    """Add what ``args`` ask for to a GPTModel, or to a pipeline stage of one.
+
+    With e the embedding, x what the last layer returns, s scores after their scale, f what attention or MLP returns:
+    e' = a e, x' = x d / h, logits' = c tanh(m logits / c), s' = c tanh(s / c), and f' = norm(f) or f' = f k / sqrt(L).
+    """
+    scale = embedding_scale(args, model.config)
+    if model.pre_process and scale != 1.0:
+        model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
+    if model.post_process:
+        _scale_logits(model.output_layer, args)
+    for layer in model.decoder.layers:
+        _change_layer(layer, args)
+    if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero
+        for norm in (m for m in model.modules() if isinstance(m, OffsetRMSNorm)):
+            nn.init.ones_(norm.weight)
+
+
+def embedding_scale(args: Namespace, config: Any) -> float:
+    """What the embedding is multiplied by; sqrt(h) in the type of the weights, as Gemma has it."""
+    scale = (getattr(args, "scale_emb", None) or 1.0) * (getattr(args, "embedding_multiplier_scale", None) or 1.0)
+    if getattr(args, "input_embeds_norm", False):
+        scale *= torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype, device="cpu").item()
+    return scale
+
+
+def _scale_logits(output_layer: Any, args: Namespace) -> None:
+    base, scale = getattr(args, "dim_model_base", None), getattr(args, "output_multiplier_scale", None)
+    cap = getattr(args, "output_logit_softcapping", None)
+    if base:
+        narrow = base / args.hidden_size
+        output_layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] * narrow, *inputs[1:]))
+    if scale or cap:
+        change = _capped(cap, scale or 1.0)
+        output_layer.register_forward_hook(lambda module, inputs, output: (change(output[0]), *output[1:]))
+
+
+def _capped(cap: float | None, scale: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
+    if not cap:
+        return lambda x: x * scale
+    return lambda x: torch.tanh(x * (scale / cap)) * cap
+
+
+def _change_layer(layer: Any, args: Namespace) -> None:
+    cap, depth = getattr(args, "attn_logit_softcapping", None), getattr(args, "scale_depth", None)
+    if cap:
+        softmax, change = layer.self_attention.core_attention.scale_mask_softmax, _capped(cap)
+        softmax.register_forward_pre_hook(lambda module, inputs: (change(inputs[0]), *inputs[1:]))
+    if getattr(args, "mindspeed_layers", None) == GEMMA2:
+        layer.post_attn_norm, layer.post_mlp_layernorm = _norm(layer.config), _norm(layer.config)
+        layer.self_attn_bda = _before(layer.self_attn_bda, layer.post_attn_norm)
+        layer.mlp_bda = _before(layer.mlp_bda, layer.post_mlp_layernorm)
+    elif depth:
+        factor = depth / args.num_layers**0.5
+        layer.self_attn_bda, layer.mlp_bda = (
+            _before(add, lambda x: x * factor) for add in (layer.self_attn_bda, layer.mlp_bda)
+        )
+
+
+def _norm(config: Any) -> nn.Module:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def _before(bias_dropout_add: Callable, change: Callable) -> Callable:
+    """Megatron's ``bias_dropout_add`` of what ``change`` makes of the addend, before its bias."""
+
+    def build(training: bool, fused: bool) -> Callable:
+        add = bias_dropout_add(training, fused)
+
+        def run(x_with_bias: tuple, residual: torch.Tensor, prob: float) -> torch.Tensor:
+            return add((change(x_with_bias[0]), *x_with_bias[1:]), residual, prob)
+
+        return run
+
+    return build
