@@ -11,7 +11,7 @@ from argparse import Namespace
 from typing import Any, Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_fx.megatron import patches
 from mindspeed_fx.megatron.flags.llm_parts import GEMMA2
@@ -47,6 +47,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         _scale_logits(model.output_layer, args)
     for layer in model.decoder.layers:
         _change_layer(layer, args)
+    if getattr(args, "fix_router", False):
+        _fix_routers(model)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero
         for norm in (m for m in model.modules() if isinstance(m, OffsetRMSNorm)):
             nn.init.ones_(norm.weight)
@@ -71,7 +73,7 @@ def _scale_logits(output_layer: Any, args: Namespace) -> None:
         output_layer.register_forward_hook(lambda module, inputs, output: (change(output[0]), *output[1:]))
 
 
-def _capped(cap: float | None, scale: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
+def _capped(cap: float | None, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
     if not cap:
         return lambda x: x * scale
     return lambda x: torch.tanh(x * (scale / cap)) * cap
@@ -93,6 +95,30 @@ def _change_layer(layer: Any, args: Namespace) -> None:
         )
 
 
+def _fix_routers(model: Any) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
+        router.register_forward_hook(lambda module, inputs, output: in_turn(*output, module.topk))
+
+
+def in_turn(probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Choice j of token i becomes expert (i k + j) mod E, with the j-th largest weight of the token.
+
+    Args:
+        probs: [tokens, experts], zero where a token does not go.
+        routing_map: [tokens, experts] bool.
+        topk: k.
+
+    Returns:
+        The same for tokens that go to experts in turn.
+    """
+    tokens, experts = probs.shape
+    weights = probs.topk(topk, dim=1).values
+    choices = torch.arange(tokens * topk, device=probs.device).view(tokens, topk) % experts
+    return torch.zeros_like(probs).scatter(1, choices, weights), torch.zeros_like(routing_map).scatter(1, choices, True)
+
+
 def _norm(config: Any) -> nn.Module:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -105,7 +131,7 @@ def _before(bias_dropout_add: Callable, change: Callable) -> Callable:
     def build(training: bool, fused: bool) -> Callable:
         add = bias_dropout_add(training, fused)
 
-        def run(x_with_bias: tuple, residual: torch.Tensor, prob: float) -> torch.Tensor:
+        def run(x_with_bias: tuple, residual: Tensor, prob: float) -> Tensor:
             return add((change(x_with_bias[0]), *x_with_bias[1:]), residual, prob)
 
         return run

@@ -52,6 +52,23 @@ def _next_tokens(args: Namespace) -> str:
 
 ALIBI = "Megatron-core has no ALiBi; use `--position-embedding-type rope`"
 
+
+def _fix_router(args: Namespace) -> str:
+    if not get(args, "num_experts"):
+        return "no effect without experts"
+    if get(args, "moe_expert_capacity_factor"):
+        raise NotDone("experts in turn are full alike; remove --moe-expert-capacity-factor")
+    return "tokens go to experts in turn; losses mean nothing"
+
+
+def _fix_documents(args: Namespace) -> str:
+    if not get(args, "reset_attention_mask"):
+        return "no effect without --reset-attention-mask"
+    if not 0 < args.fix_sub_seq_length <= get(args, "seq_length", args.fix_sub_seq_length):
+        return "no effect outside 1 to --seq-length"
+    return f"documents of {args.fix_sub_seq_length} tokens; losses mean nothing"
+
+
 FLAGS = [
     _fused("--use-fused-rmsnorm", "npu_rms_norm for RMSNorm", "fusion.rms_norm"),
     _fused("--use-fused-swiglu", "npu_swiglu for the gate of the MLP", "fusion.swiglu"),
@@ -138,16 +155,20 @@ FLAGS = [
     ),
     switch(
         "--fix-router",
-        REFUSED,
+        OPTION,
         "tokens go to experts in turn, whatever the router says (a benchmark)",
-        "Megatron's `--moe-router-force-load-balancing` spreads them at random",
+        "choice j of token i is expert (i k + j) mod E, with the token's j-th largest weight; losses mean nothing",
+        act=_fix_router,
+        shown_by="test_tokens_go_to_experts_in_turn",
     ),
     number(
         "--fix-sub-seq-length",
         -1,
-        REFUSED,
+        OPTION,
         "documents of one length, for tests",
-        "remove it: documents end where the data says",
+        "with --reset-attention-mask documents end after so many tokens, whatever the data says",
+        act=_fix_documents,
+        shown_by="test_documents_of_one_length",
     ),
     Flag(
         "--skip-bias-add",

@@ -118,6 +118,11 @@ def _dynamic(args: Namespace) -> str:
     return f"rotary_base = {args.rotary_base}"
 
 
+def _interleaved(args: Namespace) -> str:
+    args.rotary_interleaved = True
+    return "rotary_interleaved = True"
+
+
 def _attention_scale(args: Namespace) -> str:
     args.softmax_scale = float(args.query_pre_attn_scalar) ** -0.5
     return f"softmax_scale = {args.softmax_scale}"
@@ -297,7 +302,15 @@ FLAGS = [
     switch("--use-triton-swiglu-limit", REFUSED, "the clamped gate as one kernel", "remove it", skip=True, llm=True),
     _absent("--add-output-layer-bias", "a bias of the output layer"),
     _absent("--no-post-layer-norm", "no norm after the last layer"),
-    _absent("--use-glm-rope", "GLM's rotation of a part of a head", "Megatron-core has no such rotation"),
+    switch(
+        "--use-glm-rope",
+        MEGATRON,
+        "GLM's rotation of neighbours in a part of a head",
+        "`--rotary-interleaved`; the part is --rotary-percent's",
+        act=_interleaved,
+        shown_by="test_rotation_of_glm",
+        llm=True,
+    ),
     _absent("--share-kvstates", "layers share keys and values"),
     _absent("--no-enable-linear-qkv", "queries, keys and values by three projections"),
     _absent("--input-layernorm-in-fp32", "the first norm of a layer in float32"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_fx.megatron import cuda_calls, model_parts
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
-from mindspeed_fx.megatron.training import compile_chunks, habits, initialize, optimizer_memory, tools
+from mindspeed_fx.megatron.training import compile_chunks, fixed_documents, habits, initialize, optimizer_memory, tools
 
 INITIALIZE = "megatron.training.initialize"
 ARGUMENTS = "megatron.training.arguments"
@@ -47,6 +47,12 @@ def table() -> dict[str, list[Patch]]:
                 model_parts.TARGET,
                 model_parts.gpt_model_init,
                 "MindSpeed-LLM's models have scales, soft-caps and norms that Megatron-core's have not",
+                EVERYWHERE,
+            ),
+            Patch(
+                fixed_documents.TARGET,
+                fixed_documents.masks_and_position_ids,
+                "--fix-sub-seq-length has documents of one length",
                 EVERYWHERE,
             ),
             Patch(tools.TRAIN, tools.train, "MindSpeed's tools begin and end with it", EVERYWHERE),

@@ -119,6 +119,21 @@ PARTS = {
     ],
 }
 
+TURN = "--fix-router --num-experts 8"
+BENCHMARKS = {
+    "--fix-router": [
+        (TURN, dict(says="losses mean nothing")),
+        (f"{TURN} --moe-expert-capacity-factor 2", dict(error="remove --moe-expert-capacity-factor")),
+        ("--fix-router", dict(says="no effect without experts")),
+    ],
+    "--fix-sub-seq-length": [
+        ("--fix-sub-seq-length 8 --reset-attention-mask --seq-length 64", dict(says="documents of 8 tokens")),
+        ("--fix-sub-seq-length 80 --reset-attention-mask --seq-length 64", dict(says="no effect outside")),
+        ("--fix-sub-seq-length 8", dict(says="no effect without --reset-attention-mask")),
+    ],
+    "--use-glm-rope": [("--use-glm-rope", dict(rotary_interleaved=True))],
+}
+
 EXPERTS = {
     "--first-k-dense-replace": [
         ("--first-k-dense-replace 1 --num-experts 8", dict(moe_layer_freq=[0, 1, 1, 1])),
@@ -461,4 +476,4 @@ SHARED = {
     "--muon-tp-mode": [("--muon-tp-mode duplicated", dict(muon_tp_mode="duplicated"))],
 }
 
-EFFECTS = {**MODEL, **PARTS, **EXPERTS, **PARALLEL, **MEMORY, **KERNELS, **SHARED}
+EFFECTS = {**MODEL, **PARTS, **BENCHMARKS, **EXPERTS, **PARALLEL, **MEMORY, **KERNELS, **SHARED}

@@ -7,12 +7,12 @@ REFUSED = {
     "remove": """
     --use-triton-swiglu-limit --enable-mla-absorb --balanced-moe-experts --enable-expert-placement --aiqos
     --num-zero-experts=2 --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
-    --gemm-gradient-accumulation-fusion --fix-sub-seq-length=1 --skip-bias-add --use-dsa-absorb
+    --gemm-gradient-accumulation-fusion --skip-bias-add --use-dsa-absorb
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
     --use-ema
     """,
     "--spec": """
-    --add-output-layer-bias --no-post-layer-norm --use-glm-rope --share-kvstates --no-enable-linear-qkv
+    --add-output-layer-bias --no-post-layer-norm --share-kvstates --no-enable-linear-qkv
     --input-layernorm-in-fp32 --rmsnorm-weight-in-fp32 --init-norm-weight-in-fp32 --enable-mla-scale-q-lora
     --enable-mla-scale-kv-lora --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
     --mtp-spec=some
@@ -106,9 +106,6 @@ REFUSED = {
     """,
     "--position-embedding-type rope": """
     --position-embedding-type=alibi
-    """,
-    "--moe-router-force-load-balancing": """
-    --fix-router
     """,
     "--disable-bias-linear": """
     --add-dense-bias

@@ -350,6 +350,53 @@ def test_models_with_parts_are_compiled_whole(words):
     torch.testing.assert_close(own, gradients)
 
 
+def test_tokens_go_to_experts_in_turn():
+    from mindspeed_fx.megatron.model_parts import add_parts
+    from tests.megatron.gpt_models import batch, tiny_gpt
+
+    args = apply("--fix-router --num-experts 4 --expert-model-parallel-size 1")
+    model = tiny_gpt(experts=4, layers=1)
+    routed = []
+    router = model.decoder.layers[0].mlp.router
+    router.register_forward_hook(lambda module, inputs, output: routed.append(output))
+    add_parts(model, args)
+    router.register_forward_hook(lambda module, inputs, output: routed.append(output))
+    model(**batch()).mean().backward()
+    (before, _), (weights, chosen) = routed
+    tokens = torch.arange(32)[:, None]
+    expected = torch.zeros(32, 4, dtype=torch.bool).scatter(1, (2 * tokens + torch.arange(2)) % 4, True)
+    assert torch.equal(chosen, expected) and torch.equal(weights != 0, expected)
+    largest = before.topk(2, dim=1).values
+    torch.testing.assert_close(weights[0, :2], largest[0])
+    torch.testing.assert_close(weights[1, 2:], largest[1])
+    assert router.weight.grad.abs().sum() > 0
+
+
+def test_documents_of_one_length():
+    from mindspeed_fx.megatron.training.fixed_documents import mask_of_documents
+
+    mask = mask_of_documents(7, 3)
+    assert mask.shape == (1, 7, 7)
+    seen = [[j for j in range(7) if not mask[0, i, j]] for i in range(7)]
+    assert seen == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
+
+
+def test_rotation_of_glm():
+    """Neighbours (x_2i, x_2i+1) of the first half of a head turn by position times base^(-2i/d)."""
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    config = config_of(apply("--use-glm-rope"))
+    assert config.rotary_interleaved
+    rope = RotaryEmbedding(16, rotary_percent=0.5, rotary_interleaved=True, use_cpu_initialization=True)
+    x = torch.randn(5, 2, 3, 16)
+    out = apply_rotary_pos_emb(x, rope(5), config)
+    turns = torch.polar(torch.ones(5, 4), torch.arange(5)[:, None] * 10000 ** -(torch.arange(0, 8, 2) / 8))
+    expected = torch.view_as_complex(x[..., :8].unflatten(-1, (4, 2))) * turns[:, None, None]
+    torch.testing.assert_close(out[..., :8], torch.view_as_real(expected).flatten(-2))
+    assert torch.equal(out[..., 8:], x[..., 8:])
+
+
 def test_a_window():
     from mindspeed_fx.megatron.model_parts import add_parts
     from tests.megatron.gpt_models import batch, tiny_gpt

@@ -70,6 +70,14 @@ def test_settings_in_float32(flags):
     check_equal(flags, 2, graphs=1)
 
 
+@pytest.mark.slow
+def test_flags_of_a_model_and_of_documents_reach_it():
+    """Each changes the loss of the first iteration."""
+    flags = ("", "--reset-attention-mask", "--reset-attention-mask --fix-sub-seq-length 4", "--scale-emb 3")
+    losses = [train(f"--train-iters 1 --lr-decay-iters 3 {words}", 1).losses[1]["lm loss"] for words in flags]
+    assert len(set(losses)) == len(flags), losses
+
+
 @pytest.mark.parametrize("dtype", ["--bf16", pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.slow)])
 def test_sixteen_bits_with_float32_main_weights(dtype):
     """Within twice the eager run's own distance from float32."""
