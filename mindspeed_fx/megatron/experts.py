@@ -2,7 +2,8 @@
 host.
 
 Megatron splits the tokens by counts it reads on the host (``tolist``), one ``linear`` per expert, which breaks a graph
-at every layer. The operator takes the counts as a tensor, so that every shape in the graph is known.
+at every layer. The operator takes the counts as a tensor, so that every shape in the graph is known. With
+``gradient_accumulation_fusion`` the weights' gradients are made in the type of ``main_grad`` and added to it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import main_grad, patches
+from mindspeed_fx.training import gradient_ready
 
 EXPERTS = "transformer.moe.experts:SequentialMLP.forward"
 
@@ -23,6 +25,10 @@ def grouped_linear(x: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
     """x [tokens, in], sorted by expert: the first ``counts[0]`` rows times ``weights[0].T``, [out, in], and so on; rows
     beyond the sum of ``counts`` become zero. Returns [tokens, out].
     """
+    return _multiply(x, weights, counts)
+
+
+def _multiply(x: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
     out = x.new_zeros(x.shape[0], weights[0].shape[0])
     start = 0
     for weight, count in zip(weights, counts.tolist()):
@@ -37,22 +43,31 @@ def _(x: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("mindspeed::grouped_linear_backward", mutates_args=())
-def grouped_linear_backward(grad: Tensor, x: Tensor, weights: list[Tensor], counts: Tensor) -> list[Tensor]:
-    """The gradients of ``x`` and of each weight."""
+def grouped_linear_backward(
+    grad: Tensor, x: Tensor, weights: list[Tensor], counts: Tensor, is_wide: bool = False
+) -> list[Tensor]:
+    """The gradients of ``x`` and of each weight.
+
+    Args:
+        is_wide: gradients of 16-bit weights are multiplied and summed in float32, and stay so.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
     to_x = torch.zeros_like(x)
     to_weights = []
     start = 0
     for weight, count in zip(weights, counts.tolist()):
         rows = slice(start, start + count)
         torch.mm(grad[rows], weight, out=to_x[rows])
-        to_weights.append(grad[rows].T @ x[rows])
+        to_weights.append(grad[rows].T.to(dtype) @ x[rows].to(dtype))
         start += count
     return [to_x, *to_weights]
 
 
 @grouped_linear_backward.register_fake
-def _(grad: Tensor, x: Tensor, weights: list[Tensor], counts: Tensor) -> list[Tensor]:
-    return [torch.empty_like(x), *(torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights)]
+def _(grad: Tensor, x: Tensor, weights: list[Tensor], counts: Tensor, is_wide: bool = False) -> list[Tensor]:
+    dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
+    to_weights = (torch.empty_like(w, memory_format=torch.contiguous_format, dtype=dtype) for w in weights)
+    return [torch.empty_like(x), *to_weights]
 
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -69,6 +84,53 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
 grouped_linear.register_autograd(_backward, setup_context=_setup)
 
 
+@torch.library.custom_op("mindspeed::grouped_linear_main_grad", mutates_args=())
+def grouped_linear_main_grad(
+    x: Tensor, weights: list[Tensor], counts: Tensor, main_grads: list[Tensor], dummy: bool, keys: list[int]
+) -> Tensor:
+    """:func:`grouped_linear`, whose backward adds each weight's gradient to its ``main_grad``, [out, in] float32.
+
+    Args:
+        dummy, keys: of the weights, as of :func:`mindspeed_fx.megatron.main_grad.linear_main_grad`.
+    """
+    return _multiply(x, weights, counts)
+
+
+@grouped_linear_main_grad.register_fake
+def _(
+    x: Tensor, weights: list[Tensor], counts: Tensor, main_grads: list[Tensor], dummy: bool, keys: list[int]
+) -> Tensor:
+    return x.new_empty(x.shape[0], weights[0].shape[0])
+
+
+def _setup_main_grad(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    # Buffers are not saved: autograd would refuse the change that the backward before made to them.
+    x, weights, counts, ctx.main_grads, ctx.dummy, ctx.keys = inputs
+    ctx.save_for_backward(x, counts, *weights)
+
+
+def _backward_main_grad(ctx: Any, grad: Tensor) -> tuple:
+    x, counts, *weights = ctx.saved_tensors
+    to_x, *to_weights = grouped_linear_backward(grad, x, weights, counts, True)
+    for buffer, to_weight, key in zip(ctx.main_grads, to_weights, ctx.keys):
+        gradient_ready.accumulate_main_grad(buffer, to_weight, key)
+    zeros = [torch.zeros_like(w) if ctx.dummy else None for w in weights]
+    return to_x, zeros, None, [None] * len(weights), None, None
+
+
+grouped_linear_main_grad.register_autograd(_backward_main_grad, setup_context=_setup_main_grad)
+
+
+def multiply_experts(x: Tensor, linears: list[Any], counts: Tensor) -> Tensor:
+    """The product of each expert's rows; gradients of weights go to ``main_grad`` where the layers say so."""
+    weights = [linear.weight for linear in linears]
+    if not main_grad.adds_to_main_grad(linears[0].gradient_accumulation_fusion, weights):
+        return grouped_linear(x, weights, counts)
+    keys = [gradient_ready.key_of(w) for w in weights]
+    dummy = any(main_grad.needs_dummy(w, key) for w, key in zip(weights, keys))
+    return grouped_linear_main_grad(x, weights, counts, [w.main_grad for w in weights], dummy, keys)
+
+
 def sequential_forward(
     self: Any, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
 ) -> tuple[Tensor, None]:
@@ -79,14 +141,14 @@ def sequential_forward(
     x, scale = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
     if config.moe_apply_probs_on_input:
         x, scale = (scale * x).to(x.dtype), None
-    inner = grouped_linear(x, [e.linear_fc1.weight for e in experts], tokens_per_expert)
+    inner = multiply_experts(x, [e.linear_fc1 for e in experts], tokens_per_expert)
     if config.add_bias_linear:
         expert = _expert_of_row(x.shape[0], tokens_per_expert)
         inner = inner + torch.stack([e.linear_fc1.bias for e in experts]).index_select(0, expert)
     inner = _activation(inner, config)
     if scale is not None:
         inner = (inner * scale).to(inner.dtype)
-    out = grouped_linear(inner, [e.linear_fc2.weight for e in experts], tokens_per_expert)
+    out = multiply_experts(inner, [e.linear_fc2 for e in experts], tokens_per_expert)
     if config.add_bias_linear:
         bias = torch.stack([e.linear_fc2.bias for e in experts]).index_select(0, expert)
         out = out + (bias if scale is None else bias * scale).to(out.dtype)

@@ -97,15 +97,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises:
         RuntimeError: the weight has no ``main_grad``.
     """
-    if not torch.is_grad_enabled() or not weight.requires_grad:
+    if not adds_to_main_grad(True, [weight]):
         return torch.nn.functional.linear(x, weight, bias)
-    if not hasattr(weight, "main_grad"):
+    key = gradient_ready.key_of(weight)
+    out = linear_main_grad(x, weight, weight.main_grad, needs_dummy(weight, key), key)
+    return out if bias is None else out + bias
+
+
+def adds_to_main_grad(gradient_accumulation_fusion: bool, weights: list[Tensor]) -> bool:
+    """Whether gradients of ``weights`` are made now and go to ``main_grad``.
+
+    Raises:
+        RuntimeError: a weight has none.
+    """
+    if not gradient_accumulation_fusion or not torch.is_grad_enabled() or not all(w.requires_grad for w in weights):
+        return False
+    if not all(hasattr(w, "main_grad") for w in weights):
         raise RuntimeError(
             "gradient_accumulation_fusion is True and a weight has no main_grad; wrap the model in "
             "DistributedDataParallel or give every weight one"
         )
-    key = gradient_ready.key_of(weight)
-    # Megatron's DistributedDataParallel waits for a gradient in a hook, if it is not told; zeros do no harm.
-    dummy = key < 0 and hasattr(weight, "grad_added_to_main_grad")
-    out = linear_main_grad(x, weight, weight.main_grad, dummy, key)
-    return out if bias is None else out + bias
+    return True
+
+
+def needs_dummy(weight: Tensor, key: int) -> bool:
+    """Megatron's DistributedDataParallel waits for a gradient in a hook, if it is not told; zeros do no harm."""
+    return key < 0 and hasattr(weight, "grad_added_to_main_grad")

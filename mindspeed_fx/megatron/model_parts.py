@@ -47,6 +47,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         _scale_logits(model.output_layer, args)
     for layer in model.decoder.layers:
         _change_layer(layer, args)
+    if getattr(args, "gemm_gradient_accumulation_fusion", False):
+        _add_to_main_grads(model)
     if getattr(args, "fix_router", False):
         _fix_routers(model)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero
@@ -93,6 +95,15 @@ def _change_layer(layer: Any, args: Namespace) -> None:
         layer.self_attn_bda, layer.mlp_bda = (
             _before(add, lambda x: x * factor) for add in (layer.self_attn_bda, layer.mlp_bda)
         )
+
+
+def _add_to_main_grads(model: Any) -> None:
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    for experts in (m for m in model.modules() if isinstance(m, SequentialMLP)):
+        for expert in experts.local_experts:
+            expert.linear_fc1.gradient_accumulation_fusion = True
+            expert.linear_fc2.gradient_accumulation_fusion = True
 
 
 def _fix_routers(model: Any) -> None:

@@ -20,8 +20,8 @@ from mindspeed_fx.training import data_parallel
 
 KEY = "_mindspeed_fx_gradient_key"
 NOBODY = -1
-ADDS_BY_ITSELF = "mindspeed.linear_main_grad.default"
-"""The linear layer whose backward adds to its weight's ``main_grad`` in the product (megatron/main_grad.py)."""
+ADD_BY_THEMSELVES = ("mindspeed.linear_main_grad.default", "mindspeed.grouped_linear_main_grad.default")
+"""Products whose backward adds to their weights' ``main_grad`` (megatron/main_grad.py, megatron/experts.py)."""
 _listeners: list[Callable[[], None]] = []
 """By key."""
 
@@ -115,7 +115,7 @@ class Announcements:
         """Read the parameters through :func:`read_announced`, in place; but where a linear layer adds its own."""
         added = gm.graph.find_nodes(op="placeholder")[len(self.inputs) - len(self.positions) :]
         inputs = dict(zip(self.positions, zip(added, self.keys, strict=True), strict=True))
-        graph_inputs.read_through(gm, inputs, read_announced, lambda user: str(user.target) == ADDS_BY_ITSELF)
+        graph_inputs.read_through(gm, inputs, read_announced, lambda user: str(user.target) in ADD_BY_THEMSELVES)
 
     def wrap(self, compiled: Any) -> Any:
         """``compiled`` as a function of the graph's own inputs."""

@@ -50,6 +50,7 @@ def test_an_operator_that_gives_no_gradient_is_found():
 
 ON_PURPOSE = {
     "mindspeed.linear_main_grad": ["main_grad", "weight"],  # the weight's gradient is added to main_grad
+    "mindspeed.grouped_linear_main_grad": ["main_grads", "weights"],
     "mindspeed.add_to_main_grad": ["grad", "main_grad", "x"],  # which this does
 }
 """Operators of Megatron's gradient accumulation: what they give a gradient, they write."""

@@ -108,6 +108,27 @@ def test_grouped_linear(counts):
     torch.testing.assert_close(experts.grouped_linear(x, weights, counts), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_wide_gradients_of_experts_are_added_to_buffers(dtype):
+    x, counts = torch.randn(7, 5, dtype=dtype, requires_grad=True), torch.tensor([3, 0, 2])
+    weights = [torch.randn(4, 5, dtype=dtype, requires_grad=True) for _ in range(3)]
+    wide = torch.promote_types(dtype, torch.float32)
+    buffers, grad = [torch.ones(4, 5, dtype=wide) for _ in weights], torch.randn(7, 4, dtype=dtype)
+    torch.library.opcheck(
+        experts.grouped_linear_main_grad,
+        (x, weights, counts, [b.clone() for b in buffers], False, [-1] * 3),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    out = experts.grouped_linear_main_grad(x, weights, counts, buffers, True, [-1] * 3)
+    expected = experts.grouped_linear(x, weights, counts)
+    assert torch.equal(out, expected)
+    (to_x,) = torch.autograd.grad(expected, x, grad)
+    out.backward(grad)
+    assert torch.equal(x.grad, to_x) and not any(w.grad.any() for w in weights)
+    for buffer, rows in zip(buffers, (slice(0, 3), slice(3, 3), slice(3, 5))):
+        torch.testing.assert_close(buffer, 1 + grad[rows].T.to(wide) @ x[rows].detach().to(wide))
+
+
 def test_sort_by_expert_is_megatrons_order():
     from megatron.core.transformer.moe.moe_utils import permute
 

@@ -85,6 +85,8 @@ def test_products_of_experts(counts, dtype):
     for operator, args in (
         (experts_npu.grouped_linear, (x, weights, counts)),
         (experts_npu.grouped_linear_backward, (grad, x, weights, counts)),
+        (experts_npu.grouped_linear_backward, (grad, x, weights, counts, True)),
+        (experts_npu.grouped_linear_main_grad, (x, weights, counts, [torch.zeros(4, 5)] * 3, False, [-1] * 3)),
     ):
         lowering, reasons = operator.choose("npu", args, {})
         assert lowering is not None and lowering.kernel.startswith("npu_grouped_matmul"), reasons

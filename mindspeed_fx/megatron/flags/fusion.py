@@ -53,6 +53,14 @@ def _next_tokens(args: Namespace) -> str:
 ALIBI = "Megatron-core has no ALiBi; use `--position-embedding-type rope`"
 
 
+def _fuse_expert_gradients(args: Namespace) -> str:
+    if not get(args, "num_experts"):
+        return "no effect without experts"
+    if not get(args, "moe_grouped_gemm"):
+        raise NotDone("it is about grouped products, as in MindSpeed; give --moe-grouped-gemm")
+    return "the experts' gradients are added to main_grad in float32"
+
+
 def _fix_router(args: Namespace) -> str:
     if not get(args, "num_experts"):
         return "no effect without experts"
@@ -133,9 +141,11 @@ FLAGS = [
     ),
     switch(
         "--gemm-gradient-accumulation-fusion",
-        REFUSED,
+        OPTION,
         "experts' weight gradients are added in float32 inside the grouped product",
-        "remove it: experts' gradients are rounded to the weights' type before Megatron adds them",
+        "gradient_accumulation_fusion of the experts' layers: products in float32, added to main_grad",
+        act=_fuse_expert_gradients,
+        shown_by="test_gradients_of_experts_go_to_main_grad",
         skip=True,
     ),
     added("--position-embedding-type", "alibi", REFUSED, "ALiBi", ALIBI),

@@ -506,6 +506,21 @@ def megatron_cases(dtype):
             (grad, x, weights, counts),
             "npu_grouped_matmul, of groups of rows and of columns",
         )
+        buffers = [normal(4, 5) for _ in weights]
+        yield (
+            f"grouped_linear_main_grad-{name}",
+            ops.grouped_linear_main_grad,
+            (x, weights, counts, buffers, False, [-1] * len(weights)),
+            "npu_grouped_matmul",
+        )
+        yield (
+            f"grouped_linear_backward-wide-{name}",
+            ops.grouped_linear_backward,
+            (grad, x, weights, counts, True),
+            "npu_grouped_matmul, of groups of rows and of columns"
+            if dtype == torch.float32
+            else "npu_grouped_matmul and npu_grouped_matmul_add_ to zeros",
+        )
     weight, into = normal(4, 5, dtype=dtype), normal(4, 5)
     yield "linear_main_grad", ops.linear_main_grad, (x.unflatten(0, (1, 7)), weight, into, False, -1), "aten linear"
     yield (

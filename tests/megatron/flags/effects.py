@@ -121,6 +121,11 @@ PARTS = {
 
 TURN = "--fix-router --num-experts 8"
 BENCHMARKS = {
+    "--gemm-gradient-accumulation-fusion": [
+        ("--gemm-gradient-accumulation-fusion --num-experts 8 --moe-grouped-gemm", dict(says="in float32")),
+        ("--gemm-gradient-accumulation-fusion --num-experts 8", dict(error="give --moe-grouped-gemm")),
+        ("--gemm-gradient-accumulation-fusion", dict(says="no effect without experts")),
+    ],
     "--fix-router": [
         (TURN, dict(says="losses mean nothing")),
         (f"{TURN} --moe-expert-capacity-factor 2", dict(error="remove --moe-expert-capacity-factor")),

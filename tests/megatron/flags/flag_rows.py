@@ -7,7 +7,7 @@ REFUSED = {
     "remove": """
     --use-triton-swiglu-limit --enable-mla-absorb --balanced-moe-experts --enable-expert-placement --aiqos
     --num-zero-experts=2 --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
-    --gemm-gradient-accumulation-fusion --skip-bias-add --use-dsa-absorb
+    --skip-bias-add --use-dsa-absorb
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
     --use-ema
     """,

@@ -350,6 +350,45 @@ def test_models_with_parts_are_compiled_whole(words):
     torch.testing.assert_close(own, gradients)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_of_experts_go_to_main_grad(compiled):
+    """Two micro-batches in bfloat16: the float32 sum of float32 products, which no rounding to bfloat16 gives."""
+    from mindspeed_fx.megatron.model_parts import add_parts
+    from tests.megatron.gpt_models import batch, tiny_gpt
+
+    model = tiny_gpt(experts=4, layers=1, params_dtype=torch.bfloat16, bf16=True).bfloat16()
+    add_parts(model, apply("--gemm-gradient-accumulation-fusion --num-experts 4 --moe-grouped-gemm"))
+    experts = dict(model.decoder.layers[0].mlp.experts.named_parameters())
+    products = dict.fromkeys(experts, 0)
+
+    def record(name, linear):
+        def add(module, inputs, output):
+            x = inputs[0].detach().float()
+            output[0].register_hook(lambda g: products.update({name: products[name] + g.float().T @ x}))
+
+        return linear.register_forward_hook(add)
+
+    layers = model.decoder.layers[0].mlp.experts.named_modules()
+    hooks = [record(f"{name}.weight", m) for name, m in layers if name.endswith(("fc1", "fc2"))]
+    for weight in experts.values():
+        weight.main_grad = torch.ones(weight.shape)
+    for _ in range(2):
+        model(**batch()).mean().backward()
+    if compiled:
+        for hook in hooks:
+            hook.remove()
+        for weight in experts.values():
+            weight.main_grad = torch.ones(weight.shape)
+        run = torch.compile(model, backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)
+        for _ in range(2):
+            run(**batch()).mean().backward()
+    for name, weight in experts.items():
+        assert weight.grad is None or not weight.grad.any()
+        added = weight.main_grad - 1
+        assert added.any() and (added.bfloat16().float() != added).any()
+        torch.testing.assert_close(added, products[name], rtol=0.03 * compiled or 1e-5, atol=2e-4 * compiled or 1e-6)
+
+
 def test_tokens_go_to_experts_in_turn():
     from mindspeed_fx.megatron.model_parts import add_parts
     from tests.megatron.gpt_models import batch, tiny_gpt

@@ -72,6 +72,13 @@ def test_dropless_experts_on_two_ranks():
     compare(modern(f"{flags} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"), world=2, extra=1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"])
+def test_gradients_of_experts_on_two_ranks_are_added_to_main_grad(more):
+    flags = f"{MOE} --expert-model-parallel-size 2 --moe-grouped-gemm --gemm-gradient-accumulation-fusion {more}"
+    compare(modern(flags), world=2)
+
+
 def test_latent_attention_with_multi_token_prediction():
     compare(modern(f"{LATENT} --q-lora-rank 24 --v-head-dim 12 --qk-layernorm --mtp-num-layers 1"), extra=1)
 
