@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_fx.megatron import patches
-from mindspeed_fx.megatron.flags.llm_parts import GEMMA2
-from mindspeed_fx.megatron.norm import OffsetRMSNorm
+from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
+from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
 
 TARGET = "models.gpt.gpt_model:GPTModel.__init__"
 
@@ -83,10 +83,17 @@ def _capped(cap: float | None, scale: float = 1.0) -> Callable[[Tensor], Tensor]
 
 def _change_layer(layer: Any, args: Namespace) -> None:
     cap, depth = getattr(args, "attn_logit_softcapping", None), getattr(args, "scale_depth", None)
+    layers = getattr(args, "mindspeed_layers", None)
+    if layers == ALL_HEADS and layer.config.qk_layernorm:
+        attention, config = layer.self_attention, layer.config
+        attention.q_layernorm, attention.k_layernorm = (
+            AllHeadsRMSNorm(heads * config.kv_channels, eps=config.layernorm_epsilon)
+            for heads in (config.num_attention_heads, config.num_query_groups)
+        )
     if cap:
         softmax, change = layer.self_attention.core_attention.scale_mask_softmax, _capped(cap)
         softmax.register_forward_pre_hook(lambda module, inputs: (change(inputs[0]), *inputs[1:]))
-    if getattr(args, "mindspeed_layers", None) == GEMMA2:
+    if layers == POST_NORM:
         layer.post_attn_norm, layer.post_mlp_layernorm = _norm(layer.config), _norm(layer.config)
         layer.self_attn_bda = _before(layer.self_attn_bda, layer.post_attn_norm)
         layer.mlp_bda = _before(layer.mlp_bda, layer.post_mlp_layernorm)

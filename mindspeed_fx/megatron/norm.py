@@ -30,6 +30,13 @@ class OffsetLayerNorm(torch.nn.LayerNorm):
         return functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
 
 
+class AllHeadsRMSNorm(torch.nn.RMSNorm):
+    """One norm over all heads of queries or keys [..., heads, width] (MiniMax)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
 def torch_norm_new(
     cls: type, config: Any, hidden_size: int, eps: float = 1e-5, persist_layer_norm: bool = False,
     zero_centered_gamma: bool = False, normalization: str = "LayerNorm",

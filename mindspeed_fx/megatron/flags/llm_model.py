@@ -6,15 +6,22 @@ from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, REFUSED, Flag, NotDone, get, number, switch, word
-from mindspeed_fx.megatron.flags.llm_parts import GEMMA2
+from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
 
+LATENT = "latent attention, as Megatron's own layers have it with --multi-latent-attention"
+NORMS = "attention with norms of queries and keys, as Megatron's own layers have it with --qk-layernorm"
+AFTER = "norms after attention and MLP are added to Megatron's own layers"
 SPECS = {
-    "deepseek_spec": "latent attention, as Megatron's own layers have it with --multi-latent-attention",
-    "qwen3_spec": "attention with norms of queries and keys, as Megatron's own layers have it with --qk-layernorm",
-    "bailing_spec": "attention with norms of queries and keys, as Megatron's own layers have it with --qk-layernorm",
-    "gemma2_spec": "norms after attention and MLP are added to Megatron's own layers",
+    "deepseek_spec": LATENT,
+    "minicpm_spec": LATENT,
+    "qwen3_spec": NORMS,
+    "bailing_spec": NORMS,
+    "qwen2_moe_spec": "shared experts, as Megatron's own layers have them",
+    "gemma2_spec": AFTER,
+    "grok_spec": AFTER,
+    "minimax_spec": "the norms of queries and keys are over all heads of Megatron's own layers",
 }
-"""Layer specs of MindSpeed-LLM whose layers are Megatron's own."""
+"""Layer specs of MindSpeed-LLM whose layers are Megatron's own, or nearly."""
 
 
 def _spec_name(args: Namespace) -> str | None:
@@ -28,12 +35,16 @@ def _spec(args: Namespace) -> str:
     name = _spec_name(args)
     if name not in SPECS:
         raise NotDone(f"the layers of {name} are not Megatron's own; valid: {', '.join(SPECS)}, or a spec of your own")
-    if name == "deepseek_spec" and not get(args, "multi_latent_attention"):
-        raise NotDone("deepseek_spec is latent attention; give --multi-latent-attention")
-    if name == "gemma2_spec":
+    if SPECS[name] == LATENT and not get(args, "multi_latent_attention"):
+        raise NotDone(f"{name} is latent attention; give --multi-latent-attention")
+    if SPECS[name] == AFTER:
         if not get(args, "post_norm"):
-            raise NotDone("gemma2_spec has norms after attention and MLP; give --post-norm")
-        args.mindspeed_layers = GEMMA2
+            raise NotDone(f"{name} has norms after attention and MLP; give --post-norm")
+        args.mindspeed_layers = POST_NORM
+    if name == "minimax_spec":
+        if get(args, "tensor_model_parallel_size", 1) > 1:
+            raise NotDone("norms over all heads want them on one rank; give --tensor-model-parallel-size 1")
+        args.mindspeed_layers = ALL_HEADS
     args.spec = None
     if get(args, "num_experts") and not get(args, "first_k_dense_replace"):
         args.moe_layer_freq = 1  # such a spec has experts in every layer

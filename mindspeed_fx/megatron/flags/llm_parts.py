@@ -10,8 +10,9 @@ from typing import Any, Callable
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, Flag, NotDone, get, switch
 
-GEMMA2 = "gemma2"
-"""The value of ``mindspeed_layers`` for gemma2_spec."""
+POST_NORM, ALL_HEADS = "post_norm", "all_heads"
+"""Values of ``mindspeed_layers``: norms after attention and MLP; norms of queries and keys over all heads."""
+SPEC = "--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec"
 
 
 def _refuse_with_mtp(args: Namespace) -> None:
@@ -44,8 +45,8 @@ def _score_cap(args: Namespace) -> str:
 
 
 def _post_norm(args: Namespace) -> str:
-    if get(args, "mindspeed_layers") != GEMMA2:
-        return "no effect without --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec, as in MindSpeed-LLM"
+    if get(args, "mindspeed_layers") != POST_NORM:
+        return f"no effect without {SPEC}, as in MindSpeed-LLM"
     _refuse_with_mtp(args)
     if get(args, "scale_depth"):
         raise NotDone("--scale-depth, which MindSpeed-LLM's layers with these norms do not have; remove one of the two")
@@ -60,8 +61,8 @@ def _window(args: Namespace, size: int, skip: int | None) -> str:
 
 
 def _interleaved(args: Namespace) -> str:
-    if get(args, "mindspeed_layers") != GEMMA2:
-        return "no effect without --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec, as in MindSpeed-LLM"
+    if get(args, "mindspeed_layers") != POST_NORM:
+        return f"no effect without {SPEC}, as in MindSpeed-LLM"
     return _window(args, args.interleave_sliding_window - 1, 2)
 
 

@@ -253,7 +253,7 @@ def logits_by_formula(model, args, ids):
     """
     weights, config, length = dict(model.named_parameters()), model.config, ids.shape[1]
     heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
-    has_parts = args.mindspeed_layers == "gemma2" if hasattr(args, "mindspeed_layers") else False
+    has_parts = getattr(args, "mindspeed_layers", None) == "post_norm"
     ahead = torch.arange(length)[:, None] - torch.arange(length)
 
     def norm(x, name):
@@ -316,6 +316,33 @@ def test_scales_and_caps(words):
 
 def test_layers_of_gemma2():
     assert_formula(GEMMA2)
+
+
+def test_norms_over_all_heads():
+    """As MinimaxAttention: queries [s, b, heads x width] and keys [s, b, groups x width] are normalized whole."""
+    from mindspeed_fx.megatron.model_parts import add_parts
+    from tests.megatron.gpt_models import batch, tiny_gpt
+
+    args = apply("--spec mindspeed_llm.tasks.models.spec.minimax_spec layer_spec --qk-layernorm")
+    model = tiny_gpt(qk_layernorm=True, layers=1)
+    add_parts(model, args)
+    attention = model.decoder.layers[0].self_attention
+    with torch.no_grad():
+        for norm in (attention.q_layernorm, attention.k_layernorm):
+            norm.weight.copy_(torch.rand_like(norm.weight))
+    x = torch.randn(5, 2, 32)
+    mixed = functional.linear(x, attention.linear_qkv.weight).unflatten(-1, (2, 4 * 8))
+    q, k, v = mixed.split([16, 8, 8], -1)
+    expected = [
+        functional.rms_norm(t.flatten(-2), (width,), norm.weight, 1e-5).view(5, 2, -1, 8)
+        for t, width, norm in ((q, 32, attention.q_layernorm), (k, 16, attention.k_layernorm))
+    ]
+    for have, want in zip(attention.get_query_key_value_tensors(x, None), [*expected, v]):
+        torch.testing.assert_close(have, want)
+    inputs = batch()
+    loss = model(**inputs).mean()
+    compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs).mean(), loss)
 
 
 def test_norms_with_an_offset_start_at_one_as_in_mindspeed_llm():
