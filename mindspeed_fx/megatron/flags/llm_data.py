@@ -194,6 +194,11 @@ FLAGS = [
         "evaluation and generation",
         ("--task", None, str, "*"),
         ("--task-data-path", None, str, "*"),
+        ("--use-kv-cache",),
+    ),
+    *own(
+        "its scripts of evaluation and generation read it, pretraining does not",
+        "evaluation and generation",
         ("--evaluation-batch-size", 1),
         ("--eval-language", "en", str),
         ("--max-eval-samples", None, int),
@@ -212,7 +217,6 @@ FLAGS = [
         ("--temperature", 0.7),
         ("--top-k", 50),
         ("--top-p", 0.95),
-        ("--use-kv-cache",),
     ),
 ]
 """Rows of the table."""

@@ -142,10 +142,7 @@ REFUSED = {
     --pref-ftx=0.5 --ref-model=some --refer-model-iter=3 --use-wandb
     """,
     "evaluation": """
-    --task=some --task-data-path=some --evaluation-batch-size=3 --eval-language=some --max-eval-samples=2
-    --instruction-template=some --alternative-prompt --origin-postprocess --chain-of-thought --no-chat-template
-    --hf-chat-template --add-eos-token=some --broadcast --greedy --history-turns=5 --max-length=258
-    --max-new-tokens=130 --temperature=1.2 --top-k=52 --top-p=1.45 --use-kv-cache
+    --task=some --task-data-path=some --use-kv-cache
     """,
 }
 """Words of the way out -> flags that are an error."""
@@ -265,6 +262,9 @@ OWN = """
     --hf-datasets-params=some --script-data-dir=some --json-keys=some --map-keys={} --merge-group-keys=some
     --output-prefix=some --append-eod --keep-newlines --split-sentences --n-subs=3 --workers=3 --streaming
     --max-samples=2 --mix-strategy=some --interleave-probs=some --pad-vocab-size-to=2 --tokenizer-padding-side=some
-    --enable-share-memory --no-shared-storage
+    --enable-share-memory --no-shared-storage --evaluation-batch-size=3 --eval-language=some --max-eval-samples=2
+    --instruction-template=some --alternative-prompt --origin-postprocess --chain-of-thought --no-chat-template
+    --hf-chat-template --add-eos-token=some --broadcast --greedy --history-turns=5 --max-length=258
+    --max-new-tokens=130 --temperature=1.2 --top-k=52 --top-p=1.45
 """
 """MindSpeed-LLM's own work: accepted, with a line."""
