@@ -12,6 +12,7 @@ from typing import Any, Iterable
 from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.megatron.flags.flag import REFUSED, Flag, FlagError, NotDone, get
 from mindspeed_fx.megatron.flags.llm_model import set_plain_rope
+from mindspeed_fx.megatron.flags.router import drop_unread_bias
 from mindspeed_fx.megatron.flags.table import BY_KEY, TABLE, parent_of, state_of
 from mindspeed_fx.options import Options
 
@@ -137,8 +138,12 @@ def _act(flag: Flag, args: Namespace) -> str:
 def _consequences(args: Namespace, accounts: list[Account]) -> list[Account]:
     """What follows from the flags together, and what Megatron's own ask that is not done here."""
     lines = []
-    if any(BY_KEY[a.flag].llm for a in accounts) and (text := set_plain_rope(args)):
+    if not any(BY_KEY[a.flag].llm for a in accounts):
+        return lines
+    if text := set_plain_rope(args):
         lines.append(Account("--multi-latent-attention", "megatron", text))
+    if text := drop_unread_bias(args):
+        lines.append(Account("--moe-router-enable-expert-bias", "megatron", text))
     return lines
 
 

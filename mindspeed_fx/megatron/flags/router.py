@@ -24,6 +24,17 @@ def _is_plain(args: Namespace, kind: str) -> None:
         raise NotDone(f"{kind} drops no token; remove --moe-expert-capacity-factor")
 
 
+def drop_unread_bias(args: Namespace) -> str | None:
+    """Megatron refuses a bias of experts with softmax scores; MindSpeed-LLM keeps one, which no choice reads."""
+    if not get(args, "moe_router_enable_expert_bias") or get(args, "moe_router_score_function") not in (
+        None,
+        "softmax",
+    ):
+        return None
+    args.moe_router_enable_expert_bias = False
+    return "moe_router_enable_expert_bias = False: softmax scores are chosen without it in MindSpeed-LLM"
+
+
 def _set(args: Namespace, **values: Any) -> str:
     for name, value in values.items():
         setattr(args, name, value)

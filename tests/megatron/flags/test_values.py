@@ -478,6 +478,14 @@ def test_a_window():
     assert changed.tolist() == [True] * 5 + [False] * 11
 
 
+def test_a_bias_of_experts_that_softmax_scores_do_not_read_is_dropped():
+    """As Megatron alone would refuse the configuration, and MindSpeed-LLM ignores the bias."""
+    words = "--num-experts 4 --moe-router-enable-expert-bias --first-k-dense-replace 1"
+    assert not apply(words).moe_router_enable_expert_bias
+    assert apply(f"{words} --moe-router-score-function sigmoid").moe_router_enable_expert_bias
+    assert apply("--num-experts 4 --moe-router-enable-expert-bias").moe_router_enable_expert_bias
+
+
 def test_no_flag_of_mindspeed_becomes_a_field_of_the_configuration_by_chance():
     """core_transformer_config_from_args takes every argument with a field's name: ours hold its default."""
     import dataclasses
