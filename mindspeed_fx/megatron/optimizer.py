@@ -8,14 +8,17 @@ can be loaded.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Callable, Iterable
 
 import torch
+from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from mindspeed_fx.megatron import patches
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 RESHARDABLE = "optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable"
 
 
@@ -26,7 +29,13 @@ class Adam(torch.optim.Optimizer):
         params: parameters or groups of them; the number of steps is the group's ``step``.
         lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
         adam_w_mode: decay weights apart from the gradient (AdamW); False adds the decay to the gradient.
+
+    Attributes:
+        moment_dtype: of the moments between steps; None: the parameters'. Each step is computed in the parameters'
+            type, one parameter after the other where the moments are narrower.
     """
+
+    moment_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -60,15 +69,21 @@ class Adam(torch.optim.Optimizer):
         for p in parameters:
             state = self.state[p]
             if not state:
-                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS})
+            if self.moment_dtype is not None:  # whoever made them, a loaded checkpoint included
+                state.update({name: state[name].to(self.moment_dtype) for name in MOMENTS})
+        for some in [parameters] if self.moment_dtype is None else [[p] for p in parameters]:
+            self._update(group, some)
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        kept = [[self.state[p][name] for p in parameters] for name in MOMENTS]
+        moments = [[t.to(p.dtype) for t, p in zip(tensors, parameters)] for tensors in kept]
         before = torch.full((len(parameters),), float(group["step"] - 1), device=parameters[0].device)
         beta1, beta2 = group["betas"]
         self.update(
             parameters,
             [p.grad for p in parameters],
-            [self.state[p]["exp_avg"] for p in parameters],
-            [self.state[p]["exp_avg_sq"] for p in parameters],
+            *moments,
             [],
             list(before.unbind()),
             fused=True,
@@ -80,6 +95,9 @@ class Adam(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
+        for tensor, moment in zip(itertools.chain(*kept), itertools.chain(*moments)):
+            if tensor is not moment:
+                tensor.copy_(moment)
 
 
 def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:

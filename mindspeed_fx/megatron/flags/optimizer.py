@@ -6,9 +6,11 @@ from argparse import Namespace
 
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
+    OPTION,
     REFUSED,
     Flag,
     NotDone,
+    get,
     rename,
     setting,
     switch,
@@ -23,6 +25,24 @@ def _selection(args: Namespace) -> str:
     if args.optimizer_selection == "fused_ema_adamw":
         raise NotDone("Megatron keeps no average of the weights; use --optimizer-selection fused_adamw")
     return "Megatron's AdamW: the same step"
+
+
+def _narrow_gradients(args: Namespace) -> str:
+    if not get(args, "bf16"):
+        return "no effect without --bf16"
+    if get(args, "gradient_accumulation_fusion"):
+        raise NotDone("a fused gradient is added in float32; give --no-gradient-accumulation-fusion")
+    args.grad_reduce_in_bf16 = True
+    return "grad_reduce_in_bf16 = True"
+
+
+def _narrow_moments(args: Namespace) -> str:
+    if get(args, "optimizer", "adam") != "adam":
+        raise NotDone(f"--optimizer {args.optimizer} has no such moments; give --optimizer adam")
+    for other in ("reuse_fp32_param", "swap_optimizer", "use_precision_aware_optimizer"):
+        if get(args, other):
+            raise NotDone(f"not done beside --{other.replace('_', '-')}; remove one of the two")
+    return "Adam's moments in bfloat16 between steps"
 
 
 def _quintic(args: Namespace) -> str:
@@ -75,7 +95,22 @@ FLAGS = [
     ),
     switch("--quant-grads", REFUSED, "gradients in few bits", PRECISION),
     Flag("--quant-states", REFUSED, "optimizer states in few bits", PRECISION, type=str),
-    switch("--o2-gradient", REFUSED, "gradients are added in bfloat16", PRECISION, llm=True),
-    switch("--o2-optimizer", REFUSED, "Adam's moments in bfloat16", PRECISION, llm=True),
+    switch(
+        "--o2-gradient",
+        MEGATRON,
+        "gradients are added in bfloat16: 2 bytes a weight less",
+        "`--grad-reduce-in-bf16`",
+        act=_narrow_gradients,
+        llm=True,
+    ),
+    switch(
+        "--o2-optimizer",
+        OPTION,
+        "Adam's moments in bfloat16: 4 bytes a main weight less",
+        "Adam keeps its moments so between steps, and steps in float32",
+        act=_narrow_moments,
+        shown_by="test_moments_in_bfloat16",
+        llm=True,
+    ),
 ]
 """Rows of the table."""

@@ -125,7 +125,17 @@ PARTS = {
 }
 
 TURN = "--fix-router --num-experts 8"
+O2 = "--o2-optimizer"
 BENCHMARKS = {
+    "--o2-gradient": [
+        ("--o2-gradient --bf16 --no-gradient-accumulation-fusion", dict(grad_reduce_in_bf16=True)),
+        ("--o2-gradient", dict(says="no effect without --bf16")),
+    ],
+    "--o2-optimizer": [
+        (O2, dict(says="bfloat16 between steps")),
+        (f"{O2} --optimizer sgd", dict(error="give --optimizer adam")),
+        (f"{O2} --bf16 --reuse-fp32-param", dict(error="remove one of the two")),
+    ],
     "--gemm-gradient-accumulation-fusion": [
         ("--gemm-gradient-accumulation-fusion --num-experts 8 --moe-grouped-gemm", dict(says="in float32")),
         ("--gemm-gradient-accumulation-fusion --num-experts 8", dict(error="give --moe-grouped-gemm")),

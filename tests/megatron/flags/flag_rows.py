@@ -111,7 +111,7 @@ REFUSED = {
     --add-dense-bias
     """,
     "--use-precision-aware-optimizer": """
-    --quant-grads --quant-states=some --o2-gradient --o2-optimizer
+    --quant-grads --quant-states=some
     """,
     "--fp8-format": """
     --no-use-gmm-fp8

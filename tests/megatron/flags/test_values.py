@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -414,6 +415,57 @@ def test_gradients_of_experts_go_to_main_grad(compiled):
         added = weight.main_grad - 1
         assert added.any() and (added.bfloat16().float() != added).any()
         torch.testing.assert_close(added, products[name], rtol=0.03 * compiled or 1e-5, atol=2e-4 * compiled or 1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_moments_in_bfloat16(sharded):
+    """AdamW in float32 whose moments are rounded after each step; two bytes a moment; a checkpoint goes on bitwise."""
+    from mindspeed_fx.megatron.optimizer import MOMENTS
+    from mindspeed_fx.megatron.training.optimizer_memory import narrow_moments
+    from tests.megatron.optimizers import bits, build, train
+
+    def narrow(optimizer):
+        narrow_moments(optimizer)
+        return optimizer
+
+    model, optimizer = build(sharded, narrow)
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    exact = {p: [torch.zeros_like(p), torch.zeros_like(p), p.detach().clone()] for p in parameters}
+    plain_step = inner.step
+
+    def step():
+        plain_step()
+        for group in inner.param_groups:
+            (b1, b2), lr, t = group["betas"], group["lr"], group["step"]
+            for p in group["params"]:
+                m, v, w = exact[p]
+                m, v = m.lerp(p.grad, 1 - b1), v * b2 + p.grad**2 * (1 - b2)
+                rate = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + group["eps"])
+                w = w * (1 - lr * group["weight_decay"]) - lr * rate
+                exact[p] = [m.bfloat16().float(), v.bfloat16().float(), w]
+
+    inner.step = step
+    train(model, optimizer)
+    for p in parameters:
+        assert [inner.state[p][name].dtype for name in MOMENTS] == [torch.bfloat16] * 2
+        torch.testing.assert_close(p.detach(), exact[p][2], rtol=1e-5, atol=1e-6)
+    inner.step = plain_step
+    saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    expected = train(model, optimizer, first=3)
+    if not sharded:  # whose moments a checkpoint holds apart
+        again, other = build(sharded, narrow)
+        again.load_state_dict(weights)
+        other.load_state_dict(saved)
+        assert train(again, other, first=3) == expected
+        assert all(torch.equal(a, b) for a, b in zip(bits(again), bits(model)))
+
+
+def test_gradients_in_bfloat16_are_not_fused():
+    args = parse(["--o2-gradient", "--bf16"])
+    args.gradient_accumulation_fusion = True
+    with pytest.raises(flags.FlagError, match="give --no-gradient-accumulation-fusion"):
+        flags.apply(args, ["--o2-gradient", "--bf16"])
 
 
 def test_tokens_go_to_experts_in_turn():

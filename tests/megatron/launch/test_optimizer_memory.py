@@ -91,3 +91,12 @@ def test_a_checkpoint_is_read_without_the_flag(tmp_path, more):
 )
 def test_forms_of_checkpoints(tmp_path, form, writes, more):
     resume(tmp_path, form, *((more, "") if writes == "lean" else ("", more)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form", ["torch", "torch_dist", "torch_dist --dist-ckpt-optim-fully-reshardable"], ids=["torch", "dist", "fully"]
+)
+def test_moments_in_bfloat16_are_saved(tmp_path, form):
+    flags = "--o2-optimizer --o2-gradient --use-distributed-optimizer --no-gradient-accumulation-fusion"
+    resume(tmp_path, f"{flags} --ckpt-format {form}", "", "")
