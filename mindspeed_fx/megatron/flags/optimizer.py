@@ -39,9 +39,8 @@ def _narrow_gradients(args: Namespace) -> str:
 def _narrow_moments(args: Namespace) -> str:
     if get(args, "optimizer", "adam") != "adam":
         raise NotDone(f"--optimizer {args.optimizer} has no such moments; give --optimizer adam")
-    for other in ("reuse_fp32_param", "swap_optimizer", "use_precision_aware_optimizer"):
-        if get(args, other):
-            raise NotDone(f"not done beside --{other.replace('_', '-')}; remove one of the two")
+    if get(args, "use_precision_aware_optimizer"):
+        raise NotDone("--use-precision-aware-optimizer has types of its own for moments; remove one of the two")
     return "Adam's moments in bfloat16 between steps"
 
 

@@ -134,7 +134,7 @@ BENCHMARKS = {
     "--o2-optimizer": [
         (O2, dict(says="bfloat16 between steps")),
         (f"{O2} --optimizer sgd", dict(error="give --optimizer adam")),
-        (f"{O2} --bf16 --reuse-fp32-param", dict(error="remove one of the two")),
+        (f"{O2} --use-precision-aware-optimizer", dict(error="remove one of the two")),
     ],
     "--gemm-gradient-accumulation-fusion": [
         ("--gemm-gradient-accumulation-fusion --num-experts 8 --moe-grouped-gemm", dict(says="in float32")),

@@ -461,6 +461,26 @@ def test_moments_in_bfloat16(sharded):
         assert all(torch.equal(a, b) for a, b in zip(bits(again), bits(model)))
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_moments_in_bfloat16_wait_where_other_flags_say(sharded):
+    """--reuse-fp32-param and --swap-optimizer change no bit of a run with --o2-optimizer."""
+    from mindspeed_fx.megatron import host_states, residual
+    from mindspeed_fx.megatron.training.optimizer_memory import narrow_moments
+    from tests.megatron.optimizers import bits, build, train
+
+    results = []
+    for change in (lambda o: o, residual.reuse_weights, lambda o: host_states.swap_states(o, 3)):
+
+        def narrow(optimizer, change=change):
+            narrow_moments(optimizer)
+            return change(optimizer)
+
+        model, optimizer = build(sharded, narrow)
+        results.append((train(model, optimizer), bits(model)))
+    for losses, weights in results[1:]:
+        assert losses == results[0][0] and all(torch.equal(a, b) for a, b in zip(weights, results[0][1]))
+
+
 def test_gradients_in_bfloat16_are_not_fused():
     args = parse(["--o2-gradient", "--bf16"])
     args.gradient_accumulation_fusion = True
