@@ -53,7 +53,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         _fix_routers(model)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero
         for norm in (m for m in model.modules() if isinstance(m, OffsetRMSNorm)):
-            nn.init.ones_(norm.weight)
+            norm.start = 1.0
+            norm.reset_parameters()
 
 
 def embedding_scale(args: Namespace, config: Any) -> float:
@@ -98,7 +99,8 @@ def _change_layer(layer: Any, args: Namespace) -> None:
         layer.self_attn_bda = _before(layer.self_attn_bda, layer.post_attn_norm)
         layer.mlp_bda = _before(layer.mlp_bda, layer.post_mlp_layernorm)
     elif depth:
-        factor = depth / args.num_layers**0.5
+        # MindSpeed-LLM counts layers that do nothing, which --noop-layers has left out here
+        factor = depth / (getattr(args, "mindspeed_init_layers", None) or args.num_layers) ** 0.5
         layer.self_attn_bda, layer.mlp_bda = (
             _before(add, lambda x: x * factor) for add in (layer.self_attn_bda, layer.mlp_bda)
         )

@@ -10,10 +10,16 @@ from torch.nn import functional, init
 
 
 class OffsetRMSNorm(torch.nn.RMSNorm):
-    """x / rms(x) * (1 + weight), the weight from zero (Gemma; Megatron's --apply-layernorm-1p)."""
+    """x / rms(x) * (1 + weight) (Gemma; Megatron's --apply-layernorm-1p).
+
+    Attributes:
+        start: what the weights are at first.
+    """
+
+    start = 0.0
 
     def reset_parameters(self) -> None:
-        init.zeros_(self.weight)
+        init.constant_(self.weight, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
