@@ -89,13 +89,33 @@ class Hardware:
     """Bytes of the last-level cache."""
     cache_bandwidth: Constant | None = None
     """B/s at which kernels read what an earlier kernel left in the cache; None: graphs are modelled without a cache."""
+    product_ramp: Constant | None = None
+    """Rows, columns or terms at which a product runs at half its rate: rate / (1 + ramp (1/m + 1/n + 1/k)); None: at
+    its full rate whatever its shape."""
+    attention_forward: Constant | None = None
+    """Share of the matrix peak that flash attention reaches on long sequences; None: as products."""
+    attention_backward: Constant | None = None
+    attention_ramp: Constant | None = None
+    """Keys at which attention runs at half its rate."""
     matrix_cores: int = 0
     vector_cores: int = 0
     notes: tuple[str, ...] = field(default=())
 
-    def matrix_rate(self, dtype: Any) -> float:
-        """FLOP/s that matrix products of this type reach. Types that the table lacks: see :meth:`substitute`."""
-        return self.matrix[self.substitute("matrix", dtype)] * self.matrix_efficiency
+    def matrix_rate(self, dtype: Any, kind: str = "", shape: tuple = ()) -> Any:
+        """FLOP/s that matrix products of this type reach. Types that the table lacks: see :meth:`substitute`.
+
+        Args:
+            kind: "product", "attention" or "attention_backward" where the work has a name.
+            shape: m, n and k of a product; keys and width of a head for attention.
+        """
+        peak = self.matrix[self.substitute("matrix", dtype)]
+        if kind == "product" and self.product_ramp is not None:
+            return peak * self.matrix_efficiency / (1 + self.product_ramp * sum(1 / n for n in shape))
+        if kind.startswith("attention") and self.attention_forward is not None:
+            share = self.attention_forward if kind == "attention" else self.attention_backward
+            ramp = self.attention_ramp / shape[0] if self.attention_ramp is not None else 0
+            return peak * (share or self.attention_forward) / (1 + ramp)
+        return peak * self.matrix_efficiency
 
     def vector_rate(self, dtype: Any) -> float:
         """FLOP/s that pointwise work in this type reaches."""
