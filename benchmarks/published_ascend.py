@@ -24,8 +24,12 @@ def ascend_run(case: Case, config: dict[str, str]) -> tuple[Architecture, Settin
     if "layers" not in config or "hidden" not in config:
         raise Unreadable("architecture not stated")
     stage = config.get("stage", "")
+    if "lora_r" in config and not config.get("stage"):
+        stage = "sft"
     if stage in ("dpo", "simpo", "rm", "orm", "prm", "trl_ppo"):
         raise Unreadable(f"{stage}: more than one pass of a model in a step")
+    if stage == "sft" and "pack" not in case.what and case.kind != "time":
+        raise Unreadable("fine-tuning on samples of their own lengths, which the row does not have")
     if "qlora" in case.what:
         raise Unreadable("QLoRA: weights in 4 bits")
     return _mindspore(case, config) if "framework" in config else _megatron(case, config)
@@ -63,6 +67,7 @@ def _megatron(case: Case, config: dict[str, str]) -> tuple[Architecture, Setting
         tied=not truth(config, "untied"),
         norm="rms" if rms else "layer",
         positions="learned" if name.startswith("gpt") else positions,
+        window=4096 if "mistral" in name else 0,  # of Mistral 7B's configuration
         **sizes,
     )
     chunk = number(config, "vpp_layers")

@@ -88,6 +88,8 @@ class Case:
     low_precision: bool = False
     config: str = ""
     source: str = ""
+    source_device: str = ""
+    """As the row has it."""
     unit: str = ""
 
     @property
@@ -110,10 +112,11 @@ def read_cases(path: str) -> list[Case]:
     tokens = {(r["what"], r["shape_or_config"], r["source"]) for r in lines if r["unit"].startswith("tokens/s")}
     cases = []
     for line in lines:
-        if not re.match(r"e2e_|memory", line["kind"]) or line["kind"] == "e2e_reference":
+        if not _is_read(line):
             continue
         config = dict(p.partition("=")[::2] for p in _split(line["shape_or_config"]))
         case = Case(line["what"], kind_of(line, config), family_of(line["what"]), config=line["shape_or_config"])
+        case.source_device = line["hardware"]
         case.source, case.unit, case.doubtful = line["source"], line["unit"], "note" in config
         case.low_precision = "fp8" in line["shape_or_config"].lower()
         try:
@@ -122,7 +125,33 @@ def read_cases(path: str) -> list[Case]:
         except (Unreadable, OptionError) as error:
             case.reason = str(error).split(";")[0]
         cases.append(case)
+    mark_contradictions(cases, [line["value"] for line in lines if _is_read(line)])
     return cases
+
+
+def _is_read(line: dict[str, str]) -> bool:
+    return bool(re.match(r"e2e_|memory", line["kind"])) and line["kind"] != "e2e_reference"
+
+
+def mark_contradictions(cases: list[Case], values: list[str]) -> None:
+    """Rows of which at most one can be right are doubtful: one value for a model under different settings, to the last
+    digit of three or more, or one setting with values more than half apart.
+    """
+    by_value: dict[tuple, list[Case]] = {}
+    by_config: dict[tuple, list[Case]] = {}
+    for case, value in zip(cases, values):
+        if case.run is None or case.kind.startswith("memory"):
+            continue
+        by_value.setdefault((case.what.split("(")[0], case.hardware, case.unit, value), []).append(case)
+        by_config.setdefault((case.family, case.source_device, case.unit, case.config), []).append(case)
+    for (_, _, _, value), same in by_value.items():
+        if len({c.run for c in same}) > 1 and len(value.replace(".", "").rstrip("0")) > 3:
+            for case in same:
+                case.doubtful = True
+    for same in by_config.values():
+        if max(c.published for c in same) > 1.5 * min(c.published for c in same):
+            for case in same:
+                case.doubtful = True
 
 
 def _split(text: str) -> list[str]:
@@ -151,8 +180,8 @@ def _fill(case: Case, line: dict[str, str], config: dict[str, str], twin: bool) 
     if "note" in config and "not a MFU" in config["note"]:
         raise Unreadable("printed TFLOP/s that its own note calls no measure")
     case.hardware = _device(line["hardware"])
-    if any(w in case.what.lower() for w in ("vl", "vit_", "swin", "t5_", "mimo", "nemotron5-h", "next", "mae_")):
-        raise Unreadable("vision part, encoder or layers other than attention and feed-forward")
+    if any(w in case.what.lower() for w in ("vl", "vit_", "swin", "t5_", "mimo", "nemotron5-h", "next", "mae_", "mamba", "deepseek32", "deepseek4", "dsa", "longcat")):
+        raise Unreadable("a vision part, an encoder, or layers other than plain attention and feed-forward")
     if "Ascend" in line["hardware"] or "Atlas" in line["hardware"] or "910" in line["hardware"]:
         from benchmarks.published_ascend import ascend_run
 
@@ -194,6 +223,8 @@ def published_value(case: Case, line: dict[str, str], unit: str, twin: bool) -> 
     if unit.startswith("samples/s"):
         return run.tokens / run.sequence / value / (run.devices if "NPU" in unit else 1)
     if "TFLOP" in unit:
+        if run.framework == "legacy":
+            raise Unreadable("printed TFLOP/s of the legacy models, of which tokens/s of the same run are 2.4 times")
         if model.experts or model.kv_lora:
             raise Unreadable("printed TFLOP/s of a model with experts: its formula is not known")
         return each * model.flops(run.sequence, 1.0 if "printed" in unit else 0.5) / (value * 1e12)

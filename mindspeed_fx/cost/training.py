@@ -24,6 +24,10 @@ class TrainingConstants:
     """Share of the messages between stages that is waited for."""
     imbalance: C
     """Tokens of the fullest expert's rank over the average."""
+    permutation: C
+    """Time of sorting tokens by expert and of the router over that of moving the same bytes."""
+    early_attention: C
+    """Time of FlashAttention 1 in Triton over that of the vendor's current kernel."""
     microbatch: C
     """Seconds of a microbatch that are no kernel: schedule, data."""
     step: C
@@ -38,6 +42,8 @@ PRIOR = TrainingConstants(
     C(0.15, "", _P, "low"),
     C(1.0, "", _P, "low"),
     C(1.15, "", _P, "low"),
+    C(1.5, "", _P, "low"),
+    C(2.0, "", _P, "low"),
     C(2e-3, "s", _P, "low"),
     C(0.05, "s", _P, "low"),
 )

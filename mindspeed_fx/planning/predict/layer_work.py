@@ -75,9 +75,9 @@ UNFUSED = {
 """Of 16-bit activations, counted from Megatron-core's modules: an unfused RMSNorm casts, squares, averages, scales,
 casts back and multiplies; RoPE multiplies by cosine and sine, turns halves and adds; SwiGLU splits, activates and
 multiplies. An element of SwiGLU is one of its output."""
-SOFTMAX_BYTES = (26, 34)
-"""Bytes of each score of unfused attention, forward and backward: scale, mask, softmax in float32, cast, dropout; their
-gradients. Counted from Megatron-core's dot-product attention without masked-softmax fusion."""
+SOFTMAX_BYTES = (16, 20)
+"""Bytes of each score of unfused attention, forward and backward: written and read by the products, bias or scale, one
+fused softmax, dropout; their gradients. Counted from Megatron's dot-product attention with masked-softmax fusion."""
 LOSS_BYTES = (34, 14)
 """Bytes of each logit in Megatron's vocabulary-parallel cross-entropy, forward and backward: cast to float32, maximum,
 difference, exponential, sum, division; gradient and cast back."""

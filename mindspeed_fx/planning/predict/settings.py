@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple] = {
     "cp_kind": ("ring", "ulysses", "hybrid", "kv_allgather"),
     "dispatcher": ("alltoall", "allgather"),
     "offload": ("none", "attention", "activations", "optimizer"),
+    "attention_kernel": ("current", "early"),
     "optimizer": ("adam", "momentum", "sgd"),
 }
 
@@ -63,6 +64,8 @@ class Settings:
     reuse_float32: bool = False
     """The 16-bit parameters lie in the memory of their float32 copies (MindSpeed's reuse-fp32-param)."""
     fused: tuple[str, ...] = FUSED
+    attention_kernel: str = "current"
+    """"current": the vendor's or FlashAttention 3; "early": FlashAttention 1 in Triton."""
     optimizer: str = "adam"
     framework: str = "megatron"
     lora: int = 0

@@ -89,29 +89,30 @@ def _embedding(builder: LayerBuilder, work: LayerWork) -> None:
 
 def _synchronize(result: StepWork, model: Architecture, run: Settings) -> None:
     """Gradients over the ranks that hold copies, parameters back, and the optimizer between."""
-    trained = lora_parameters(model, run) if run.lora else None
-    for count, group, ranks in (
-        (result.parameters, "dp", run.copies),
-        (result.expert_parameters, "expert_dp", max(1, run.copies * run.tp // (run.ep * run.expert_tp))),
+    adapters = lora_parameters(model, run) if run.lora else 0.0
+    layers = model.layers + model.mtp_layers
+    for count, trained, group, ranks in (
+        (result.parameters, adapters or result.parameters, "dp", run.copies),
+        (
+            result.expert_parameters,
+            0.0 if run.lora else result.expert_parameters,
+            "expert_dp",
+            max(1, run.copies * run.tp // (run.ep * run.expert_tp)),
+        ),
     ):
-        if trained is not None:
-            count, trained = trained, 0.0
-        if not count:
-            continue
         shards = min(run.shards or ranks, ranks) if run.zero else 1
-        gradient = count * (4 if run.float32_gradients or run.itemsize == 4 else 2)
-        if run.zero == 3:
-            layers = model.layers + model.mtp_layers
+        gradient = trained * (4 if run.float32_gradients or run.itemsize == 4 else 2)
+        if run.zero == 3 and count:
             result.layer_gather.send("dp", "all_gather", count * run.itemsize / layers, group, True)
             result.layer_reduce.send("dp", "reduce_scatter", gradient / layers, group, True)
-        elif ranks > 1:
-            if run.zero:
-                result.sync.send("dp", "reduce_scatter", gradient, group, run.overlap_gradients)
-                result.sync.send("dp", "all_gather", count * run.itemsize, group, run.overlap_parameters)
-            else:
-                result.sync.send("dp", "all_reduce", gradient, group, run.overlap_gradients)
-        nbytes = UPDATE_BYTES[run.optimizer] * count / shards
-        result.update.add("optimizer", Cost(read=nbytes / 2, write=nbytes / 2, launches=40))
+        elif ranks > 1 and run.zero and trained:
+            result.sync.send("dp", "reduce_scatter", gradient, group, run.overlap_gradients)
+            result.sync.send("dp", "all_gather", trained * run.itemsize, group, run.overlap_parameters)
+        elif ranks > 1 and trained:
+            result.sync.send("dp", "all_reduce", gradient, group, run.overlap_gradients)
+        if trained:
+            nbytes = UPDATE_BYTES[run.optimizer] * trained / shards
+            result.update.add("optimizer", Cost(read=nbytes / 2, write=nbytes / 2, launches=40))
 
 
 def lora_parameters(model: Architecture, run: Settings) -> float:

@@ -56,6 +56,10 @@ class Clock:
 
     def __init__(self, hw: Hardware, constants: TrainingConstants, run: Settings):
         self.hw, self.constants, self.run = hw, constants, run
+        sorting = float(constants.permutation)
+        self.slower = {"expert products": constants.imbalance, "permutation": sorting, "router": sorting}
+        if run.attention_kernel == "early" and "attention" in run.fused:
+            self.slower["attention"] = constants.early_attention
         self.line = functools.cache(self._line)
 
     def _line(self, kind: str, group: str) -> tuple[float, float]:
@@ -76,7 +80,7 @@ class Clock:
         parts: dict[str, float] = defaultdict(float)
         for kernel in work.kernels:
             seconds = float(kernel.cost.seconds(self.hw)) * kernel.times
-            parts[kernel.part] += seconds * (self.constants.imbalance if kernel.part == "expert products" else 1.0)
+            parts[kernel.part] += seconds * self.slower.get(kernel.part, 1.0)
         busy, hidden = sum(parts.values()), 0.0
         for message in work.messages:
             seconds = self.message(message)
@@ -87,9 +91,9 @@ class Clock:
                 parts[message.part] += seconds
         if hidden > busy:
             parts["exposed"] += hidden - busy
-        host = work.launches * self.constants.host
-        if (missing := host - sum(parts.values())) > 0:
-            parts["host"] += missing
+        device, host = sum(parts.values()), work.launches * self.constants.host
+        # Both run at once, but neither is even: the longer one, with a share of the shorter one where they are near.
+        parts["host"] += (device**3 + host**3) ** (1 / 3) - device
         return parts
 
 
