@@ -124,7 +124,7 @@ class Fit:
         return time_step(case.model, case.run, work or step_work(case.model, case.run), hw, constants).seconds
 
 
-def fit(cases: list[Case], group: str, start: np.ndarray | None = None) -> Fit:
+def fit(cases: list[Case], group: str, start: np.ndarray | None = None, steps: int = 25) -> Fit:
     """The constants of one group of devices from its runs."""
     parameters = PARAMETERS[group]
     prior = np.log([p.prior for p in parameters])
@@ -143,6 +143,6 @@ def fit(cases: list[Case], group: str, start: np.ndarray | None = None) -> Fit:
         soft = np.sign(misses) * np.sqrt(2 * (np.sqrt(1 + misses**2) - 1))
         return np.concatenate([soft, (x - prior) / spread])
 
-    result = least_squares(residuals, prior if start is None else start, method="trf", max_nfev=25, diff_step=1e-3)
+    result = least_squares(residuals, prior if start is None else start, method="trf", max_nfev=steps, diff_step=1e-3)
     covariance = np.linalg.inv(result.jac.T @ result.jac)
     return Fit(parameters, result.x, np.sqrt(np.diag(covariance)))

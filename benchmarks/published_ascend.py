@@ -9,6 +9,12 @@ from benchmarks.published_rows import Case, Unreadable, number, pad, truth, voca
 from mindspeed_fx.planning.predict import Architecture, Settings
 
 FUSED = {"fa": "attention", "fused_rmsnorm": "rms_norm", "fused_swiglu": "swiglu", "fused_rope": "rope"}
+FEATURES = {
+    "tp2d": "tensor parallelism in two dimensions",
+    "ha_save": "a further copy for high availability",
+    "noop_layer": "layers without work, of which the row does not say how many",
+    "disaggregated": "stages on devices of two kinds",
+}
 CP = {"ulysses": "ulysses", "hybrid": "hybrid", "kvallgather": "kv_allgather"}
 
 
@@ -30,6 +36,9 @@ def ascend_run(case: Case, config: dict[str, str]) -> tuple[Architecture, Settin
         raise Unreadable(f"{stage}: more than one pass of a model in a step")
     if stage == "sft" and "pack" not in case.what and case.kind != "time":
         raise Unreadable("fine-tuning on samples of their own lengths, which the row does not have")
+    for word, feature in FEATURES.items():
+        if word in case.what:
+            raise Unreadable(f"{feature}, which no setting describes")
     if "qlora" in case.what:
         raise Unreadable("QLoRA: weights in 4 bits")
     return _mindspore(case, config) if "framework" in config else _megatron(case, config)
@@ -95,6 +104,7 @@ def _megatron(case: Case, config: dict[str, str]) -> tuple[Architecture, Setting
         overlap_parameters=truth(config, "overlap_param"),
         overlap_tp=truth(config, "mc2") or truth(config, "coc"),
         precision="float16" if truth(config, "fp16") else "bfloat16",
+        float32_gradients=not truth(config, "fp16"),  # Megatron accumulates in float32 for bfloat16 alone
         reuse_float32=truth(config, "reuse_fp32"),
         fused=tuple(v for k, v in FUSED.items() if truth(config, k)),
         framework="legacy" if config.get("impl") == "Legacy" or "legacy" in name else "megatron",

@@ -35,6 +35,7 @@ VOCABULARIES = {
     "llama3": 128256,
     "llama-3": 128256,
     "llama": 32000,
+    "minimax": 200064,
     "mixtral": 32000,
     "mistral": 32000,
     "minicpm": 122753,

@@ -15,24 +15,27 @@ class Constant(float):
         unit: "FLOP/s", "B/s", "B", "s" or "" for counts and fractions.
         source: document or repository, or "derived: ..." / "assumed: ...".
         confidence: "high" (vendor, or several sources agree), "medium" (one good source), "low" (quoted or assumed).
+        spread: relative standard deviation of a fitted constant; 0: not fitted.
     """
 
     unit: str
     source: str
     confidence: str
+    spread: float
 
-    def __new__(cls, value: float, unit: str, source: str, confidence: str) -> "Constant":
+    def __new__(cls, value: float, unit: str, source: str, confidence: str, spread: float = 0.0) -> "Constant":
         if confidence not in CONFIDENCES:
             raise ValueError(f"confidence is {confidence!r}; valid: {', '.join(CONFIDENCES)}")
         self = super().__new__(cls, value)
-        self.unit, self.source, self.confidence = unit, source, confidence
+        self.unit, self.source, self.confidence, self.spread = unit, source, confidence, spread
         return self
 
     def __getnewargs__(self) -> tuple:
-        return float(self), self.unit, self.source, self.confidence
+        return float(self), self.unit, self.source, self.confidence, self.spread
 
     def __repr__(self) -> str:
-        return f"{float(self):g} {self.unit} ({self.confidence}: {self.source})"
+        spread = f" +- {100 * self.spread:.0f} %" if self.spread else ""
+        return f"{float(self):g} {self.unit}{spread} ({self.confidence}: {self.source})"
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Hardware:
     matrix_cores: int = 0
     vector_cores: int = 0
     notes: tuple[str, ...] = field(default=())
+    fitted: tuple[str, ...] = ()
+    """Kinds of measurement that the constants are fitted to."""
 
     def matrix_rate(self, dtype: Any, kind: str = "", shape: tuple = ()) -> Any:
         """FLOP/s that matrix products of this type reach. Types that the table lacks: see :meth:`substitute`.
@@ -120,6 +125,11 @@ class Hardware:
     def vector_rate(self, dtype: Any) -> float:
         """FLOP/s that pointwise work in this type reaches."""
         return self.vector[self.substitute("vector", dtype)] * self.vector_efficiency
+
+    @property
+    def basis(self) -> str:
+        """What stands behind the constants, for every page that shows a time."""
+        return f"fitted to {', '.join(self.fitted)}" if len(self.fitted) >= 3 else "by data sheet alone"
 
     @property
     def memory_rate(self) -> float:

@@ -24,9 +24,14 @@ ROUNDING = 2**20 * 2
 STATISTICS = {"npu": 64, "cuda": 4, "cpu": 4}
 """Bytes of each query and head that flash attention keeps: npu_fusion_attention two statistics of eight float32, others
 one."""
-LOGIT_BYTES = 14
-"""Bytes of each logit at the loss: 16-bit logits, float32 copy, exponentials, and a float32 gradient in their place
-with its 16-bit copy (Megatron's vocabulary-parallel cross-entropy)."""
+LOGIT_BYTES = {"legacy": 14, "fsdp": 14, "deepspeed": 14, "megatron": 6}
+"""Bytes of each logit at the loss: the 16-bit logits and a float32 copy, in which exponentials and gradient are written
+(Megatron-core's vocabulary-parallel cross-entropy); the legacy models and torch's cross-entropy make each anew."""
+MASK_BYTES = (6, 2)
+"""Bytes of each query and key of a whole attention mask, while it is made and while it is kept: MindSpeed's hybrid
+context parallelism has one on every rank. From three of its tests at 32 and 64 thousand tokens, within 3 %."""
+WORKSPACE = 50 * 2**20
+"""Bytes of workspaces of libraries and small tensors; from the vendor's tests, 30 to 70 MiB."""
 STATES = {"adam": 8, "momentum": 4, "sgd": 0}
 
 
@@ -77,7 +82,7 @@ class MemoryModel:
         if "attention" in run.fused:
             inside = n * heads * STATISTICS[self.target]
         else:
-            inside = run.microbatch * heads * (run.sequence / run.cp) * run.sequence * (2 * b + 1)
+            inside = run.microbatch * heads * (run.sequence / run.cp) * run.sequence * b
         return norm + rotated, qkv + out + inside
 
     def _feed_forward_kept(self, rows: float, width: float) -> float:
@@ -132,7 +137,8 @@ class MemoryModel:
             working = max(working, layer.working + (layer.kept if again else 0.0))
         kept *= self.in_flight(stage)
         if stage == run.pp - 1:
-            logits = self.tokens * model.vocab / run.tp / run.loss_chunks * LOGIT_BYTES * self.size / 2
+            each = LOGIT_BYTES.get(run.framework, LOGIT_BYTES["megatron"]) * self.size / 2
+            logits = self.tokens * model.vocab / run.tp / run.loss_chunks * each
             head = kept + logits + 3 * self.tokens * model.hidden * self.size
             return kept, max(working, head - kept)
         return kept, working
@@ -200,10 +206,11 @@ class MemoryModel:
         if run.zero == 3:
             working += 2 * (own + experts) * self.size / max(1, self.model.layers)
         static = weights + gradients + masters
-        update = static + moments + 4 * largest / (run.copies if run.zero and run.copies > 1 else 1)
-        buffers = working + 70 * 2**20
-        peak = max(static + moments + kept + buffers, update)
-        first = max(static + kept + buffers, update + 70 * 2**20)
+        update = static + moments + 4 * largest * (2 if not run.zero else 1 if run.copies == 1 else 0)
+        making, mask = (n * float(run.sequence) ** 2 * (run.cp_kind == "hybrid" and run.cp > 1) for n in MASK_BYTES)
+        working += mask
+        peak = max(static + moments + max(kept + working, making), update) + WORKSPACE
+        first = max(static + max(kept + working, making), update) + WORKSPACE
         parts = {
             "parameters": weights,
             "gradients": gradients,

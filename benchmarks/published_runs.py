@@ -1,0 +1,198 @@
+"""Published training runs beside what the cost model says of them.
+
+    python -m benchmarks.published_runs --ascend FILE --gpu FILE [--leave-out] [--brief]
+
+Every end-to-end row and every peak of memory that can be read is predicted with the settings that the row has: modelled,
+published, error. Rows that cannot be are counted with their reasons. The last lines have one summary for each file and
+kind. "time" is whole pretraining and full fine-tuning, "ci time" tests of models cut to a few layers, "lora time"
+adapters; rows that their table or their own contradictions make doubtful, other devices and FP8 are summed apart.
+
+--leave-out predicts each family with constants fitted to all others (``fit_runs.py``): what the model is worth for a
+family that it has not seen. Without it the constants are those of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import platform
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Iterable
+
+import numpy as np
+import torch
+
+from benchmarks.fit_runs import Fit, fit, group_of
+from benchmarks.published_rows import Case, read_cases
+from mindspeed_fx.planning.predict import predict
+from mindspeed_fx.planning.predict.memory import peak_memory
+
+NEAR = 0.15
+
+
+@dataclass
+class Result:
+    case: Case
+    modelled: float
+    inside: bool = False
+    """Whether the published value is in the interval."""
+
+    @property
+    def error(self) -> float:
+        return self.modelled / self.case.published - 1
+
+
+def is_fitted(case: Case) -> bool:
+    """Whether a row may enter a fit. DeepSpeed's runs are at the edge of the memory, where three times the time for half
+    more tokens is the allocator's.
+    """
+    if case.run is not None and case.run.framework == "deepspeed":
+        return False
+    return not (case.reason or case.doubtful or case.low_precision) and case.kind in ("time", "ci time")
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ascend", metavar="FILE", help="table of Ascend runs")
+    parser.add_argument("--gpu", metavar="FILE", help="table of GPU runs")
+    parser.add_argument("--leave-out", action="store_true", help="fit without each family in turn")
+    parser.add_argument("--brief", action="store_true", help="summaries alone")
+    parser.add_argument("--fit", action="store_true", help="print the constants that all rows give")
+    options = parser.parse_args(args)
+    print(f"torch {torch.__version__}, {platform.machine()}, {datetime.date.today()}; times are modelled, none is run")
+    summary: list[str] = []
+    for name, path in (("ascend", options.ascend), ("gpu", options.gpu)):
+        if not path:
+            continue
+        cases = read_cases(path)
+        if options.fit:
+            print_fits(cases)
+            continue
+        results = predict_all(cases, options.leave_out)
+        if not options.brief:
+            print_rows(name, results)
+            print_groups(name, results)
+        print_reasons(name, cases)
+        summary += summaries(name, results)
+    print("\n".join(summary))
+
+
+def predict_all(cases: list[Case], leave_out: bool) -> list[Result]:
+    """Every row that can be predicted."""
+    fits = left_out_fits(cases) if leave_out else {}
+    results = []
+    for case in cases:
+        if case.reason or case.kind == "memory by rank":
+            continue
+        if case.kind == "memory":
+            target = "npu" if case.hardware.startswith("ascend") else "cuda"
+            results.append(Result(case, peak_memory(case.model, case.run, target).first_step))
+            continue
+        prediction = predict(case.model, case.run, case.hardware)
+        seconds = prediction.seconds
+        if (own := fits.get((group_of(case.hardware), case.family))) is not None:
+            seconds = own.seconds(case)
+        low, high = (x / prediction.seconds * seconds for x in prediction.interval)
+        results.append(Result(case, seconds, low <= case.published <= high))
+    return results
+
+
+def left_out_fits(cases: list[Case]) -> dict[tuple[str, str], Fit]:
+    """(Group of devices, family) -> constants fitted to the group's other families."""
+    fits = {}
+    for group in ("ascend", "h100", "a100"):
+        mine = [c for c in cases if is_fitted(c) and group_of(c.hardware) == group]
+        families = sorted({c.family for c in cases if not c.reason and group_of(c.hardware) == group})
+        if not mine or len({c.family for c in mine}) < 2:
+            continue
+        start = fit(mine, group).x
+        for family in families:
+            others = [c for c in mine if c.family != family]
+            fits[group, family] = fit(others, group, start, steps=6) if len(others) < len(mine) else fit(
+                mine, group, start, steps=1
+            )
+    return fits
+
+
+def print_fits(cases: list[Case]) -> None:
+    for group in ("ascend", "h100", "a100"):
+        mine = [c for c in cases if is_fitted(c) and group_of(c.hardware) == group]
+        if not mine:
+            continue
+        result = fit(mine, group)
+        print(f"{group}: {len(mine)} rows")
+        for p, x, spread in zip(result.parameters, result.x, result.spread):
+            value = min(math.exp(x), p.top)
+            print(f"   {p.path:26} {value:10.4g}  spread {100 * spread:3.0f} %  prior {p.prior:g}")
+
+
+def print_rows(name: str, results: list[Result]) -> None:
+    print(f"\n{name}: modelled and published seconds of a step, GiB of the fullest rank")
+    for r in results:
+        c = r.case
+        unit = 2**30 if c.kind == "memory" else 1.0
+        marks = ("?" if c.doubtful else "") + ("8" if c.low_precision else "") + ("" if r.inside else "*")
+        run = c.run
+        mesh = f"{run.devices}: tp{run.tp} pp{run.pp} cp{run.cp} ep{run.ep} {run.microbatch}x{run.microbatches}"
+        print(
+            f"{c.what[:34]:34} {c.kind:9} {c.hardware:11} {mesh:34} {run.sequence:6} {r.modelled / unit:10.3f} "
+            f"{c.published / unit:10.3f} {100 * r.error:7.1f} % {marks}"
+        )
+
+
+def print_groups(name: str, results: list[Result]) -> None:
+    for what, key in (("family", lambda c: c.family), ("size", lambda c: c.size)):
+        groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
+        for r in results:
+            if not r.case.doubtful and not r.case.low_precision:
+                groups[r.case.kind, key(r.case)].append(r)
+        print(f"\n{name}, by {what}: rows, median of the error, median of its size, share within 15 %")
+        for (kind, group), members in sorted(groups.items()):
+            errors = np.array([m.error for m in members])
+            print(
+                f"   {kind:9} {group:12} {len(members):4} {100 * np.median(errors):7.1f} % "
+                f"{100 * np.median(np.abs(errors)):6.1f} % {100 * np.mean(np.abs(errors) <= NEAR):5.0f} %"
+            )
+
+
+def print_reasons(name: str, cases: Iterable[Case]) -> None:
+    reasons = Counter((c.kind, c.reason) for c in cases if c.reason)
+    print(f"\n{name}: {sum(reasons.values())} rows not predicted")
+    for (kind, reason), count in reasons.most_common():
+        print(f"   {count:4} {kind:15} {reason}")
+
+
+def summaries(name: str, results: list[Result]) -> list[str]:
+    """One line for each kind, device class and trust."""
+    groups: dict[tuple[int, str], list[Result]] = defaultdict(list)
+    for r in results:
+        c = r.case
+        if c.doubtful:
+            order, note = 2, " (doubtful rows)"
+        elif c.low_precision:
+            order, note = 1, " (FP8)"
+        elif name == "gpu" and group_of(c.hardware) != "h100":
+            order, note = 1, " (other devices)"
+        else:
+            order, note = 0, " (H100 and H200, bfloat16)" if name == "gpu" and c.kind != "memory" else ""
+        groups[order, c.kind + note].append(r)
+    lines = []
+    for (_, kind), members in sorted(groups.items()):
+        errors = np.abs([m.error for m in members])
+        runs = len({(m.case.what, m.case.config) for m in members})
+        line = (
+            f"{name} {kind}: median error {100 * np.median(errors):.1f} %, {100 * np.mean(errors <= NEAR):.0f} % of "
+            f"{len(members)} rows within 15 % ({runs} runs"
+        )
+        if kind == "memory":
+            line += f"; furthest under {-100 * min(m.error for m in members):.0f} %)"
+        else:
+            line += f"; {100 * np.mean([m.inside for m in members]):.0f} % in the interval)"
+        lines.append(line)
+    return lines
+
+
+if __name__ == "__main__":
+    main()
