@@ -5,19 +5,22 @@ Minimised over the parameters' logarithms x, with the modelled step t(x) and the
 
     sum_i w_i rho((log t_i(x) - log T_i) / s) + sum_j ((x_j - prior_j) / spread_j)^2
 
-rho is the soft absolute value, s = 8 %, w_i one over the number of rows of the same run. A prior is what a data sheet or
-a measured kernel says, its spread how far it may be wrong for what training does.
+rho is the soft absolute value, s = 8 %, w_i one over the number of rows of the same run. Measured kernels are terms of
+the sum like runs. A prior is what a data sheet says, its spread how far it may be wrong for what training does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Sequence
 
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.published_kernels import KernelRow
 from benchmarks.published_rows import Case
 from mindspeed_fx.cost.device import Constant, Hardware
 from mindspeed_fx.cost.hardware import hardware
@@ -68,7 +71,7 @@ NVIDIA = (
     Parameter("attention_forward", 0.50, 0.25),
     Parameter("attention_backward", 0.40, 0.25),
     Parameter("attention_ramp", 300.0, 0.7),
-    Parameter("memory_efficiency", 0.85, 0.1, 0.95),
+    Parameter("memory_efficiency", 0.80, 0.2, 0.95),
     Parameter("launch", 4e-6, 0.5),
     Parameter("tiers.0.efficiency", 0.71, 0.15, 0.95),
     Parameter("tiers.1.efficiency", 0.80, 0.25, 0.95),
@@ -124,8 +127,10 @@ class Fit:
         return time_step(case.model, case.run, work or step_work(case.model, case.run), hw, constants).seconds
 
 
-def fit(cases: list[Case], group: str, start: np.ndarray | None = None, steps: int = 25) -> Fit:
-    """The constants of one group of devices from its runs."""
+def fit(
+    cases: list[Case], group: str, start: np.ndarray | None = None, steps: int = 25, kernels: Sequence[KernelRow] = ()
+) -> Fit:
+    """The constants of one group of devices from its runs, and from single kernels."""
     parameters = PARAMETERS[group]
     prior = np.log([p.prior for p in parameters])
     spread = np.array([p.spread for p in parameters])
@@ -133,7 +138,7 @@ def fit(cases: list[Case], group: str, start: np.ndarray | None = None, steps: i
     same = Counter((c.what, c.config) for c in cases)
     weight = np.array([WEIGHT.get(c.kind, 1.0) * same[c.what, c.config] ** -0.5 for c in cases])
     target = np.log([c.published for c in cases])
-    names = sorted({c.hardware for c in cases})
+    names = sorted({c.hardware for c in (*cases, *kernels)})
 
     def residuals(x: np.ndarray) -> np.ndarray:
         devices = {n: with_values(n, parameters, x) for n in names}
@@ -141,7 +146,8 @@ def fit(cases: list[Case], group: str, start: np.ndarray | None = None, steps: i
         misses = weight * (np.log(model) - target) / SCALE
         # Soft absolute value of the runs alone: the priors stay squares.
         soft = np.sign(misses) * np.sqrt(2 * (np.sqrt(1 + misses**2) - 1))
-        return np.concatenate([soft, (x - prior) / spread])
+        single = [math.log(k.seconds(devices[k.hardware][0]) / k.published) / SCALE for k in kernels]
+        return np.concatenate([soft, single, (x - prior) / spread])
 
     result = least_squares(residuals, prior if start is None else start, method="trf", max_nfev=steps, diff_step=1e-3)
     covariance = np.linalg.inv(result.jac.T @ result.jac)

@@ -156,7 +156,9 @@ def _mindspore(case: Case, config: dict[str, str]) -> tuple[Architecture, Settin
         count = -(-sum(int(x) for x in re.findall(r"-?\d+", recompute)) // pp)
     selective = config.get("select_recompute", "False")
     full = recompute == "True" or count > 0
-    fused = ("attention", "rms_norm", "swiglu", "rope") if config.get("use_flash_attention") != "False" else ("rms_norm",)
+    fused = (
+        ("attention", "rms_norm", "swiglu", "rope") if config.get("use_flash_attention") != "False" else ("rms_norm",)
+    )
     lora = 16 if "lora" in name or "ptuning" in name else 0
     run = Settings(
         devices=dp * tp * pp,
@@ -172,8 +174,6 @@ def _mindspore(case: Case, config: dict[str, str]) -> tuple[Architecture, Settin
         recompute="full" if full else "selective" if selective not in ("False", "") else "none",
         recompute_layers=count,
         recompute_activation=not full and selective not in ("False", ""),
-        overlap_gradients=True,
-        overlap_parameters=True,
         precision="float16" if config.get("compute_dtype") == "float16" else "bfloat16",
         fused=fused,
         framework="mindspore",

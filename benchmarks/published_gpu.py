@@ -97,9 +97,7 @@ def _titan(config: dict[str, str]) -> Settings:
     )
 
 
-def _nemo(
-    case: Case, model: Architecture, config: dict[str, str], automodel: bool
-) -> tuple[Architecture, Settings]:
+def _nemo(case: Case, model: Architecture, config: dict[str, str], automodel: bool) -> tuple[Architecture, Settings]:
     tp, cp = number(config, "tp", 1), number(config, "cp", 1)
     devices, pp = number(config, "gpus"), number(config, "pp", 1)
     fsdp = number(config, "fsdp")

@@ -181,7 +181,24 @@ def _fill(case: Case, line: dict[str, str], config: dict[str, str], twin: bool) 
     if "note" in config and "not a MFU" in config["note"]:
         raise Unreadable("printed TFLOP/s that its own note calls no measure")
     case.hardware = _device(line["hardware"])
-    if any(w in case.what.lower() for w in ("vl", "vit_", "swin", "t5_", "mimo", "nemotron5-h", "next", "mae_", "mamba", "deepseek32", "deepseek4", "dsa", "longcat")):
+    if any(
+        w in case.what.lower()
+        for w in (
+            "vl",
+            "vit_",
+            "swin",
+            "t5_",
+            "mimo",
+            "nemotron5-h",
+            "next",
+            "mae_",
+            "mamba",
+            "deepseek32",
+            "deepseek4",
+            "dsa",
+            "longcat",
+        )
+    ):
         raise Unreadable("a vision part, an encoder, or layers other than plain attention and feed-forward")
     if "Ascend" in line["hardware"] or "Atlas" in line["hardware"] or "910" in line["hardware"]:
         from benchmarks.published_ascend import ascend_run

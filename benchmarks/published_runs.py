@@ -24,10 +24,12 @@ from typing import Iterable
 import numpy as np
 import torch
 
-from benchmarks.fit_runs import Fit, fit, group_of
+from benchmarks.fit_runs import Fit, fit, group_of, with_values
+from benchmarks.published_kernels import KernelRow, read_kernels
 from benchmarks.published_rows import Case, read_cases
 from mindspeed_fx.planning.predict import predict
 from mindspeed_fx.planning.predict.memory import peak_memory
+from mindspeed_fx.planning.predict.prediction import error_class
 
 NEAR = 0.15
 
@@ -66,11 +68,11 @@ def main(args: list[str] | None = None) -> None:
     for name, path in (("ascend", options.ascend), ("gpu", options.gpu)):
         if not path:
             continue
-        cases = read_cases(path)
+        cases, kernels = read_cases(path), read_kernels(path)
         if options.fit:
-            print_fits(cases)
+            print_fits(cases, kernels)
             continue
-        results = predict_all(cases, options.leave_out)
+        results = predict_all(cases, kernels, options.leave_out)
         if not options.brief:
             print_rows(name, results)
             print_groups(name, results)
@@ -79,9 +81,9 @@ def main(args: list[str] | None = None) -> None:
     print("\n".join(summary))
 
 
-def predict_all(cases: list[Case], leave_out: bool) -> list[Result]:
+def predict_all(cases: list[Case], kernels: list[KernelRow], leave_out: bool) -> list[Result]:
     """Every row that can be predicted."""
-    fits = left_out_fits(cases) if leave_out else {}
+    fits = left_out_fits(cases, kernels) if leave_out else {}
     results = []
     for case in cases:
         if case.reason or case.kind == "memory by rank":
@@ -99,7 +101,7 @@ def predict_all(cases: list[Case], leave_out: bool) -> list[Result]:
     return results
 
 
-def left_out_fits(cases: list[Case]) -> dict[tuple[str, str], Fit]:
+def left_out_fits(cases: list[Case], kernels: list[KernelRow]) -> dict[tuple[str, str], Fit]:
     """(Group of devices, family) -> constants fitted to the group's other families."""
     fits = {}
     for group in ("ascend", "h100", "a100"):
@@ -107,25 +109,29 @@ def left_out_fits(cases: list[Case]) -> dict[tuple[str, str], Fit]:
         families = sorted({c.family for c in cases if not c.reason and group_of(c.hardware) == group})
         if not mine or len({c.family for c in mine}) < 2:
             continue
-        start = fit(mine, group).x
+        single = [k for k in kernels if group_of(k.hardware) == group]
+        start = fit(mine, group, kernels=single).x
         for family in families:
             others = [c for c in mine if c.family != family]
-            fits[group, family] = fit(others, group, start, steps=6) if len(others) < len(mine) else fit(
-                mine, group, start, steps=1
-            )
+            steps = 6 if len(others) < len(mine) else 1
+            fits[group, family] = fit(others, group, start, steps, single)
     return fits
 
 
-def print_fits(cases: list[Case]) -> None:
+def print_fits(cases: list[Case], kernels: list[KernelRow]) -> None:
     for group in ("ascend", "h100", "a100"):
         mine = [c for c in cases if is_fitted(c) and group_of(c.hardware) == group]
         if not mine:
             continue
-        result = fit(mine, group)
+        single = [k for k in kernels if group_of(k.hardware) == group]
+        result = fit(mine, group, kernels=single)
         print(f"{group}: {len(mine)} rows")
         for p, x, spread in zip(result.parameters, result.x, result.spread):
             value = min(math.exp(x), p.top)
             print(f"   {p.path:26} {value:10.4g}  spread {100 * spread:3.0f} %  prior {p.prior:g}")
+        for k in single:
+            modelled = k.seconds(with_values(k.hardware, result.parameters, result.x)[0])
+            print(f"   {k.label:26} {1e6 * modelled:10.1f} us, published {1e6 * k.published:10.1f}")
 
 
 def print_rows(name: str, results: list[Result]) -> None:
@@ -191,6 +197,22 @@ def summaries(name: str, results: list[Result]) -> list[str]:
         else:
             line += f"; {100 * np.mean([m.inside for m in members]):.0f} % in the interval)"
         lines.append(line)
+    whole = [r for r in results if r.case.kind in ("time", "ci time") and not r.case.doubtful]
+    whole = [r for r in whole if not r.case.low_precision and group_of(r.case.hardware) in ("ascend", "h100")]
+    if whole:
+        errors = np.abs([r.error for r in whole])
+        lines.append(
+            f"{name} time and ci time: median error {100 * np.median(errors):.1f} %, "
+            f"{100 * np.mean(errors <= NEAR):.0f} % of {len(whole)} rows within 15 %"
+        )
+    for kind in ("dense", "small", "experts"):
+        members = [r for r in whole if r.case.kind == "time" and error_class(r.case.model) == kind]
+        if members:
+            logs = np.abs(np.log([1 + r.error for r in members]))
+            lines.append(
+                f"{name} time, {kind}: four of five of {len(members)} rows within a factor of "
+                f"{math.exp(np.quantile(logs, 0.8)):.3f}"
+            )
     return lines
 
 

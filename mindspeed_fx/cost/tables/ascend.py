@@ -11,28 +11,23 @@ MSMODELING = "msmodeling, profile ATLAS_800_A2_376T_64G"
 CUBE = 16 * 16 * 16 * 2
 """FLOP of one cube core and cycle in 16 bits."""
 
-FIT = "fit to 165 published runs of MindSpeed-LLM and MindFormers on 910B (benchmarks/fit_runs.py)"
+FIT = "fit to 165 published runs and 19 kernels on 910B (benchmarks/fit_runs.py)"
 EFFICIENCY = {
     "matrix_efficiency": C(
-        0.855,
-        "",
-        f"{FIT}; products of 4 to 10 thousand cubed measured on 910B2 0.85 to 0.89; MindSpeed assumes 0.742",
-        "high",
-        0.05,
+        0.897, "", f"{FIT}; 910B2 reaches 0.85 to 0.89 at 4 to 10 thousand cubed; MindSpeed assumes 0.742", "high", 0.03
     ),
-    "product_ramp": C(
-        213, "", f"{FIT}; 910B2 reaches 0.70 of its peak at 2048 cubed and 0.89 at 4096 cubed", "medium", 0.44
-    ),
-    "attention_forward": C(
-        0.483, "", f"{FIT}; the vendor's kernel on 910B2 0.36 to 0.43 with one head, no mask", "medium", 0.18
-    ),
-    "attention_backward": C(0.324, "", FIT, "medium", 0.08),
-    "attention_ramp": C(340, "", FIT, "low", 0.69),
+    "product_ramp": C(98, "", f"{FIT}; 910B2 reaches 0.70 of its peak at 2048 cubed, launch included", "low", 0.48),
+    "attention_forward": C(0.396, "", f"{FIT}; the vendor's kernel on 910B2: 0.36 at 16 thousand keys", "high", 0.05),
+    "attention_backward": C(0.315, "", FIT, "high", 0.07),
+    "attention_ramp": C(502, "", FIT, "low", 0.63),
     "vector_efficiency": C(0.70, "", f"{MSMODELING}: vector 15.4 of 22.1 TF", "medium"),
-    "memory_efficiency": C(0.565, "", f"{FIT}; {MSMODELING} 0.60: 0.96 of 1.6 TB/s", "high", 0.09),
-    "launch": C(5.3e-6, "s", f"{FIT}; an empty kernel takes 1 us, a decode product 11 us more than its work", "low", 0.47),
+    "memory_efficiency": C(0.594, "", f"{FIT}; {MSMODELING} 0.60: 0.96 of 1.6 TB/s", "high", 0.09),
+    "launch": C(
+        12e-6, "s", f"{FIT}; an empty kernel takes 1 us, a decode product 11 us more than its work", "medium", 0.12
+    ),
 }
 MEASURED = ("matrix products", "attention", "collectives", "training runs")
+"""What the constants of 910B are fitted to."""
 
 
 def _cores(
@@ -75,12 +70,12 @@ A2 = (
             "high",
         ),
         C(
-            0.736,
+            0.629,
             "",
             f"{FIT}; MindSpeed auto_tuning/module/hardware.py 0.65; 0.57-0.68 from measured all-gathers read as tensor "
             "bytes / time",
-            "medium",
-            0.09,
+            "high",
+            0.03,
         ),
         C(10e-6, "s", "assumed: no source; order of a kernel launch", "low"),
         8,
@@ -89,7 +84,7 @@ A2 = (
         "roce",
         "switch",
         C(25 * GB, "B/s", "200 Gb/s per card: vendor documentation", "high"),
-        C(0.663, "", f"{FIT}; msmodeling: 17.5 GB/s, 0.70; MindSpeed's constant", "medium", 0.23),
+        C(0.868, "", f"{FIT}; msmodeling: 17.5 GB/s, 0.70; MindSpeed's constant", "medium", 0.23),
         C(20e-6, "s", "assumed: no source", "low"),
     ),
 )

@@ -1,7 +1,7 @@
 """A decoder-only transformer in numbers, as launch flags of Megatron describe it, and what it has of parameters.
 
-    architecture(["--num-layers", "32", "--hidden-size", "4096", ...])    # flags of a Megatron launch
-    architecture("llama3-8b")                                           # a published one, see architectures.py
+architecture(["--num-layers", "32", "--hidden-size", "4096", ...])    # flags of a Megatron launch
+architecture("llama3-8b")                                           # a published one, see architectures.py
 """
 
 from __future__ import annotations

@@ -97,9 +97,7 @@ class Clock:
         return parts
 
 
-def time_step(
-    model: Architecture, run: Settings, work: StepWork, hw: Hardware, constants: TrainingConstants
-) -> Timing:
+def time_step(model: Architecture, run: Settings, work: StepWork, hw: Hardware, constants: TrainingConstants) -> Timing:
     """The seconds of ``work``, see the module."""
     clock = Clock(hw, constants, run)
     pace = constants.framework.get(run.framework, 1.0)
