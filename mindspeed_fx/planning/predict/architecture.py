@@ -186,6 +186,7 @@ def from_flags(flags: Sequence[str]) -> Architecture:
         raise OptionError(f"the launch has no {', '.join(missing)}: the model cannot be told from it")
     sizes["gated"] = "--swiglu" in texts
     sizes.setdefault("ffn", 4 * sizes["hidden"])
+    sizes.setdefault("kv_heads", sizes["heads"])
     vocab = texts.get("--padded-vocab-size") or texts.get("--vocab-size") or "32000"
     if "--n-shared-experts" in texts and "shared_ffn" not in sizes:
         sizes["shared_ffn"] = int(texts["--n-shared-experts"]) * sizes.get("expert_ffn", sizes["ffn"])
