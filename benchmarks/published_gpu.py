@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.published_rows import Case, Unreadable, named, number, pad
 from mindspeed_fx.planning.predict import Architecture, Settings
+from mindspeed_fx.planning.predict.settings import FUSED
 
 
 def gpu_run(case: Case, line: dict[str, str], config: dict[str, str]) -> tuple[Architecture, Settings]:
@@ -103,13 +104,15 @@ def _nemo(case: Case, model: Architecture, config: dict[str, str], automodel: bo
     fsdp = number(config, "fsdp")
     ep = number(config, "ep") or (math.gcd(devices, model.experts) if model.experts else 1)
     more: dict[str, Any] = {}
+    if case.family == "gpt-oss":  # a clamped gate and biases, which the fused SwiGLU does not do
+        more["fused"] = tuple(f for f in FUSED if f != "swiglu")
     # The paper (arXiv 2407.21783) interleaves stages and does not say how many: a layer each is assumed.
     vpp = number(config, "vp") or (8 if "405B" in case.what else 1)
     batch = number(config, "gbs") or number(config, "batch_per_dp") * (devices // tp // cp // pp)
     if automodel or fsdp > 1:
-        more = {"zero": 3 if fsdp > 1 else 0, "shards": fsdp if fsdp > 1 else 0, "framework": "fsdp"}
+        more |= {"zero": 3 if fsdp > 1 else 0, "shards": fsdp if fsdp > 1 else 0, "framework": "fsdp"}
     else:
-        more = {"zero": 1, "etp": 1 if model.experts else 0}
+        more |= {"zero": 1, "etp": 1 if model.experts else 0}
     run = Settings(
         devices=devices,
         sequence=number(config, "seq"),

@@ -35,7 +35,9 @@ def read_kernels(path: str) -> list[KernelRow]:
     with open(path, newline="") as file:
         for line in csv.DictReader(file):
             config = dict(p.partition("=")[::2] for p in line["shape_or_config"].split(";"))
-            row = _product(line, config) or _attention(line, config) or _collective(line, config) or _vector(line, config)
+            row = (
+                _product(line, config) or _attention(line, config) or _collective(line, config) or _vector(line, config)
+            )
             if row is not None:
                 result.append(row)
     return result
@@ -96,6 +98,4 @@ def _collective(line: dict[str, str], config: dict[str, str]) -> KernelRow | Non
         return None
     kind, ranks = match[1], int(config["ranks"])
     seconds = LARGE / (float(line["value"]) * 1e9)
-    return KernelRow(
-        f"{kind} {ranks}", "ascend910b2", seconds, lambda hw: collective_seconds(kind, LARGE, ranks, hw)
-    )
+    return KernelRow(f"{kind} {ranks}", "ascend910b2", seconds, lambda hw: collective_seconds(kind, LARGE, ranks, hw))
