@@ -1,6 +1,6 @@
 """Single kernels and collectives of the table that constants are fitted to beside whole runs: products by shape, the
-vendor's attention by length, vector kernels, collectives by ranks. NCCL's 480 GB/s of H100 is more than a port carries: switches
-reduce it, which the formulas of the model do not have.
+vendor's attention by length, vector kernels, collectives by ranks. NCCL's 480 GB/s of H100 is more than a port carries:
+switches reduce it, which the formulas of the model do not have.
 """
 
 from __future__ import annotations

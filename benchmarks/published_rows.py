@@ -83,6 +83,8 @@ class Case:
     run: Settings | None = None
     published: float = 0.0
     """Seconds of a step, or bytes of the fullest rank."""
+    stages: tuple[float, ...] = ()
+    """Bytes of each pipeline stage, of a list by rank."""
     reason: str = ""
     """Why it is not predicted."""
     doubtful: bool = False
@@ -208,6 +210,12 @@ def _fill(case: Case, line: dict[str, str], config: dict[str, str], twin: bool) 
         from benchmarks.published_gpu import gpu_run
 
         case.model, case.run = gpu_run(case, line, config)
+    if case.kind == "memory by rank":
+        ranks = [float(x) * 2**20 for x in line["value"].split("/") if x]
+        if len(ranks) % case.run.pp:
+            raise Unreadable("a list of other length than the stages divide")
+        each = len(ranks) // case.run.pp
+        case.stages = tuple(max(ranks[i * each : (i + 1) * each]) for i in range(case.run.pp))
     case.published = published_value(case, line, unit, twin)
 
 

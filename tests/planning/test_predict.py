@@ -42,8 +42,8 @@ def test_parameters_are_those_that_publishers_count(name):
 
 def test_flags_of_megatron_make_the_same_model():
     flags = (
-        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --swiglu --vocab-size 32000 "
-        "--normalization RMSNorm --untie-embeddings-and-output-weights --position-embedding-type rope"
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --swiglu "
+        "--vocab-size 32000 --normalization RMSNorm --untie-embeddings-and-output-weights --position-embedding-type rope"
     ).split()
     assert architecture(flags) == LLAMA
     experts = [*flags, "--num-experts", "8", "--moe-router-topk", "2", "--noop-layers", "30,31"]

@@ -2,8 +2,8 @@
 
 * ``architecture.py``, ``architectures.py``: the model; ``settings.py``: what the run fixed
 * ``layer_work.py``, ``step_work.py``: kernels and messages; ``timing.py``: their seconds; ``memory.py``: bytes
-* ``prediction.py``: all of it, with an interval; ``best.py``: what a run left open, searched; ``launch_flags.py``: settings of
-  a Megatron launch
+* ``prediction.py``: all of it, with an interval; ``best.py``: what a run left open, searched;
+  ``launch_flags.py``: settings of a Megatron launch
 """
 
 from __future__ import annotations

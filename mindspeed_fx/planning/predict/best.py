@@ -1,7 +1,7 @@
 """What a run left open, searched: every mesh, microbatch, virtual stage, ZeRO stage and recompute that the sizes allow.
 
-Exhaustive over what is listed, since a prediction takes a millisecond. Memory is asked before time, and what fits is not
-recomputed.
+Exhaustive over what is listed, since a prediction takes a millisecond. Memory is asked before time, and what fits is
+not recomputed.
 """
 
 from __future__ import annotations

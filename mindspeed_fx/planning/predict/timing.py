@@ -1,7 +1,7 @@
 """Seconds of a step: kernels by the cost model, messages by its collectives, stages one after the other.
 
-A microbatch costs a stage t_f + t_b. The step of a pipeline of p stages and m microbatches (1F1B, Narayanan et al. 2019)
-takes the fullest stage m times and the way of one microbatch through the others once, divided by the virtual stages v
+A microbatch costs a stage t_f + t_b. The step of a pipeline of p stages and m microbatches (1F1B, Narayanan et al.
+2019) takes the fullest stage m times and the way of one microbatch through the others once, divided by the virtual stages v
 (Narayanan et al. 2021, interleaved 1F1B):
 
     step = m max_i t_i + (sum_i t_i - max_i t_i) / v + messages between stages + gradients + optimizer + the step's own
