@@ -3,9 +3,10 @@
     python -m benchmarks.published_runs --ascend FILE --gpu FILE [--leave-out] [--brief]
 
 Every end-to-end row and every peak of memory that can be read is predicted with the settings that the row has:
-modelled, published, error. Rows that cannot be are counted with their reasons. The last lines have one summary for each file and
-kind. "time" is whole pretraining and full fine-tuning, "ci time" tests of models cut to a few layers, "lora time"
-adapters; rows that their table or their own contradictions make doubtful, other devices and FP8 are summed apart.
+modelled, published, error. Rows that cannot be are counted with their reasons. The last lines have one summary for
+each file and kind. "time" is whole pretraining and full fine-tuning, "ci time" tests of models cut to a few layers,
+"lora time" adapters; rows that their table or their own contradictions make doubtful, other devices and FP8 are summed
+apart.
 
 --leave-out predicts each family with constants fitted to all others (``fit_runs.py``): what the model is worth for a
 family that it has not seen. Without it the constants are those of the package.

@@ -105,8 +105,8 @@ ERRORS = {
     "a100": {"dense": 0.10, "small": 0.10, "experts": 0.29},
 }
 """Group of devices -> class of runs -> what the logarithm of published over modelled seconds is within for four of five
-runs, their family left out of the fits (benchmarks/results): on 910B 106 dense runs, 16 small ones and 4 with experts, on
-H100 29, 46 and 12. H100's small runs are of one family, so that its dense ones' error stands for them; A100 has one
+runs, their family left out of the fits (benchmarks/results): on 910B 106 dense runs, 16 small ones and 4 with experts,
+on H100 29, 46 and 12. H100's small runs are of one family, so that its dense ones' error stands for them; A100 has one
 family and H100's errors."""
 UNFITTED = 0.64
 """The same for devices by data sheet alone: the widest above and a quarter more. Assumed."""

@@ -8,8 +8,16 @@ from mindspeed_fx.cost.hardware import hardware, names
 from mindspeed_fx.cost.pipeline import Parts, one_f_one_b, play
 from mindspeed_fx.cost.training import ERRORS, FITTED, UNFITTED, interval_of, training_constants
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.planning.predict import Architecture, Settings, architecture, predict
+from mindspeed_fx.planning.predict import (
+    Architecture,
+    Settings,
+    architecture,
+    best_settings,
+    predict,
+    settings_from_flags,
+)
 from mindspeed_fx.planning.predict.architectures import PUBLISHED
+from mindspeed_fx.planning.predict.best import complexity
 from mindspeed_fx.planning.predict.layer_work import LayerBuilder, LayerWork
 from mindspeed_fx.planning.predict.memory import peak_memory
 from mindspeed_fx.planning.predict.step_work import step_work
@@ -43,7 +51,8 @@ def test_parameters_are_those_that_publishers_count(name):
 def test_flags_of_megatron_make_the_same_model():
     flags = (
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --swiglu "
-        "--vocab-size 32000 --normalization RMSNorm --untie-embeddings-and-output-weights --position-embedding-type rope"
+        "--vocab-size 32000 --normalization RMSNorm --untie-embeddings-and-output-weights "
+        "--position-embedding-type rope"
     ).split()
     assert architecture(flags) == LLAMA
     experts = [*flags, "--num-experts", "8", "--moe-router-topk", "2", "--noop-layers", "30,31"]
@@ -202,3 +211,51 @@ def test_every_published_model_is_predicted(name):
 def test_an_architecture_is_whole():
     made = Architecture(2, 64, 4, 100, 256)
     assert (made.dim, made.groups, made.moe_layers) == (16, 4, 0)
+
+
+def test_a_searched_plan_has_an_interval_and_takes_what_is_fixed():
+    import torch
+
+    import mindspeed_fx
+    from benchmarks.plan_models import llama_8b
+    from mindspeed_fx.sharding.plan import ShardingError
+
+    with torch.device("meta"):
+        model, args = llama_8b(layers=2, batch=18, length=1024)
+    made = mindspeed_fx.plan(model, args, mesh={"dp": 2}, hardware="ascend910b2", microbatches=9, recompute="full")
+    assert made.layout.microbatches == 9 and made.layout.recompute == "full"
+    low, high = made.interval
+    assert low < made.seconds < high and f"{high * 1e3:.1f} ms" in str(made) and "fitted to" in str(made)
+    assert made.summary()["plans"][0]["interval"] == [low, high]
+    with pytest.raises(ShardingError, match="7 microbatches"):
+        mindspeed_fx.plan(model, args, mesh={"dp": 2}, hardware="ascend910b2", microbatches=7)
+    with pytest.raises(OptionError, match="zero3"):
+        mindspeed_fx.plan(model, args, mesh={"dp": 2}, hardware="ascend910b2", zero="zero4")
+
+
+def test_open_settings_are_searched():
+    found = best_settings("llama3-8b", {"devices": 8, "sequence": 8192, "batch": 64}, "ascend910b2")
+    assert all(p.memory.peak <= 0.9 * 64 * 2**30 for p in found.predictions)
+    assert found.best.seconds <= 1.02 * min(p.seconds for p in found.predictions)
+    fixed = best_settings("llama3-8b", {"devices": 8, "sequence": 8192, "batch": 64, "tp": 8, "recompute": "full"})
+    assert fixed.best.settings.tp == 8 and fixed.best.settings.recompute == "full"
+    assert fixed.best.seconds >= found.best.seconds / 1.02
+    with pytest.raises(OptionError, match="fits"):
+        best_settings("llama3-405b", {"devices": 8, "sequence": 8192, "batch": 64})
+    with pytest.raises(OptionError, match="batch"):
+        best_settings("llama3-8b", {"devices": 8, "sequence": 8192})
+    equal = [p for p in found.predictions if p.seconds <= 1.02 * found.best.seconds]
+    assert all(complexity(found.best.settings) <= complexity(p.settings) for p in equal)
+
+
+def test_settings_of_a_launch():
+    flags = (
+        "--num-layers 32 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --seq-length 4096 --bf16 "
+        "--micro-batch-size 1 --global-batch-size 32 --num-layers-per-virtual-pipeline-stage 2 --sequence-parallel "
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --use-distributed-optimizer "
+        "--use-flash-attn --overlap-grad-reduce"
+    ).split()
+    run = settings_from_flags(flags, 8)
+    assert (run.tp, run.pp, run.vpp, run.dp, run.microbatches, run.zero) == (2, 4, 4, 1, 32, 1)
+    assert (run.recompute, run.recompute_layers, run.fused) == ("full", 1, ("attention",))
+    assert run.overlap_gradients and not run.overlap_parameters and run.precision == "bfloat16"

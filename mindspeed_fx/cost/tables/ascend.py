@@ -176,10 +176,9 @@ def _device(
         ),
         "cache": None if cache_mib is None else C(cache_mib * 2**20, "B", INI, "medium"),
     }
-    values["fitted"] = MEASURED if tiers is A2 else ()
-    return Hardware(
-        name, title, "npu", matrix_cores=aic, vector_cores=aiv, tiers=tiers, node=node, **{**values, **more}
-    )
+    fitted = MEASURED if tiers is A2 else ()
+    cores = {"matrix_cores": aic, "vector_cores": aiv}
+    return Hardware(name, title, "npu", tiers=tiers, node=node, fitted=fitted, **{**values, **cores, **more})
 
 
 def _ascend950(

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from mindspeed_fx.planning.predict.architecture import Architecture, architecture
+from mindspeed_fx.planning.predict.architecture import Architecture
+from mindspeed_fx.planning.predict.architectures import architecture
 from mindspeed_fx.planning.predict.best import best_settings
 from mindspeed_fx.planning.predict.launch_flags import settings_from_flags
 from mindspeed_fx.planning.predict.prediction import Prediction, predict

@@ -6,11 +6,10 @@ architecture("llama3-8b")                                           # a publishe
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Sequence
 
-from mindspeed_fx.errors import OptionError, nearest
+from mindspeed_fx.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -205,28 +204,3 @@ def from_flags(flags: Sequence[str]) -> Architecture:
     if sizes["positions"] == "learned":
         sizes["max_positions"] = int(texts.get("--max-position-embeddings") or 0)
     return Architecture(**sizes)
-
-
-def architecture(model: "Architecture | str | Sequence[str] | dict[str, Any]", **changes: Any) -> Architecture:
-    """The model that ``model`` describes: an :class:`Architecture`, its fields, a published name or Megatron's flags.
-
-    Args:
-        changes: fields that differ.
-
-    Raises:
-        OptionError: unknown name or field, missing sizes.
-    """
-    from mindspeed_fx.planning.predict.architectures import find_published
-
-    if isinstance(model, Architecture):
-        result = model
-    elif isinstance(model, str):
-        result = find_published(model)
-    elif isinstance(model, dict):
-        known = [f.name for f in dataclasses.fields(Architecture)]
-        for name in (n for n in model if n not in known):
-            raise OptionError(f"an architecture has no {name!r}; valid: {', '.join(known)}{nearest(name, known)}")
-        result = Architecture(**model)
-    else:
-        result = from_flags(model)
-    return dataclasses.replace(result, **changes) if changes else result

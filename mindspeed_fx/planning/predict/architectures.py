@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import Any
+from typing import Any, Sequence
 
 from mindspeed_fx.errors import OptionError, nearest
-from mindspeed_fx.planning.predict.architecture import Architecture
+from mindspeed_fx.planning.predict.architecture import Architecture, from_flags
 
 
 def _dense(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any) -> Architecture:
@@ -113,3 +114,26 @@ def find_published(name: str) -> Architecture:
             f"{nearest(name.lower(), tuple(PUBLISHED))}"
         )
     return PUBLISHED[ALIASES.get(known, known)]
+
+
+def architecture(model: "Architecture | str | Sequence[str] | dict[str, Any]", **changes: Any) -> Architecture:
+    """The model that ``model`` describes: an :class:`Architecture`, its fields, a published name or Megatron's flags.
+
+    Args:
+        changes: fields that differ.
+
+    Raises:
+        OptionError: unknown name or field, missing sizes.
+    """
+    if isinstance(model, Architecture):
+        result = model
+    elif isinstance(model, str):
+        result = find_published(model)
+    elif isinstance(model, dict):
+        known = [f.name for f in dataclasses.fields(Architecture)]
+        for name in (n for n in model if n not in known):
+            raise OptionError(f"an architecture has no {name!r}; valid: {', '.join(known)}{nearest(name, known)}")
+        result = Architecture(**model)
+    else:
+        result = from_flags(model)
+    return dataclasses.replace(result, **changes) if changes else result

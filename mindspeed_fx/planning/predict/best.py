@@ -16,7 +16,8 @@ from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.hardware import hardware as device
 from mindspeed_fx.cost.training import training_constants
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.planning.predict.architecture import Architecture, architecture
+from mindspeed_fx.planning.predict.architecture import Architecture
+from mindspeed_fx.planning.predict.architectures import architecture
 from mindspeed_fx.planning.predict.memory import peak_memory
 from mindspeed_fx.planning.predict.prediction import Prediction, predict
 from mindspeed_fx.planning.predict.settings import Settings, settings
@@ -53,6 +54,7 @@ class Searched:
     def __str__(self) -> str:
         lines = [str(self.best), f"{self.tried} settings timed, {self.too_large} do not fit; next:"]
         for p in self.predictions[1:]:
+            assert p.settings is not None
             note = ", within the interval of the first" if p in self.equals else ""
             lines.append(f"   {p.seconds:9.4g} s {p.memory.peak / 2**30:6.1f} GiB  {describe(p.settings)}{note}")
         return "\n".join(lines)

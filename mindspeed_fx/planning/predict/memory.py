@@ -170,18 +170,10 @@ class MemoryModel:
     def predict(self) -> Memory:
         """The peak over stages and phases."""
         run = self.run
-        best: Memory | None = None
-        ranks = []
-        for stage in range(run.pp):
-            memory = self._stage(stage)
-            ranks.append(memory.first_step)
-            if best is None or memory.peak > best.peak:
-                first = best.first_step if best else 0.0
-                best, best.first_step = memory, max(first, memory.first_step)
-            else:
-                best.first_step = max(best.first_step, memory.first_step)
-        best.ranks = ranks
-        return best
+        stages = [self._stage(stage) for stage in range(run.pp)]
+        ranks = [m.first_step for m in stages]
+        fullest = max(stages, key=lambda m: m.peak)
+        return Memory(fullest.peak, max(ranks), fullest.parts, ranks)
 
     def _stage(self, stage: int) -> Memory:
         run = self.run

@@ -8,7 +8,8 @@ from typing import Any
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.hardware import hardware as device
 from mindspeed_fx.cost.training import interval_of, training_constants
-from mindspeed_fx.planning.predict.architecture import Architecture, architecture
+from mindspeed_fx.planning.predict.architecture import Architecture
+from mindspeed_fx.planning.predict.architectures import architecture
 from mindspeed_fx.planning.predict.memory import Memory, peak_memory
 from mindspeed_fx.planning.predict.settings import Settings, settings
 from mindspeed_fx.planning.predict.step_work import step_work

@@ -1,8 +1,8 @@
 """Seconds of a step: kernels by the cost model, messages by its collectives, stages one after the other.
 
 A microbatch costs a stage t_f + t_b. The step of a pipeline of p stages and m microbatches (1F1B, Narayanan et al.
-2019) takes the fullest stage m times and the way of one microbatch through the others once, divided by the virtual stages v
-(Narayanan et al. 2021, interleaved 1F1B):
+2019) takes the fullest stage m times and the way of one microbatch through the others once, divided by the virtual
+stages v (Narayanan et al. 2021, interleaved 1F1B):
 
     step = m max_i t_i + (sum_i t_i - max_i t_i) / v + messages between stages + gradients + optimizer + the step's own
 
@@ -107,7 +107,7 @@ def time_step(model: Architecture, run: Settings, work: StepWork, hw: Hardware, 
     layers = stage_layers(model, run)
     heads = 1 + model.mtp_layers
     # The fullest stage is the last one, with the head, or one with a layer more.
-    full = defaultdict(float)
+    full: dict[str, float] = defaultdict(float)
     _accumulate(full, layer, layers)
     if run.pp == 1 or total % (run.pp * run.vpp) == 0:
         _accumulate(full, head, heads)
