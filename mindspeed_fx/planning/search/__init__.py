@@ -81,7 +81,6 @@ def plan(
     from mindspeed_fx.planning.search.branch_and_bound import branch_and_bound, memory_of
     from mindspeed_fx.planning.search.costs import OPTIMIZERS, Prices
     from mindspeed_fx.planning.search.highs import milp
-    from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO
     from mindspeed_fx.planning.search.model_graph import trace_model
     from mindspeed_fx.planning.search.searched_plan import Searched, SearchedPlan
 
@@ -90,10 +89,7 @@ def plan(
     arguments.check_word("plan", "optimizer", optimizer, tuple(OPTIMIZERS))
     arguments.check_whole("plan", "keep", keep)
     arguments.check_bool("plan", "pipeline", pipeline)
-    arguments.check_whole("plan", "microbatches", microbatches, optional=True)
-    for name, value, valid in (("zero", zero, ZERO), ("recompute", recompute, RECOMPUTE)):
-        if value is not None:
-            arguments.check_word("plan", name, value, valid)
+    settings = {"optimizer": optimizer, "pipeline": pipeline, **_fixed_settings(microbatches, zero, recompute)}
     fixed, devices = _fixed_sizes(mesh, devices)
     milp()
     if hardware is None:
@@ -103,8 +99,7 @@ def plan(
             raise ShardingError(f"hardware: {why}")
     hw = device(hardware)
     limit = memory_of(memory, hw)
-    settings = {"optimizer": optimizer, "pipeline": pipeline, "fixed": fixed, "microbatches": microbatches}
-    settings |= {"zero": (zero,) if zero else ZERO, "recompute": (recompute,) if recompute else RECOMPUTE}
+    settings["fixed"] = fixed
     with no_gc(
         True
     ):  # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
@@ -113,6 +108,21 @@ def plan(
     return SearchedPlan.of(
         Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings), outcome.solutions[0]
     )
+
+
+def _fixed_settings(microbatches: int | None, zero: str | None, recompute: str | None) -> dict[str, Any]:
+    """The search's arguments for what is given of these, and for what is not."""
+    from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO
+
+    arguments.check_whole("plan", "microbatches", microbatches, optional=True)
+    for name, value, valid in (("zero", zero, ZERO), ("recompute", recompute, RECOMPUTE)):
+        if value is not None:
+            arguments.check_word("plan", name, value, valid)
+    return {
+        "microbatches": microbatches,
+        "zero": (zero,) if zero else ZERO,
+        "recompute": (recompute,) if recompute else RECOMPUTE,
+    }
 
 
 def _fixed_sizes(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:

@@ -10,9 +10,10 @@ GiB = 2**30
 def format_plan(plan: Any) -> str:
     """The plan beside its alternatives, kinds of layers and collectives, a line each."""
     o, p = plan.searched.outcome, plan.searched.problem
+    hw = plan.searched.prices.hw
     head = (
-        f"modelled for {plan.searched.devices} x {plan.searched.prices.hw.name}, at most "
-        f"{plan.searched.memory / GiB:.1f} GiB a device ({plan.searched.prices.hw.basis}); certified: no plan of {o.layouts} meshes is faster by "
+        f"modelled for {plan.searched.devices} x {hw.name} ({hw.basis}), at most "
+        f"{plan.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by "
         f"more than {100 * plan.gap:.2f} %"
     )
     lines = [
