@@ -2,10 +2,10 @@
 
     python -m benchmarks.launch_plans FILE... [--hardware ascend910b2]
 
-FILE has launches as {name: {"world": processes, "args": flags}}. Each launch that describes a model is read as it stands
-and predicted; the search keeps its devices, lengths, batch, precision, operators and savers of memory, and chooses mesh,
-virtual stages, microbatch, ZeRO stage and recompute. The launch itself is one of the candidates, so that the search is
-never slower. Everything is modelled.
+FILE has launches as {name: {"world": processes, "args": flags}}. Each launch that describes a model is read as it
+stands and predicted; the search keeps its devices, lengths, batch, precision, operators and savers of memory, and
+chooses mesh, virtual stages, microbatch, ZeRO stage and recompute. The launch itself is one of the candidates, so that
+the search is never slower. Everything is modelled.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def compare(name: str, launch: dict, device: str) -> str:
     return (
         f"{name[:58]:58} {run.devices:5} {model.parameters / 1e9:7.1f}B\n"
         f"   launch {own.seconds:9.3f} s {own.memory.peak / 2**30:6.1f} GiB  {describe(run)}; {largest(own)}{note}\n"
-        f"   best   {best.seconds:9.3f} s {best.memory.peak / 2**30:6.1f} GiB  {describe(best.settings)}; {largest(best)}"
-        f"  ({100 * (own.seconds / best.seconds - 1):.0f} % faster, searched in {seconds:.1f} s)"
+        f"   best   {best.seconds:9.3f} s {best.memory.peak / 2**30:6.1f} GiB  {describe(best.settings)}; "
+        f"{largest(best)}  ({100 * (own.seconds / best.seconds - 1):.0f} % faster, searched in {seconds:.1f} s)"
     )
 
 

@@ -177,6 +177,9 @@ def test_groups_lie_in_the_machine_from_the_inside():
 
 
 def test_intervals_and_devices_without_a_fit():
+    import mindspeed_fx
+
+    assert mindspeed_fx.predict is predict
     made = predict(LLAMA, RUN)
     low, high = made.interval
     assert low < made.seconds < high and "fitted to" in str(made) and "MFU" in str(made)
