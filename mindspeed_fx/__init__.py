@@ -4,8 +4,9 @@
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`,
 :class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with
-its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :class:`Profile`, :func:`register_with_accelerate`,
-:func:`simulate`, :func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.passes` and the version.
+its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :func:`predict`, :class:`Profile`,
+:func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
+:mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "passes",
     "pipeline_stage",
     "plan",
+    "predict",
     "register_with_accelerate",
     "restore_torch_compile",
     "simulate",
@@ -51,6 +53,7 @@ _HOMES = {
     "parallelize": "sharding.parallelize",
     "pipeline_stage": "planning.pipeline_stage",
     "plan": "planning.search",
+    "predict": "planning.predict",
     "register_with_accelerate": "integrations",
     "simulate": "planning.simulate",
     "split_backward": "planning.split_backward",

@@ -15,24 +15,27 @@ class Constant(float):
         unit: "FLOP/s", "B/s", "B", "s" or "" for counts and fractions.
         source: document or repository, or "derived: ..." / "assumed: ...".
         confidence: "high" (vendor, or several sources agree), "medium" (one good source), "low" (quoted or assumed).
+        spread: relative standard deviation of a fitted constant; 0: not fitted.
     """
 
     unit: str
     source: str
     confidence: str
+    spread: float
 
-    def __new__(cls, value: float, unit: str, source: str, confidence: str) -> "Constant":
+    def __new__(cls, value: float, unit: str, source: str, confidence: str, spread: float = 0.0) -> "Constant":
         if confidence not in CONFIDENCES:
             raise ValueError(f"confidence is {confidence!r}; valid: {', '.join(CONFIDENCES)}")
         self = super().__new__(cls, value)
-        self.unit, self.source, self.confidence = unit, source, confidence
+        self.unit, self.source, self.confidence, self.spread = unit, source, confidence, spread
         return self
 
     def __getnewargs__(self) -> tuple:
-        return float(self), self.unit, self.source, self.confidence
+        return float(self), self.unit, self.source, self.confidence, self.spread
 
     def __repr__(self) -> str:
-        return f"{float(self):g} {self.unit} ({self.confidence}: {self.source})"
+        spread = f" +- {100 * self.spread:.0f} %" if self.spread else ""
+        return f"{float(self):g} {self.unit}{spread} ({self.confidence}: {self.source})"
 
 
 @dataclass(frozen=True)
@@ -89,17 +92,44 @@ class Hardware:
     """Bytes of the last-level cache."""
     cache_bandwidth: Constant | None = None
     """B/s at which kernels read what an earlier kernel left in the cache; None: graphs are modelled without a cache."""
+    product_ramp: Constant | None = None
+    """Rows, columns or terms at which a product runs at half its rate: rate / (1 + ramp (1/m + 1/n + 1/k)); None: at
+    its full rate whatever its shape."""
+    attention_forward: Constant | None = None
+    """Share of the matrix peak that flash attention reaches on long sequences; None: as products."""
+    attention_backward: Constant | None = None
+    attention_ramp: Constant | None = None
+    """Keys at which attention runs at half its rate."""
     matrix_cores: int = 0
     vector_cores: int = 0
     notes: tuple[str, ...] = field(default=())
+    fitted: tuple[str, ...] = ()
+    """Kinds of measurement that the constants are fitted to."""
 
-    def matrix_rate(self, dtype: Any) -> float:
-        """FLOP/s that matrix products of this type reach. Types that the table lacks: see :meth:`substitute`."""
-        return self.matrix[self.substitute("matrix", dtype)] * self.matrix_efficiency
+    def matrix_rate(self, dtype: Any, kind: str = "", shape: tuple = ()) -> Any:
+        """FLOP/s that matrix products of this type reach. Types that the table lacks: see :meth:`substitute`.
+
+        Args:
+            kind: "product", "attention" or "attention_backward" where the work has a name.
+            shape: m, n and k of a product; keys and width of a head for attention.
+        """
+        peak = self.matrix[self.substitute("matrix", dtype)]
+        if kind == "product" and self.product_ramp is not None:
+            return peak * self.matrix_efficiency / (1 + self.product_ramp * sum(1 / n for n in shape))
+        if kind.startswith("attention") and self.attention_forward is not None:
+            share = self.attention_forward if kind == "attention" else self.attention_backward
+            ramp = self.attention_ramp / shape[0] if self.attention_ramp is not None else 0
+            return peak * (share or self.attention_forward) / (1 + ramp)
+        return peak * self.matrix_efficiency
 
     def vector_rate(self, dtype: Any) -> float:
         """FLOP/s that pointwise work in this type reaches."""
         return self.vector[self.substitute("vector", dtype)] * self.vector_efficiency
+
+    @property
+    def basis(self) -> str:
+        """What stands behind the constants, for every page that shows a time."""
+        return f"fitted to {', '.join(self.fitted)}" if len(self.fitted) >= 3 else "by data sheet alone"
 
     @property
     def memory_rate(self) -> float:

@@ -129,7 +129,8 @@ class Estimate:
             cost.wide,
             self.value(cost.launches),
         )
-        numeric = dataclasses.replace(numeric, cached=min(cached, numeric.read))
+        shape = tuple(max(1, self.value(n)) for n in cost.shape)
+        numeric = dataclasses.replace(numeric, cached=min(cached, numeric.read), kind=cost.kind, shape=shape)
         for unit, dtype, work in (("matrix", cost.dtype, cost.matrix), ("vector", cost.wide, cost.vector)):
             if work != 0 and self.hardware.substitute(unit, dtype) != dtype:
                 self._note(

@@ -15,6 +15,7 @@ Costs of ``mindspeed::`` operators stand in their own files (``Operator.costs``)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -87,6 +88,10 @@ class Cost:
     """Made by :func:`once`: bytes are the sizes of inputs and outputs, each once."""
     again: Size = 0
     """What a gradient's kernel computes of ``flops`` that the forward has computed: scores, logits."""
+    kind: str = ""
+    """Of the matrix work, where its rate is a matter of it: "product", "attention", "attention_backward"."""
+    shape: tuple = ()
+    """See :meth:`Hardware.matrix_rate`."""
 
     @property
     def bytes(self) -> Size:
@@ -95,7 +100,7 @@ class Cost:
     def terms(self, hw: Hardware) -> dict[str, Any]:
         """Seconds of each term: "matrix", "vector", "memory", "launch"."""
         return {
-            "matrix": self.matrix / hw.matrix_rate(self.dtype),
+            "matrix": self.matrix / hw.matrix_rate(self.dtype, self.kind, self.shape),
             "vector": self.vector / hw.vector_rate(self.wide),
             "memory": (self.bytes - self.cached) / hw.memory_rate + self.cached / hw.cache_rate,
             "launch": self.launches * float(hw.launch),
@@ -163,7 +168,10 @@ def once(
 
 def product(out: Any, inner: Size, *inputs: Any, vector: Size = 0) -> Cost:
     """A matrix product: ``out`` elements, each a sum over ``inner``."""
-    return once(out, *inputs, flops=2 * out.numel * inner, vector=vector, dtype=tensors(*inputs)[0].dtype)
+    cost = once(out, *inputs, flops=2 * out.numel * inner, vector=vector, dtype=tensors(*inputs)[0].dtype)
+    columns = out.shape[-1] if out.shape else 1
+    shape = (out.numel / columns, columns, inner) if all(n != 0 for n in (columns, out.numel, inner)) else ()
+    return dataclasses.replace(cost, kind="product", shape=shape)
 
 
 def visible_scores(queries: Size, keys: Size, causal: bool, window: Size = 0) -> Size:
@@ -207,7 +215,7 @@ def attention(
     (b, h, s, d), (t, e) = q.shape, v.shape[-2:]
     scores, kept = b * h * s * t, b * h * visible_scores(s, t, causal, window)
     each = 2 * (3 * d + 2 * e) if backward else 2 * (d + e)
-    return once(
+    cost = once(
         out,
         q,
         k,
@@ -219,6 +227,12 @@ def attention(
         dtype=q.dtype,
         again=2 * d * scores if backward else 0,
     )
+    kind = "attention_backward" if backward else "attention"
+    return dataclasses.replace(cost, kind=kind, shape=(t if not _is_zero(t) else 1, d))
+
+
+def _is_zero(n: Size) -> bool:
+    return isinstance(n, int) and n == 0
 
 
 def rows_taken(out: Spec, *indices: Any, vector: Size = 0) -> Cost:

@@ -9,6 +9,35 @@ GB, TF = 1e9, 1e12
 AUTOPARALLEL = "AutoParallel (meta-pytorch), constants of its cost model"
 
 
+H100_FIT = {
+    "source": "fit to 87 published runs and 7 kernels on H100",
+    "measured": ("matrix products", "vector kernels", "training runs"),
+    "matrix_efficiency": (0.766, 0.05),
+    "product_ramp": (258, 0.42),
+    "attention_forward": (0.530, 0.21),
+    "attention_backward": (0.421, 0.17),
+    "attention_ramp": (283, 0.67),
+    "memory_efficiency": (0.556, 0.03),
+    "launch": (5.3e-6, 0.47),
+    "nvlink": (0.587, 0.14),
+    "network": (0.950, 0.21),
+}
+A100_FIT = {
+    "source": "fit to 188 published runs on A100 of llm-foundry",
+    "measured": ("training runs",),
+    "matrix_efficiency": (0.737, 0.06),
+    "product_ramp": (151, 0.44),
+    "attention_forward": (0.564, 0.13),
+    "attention_backward": (0.368, 0.19),
+    "attention_ramp": (368, 0.66),
+    "memory_efficiency": (0.950, 0.16),
+    "launch": (4.4e-6, 0.50),
+    "nvlink": (0.704, 0.15),
+    "network": (0.787, 0.25),
+}
+"""Constant -> value and relative spread."""
+
+
 def _rates(values: dict[str, float], source: str) -> dict[str, C]:
     return {k: C(v * TF, "FLOP/s", source, "high") for k, v in values.items()}
 
@@ -26,7 +55,15 @@ def _device(
     port: float,
     pcie: float,
     sheet: str,
+    fit: dict,
 ) -> Hardware:
+    runs = f"{fit['source']} (benchmarks/fit_runs.py)"
+
+    def constant(name: str, unit: str, note: str = "") -> C:
+        value, spread = fit[name]
+        confidence = "high" if spread <= 0.1 else "medium" if spread <= 0.3 else "low"
+        return C(value, unit, f"{runs}{note and '; '}{note}", confidence, spread)
+
     return Hardware(
         name,
         title,
@@ -39,10 +76,15 @@ def _device(
         memory_bandwidth=C(tbs * 1e12, "B/s", sheet, "high"),
         memory=C(gb * 1e9, "B", sheet, "high"),
         cache=C(cache_mb * 1e6, "B", sheet, "high"),
-        matrix_efficiency=C(0.70, "", f"{AUTOPARALLEL}; FlashAttention-3 reaches 0.75", "medium"),
+        matrix_efficiency=constant("matrix_efficiency", "", f"{AUTOPARALLEL}: 0.70; best of a public table 0.81"),
+        product_ramp=constant("product_ramp", ""),
+        attention_forward=constant("attention_forward", "", "FlashAttention-3 reaches 0.75"),
+        attention_backward=constant("attention_backward", ""),
+        attention_ramp=constant("attention_ramp", ""),
         vector_efficiency=C(0.70, "", f"{AUTOPARALLEL}, for all arithmetic", "low"),
-        memory_efficiency=C(0.90, "", "QuACK reductions: 3.0 of 3.35 TB/s on H100; copies reach 0.92", "medium"),
-        launch=C(7e-6, "s", f"{AUTOPARALLEL}: floor of a launch", "low"),
+        memory_efficiency=constant("memory_efficiency", "", "QuACK reductions on H100: 3.0 of 3.35 TB/s, copies 0.92"),
+        launch=constant("launch", "s", f"{AUTOPARALLEL}: 7 us, floor of a launch"),
+        fitted=fit["measured"],
         host_bandwidth=C(
             pcie * GB,
             "B/s",
@@ -54,7 +96,7 @@ def _device(
                 "nvlink",
                 "switch",
                 C(nvlink * GB / 2, "B/s", f"{sheet}: {nvlink:g} GB/s both ways", "high"),
-                C(0.71, "", f"{AUTOPARALLEL}: 320 of 450 GB/s for 8-way all-gather on H100", "medium"),
+                constant("nvlink", "", f"{AUTOPARALLEL}: 320 of 450 GB/s for 8-way all-gather on H100, 0.71"),
                 C(1e-6, "s", "assumed: order of one hop through a switch", "low"),
                 8,
             ),
@@ -62,7 +104,7 @@ def _device(
                 "network",
                 "switch",
                 C(port * GB, "B/s", "one InfiniBand or RoCE port per GPU: DGX user guide", "medium"),
-                C(0.80, "", "assumed", "low"),
+                constant("network", ""),
                 C(10e-6, "s", "assumed", "low"),
             ),
         ),
@@ -96,8 +138,9 @@ HARDWARE = (
         25,
         31.5,
         "NVIDIA A100 data sheet",
+        A100_FIT,
     ),
-    _device("h100", "NVIDIA H100 SXM", 132, *_HOPPER, 80, 3.35, 50, 900, 50, 63, "NVIDIA H100 data sheet"),
+    _device("h100", "NVIDIA H100 SXM", 132, *_HOPPER, 80, 3.35, 50, 900, 50, 63, "NVIDIA H100 data sheet", H100_FIT),
     _device(
         "h200",
         "NVIDIA H200 SXM",
@@ -110,6 +153,7 @@ HARDWARE = (
         50,
         63,
         "NVIDIA H200 data sheet; MLPerf system description",
+        H100_FIT,
     ),
 )
 ALIASES = {

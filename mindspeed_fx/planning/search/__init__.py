@@ -43,6 +43,9 @@ def plan(
     keep: int = 5,
     optimizer: str = "adam",
     pipeline: bool = True,
+    microbatches: int | None = None,
+    zero: str | None = None,
+    recompute: str | None = None,
 ) -> Any:
     """The plan with the least modelled step time that fits in memory, over placements of every operator and over
     meshes.
@@ -62,6 +65,9 @@ def plan(
         keep: how many meshes are reported.
         optimizer: "adam", "momentum" or "sgd": what it stores for each parameter.
         pipeline: whether pipeline stages are considered (:func:`mindspeed_fx.pipeline_stage` runs them).
+        microbatches: how many; None: searched.
+        zero: "never", "zero2" or "zero3"; None: searched.
+        recompute: "none", "norm+activation_function" or "full"; None: searched.
 
     Returns:
         :class:`~mindspeed_fx.planning.search.searched_plan.SearchedPlan`: a :class:`~mindspeed_fx.Plan` with
@@ -83,6 +89,7 @@ def plan(
     arguments.check_word("plan", "optimizer", optimizer, tuple(OPTIMIZERS))
     arguments.check_whole("plan", "keep", keep)
     arguments.check_bool("plan", "pipeline", pipeline)
+    settings = {"optimizer": optimizer, "pipeline": pipeline, **_fixed_settings(microbatches, zero, recompute)}
     fixed, devices = _fixed_sizes(mesh, devices)
     milp()
     if hardware is None:
@@ -92,7 +99,7 @@ def plan(
             raise ShardingError(f"hardware: {why}")
     hw = device(hardware)
     limit = memory_of(memory, hw)
-    settings = {"optimizer": optimizer, "pipeline": pipeline, "fixed": fixed}
+    settings["fixed"] = fixed
     with no_gc(
         True
     ):  # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
@@ -101,6 +108,21 @@ def plan(
     return SearchedPlan.of(
         Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings), outcome.solutions[0]
     )
+
+
+def _fixed_settings(microbatches: int | None, zero: str | None, recompute: str | None) -> dict[str, Any]:
+    """The search's arguments for what is given of these, and for what is not."""
+    from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO
+
+    arguments.check_whole("plan", "microbatches", microbatches, optional=True)
+    for name, value, valid in (("zero", zero, ZERO), ("recompute", recompute, RECOMPUTE)):
+        if value is not None:
+            arguments.check_word("plan", name, value, valid)
+    return {
+        "microbatches": microbatches,
+        "zero": (zero,) if zero else ZERO,
+        "recompute": (recompute,) if recompute else RECOMPUTE,
+    }
 
 
 def _fixed_sizes(mesh: Any, devices: int | None) -> tuple[dict[str, int], int]:

@@ -18,7 +18,8 @@ from mindspeed_fx.arguments import parse_bytes
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.planning.search.costs import Prices
-from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO, Layout, meshes, microbatches
+from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO, Layout, meshes
+from mindspeed_fx.planning.search.layouts import microbatches as microbatch_counts
 from mindspeed_fx.planning.search.lower_bounds import LowerBounds, batch_parts
 from mindspeed_fx.planning.search.problem import Problem
 from mindspeed_fx.planning.search.solve import Allowed, Program, Solution, Unsayable
@@ -48,6 +49,14 @@ class Outcome:
         return max(0.0, self.solutions[0].seconds / self.bound - 1)
 
 
+def _counts(mesh: tuple[int, ...], rows: int, microbatches: int | None) -> list[int]:
+    """Numbers of microbatches to consider on a mesh, of ``rows`` sequences in all."""
+    own = rows // (mesh[1] * mesh[3])
+    if microbatches is None:
+        return microbatch_counts(mesh[0], own)
+    return [microbatches] if own % microbatches == 0 else []
+
+
 def branch_and_bound(
     problem: Problem,
     hw: Hardware,
@@ -60,6 +69,7 @@ def branch_and_bound(
     pipeline: bool = True,
     zero: tuple[str, ...] = ZERO,
     recompute: tuple[str, ...] = RECOMPUTE,
+    microbatches: int | None = None,
     allowed: Allowed | None = None,
     strategies: tuple[str, ...] = (),
 ) -> Outcome:
@@ -68,6 +78,7 @@ def branch_and_bound(
     Args:
         memory: bytes that one rank may hold.
         fixed: sizes of mesh dimensions that are given.
+        microbatches: how many; None: those of :func:`~mindspeed_fx.planning.search.layouts.microbatches`.
         allowed: strategies that may be used; None: all.
         strategies: names of the ways on cp that may be used; (): all.
 
@@ -91,11 +102,13 @@ def branch_and_bound(
             f"{devices} devices cannot share a batch of {rows} and a sequence of "
             f"{length}{f' with {fixed}' if fixed else ''}; give a larger batch"
         )
+    if not any(_counts(mesh, rows, microbatches) for mesh in factored):
+        raise ShardingError(f"{rows} sequences cannot be divided into {microbatches} microbatches on {devices} devices")
     state = _State(prices, memory, keep, allowed)
     offered = [
         (Layout(*mesh, m, z, recompute[0]), zero[2:] if z == "zero2" else ())
         for mesh in factored
-        for m in microbatches(mesh[0], rows // (mesh[1] * mesh[3]))
+        for m in _counts(mesh, rows, microbatches)
         for z in (zero[:2] if mesh[1] * mesh[2] * mesh[3] > 1 else ("never",))
     ]
     for layout, more in sorted(offered, key=lambda o: batch_parts(o[0])):  # a bound is one for finer cuts too

@@ -10,8 +10,9 @@ GiB = 2**30
 def format_plan(plan: Any) -> str:
     """The plan beside its alternatives, kinds of layers and collectives, a line each."""
     o, p = plan.searched.outcome, plan.searched.problem
+    hw = plan.searched.prices.hw
     head = (
-        f"modelled for {plan.searched.devices} x {plan.searched.prices.hw.name}, at most "
+        f"modelled for {plan.searched.devices} x {hw.name} ({hw.basis}), at most "
         f"{plan.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by "
         f"more than {100 * plan.gap:.2f} %"
     )
@@ -28,6 +29,8 @@ def format_plan(plan: Any) -> str:
             f"{row['seconds'] * 1e3:>9.1f} {row['bytes'] / GiB:>6.1f} {row['exposed_seconds'] * 1e3:>10.1f}  "
             f"{row['runs']}"
         )
+    low, high = plan.interval
+    lines.append(f"four of five such runs take {low * 1e3:.1f} to {high * 1e3:.1f} ms; {_equals(plan)}")
     lines += [
         "",
         f"{'layer':<28} {'count':>5} {'compute ms':>10} {'collectives ms':>14} {'state GiB':>9} {'kept GiB':>8}",
@@ -46,6 +49,22 @@ def format_plan(plan: Any) -> str:
         lines.append(f"to run it: {_loop(plan)}")
     lines += [f"note: {n}" for n in p.notes] + [f"not executable yet: {u}" for u in plan.unsupported]
     return "\n".join(lines)
+
+
+def _equals(plan: Any) -> str:
+    """Which other meshes the model cannot tell from the first, and the simplest of them."""
+    equals = plan.equals
+    if not equals:
+        return "no other mesh above is within that"
+    simplest = min([plan, *equals], key=lambda p: complexity(p.layout))
+    which = "this plan is the simplest of them" if simplest is plan else f"the simplest of them is {simplest.name}"
+    return f"{len(equals)} of the other meshes above are within that, {which}"
+
+
+def complexity(layout: Any) -> tuple[int, ...]:
+    """Layouts in the order of how much has to work together."""
+    dimensions = sum(n > 1 for n in (layout.pp, layout.cp, layout.ep, layout.tp))
+    return dimensions, layout.recompute != "none", layout.zero == "zero3", layout.pp, layout.tp
 
 
 def _loop(plan: Any) -> str:

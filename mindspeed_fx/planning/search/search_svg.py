@@ -82,7 +82,8 @@ span{{padding:3px 10px;margin-right:6px}}
 pre{{background:#f4f4f4;padding:12px;overflow:auto}}
 </style>
 <h1>{html.escape(plan.name)}</h1>
-<p>Modelled: {plan.seconds * 1e3:.1f} ms a step, {plan.memory / 2**30:.1f} GiB a device.
+<p>Modelled: {plan.seconds * 1e3:.1f} ms a step ({plan.interval[0] * 1e3:.1f} to {plan.interval[1] * 1e3:.1f}),
+{plan.memory / 2**30:.1f} GiB a device.
 Bars: forward and backward of one operator on one rank; colors: what tp divides.</p>
 <p>{legend}</p>
 <svg width="{WIDTH}" height="{y + 10}" xmlns="http://www.w3.org/2000/svg">{"".join(body)}</svg>

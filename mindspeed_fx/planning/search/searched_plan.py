@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Sequence
 
+from mindspeed_fx.cost.training import interval_of
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.planning.search import constraints
 from mindspeed_fx.planning.search.branch_and_bound import Outcome, branch_and_bound
@@ -72,6 +73,19 @@ class SearchedPlan(Plan):
     def seconds(self) -> float:
         """Modelled seconds of a training step."""
         return self.solution.seconds
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds in which four of five published runs of this class are, of what is modelled for them
+        (:func:`mindspeed_fx.planning.predict.predict`; docs/cost.md)."""
+        low, high = interval_of(self.searched.prices.hw, "experts" if self.searched.problem.experts else "dense")
+        return self.seconds * low, self.seconds * high
+
+    @property
+    def equals(self) -> list["SearchedPlan"]:
+        """The alternatives that the model cannot tell from this plan: their times are in its interval."""
+        low, high = self.interval
+        return [p for p in self.alternatives if p.solution is not self.solution and low <= p.seconds <= high]
 
     @property
     def memory(self) -> float:
@@ -271,7 +285,7 @@ class SearchedPlan(Plan):
             fixed=fixed,
             zero=zero,
             allowed=constraints.following(other, self.searched.problem),
-            **{k: v for k, v in self.searched.settings.items() if k != "fixed"},
+            **{k: v for k, v in self.searched.settings.items() if k not in ("fixed", "zero")},
         )
         return result.solutions[0]
 
@@ -330,6 +344,7 @@ class SearchedPlan(Plan):
             "zero": L.zero,
             "recompute": L.recompute,
             "seconds": self.seconds,
+            "interval": list(self.interval),
             "bytes": self.memory,
             "exposed_seconds": self.exposed,
             "parts": self.solution.parts,

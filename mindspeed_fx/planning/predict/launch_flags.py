@@ -1,0 +1,70 @@
+"""Settings of a Megatron or MindSpeed launch, read from its flags."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from mindspeed_fx.planning.predict.architecture import values_of
+from mindspeed_fx.planning.predict.settings import Settings
+
+SIZES = {
+    "--seq-length": "sequence",
+    "--micro-batch-size": "microbatch",
+    "--global-batch-size": "batch",
+    "--tensor-model-parallel-size": "tp",
+    "--pipeline-model-parallel-size": "pp",
+    "--context-parallel-size": "cp",
+    "--expert-model-parallel-size": "ep",
+    "--expert-tensor-parallel-size": "etp",
+}
+SWITCHES = {
+    "--overlap-grad-reduce": "overlap_gradients",
+    "--overlap-param-gather": "overlap_parameters",
+    "--use-ascend-mc2": "overlap_tp",
+    "--use-ascend-coc": "overlap_tp",
+    "--recompute-activation-function": "recompute_activation",
+    "--reuse-fp32-param": "reuse_float32",
+}
+FUSED_FLAGS = {
+    "--use-flash-attn": "attention",
+    "--use-fused-rmsnorm": "rms_norm",
+    "--use-fused-swiglu": "swiglu",
+    "--use-fused-rotary-pos-emb": "rope",
+}
+CP_KINDS = {"ulysses": "ulysses", "hybrid": "hybrid", "kvallgather": "kv_allgather"}
+
+
+def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
+    """The settings of a launch on ``devices`` ranks.
+
+    Raises:
+        OptionError: sizes that do not divide each other.
+    """
+    texts = values_of(flags)
+    values: dict[str, Any] = {field: int(texts[flag]) for flag, field in SIZES.items() if texts.get(flag)}
+    values |= {field: True for flag, field in SWITCHES.items() if flag in texts}
+    pp, layers = values.get("pp", 1), int(texts.get("--num-layers") or 0)
+    if (chunk := int(texts.get("--num-layers-per-virtual-pipeline-stage") or 0)) and pp > 1:
+        values["vpp"] = max(1, layers // pp // chunk)
+    granularity = texts.get("--recompute-granularity", "none")
+    values["recompute"] = granularity if granularity in ("full", "selective") else "none"
+    if texts.get("--recompute-method") == "block":
+        values["recompute_layers"] = int(texts.get("--recompute-num-layers") or 0)
+    algorithm = texts.get("--context-parallel-algo", "")
+    values["cp_kind"] = next((kind for word, kind in CP_KINDS.items() if algorithm.startswith(word)), "ring")
+    values["dispatcher"] = "allgather" if texts.get("--moe-token-dispatcher-type") == "allgather" else "alltoall"
+    sharded = "--use-custom-fsdp" in texts or "--use-torch-fsdp2" in texts
+    values["zero"] = 3 if sharded else 1 if "--use-distributed-optimizer" in texts else 0
+    values["sequence_parallel"] = "--sequence-parallel" in texts or values.get("tp", 1) == 1
+    values["precision"] = "float16" if "--fp16" in texts else "bfloat16" if "--bf16" in texts else "float32"
+    values["float32_gradients"] = "--fp16" not in texts
+    fused = [name for flag, name in FUSED_FLAGS.items() if flag in texts]
+    if "--gemm-gradient-accumulation-fusion" in texts:
+        fused.append("matmul_add")
+    values["fused"] = tuple(fused)
+    if "--swap-attention" in texts:
+        values["offload"] = "attention"
+    if "--swap-optimizer" in texts:
+        values["offload"] = "optimizer"
+    values["lora"] = int(texts.get("--lora-r") or 0)
+    return Settings(devices=devices, **values)

@@ -1,0 +1,137 @@
+"""What a training run fixes beside the model: ranks, batch, memory savers, precision, operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mindspeed_fx.errors import OptionError, nearest
+
+FUSED = ("attention", "rms_norm", "swiglu", "rope", "matmul_add")
+FRAMEWORKS = ("megatron", "legacy", "mindspore", "fsdp", "deepspeed")
+PRECISIONS = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+RECOMPUTE = ("none", "selective", "full")
+CHOICES: dict[str, tuple] = {
+    "framework": FRAMEWORKS,
+    "precision": PRECISIONS,
+    "recompute": RECOMPUTE,
+    "zero": (0, 1, 2, 3),
+    "cp_kind": ("ring", "ulysses", "hybrid", "kv_allgather"),
+    "dispatcher": ("alltoall", "allgather"),
+    "offload": ("none", "attention", "activations", "optimizer"),
+    "attention_kernel": ("current", "early"),
+    "optimizer": ("adam", "momentum", "sgd"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one run; sizes are counts."""
+
+    devices: int
+    sequence: int
+    microbatch: int = 1
+    """Sequences of one forward on one rank."""
+    batch: int = 0
+    """Sequences of a step on all ranks; 0: one microbatch on each data-parallel rank."""
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Virtual stages of a rank."""
+    cp: int = 1
+    cp_kind: str = "ring"
+    ep: int = 1
+    etp: int = 0
+    """Ranks that divide each expert; 0: as tp."""
+    dispatcher: str = "alltoall"
+    zero: int = 0
+    """1: optimizer states divided (Megatron's distributed optimizer), 2: gradients too, 3: parameters too."""
+    shards: int = 0
+    """Ranks over which ZeRO divides; 0: all data-parallel ones."""
+    sequence_parallel: bool = True
+    recompute: str = "none"
+    recompute_layers: int = 0
+    """With "full": layers of each virtual stage that are recomputed; 0: all of them."""
+    recompute_activation: bool = False
+    """What the activation function made is recomputed."""
+    offload: str = "none"
+    overlap_gradients: bool = False
+    overlap_parameters: bool = False
+    overlap_tp: bool = False
+    """Products and collectives of tensor parallelism in pieces (CoC, MC2, async TP)."""
+    precision: str = "bfloat16"
+    float32_gradients: bool = True
+    reuse_float32: bool = False
+    """The 16-bit parameters lie in the memory of their float32 copies (MindSpeed's reuse-fp32-param)."""
+    fused: tuple[str, ...] = FUSED
+    attention_kernel: str = "current"
+    """"current": the vendor's or FlashAttention 3; "early": FlashAttention 1 in Triton."""
+    optimizer: str = "adam"
+    framework: str = "megatron"
+    lora: int = 0
+    """Rank of adapters; 0: everything is trained."""
+    loss_chunks: int = 1
+    """Pieces in which the head and the loss are computed."""
+
+    def __post_init__(self) -> None:
+        for name, valid in CHOICES.items():
+            if getattr(self, name) not in valid:
+                raise OptionError(f"settings: {name} is {getattr(self, name)!r}; valid: {', '.join(map(str, valid))}")
+        for name in ("devices", "sequence", "microbatch", "tp", "pp", "vpp", "cp", "ep"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise OptionError(f"settings: {name} is {getattr(self, name)!r}; valid: a whole number from 1 on")
+        if self.devices % (self.tp * self.pp * self.cp):
+            raise OptionError(
+                f"settings: tp={self.tp} x pp={self.pp} x cp={self.cp} does not divide {self.devices} devices"
+            )
+        if (self.dp * self.cp) % max(1, self.ep * self.expert_tp // self.tp):
+            raise OptionError(f"settings: ep={self.ep} does not divide dp x cp = {self.dp * self.cp}")
+        if self.batch and self.batch % (self.dp * self.microbatch):
+            raise OptionError(
+                f"settings: a batch of {self.batch} is no multiple of dp={self.dp} x microbatch={self.microbatch}"
+            )
+
+    @property
+    def dp(self) -> int:
+        return self.devices // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // (self.dp * self.microbatch) if self.batch else 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on all ranks."""
+        return self.microbatches * self.microbatch * self.dp * self.sequence
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same parameters, but for ZeRO."""
+        return self.dp * self.cp
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def dtype(self) -> str:
+        """Of activations."""
+        return "bfloat16" if self.precision.startswith("float8") else self.precision
+
+
+def settings(values: "Settings | dict[str, Any]") -> Settings:
+    """``values`` as :class:`Settings`.
+
+    Raises:
+        OptionError: unknown name, wrong value, or a mesh that does not divide what it has to.
+    """
+    if isinstance(values, Settings):
+        return values
+    known = [f.name for f in fields(Settings)]
+    for name in (n for n in values if n not in known):
+        raise OptionError(f"settings have no {name!r}; valid: {', '.join(known)}{nearest(name, known)}")
+    return Settings(**values)
