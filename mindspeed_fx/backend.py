@@ -103,7 +103,9 @@ class Compilation:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         try:
             with self._timed("compile"):
-                compiled = self._compile(graph_inputs.copy_dynamo_graph(gm), inputs)
+                copy = graph_inputs.copy_dynamo_graph(gm)
+                compiled = self._compile(copy, inputs)
+                graph_inputs.drop_owner(copy)
         except BaseException:
             recorder.discard(self.record)
             raise
