@@ -204,6 +204,7 @@ class Compilation:
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable, self.sharding)
         fx_graph.replace_graph(gm, captured)
+        graph_inputs.drop_owner(captured)
         self.average(gm)
         return None
 
