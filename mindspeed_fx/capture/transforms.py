@@ -15,11 +15,14 @@ The same is done to a function that Dynamo does not look into (``torch.compiler.
 from __future__ import annotations
 
 import operator
+from typing import Iterable
 
+import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import fx_graph, tracing
-from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform
+from mindspeed_fx.compat import fake, fx_graph, tracing
+from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform, written_nodes
 
 NAME = "transform_"
 
@@ -115,14 +118,37 @@ def writes(n: fx.Node) -> bool:
 
 def keeps_writes(gm: fx.GraphModule) -> bool:
     """Whether writes must stay in the graphs that AOTAutograd makes: tensors are changed in place in the backward of an
-    ``autograd.Function`` and also in the forward, or get other memory (``tensor.data = other``)."""
+    ``autograd.Function`` and also in the forward, or get other memory (``tensor.data = other``), or take gradients: what
+    is written after the graphs is a result of theirs, and such a tensor had a gradient of zeros where it has none."""
     graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    if any(tracing.is_data_assignment(n.target) for m in graphs for n in m.graph.nodes):
+    if any(tracing.is_data_assignment(n.target) for m in graphs for n in m.graph.nodes) or _writes_parameters(gm):
         return True
     backward = [getattr(m, str(n.args[1].target)) for m in graphs for n in m.graph.nodes if _is_autograd_function(n)]
     if not any(_changes_values(b) for b in backward):
         return False
     return any(_changes_values(m) for m in graphs if all(m is not b for b in backward))
+
+
+def _writes_parameters(gm: fx.GraphModule) -> bool:
+    """Whether a graph that takes gradients writes an input that does."""
+    results = next(iter(reversed(gm.graph.nodes))).all_input_nodes
+    if not any(n.meta.get("needs_grad", False) for n in results) and not any(v.requires_grad for v in _tensors(results)):
+        return False
+    parameters = {fake.storage_of(v) for v in _tensors(gm.graph.find_nodes(op="placeholder")) if v.requires_grad}
+    written = [a for n in gm.graph.nodes for a in _written(n)]
+    return any(fake.storage_of(v) in parameters for v in _tensors(written))
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
+    values = pytree.tree_leaves([fx_graph.example_value_of(n) for n in nodes])
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _written(n: fx.Node) -> list[fx.Node]:
+    """What a call changes in place, of a graph that was captured or not."""
+    if isinstance(n.target, torch._ops.OpOverload):
+        return written_nodes(n)
+    return [a for a in (*n.args[:1], n.kwargs.get("out")) if isinstance(a, fx.Node)] if writes(n) else []
 
 
 def _is_autograd_function(n: fx.Node) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mindspeed_fx.capture import capture, isolate
+from mindspeed_fx.planning.simulate import simulate
 from tests.torch_suites.torch_programs import Table, assert_same, leaves
 
 TABLE = Table()
@@ -34,8 +35,19 @@ class Alone(torch.autograd.Function):
         return g.clamp(-1, 1)
 
 
+class Centered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x - x.mean(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * g.shape[1] + g.sum(1, keepdim=True)
+
+
 rounded = torch.compiler.allow_in_graph(Rounded)
 straight_through = torch.compiler.allow_in_graph(Alone)
+centered = torch.compiler.allow_in_graph(Centered)
 
 
 @torch.compiler.allow_in_graph
@@ -96,6 +108,26 @@ def test_what_stands_around_a_call_is_captured():
     assert isolate(graphs[0]) is None
     targets = [str(n.target) for n in capture(graphs[0]).graph.nodes if n.op == "call_function"]
     assert "wrap" in targets and "aten.exp.default" in targets and "aten.sign.default" not in targets
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(centered.apply(self.up(x))).square().mean()
+
+
+def test_under_a_plan_that_divides_the_sequence():
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.randn(2, 8, 16, dtype=torch.double)
+    loss = model(x)
+    loss.backward()
+    result = simulate(model, {"cp": 2}, "ulysses", x)
+    torch.testing.assert_close(result.outputs[0].detach(), loss.detach())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(result.gradients[name], p.grad)
 
 
 def test_data_written_after_it_was_saved():
