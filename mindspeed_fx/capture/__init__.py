@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import CaptureError, trace
-from mindspeed_fx.capture.transforms import isolate, writes, keeps_writes
+from mindspeed_fx.capture.transforms import isolate, keeps_writes, writes
 from mindspeed_fx.compat import fake, fx_graph, tracing
 
 __all__ = ["CaptureError", "capture", "explain_unread", "isolate", "keeps_writes"]

@@ -132,7 +132,9 @@ def keeps_writes(gm: fx.GraphModule) -> bool:
 def _writes_parameters(gm: fx.GraphModule) -> bool:
     """Whether a graph that takes gradients writes an input that does."""
     results = next(iter(reversed(gm.graph.nodes))).all_input_nodes
-    if not any(n.meta.get("needs_grad", False) for n in results) and not any(v.requires_grad for v in _tensors(results)):
+    if not any(n.meta.get("needs_grad", False) for n in results) and not any(
+        v.requires_grad for v in _tensors(results)
+    ):
         return False
     parameters = {fake.storage_of(v) for v in _tensors(gm.graph.find_nodes(op="placeholder")) if v.requires_grad}
     written = [a for n in gm.graph.nodes for a in _written(n)]
