@@ -117,9 +117,10 @@ def writes(n: fx.Node) -> bool:
 
 
 def keeps_writes(gm: fx.GraphModule) -> bool:
-    """Whether writes must stay in the graphs that AOTAutograd makes: tensors are changed in place in the backward of an
-    ``autograd.Function`` and also in the forward, or get other memory (``tensor.data = other``), or take gradients: what
-    is written after the graphs is a result of theirs, and such a tensor had a gradient of zeros where it has none."""
+    """Whether writes must stay in the graphs that AOTAutograd makes: of tensors that are changed in place in the
+    backward of an ``autograd.Function`` and also in the forward, that get other memory (``tensor.data = other``), or
+    that take gradients. What is written after the graphs is a result of theirs, and gets a gradient of zeros.
+    """
     graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
     if any(tracing.is_data_assignment(n.target) for m in graphs for n in m.graph.nodes) or _writes_parameters(gm):
         return True
