@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx._version import __version__
-from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, writes_both_ways
+from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
 from mindspeed_fx.compat import bisector, distributed, fx_graph, graph_inputs, npu
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
@@ -103,7 +103,9 @@ class Compilation:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         try:
             with self._timed("compile"):
-                compiled = self._compile(graph_inputs.copy_dynamo_graph(gm), inputs)
+                copy = graph_inputs.copy_dynamo_graph(gm)
+                compiled = self._compile(copy, inputs)
+                graph_inputs.drop_owner(copy)
         except BaseException:
             recorder.discard(self.record)
             raise
@@ -155,7 +157,7 @@ class Compilation:
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
         wrap = self.steps.wrap if self.steps is not None else wrap
         if not inductor:
-            how = {"decompositions": table, "keep_writes": writes_both_ways(gm)}
+            how = {"decompositions": table, "keep_writes": keeps_writes(gm)}
             inner, partition = self.run_eagerly, self.partitioner()
             return wrap(inductor_compat.compile_without_codegen(gm, inputs, inner=inner, partition=partition, **how))
         if self.options.target == "npu":
@@ -202,6 +204,7 @@ class Compilation:
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable, self.sharding)
         fx_graph.replace_graph(gm, captured)
+        graph_inputs.drop_owner(captured)
         self.average(gm)
         return None
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import CaptureError, trace
-from mindspeed_fx.capture.transforms import isolate, writes_both_ways
-from mindspeed_fx.compat import fx_graph, tracing
+from mindspeed_fx.capture.transforms import isolate, keeps_writes, writes
+from mindspeed_fx.compat import fake, fx_graph, tracing
 
-__all__ = ["CaptureError", "capture", "explain_unread", "isolate", "writes_both_ways"]
+__all__ = ["CaptureError", "capture", "explain_unread", "isolate", "keeps_writes"]
 
 
 def capture(gm: fx.GraphModule) -> fx.GraphModule:
@@ -23,6 +26,8 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
 
 def explain_unread(gm: fx.GraphModule) -> str | None:
     """Why a Dynamo graph cannot be read as operators on plain tensors, in one sentence; None where it can be."""
+    if reason := _explain_data(gm):
+        return reason
     for node in gm.graph.nodes:
         body = getattr(gm, node.target, None) if node.op == "get_attr" and "." not in node.target else None
         if isinstance(body, fx.GraphModule) and (reason := explain_unread(body)):
@@ -34,3 +39,25 @@ def explain_unread(gm: fx.GraphModule) -> str | None:
             if tracing.is_backward_state(value):
                 return "the graph puts hooks on tensors, which run in the backward, and is not captured"
     return None
+
+
+def _explain_data(gm: fx.GraphModule) -> str | None:
+    """Why ``tensor.data`` of a graph cannot be read as ``tensor.detach()``: what is written through it, or assigned to
+    it, does not count as a new version of the tensor, and no operator says so."""
+    data = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" and node.op != "call_method":
+            continue
+        if tracing.is_data_assignment(node.target):
+            return f"the graph assigns to .data of a tensor ({node.args[0]}), and is not captured"
+        if tracing.is_data(node.target):
+            data |= _memory(node)
+        elif data and writes(node) and data & _memory(node.args[:1], node.kwargs.get("out")):
+            return f"the graph writes a tensor through .data ({node.name}), and is not captured"
+    return None
+
+
+def _memory(*nodes: Any) -> set[int]:
+    """Storages of fake values."""
+    values = pytree.tree_leaves(fx.map_arg(nodes, fx_graph.example_value_of))
+    return {fake.storage_of(v) for v in values if isinstance(v, torch.Tensor)}

@@ -28,6 +28,7 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     for body in bodies(gm):
         normalize(body)
     annotate(gm)
+    _drop_detachments(gm)
     _functionalize(gm)
     for node in list(gm.graph.nodes):
         if (
@@ -43,6 +44,18 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 # --------------------------------------------------------------------------- in-place -> functional
+
+
+def _drop_detachments(gm: fx.GraphModule) -> None:
+    """Remove ``detach_`` of values without a gradient, which ``torch.tensor`` leaves behind.
+
+    As ``detach`` it would be a view: what AOTAutograd makes of two views of the tensor had two bases then, and the next
+    graph may not write inputs that share memory and no base.
+    """
+    for node in list(gm.graph.nodes):
+        if node.target is aten.detach_.default and not node.args[0].meta["needs_grad"]:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
 
 
 def _functionalize(gm: fx.GraphModule) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import tracing
-from mindspeed_fx.graph.annotate import is_transform_body
+from mindspeed_fx.graph.annotate import is_isolated_body
 
 
 class CaptureError(RuntimeError):
@@ -75,7 +75,7 @@ def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModu
     # An autograd.Function's backward takes gradients, not the operands: only its forward body is captured.
     for body in bodies[:1] if tracing.is_autograd_function(node.target) else bodies:
         module = _attribute(gm, body.target)
-        if is_transform_body(module):
+        if is_isolated_body(module):
             continue
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         values = [example_value(a) if isinstance(a, fx.Node) else a for a in operands]

@@ -1,4 +1,5 @@
-"""Calls of ``torch.func.vmap`` in a Dynamo graph: each becomes one call of a graph of its own.
+"""Calls of ``torch.func.vmap``, and of functions that Dynamo leaves whole, in a Dynamo graph: each becomes one call of
+a graph of its own.
 
 Dynamo inlines a function transform as calls that enter and leave its level, with wrapped tensors between them
 (``associative_scan`` is spelled with vmap, so that a state space model has dozens). Tracing those again would record
@@ -6,23 +7,29 @@ the wrappers. From the entry to the exit the nodes are therefore moved, as they 
 capture records as one node and passes do not read; what stands around it is captured like any graph. Values and
 gradients are those of the graph as it was: AOTAutograd runs the body where the nodes stood. Other transforms (grad,
 jvp) stay where they are, and so does the graph around them.
+
+The same is done to a function that Dynamo does not look into (``torch.compiler.allow_in_graph``) and that applies an
+``autograd.Function``: the operators of its forward say nothing of the gradient that it defines.
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Iterable
 
+import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import fx_graph, tracing
-from mindspeed_fx.graph.annotate import _is_transform
+from mindspeed_fx.compat import fake, fx_graph, tracing
+from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform, written_nodes
 
 NAME = "transform_"
 
 
 def isolate(gm: fx.GraphModule) -> str | None:
-    """Move every vmap of a Dynamo graph, and of the bodies of its higher-order operators, into a body of its own, in
-    place; the reason where one cannot be moved (the graph then stays as Dynamo made it)."""
+    """Move every vmap and every whole call of a Dynamo graph, and of the bodies of its higher-order operators, into a
+    body of its own, in place; the reason where one cannot be moved (the graph then stays as Dynamo made it)."""
     for node in gm.graph.nodes:
         if (
             node.op == "get_attr"
@@ -31,6 +38,7 @@ def isolate(gm: fx.GraphModule) -> str | None:
             and (reason := isolate(body))
         ):
             return reason
+    _move_whole_calls(gm)
     regions = _regions(gm)
     reason = next((r for r in regions if isinstance(r, str)), None) or next(
         (why for r in regions if (why := _stays(r))), None
@@ -41,6 +49,23 @@ def isolate(gm: fx.GraphModule) -> str | None:
         if regions:
             gm.recompile()
     return reason
+
+
+def _move_whole_calls(gm: fx.GraphModule) -> None:
+    """Move what applies an ``autograd.Function`` unseen, with the reads of its results, unless a transform holds it."""
+    if any(_is_transform(n) for n in gm.graph.nodes):
+        return
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and _applies_autograd_function(n)]
+    for call in calls:
+        call.meta[WHOLE_CALL] = True
+        _move(gm, [call, *(n for n in gm.graph.nodes if n.target is operator.getitem and n.args[0] is call)])
+    if calls:
+        gm.recompile()
+
+
+def _applies_autograd_function(n: fx.Node) -> bool:
+    args, kwargs = fx.map_arg((n.args, n.kwargs), fx_graph.example_value_of)
+    return tracing.applies_autograd_function(n.target, args, kwargs)
 
 
 def _regions(gm: fx.GraphModule) -> list[list[fx.Node] | str]:
@@ -73,14 +98,15 @@ def _stays(region: list[fx.Node]) -> str | None:
     for n in region:
         if n.op == "call_function" and (tracing.is_grad_mode_switch(n.target) or tracing.is_autocast_switch(n.target)):
             return f"{what} and switches gradients or autocast inside, and is not captured"
-        if _writes(n):
+        if writes(n):
             return f"{what} and changes values in place inside ({n.name}), and is not captured"
         if any(u not in members for u in n.users) and tracing.is_function_wrapper(fx_graph.example_value_of(n)):
             return f"{what}, whose wrapped value {n.name} is used after it, and is not captured"
     return None
 
 
-def _writes(n: fx.Node) -> bool:
+def writes(n: fx.Node) -> bool:
+    """Whether a call of a Dynamo graph changes an argument in place, by its name."""
     name = n.target if n.op == "call_method" else getattr(n.target, "__name__", "") if n.op == "call_function" else ""
     inplace = (
         name.endswith("_")
@@ -90,13 +116,42 @@ def _writes(n: fx.Node) -> bool:
     return not _is_transform(n) and (inplace or "out" in n.kwargs)
 
 
-def writes_both_ways(gm: fx.GraphModule) -> bool:
-    """Whether tensors are changed in place in the backward of an ``autograd.Function`` and also in the forward."""
+def keeps_writes(gm: fx.GraphModule) -> bool:
+    """Whether writes must stay in the graphs that AOTAutograd makes: of tensors that are changed in place in the
+    backward of an ``autograd.Function`` and also in the forward, that get other memory (``tensor.data = other``), or
+    that take gradients. What is written after the graphs is a result of theirs, and gets a gradient of zeros.
+    """
     graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    if any(tracing.is_data_assignment(n.target) for m in graphs for n in m.graph.nodes) or _writes_parameters(gm):
+        return True
     backward = [getattr(m, str(n.args[1].target)) for m in graphs for n in m.graph.nodes if _is_autograd_function(n)]
     if not any(_changes_values(b) for b in backward):
         return False
     return any(_changes_values(m) for m in graphs if all(m is not b for b in backward))
+
+
+def _writes_parameters(gm: fx.GraphModule) -> bool:
+    """Whether a graph that takes gradients writes an input that does."""
+    results = next(iter(reversed(gm.graph.nodes))).all_input_nodes
+    if not any(n.meta.get("needs_grad", False) for n in results) and not any(
+        v.requires_grad for v in _tensors(results)
+    ):
+        return False
+    parameters = {fake.storage_of(v) for v in _tensors(gm.graph.find_nodes(op="placeholder")) if v.requires_grad}
+    written = [a for n in gm.graph.nodes for a in _written(n)]
+    return any(fake.storage_of(v) in parameters for v in _tensors(written))
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
+    values = pytree.tree_leaves([fx_graph.example_value_of(n) for n in nodes])
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _written(n: fx.Node) -> list[fx.Node]:
+    """What a call changes in place, of a graph that was captured or not."""
+    if isinstance(n.target, torch._ops.OpOverload):
+        return written_nodes(n)
+    return [a for a in (*n.args[:1], n.kwargs.get("out")) if isinstance(a, fx.Node)] if writes(n) else []
 
 
 def _is_autograd_function(n: fx.Node) -> bool:
@@ -104,7 +159,7 @@ def _is_autograd_function(n: fx.Node) -> bool:
 
 
 def _changes_values(gm: fx.GraphModule) -> bool:
-    return any(_writes(n) or tracing.is_mutable(n.target) for n in gm.graph.nodes)
+    return any(writes(n) or tracing.is_mutable(n.target) for n in gm.graph.nodes)
 
 
 def _move(gm: fx.GraphModule, region: list[fx.Node]) -> None:

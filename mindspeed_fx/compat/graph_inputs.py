@@ -35,6 +35,12 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
+def drop_owner(gm: fx.GraphModule) -> None:
+    """End the circle of a module and its graph once it is compiled: the tensors that the module holds, the states of an
+    optimizer among them, go when their owner lets them go, not with the next collection of garbage."""
+    gm.graph._owning_module = None
+
+
 def add_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> list[Any]:
     """Give a copy of Dynamo's graph inputs for ``added`` behind its own, named after ``stem``, in place; returns what
     to trace them with: sizes that do not change.

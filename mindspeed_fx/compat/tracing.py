@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -43,6 +44,7 @@ def tracing_fake(values: Sequence[Any]) -> Iterator[Any]:
     """Trace on the fake values' own mode. Dynamo's fake mode is not the TracingContext's but shares its shape
     environment; without this mode and the Python dispatcher, symbolic sizes are baked in or lose their source."""
     from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,7 +54,8 @@ def tracing_fake(values: Sequence[Any]) -> Iterator[Any]:
     try:
         # What a graph leaves of the grad mode is its caller's to see, and not ours.
         grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
-        with tracing(TracingContext(mode)), mode, enable_python_dispatcher(), grad_mode:
+        no_hooks = _disable_saved_tensors_hooks_during_tracing()
+        with tracing(TracingContext(mode)), mode, enable_python_dispatcher(), grad_mode, no_hooks:
             yield mode
     except Exception:
         pending[:] = symbols  # those of a trace that is given up have no graph
@@ -241,6 +244,11 @@ def is_data(target: Any) -> bool:
     return target is torch._C._autograd._get_data_attr
 
 
+def is_data_assignment(target: Any) -> bool:
+    """True for what Dynamo puts after the ``set_`` that it makes of ``tensor.data = other``."""
+    return getattr(target, "__name__", "") == "_lower_version_count_by_1"
+
+
 def is_higher_order(target: Any) -> bool:
     """True for operators that take graphs: autograd.Function, checkpoint, wrap, cond ..."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -249,6 +257,32 @@ def is_higher_order(target: Any) -> bool:
 def is_autograd_function(target: Any) -> bool:
     """True for the node that Dynamo makes of ``autograd.Function.apply``."""
     return is_higher_order(target) and target.name() == "autograd_function_apply"
+
+
+def applies_autograd_function(target: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function that Dynamo left whole applies an ``autograd.Function``, seen by calling it on fake values."""
+    if not isinstance(target, (types.FunctionType, types.MethodType)) or is_higher_order(target):
+        return False
+    if target.__name__ == "trampoline_autograd_apply":  # what Dynamo makes of such a class itself
+        return True
+    if str(target.__module__).startswith("torch."):
+        return False
+    kind, applied = torch.autograd.Function, []
+    original = kind.__dict__["apply"]
+
+    def note(cls: Any, *operands: Any, **named: Any) -> Any:
+        applied.append(cls)
+        return original.__get__(None, cls)(*operands, **named)
+
+    kind.apply = classmethod(note)
+    try:
+        with tracing_fake([*pytree.tree_leaves((args, kwargs))]):
+            target(*args, **kwargs)
+    except Exception:
+        return bool(applied)  # the trace of the graph says what is wrong with the call
+    finally:
+        kind.apply = original
+    return bool(applied)
 
 
 def is_checkpoint(target: Any) -> bool:

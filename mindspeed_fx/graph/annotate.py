@@ -17,14 +17,14 @@ aten = torch.ops.aten
 
 def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Graphs that higher-order operators of ``gm`` run as part of the forward, in captured form (an autograd.Function's
-    own backward is not one, nor is a function transform)."""
+    own backward is not one, nor is a function transform or a whole call)."""
     results = []
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_higher_order(node.target):
             graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
             graphs = [g for g in graphs if isinstance(g, fx.GraphModule)]
             graphs = graphs[:1] if tracing.is_autograd_function(node.target) else graphs
-            results += [g for g in graphs if _is_captured(g) and not is_transform_body(g)]
+            results += [g for g in graphs if _is_captured(g) and not is_isolated_body(g)]
     return results
 
 
@@ -108,6 +108,10 @@ def _is_transform(n: fx.Node) -> bool:
     return n.op == "call_function" and tracing.is_function_transform(n.target)
 
 
-def is_transform_body(gm: fx.GraphModule) -> bool:
+WHOLE_CALL = "whole_call"
+"""Mark of a node that calls a function with a gradient of its own."""
+
+
+def is_isolated_body(gm: fx.GraphModule) -> bool:
     """True for a body that :func:`isolate` made: it is not read."""
-    return any(_is_transform(n) for n in gm.graph.nodes)
+    return any(_is_transform(n) or WHOLE_CALL in n.meta for n in gm.graph.nodes)

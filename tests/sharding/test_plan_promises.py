@@ -334,9 +334,9 @@ def test_every_large_value_of_deepseek_is_divided_with_the_batch():
         if math.prod(v.shape) >= rows * seq and not any(problem.batch in dim for dim in v.dims)
         if any(use.value.parameter is None for use in n.uses)  # a weight's cast has no batch
     ]
-    # a token's choices are sorted by expert over all tokens: the sorted dimension is the only one
-    assert len(problem.nodes) > 40 and {x for x in large if x[0] != "sort"} == set(), large
-    assert {shape for op, shape in large if op == "sort"} == {(rows * seq * 2,)}
+    # a token's choices are sorted by expert over all tokens, and cast to be counted: their only dimension is sorted
+    assert len(problem.nodes) > 40
+    assert {op for op, _ in large} == {"sort", "to"} and {shape for _, shape in large} == {(rows * seq * 2,)}, large
     assert len(repr(problem.nodes[0])) < 5000
 
 

@@ -165,3 +165,30 @@ def test_a_view_outlives_what_its_base_is_set_to():
         return x + other.reshape(3, 3), y
 
     assert_same(program, leaves((3, 3)), prepare=cloned, fullgraph=False)
+
+
+FRESH = {
+    "tensor": lambda x: torch.tensor([1, 2]),
+    "new_tensor": lambda x: x.new_tensor([1.0, 2.0]),
+    "as_tensor": lambda x: torch.as_tensor([1.0, 2.0]),
+    "arange": lambda x: torch.arange(2),
+    "clone": lambda x: x.detach().clone(),
+    "detach_": lambda x: (x.detach() * 2).detach_(),
+    "t_": lambda x: x.detach().clone().t_(),
+    "unsqueeze_": lambda x: x.detach().clone().unsqueeze_(0).squeeze_(0),
+}
+"""What makes a tensor of two elements that no caller has seen."""
+
+
+@pytest.mark.parametrize("fresh", FRESH)
+def test_two_views_of_a_fresh_tensor_are_written_in_the_next_graph(fresh):
+    def program(x):
+        whole = FRESH[fresh](x)
+        first, all_of_it = whole[:1], whole.view(2, 1)
+        first.add_(1)
+        torch._dynamo.graph_break()
+        first.mul_(3)
+        all_of_it.add_(2)
+        return first, all_of_it
+
+    assert_same(program, leaves((2,)), fullgraph=False)

@@ -133,3 +133,25 @@ def test_hooks_on_outputs_and_saved_tensors():
         grads.append(x.grad)
     torch.testing.assert_close(grads[1], grads[0])
     assert packed
+
+
+def test_hooks_on_saved_tensors_run_in_the_program_alone():
+    """Tracing saves fake tensors: the hooks see what a step saves, once."""
+    calls = []
+
+    def pack(x):
+        calls.append("pack")
+        return x
+
+    def unpack(x):
+        calls.append("unpack")
+        return x
+
+    torch._dynamo.reset()
+    x, y = torch.ones(4, requires_grad=True), torch.ones(4)
+    compiled = torch.compile(lambda x, y: x * y, backend="mindspeed", options=OPTIONS)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        result = compiled(x, y)
+        assert calls == ["pack"]
+        result.sum().backward()
+    assert calls == ["pack", "unpack"]

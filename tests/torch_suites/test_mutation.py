@@ -158,6 +158,17 @@ def input_and_its_view_written(x, y):
     return x + y.squeeze(1)
 
 
+@TABLE.add((3, 3), (3, 3), (3, 3))
+def average_written_without_gradients(x, average, weight):
+    """What takes gradients and has none is left without, not with zeros, by which an optimizer would step."""
+    with torch.no_grad():
+        target = x @ average
+    result = x * weight + target
+    with torch.no_grad():
+        average.lerp_(weight, 0.1)
+    return result
+
+
 @pytest.mark.parametrize("name", sorted(TABLE.programs))
 def test_program(name):
     TABLE.assert_same(name)

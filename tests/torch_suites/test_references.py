@@ -78,3 +78,25 @@ def test_a_graph_without_gradients_keeps_nothing():
         references = weakref.ref(x), weakref.ref(out)
         del x, out
         assert alive(*references) == [False, False]
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_states_of_an_optimizer_go_with_it(level):
+    """At once: nothing that compiles holds them in a circle."""
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=0.01)
+
+    def step():
+        optimizer.step()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="mindspeed", options={"level": level, "codegen": "eager"})
+    model(torch.ones(8)).sum().backward()
+    compiled()
+    reference = weakref.ref(optimizer.state[model.weight]["square_avg"])
+    gc.disable()
+    try:
+        optimizer = None
+        assert reference() is None
+    finally:
+        gc.enable()
