@@ -168,7 +168,8 @@ def test_inner_rings_hide_the_links_between_machines(length, ranks):
     """On machines of eight, where a step is shorter than a message between two of them."""
     step, nbytes = 1e-4, 4 * length // ranks * 1024
     times = {w: ring_seconds(step, nbytes, ranks, "ascend910b2", w) for w in (0, 1, 2, 4, 8, ranks)}
-    assert times[0] == times[ranks] and min(times, key=times.get) in (2, 4, 8) and times[8] < times[0]
+    best = min(times, key=times.get)
+    assert times[0] == times[ranks] and best in (2, 4, 8) and times[best] < 0.8 * times[0]
     assert (
         ring_seconds(1.0, nbytes, ranks, "ascend910b2", 8) == ring_seconds(1.0, nbytes, ranks, "ascend910b2") == ranks
     ), "compute hides everything"

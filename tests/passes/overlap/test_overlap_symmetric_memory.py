@@ -17,7 +17,7 @@ from mindspeed_fx.passes.overlap.split import overlap_split
 from mindspeed_fx.passes.overlap.symmetric_memory import OPERATORS, _of_torch, overlap_symmetric_memory
 from tests.passes.overlap import parallel_layers as layers
 
-LARGE = [(1024, 1, 4096), (4096,), (1792, 4096), (4096, 1792)]
+LARGE = [(1024, 1, 8192), (8192,), (3584, 8192), (8192, 3584)]
 
 
 def context(**options):
@@ -51,7 +51,7 @@ def test_a_training_step(ranks, enabled):
         n.args[2:] == (0, "0") and n.kwargs == {"return_A": True} for n in fused
     )  # the weight gradient reads what was gathered
     whole, products = fused[0].meta["val"]
-    assert tuple(whole.shape) == (8192, 4096) and [tuple(p.shape) for p in products] == [(8192, 1792)]
+    assert tuple(whole.shape) == (8192, 8192) and [tuple(p.shape) for p in products] == [(8192, 3584)]
     assert overlap_decompose(gm, context()).notes == ["no collective that can be cut"]
     assert not overlap_schedule(gm, context()).skipped  # what is in one operator hides its own collective
 
