@@ -72,7 +72,9 @@ def experts(problem: Problem, model: Any, device: Any, devices: int, memory: flo
             zero=("never", "zero2"),
         ),
         "FSDP": best([{**flat, "dp": devices}], zero=("never", "zero2", "zero3")),
-        "Ulysses": best([{**flat, "cp": c, "dp": devices // c} for c in divisors(devices)[1:]], ways=("ulysses",)),
+        "Ulysses": best(
+            [{**flat, "cp": c, "dp": devices // c} for c in divisors(devices)[1:]], strategies=("ulysses",)
+        ),
     }
     if problem.experts:
         results["EP+TP"] = best(
