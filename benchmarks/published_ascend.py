@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.published_rows import Case, Unreadable, number, pad, truth, vocabulary
 from mindspeed_fx.planning.predict import Architecture, Settings
+from mindspeed_fx.planning.predict.launch_flags import CP_KINDS
 
 FUSED = {"fa": "attention", "fused_rmsnorm": "rms_norm", "fused_swiglu": "swiglu", "fused_rope": "rope"}
 FEATURES = {
@@ -15,7 +16,6 @@ FEATURES = {
     "noop_layer": "layers without work, of which the row does not say how many",
     "disaggregated": "stages on devices of two kinds",
 }
-CP = {"ulysses": "ulysses", "hybrid": "hybrid", "kvallgather": "kv_allgather"}
 
 
 def ascend_run(case: Case, config: dict[str, str]) -> tuple[Architecture, Settings]:
@@ -91,7 +91,7 @@ def _megatron(case: Case, config: dict[str, str]) -> tuple[Architecture, Setting
         pp=pp,
         vpp=max(1, layers // pp // chunk) if chunk and pp > 1 else 1,
         cp=number(config, "cp", 1),
-        cp_kind=next((v for k, v in CP.items() if config.get("cp_algo", "").startswith(k)), "ring"),
+        cp_kind=next((v for k, v in CP_KINDS.items() if config.get("cp_algo", "").startswith(k)), "ring"),
         ep=number(config, "ep", 1),
         dispatcher="allgather" if config.get("dispatcher") == "allgather" else "alltoall",
         zero=1 if truth(config, "dist_opt") else 0,

@@ -64,6 +64,8 @@ def _move_whole_calls(gm: fx.GraphModule) -> None:
 
 
 def _applies_autograd_function(n: fx.Node) -> bool:
+    if not tracing.is_left_whole(n.target):  # values are looked up for the few calls that may be
+        return False
     args, kwargs = fx.map_arg((n.args, n.kwargs), fx_graph.example_value_of)
     return tracing.applies_autograd_function(n.target, args, kwargs)
 
@@ -132,10 +134,9 @@ def keeps_writes(gm: fx.GraphModule) -> bool:
 
 def _writes_parameters(gm: fx.GraphModule) -> bool:
     """Whether a graph that takes gradients writes an input that does."""
-    results = next(iter(reversed(gm.graph.nodes))).all_input_nodes
-    if not any(n.meta.get("needs_grad", False) for n in results) and not any(
-        v.requires_grad for v in _tensors(results)
-    ):
+    results = gm.graph.output_node().all_input_nodes
+    takes_gradients = any(n.meta.get("needs_grad", False) for n in results)
+    if not takes_gradients and not any(v.requires_grad for v in _tensors(results)):
         return False
     parameters = {fake.storage_of(v) for v in _tensors(gm.graph.find_nodes(op="placeholder")) if v.requires_grad}
     written = [a for n in gm.graph.nodes for a in _written(n)]

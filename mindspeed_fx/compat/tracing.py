@@ -259,14 +259,21 @@ def is_autograd_function(target: Any) -> bool:
     return is_higher_order(target) and target.name() == "autograd_function_apply"
 
 
-def applies_autograd_function(target: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function that Dynamo left whole applies an ``autograd.Function``, seen by calling it on fake values."""
+TRAMPOLINE = "trampoline_autograd_apply"
+"""What Dynamo makes of an ``autograd.Function`` that it leaves whole."""
+
+
+def is_left_whole(target: Any) -> bool:
+    """Whether a function of a Dynamo graph is one that Dynamo did not look into, not torch's own."""
     if not isinstance(target, (types.FunctionType, types.MethodType)) or is_higher_order(target):
         return False
-    if target.__name__ == "trampoline_autograd_apply":  # what Dynamo makes of such a class itself
+    return target.__name__ == TRAMPOLINE or not str(target.__module__).startswith("torch.")
+
+
+def applies_autograd_function(target: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function that Dynamo left whole applies an ``autograd.Function``, seen by calling it on fake values."""
+    if target.__name__ == TRAMPOLINE:
         return True
-    if str(target.__module__).startswith("torch."):
-        return False
     kind, applied = torch.autograd.Function, []
     original = kind.__dict__["apply"]
 

@@ -38,6 +38,12 @@ class Constant(float):
         return f"{float(self):g} {self.unit}{spread} ({self.confidence}: {self.source})"
 
 
+def fitted_constant(value: float, unit: str, source: str, spread: float) -> Constant:
+    """A constant of a fit, as sure as its spread is small."""
+    confidence = "high" if spread <= 0.1 else "medium" if spread <= 0.3 else "low"
+    return Constant(value, unit, source, confidence, spread)
+
+
 @dataclass(frozen=True)
 class Tier:
     """One level of the network: what connects ``ranks`` ranks that the level below does not."""

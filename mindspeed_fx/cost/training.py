@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Mapping
 
 from mindspeed_fx.cost.device import Constant as C
-from mindspeed_fx.cost.device import Hardware
+from mindspeed_fx.cost.device import Hardware, fitted_constant
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _record(source: str, framework: dict[str, tuple[float, float]], **values: tu
     """``values``: name -> value and relative spread."""
 
     def constant(value: float, spread: float, unit: str = "") -> C:
-        return C(value, unit, source, "high" if spread <= 0.1 else "medium" if spread <= 0.3 else "low", spread)
+        return fitted_constant(value, unit, source, spread)
 
     seconds = ("host", "microbatch", "step")
     fields = {name: constant(*pair, unit="s" if name in seconds else "") for name, pair in values.items()}
@@ -130,6 +130,6 @@ def interval_of(hw: Hardware, kind: str) -> tuple[float, float]:
     Args:
         kind: "dense", "small" or "experts".
     """
-    known = ERRORS.get(group_of(hw), {}) if len(hw.fitted) else {}
+    known = ERRORS.get(group_of(hw), {}) if hw.fitted else {}
     error = known.get(kind, UNFITTED)
     return math.exp(-error), math.exp(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_fx.cost.device import Constant as C
-from mindspeed_fx.cost.device import Hardware, Tier
+from mindspeed_fx.cost.device import Hardware, Tier, fitted_constant
 
 GB, TF = 1e9, 1e12
 AUTOPARALLEL = "AutoParallel (meta-pytorch), constants of its cost model"
@@ -61,8 +61,7 @@ def _device(
 
     def constant(name: str, unit: str, note: str = "") -> C:
         value, spread = fit[name]
-        confidence = "high" if spread <= 0.1 else "medium" if spread <= 0.3 else "low"
-        return C(value, unit, f"{runs}{note and '; '}{note}", confidence, spread)
+        return fitted_constant(value, unit, f"{runs}{note and '; '}{note}", spread)
 
     return Hardware(
         name,

@@ -12,7 +12,7 @@ from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, Flag, NotDone, ge
 
 POST_NORM, ALL_HEADS = "post_norm", "all_heads"
 """Values of ``mindspeed_layers``: norms after attention and MLP; norms of queries and keys over all heads."""
-SPEC = "--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec"
+WITHOUT_SPEC = "no effect without --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec, as in MindSpeed-LLM"
 
 
 def _refuse_with_mtp(args: Namespace) -> None:
@@ -46,7 +46,7 @@ def _score_cap(args: Namespace) -> str:
 
 def _post_norm(args: Namespace) -> str:
     if get(args, "mindspeed_layers") != POST_NORM:
-        return f"no effect without {SPEC}, as in MindSpeed-LLM"
+        return WITHOUT_SPEC
     _refuse_with_mtp(args)
     if get(args, "scale_depth"):
         raise NotDone("--scale-depth, which MindSpeed-LLM's layers with these norms do not have; remove one of the two")
@@ -62,7 +62,7 @@ def _window(args: Namespace, size: int, skip: int | None) -> str:
 
 def _interleaved(args: Namespace) -> str:
     if get(args, "mindspeed_layers") != POST_NORM:
-        return f"no effect without {SPEC}, as in MindSpeed-LLM"
+        return WITHOUT_SPEC
     return _window(args, args.interleave_sliding_window - 1, 2)
 
 

@@ -6,7 +6,6 @@ not recomputed.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from mindspeed_fx.planning.predict.prediction import Prediction, predict
 from mindspeed_fx.planning.predict.settings import Settings, settings
 from mindspeed_fx.planning.predict.step_work import step_work
 from mindspeed_fx.planning.predict.timing import time_step
+from mindspeed_fx.planning.search.layouts import divisors
 
 CLOSE = 1.02
 """Steps nearer than this are taken for equal, and the simpler settings preferred: below it the order of two runs of one
@@ -72,10 +72,6 @@ def complexity(run: Settings) -> tuple[int, ...]:
     """Settings in the order of how much has to work together."""
     dimensions = sum(n > 1 for n in (run.tp, run.pp, run.cp, run.ep, run.vpp))
     return dimensions, run.recompute != "none", run.vpp, run.pp, run.tp
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _candidates(model: Architecture, fixed: dict[str, Any], node: int) -> Iterator[dict[str, Any]]:
@@ -129,7 +125,7 @@ def best_settings(
     seen: set[Settings] = set()
     for sizes in _candidates(shape, run, hw.node):
         for zero, recompute in itertools.product(
-            [run["zero"]] if "zero" in run else [1, 3 if sizes["pp"] == 1 else 1],
+            [run["zero"]] if "zero" in run else ([1, 3] if sizes["pp"] == 1 else [1]),
             [run["recompute"]] if "recompute" in run else ["none", "full"],
         ):
             try:
@@ -153,4 +149,4 @@ def best_settings(
     fastest = times[0][0]
     close = sorted((t for t in times if t[0] <= CLOSE * fastest), key=lambda t: (t[1], t[0]))
     ordered = [close[0], *(t for t in times if t is not close[0])][:keep]
-    return Searched([predict(shape, dataclasses.replace(t[2]), hw) for t in ordered], tried, too_large)
+    return Searched([predict(shape, t[2], hw) for t in ordered], tried, too_large)
