@@ -204,7 +204,12 @@ EXPERTS = {
         ("--moe-token-dispatcher-type alltoall_seq", dict(moe_token_dispatcher_type="alltoall")),
         (
             "--moe-token-dispatcher-type alltoall_seq --tensor-model-parallel-size 2 --moe-expert-capacity-factor 1",
-            dict(error="give alltoall"),
+            dict(error="needs --sequence-parallel"),
+        ),
+        (
+            "--moe-token-dispatcher-type alltoall_seq --tensor-model-parallel-size 2 --moe-expert-capacity-factor 1 "
+            "--moe-pad-expert-input-to-capacity --sequence-parallel",
+            dict(capacity_over_sequence=True, moe_pad_expert_input_to_capacity=False),
         ),
     ],
     f"{PRE} softmax_topk": [

@@ -25,8 +25,8 @@ FAST = (
     "system_tests__llama2__pretrain_llama2_70B_4k_tp2_pp2_vpp1_dp2",
     "system_tests__llama3__pretrain_llama3_8b_ptd_adaptive_cp",
 )
-"""Latent attention, experts, dense models, a run without training, packed documents, virtual stages, context parallelism,
-and flags to be skipped."""
+"""Latent attention, experts, dense models, a run without training, packed documents, virtual stages, context
+parallelism, and flags to be skipped."""
 ROWS = {r["name"]: table.Row(**r) for r in json.loads(table.RESULTS.read_text())}
 SCRIPTS = {s.name: s for collection in shrink.COLLECTIONS for s in shrink.scripts(collection)}
 
