@@ -5,20 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
-
-
-@pytest.fixture(autouse=True)
-def adapted():
-    import mindspeed_fx.megatron
-    from tests.megatron.gpt_models import start
-
-    mindspeed_fx.megatron.apply()
-    start()
-    yield
-    mindspeed_fx.megatron.undo()
-
-
 SCALE = 1024.0
 """Of the loss, which keeps small gradients in float16's range."""
 
