@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import logging
 import os
 import re
 import subprocess
@@ -231,3 +232,22 @@ def test_the_text_answers_first_and_fits_a_terminal(report):
     modelled = lines.index(next(line for line in lines if line.startswith("modelled for ")))
     assert max(map(len, lines[:modelled])) <= 100
     assert report.to_dict()["counts"] == report.counts and report._repr_html_().startswith("<pre>1 graph")
+
+
+def test_logs_tell_of_sites_and_near_misses(monkeypatch):
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append
+    log = logging.getLogger("mindspeed_fx")
+    monkeypatch.setattr(log, "handlers", [handler])
+    monkeypatch.setattr(log, "level", logging.DEBUG)
+    log.manager._clear_cache()
+    torch._dynamo.reset()
+    compiled = torch.compile(Llama(), backend="mindspeed", options={"codegen": "eager"})
+    compiled(*tokens()).sum().backward()
+    log.manager._clear_cache()
+    told = [r.getMessage() for r in lines if r.levelname == "INFO"]
+    assert any(re.match(r"graph \d+ \(captured.*fusion\.rope 4.*; \d+ near misses$", text) for text in told), told
+    details = [r.getMessage() for r in lines if r.levelname == "DEBUG"]
+    assert sum(text.startswith("fusion.rope: mindspeed::rope at ") for text in details) == 4
+    assert any("left alone at" in text for text in details)
