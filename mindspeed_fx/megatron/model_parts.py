@@ -13,7 +13,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import patches, zero_memory
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
 
@@ -51,6 +51,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         _add_to_main_grads(model)
     if getattr(args, "fix_router", False):
         _fix_routers(model)
+    if getattr(args, "moe_zero_memory", "disable") != "disable":
+        zero_memory.set_levels(model, args)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero
         for norm in (m for m in model.modules() if isinstance(m, OffsetRMSNorm)):
             norm.start = 1.0

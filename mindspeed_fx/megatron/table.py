@@ -32,6 +32,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     patches,
     rng,
     rotary,
+    zero_memory,
 )
 from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
@@ -207,8 +208,8 @@ def _in_graph() -> list[Patch]:
         Patch("fusions.fused_bias_geglu:bias_geglu_impl", fusions.bias_geglu_impl, HIDES),
         Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
         Patch(moe.SINKHORN, moe.sinkhorn, "ends when the numbers say so; it has no gradient"),
-        Patch(moe.LAYER, moe.layer_forward, counts),
-        Patch(experts.EXPERTS, experts.sequential_forward, counts),
+        Patch(moe.LAYER, moe.layer_forward, counts, also=zero_memory.is_asked),
+        Patch(experts.EXPERTS, experts.sequential_forward, counts, also=zero_memory.is_asked),
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
         Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),
         Patch("utils:make_viewless_tensor", viewless, "sets the storage of a tensor, which a graph cannot"),

@@ -62,6 +62,28 @@ def _per_rank(args: Namespace) -> str:
     )
 
 
+def _zero_memory(args: Namespace) -> str:
+    level = args.moe_zero_memory
+    if get(args, "moe_token_dispatcher_type", "allgather") != "alltoall":
+        raise NotDone("tokens are not exchanged one by one; give --moe-token-dispatcher-type alltoall")
+    modules = getattr(args, "recompute_modules", None) or []
+    modules = {modules} if isinstance(modules, str) else {*modules}
+    repeated = sorted(modules & {"moe", "moe_act", "shared_experts"})
+    if get(args, "recompute_granularity") == "selective" and repeated:
+        raise NotDone(f"--recompute-modules {' '.join(repeated)} makes the same again; remove one of the two")
+    if get(args, "recompute_granularity") == "full":
+        return f"{level}, in layers that are not recomputed whole"
+    return f"{level}: experts keep {'their first product' if level == 'level0' else 'nothing'} for the backward"
+
+
+def _zero_memory_layers(args: Namespace) -> str:
+    if get(args, "moe_zero_memory", "disable") == "disable":
+        raise NotDone("it counts layers of --moe-zero-memory level1; give that too")
+    if args.moe_zero_memory == "level0":
+        return "no effect: level0 is of all layers"
+    return f"level1 in {args.moe_zero_memory_num_layers or 'all'} layers of a stage"
+
+
 SWAP_MODULES = ("self_attention", "input_layernorm", "pre_mlp_layernorm", "mlp")
 """Parts of a layer, as Megatron-core calls them."""
 
@@ -184,13 +206,22 @@ FLAGS = [
     word(
         "--moe-zero-memory",
         "disable",
-        REFUSED,
-        "permuted tokens (level0) and also exchanged ones (level1) are made again in the backward",
-        "remove it; Megatron's `--recompute-granularity selective --recompute-modules moe_act` is near level0",
+        OPTION,
+        "permuted tokens and activations (level0), also exchanged tokens (level1) are made again in the backward",
+        "experts keep their first product (level0) or nothing (level1), shared experts too; the same values; the "
+        "dispatcher alltoall, and no recomputation of experts beside it",
+        act=_zero_memory,
         choices=("disable", "level0", "level1"),
         skip=True,
     ),
-    setting("--moe-zero-memory-num-layers", "--moe-zero-memory", None, int),
+    number(
+        "--moe-zero-memory-num-layers",
+        None,
+        OPTION,
+        "layers of level1 in a stage, the others are of level0",
+        "read by --moe-zero-memory level1; 0 is all of them, as in MindSpeed",
+        act=_zero_memory_layers,
+    ),
     switch("--moe-unperm2-mem-optim-swap", REFUSED, "unpermuted tokens wait in host memory", HOST, skip=True),
     switch(
         "--reuse-fp32-param",

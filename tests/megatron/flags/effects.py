@@ -319,6 +319,7 @@ PARALLEL = {
     "--variable-seq-lengths": [("--variable-seq-lengths", dict(variable_seq_lengths=True))],
 }
 
+EXCHANGED = "--moe-token-dispatcher-type alltoall"
 MEMORY = {
     "--recompute-activation-function": [
         ("--recompute-activation-function", dict(options={"recompute": "activation_function"})),
@@ -387,6 +388,20 @@ MEMORY = {
     "--recompute-mla-up-proj": [
         ("--recompute-mla-up-proj", dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
         ("--recompute-mla-up-proj --recompute-granularity full", dict(recompute_granularity="full")),
+    ],
+    "--moe-zero-memory": [
+        (f"--moe-zero-memory level0 {EXCHANGED}", dict(says="level0: experts keep their first product")),
+        (f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity full", dict(says="not recomputed whole")),
+        (
+            f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity selective --recompute-modules moe_act",
+            dict(error="--recompute-modules moe_act makes the same again"),
+        ),
+        ("--moe-zero-memory level0", dict(error="give --moe-token-dispatcher-type alltoall")),
+    ],
+    "--moe-zero-memory-num-layers": [
+        (f"--moe-zero-memory level1 --moe-zero-memory-num-layers 2 {EXCHANGED}", dict(says="level1 in 2 layers")),
+        (f"--moe-zero-memory level0 --moe-zero-memory-num-layers 2 {EXCHANGED}", dict(says="no effect: level0")),
+        ("--moe-zero-memory-num-layers 2", dict(error="give that too")),
     ],
     "--loss-compute-mode": [("--loss-compute-mode chunk", dict(says="chunks"))],
     "--loss-chunk-size": [("--loss-chunk-size 512", dict(says="fusion.linear_cross_entropy"))],

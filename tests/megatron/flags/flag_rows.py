@@ -98,9 +98,6 @@ REFUSED = {
     "mindspeed-fx plan": """
     --automated-pipeline-perf --auto-settings
     """,
-    "--recompute-granularity selective": """
-    --moe-zero-memory=level0
-    """,
     "--optimizer-cpu-offload": """
     --virtual-optimizer=some --compress-optimizer
     """,
@@ -223,9 +220,6 @@ SETTINGS = {
     """,
     "--moe-adaptive-recompute-activation": """
     --moe-adaptive-recompute-activation-scale=2.5
-    """,
-    "--moe-zero-memory": """
-    --moe-zero-memory-num-layers=2
     """,
     "--position-embedding-type alibi": """
     --alibi-fusion-attn-type=2 --alibi-diagonal-opposite --square-alibi-mask --fill-neg-inf
