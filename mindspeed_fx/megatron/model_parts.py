@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_fx.megatron import patches, zero_memory
+from mindspeed_fx.megatron.flags import recomputed
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
 
@@ -51,6 +52,9 @@ def add_parts(model: Any, args: Namespace) -> None:
         _add_to_main_grads(model)
     if getattr(args, "fix_router", False):
         _fix_routers(model)
+    if getattr(args, "enable_recompute_layers_per_pp_rank", False) and model.config.recompute_granularity == "full":
+        here = recomputed.with_stage(args, getattr(model, "vp_stage", None) or 0)
+        model.config.recompute_num_layers = recomputed.whole_layers(here)
     if getattr(args, "moe_zero_memory", "disable") != "disable":
         zero_memory.set_levels(model, args)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mindspeed_fx.megatron.flags import main_weights
+from mindspeed_fx.megatron.flags import main_weights, recomputed
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     MEGATRON,
@@ -13,6 +13,7 @@ from mindspeed_fx.megatron.flags.flag import (
     REFUSED,
     Flag,
     NotDone,
+    count_layers,
     get,
     number,
     setting,
@@ -30,36 +31,53 @@ def _virtual_stages(args: Namespace) -> bool:
     return bool(get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank"))
 
 
-def _recompute_policy(args: Namespace) -> dict[str, Any]:
-    """The named policies that the two flags ask for, joined."""
-    words = {"recompute_activation_function": "activation_function", "recompute_norm": "norm"}
-    policies = [policy for attribute, policy in words.items() if get(args, attribute)]
-    return {"recompute": "+".join(policies)} if policies else {}
-
-
 def _first_layers(flag: str, attribute: str) -> Any:
-    """An ``act`` for a number of layers: all of them, or it is refused."""
+    """An ``act`` for a number of layers."""
 
     def act(args: Namespace) -> str:
-        count, layers = get(args, attribute), get(args, "num_layers")
-        if count is None or (layers and count >= layers):
+        count = get(args, attribute)
+        if count is None or count >= count_layers(args):
             return "every layer"
-        raise NotDone(
-            f"{flag} {count} of {layers} layers: a policy holds for all layers; remove it to do it in every one"
-        )
+        counted = "a pipeline rank" if get(args, "enable_recompute_layers_per_pp_rank") else "a stage"
+        return f"the first {count} layers of {counted}, behind those that are recomputed whole"
 
     return act
 
 
 def _per_rank(args: Namespace) -> str:
     """Layers to recompute, counted per rank: the same as per stage where a rank holds one."""
-    if get(args, "recompute_granularity") != "full":
-        return "no layer is recomputed whole: nothing to count"
     if not _virtual_stages(args):
         return "a rank holds one stage: the same number"
-    raise NotDone(
-        "with virtual stages --recompute-num-layers counts the layers of each stage; remove the flag and give it so"
-    )
+    if get(args, "recompute_granularity") == "full" and get(args, "recompute_method") != "block":
+        raise NotDone("with virtual stages it counts layers one by one; give --recompute-method block")
+    return "layer i of virtual stage s is number i v + s of v virtual stages"
+
+
+SWAP_MODULES = ("self_attention", "input_layernorm", "pre_mlp_layernorm", "mlp")
+"""Parts of a layer, as Megatron-core calls them."""
+
+
+def _swap_modules(args: Namespace) -> list[str]:
+    return [name for name in SWAP_MODULES if name in (get(args, "swap_modules") or "self_attention")]
+
+
+def _swap_attention(args: Namespace) -> str:
+    if not _swap_modules(args):
+        raise NotDone(f"--swap-modules names no part of a layer; valid: {', '.join(SWAP_MODULES)}")
+    whole = get(args, "recompute_granularity") == "full"
+    note = "; a layer that is recomputed whole keeps none of it" if whole else ""
+    return f"what the backward reads of {', '.join(_swap_modules(args))} waits in host memory{note}"
+
+
+def _recompute_options(args: Namespace) -> dict[str, Any]:
+    """What --recompute-activation-function, --recompute-norm and --swap-attention ask for together."""
+    wishes = recomputed.wishes(args)
+    if get(args, "swap_attention"):
+        globs = {f"layers.*.{name}": "offload" for name in _swap_modules(args)}
+        return {"memory_budget": 1.0, "offload": True, "recompute": {**wishes, **globs}}
+    if not wishes:
+        return {}
+    return {"recompute": wishes["policy"] if len(wishes) == 1 else wishes}
 
 
 def _zero_memory(args: Namespace) -> str:
@@ -84,32 +102,6 @@ def _zero_memory_layers(args: Namespace) -> str:
     return f"level1 in {args.moe_zero_memory_num_layers or 'all'} layers of a stage"
 
 
-SWAP_MODULES = ("self_attention", "input_layernorm", "pre_mlp_layernorm", "mlp")
-"""Parts of a layer, as Megatron-core calls them."""
-
-
-def _swap_modules(args: Namespace) -> list[str]:
-    return [name for name in SWAP_MODULES if name in (get(args, "swap_modules") or "self_attention")]
-
-
-def _swap_attention(args: Namespace) -> str:
-    if _recompute_policy(args):
-        raise NotDone(
-            "it cannot stand beside --recompute-activation-function or --recompute-norm, whose policy says what is "
-            "saved; remove one of the two"
-        )
-    if not _swap_modules(args):
-        raise NotDone(f"--swap-modules names no part of a layer; valid: {', '.join(SWAP_MODULES)}")
-    whole = get(args, "recompute_granularity") == "full"
-    note = "; a layer that is recomputed whole keeps none of it" if whole else ""
-    return f"what the backward reads of {', '.join(_swap_modules(args))} waits in host memory{note}"
-
-
-def _swap_options(args: Namespace) -> dict[str, Any]:
-    globs = {f"layers.*.{name}": "offload" for name in _swap_modules(args)}
-    return {"memory_budget": 1.0, "offload": True, "recompute": globs}
-
-
 def _recompute_modules(args: Namespace) -> str:
     """Megatron's own recomputation of the up-projections of latent attention."""
     if get(args, "recompute_granularity") == "full":
@@ -126,16 +118,15 @@ FLAGS = [
         "the activation of the MLP is made again in the backward",
         'option `recompute`: "activation_function"',
         act=lambda args: "recompute = activation_function",
-        options=_recompute_policy,
+        options=_recompute_options,
     ),
     number(
         "--recompute-activation-function-num-layers",
         None,
         OPTION,
         "in that many layers alone",
-        "every layer, or an error: a policy holds for all layers",
+        "the first layers of every stage, by module paths in option `recompute`",
         act=_first_layers("--recompute-activation-function-num-layers", "recompute_activation_function_num_layers"),
-        skip=True,
     ),
     switch(
         "--recompute-norm",
@@ -143,22 +134,21 @@ FLAGS = [
         "norms are made again in the backward",
         'option `recompute`: "norm"',
         act=lambda args: "recompute = norm",
-        options=_recompute_policy,
+        options=_recompute_options,
     ),
     number(
         "--recompute-norm-num-layers",
         None,
         OPTION,
         "in that many layers alone",
-        "every layer, or an error: a policy holds for all layers",
+        "the first layers of every stage, by module paths in option `recompute`",
         act=_first_layers("--recompute-norm-num-layers", "recompute_norm_num_layers"),
-        skip=True,
     ),
     switch(
         "--enable-recompute-layers-per-pp-rank",
         MEGATRON,
         "--recompute-num-layers counts per rank, not per virtual stage",
-        "the same without virtual stages; with them an error where layers are recomputed",
+        "the same without virtual stages; with them recompute_num_layers of each chunk, and method block alone",
         act=_per_rank,
         skip=True,
     ),
@@ -166,9 +156,9 @@ FLAGS = [
         "--swap-attention",
         OPTION,
         "what attention saves waits in host memory until its backward",
-        "options `offload`, `memory_budget` and `recompute` by module; not beside the two recompute policies",
+        "options `offload`, `memory_budget` and `recompute` by module",
         act=_swap_attention,
-        options=_swap_options,
+        options=_recompute_options,
         skip=True,
     ),
     word(

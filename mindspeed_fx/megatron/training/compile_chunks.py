@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_fx.megatron import buckets, flags, logged_losses, patches
+from mindspeed_fx.megatron.flags import recomputed
 
 SWITCH = "MINDSPEED_FX_COMPILE"
 
@@ -18,9 +19,9 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
     if wants_compile():
         from megatron.training import get_args
 
-        options = flags.backend_options(get_args())
         for chunk in model:
-            compile_chunk(chunk, options)
+            stage = getattr(unwrap(chunk), "vp_stage", None) or 0
+            compile_chunk(chunk, flags.backend_options(recomputed.with_stage(get_args(), stage)))
     return model
 
 

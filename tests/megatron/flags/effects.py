@@ -319,6 +319,7 @@ PARALLEL = {
     "--variable-seq-lengths": [("--variable-seq-lengths", dict(variable_seq_lengths=True))],
 }
 
+TWO_STAGES = "--recompute-granularity full --num-layers-per-virtual-pipeline-stage 1"
 EXCHANGED = "--moe-token-dispatcher-type alltoall"
 MEMORY = {
     "--recompute-activation-function": [
@@ -330,18 +331,38 @@ MEMORY = {
     ],
     "--recompute-activation-function-num-layers": [
         ("--recompute-activation-function --recompute-activation-function-num-layers 4", dict(says="every layer")),
-        ("--recompute-activation-function-num-layers 1", dict(error="1 of 4 layers")),
+        (
+            "--recompute-activation-function --recompute-activation-function-num-layers 3",
+            dict(
+                says="the first 3 layers of a stage",
+                options={"recompute": {"policy": "activation_function", "layers.3.mlp": "save"}},
+            ),
+        ),
+        (
+            "--recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 2",
+            dict(options={"recompute": {"policy": "activation_function", "layers.3.mlp": "save"}}),
+        ),
     ],
     "--recompute-norm": [("--recompute-norm", dict(options={"recompute": "norm"}))],
-    "--recompute-norm-num-layers": [("--recompute-norm-num-layers 1", dict(error="1 of 4 layers"))],
-    "--enable-recompute-layers-per-pp-rank": [
-        ("--enable-recompute-layers-per-pp-rank --recompute-granularity full", dict(says="the same number")),
-        ("--enable-recompute-layers-per-pp-rank", dict(says="nothing to count")),
+    "--recompute-norm-num-layers": [
         (
-            "--enable-recompute-layers-per-pp-rank --recompute-granularity full "
-            "--num-layers-per-virtual-pipeline-stage 1",
-            dict(error="with virtual stages"),
-        ),
+            "--recompute-norm --recompute-activation-function --recompute-norm-num-layers 3",
+            dict(
+                options={
+                    "recompute": {
+                        "policy": "activation_function+norm",
+                        "layers.3.*norm": "save",
+                        "layers.3.self_attention.*norm": "save",
+                    }
+                }
+            ),
+        )
+    ],
+    "--enable-recompute-layers-per-pp-rank": [
+        ("--enable-recompute-layers-per-pp-rank", dict(says="the same number")),
+        (f"--enable-recompute-layers-per-pp-rank {TWO_STAGES} --recompute-method block", dict(says="number i v + s")),
+        (f"--enable-recompute-layers-per-pp-rank {TWO_STAGES}", dict(error="give --recompute-method block")),
     ],
     "--swap-attention": [
         (
@@ -355,7 +376,17 @@ MEMORY = {
             ),
         ),
         ("--swap-attention --recompute-granularity full", dict(says="recomputed whole keeps none of it")),
-        ("--swap-attention --recompute-norm", dict(error="remove one of the two")),
+        ("--swap-attention --swap-modules post_norm", dict(error="names no part of a layer")),
+        (
+            "--swap-attention --recompute-norm",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {"policy": "norm", "layers.*.self_attention": "offload"},
+                }
+            ),
+        ),
     ],
     "--swap-modules": [
         (
