@@ -128,6 +128,12 @@ def _everywhere() -> list[Patch]:
         ),
         *context_parallel.table(),
         Patch(
+            groups.NCCL_OPTIONS,
+            groups.get_nccl_options,
+            "NCCL's options where there is none; HCCL's are MindSpeed's flags",
+            EVERYWHERE,
+        ),
+        Patch(
             cross_entropy.FUSED_LOSS,
             cross_entropy.fused_vocab_parallel_cross_entropy,
             "the same; Megatron's rounds the gradient to bfloat16 (eager CUDA and NPU keep it)",
@@ -253,7 +259,6 @@ def _without_cuda() -> list[Patch]:
             "Megatron writes device=torch.cuda.current_device() in a hundred places",
             where,
         ),
-        Patch("parallel_state:get_nccl_options", cuda_calls.do_nothing, "NCCL's options, where there is none", where),
         Patch("torch:Tensor.cuda", cuda_calls.to_device, "moves what was made on the host", where),
         Patch("torch.nn:Module.cuda", cuda_calls.to_device, "moves a model's parameters", where),
         Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),

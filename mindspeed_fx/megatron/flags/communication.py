@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.megatron.flags import group_options
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     MEGATRON,
@@ -32,7 +34,29 @@ def _disable_gloo(args: Namespace) -> str:
 
 
 MOE = "speed alone: overlap.schedule orders the collectives of a captured layer"
-HCCL = "remove it; HCCL_BUFFSIZE in the environment sets the size of all buffers"
+HCCL = "options of the groups that Megatron makes on an NPU; no effect on other devices; traced, not run"
+
+
+def _group_config(args: Namespace) -> dict[str, dict[str, int]]:
+    try:
+        return group_options.configurations(args)
+    except OptionError as error:
+        raise NotDone(str(error)) from None
+
+
+def _group_buffer(args: Namespace) -> str:
+    return group_options.describe(_group_config(args), "hccl_buffer_size")
+
+
+def _adaptive_buffer(args: Namespace) -> str:
+    missing = [name for name in ("seq_length", "micro_batch_size", "hidden_size") if not get(args, name)]
+    if missing:
+        raise NotDone(f"sizes of messages are not known; give --{', --'.join(missing).replace('_', '-')}")
+    return _group_buffer(args)
+
+
+def _op_mode(args: Namespace) -> str:
+    return group_options.describe(_group_config(args), "hccl_op_expansion_mode")
 
 
 def _order(args: Namespace) -> str:
@@ -164,16 +188,37 @@ FLAGS = [
         )
         for name in ("--optimize-send-recv-comm", "--optimize-vpp-send-recv-comm")
     ),
-    word("--hccl-group-buffer", None, REFUSED, "sizes of HCCL's buffers by group", HCCL, skip=True),
-    switch("--hccl-group-buffer-adaptive", REFUSED, "sizes of HCCL's buffers from the model", HCCL, skip=True),
-    setting("--hccl-ep-group-buffer-adaptive-factor", "--hccl-group-buffer-adaptive", -1.0),
+    word(
+        "--hccl-group-buffer",
+        None,
+        OPTION,
+        "MiB of HCCL's buffers by group, as in dp:200;tp:300",
+        HCCL,
+        act=_group_buffer,
+    ),
+    switch(
+        "--hccl-group-buffer-adaptive",
+        OPTION,
+        "MiB of HCCL's buffers from the model",
+        f"the largest message of a group; {HCCL}",
+        act=_adaptive_buffer,
+        skip=True,
+    ),
+    number(
+        "--hccl-ep-group-buffer-adaptive-factor",
+        -1.0,
+        OPTION,
+        "how many times the tokens of balanced experts a rank gets",
+        "read by --hccl-group-buffer-adaptive; below 0: 200 MiB",
+        act=lambda args: "read by --hccl-group-buffer-adaptive",
+    ),
     word(
         "--hccl-op-mode",
         None,
-        REFUSED,
-        "how HCCL expands operators, by group",
-        "remove it; HCCL_OP_EXPANSION_MODE in the environment sets it for all",
-        skip=True,
+        OPTION,
+        "how HCCL expands operators, by group, as in cp:2;ep:2",
+        HCCL,
+        act=_op_mode,
     ),
     switch("--aiqos", REFUSED, "priorities of groups on the network", "remove it", skip=True),
     setting("--aiqos-enable-roce", "--aiqos"),

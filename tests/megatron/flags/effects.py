@@ -252,6 +252,23 @@ PARALLEL = {
     "--moe-alltoall-overlap-comm": [("--moe-alltoall-overlap-comm", SPEED)],
     "--mla-up-proj-tp-overlap": [("--mla-up-proj-tp-overlap", SPEED)],
     "--disable-gloo-group": [("--disable-gloo-group", dict(enable_gloo_process_groups=False))],
+    "--hccl-group-buffer": [
+        ("--hccl-group-buffer dp:200;exp:400", dict(says="dp 200, ep 400")),
+        ("--hccl-group-buffer tp:300,cp2:20", dict(says="makes no such group: cp2")),
+        ("--hccl-group-buffer dp:200;tq:300", dict(error="'tq' is no group (did you mean")),
+        ("--hccl-group-buffer dp", dict(error="group:number is expected")),
+    ],
+    "--hccl-group-buffer-adaptive": [
+        ("--hccl-group-buffer-adaptive --micro-batch-size 1", dict(says="ep 200")),
+        ("--hccl-group-buffer-adaptive", dict(error="give --micro-batch-size")),
+    ],
+    "--hccl-ep-group-buffer-adaptive-factor": [
+        ("--hccl-ep-group-buffer-adaptive-factor 2.0", dict(says="read by --hccl-group-buffer-adaptive"))
+    ],
+    "--hccl-op-mode": [
+        ("--hccl-op-mode cp:2;ep:2;default_group:2", dict(says="cp 2, ep 2; left to HCCL")),
+        ("--hccl-op-mode cp:some", dict(error="group:number is expected")),
+    ],
     "--async-log-allreduce": [("--async-log-allreduce", dict(says="Megatron's own reduction"))],
     "--optimize-send-recv-comm": [("--optimize-send-recv-comm", BETWEEN)],
     "--optimize-vpp-send-recv-comm": [("--optimize-vpp-send-recv-comm", BETWEEN)],

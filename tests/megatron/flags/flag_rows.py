@@ -48,12 +48,6 @@ REFUSED = {
     "overlap.mc2_experts": """
     --moe-alltoall-mc2 --moe-bmm-mc2
     """,
-    "HCCL_BUFFSIZE": """
-    --hccl-group-buffer=some --hccl-group-buffer-adaptive
-    """,
-    "HCCL_OP_EXPANSION_MODE": """
-    --hccl-op-mode=some
-    """,
     "--moe-router-load-balancing-type global_aux_loss": """
     --use-global-aux-loss
     """,
@@ -186,9 +180,6 @@ SETTINGS = {
     """,
     "--disable-gloo-group": """
     --hccl-slice-size=10485762
-    """,
-    "--hccl-group-buffer-adaptive": """
-    --hccl-ep-group-buffer-adaptive-factor=-0.5
     """,
     "--aiqos": """
     --aiqos-enable-roce --aiqos-mode=some --aiqos-schedule=some
