@@ -251,8 +251,9 @@ def all_to_all(group, input_, output_split_sizes_=None, input_split_sizes=None) 
 
 
 def plain_all_to_all(group: Any, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
-    """:func:`all_to_all` with torch's own gradient of it (torch 2.13), for checkpointed regions in a graph, where Dynamo
-    loses symbols that an ``autograd.Function`` keeps.
+    """:func:`all_to_all` with torch's own gradient of it (torch 2.13), for checkpointed regions in a graph.
+
+    Dynamo loses symbols that an ``autograd.Function`` keeps there.
 
     Raises:
         NotImplementedError: this torch has no gradient of it.

@@ -30,6 +30,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     offload,
     optimizer,
     patches,
+    ripipe,
     rng,
     rotary,
     zero_memory,
@@ -127,6 +128,7 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
         *context_parallel.table(),
+        *ripipe.table(),
         Patch(
             groups.NCCL_OPTIONS,
             groups.get_nccl_options,

@@ -337,6 +337,8 @@ PARALLEL = {
 }
 
 TWO_STAGES = "--recompute-granularity full --num-layers-per-virtual-pipeline-stage 1"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+WHOLE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 EXCHANGED = "--moe-token-dispatcher-type alltoall"
 MEMORY = {
     "--recompute-activation-function": [
@@ -436,6 +438,18 @@ MEMORY = {
     "--recompute-mla-up-proj": [
         ("--recompute-mla-up-proj", dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
         ("--recompute-mla-up-proj --recompute-granularity full", dict(recompute_granularity="full")),
+    ],
+    "--recompute-in-bubble": [
+        (f"--recompute-in-bubble {VIRTUAL}", dict(says="recomputes the others early")),
+        ("--recompute-in-bubble", dict(error="give --num-layers-per-virtual-pipeline-stage")),
+        (f"--recompute-in-bubble {VIRTUAL} {WHOLE}", dict(error="remove --recompute-granularity")),
+        (f"--recompute-in-bubble {VIRTUAL} --swap-attention", dict(error="--swap-attention beside it")),
+        (f"--recompute-in-bubble {VIRTUAL} --recompute-in-advance", dict(error="--recompute-in-advance beside it")),
+    ],
+    "--recompute-in-advance": [
+        (f"--recompute-in-advance {VIRTUAL} {WHOLE}", dict(says="before their gradient is waited for")),
+        (f"--recompute-in-advance {WHOLE}", dict(error="give --num-layers-per-virtual-pipeline-stage")),
+        (f"--recompute-in-advance {VIRTUAL}", dict(error="give --recompute-granularity full and method block")),
     ],
     "--moe-zero-memory": [
         (f"--moe-zero-memory level0 {EXCHANGED}", dict(says="level0: experts keep their first product")),

@@ -79,7 +79,7 @@ REFUSED = {
     --layerwise-disaggregated-training
     """,
     "--num-layers-per-virtual-pipeline-stage": """
-    --schedules-method=dualpipev --recompute-in-bubble --recompute-in-advance --use-nanopipe
+    --schedules-method=dualpipev --use-nanopipe
     """,
     "--pipeline-model-parallel-size": """
     --use-multiparameter-pipeline-model-parallel

@@ -55,6 +55,7 @@ class Row:
         narrow: the script's own 16-bit type: the largest relative distance of a loss from ``eager``, of the eager and
             of the compiled run in that type, and the same of the gradient norms.
         narrow_error: the last line of a run in that type that failed.
+        is_recomputed_early: --recompute-in-advance or --recompute-in-bubble.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Row:
     eager: dict[str, float] = field(default_factory=dict)
     narrow: list[float] = field(default_factory=list)
     narrow_error: str = ""
+    is_recomputed_early: bool = False
 
     @property
     def narrow_passes(self) -> bool:
@@ -97,6 +99,8 @@ class Row:
 
     @property
     def one_graph(self) -> bool:
+        if self.is_recomputed_early:  # a chunk that is recomputed has a graph that keeps nothing, too
+            return bool(self.chunks) and all(c <= g <= 2 * c for g, c in zip(self.graphs, self.chunks))
         return bool(self.chunks) and self.graphs == self.chunks
 
 
@@ -141,6 +145,7 @@ def compare(row: Row, args: list[str]) -> Row:
     """Run compiled, and fill ``row`` with what that gives beside its eager values."""
     compiled = runner.run(args, row.world, environ=COMPILED, seconds=SECONDS)
     row.graphs, row.chunks = compiled.graphs, compiled.chunks
+    row.is_recomputed_early = bool({"--recompute-in-advance", "--recompute-in-bubble"} & {*args})
     row.error = _last_line(compiled.error, "compiled")
     row.difference = None if row.error else largest_difference(row.eager, values_of(compiled))
     return row
