@@ -321,6 +321,9 @@ def _without_accelerator() -> list[Patch]:
             "frees what a stage sends as soon as the send has begun; gloo, which has no streams, still reads it",
             where,
         ),
+        Patch(
+            "torch:Tensor.record_stream", cuda_calls.do_nothing, "tells a CUDA stream of memory; a CPU has one", where
+        ),
         Patch(offload.INIT, offload.init_sub_optimizers, "pins memory for a device", where),
         Patch(offload.PARAM_GROUPS, offload.param_groups, "asks whether parameters lie on CUDA", where),
         Patch(f"{moe.DISPATCHER}._maybe_dtoh_and_synchronize", moe.to_host, "copies on a CUDA stream", where),

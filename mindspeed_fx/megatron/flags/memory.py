@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.megatron.flags import main_weights, recomputed
+from mindspeed_fx.megatron.flags.communication import overlaps_passes
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     MEGATRON,
@@ -82,6 +83,8 @@ def _recompute_options(args: Namespace) -> dict[str, Any]:
 
 def _zero_memory(args: Namespace) -> str:
     level = args.moe_zero_memory
+    if overlaps_passes(args):
+        raise NotDone("--moe-fb-overlap beside it, under which experts are not one call; remove one of the two")
     if get(args, "moe_token_dispatcher_type", "allgather") != "alltoall":
         raise NotDone("tokens are not exchanged one by one; give --moe-token-dispatcher-type alltoall")
     modules = getattr(args, "recompute_modules", None) or []

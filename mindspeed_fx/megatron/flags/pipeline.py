@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 
+from mindspeed_fx.megatron.flags.communication import overlaps_passes
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     OPTION,
@@ -130,6 +131,8 @@ def _check_virtual(args: Namespace) -> None:
         get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank")
     ):
         raise NotDone("it is about virtual stages; give --num-layers-per-virtual-pipeline-stage")
+    if overlaps_passes(args):
+        raise NotDone("--moe-fb-overlap beside it, which has a schedule of its own; remove one of the two")
 
 
 def _in_bubble(args: Namespace) -> str:

@@ -21,6 +21,8 @@ LLAMA3 = "--rope-scaling-type llama3 --low-freq-factor 1 --high-freq-factor 4 --
 PRE = "--moe-router-load-balancing-type"
 CONTEXT = dict(says="context parallel size 1")
 SPEED = dict(says="overlap.schedule")
+EXCHANGED = "--moe-token-dispatcher-type alltoall"
+NARROW = "--bf16 --expert-model-parallel-size 2"
 LOWERED = dict(says="lowered")
 BETWEEN = dict(says="between stages")
 UNGROUPED = dict(moe_router_num_groups=None, moe_router_group_topk=None)
@@ -269,6 +271,13 @@ PARALLEL = {
         ("--hccl-op-mode cp:2;ep:2;default_group:2", dict(says="cp 2, ep 2; left to HCCL")),
         ("--hccl-op-mode cp:some", dict(error="group:number is expected")),
     ],
+    "--moe-fb-overlap": [
+        (f"--moe-fb-overlap {NARROW} {EXCHANGED}", dict(overlap_moe_expert_parallel_comm=True)),
+        (f"--moe-fb-overlap {EXCHANGED} --expert-model-parallel-size 2", dict(says="no effect in float32")),
+        (f"--moe-fb-overlap {NARROW}", dict(error="give --moe-token-dispatcher-type alltoall")),
+        (f"--moe-fb-overlap {NARROW} {EXCHANGED} --pipeline-model-parallel-size 2", dict(error="needs virtual stages")),
+        (f"--moe-fb-overlap {EXCHANGED} --schedules-method dualpipev", dict(error="beside --schedules-method")),
+    ],
     "--async-log-allreduce": [("--async-log-allreduce", dict(says="Megatron's own reduction"))],
     "--optimize-send-recv-comm": [("--optimize-send-recv-comm", BETWEEN)],
     "--optimize-vpp-send-recv-comm": [("--optimize-vpp-send-recv-comm", BETWEEN)],
@@ -339,7 +348,6 @@ PARALLEL = {
 TWO_STAGES = "--recompute-granularity full --num-layers-per-virtual-pipeline-stage 1"
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 WHOLE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-EXCHANGED = "--moe-token-dispatcher-type alltoall"
 MEMORY = {
     "--recompute-activation-function": [
         ("--recompute-activation-function", dict(options={"recompute": "activation_function"})),
@@ -458,6 +466,7 @@ MEMORY = {
             f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity selective --recompute-modules moe_act",
             dict(error="--recompute-modules moe_act makes the same again"),
         ),
+        (f"--moe-zero-memory level0 --moe-fb-overlap {NARROW} {EXCHANGED}", dict(error="--moe-fb-overlap beside it")),
         ("--moe-zero-memory level0", dict(error="give --moe-token-dispatcher-type alltoall")),
     ],
     "--moe-zero-memory-num-layers": [
