@@ -7,7 +7,7 @@ import pytest
 from tests.megatron.launch.test_pretrain import COMPILED, EAGER, train
 
 EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2
-    --moe-ffn-hidden-size 32 --bf16 --use-distributed-optimizer --moe-router-dtype fp32"""
+    --moe-ffn-hidden-size 32 --bf16 --use-distributed-optimizer --moe-router-dtype fp32 --global-batch-size 16"""
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 RECORD = "tests.megatron.launch.test_fb_overlap:record"
 pytestmark = pytest.mark.slow
