@@ -52,7 +52,13 @@ def fresh_callable(model: Callable) -> Callable:
     def fresh(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    return fresh
+    return _with_own_code(fresh)
+
+
+def _with_own_code(function: Any) -> Any:
+    """``function``, a closure, whose code object is no other closure's."""
+    function.__code__ = function.__code__.replace()
+    return function
 
 
 def recompiling() -> Any:
@@ -91,3 +97,14 @@ def _switch_on(name: str) -> Callable[[], None]:
     before = getattr(config, name)
     setattr(config, name, True)
     return lambda: setattr(config, name, before)
+
+
+def compile_alone(module: torch.nn.Module, **settings: Any) -> None:
+    """``module.compile(**settings)``, with graphs that no other module takes: torch keeps graphs by code object, and
+    modules alike share them, even where the backend wrote into them whose they are.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(_with_own_code(call), **settings)

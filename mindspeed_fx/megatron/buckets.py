@@ -23,9 +23,15 @@ WRAPPER = "distributed.distributed_data_parallel:DistributedDataParallel"
 BACKWARD_HOOK, FORWARD_HOOK = f"{WRAPPER}._make_backward_post_hook", f"{WRAPPER}._make_forward_pre_hook"
 
 
-def listen(wrapper: Any) -> None:
-    """Have the graphs of a model in Megatron's ``DistributedDataParallel`` call its buckets."""
-    if getattr(wrapper, "use_forward_hook", False):
+def listen(wrapper: Any) -> bool:
+    """Have the graphs of a model in Megatron's ``DistributedDataParallel`` call its buckets.
+
+    Returns:
+        Whether they do: such a graph is this model's alone.
+    """
+    gathers = getattr(wrapper, "use_forward_hook", False)
+    reduces = getattr(wrapper.ddp_config, "overlap_grad_reduce", False)
+    if gathers:
         groups: dict[int, list[Any]] = {}
         for parameter, group in wrapper.param_to_bucket_group.items():
             groups.setdefault(id(group), []).append(parameter)
@@ -33,12 +39,11 @@ def listen(wrapper: Any) -> None:
             group = wrapper.param_to_bucket_group[parameters[0]]
             listener = functools.partial(_finish_gather, weakref.ref(wrapper), weakref.ref(group))
             param_gather.listen(parameters, listener)
-    if not getattr(wrapper.ddp_config, "overlap_grad_reduce", False):
-        return
-    for parameter in wrapper.module.parameters():
+    for parameter in wrapper.module.parameters() if reduces else ():
         if parameter.requires_grad and parameter in wrapper.param_to_bucket_group:
             references = weakref.ref(wrapper), weakref.ref(parameter)
             gradient_ready.listen(parameter, functools.partial(_register, *references))
+    return gathers or reduces
 
 
 def _register(wrapper: Any, parameter: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import patches, zero_memory
+from mindspeed_fx.megatron import capacity, patches, rope_scaling, zero_memory
 from mindspeed_fx.megatron.flags import recomputed
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
@@ -50,6 +50,10 @@ def add_parts(model: Any, args: Namespace) -> None:
         _change_layer(layer, args)
     if getattr(args, "gemm_gradient_accumulation_fusion", False):
         _add_to_main_grads(model)
+    if getattr(args, "scaled_rotation", None):
+        rope_scaling.set_frequencies(model, args)
+    if getattr(args, "capacity_over_sequence", False):
+        capacity.count_over_sequence(model)
     if getattr(args, "fix_router", False):
         _fix_routers(model)
     if getattr(args, "enable_recompute_layers_per_pp_rank", False) and model.config.recompute_granularity == "full":

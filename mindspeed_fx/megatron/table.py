@@ -32,6 +32,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     patches,
     ripipe,
     rng,
+    rope_scaling,
     rotary,
     zero_memory,
 )
@@ -87,6 +88,7 @@ def _everywhere() -> list[Patch]:
             "a graph cannot own a shared buffer; a CPU has no need of one",
             IN_GRAPH if has_accelerator() else EVERYWHERE,
         ),
+        Patch(rope_scaling.FACTOR, rope_scaling.factor_of, "Megatron has YaRN's factor alone", EVERYWHERE),
         Patch(
             "transformer.torch_norm:WrappedTorchNorm.__new__",
             norm.torch_norm_new,

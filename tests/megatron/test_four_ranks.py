@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+
+from tests import ranks
 
 
 def worker(rank, store):
@@ -51,4 +52,4 @@ def worker(rank, store):
 @pytest.mark.slow
 def test_experts_over_expert_and_tensor_parallel_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=4)
+    ranks.spawn(worker, args=(str(tmp_path / "store"),), nprocs=4)

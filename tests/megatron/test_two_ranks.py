@@ -5,7 +5,8 @@ Several checks share a pair of processes, because starting a pair costs more tha
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+
+from tests import ranks
 
 
 def worker(rank, store, checks):
@@ -171,4 +172,4 @@ TENSOR_PARALLEL, EXPERT_PARALLEL = (mappings, losses, sequence_parallel), (exper
 )
 def test_two_ranks(tmp_path, monkeypatch, checks):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.spawn(worker, args=(str(tmp_path / "store"), checks), nprocs=2)
+    ranks.spawn(worker, args=(str(tmp_path / "store"), checks), nprocs=2)

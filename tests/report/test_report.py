@@ -3,6 +3,7 @@
 import html.parser
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -213,3 +214,20 @@ def test_explain_again_and_again():
     with torch._dynamo.config.patch(recompile_limit=2):
         counts = [explain(model, inputs, inputs).counts for _ in range(4)]
     assert counts[0] and all(c == counts[0] for c in counts)
+
+
+def test_the_text_answers_first_and_fits_a_terminal(report):
+    lines = str(report).splitlines()
+    assert lines[:2] == [
+        "1 graph, 0 graph breaks",
+        "fused: 2 of 2 attention, 5 of 5 norms, 4 of 4 rotations, 2 of 2 gates, 1 of 1 losses",
+    ]
+    assert re.match(r"forward, modelled: \d+ -> \d+ us, \d+ -> \d+ kernels, [\d.]+ -> [\d.]+ MB", lines[3])
+    idle = lines.index(next(line for line in lines if line.startswith("nothing to do: ")))
+    above = "\n".join(lines[:idle])
+    assert not [n for n, count in report.counts.items() if not count and not report.skipped(n) and n in above]
+    below = " ".join(" ".join(lines[idle:]).split())
+    assert "sharding.verify: the model is not parallelized" in below and "fusion.dropout_add" in below
+    modelled = lines.index(next(line for line in lines if line.startswith("modelled for ")))
+    assert max(map(len, lines[:modelled])) <= 100
+    assert report.to_dict()["counts"] == report.counts and report._repr_html_().startswith("<pre>1 graph")

@@ -52,7 +52,9 @@ def checked(model, mesh, plan, ids):
     loss = model(ids)
     loss.backward()
     result = simulate(model, mesh, plan, ids)
-    assert (result.outputs[0] - loss).abs() <= 1e-7 * loss.abs()  # Hugging Face routes and normalizes in float32
+    assert (
+        result.outputs[0] - loss
+    ).abs() <= 2**-22 * loss.abs()  # two last places: Hugging Face routes and normalizes in float32
     for name, p in model.named_parameters():
         assert p.grad.abs().max() > 0, name
         assert (result.gradients[name] - p.grad).abs().max() <= 1e-6 * p.grad.abs().max(), name

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch.multiprocessing as mp
 
+from tests import ranks
 from tests.sharding import input_ranks
 
 
@@ -16,4 +16,4 @@ from tests.sharding import input_ranks
     pytest.param("autocast autocast_attention", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_scenarios(scenarios, tmp_path):
-    mp.spawn(input_ranks.worker, (str(tmp_path / "store"), scenarios.split()), nprocs=input_ranks.RANKS)
+    ranks.spawn(input_ranks.worker, (str(tmp_path / "store"), scenarios.split()), nprocs=input_ranks.RANKS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch.multiprocessing as mp
 
 from mindspeed_fx.sharding.optimizers import REFUSED, REFUSED_FUSED
+from tests import ranks
 from tests.sharding import optimizer_ranks
 
 pytestmark = pytest.mark.slow  # four processes
@@ -15,7 +15,7 @@ TWO_DIMENSIONS = ["tp_2d"]
 
 
 def results(folder, plans):
-    mp.spawn(
+    ranks.spawn(
         optimizer_ranks.worker, (str(folder / "store"), str(folder / "results"), plans), nprocs=optimizer_ranks.RANKS
     )
     return json.loads((folder / "results").read_text())

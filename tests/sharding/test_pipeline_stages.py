@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import mindspeed_fx
 from mindspeed_fx.planning.pipeline_stage import stages
 from mindspeed_fx.sharding.plan import ShardingError
+from tests import ranks
 from tests.sharding.llama import Llama
 
 EAGER = {"codegen": "eager"}
@@ -220,4 +220,4 @@ def worker(rank, store, sizes, plan, kind):
     ],
 )
 def test_schedules_over_processes(sizes, plan, kind, tmp_path):
-    mp.spawn(worker, (str(tmp_path / "store"), sizes, plan, kind), nprocs=2 * len(sizes))
+    ranks.spawn(worker, (str(tmp_path / "store"), sizes, plan, kind), nprocs=2 * len(sizes))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch.multiprocessing as mp
+
+from tests import ranks
 
 
 def worker(rank, store, scenarios):
@@ -47,4 +48,4 @@ def worker(rank, store, scenarios):
     ],
 )
 def test_scenarios(scenarios, tmp_path):
-    mp.spawn(worker, (str(tmp_path / "store"), scenarios), nprocs=2)
+    ranks.spawn(worker, (str(tmp_path / "store"), scenarios), nprocs=2)

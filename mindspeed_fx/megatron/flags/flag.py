@@ -49,7 +49,8 @@ class Flag:
         requested: whether the arguments ask for it, where that is more than "not the default".
         skip: whether a run without it computes the same values (memory or speed alone): it can be skipped.
         llm: whether the flag is MindSpeed-LLM's.
-        shown_by: the test of values (tests/megatron/flags/test_values.py) that shows the effect, where there is one.
+        shown_by: the test of values, in tests/megatron/flags/test_values.py or FILE::TEST, that shows the effect, if
+            there is one.
     """
 
     name: str
@@ -86,7 +87,8 @@ class Flag:
     def test(self) -> str:
         """The test that shows the effect, as pytest names it."""
         if self.shown_by is not None:
-            return f"tests/megatron/flags/test_values.py::{self.shown_by}"
+            name = self.shown_by if "::" in self.shown_by else f"test_values.py::{self.shown_by}"
+            return f"tests/megatron/flags/{name}"
         return f"tests/megatron/flags/test_effects.py::test_effect[{self.key}]"
 
     def is_requested(self, args: Namespace, words: frozenset[str]) -> bool:

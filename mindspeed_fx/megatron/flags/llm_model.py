@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mindspeed_fx.megatron.flags.flag import MEGATRON, REFUSED, Flag, NotDone, get, number, switch, word
+from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, REFUSED, Flag, NotDone, get, number, switch, word
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
+from mindspeed_fx.megatron.flags.rope_scaling import set_scaling
 
 LATENT = "latent attention, as Megatron's own layers have it with --multi-latent-attention"
 NORMS = "attention with norms of queries and keys, as Megatron's own layers have it with --qk-layernorm"
@@ -60,46 +61,6 @@ def _to(attribute: str) -> Any:
         return f"{attribute} = {getattr(args, attribute)}"
 
     return act
-
-
-def _yarn(args: Namespace) -> str:
-    """YaRN of latent attention: Megatron's frequencies, factor of cosines and scale of the softmax are the same.
-
-    inv = inv_inter (1 - m) + inv_extra m with m from beta_fast, beta_slow and the original length; cosines times
-    g(s, mscale) / g(s, mscale_all_dim) and the softmax times g(s, mscale_all_dim)^2, g(s, a) = 0.1 a ln s + 1.
-    """
-    if not get(args, "multi_latent_attention"):
-        raise NotDone("Megatron 0.16 has YaRN in latent attention alone; remove it, or give --multi-latent-attention")
-    length = get(args, "rope_scaling_original_max_position_embeddings")
-    if length is None:
-        raise NotDone("give --rope-scaling-original-max-position-embeddings")
-    args.rope_type = "yarn"
-    args.rotary_scaling_factor = get(args, "rope_scaling_factor", 8.0)
-    args.original_max_position_embeddings = length
-    args.mscale, args.mscale_all_dim = args.rope_scaling_mscale, args.rope_scaling_mscale_all_dim or 0.0
-    return f"rope_type = yarn, rotary_scaling_factor = {args.rotary_scaling_factor}, original length {length}"
-
-
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "llama3_original_max_position_embeddings": 8192.0}
-"""What Megatron's --use-rope-scaling has fixed (RotaryEmbedding._apply_scaling)."""
-
-
-def _llama3(args: Namespace) -> str:
-    held = {name: get(args, name) for name in LLAMA3}
-    if held != LLAMA3:
-        raise NotDone(
-            "Megatron's --use-rope-scaling is fixed to --low-freq-factor 1 --high-freq-factor 4 "
-            f"--original-max-position-embeddings 8192, and these are {list(held.values())}"
-        )
-    args.use_rope_scaling = True
-    return f"use_rope_scaling = True, rope_scaling_factor = {get(args, 'rope_scaling_factor', 8.0)}"
-
-
-def _scaling_type(args: Namespace) -> str:
-    kinds = {"yarn": _yarn, "llama3": _llama3}
-    if args.rope_scaling_type in kinds:
-        return kinds[args.rope_scaling_type](args)
-    raise NotDone(f"Megatron has no such frequencies: {args.rope_scaling_type}; valid: yarn, llama3")
 
 
 def set_plain_rope(args: Namespace) -> str | None:
@@ -171,9 +132,10 @@ FLAGS = [
         None,
         MEGATRON,
         "which frequencies the rotation has",
-        "yarn: `--rope-type yarn` of latent attention; llama3: `--use-rope-scaling`; others are an error",
+        "yarn: `--rope-type yarn` of latent attention, else frequencies set so; longrope: set so; llama3: "
+        "`--use-rope-scaling`; plm is an error",
         choices=("llama3", "yarn", "longrope", "plm"),
-        act=_scaling_type,
+        act=set_scaling,
         shown_by="test_yarn",
     ),
     number(
@@ -238,12 +200,13 @@ FLAGS = [
     *(
         Flag(
             name,
-            REFUSED,
-            "a setting of `--rope-scaling-type`",
-            "an error: longrope is none of Megatron's",
+            OPTION,
+            "a setting of `--rope-scaling-type longrope`",
+            "read by it",
             type=kind,
             default=default,
-            of="--rope-scaling-type",
+            act=lambda args: "read by --rope-scaling-type longrope",
+            shown_by="test_rope_scaling.py::test_longrope",
             llm=True,
         )
         for name, kind, default in (

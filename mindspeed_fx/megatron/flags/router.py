@@ -111,10 +111,14 @@ def _no_loss(attribute: str) -> Any:
 
 
 def _alltoall(args: Namespace) -> str:
-    tp = get(args, "tensor_model_parallel_size", 1)
-    if tp > 1 and get(args, "moe_expert_capacity_factor") is not None:
-        raise NotDone("it counts capacity over the whole sequence, Megatron's alltoall over a rank's; give alltoall")
-    return _set(args, moe_token_dispatcher_type="alltoall")
+    result = _set(args, moe_token_dispatcher_type="alltoall")
+    if get(args, "tensor_model_parallel_size", 1) == 1 or get(args, "moe_expert_capacity_factor") is None:
+        return result
+    if not get(args, "sequence_parallel"):
+        raise NotDone("with a capacity and tensor parallelism it needs --sequence-parallel, as in MindSpeed")
+    # Padding moves zeros alone, and a rank may hold more or fewer of an expert's tokens than its share.
+    shared = _set(args, capacity_over_sequence=True, moe_pad_expert_input_to_capacity=False)
+    return f"{result}, {shared}: capacity counts the tokens of all tensor-parallel ranks"
 
 
 SAME_TYPE = "--moe-router-score-function sigmoid or softmax"
@@ -200,8 +204,9 @@ FLAGS: list[Flag] = [
         "alltoall_seq",
         MEGATRON,
         "tokens of the whole sequence are exchanged",
-        "`alltoall`: the same tokens to the same experts",
+        "`alltoall`: the same tokens to the same experts; a capacity counts the tokens of all tensor-parallel ranks",
         act=_alltoall,
+        shown_by="test_capacity.py::test_capacity_of_the_whole_sequence",
     ),
     added(
         TYPE,

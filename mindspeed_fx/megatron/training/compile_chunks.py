@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_fx.compat import dynamo
 from mindspeed_fx.megatron import buckets, flags, logged_losses, patches, ripipe
 from mindspeed_fx.megatron.flags import recomputed
 
@@ -57,12 +58,14 @@ def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if hasattr(chunk, "param_to_bucket_group"):
-        buckets.listen(chunk)
+    has_buckets = hasattr(chunk, "param_to_bucket_group") and buckets.listen(chunk)
     module = unwrap(chunk)
     if isinstance(getattr(module, "config", None), TransformerConfig):
         logged_losses.prepare(module.config)
-    module.compile(backend="mindspeed", fullgraph=True, options=options)
+    if has_buckets:
+        dynamo.compile_alone(module, backend="mindspeed", fullgraph=True, options=options)
+    else:
+        module.compile(backend="mindspeed", fullgraph=True, options=options)
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:

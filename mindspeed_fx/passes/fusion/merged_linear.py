@@ -25,7 +25,7 @@ from mindspeed_fx.cost.operators import Cost, Spec, once, product
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.op_sets import TRANSPOSES, is_cast, is_pointwise, may_alias
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "fusion.merged_linear", "aten.linear"
 
@@ -43,15 +43,17 @@ def merged_linear(gm: fx.GraphModule, context: Context) -> PassReport:
     name, why = (options.hardware, "") if options.hardware else detect(options.target)
     if name is None:
         return report.note_reason(f"whether it pays is asked of the cost model, and {why}")
-    for group in _groups(gm):
-        reason = _refusal(group) or _unpaid(group, hardware(name))
-        if reason is None:
-            _merge(gm, group)
-            report.rewrites.append(site(OPERATOR, group[0], group))
-        else:
-            report.skipped.append(skip(OPERATOR, group[0], f"{', '.join(n.name for n in group)}: {reason}"))
+    groups = {group[0]: group for group in _groups(gm)}
+    rewrite_each(report, OPERATOR, groups, lambda first: _rewrite(gm, groups[first], hardware(name)))
     rewrite.finish(gm)
     return report
+
+
+def _rewrite(gm: fx.GraphModule, group: list[fx.Node], device: Hardware) -> Outcome:
+    if reason := _refusal(group) or _unpaid(group, device):
+        return f"{', '.join(n.name for n in group)}: {reason}"
+    _merge(gm, group)
+    return site(OPERATOR, group[0], group)
 
 
 def _groups(gm: fx.GraphModule) -> Iterator[list[fx.Node]]:

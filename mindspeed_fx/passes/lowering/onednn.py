@@ -14,7 +14,7 @@ from mindspeed_fx.compat import dispatcher, fake
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.cpu import weight_gradient
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, site, skip
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "lowering.onednn", "mindspeed::gemm"
 SMALLEST = 2**24
@@ -27,18 +27,19 @@ def onednn(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     if context.options.target != "cpu" or not dispatcher.onednn_beats_blas():
         return report
-    for node in calls(gm, aten.mm.default):
-        a, b = node.args
-        reason = _refusal(match.value(a), match.value(b))
-        if reason is None:
-            new = rewrite.insert(gm, node, torch.ops.mindspeed.gemm.default, (a, b))
-            node.replace_all_uses_with(new)
-            gm.graph.erase_node(node)
-            report.rewrites.append(site(OPERATOR, new, [node]))
-        elif reason:
-            report.skipped.append(skip(OPERATOR, node, reason))
+    rewrite_each(report, OPERATOR, calls(gm, aten.mm.default), lambda node: _rewrite(gm, node))
     gm.recompile()
     return report
+
+
+def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
+    a, b = node.args
+    if reason := _refusal(match.value(a), match.value(b)):
+        return reason
+    new = rewrite.insert(gm, node, torch.ops.mindspeed.gemm.default, (a, b))
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
+    return site(OPERATOR, new, [node])
 
 
 def packs(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dtensor
@@ -81,8 +81,37 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name in TRUSTED and not (name == "einsum" and any(is_divided_twice(x.placements) for x in tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
+    if name in READS and (terms := _terms(*tensors)):
+        return _read_terms(target, args, kwargs, terms)
     result = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
     return run_in_parts(target, args, kwargs, result)
+
+
+READS = frozenset("index index_select gather".split())
+"""Operators whose result holds elements of the first argument, at places that the others say."""
+
+
+def _terms(x: DTensor, *others: DTensor) -> list[int]:
+    """Mesh dimensions along which ``x`` is a sum that is not yet made, and the ``others`` are whole."""
+    return [
+        i
+        for i, p in enumerate(x.placements)
+        if p.is_partial() and p.reduce_op == "sum" and all(o.placements[i].is_replicate() for o in others)
+    ]
+
+
+def _read_terms(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], terms: list[int]) -> DTensor:
+    """An operator of :data:`READS` on each rank's term of a sum: its result is a sum too, with a gradient that is whole
+    on every rank."""
+
+    def labelled(x: DTensor, label: Any) -> DTensor:
+        placements = [label if i in terms else p for i, p in enumerate(x.placements)]
+        gradient = [Replicate() if i in terms else p for i, p in enumerate(x.placements)]
+        local = x.to_local(grad_placements=gradient)
+        return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+    x, *rest = args
+    return labelled(run(target, (labelled(x, Replicate()), *rest), kwargs), Partial())
 
 
 FILLS = frozenset("bernoulli_ uniform_ normal_ exponential_ random_ geometric_ cauchy_ log_normal_".split())

@@ -17,6 +17,10 @@ YARN_SETS = dict(
     beta_slow=2,
 )
 SPEC = "mindspeed_llm.tasks.models.spec"
+LONGROPE = (
+    "--rope-scaling-type longrope --rope-scaling-original-max-position-embeddings 64 --position-embedding-type rope "
+    "--long-factor 1.5,3.5,4.5,9.5 --short-factor 1,1.25,1.5,2"
+)
 LLAMA3 = "--rope-scaling-type llama3 --low-freq-factor 1 --high-freq-factor 4 --original-max-position-embeddings 8192"
 PRE = "--moe-router-load-balancing-type"
 CONTEXT = dict(says="context parallel size 1")
@@ -62,12 +66,35 @@ MODEL = {
     ],
     "--rope-scaling-type": [
         (YARN, YARN_SETS),
-        ("--rope-scaling-type yarn", dict(error="--multi-latent-attention")),
+        ("--rope-scaling-type yarn", dict(error="give --rope-scaling-original-max-position-embeddings")),
+        (
+            "--rope-scaling-type yarn --rope-scaling-original-max-position-embeddings 64",
+            dict(error="give --position-embedding-type rope"),
+        ),
+        (
+            "--rope-scaling-type yarn --rope-scaling-original-max-position-embeddings 64 "
+            "--position-embedding-type rope",
+            dict(scaled_rotation="yarn"),
+        ),
         (f"{MLA} --rope-scaling-type yarn", dict(error="give --rope-scaling-original-max-position-embeddings")),
         (LLAMA3, dict(use_rope_scaling=True)),
         (LLAMA3.replace("8192", "4096"), dict(error="is fixed to")),
-        ("--rope-scaling-type longrope", dict(error="Megatron has no such frequencies")),
+        ("--rope-scaling-type plm", dict(error="Megatron has no such frequencies")),
+        ("--rope-scaling-type longrope", dict(error="give --long-factor")),
+        (f"{MLA} {LONGROPE}", dict(error="latent attention takes no such frequencies")),
+        (f"{LONGROPE} --long-mscale 1.1", dict(error="give --long-mscale and --short-mscale, or neither")),
+        (LONGROPE, dict(scaled_rotation="longrope")),
     ],
+    **{
+        flag: [(f"{LONGROPE} {words}", dict(scaled_rotation="longrope"))]
+        for flag, words in {
+            "--longrope-freqs-type": "--longrope-freqs-type outer",
+            "--long-factor": "",
+            "--short-factor": "",
+            "--long-mscale": "--long-mscale 1.1 --short-mscale 1.2",
+            "--short-mscale": "--long-mscale 1.1 --short-mscale 1.2",
+        }.items()
+    },
     "--rope-scaling-mscale": [(YARN, dict(mscale=0.7))],
     "--rope-scaling-mscale-all-dim": [(YARN, dict(mscale_all_dim=0.5))],
     "--rope-scaling-original-max-position-embeddings": [(YARN, dict(original_max_position_embeddings=4096))],
@@ -206,7 +233,12 @@ EXPERTS = {
         ("--moe-token-dispatcher-type alltoall_seq", dict(moe_token_dispatcher_type="alltoall")),
         (
             "--moe-token-dispatcher-type alltoall_seq --tensor-model-parallel-size 2 --moe-expert-capacity-factor 1",
-            dict(error="give alltoall"),
+            dict(error="needs --sequence-parallel"),
+        ),
+        (
+            "--moe-token-dispatcher-type alltoall_seq --tensor-model-parallel-size 2 --moe-expert-capacity-factor 1 "
+            "--moe-pad-expert-input-to-capacity --sequence-parallel",
+            dict(capacity_over_sequence=True, moe_pad_expert_input_to_capacity=False),
         ),
     ],
     f"{PRE} softmax_topk": [

@@ -143,9 +143,6 @@ SETTINGS = {
     --profile-level=level1 --profile-record-shapes --profile-with-cpu --profile-with-memory
     --profile-with-stack --profile-data-simplification --profile-save-path=some --profile-export-type=db
     """,
-    "--rope-scaling-type": """
-    --longrope-freqs-type=some --long-factor=some --short-factor=some --long-mscale=0.5 --short-mscale=0.5
-    """,
     "--enable-dsa-indexer": """
     --apply-rope-no-in-complex --index-n-heads=66 --index-head-dim=130 --index-topk=2050 --index-topk-freq=3
     --index-topk-pattern=some --index-skip-topk-offset=4 --index-share-for-mtp-iteration --indexer-loss-coeff=1.5

@@ -243,11 +243,13 @@ def build_with_parts(words: str):
     return args, model
 
 
-def logits_by_formula(model, args, ids):
+def logits_by_formula(model, args, ids, frequencies=None, factor=1.0):
     """What MindSpeed-LLM's gpt_model.py, transformer_layer.py and rms_norm.py compute, written out.
 
     Args:
         ids: [batch, length] int64.
+        frequencies: of the rotation, [width / 2]; plain ones by default.
+        factor: of its cosines and sines.
 
     Returns:
         [batch, length, vocabulary] float32.
@@ -261,8 +263,9 @@ def logits_by_formula(model, args, ids):
         return functional.rms_norm(x, x.shape[-1:], eps=1e-5) * (weights[name] + int(args.add_rmsnorm_offset))
 
     def rotate(x):
-        angles = torch.arange(length)[:, None] * 10000 ** -(torch.arange(0, dim, 2) / dim)
-        cos, sin = (f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
+        plain = 10000 ** -(torch.arange(0, dim, 2) / dim)
+        angles = torch.arange(length)[:, None] * (plain if frequencies is None else frequencies)
+        cos, sin = (factor * f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
         return x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin
 
     def attend(x, layer):

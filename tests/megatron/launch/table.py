@@ -99,9 +99,12 @@ class Row:
 
     @property
     def one_graph(self) -> bool:
-        if self.is_recomputed_early:  # a chunk that is recomputed has a graph that keeps nothing, too
-            return bool(self.chunks) and all(c <= g <= 2 * c for g, c in zip(self.graphs, self.chunks))
-        return bool(self.chunks) and self.graphs == self.chunks
+        """No chunk in several graphs; chunks of a rank that are alike may share one.
+
+        A chunk that is recomputed early has a second, which keeps nothing.
+        """
+        pairs, most = list(zip(self.graphs, self.chunks)), 2 if self.is_recomputed_early else 1
+        return bool(pairs) and len(self.graphs) == len(self.chunks) and all(0 < g <= most * c for g, c in pairs)
 
 
 def refusals(args: list[str]) -> tuple[list[str], list[str]]:

@@ -40,9 +40,12 @@ def check_equal(flags: str, world: int, graphs: int, tolerance: float = 1e-5) ->
 
 
 def test_a_pipeline_of_interleaved_stages():
-    """Chunks with several micro-batches in flight, whose gradients one main_grad takes."""
-    flags = "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
-    check_equal(flags, 2, graphs=2)
+    """Chunks with several micro-batches in flight, whose gradients one main_grad takes; two chunks of a rank are alike
+    but for their buckets.
+    """
+    flags = """--pipeline-model-parallel-size 2 --num-layers 6 --num-layers-per-virtual-pipeline-stage 1
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --no-gradient-accumulation-fusion"""
+    check_equal(flags, 2, graphs=3)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import mindspeed_fx
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
+from tests import ranks
 
 
 def worker(rank, store, codegen):
@@ -54,7 +54,7 @@ def worker(rank, store, codegen):
 @pytest.mark.slow
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_gradients_are_those_of_distributed_data_parallel(codegen, tmp_path):
-    mp.spawn(worker, (str(tmp_path / "store"), codegen), nprocs=2)
+    ranks.spawn(worker, (str(tmp_path / "store"), codegen), nprocs=2)
 
 
 def test_bad_groups():

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import mindspeed_fx
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
+from tests import ranks
 
 SETTINGS = {"codegen": "eager", "hardware": "h100", "optimizer": "backward"}
 
@@ -203,4 +203,4 @@ def two_ranks(rank, store):
 
 @pytest.mark.slow
 def test_two_ranks_train_as_distributed_data_parallel(tmp_path):
-    mp.spawn(two_ranks, (str(tmp_path / "store"),), nprocs=2)
+    ranks.spawn(two_ranks, (str(tmp_path / "store"),), nprocs=2)

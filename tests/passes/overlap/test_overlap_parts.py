@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 import mindspeed_fx
 from mindspeed_fx.graph.collectives import is_start
 from mindspeed_fx.passes.overlap import schedule
+from tests import ranks
 
 
 class Exchange(torch.autograd.Function):
@@ -165,4 +165,4 @@ def two_ranks(rank, store):
 
 @pytest.mark.slow
 def test_two_ranks_with_unequal_shares(tmp_path):
-    mp.spawn(two_ranks, (str(tmp_path / "store"),), nprocs=2)
+    ranks.spawn(two_ranks, (str(tmp_path / "store"),), nprocs=2)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+
+from tests import ranks
 
 
 def program(x, w, group):
@@ -164,8 +165,8 @@ def generated(rank, store):
 # minutes of compilation; test_two_ranks runs the same graphs as they are, test_overlap_mc2.py fused ones on one rank
 @pytest.mark.slow
 def test_two_ranks_fused_and_with_generated_code(tmp_path):
-    mp.spawn(generated, (str(tmp_path / "store"),), nprocs=2)
+    ranks.spawn(generated, (str(tmp_path / "store"),), nprocs=2)
 
 
 def test_two_ranks(tmp_path):
-    mp.spawn(worker, (str(tmp_path / "store"),), nprocs=2)
+    ranks.spawn(worker, (str(tmp_path / "store"),), nprocs=2)

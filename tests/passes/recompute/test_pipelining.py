@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 import mindspeed_fx
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.partition.split import SplitError, split
+from tests import ranks
 
 
 class Layer(nn.Module):
@@ -152,4 +152,4 @@ def worker(rank, store):
 
 @pytest.mark.slow
 def test_torchs_zero_bubble_schedule_over_two_processes_is_the_plain_one_to_the_bit(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2)
+    ranks.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2)

@@ -1,0 +1,78 @@
+"""``torch.multiprocessing.spawn`` for tests: each rank is a fork of a process that has imported torch and mindspeed_fx
+and compiled once, so that a rank starts in milliseconds and costs what it computes.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests import forks
+
+
+def spawn(worker: Callable[..., None], args: tuple = (), nprocs: int = 2, seconds: float = 900) -> None:
+    """Call ``worker(rank, *args)`` in ``nprocs`` processes, in this one's environment.
+
+    Args:
+        worker: a function at the top of a module.
+        args: what pickle takes.
+        seconds: after which all ranks are killed.
+
+    Raises:
+        AssertionError: a rank failed, with its output; one that another waits for is killed after ten seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        call = base64.b64encode(pickle.dumps((worker.__module__, worker.__qualname__, args, dict(os.environ)))).decode()
+        request = {"call": call, "nprocs": nprocs, "seconds": seconds, "folder": folder}
+        codes, late = _server().ask(request)
+        outputs = [Path(folder, f"{rank}.txt").read_text(errors="replace") for rank in range(nprocs)]
+    print(*outputs, sep="\n")
+    assert not late and not any(codes), "\n".join(
+        [f"exit statuses {codes}{', out of time' if late else ''}", *(text[-6000:] for text in outputs)]
+    )
+
+
+@cache
+def _server() -> forks.Server:
+    return forks.Server("from tests import ranks; ranks.serve()")
+
+
+def serve() -> None:
+    """Answer requests until standard input ends."""
+    forks.answer(_prepare, _run)
+
+
+def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
+    pids = [_fork(rank, request) for rank in range(request["nprocs"])]
+    return forks.wait(pids, request["seconds"], grace=10)
+
+
+def _prepare() -> None:
+    """Import what every rank needs, and what compiling imports late."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    import mindspeed_fx.backend  # noqa: F401
+
+    torch.set_num_threads(1)
+    torch.compile(torch.nn.functional.silu, backend="mindspeed", options={"codegen": "eager"})(torch.ones(2))
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def _fork(rank: int, request: dict[str, Any]) -> int:
+    def run() -> int:
+        module, name, args, environ = pickle.loads(base64.b64decode(request["call"]))
+        os.environ.clear()
+        os.environ.update(environ)
+        getattr(importlib.import_module(module), name)(rank, *args)
+        return 0
+
+    return forks.start(run, Path(request["folder"], f"{rank}.txt"))
