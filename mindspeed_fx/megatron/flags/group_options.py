@@ -12,6 +12,7 @@ import math
 from argparse import Namespace
 
 from mindspeed_fx.errors import OptionError, nearest
+from mindspeed_fx.megatron.flags.flag import get
 
 DEFAULT = "default_group"
 """The group of all ranks, which torch.distributed makes before Megatron's."""
@@ -59,18 +60,19 @@ def adaptive_sizes(args: Namespace) -> dict[str, int]:
     pp sends e, over T with sequence parallelism, an exchange of experts moves k e / T times the given factor of
     imbalance, experts that gather move e E, Ulysses exchanges e / T, and a ring sends keys and values.
     """
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    tensor, context = get(args, "tensor_model_parallel_size") or 1, get(args, "context_parallel_size") or 1
     elements = args.seq_length / context * args.micro_batch_size * args.hidden_size
-    factor = getattr(args, "hccl_ep_group_buffer_adaptive_factor", -1.0)
+    factor, parallel = get(args, "hccl_ep_group_buffer_adaptive_factor", -1.0), get(args, "sequence_parallel")
     sizes = dict.fromkeys(("mp", "tp_ep_mp", "tp_cp"), SMALL)
-    sizes["tp"] = _mib(elements) * (1 if args.sequence_parallel else 2)
-    sizes["pp"] = _mib(elements / (tensor if args.sequence_parallel else 1))
-    sizes["ep"] = _mib(elements / tensor * args.moe_router_topk * factor) if factor > 0 else USUAL
-    if args.moe_token_dispatcher_type == "allgather":
-        sizes["ep_tp"] = _mib(elements * args.expert_model_parallel_size * factor) if factor > 0 else USUAL
-    groups = getattr(args, "num_query_groups", None) or args.num_attention_heads
-    exchanged, sent = elements / tensor, 2 * elements * groups / args.num_attention_heads / tensor
-    algorithm = getattr(args, "context_parallel_algo", None) or "ulysses_cp_algo"
+    sizes["tp"] = _mib(elements) * (1 if parallel else 2)
+    sizes["pp"] = _mib(elements / (tensor if parallel else 1))
+    sizes["ep"] = _mib(elements / tensor * (get(args, "moe_router_topk") or 1) * factor) if factor > 0 else USUAL
+    if get(args, "moe_token_dispatcher_type", "allgather") == "allgather":
+        ranks = get(args, "expert_model_parallel_size") or 1
+        sizes["ep_tp"] = _mib(elements * ranks * factor) if factor > 0 else USUAL
+    heads = get(args, "num_attention_heads") or 1
+    exchanged, sent = elements / tensor, 2 * elements * (get(args, "num_query_groups") or heads) / heads / tensor
+    algorithm = get(args, "context_parallel_algo") or "ulysses_cp_algo"
     is_ring = algorithm in ("megatron_cp_algo", "hybrid_cp_algo")
     sizes["cp"] = _mib(max(exchanged, sent) if algorithm == "hybrid_cp_algo" else sent if is_ring else exchanged)
     return sizes
