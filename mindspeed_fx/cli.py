@@ -104,7 +104,7 @@ def _add_cross(commands: Any) -> None:
     cross.add_argument(
         "--soc",
         default="Ascend910B2",
-        help="Ascend910B1 to B4, Ascend910_9391, _9382, _9381, _9372, _9362 (default: %(default)s)",
+        help="Ascend910B1 to B4, B2C, B4-1, Ascend910_9391, _9392, _9382, _9381, _9372, _9362 (default: %(default)s)",
     )
     cross.add_argument("--options", default="{}", help="backend options as JSON")
     cross.add_argument("--no-baseline", action="store_true", help="do not also trace without passes to compare with")
