@@ -234,7 +234,8 @@ def _accepted(launch: Launch, runs: Iterator[Settings]) -> tuple[Settings, list[
     Where none are, the launch as it is.
     """
     explain = _refusals()
-    before, refused = explain(launch.words), set()
+    before = explain(launch.words)
+    refused: set[str] = set()
     for run in runs:
         words = launch.words_of(run)
         if words == launch.words:
