@@ -83,6 +83,13 @@ def test_layers_are_recomputed_where_memory_is_short():
     assert count and tuned.words[tuned.words.index("--recompute-num-layers") + 1] == str(count)
 
 
+def test_a_launch_whose_flags_refuse_all_that_fits_is_an_error():
+    """Its norms want all heads on one rank, and with one rank for them nothing fits."""
+    script = SCRIPTS["minimax27__pretrain_minimax27_229b_4K_A3_ptd"]
+    with pytest.raises(OptionError, match="needs 60.4 GiB, 57.6 fit, and settings that fit are refused by --spec"):
+        search.tune(script.args, script.world)
+
+
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 8".split()
 
 

@@ -24,7 +24,7 @@ from mindspeed_fx.planning.tune.words import changed_flags
 
 OVERLAPS = ((True, True), (True, False), (False, False))
 """Gradients' reductions and parameters' gathers behind kernels; the second needs the first."""
-EXPLAINED = 20
+EXPLAINED = 60
 """Settings whose flags are looked up before the search gives up: those that a flag of the launch refuses come in
 families, so that more are rarely needed."""
 
@@ -104,6 +104,11 @@ def tune(
             f"needs {own.memory.peak / 2**30:.1f} GiB"
         )
     run, new, refused = _accepted(launch, _ordered(launch, model, times))
+    if new == launch.words and own.memory.peak > model.limit:
+        raise OptionError(
+            f"the launch needs {own.memory.peak / 2**30:.1f} GiB, {model.limit / 2**30:.1f} fit, and settings that fit "
+            f"are refused by {', '.join(sorted(refused))}"
+        )
     result = Tuned(launch, new, own, predict(launch.model, run, hw), model.limit, len(times), too_large)
     result.refused = sorted(refused)
     result.reasons = [_reason(name, launch, run, model) for name in SEARCHED if _part(name, run, launch) is not None]
