@@ -4,10 +4,8 @@ that a run costs what it computes; one fork is one rank.
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -35,14 +33,11 @@ class Run:
     errors: list[str]
 
 
-class Server:
-    """The process that forks; :meth:`close` ends it."""
+class Server(forks.Server):
+    """The process that forks."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen([sys.executable, __file__], **pipes, text=True, env=environ)
+        super().__init__("from tests import example_runs; example_runs.serve()")
 
     def run(self, words: list[str], ranks: int = 1, seconds: float = 300, kill_once: str = "") -> Run:
         """``torchrun --nproc_per_node ranks examples/pretrain_gpt.py words``.
@@ -53,26 +48,20 @@ class Server:
             seconds: after which all are killed.
             kill_once: a file at whose appearance all are killed.
         """
-        assert self.process.stdin is not None and self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             request = {"words": words, "ranks": ranks, "seconds": seconds, "folder": folder, "kill_once": kill_once}
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            codes = json.loads(self.process.stdout.readline())
+            codes = self.ask(request)
             errors = [Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(ranks)]
             return Run(codes, Path(folder, "0.out").read_text(errors="replace"), errors)
 
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(30)
-
 
 def serve() -> None:
-    """Answer requests, one on a line of standard input, until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.path[0] = str(EXAMPLES)  # in place of tests/, which has a folder named megatron
+    """Answer requests until standard input ends."""
+    forks.answer(_prepare, _run)
+
+
+def _prepare() -> None:
+    sys.path.insert(0, str(EXAMPLES))
     import gpt_trainer  # noqa: F401
     import matplotlib
     import torch._dynamo.utils  # noqa: F401
@@ -82,13 +71,12 @@ def serve() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot  # noqa: F401
 
-    for line in sys.stdin:
-        request = json.loads(line)
-        port, kill_once = forks.free_port(), request["kill_once"]
-        pids = [_fork(rank, port, request) for rank in range(request["ranks"])]
-        is_there = lambda: bool(kill_once) and os.path.exists(kill_once)  # noqa: E731, B023
-        codes, _ = forks.wait(pids, request["seconds"], grace=10, stop=is_there)
-        print(json.dumps(codes), file=answers, flush=True)
+
+def _run(request: dict[str, Any]) -> list[int]:
+    port, kill_once = forks.free_port(), request["kill_once"]
+    pids = [_fork(rank, port, request) for rank in range(request["ranks"])]
+    is_there = lambda: bool(kill_once) and os.path.exists(kill_once)  # noqa: E731
+    return forks.wait(pids, request["seconds"], grace=10, stop=is_there)[0]
 
 
 def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
@@ -115,7 +103,3 @@ def _run_script(words: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,17 +1,64 @@
-"""Ranks as forks of a process that has imported what they need: a free port, their places, and the wait for all."""
+"""Ranks as forks of a process that has imported what they need: that process, a free port, their places, and the wait
+for all.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+
+class Server:
+    """A process that has imported what its forks need; :meth:`close` ends it, and so does the end of this one.
+
+    Args:
+        code: what it runs, which ends in :func:`answer`.
+    """
+
+    def __init__(self, code: str) -> None:
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, env=environ)
+        atexit.register(self.process.kill)
+
+    def ask(self, request: Any) -> Any:
+        """Its answer; both are what JSON has."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("the server of runs has ended; see its output above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def answer(prepare: Callable[[], None], handle: Callable[[Any], Any]) -> None:
+    """Answer the requests of a :class:`Server`, one on a line of standard input, until it ends. What is printed
+    meanwhile goes to standard error.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    prepare()
+    for line in sys.stdin:
+        print(json.dumps(handle(json.loads(line))), file=answers, flush=True)
 
 
 def free_port() -> int:

@@ -4,14 +4,10 @@ and compiled once, so that a rank starts in milliseconds and costs what it compu
 
 from __future__ import annotations
 
-import atexit
 import base64
 import importlib
-import json
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -32,17 +28,10 @@ def spawn(worker: Callable[..., None], args: tuple = (), nprocs: int = 2, second
     Raises:
         AssertionError: a rank failed, with its output; one that another waits for is killed after ten seconds.
     """
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         call = base64.b64encode(pickle.dumps((worker.__module__, worker.__qualname__, args, dict(os.environ)))).decode()
         request = {"call": call, "nprocs": nprocs, "seconds": seconds, "folder": folder}
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        if not answer:
-            raise RuntimeError("the server of ranks has ended; see its output above")
-        codes, late = json.loads(answer)
+        codes, late = _server().ask(request)
         outputs = [Path(folder, f"{rank}.txt").read_text(errors="replace") for rank in range(nprocs)]
     print(*outputs, sep="\n")
     assert not late and not any(codes), "\n".join(
@@ -51,25 +40,18 @@ def spawn(worker: Callable[..., None], args: tuple = (), nprocs: int = 2, second
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    command = [sys.executable, "-c", "from tests import ranks; ranks.serve()"]
-    server = subprocess.Popen(command, **pipes, text=True, env=environ)
-    atexit.register(server.kill)
-    return server
+def _server() -> forks.Server:
+    return forks.Server("from tests import ranks; ranks.serve()")
 
 
 def serve() -> None:
-    """Answer requests, one on a line of standard input, until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    _prepare()
-    for line in sys.stdin:
-        request = json.loads(line)
-        pids = [_fork(rank, request) for rank in range(request["nprocs"])]
-        print(json.dumps(forks.wait(pids, request["seconds"], grace=10)), file=answers, flush=True)
+    """Answer requests until standard input ends."""
+    forks.answer(_prepare, _run)
+
+
+def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
+    pids = [_fork(rank, request) for rank in range(request["nprocs"])]
+    return forks.wait(pids, request["seconds"], grace=10)
 
 
 def _prepare() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import pathlib
 from typing import Any, Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any, Callable, Iterator
 import torch
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.report import recorder
+from mindspeed_fx.report import recorder, summary
 from mindspeed_fx.report.modelled import Modelled
 from mindspeed_fx.report.records import GraphRecord, Site, Skip
 
@@ -81,41 +82,25 @@ class Report:
 
     def to_json(self) -> str:
         """Everything but the code."""
+        return json.dumps(self.to_dict(), indent=1, default=str)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the code, as values that JSON has or that have a text."""
         from mindspeed_fx.report.dump import metadata
 
-        values = {
+        return {
             "graph_count": self.graph_count,
             "break_reasons": self.break_reasons,
             "counts": self.counts,
             "graphs": [metadata(g) for g in self.graphs],
         }
-        return json.dumps(values, indent=1, default=str)
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.graph_count} graph{'s' * (self.graph_count != 1)}, {len(self.break_reasons)} graph "
-            f"break{'s' * (len(self.break_reasons) != 1)}"
-        ]
-        lines += [f"  break: {reason}" for reason in self.break_reasons]
-        passes = {run.report.name: run for g in self.graphs for run in g.runs}
-        width = max((len(n) for n in passes), default=0)
-        for name in passes:
-            sites, skipped = self.sites(name), self.skipped(name)
-            lines.append(f"{name:<{width}}  {len(sites):>4} rewrites  {len(skipped):>4} near misses")
-            lines += [
-                f"{'':<{width}}    {run.stage}: {note}"
-                for g in self.graphs
-                for run in g.runs
-                if run.report.name == name
-                for note in run.report.notes
-            ]
-            reasons: dict[str, int] = {}
-            for s in skipped:
-                reasons[s.reason] = reasons.get(s.reason, 0) + 1
-            lines += [f"{'':<{width}}    {n} x {reason}" for reason, n in list(reasons.items())[:5]]
-        if self.graphs:
-            lines.append(str(self.cost))
-        return "\n".join(lines)
+        return summary.text(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _runs(self, name: str) -> list[Any]:
         from mindspeed_fx.errors import nearest

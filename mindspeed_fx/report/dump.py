@@ -125,7 +125,7 @@ def metadata(record: GraphRecord) -> dict[str, Any]:
     from mindspeed_fx.report.modelled import modelled_rows
 
     values = dataclasses.asdict(dataclasses.replace(record, calls={}, stages={}))
-    del values["stages"], values["calls"]
+    del values["stages"], values["calls"], values["logged"]
     for run in values["runs"]:
         run.pop("before")
         run.pop("after")

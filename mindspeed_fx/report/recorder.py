@@ -54,6 +54,7 @@ def discard(record: GraphRecord) -> None:
 
 def finish(record: GraphRecord) -> None:
     """Write what was asked for; may be called more than once for one record."""
+    _log_runs(record)
     if record.options.get("dump"):
         from mindspeed_fx.report import dump
 
@@ -62,6 +63,24 @@ def finish(record: GraphRecord) -> None:
         from mindspeed_fx.report import structured_trace as structured_trace_report
 
         structured_trace_report.emit(record)
+
+
+def _log_runs(record: GraphRecord) -> None:
+    """What the passes did since the last call: a line by TORCH_LOGS="mindspeed_fx", and with "+mindspeed_fx" one for
+    each site and each near miss.
+    """
+    runs, record.logged = record.runs[record.logged :], len(record.runs)
+    if not log.isEnabledFor(logging.INFO) or not runs:
+        return
+    rewrites = ", ".join(f"{r.report.name} {len(r.report.rewrites)}" for r in runs if r.report.rewrites)
+    left = sum(len(r.report.skipped) for r in runs)
+    stages = ", ".join(dict.fromkeys(r.stage for r in runs))
+    log.info("graph %d (%s): %s; %d near misses", record.index, stages, rewrites or "no rewrites", left)
+    for run in runs if log.isEnabledFor(logging.DEBUG) else ():
+        for site in run.report.rewrites:
+            log.debug("%s: %s at %s", run.report.name, site.operator, site.source or site.module or site.nodes)
+        for skip in run.report.skipped:
+            log.debug("%s: left alone at %s: %s", run.report.name, skip.source or skip.module, skip.reason)
 
 
 def wants_text(options: dict[str, Any]) -> bool:

@@ -99,6 +99,9 @@ class GraphRecord:
     lowered: list[dict[str, Any]] = field(default_factory=list)
     """One row per operator call lowered: operator, target, kernel, side, reason when it fell back."""
 
+    logged: int = 0
+    """Runs that the log has told of."""
+
     @property
     def counts(self) -> dict[str, int]:
         """Pass name -> number of rewrites."""

@@ -2,7 +2,9 @@
 
 import html.parser
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -213,3 +215,39 @@ def test_explain_again_and_again():
     with torch._dynamo.config.patch(recompile_limit=2):
         counts = [explain(model, inputs, inputs).counts for _ in range(4)]
     assert counts[0] and all(c == counts[0] for c in counts)
+
+
+def test_the_text_answers_first_and_fits_a_terminal(report):
+    lines = str(report).splitlines()
+    assert lines[:2] == [
+        "1 graph, 0 graph breaks",
+        "fused: 2 of 2 attention, 5 of 5 norms, 4 of 4 rotations, 2 of 2 gates, 1 of 1 losses",
+    ]
+    assert re.match(r"forward, modelled: \d+ -> \d+ us, \d+ -> \d+ kernels, [\d.]+ -> [\d.]+ MB", lines[3])
+    idle = lines.index(next(line for line in lines if line.startswith("nothing to do: ")))
+    above = "\n".join(lines[:idle])
+    assert not [n for n, count in report.counts.items() if not count and not report.skipped(n) and n in above]
+    below = " ".join(" ".join(lines[idle:]).split())
+    assert "sharding.verify: the model is not parallelized" in below and "fusion.dropout_add" in below
+    modelled = lines.index(next(line for line in lines if line.startswith("modelled for ")))
+    assert max(map(len, lines[:modelled])) <= 100
+    assert report.to_dict()["counts"] == report.counts and report._repr_html_().startswith("<pre>1 graph")
+
+
+def test_logs_tell_of_sites_and_near_misses(monkeypatch):
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append
+    log = logging.getLogger("mindspeed_fx")
+    monkeypatch.setattr(log, "handlers", [handler])
+    monkeypatch.setattr(log, "level", logging.DEBUG)
+    log.manager._clear_cache()
+    torch._dynamo.reset()
+    compiled = torch.compile(Llama(), backend="mindspeed", options={"codegen": "eager"})
+    compiled(*tokens()).sum().backward()
+    log.manager._clear_cache()
+    told = [r.getMessage() for r in lines if r.levelname == "INFO"]
+    assert any(re.match(r"graph \d+ \(captured.*fusion\.rope 4.*; \d+ near misses$", text) for text in told), told
+    details = [r.getMessage() for r in lines if r.levelname == "DEBUG"]
+    assert sum(text.startswith("fusion.rope: mindspeed::rope at ") for text in details) == 4
+    assert any("left alone at" in text for text in details)

@@ -6,13 +6,11 @@ that a run costs seconds, and nothing of the caller's process, such as process g
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -121,15 +119,9 @@ def run(
     """
     folder = Path(tempfile.mkdtemp(prefix="launch_"))
     request = Request(str(folder), world, forks.free_port(), entry, list(args), environ or {}, setup, seconds)
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(asdict(request)) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
-    if not answer:
-        raise RuntimeError("the server of runs has ended; see its output above")
+    late = _server().ask(asdict(request))
     try:
-        return _read(folder, world, late=json.loads(answer)["late"])
+        return _read(folder, world, late)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -149,26 +141,20 @@ class Request:
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    root = Path(__file__).parents[3]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", "from tests.megatron.launch import runner; runner.serve()"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen(command, **pipes, text=True, env={**os.environ, "PYTHONPATH": path})
-    atexit.register(server.kill)
-    return server
+def _server() -> forks.Server:
+    return forks.Server("from tests.megatron.launch import runner; runner.serve()")
 
 
 def serve() -> None:
-    """Answer requests, one on a line of standard input, until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    prepare()
-    for line in sys.stdin:
-        request = Request(**json.loads(line))
-        pids = [_fork(rank, request) for rank in range(request.world)]
-        _, late = forks.wait(pids, request.seconds, grace=3)
-        print(json.dumps({"late": late}), file=answers, flush=True)
+    """Answer requests until standard input ends."""
+    forks.answer(prepare, _run)
+
+
+def _run(values: dict[str, Any]) -> bool:
+    """Whether time ran out."""
+    request = Request(**values)
+    pids = [_fork(rank, request) for rank in range(request.world)]
+    return forks.wait(pids, request.seconds, grace=3)[1]
 
 
 def _fork(rank: int, request: Request) -> int:

@@ -97,7 +97,9 @@ class Row:
 
     @property
     def one_graph(self) -> bool:
-        return bool(self.chunks) and self.graphs == self.chunks
+        """No chunk in several graphs; chunks of a rank that are alike may share one."""
+        pairs = list(zip(self.graphs, self.chunks))
+        return bool(pairs) and len(self.graphs) == len(self.chunks) and all(0 < g <= c for g, c in pairs)
 
 
 def refusals(args: list[str]) -> tuple[list[str], list[str]]:

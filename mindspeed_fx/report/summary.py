@@ -1,0 +1,111 @@
+"""What ``print(report)`` shows: the answer in a few lines, then what was rewritten, what was left and why, and last the
+passes that had nothing to do, all in 100 columns.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from typing import Any, Iterable, Mapping, Sequence
+
+WIDTH = 100
+FEW = 5
+"""Reasons shown for each pass that left something."""
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("fusion.attention", "fusion.scaled_masked_softmax"),
+    "norms": ("fusion.rms_norm", "fusion.layer_norm"),
+    "rotations": ("fusion.rope", "fusion.qk_norm_rope"),
+    "gates": ("fusion.swiglu", "fusion.glu", "fusion.clipped_swiglu", "fusion.weighted_swiglu"),
+    "activations": ("fusion.activation",),
+    "experts": ("fusion.grouped_matmul", "fusion.moe_permute", "fusion.gathered_experts", "fusion.one_hot_dispatch"),
+    "losses": ("fusion.cross_entropy",),
+}
+"""What users call the sites, and the passes that find each once; others rewrite what these have made."""
+
+
+def text(report: Any) -> str:
+    """The whole text of a :class:`mindspeed_fx.planning.explain.Report`."""
+    names = list(dict.fromkeys(run.report.name for g in report.graphs for run in g.runs))
+    active = [n for n in names if report.sites(n) or report.skipped(n)]
+    parts = [
+        head(report, names),
+        *(_of_pass(report, n) for n in active if report.sites(n)),
+        *(_of_pass(report, n) for n in active if not report.sites(n)),
+        _idle(report, [n for n in names if n not in active]),
+        str(report.cost) if report.graphs else "",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def head(report: Any, names: Sequence[str]) -> str:
+    """Graphs and breaks, sites by kind, and the modelled forward before and after."""
+    graphs, breaks = report.graph_count, len(report.break_reasons)
+    lines = [f"{graphs} graph{'s' * (graphs != 1)}, {breaks} graph break{'s' * (breaks != 1)}"]
+    lines += _wrapped("  break: ", report.break_reasons)
+    kinds = [line for kind, passes in KINDS.items() if (line := _kind(report, kind, set(passes) & set(names)))]
+    if kinds:
+        lines += _wrapped("fused: ", [", ".join(kinds)])
+    rewrites = sum(report.counts.values())
+    left = sum(len(report.skipped(n)) for n in names)
+    lines += [f"{rewrites} rewrites, {left} near misses"] if names else []
+    rows = report.cost.rows() if report.graphs else []
+    before, after = (_sums([r for r in rows if r["stage"] == stage]) for stage in ("captured", "forward"))
+    if before["seconds"] and after["seconds"]:
+        lines.append(
+            f"forward, modelled: {before['seconds'] * 1e6:,.0f} -> {after['seconds'] * 1e6:,.0f} us, "
+            f"{before['kernels']} -> {after['kernels']} kernels, "
+            f"{before['bytes'] / 1e6:,.1f} -> {after['bytes'] / 1e6:,.1f} MB read and written"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _kind(report: Any, kind: str, passes: Iterable[str]) -> str:
+    """ "32 of 32 attention"; "" where none was seen."""
+    done = sum(len(report.sites(n)) for n in passes)
+    seen = done + sum(len(report.skipped(n)) for n in passes)
+    return f"{done} of {seen} {kind}" if seen else ""
+
+
+def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {what: sum(r[what] for r in rows) for what in ("seconds", "kernels", "bytes")}
+
+
+def _of_pass(report: Any, name: str) -> str:
+    """One pass with its notes, and the reasons of what it left, the most frequent first."""
+    sites, skipped = len(report.sites(name)), report.skipped(name)
+    line = f"{name:<36}{sites:>5} rewrites{len(skipped):>6} near misses"
+    reasons = Counter(s.reason for s in skipped)
+    lines = [line, *_wrapped("    ", [f"{stage}: {note}" for stage, note in _notes(report, name)])]
+    lines += _wrapped("    ", [f"{n} x {reason}" for reason, n in reasons.most_common(FEW)])
+    if len(reasons) > FEW:
+        lines.append(f"    and {len(reasons) - FEW} further reasons: report.skipped({name!r})")
+    return "\n".join(lines)
+
+
+def _notes(report: Any, name: str) -> list[tuple[str, str]]:
+    return [(r.stage, note) for g in report.graphs for r in g.runs if r.report.name == name for note in r.report.notes]
+
+
+def _idle(report: Any, names: Sequence[str]) -> str:
+    """Passes without a site and without a near miss: those that say why by their reasons, the others in one line."""
+    if not names:
+        return ""
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        for note in dict.fromkeys(note for _, note in _notes(report, name)):
+            reasons.setdefault(note, []).append(name)
+    silent = [n for n in names if not _notes(report, n)]
+    lines = ["", f"nothing to do: {len(names)} passes"]
+    lines += _wrapped("    ", [f"{', '.join(by)}: {note}" for note, by in reasons.items()])
+    if silent:
+        lines += _wrapped("    ", [f"nothing of theirs in the model: {', '.join(silent)}"])
+    return "\n".join([*lines, ""])
+
+
+def _wrapped(indent: str, texts: Iterable[str]) -> list[str]:
+    inside = " " * (len(indent) + 2)
+    keep = {"break_long_words": False, "break_on_hyphens": False}
+    return [
+        line for t in texts for line in textwrap.wrap(t, WIDTH, initial_indent=indent, subsequent_indent=inside, **keep)
+    ]
