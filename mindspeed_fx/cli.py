@@ -1,4 +1,4 @@
-"""The ``mindspeed-fx`` command: ``explain``, ``plan``, ``flags``, ``cross``, ``doctor``, ``passes``, ``toolchain``."""
+"""The ``mindspeed-fx`` command; ``mindspeed-fx --help`` lists what it does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import runpy
 import sys
 from typing import Any
+
+from mindspeed_fx.planning.tune.command import add_tune
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,11 +30,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    adders = (
-        *(_add_explain, _add_doctor, _add_passes, _add_flags),
-        *(_add_cross, _add_plan, _add_toolchain, _add_compare_dumps),
-    )
-    for add in adders:
+    shown = (_add_explain, _add_doctor, _add_passes, _add_flags, _add_cross)
+    for add in (*shown, _add_plan, add_tune, _add_toolchain, _add_compare_dumps):
         add(commands)
     return parser
 
@@ -104,7 +103,7 @@ def _add_cross(commands: Any) -> None:
     cross.add_argument(
         "--soc",
         default="Ascend910B2",
-        help="Ascend910B1 to B4, Ascend910_9391, _9382, _9381, _9372, _9362 (default: %(default)s)",
+        help="Ascend910B1 to B4, B2C, B4-1, Ascend910_9391, _9392, _9382, _9381, _9372, _9362 (default: %(default)s)",
     )
     cross.add_argument("--options", default="{}", help="backend options as JSON")
     cross.add_argument("--no-baseline", action="store_true", help="do not also trace without passes to compare with")

@@ -343,10 +343,11 @@ def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
         if glob == "policy":
             if not (wish is None and value is None or is_policy(wish)):
                 raise OptionError(f'option "recompute" has the policy {wish!r}{nearest(str(wish), POLICIES)}; {valid}')
-            if wish not in (None, "auto") and budget is not None:
+            if wish not in (None, "auto") and budget is not None and not set(str(wish).split("+")) <= set(JOINABLE):
                 raise OptionError(
                     f'option "recompute" has the policy "{wish}", which fixes what is saved, and option '
-                    f'"memory_budget" is {budget!r}, which plans it; give one of them, or the policy "auto"'
+                    f'"memory_budget" is {budget!r}, which plans it; give one of them, or the policy "auto", or '
+                    f"{', '.join(JOINABLE)}, beside which the rest is planned"
                 )
         elif wish not in WISHES:
             raise OptionError(

@@ -30,6 +30,7 @@ SOCS = (
     "Ascend910B4",
     "Ascend910B4-1",
     "Ascend910_9391",
+    "Ascend910_9392",
     "Ascend910_9382",
     "Ascend910_9381",
     "Ascend910_9372",

@@ -8,9 +8,12 @@ from typing import Iterable
 CORES = {
     "Ascend910B1": (24, 48),
     "Ascend910B2": (24, 48),
+    "Ascend910B2C": (24, 48),
     "Ascend910B3": (20, 40),
     "Ascend910B4": (20, 40),
+    "Ascend910B4-1": (20, 40),
     "Ascend910_9391": (24, 48),
+    "Ascend910_9392": (24, 48),
     "Ascend910_9382": (24, 48),
     "Ascend910_9381": (24, 48),
     "Ascend910_9372": (20, 40),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
@@ -148,6 +149,22 @@ def profiler(
         experimental_config=config,
         **settings,
     )
+
+
+def hccl_options(config: Mapping[str, int]) -> Any:
+    """Options of a process group of HCCL's; None where the process's groups are another backend's.
+
+    Args:
+        config: "hccl_buffer_size" in MiB, "hccl_op_expansion_mode".
+    """
+    import torch.distributed as dist
+
+    module = sys.modules.get("torch_npu")
+    if module is None or not dist.is_initialized() or "hccl" not in dist.get_backend():
+        return None
+    options = module._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = dict(config)
+    return options
 
 
 def hcom(group: str) -> str:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import warnings
+from typing import Any
 
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.errors import OptionError, nearest
@@ -24,14 +26,19 @@ def _tables() -> tuple[dict[str, Hardware], dict[str, str]]:
     results, aliases = {}, {}
     for maker in MAKERS:
         module = importlib.import_module(f"mindspeed_fx.cost.tables.{maker}")
-        results.update({hw.name: hw for hw in module.HARDWARE})
+        results.update({hw.name: hw for hw in (*module.HARDWARE, *getattr(module, "DIES", ()))})
         aliases.update(module.ALIASES)
     return results, aliases
 
 
 def names() -> tuple[str, ...]:
-    """The names of every device that has a table, without aliases."""
-    return tuple(_tables()[0])
+    """The names of every device that has a table, without aliases and without single dies of the 950."""
+    dies = {hw.name for hw in _ascend().DIES}
+    return tuple(name for name in _tables()[0] if name not in dies)
+
+
+def _ascend() -> Any:
+    return importlib.import_module("mindspeed_fx.cost.tables.ascend")
 
 
 def canonical(name: str) -> str | None:
@@ -51,6 +58,8 @@ def hardware(name: "str | Hardware") -> Hardware:
     if isinstance(name, Hardware):
         return name
     known = canonical(name) if isinstance(name, str) else None
+    if known is None and isinstance(name, str) and _torch_npu_takes(name):
+        known = substitute_of(name)
     if known is None:
         valid = names()
         raise OptionError(
@@ -58,6 +67,24 @@ def hardware(name: "str | Hardware") -> Hardware:
             f"{', '.join(valid)}{nearest(str(name).lower(), (*valid, *_tables()[1]))}"
         )
     return _tables()[0][known]
+
+
+def _torch_npu_takes(name: str) -> bool:
+    """True for names that torch_npu accepts from a driver: a list of its own, and all that begin as the 950."""
+    key = name.lower()
+    return key.startswith("ascend950") or key in {n.lower() for n in _ascend().KNOWN_WITHOUT_TABLE}
+
+
+@functools.cache
+def substitute_of(name: str) -> str:
+    """The table that stands for an Ascend device without one, by how its name begins; says so in one warning."""
+    result = next(table for start, table in _ascend().FAMILIES if name.lower().startswith(start))
+    warnings.warn(
+        f'the cost model has no table for "{name}"; it is taken for {result}, so that modelled times are those of '
+        f'{result}. options={{"hardware": ...}} names another of {", ".join(n for n in names() if "ascend" in n)}',
+        stacklevel=3,
+    )
+    return result
 
 
 def register(hw: Hardware, replace: bool = False) -> Hardware:
@@ -75,7 +102,8 @@ def register(hw: Hardware, replace: bool = False) -> Hardware:
 def detect(target: str) -> tuple[str | None, str]:
     """The name of the device at hand for ``target`` ("cpu", "cuda", "npu") and "", or None and why there is none.
 
-    Nothing is measured: the driver is asked for the device's name, and a processor is always "cpu".
+    Nothing is measured: the driver is asked for the device's name, and a processor is always "cpu". An Ascend device
+    without a table is taken for the nearest of its generation, which one warning says.
     """
     if target == "cpu":
         return "cpu", ""
@@ -90,6 +118,8 @@ def detect(target: str) -> tuple[str | None, str]:
     except RuntimeError as e:
         return None, f"the {target} driver does not say its name ({e}); give it: {example}"
     known = canonical(result)
+    if known is None and target == "npu":
+        known = substitute_of(result)
     return (
         (known, "")
         if known

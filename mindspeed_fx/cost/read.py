@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import distributed, symbols
+from mindspeed_fx.compat import auto_functionalized, distributed, symbols
 from mindspeed_fx.cost import aten
 from mindspeed_fx.cost.operators import Cost, Spec, once, spec, tensors
 from mindspeed_fx.graph import memoize
@@ -173,7 +173,8 @@ class _Reader:
                 self.input_keys |= {s.key for s in tensors(self.values[node])}
             elif node.op == "call_function":
                 if isinstance(node.target, torch._ops.HigherOrderOperator):
-                    self._nested(gm, node)
+                    if not self._writing_call(node):
+                        self._nested(gm, node)
                 elif "val" not in node.meta:
                     missing += 1
                 else:
@@ -277,6 +278,20 @@ class _Reader:
                 f"{call.name} calls {name}, which is no operator: counted as one pass over its tensors"
             )
         self.result.calls.append(call)
+
+    def _writing_call(self, node: fx.Node) -> bool:
+        """The call behind an ``auto_functionalized`` node, whose results 1, 2 ... are the tensors it writes."""
+        target = auto_functionalized.mutable_operator(node)
+        if target is None:
+            return False
+        arguments = auto_functionalized.argument_nodes(node) or {}  # none where it writes to views
+        self.values[node] = self._specs(node.meta.get("val"), node.name)
+        space, name, kind = _call_name(target)
+        kwargs = {k: self._value_of(a) for k, a in arguments.items()}
+        self.result.calls.append(
+            Call(self.prefix + node.name, f"{space}.{name}", kind, None, (), kwargs, target, _module(node))
+        )
+        return True
 
     def _nested(self, gm: fx.GraphModule, node: fx.Node) -> None:
         """A higher-order operator: the first graph it is given counts (a branch of cond stands for both)."""

@@ -106,7 +106,7 @@ def moe_unpermute_backward(
     """Gradients (dpermuted, dprobs) of :func:`moe_unpermute`; dprobs is empty without probs.
 
     The row of pair (t, j) has the gradient probs[t, j] * grad[t]; dprobs[t, j] is the inner product of grad[t] and that
-    row.
+    row. Without probs ``permuted`` gives shape and type alone.
     """
     order, dtype = _inverse(sorted_indices), accumulation_dtype(_dtype(permuted, probs))
     rows = grad.index_select(0, order // (k if probs is None else probs.shape[1])).to(dtype)
@@ -135,15 +135,18 @@ torch.library.register_autograd("mindspeed::moe_permute", _backward, setup_conte
 
 def _setup_unpermute(ctx, inputs, output):
     permuted, sorted_indices, probs, ctx.k = inputs
-    ctx.save_for_backward(permuted, sorted_indices, probs)
+    ctx.save_for_backward(None if probs is None else permuted, sorted_indices, probs)
 
 
 def _backward_unpermute(ctx, grad):
-    dpermuted, dprobs = torch.ops.mindspeed.moe_unpermute_backward(grad, *ctx.saved_tensors, ctx.k)
+    permuted, sorted_indices, probs = ctx.saved_tensors  # once: a checkpointed region unpacks them one time alone
+    if probs is None:  # then the rows are not read, and were not kept
+        permuted = grad.new_empty(sorted_indices.shape[0], grad.shape[1])
+    dpermuted, dprobs = torch.ops.mindspeed.moe_unpermute_backward(grad, permuted, sorted_indices, probs, ctx.k)
     return (
         dpermuted if ctx.needs_input_grad[0] else None,
         None,
-        dprobs if ctx.saved_tensors[2] is not None and ctx.needs_input_grad[2] else None,
+        dprobs if probs is not None and ctx.needs_input_grad[2] else None,
         None,
     )
 

@@ -18,6 +18,9 @@ from torch import Tensor
 from mindspeed_fx.megatron import patches
 from mindspeed_fx.megatron.groups import group_or_default, size
 
+HAS_GRADIENTS = hasattr(functional, "all_to_all_single_backward")
+"""Whether this torch's functional collectives have gradients of their own."""
+
 # --------------------------------------------------------------------------- the collectives, one way
 
 
@@ -245,6 +248,21 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Any
 
 def all_to_all(group, input_, output_split_sizes_=None, input_split_sizes=None) -> Tensor:
     return input_ if size(group) == 1 else _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
+
+
+def plain_all_to_all(group: Any, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
+    """:func:`all_to_all` with torch's own gradient of it (torch 2.13), for checkpointed regions in a graph.
+
+    Dynamo loses symbols that an ``autograd.Function`` keeps there.
+
+    Raises:
+        NotImplementedError: this torch has no gradient of it.
+    """
+    if not HAS_GRADIENTS:
+        raise NotImplementedError(
+            "an exchange that is made again in a graph needs torch 2.13; use MINDSPEED_FX_COMPILE=0"
+        )
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), output_splits, input_splits, group))
 
 
 def in_graph_or_uneven(target: str, ours: Any, sizes: str) -> Any:

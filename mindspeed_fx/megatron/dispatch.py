@@ -6,13 +6,13 @@ layer. From there on they are symbols of the graph, so that everything behind th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import collectives, groups
+from mindspeed_fx.megatron import collectives, experts, groups, zero_memory
 
 
 def is_needed(layer: Any) -> bool:
@@ -34,15 +34,21 @@ def routed(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor, dropl
         return _by_gathering(layer, tokens, routing_map, probs)
     coming, sent, received = _exchange_counts(layer, routing_map)
     exchange = _Exchange(layer.token_dispatcher, sent, received)
-    if dropless:  # every token has its k experts, and torch_npu an operator for just that
-        k = layer.config.moe_router_topk
-        torch._check(exchange.rows == tokens.shape[0] * k)
-        rows, share, places = torch.ops.mindspeed.moe_permute_map(tokens, routing_map, probs, k)
-        back = _run_experts(layer, rows, share, coming, exchange)
+    if zero_memory.level_of(layer) == zero_memory.LEVEL1 and torch.compiler.is_compiling():
+        exchange.move = collectives.plain_all_to_all
+    k = layer.config.moe_router_topk
+
+    def leave(tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if dropless:  # every token has its k experts, and torch_npu an operator for just that
+            torch._check(exchange.rows == tokens.shape[0] * k)
+            return torch.ops.mindspeed.moe_permute_map(tokens, routing_map, probs, k)
+        token_of_row, share = sort_by_expert(routing_map, probs, exchange.rows)
+        return tokens.index_select(0, token_of_row), share, token_of_row
+
+    back, places = _run_experts(layer, leave, tokens, probs, coming, exchange)
+    if dropless:
         return torch.ops.mindspeed.moe_unpermute(back, places, None, k)
-    token_of_row, share = sort_by_expert(routing_map, probs, exchange.rows)
-    back = _run_experts(layer, tokens.index_select(0, token_of_row), share, coming, exchange)
-    return torch.zeros_like(tokens).index_add(0, token_of_row, back)
+    return torch.zeros_like(tokens).index_add(0, places, back)
 
 
 def capacity(routing_map: Tensor, config: Any) -> int | None:
@@ -83,18 +89,19 @@ class _Exchange:
         self.sent, self.received = sent, received
         self.sizes = sent[:: self.parts]
         self.rows = sum(self.sizes)
+        self.move = collectives.all_to_all
 
     def send(self, x: Tensor) -> Tensor:
         """Rows [rows, ...] of this rank -> those that come, by rank and expert."""
         if self.parts > 1:
             x = torch.cat([block for block in x.split(self.sizes) for _ in range(self.parts)])
-        return collectives.all_to_all(self.group, x, self.received, self.sent)
+        return self.move(self.group, x, self.received, self.sent)
 
     def send_back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """What came, or its like, back to where it came from; what the parts of an expert make is added up in
         ``dtype``.
         """
-        out = collectives.all_to_all(self.group, x, self.sent, self.received)
+        out = self.move(self.group, x, self.sent, self.received)
         if self.parts == 1:
             return out
         blocks = out.to(dtype).split(self.sent)
@@ -102,12 +109,31 @@ class _Exchange:
         return torch.cat(sums).to(x.dtype)
 
 
-def _run_experts(layer: Any, rows: Tensor, share: Tensor, coming: Tensor, exchange: _Exchange) -> Tensor:
-    """What the experts make of ``rows``, sorted by expert, each times its share; in the same order."""
+def _run_experts(
+    layer: Any, leave: Callable, tokens: Tensor, probs: Tensor, coming: Tensor, exchange: _Exchange
+) -> tuple[Tensor, Tensor]:
+    """What the experts make of the rows that ``leave`` makes of tokens and probabilities, each times its share, in the
+    same order; and what else ``leave`` returns.
+    """
     order, inverse = _order_by_expert(coming, sum(exchange.received))
-    x, part = (_Permute.apply(exchange.send(t), order, inverse) for t in (rows, share))
-    output, _ = layer.experts(x, coming.sum(0), part)
-    return exchange.send_back(_Permute.apply(output, inverse, order), share.dtype)
+    counts = coming.sum(0)
+
+    def sort(x: Tensor) -> Tensor:
+        return _Permute.apply(x, order, inverse)
+
+    def send(tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows, share, places = leave(tokens, probs)
+        return sort(exchange.send(rows)), sort(exchange.send(share)), places
+
+    def enter(received: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        return sort(received), part
+
+    if zero_memory.level_of(layer) == zero_memory.LEVEL1:
+        output, places = experts.run(layer, send, counts, tokens, probs)
+    else:
+        rows, share, places = leave(tokens, probs)
+        (output,) = experts.run(layer, enter, counts, exchange.send(rows), sort(exchange.send(share)))
+    return exchange.send_back(_Permute.apply(output, inverse, order), probs.dtype), places
 
 
 def _exchange_counts(layer: Any, routing_map: Tensor) -> tuple[Tensor, list[int], list[int]]:

@@ -8,13 +8,13 @@ at every layer. The operator takes the counts as a tensor, so that every shape i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import main_grad, patches
+from mindspeed_fx.megatron import main_grad, patches, zero_memory
 from mindspeed_fx.training import gradient_ready
 
 EXPERTS = "transformer.moe.experts:SequentialMLP.forward"
@@ -135,24 +135,65 @@ def sequential_forward(
     self: Any, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
 ) -> tuple[Tensor, None]:
     """``SequentialMLP.forward``: tokens [tokens, hidden] sorted by expert, counts [experts], probabilities [tokens]."""
-    config, experts = self.config, self.local_experts
+    config = self.config
     if config.fp8 or config.fp4 or not isinstance(tokens_per_expert, Tensor):
         return patches.original(EXPERTS)(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-    x, scale = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
-    if config.moe_apply_probs_on_input:
-        x, scale = (scale * x).to(x.dtype), None
-    inner = multiply_experts(x, [e.linear_fc1 for e in experts], tokens_per_expert)
-    if config.add_bias_linear:
-        expert = _expert_of_row(x.shape[0], tokens_per_expert)
-        inner = inner + torch.stack([e.linear_fc1.bias for e in experts]).index_select(0, expert)
-    inner = _activation(inner, config)
-    if scale is not None:
-        inner = (inner * scale).to(inner.dtype)
-    out = multiply_experts(inner, [e.linear_fc2 for e in experts], tokens_per_expert)
-    if config.add_bias_linear:
+    counts, share = tokens_per_expert, permuted_probs
+    return second_product(self, first_product(self, permuted_local_hidden_states, counts, share), counts, share), None
+
+
+def first_product(self: Any, x: Tensor, counts: Tensor, share: Tensor) -> Tensor:
+    """What goes into the activation, without a bias: rows [rows, hidden] -> [rows, width]; ``share``: [rows]."""
+    if self.config.moe_apply_probs_on_input:
+        x = (share.unsqueeze(-1) * x).to(x.dtype)
+    return multiply_experts(x, [e.linear_fc1 for e in self.local_experts], counts)
+
+
+def second_product(self: Any, inner: Tensor, counts: Tensor, share: Tensor) -> Tensor:
+    """What the experts make of :func:`first_product`, each row times its share: [rows, width] -> [rows, hidden]."""
+    config, experts = self.config, self.local_experts
+    scale = None if config.moe_apply_probs_on_input else share.unsqueeze(-1)
+    expert = _expert_of_row(inner.shape[0], counts) if config.add_bias_linear else None
+
+    def activate(inner: Tensor, scale: Tensor | None) -> Tensor:
+        if expert is not None:
+            inner = inner + torch.stack([e.linear_fc1.bias for e in experts]).index_select(0, expert)
+        inner = activation(inner, config)
+        return inner if scale is None else (inner * scale).to(inner.dtype)
+
+    hidden, discard = zero_memory.made_again(self, activate, inner, scale)
+    out = multiply_experts(hidden, [e.linear_fc2 for e in experts], counts)
+    discard(out)
+    if expert is not None:
         bias = torch.stack([e.linear_fc2.bias for e in experts]).index_select(0, expert)
         out = out + (bias if scale is None else bias * scale).to(out.dtype)
-    return out, None
+    return out
+
+
+def run(layer: Any, enter: Callable[..., tuple], counts: Tensor, *args: Tensor) -> tuple:
+    """What the experts of a layer make of the rows that ``enter`` brings to them.
+
+    Args:
+        enter: of ``args``; returns rows [rows, hidden], sorted by expert, their shares [rows], and what the way back
+            needs.
+        counts: rows of each expert.
+
+    Returns:
+        [rows, hidden], and what the way back needs.
+    """
+    if zero_memory.level_of(layer) is None:
+        rows, share, *back = enter(*args)
+        return layer.experts(rows, counts, share)[0], *back
+
+    def begin(*args: Tensor) -> tuple:
+        rows, share, *back = enter(*args)
+        return first_product(layer.experts, rows, counts, share), share, *back
+
+    def finish(*args: Tensor) -> tuple:
+        inner, share, *back = zero_memory.up_to_first_product(layer, begin, *args)
+        return second_product(layer.experts, inner, counts, share), *back
+
+    return zero_memory.whole(layer, finish, *args)
 
 
 def _expert_of_row(rows: int, counts: Tensor) -> Tensor:
@@ -162,7 +203,8 @@ def _expert_of_row(rows: int, counts: Tensor) -> Tensor:
     return torch.searchsorted(ends, row, right=True).clamp(max=counts.shape[0] - 1)
 
 
-def _activation(x: Tensor, config: Any) -> Tensor:
+def activation(x: Tensor, config: Any) -> Tensor:
+    """The activation of an MLP, or its gate, as ``config`` has it."""
     if not config.gated_linear_unit:
         return config.activation_func(x)
     gate, up = x.chunk(2, -1)

@@ -5,12 +5,15 @@ initialized.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mindspeed_fx.compat import npu
 from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.flags import group_options
 
 
 def has_accelerator() -> bool:
@@ -90,3 +93,17 @@ class _Buffer:
 _BUFFER = _Buffer()
 GLOBAL_MEMORY_BUFFER = "parallel_state:get_global_memory_buffer"
 USE_MPU_PROCESS_GROUPS = "process_groups_config:ProcessGroupCollection.use_mpu_process_groups"
+
+
+NCCL_OPTIONS = "parallel_state:get_nccl_options"
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Any) -> Any:
+    """``get_nccl_options``: HCCL's as the flags of the run have them; NCCL's on CUDA; else None."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    args = None if variables is None else variables._GLOBAL_ARGS
+    config = {} if args is None else group_options.configurations(args).get(pg_name)
+    options = npu.hccl_options(config) if config else None
+    if options is None and torch.cuda.is_available():
+        return patches.original(NCCL_OPTIONS)(pg_name, nccl_comm_cfgs)
+    return options

@@ -13,7 +13,8 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import capacity, patches, rope_scaling
+from mindspeed_fx.megatron import capacity, patches, rope_scaling, zero_memory
+from mindspeed_fx.megatron.flags import recomputed
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
 
@@ -55,6 +56,11 @@ def add_parts(model: Any, args: Namespace) -> None:
         capacity.count_over_sequence(model)
     if getattr(args, "fix_router", False):
         _fix_routers(model)
+    if getattr(args, "enable_recompute_layers_per_pp_rank", False) and model.config.recompute_granularity == "full":
+        here = recomputed.with_stage(args, getattr(model, "vp_stage", None) or 0)
+        model.config.recompute_num_layers = recomputed.whole_layers(here)
+    if getattr(args, "moe_zero_memory", "disable") != "disable":
+        zero_memory.set_levels(model, args)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero
         for norm in (m for m in model.modules() if isinstance(m, OffsetRMSNorm)):
             norm.start = 1.0

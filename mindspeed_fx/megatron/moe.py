@@ -8,13 +8,14 @@ same: sort the tokens by expert, run the experts, add the results up. The number
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import checkpoint, collectives, dispatch, patches
+from mindspeed_fx.megatron import checkpoint, collectives, dispatch, experts, patches, zero_memory
 
 LAYER = "transformer.moe.moe_layer:MoELayer.forward"
 SINKHORN = "transformer.moe.moe_utils:sinkhorn"
@@ -40,7 +41,8 @@ def layer_forward(
 
 def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
     config = self.config
-    shared = _shared(self, hidden_states)
+    zero_memory.await_parameters(self.experts)
+    shared = zero_memory.whole(self, _shared, self, hidden_states)
     probs, routing_map = self.route(hidden_states, padding_mask)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     dropless = config.moe_expert_capacity_factor is None and padding_mask is None
@@ -56,25 +58,46 @@ def _shared(self: Any, x: Tensor) -> Tensor | None:
     """What the shared experts make of hidden states; the compiler decides what runs beside it, whatever Megatron would
     lay on a stream of its own.
     """
-    if not (self.use_shared_expert and self.shared_expert_overlap):
+    overlap, level = self.shared_expert_overlap, zero_memory.level_of(self)
+    if not self.use_shared_expert or not overlap and level != zero_memory.LEVEL0:
         return self.shared_experts_compute(x)
-    from megatron.core.transformer.mlp import MLP
-
-    experts, parallel = self.shared_experts, self.config.sequence_parallel  # whose linears do not communicate
+    shared, parallel = self.shared_experts, self.config.sequence_parallel
+    if not overlap:
+        return _gated(shared, x, _shared_products(self, x))
+    # the linears do not communicate
     enter = collectives.gather_from_sequence_parallel_region
     leave = collectives.reduce_scatter_to_sequence_parallel_region
     if not parallel:
         enter = collectives.copy_to_tensor_model_parallel_region
         leave = collectives.reduce_from_tensor_model_parallel_region
-    output = leave(MLP.forward(experts, enter(x))[0])
-    return output * torch.sigmoid(F.linear(x, experts.gate_weight)) if experts.use_shared_expert_gate else output
+    return _gated(shared, x, leave(_shared_products(self, enter(x))))
+
+
+def _shared_products(self: Any, x: Tensor) -> Tensor:
+    from megatron.core.transformer.mlp import MLP
+
+    shared = self.shared_experts
+    if zero_memory.level_of(self) != zero_memory.LEVEL0:
+        return MLP.forward(shared, x)[0]
+    inner, _ = shared.linear_fc1(x)  # Megatron's shared experts have no bias
+    hidden, discard = zero_memory.made_again(self, functools.partial(experts.activation, config=self.config), inner)
+    output, _ = shared.linear_fc2(hidden)
+    discard(output)
+    return output
+
+
+def _gated(shared: Any, x: Tensor, output: Tensor) -> Tensor:
+    return output * torch.sigmoid(F.linear(x, shared.gate_weight)) if shared.use_shared_expert_gate else output
 
 
 def _dropless(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """Every token has its top-k experts, and torch_npu an operator for just that."""
     k = self.config.moe_router_topk
-    permuted, share, places = torch.ops.mindspeed.moe_permute_map(tokens, routing_map, probs, k)
-    output, _ = self.experts(permuted, routing_map.sum(0), share)
+
+    def enter(tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.mindspeed.moe_permute_map(tokens, routing_map, probs, k)
+
+    output, places = experts.run(self, enter, routing_map.sum(0), tokens, probs)
     return torch.ops.mindspeed.moe_unpermute(output, places, None, k)
 
 
@@ -82,8 +105,12 @@ def _with_capacity(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor
     """A token has top-k experts at most: how many is known when the program runs."""
     capacity = dispatch.capacity(routing_map, self.config)
     rows = tokens.shape[0] * self.config.moe_router_topk if capacity is None else capacity * routing_map.shape[1]
-    token_of_row, share = dispatch.sort_by_expert(routing_map, probs, rows)
-    output, _ = self.experts(tokens.index_select(0, token_of_row), routing_map.sum(0), share)
+
+    def enter(tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        token_of_row, share = dispatch.sort_by_expert(routing_map, probs, rows)
+        return tokens.index_select(0, token_of_row), share, token_of_row
+
+    output, token_of_row = experts.run(self, enter, routing_map.sum(0), tokens, probs)
     return torch.zeros_like(tokens).index_add(0, token_of_row, output)
 
 

@@ -35,6 +35,7 @@ class Patch:
             ``WITHOUT_CUDA``: only where torch has no CUDA: a CPU, or an NPU without transfer_to_npu;
             ``WITHOUT_ACCELERATOR``: only on a machine with neither CUDA nor NPU; ``EVERYWHERE``: always.
         copies: also where ``from x import y`` has copied the name, in any loaded module.
+        also: what else, asked of the arguments of a call, calls for a replacement that is ``IN_GRAPH``.
     """
 
     target: str
@@ -42,6 +43,7 @@ class Patch:
     reason: str
     where: str = IN_GRAPH
     copies: bool = True
+    also: Callable[..., bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ def apply(patches: list[Patch]) -> None:
     swaps: dict[int, tuple[Any, Any]] = {}
     for patch, owner, name in results:
         original = inspect.getattr_static(owner, name)
-        replacement = in_graph(patch.replacement, original) if patch.where == IN_GRAPH else patch.replacement
+        replacement = patch.replacement
+        if patch.where == IN_GRAPH:
+            replacement = in_graph(patch.replacement, original, patch.also)
         inherited = name not in owner.__dict__
         setattr(owner, name, replacement)
         _changes.append(_Change(owner, name, original, replacement, inherited, patch.copies))
@@ -83,12 +87,13 @@ def apply(patches: list[Patch]) -> None:
     sweep(swaps)
 
 
-def in_graph(replacement: Callable, original: Callable) -> Callable:
-    """``replacement`` while torch.compile traces, ``original`` otherwise."""
+def in_graph(replacement: Callable, original: Callable, also: Callable[..., bool] | None = None) -> Callable:
+    """``replacement`` while torch.compile traces, and where ``also`` says so of the arguments; else ``original``."""
 
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **kwargs) if torch.compiler.is_compiling() else original(*args, **kwargs)
+        is_replaced = torch.compiler.is_compiling() or (also is not None and also(*args, **kwargs))
+        return replacement(*args, **kwargs) if is_replaced else original(*args, **kwargs)
 
     if hasattr(original, "cache_clear"):  # a constructor clears it
         chosen.cache_clear = original.cache_clear

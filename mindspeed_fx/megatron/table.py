@@ -30,9 +30,11 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     offload,
     optimizer,
     patches,
+    ripipe,
     rng,
     rope_scaling,
     rotary,
+    zero_memory,
 )
 from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
@@ -128,6 +130,13 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
         *context_parallel.table(),
+        *ripipe.table(),
+        Patch(
+            groups.NCCL_OPTIONS,
+            groups.get_nccl_options,
+            "NCCL's options where there is none; HCCL's are MindSpeed's flags",
+            EVERYWHERE,
+        ),
         Patch(
             cross_entropy.FUSED_LOSS,
             cross_entropy.fused_vocab_parallel_cross_entropy,
@@ -209,8 +218,8 @@ def _in_graph() -> list[Patch]:
         Patch("fusions.fused_bias_geglu:bias_geglu_impl", fusions.bias_geglu_impl, HIDES),
         Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
         Patch(moe.SINKHORN, moe.sinkhorn, "ends when the numbers say so; it has no gradient"),
-        Patch(moe.LAYER, moe.layer_forward, counts),
-        Patch(experts.EXPERTS, experts.sequential_forward, counts),
+        Patch(moe.LAYER, moe.layer_forward, counts, also=zero_memory.is_asked),
+        Patch(experts.EXPERTS, experts.sequential_forward, counts, also=zero_memory.is_asked),
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
         Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),
         Patch("utils:make_viewless_tensor", viewless, "sets the storage of a tensor, which a graph cannot"),
@@ -254,7 +263,6 @@ def _without_cuda() -> list[Patch]:
             "Megatron writes device=torch.cuda.current_device() in a hundred places",
             where,
         ),
-        Patch("parallel_state:get_nccl_options", cuda_calls.do_nothing, "NCCL's options, where there is none", where),
         Patch("torch:Tensor.cuda", cuda_calls.to_device, "moves what was made on the host", where),
         Patch("torch.nn:Module.cuda", cuda_calls.to_device, "moves a model's parameters", where),
         Patch(f"{rotary.ROTARY}.get_emb", rotary.get_emb, "moves inv_freq to CUDA", where),
@@ -314,6 +322,9 @@ def _without_accelerator() -> list[Patch]:
             keep_output_tensor,
             "frees what a stage sends as soon as the send has begun; gloo, which has no streams, still reads it",
             where,
+        ),
+        Patch(
+            "torch:Tensor.record_stream", cuda_calls.do_nothing, "tells a CUDA stream of memory; a CPU has one", where
         ),
         Patch(offload.INIT, offload.init_sub_optimizers, "pins memory for a device", where),
         Patch(offload.PARAM_GROUPS, offload.param_groups, "asks whether parameters lie on CUDA", where),

@@ -104,10 +104,7 @@ def npugraph_ex_problem() -> str | None:
 def text(results: dict[str, Any]) -> str:
     """What :func:`examine` found, for a person."""
     lines = ["installed"] + [f"  {k:<16} {v or '-'}" for k, v in results["installed"].items()]
-    lines += ["targets"] + [
-        f"  {t['target']:<5} {t['codegen']:<12} {'works' if t['works'] else 'no: ' + t['reason']}"
-        for t in results["targets"]
-    ]
+    lines += ["targets"] + [f"  {t['target']:<5} {t['codegen']:<12} {_outcome(t)}" for t in results["targets"]]
     lines += ["kernels in C++ for cpu", f"  {results['cpu_kernels']}"]
     lines += [
         "torch.compile",
@@ -121,6 +118,13 @@ def text(results: dict[str, Any]) -> str:
         or ("none in this process: importing mindspeed_fx.megatron_adaptor applies them",)
     ]
     return "\n".join(lines)
+
+
+def _outcome(target: dict[str, Any]) -> str:
+    """In words: of an NPU packages are looked up and nothing is run, so that nothing is said to work."""
+    if not target["works"]:
+        return f"no: {target['reason']}"
+    return "installed, not tried" if target["target"] == "npu" else "works"
 
 
 def _megatron_patches() -> list[str]:

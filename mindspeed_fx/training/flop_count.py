@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from mindspeed_fx.compat import auto_functionalized, dispatcher
+from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.cost.read import Call, call_of, read
 
 _totals = {"model": 0, "hardware": 0}
@@ -44,7 +44,6 @@ class Work(NamedTuple):
 def count(gm: fx.GraphModule) -> Work:
     """The work of a graph of operators."""
     calls = [call for call in read(gm).calls if call.kind != "collective"]
-    calls += [call for node in gm.graph.nodes if (call := _writing_call(node)) is not None]
     costs = [call.cost() for call in calls]
     hardware = sum(cost.flops for cost in costs)
     return Work(
@@ -52,17 +51,6 @@ def count(gm: fx.GraphModule) -> Work:
         hardware,
         tuple(sorted({call.operator for call in calls if _is_unknown(call)})),
     )
-
-
-def _writing_call(node: fx.Node) -> Call | None:
-    """The operator that writes its arguments behind a call of ``auto_functionalized``."""
-    function = auto_functionalized.mutable_operator(node)
-    if function is None:
-        return None
-    values = auto_functionalized.argument_nodes(node)
-    if values is None:
-        return call_of(function, None, (), {})
-    return call_of(function, None, (), fx.map_arg(values, lambda n: n.meta["val"]))
 
 
 def behind(joint: Work, forward: Work, backward: Work) -> Work:

@@ -80,12 +80,13 @@ class Gathers:
             views, readers = _views_and_readers(parameters)
             if not readers:
                 continue
-            with gm.graph.inserting_before(min(readers, key=place.__getitem__)):
+            first = min(readers, key=place.__getitem__)
+            with gm.graph.inserting_before(first):
                 wait = gm.graph.call_function(torch.ops.mindspeed.await_parameters.default, (parameters, key))
             wait.meta["val"] = None
             last = wait
             for view in sorted(views, key=place.__getitem__):  # torch makes them at the head of the graph
-                if place[view] < place[wait.next]:
+                if place[view] < place[first]:
                     last.append(view)
                     last = view
         recompile(gm)

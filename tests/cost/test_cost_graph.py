@@ -1,5 +1,7 @@
 """Estimates of whole graphs: hand-counted, dynamic, fused, nested, with collectives."""
 
+import operator
+
 import pytest
 import sympy
 import torch
@@ -401,3 +403,26 @@ def test_npu_linear_losses_cost_their_products():
     )
     assert forward.flops == 2 * 64 * 1000 * 32 and backward.flops == 3 * forward.flops
     assert forward.bytes < 64 * 1000 * 2 and backward.bytes < 64 * 1000 * 2 + 4 * weight.bytes
+
+
+def test_an_operator_that_writes_its_argument_costs_its_product():
+    """Megatron's gradients of weights are such: a functional graph hides them behind ``auto_functionalized``."""
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import mindspeed_fx.megatron.main_grad  # noqa: F401  registers the operator
+
+    gm = torch.fx.GraphModule({}, torch.fx.Graph())
+    with FakeTensorMode():
+        values = [torch.empty(6, 4), torch.empty(10, 6, dtype=torch.bfloat16), torch.empty(10, 4, dtype=torch.bfloat16)]
+    buffer, grad, x = (gm.graph.placeholder(name) for name in ("buffer", "grad", "x"))
+    for node, value in zip((buffer, grad, x), values, strict=True):
+        node.meta["val"] = value
+    arguments = {"grad": grad, "x": x, "key": -1, "_main_grad_base_index": 0, "_all_bases": [buffer]}
+    call = gm.graph.call_function(auto_functionalized_v2, (torch.ops.mindspeed.add_to_main_grad.default,), arguments)
+    call.meta["val"] = (None, values[0])
+    result = gm.graph.call_function(operator.getitem, (call, 1))
+    result.meta["val"] = values[0]
+    gm.graph.output((result,))
+    made = estimate(gm, "ascend910b2")
+    assert made.flops == 2 * 10 * 6 * 4 and not any("not looked into" in note for note in made.notes)

@@ -6,6 +6,7 @@ import pytest
 from mindspeed_fx.cost import hardware as module
 from mindspeed_fx.cost.device import CONFIDENCES, Constant
 from mindspeed_fx.cost.hardware import detect, hardware, names
+from mindspeed_fx.cost.tables import ascend
 from mindspeed_fx.errors import OptionError
 
 UNITS = {"FLOP/s", "B/s", "B", "s", ""}
@@ -114,3 +115,60 @@ def test_every_table_is_read():
     from mindspeed_fx.cost import tables
 
     assert {m.name for m in pkgutil.iter_modules(tables.__path__)} == set(module.MAKERS)
+
+
+TORCH_NPU = (
+    *("Ascend910PremiumA Ascend910ProA Ascend910A Ascend910ProB Ascend910B".split()),
+    *(f"Ascend310P{n}" for n in (1, 2, 3, 4, 5, 7)),
+    *(f"Ascend310B{n}" for n in (1, 2, 3, 4)),
+    *("Ascend910B1 Ascend910B2 Ascend910B2C Ascend910B3 Ascend910B4 Ascend910B4-1".split()),
+    *(f"Ascend910_{n}" for n in (9391, 9392, 9381, 9382, 9372, 9362, 9363)),
+    *("Ascend950 Ascend950PR_9579 Ascend950PR_9599 Ascend950DT_9573 Ascend950DT_95A1 Ascend950PR_950z".split()),
+)
+"""Names in torch_npu's NpuVariables.cpp, and of the 950, where it takes whatever follows, some that its library has."""
+
+
+@pytest.mark.parametrize("name", TORCH_NPU)
+def test_every_name_of_torch_npu_has_hardware(name, recwarn):
+    module.substitute_of.cache_clear()
+    hw = hardware(name)
+    assert hw.target == "npu"
+    messages = [str(w.message) for w in recwarn]
+    has_none = name in ascend.KNOWN_WITHOUT_TABLE
+    assert len(messages) == has_none
+    if has_none:
+        assert name in messages[0] and f"taken for {hw.name}" in messages[0]
+
+
+def test_dies_of_the_950_have_their_own_cores_and_memory():
+    fast, slow = hardware("Ascend950DT_9571"), hardware("Ascend950DT_9573")
+    assert (fast.matrix_cores, hardware("Ascend950PR_9599").matrix_cores) == (28, 36)
+    assert fast.memory_bandwidth == pytest.approx(4.0e12)
+    assert slow.memory_bandwidth / fast.memory_bandwidth == pytest.approx(1.25 / 1.429)
+    assert hardware("Ascend950PR_957b").memory_bandwidth == pytest.approx(
+        hardware("atlas350").memory_bandwidth, rel=0.01
+    )
+    assert hardware("Ascend910B4-1").memory == 2 * hardware("Ascend910B4").memory
+    assert not any("_" in n for n in names())
+
+
+@pytest.mark.parametrize(
+    "driver, table",
+    [
+        ("Ascend950DT_9999", "ascend950dt"),
+        ("Ascend910_9999", "ascend910c"),
+        ("Ascend910B9", "ascend910b2"),
+        ("X1", "ascend910b2"),
+    ],
+)
+def test_an_unknown_npu_says_once_what_it_is_taken_for(driver, table, monkeypatch, recwarn):
+    import types
+
+    import torch
+
+    module.substitute_of.cache_clear()
+    npu = types.SimpleNamespace(is_available=lambda: True, get_device_name=lambda: driver)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    assert detect("npu") == detect("npu") == (table, "")
+    messages = [str(w.message) for w in recwarn]
+    assert len(messages) == 1 and driver in messages[0] and f"taken for {table}" in messages[0]

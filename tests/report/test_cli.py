@@ -106,6 +106,7 @@ def test_inductor_on_npu_needs_triton_ascend(monkeypatch):
     for installed in (None, "3.2.0"):
         monkeypatch.setattr(doctor, "_version", lambda package: installed if "ascend" in package else "1")
         (row,) = [t for t in doctor.examine()["targets"] if (t["target"], t["codegen"]) == ("npu", "inductor")]
+        assert "installed, not tried" in doctor.text(doctor.examine())
         assert row["works"] is (installed is not None) and ("triton-ascend" in row["reason"]) is (installed is None)
 
 

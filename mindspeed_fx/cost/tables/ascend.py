@@ -228,6 +228,19 @@ HARDWARE = (
         96,
     ),
     _device(
+        "ascend910b4-1",
+        "Ascend 910B4-1 (A2), 910B4 with twice the memory",
+        20,
+        40,
+        1.5,
+        64,
+        1.6,
+        "ini of CANN 9.0, quoted by a fork of vllm-ascend that runs on it",
+        A2,
+        8,
+        96,
+    ),
+    _device(
         "ascend910c",
         "Ascend 910C (A3), one of the two dies",
         24,
@@ -264,9 +277,76 @@ ALIASES = {
     "ascend910_93": "ascend910c",
     "ascend910_93xx": "ascend910c",
     "ascend910_9391": "ascend910c",
+    "ascend910_9392": "ascend910c",
     "ascend910_9382": "ascend910c",
     "ascend910_9381": "ascend910c",
     "ascend910_9372": "ascend910c20",
     "ascend910_9362": "ascend910c20",
+    "ascend910_9363": "ascend910c20",
     "ascend950": "ascend950pr",
 }
+
+SOC_TABLE = "SoC table of MindSpore's dvm, from the ini files of CANN 9"
+DIES_950 = {
+    (28, 128): "PR_9579 PR_957a DT_9571 DT_9572 DT_9575 DT_9576",
+    (28, 112): "PR_957b PR_957bx PR_957c DT_9573 DT_9574 DT_9577 DT_9578",
+    (28, 96): "PR_957d",
+    (32, 128): "PR_9589 PR_958a DT_9581 DT_9582 DT_9582x DT_9585 DT_9586",
+    (32, 112): "PR_958b PR_958c PR_958d DT_9583 DT_9584 DT_9587 DT_9588",
+    (36, 128): "PR_9599 PR_959a PR_959b DT_9591 DT_9592 DT_9595 DT_9596 DT_95A1 DT_95A2",
+    (4, 16): "PR_950z",
+    (8, 32): "DT_950x DT_950y",
+}
+"""(cube cores, MiB of L2 cache) -> names after "Ascend950"; those of the tool chain alone (PR_957a, 958a, 958c, 958d,
+959a, 959b) by the names of their kind."""
+SLOWER_MEMORY = {
+    1.6: {"PR_957d": 4.348, "PR_950z": 25.0}
+    | dict.fromkeys("PR_958b PR_958c PR_958d PR_957b PR_957bx PR_957c".split(), 3.704),
+    4.0: {"DT_950x": 5.263, "DT_950y": 7.143}
+    | dict.fromkeys("DT_9573 DT_9574 DT_9583 DT_9584".split(), 1.429)
+    | dict.fromkeys("DT_9575 DT_9576 DT_9585 DT_9586 DT_9595 DT_9596".split(), 1.639)
+    | dict.fromkeys("DT_9577 DT_9578 DT_9587 DT_9588".split(), 1.852),
+}
+"""TB/s of the fastest of a kind -> those whose memory is slower: rate of the cache over rate of the memory, which is
+3.226 and 1.25 for the fastest of PR and DT."""
+
+
+def _die_950(suffix: str, cores: int, cache: int) -> Hardware:
+    """One of the dies of 950. Memory goes with the cache, as it does in the three that are published: 128 MiB of cache
+    and 128 GB (PR), 112 and 112 (Atlas 350)."""
+    fastest, share, full = (1.6, 3.226, 128) if suffix.startswith("PR") else (4.0, 1.25, 144)
+    speed = fastest * share / SLOWER_MEMORY[fastest].get(suffix, share)
+    title = f"Ascend950{suffix} (A5), {cores} cube cores"
+    return _ascend950(
+        f"ascend950{suffix.lower()}",
+        title,
+        cores,
+        2 * cores,
+        full * cache / 128,
+        speed,
+        f"{SOC_TABLE}; scaled from the published 950{suffix[:2]}",
+        cache,
+    )
+
+
+DIES = tuple(_die_950(suffix, *sizes) for sizes, suffixes in DIES_950.items() for suffix in suffixes.split())
+"""Devices by the names that drivers say, which no list shows to a person."""
+
+FAMILIES = (
+    ("ascend950dt", "ascend950dt"),
+    ("ascend950", "ascend950pr"),
+    ("ascend910_9", "ascend910c"),
+    ("ascend910b", "ascend910b2"),
+    ("ascend910", "ascend910b4"),
+    ("ascend310", "ascend910b4"),
+    ("", "ascend910b2"),
+)
+"""How a name without a table begins -> what it is taken for: the nearest of its generation, for the first 910 and 310
+the smallest there is."""
+KNOWN_WITHOUT_TABLE = (
+    *("Ascend910PremiumA", "Ascend910ProA", "Ascend910A", "Ascend910ProB", "Ascend910B"),
+    *("Ascend310P1", "Ascend310P2", "Ascend310P3", "Ascend310P4", "Ascend310P5", "Ascend310P7"),
+    *("Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4"),
+)
+"""Names of torch_npu (csrc/core/npu/NpuVariables.cpp) whose rates no source at hand says: the first generation and
+devices for inference."""

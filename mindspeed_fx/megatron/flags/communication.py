@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.megatron.flags import group_options
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     MEGATRON,
@@ -32,7 +34,51 @@ def _disable_gloo(args: Namespace) -> str:
 
 
 MOE = "speed alone: overlap.schedule orders the collectives of a captured layer"
-HCCL = "remove it; HCCL_BUFFSIZE in the environment sets the size of all buffers"
+HCCL = "options of the groups that Megatron makes on an NPU; no effect on other devices; traced, not run"
+
+
+def _group_config(args: Namespace) -> dict[str, dict[str, int]]:
+    try:
+        return group_options.configurations(args)
+    except OptionError as error:
+        raise NotDone(str(error)) from None
+
+
+def _group_buffer(args: Namespace) -> str:
+    return group_options.describe(_group_config(args), "hccl_buffer_size")
+
+
+def _adaptive_buffer(args: Namespace) -> str:
+    missing = [name for name in ("seq_length", "micro_batch_size", "hidden_size") if not get(args, name)]
+    if missing:
+        raise NotDone(f"sizes of messages are not known; give --{', --'.join(missing).replace('_', '-')}")
+    return _group_buffer(args)
+
+
+def _op_mode(args: Namespace) -> str:
+    return group_options.describe(_group_config(args), "hccl_op_expansion_mode")
+
+
+def overlaps_passes(args: Namespace) -> bool:
+    """Whether forward and backward of two micro-batches run together, part of a layer by part of a layer."""
+    is_narrow = get(args, "bf16") or get(args, "fp16")
+    return bool(get(args, "moe_fb_overlap") and is_narrow and get(args, "expert_model_parallel_size", 1) > 1)
+
+
+def _forward_beside_backward(args: Namespace) -> str:
+    if get(args, "moe_token_dispatcher_type") != "alltoall":
+        raise NotDone("it is about exchanged tokens; give --moe-token-dispatcher-type alltoall")
+    for flag in ("recompute_method", "recompute_num_layers", "moe_shared_expert_overlap", "schedules_method"):
+        if get(args, flag):
+            raise NotDone(f"Megatron's overlap is not done beside --{flag.replace('_', '-')}; remove one of the two")
+    if get(args, "pipeline_model_parallel_size", 1) > 1 and not (
+        get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank")
+    ):
+        raise NotDone("with pipeline ranks it needs virtual stages; give --num-layers-per-virtual-pipeline-stage")
+    if not overlaps_passes(args):
+        return "no effect in float32, and without experts on other ranks: nothing is exchanged, or not overlapped"
+    args.overlap_moe_expert_parallel_comm = True
+    return "overlap_moe_expert_parallel_comm = True; layers run eagerly then, and on a cpu one after the other"
 
 
 def _order(args: Namespace) -> str:
@@ -120,9 +166,11 @@ FLAGS = [
     ),
     switch(
         "--moe-fb-overlap",
-        REFUSED,
+        MEGATRON,
         "the forward of one microbatch runs beside the backward of another",
-        "remove it; Megatron's --overlap-moe-expert-parallel-comm needs Transformer Engine",
+        "`--overlap-moe-expert-parallel-comm`, layers of eager Megatron on two streams of an accelerator; no effect in "
+        "float32, on a cpu and without expert parallelism",
+        act=_forward_beside_backward,
         skip=True,
     ),
     switch(
@@ -164,16 +212,37 @@ FLAGS = [
         )
         for name in ("--optimize-send-recv-comm", "--optimize-vpp-send-recv-comm")
     ),
-    word("--hccl-group-buffer", None, REFUSED, "sizes of HCCL's buffers by group", HCCL, skip=True),
-    switch("--hccl-group-buffer-adaptive", REFUSED, "sizes of HCCL's buffers from the model", HCCL, skip=True),
-    setting("--hccl-ep-group-buffer-adaptive-factor", "--hccl-group-buffer-adaptive", -1.0),
+    word(
+        "--hccl-group-buffer",
+        None,
+        OPTION,
+        "MiB of HCCL's buffers by group, as in dp:200;tp:300",
+        HCCL,
+        act=_group_buffer,
+    ),
+    switch(
+        "--hccl-group-buffer-adaptive",
+        OPTION,
+        "MiB of HCCL's buffers from the model",
+        f"the largest message of a group; {HCCL}",
+        act=_adaptive_buffer,
+        skip=True,
+    ),
+    number(
+        "--hccl-ep-group-buffer-adaptive-factor",
+        -1.0,
+        OPTION,
+        "how many times the tokens of balanced experts a rank gets",
+        "read by --hccl-group-buffer-adaptive; below 0: 200 MiB",
+        act=lambda args: "read by --hccl-group-buffer-adaptive",
+    ),
     word(
         "--hccl-op-mode",
         None,
-        REFUSED,
-        "how HCCL expands operators, by group",
-        "remove it; HCCL_OP_EXPANSION_MODE in the environment sets it for all",
-        skip=True,
+        OPTION,
+        "how HCCL expands operators, by group, as in cp:2;ep:2",
+        HCCL,
+        act=_op_mode,
     ),
     switch("--aiqos", REFUSED, "priorities of groups on the network", "remove it", skip=True),
     setting("--aiqos-enable-roce", "--aiqos"),

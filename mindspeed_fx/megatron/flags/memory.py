@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mindspeed_fx.megatron.flags import main_weights
+from mindspeed_fx.megatron.flags import main_weights, recomputed
+from mindspeed_fx.megatron.flags.communication import overlaps_passes
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     MEGATRON,
@@ -13,6 +14,7 @@ from mindspeed_fx.megatron.flags.flag import (
     REFUSED,
     Flag,
     NotDone,
+    count_layers,
     get,
     number,
     setting,
@@ -30,36 +32,26 @@ def _virtual_stages(args: Namespace) -> bool:
     return bool(get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank"))
 
 
-def _recompute_policy(args: Namespace) -> dict[str, Any]:
-    """The named policies that the two flags ask for, joined."""
-    words = {"recompute_activation_function": "activation_function", "recompute_norm": "norm"}
-    policies = [policy for attribute, policy in words.items() if get(args, attribute)]
-    return {"recompute": "+".join(policies)} if policies else {}
-
-
 def _first_layers(flag: str, attribute: str) -> Any:
-    """An ``act`` for a number of layers: all of them, or it is refused."""
+    """An ``act`` for a number of layers."""
 
     def act(args: Namespace) -> str:
-        count, layers = get(args, attribute), get(args, "num_layers")
-        if count is None or (layers and count >= layers):
+        count = get(args, attribute)
+        if count is None or count >= count_layers(args):
             return "every layer"
-        raise NotDone(
-            f"{flag} {count} of {layers} layers: a policy holds for all layers; remove it to do it in every one"
-        )
+        counted = "a pipeline rank" if get(args, "enable_recompute_layers_per_pp_rank") else "a stage"
+        return f"the first {count} layers of {counted}, behind those that are recomputed whole"
 
     return act
 
 
 def _per_rank(args: Namespace) -> str:
     """Layers to recompute, counted per rank: the same as per stage where a rank holds one."""
-    if get(args, "recompute_granularity") != "full":
-        return "no layer is recomputed whole: nothing to count"
     if not _virtual_stages(args):
         return "a rank holds one stage: the same number"
-    raise NotDone(
-        "with virtual stages --recompute-num-layers counts the layers of each stage; remove the flag and give it so"
-    )
+    if get(args, "recompute_granularity") == "full" and get(args, "recompute_method") != "block":
+        raise NotDone("with virtual stages it counts layers one by one; give --recompute-method block")
+    return "layer i of virtual stage s is number i v + s of v virtual stages"
 
 
 SWAP_MODULES = ("self_attention", "input_layernorm", "pre_mlp_layernorm", "mlp")
@@ -71,11 +63,6 @@ def _swap_modules(args: Namespace) -> list[str]:
 
 
 def _swap_attention(args: Namespace) -> str:
-    if _recompute_policy(args):
-        raise NotDone(
-            "it cannot stand beside --recompute-activation-function or --recompute-norm, whose policy says what is "
-            "saved; remove one of the two"
-        )
     if not _swap_modules(args):
         raise NotDone(f"--swap-modules names no part of a layer; valid: {', '.join(SWAP_MODULES)}")
     whole = get(args, "recompute_granularity") == "full"
@@ -83,9 +70,39 @@ def _swap_attention(args: Namespace) -> str:
     return f"what the backward reads of {', '.join(_swap_modules(args))} waits in host memory{note}"
 
 
-def _swap_options(args: Namespace) -> dict[str, Any]:
-    globs = {f"layers.*.{name}": "offload" for name in _swap_modules(args)}
-    return {"memory_budget": 1.0, "offload": True, "recompute": globs}
+def _recompute_options(args: Namespace) -> dict[str, Any]:
+    """What --recompute-activation-function, --recompute-norm and --swap-attention ask for together."""
+    wishes = recomputed.wishes(args)
+    if get(args, "swap_attention"):
+        globs = {f"layers.*.{name}": "offload" for name in _swap_modules(args)}
+        return {"memory_budget": 1.0, "offload": True, "recompute": {**wishes, **globs}}
+    if not wishes:
+        return {}
+    return {"recompute": wishes["policy"] if len(wishes) == 1 else wishes}
+
+
+def _zero_memory(args: Namespace) -> str:
+    level = args.moe_zero_memory
+    if overlaps_passes(args):
+        raise NotDone("--moe-fb-overlap beside it, under which experts are not one call; remove one of the two")
+    if get(args, "moe_token_dispatcher_type", "allgather") != "alltoall":
+        raise NotDone("tokens are not exchanged one by one; give --moe-token-dispatcher-type alltoall")
+    modules = getattr(args, "recompute_modules", None) or []
+    modules = {modules} if isinstance(modules, str) else {*modules}
+    repeated = sorted(modules & {"moe", "moe_act", "shared_experts"})
+    if get(args, "recompute_granularity") == "selective" and repeated:
+        raise NotDone(f"--recompute-modules {' '.join(repeated)} makes the same again; remove one of the two")
+    if get(args, "recompute_granularity") == "full":
+        return f"{level}, in layers that are not recomputed whole"
+    return f"{level}: experts keep {'their first product' if level == 'level0' else 'nothing'} for the backward"
+
+
+def _zero_memory_layers(args: Namespace) -> str:
+    if get(args, "moe_zero_memory", "disable") == "disable":
+        raise NotDone("it counts layers of --moe-zero-memory level1; give that too")
+    if args.moe_zero_memory == "level0":
+        return "no effect: level0 is of all layers"
+    return f"level1 in {args.moe_zero_memory_num_layers or 'all'} layers of a stage"
 
 
 def _recompute_modules(args: Namespace) -> str:
@@ -104,16 +121,15 @@ FLAGS = [
         "the activation of the MLP is made again in the backward",
         'option `recompute`: "activation_function"',
         act=lambda args: "recompute = activation_function",
-        options=_recompute_policy,
+        options=_recompute_options,
     ),
     number(
         "--recompute-activation-function-num-layers",
         None,
         OPTION,
         "in that many layers alone",
-        "every layer, or an error: a policy holds for all layers",
+        "the first layers of every stage, by module paths in option `recompute`",
         act=_first_layers("--recompute-activation-function-num-layers", "recompute_activation_function_num_layers"),
-        skip=True,
     ),
     switch(
         "--recompute-norm",
@@ -121,22 +137,21 @@ FLAGS = [
         "norms are made again in the backward",
         'option `recompute`: "norm"',
         act=lambda args: "recompute = norm",
-        options=_recompute_policy,
+        options=_recompute_options,
     ),
     number(
         "--recompute-norm-num-layers",
         None,
         OPTION,
         "in that many layers alone",
-        "every layer, or an error: a policy holds for all layers",
+        "the first layers of every stage, by module paths in option `recompute`",
         act=_first_layers("--recompute-norm-num-layers", "recompute_norm_num_layers"),
-        skip=True,
     ),
     switch(
         "--enable-recompute-layers-per-pp-rank",
         MEGATRON,
         "--recompute-num-layers counts per rank, not per virtual stage",
-        "the same without virtual stages; with them an error where layers are recomputed",
+        "the same without virtual stages; with them recompute_num_layers of each chunk, and method block alone",
         act=_per_rank,
         skip=True,
     ),
@@ -144,9 +159,9 @@ FLAGS = [
         "--swap-attention",
         OPTION,
         "what attention saves waits in host memory until its backward",
-        "options `offload`, `memory_budget` and `recompute` by module; not beside the two recompute policies",
+        "options `offload`, `memory_budget` and `recompute` by module",
         act=_swap_attention,
-        options=_swap_options,
+        options=_recompute_options,
         skip=True,
     ),
     word(
@@ -184,13 +199,22 @@ FLAGS = [
     word(
         "--moe-zero-memory",
         "disable",
-        REFUSED,
-        "permuted tokens (level0) and also exchanged ones (level1) are made again in the backward",
-        "remove it; Megatron's `--recompute-granularity selective --recompute-modules moe_act` is near level0",
+        OPTION,
+        "permuted tokens and activations (level0), also exchanged tokens (level1) are made again in the backward",
+        "experts keep their first product (level0) or nothing (level1), shared experts too; the same values; the "
+        "dispatcher alltoall, and no recomputation of experts beside it",
+        act=_zero_memory,
         choices=("disable", "level0", "level1"),
         skip=True,
     ),
-    setting("--moe-zero-memory-num-layers", "--moe-zero-memory", None, int),
+    number(
+        "--moe-zero-memory-num-layers",
+        None,
+        OPTION,
+        "layers of level1 in a stage, the others are of level0",
+        "read by --moe-zero-memory level1; 0 is all of them, as in MindSpeed",
+        act=_zero_memory_layers,
+    ),
     switch("--moe-unperm2-mem-optim-swap", REFUSED, "unpermuted tokens wait in host memory", HOST, skip=True),
     switch(
         "--reuse-fp32-param",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 
+from mindspeed_fx.megatron.flags.communication import overlaps_passes
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
+    OPTION,
     REFUSED,
     Flag,
     NotDone,
@@ -124,6 +126,38 @@ def _unaligned(args: Namespace) -> str:
     return set_layout(args, [row[stage] for stage in range(len(rows[0])) for row in rows])
 
 
+def _check_virtual(args: Namespace) -> None:
+    if get(args, "pipeline_model_parallel_size", 1) < 2 or not (
+        get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank")
+    ):
+        raise NotDone("it is about virtual stages; give --num-layers-per-virtual-pipeline-stage")
+    if overlaps_passes(args):
+        raise NotDone("--moe-fb-overlap beside it, which has a schedule of its own; remove one of the two")
+
+
+def _in_bubble(args: Namespace) -> str:
+    _check_virtual(args)
+    if get(args, "recompute_in_advance"):
+        raise NotDone("--recompute-in-advance beside it: MindSpeed takes one of the two")
+    if get(args, "recompute_granularity") is not None:
+        raise NotDone("it chooses by itself what is recomputed; remove --recompute-granularity")
+    for flag in ("swap_attention", "moe_adaptive_recompute_activation"):
+        if get(args, flag):
+            raise NotDone(f"--{flag.replace('_', '-')} beside it: MindSpeed takes one of the two")
+    return "a rank keeps as many chunks as there are virtual stages on all ranks, and recomputes the others early"
+
+
+def _in_advance(args: Namespace) -> str:
+    _check_virtual(args)
+    if get(args, "recompute_granularity") != "full" or get(args, "recompute_method") != "block":
+        raise NotDone(
+            "it is about layers that are recomputed whole; give --recompute-granularity full and method block"
+        )
+    if not get(args, "recompute_num_layers"):
+        raise NotDone("it is about layers that are recomputed whole; give --recompute-num-layers")
+    return "chunks that are recomputed whole are so before their gradient is waited for"
+
+
 FLAGS = [
     word(
         "--num-layer-list",
@@ -167,8 +201,24 @@ FLAGS = [
         skip=True,
     ),
     setting("--dualpipev-dw-detach", "--schedules-method"),
-    switch("--recompute-in-bubble", REFUSED, "layers made again while a rank waits", SCHEDULE, skip=True),
-    switch("--recompute-in-advance", REFUSED, "layers made again before their gradient arrives", SCHEDULE, skip=True),
+    switch(
+        "--recompute-in-bubble",
+        OPTION,
+        "layers made again while a rank waits, so that fewer chunks are kept",
+        "chunks beyond ranks times virtual stages that are kept are recomputed before a gradient is waited for; not "
+        "beside recomputation",
+        act=_in_bubble,
+        skip=True,
+    ),
+    switch(
+        "--recompute-in-advance",
+        OPTION,
+        "layers made again before their gradient arrives",
+        "chunks whose layers are all recomputed, before their gradient is waited for, the last of the model not at "
+        "all; others as Megatron has it",
+        act=_in_advance,
+        skip=True,
+    ),
     switch("--use-nanopipe", REFUSED, "weight gradients fill the waiting time", SCHEDULE, skip=True),
     setting("--use-nanopipe-swap", "--use-nanopipe"),
     switch(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mindspeed_fx.compat import dynamo
-from mindspeed_fx.megatron import buckets, flags, logged_losses, patches
+from mindspeed_fx.megatron import buckets, flags, logged_losses, patches, ripipe
+from mindspeed_fx.megatron.flags import recomputed
 
 SWITCH = "MINDSPEED_FX_COMPILE"
 
@@ -16,13 +17,24 @@ SWITCH = "MINDSPEED_FX_COMPILE"
 def get_model(*args: Any, **kwargs: Any) -> Any:
     """``megatron.training.training.get_model``, whose chunks compile at their first call."""
     model = patches.original("megatron.training.training:get_model")(*args, **kwargs)
-    if wants_compile():
-        from megatron.training import get_args
+    from megatron.training import get_args
 
-        options = flags.backend_options(get_args())
+    arguments = get_args()
+    if wants_compile():
         for chunk in model:
-            compile_chunk(chunk, options)
+            stage = getattr(unwrap(chunk), "vp_stage", None) or 0
+            compile_chunk(chunk, flags.backend_options(recomputed.with_stage(arguments, stage)))
+    if getattr(arguments, "recompute_in_advance", False):
+        ripipe.prepare(model, ripipe.ALWAYS, _is_whole, unwrap)
+    elif getattr(arguments, "recompute_in_bubble", False):
+        ripipe.prepare(model, ripipe.BEYOND, lambda chunk: True, unwrap)
     return model
+
+
+def _is_whole(model: Any) -> bool:
+    """Whether every layer is recomputed whole."""
+    config = model.config
+    return config.recompute_granularity == "full" and (config.recompute_num_layers or 0) >= len(model.decoder.layers)
 
 
 def wants_compile() -> bool:

@@ -74,7 +74,7 @@ def complexity(run: Settings) -> tuple[int, ...]:
     return dimensions, run.recompute != "none", run.vpp, run.pp, run.tp
 
 
-def _candidates(model: Architecture, fixed: dict[str, Any], node: int) -> Iterator[dict[str, Any]]:
+def open_sizes(model: Architecture, fixed: dict[str, Any], node: int) -> Iterator[dict[str, Any]]:
     """Values of the open settings; what does not divide is left to :class:`Settings` to refuse."""
     devices = fixed["devices"]
 
@@ -123,7 +123,7 @@ def best_settings(
     times: list[tuple[float, tuple, Settings]] = []
     tried = too_large = 0
     seen: set[Settings] = set()
-    for sizes in _candidates(shape, run, hw.node):
+    for sizes in open_sizes(shape, run, hw.node):
         for zero, recompute in itertools.product(
             [run["zero"]] if "zero" in run else ([1, 3] if sizes["pp"] == 1 else [1]),
             [run["recompute"]] if "recompute" in run else ["none", "full"],

@@ -46,6 +46,8 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
     pp, layers = values.get("pp", 1), int(texts.get("--num-layers") or 0)
     if (chunk := int(texts.get("--num-layers-per-virtual-pipeline-stage") or 0)) and pp > 1:
         values["vpp"] = max(1, layers // pp // chunk)
+    elif (count := int(texts.get("--num-virtual-stages-per-pipeline-rank") or 0)) and pp > 1:
+        values["vpp"] = count
     granularity = texts.get("--recompute-granularity", "none")
     values["recompute"] = granularity if granularity in ("full", "selective") else "none"
     if texts.get("--recompute-method") == "block":

@@ -25,6 +25,8 @@ LLAMA3 = "--rope-scaling-type llama3 --low-freq-factor 1 --high-freq-factor 4 --
 PRE = "--moe-router-load-balancing-type"
 CONTEXT = dict(says="context parallel size 1")
 SPEED = dict(says="overlap.schedule")
+EXCHANGED = "--moe-token-dispatcher-type alltoall"
+NARROW = "--bf16 --expert-model-parallel-size 2"
 LOWERED = dict(says="lowered")
 BETWEEN = dict(says="between stages")
 UNGROUPED = dict(moe_router_num_groups=None, moe_router_group_topk=None)
@@ -284,6 +286,30 @@ PARALLEL = {
     "--moe-alltoall-overlap-comm": [("--moe-alltoall-overlap-comm", SPEED)],
     "--mla-up-proj-tp-overlap": [("--mla-up-proj-tp-overlap", SPEED)],
     "--disable-gloo-group": [("--disable-gloo-group", dict(enable_gloo_process_groups=False))],
+    "--hccl-group-buffer": [
+        ("--hccl-group-buffer dp:200;exp:400", dict(says="dp 200, ep 400")),
+        ("--hccl-group-buffer tp:300,cp2:20", dict(says="makes no such group: cp2")),
+        ("--hccl-group-buffer dp:200;tq:300", dict(error="'tq' is no group (did you mean")),
+        ("--hccl-group-buffer dp", dict(error="group:number is expected")),
+    ],
+    "--hccl-group-buffer-adaptive": [
+        ("--hccl-group-buffer-adaptive --micro-batch-size 1", dict(says="ep 200")),
+        ("--hccl-group-buffer-adaptive", dict(error="give --micro-batch-size")),
+    ],
+    "--hccl-ep-group-buffer-adaptive-factor": [
+        ("--hccl-ep-group-buffer-adaptive-factor 2.0", dict(says="read by --hccl-group-buffer-adaptive"))
+    ],
+    "--hccl-op-mode": [
+        ("--hccl-op-mode cp:2;ep:2;default_group:2", dict(says="cp 2, ep 2; left to HCCL")),
+        ("--hccl-op-mode cp:some", dict(error="group:number is expected")),
+    ],
+    "--moe-fb-overlap": [
+        (f"--moe-fb-overlap {NARROW} {EXCHANGED}", dict(overlap_moe_expert_parallel_comm=True)),
+        (f"--moe-fb-overlap {EXCHANGED} --expert-model-parallel-size 2", dict(says="no effect in float32")),
+        (f"--moe-fb-overlap {NARROW}", dict(error="give --moe-token-dispatcher-type alltoall")),
+        (f"--moe-fb-overlap {NARROW} {EXCHANGED} --pipeline-model-parallel-size 2", dict(error="needs virtual stages")),
+        (f"--moe-fb-overlap {EXCHANGED} --schedules-method dualpipev", dict(error="beside --schedules-method")),
+    ],
     "--async-log-allreduce": [("--async-log-allreduce", dict(says="Megatron's own reduction"))],
     "--optimize-send-recv-comm": [("--optimize-send-recv-comm", BETWEEN)],
     "--optimize-vpp-send-recv-comm": [("--optimize-vpp-send-recv-comm", BETWEEN)],
@@ -351,6 +377,9 @@ PARALLEL = {
     "--variable-seq-lengths": [("--variable-seq-lengths", dict(variable_seq_lengths=True))],
 }
 
+TWO_STAGES = "--recompute-granularity full --num-layers-per-virtual-pipeline-stage 1"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+WHOLE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 MEMORY = {
     "--recompute-activation-function": [
         ("--recompute-activation-function", dict(options={"recompute": "activation_function"})),
@@ -361,18 +390,38 @@ MEMORY = {
     ],
     "--recompute-activation-function-num-layers": [
         ("--recompute-activation-function --recompute-activation-function-num-layers 4", dict(says="every layer")),
-        ("--recompute-activation-function-num-layers 1", dict(error="1 of 4 layers")),
+        (
+            "--recompute-activation-function --recompute-activation-function-num-layers 3",
+            dict(
+                says="the first 3 layers of a stage",
+                options={"recompute": {"policy": "activation_function", "layers.3.mlp": "save"}},
+            ),
+        ),
+        (
+            "--recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 2",
+            dict(options={"recompute": {"policy": "activation_function", "layers.3.mlp": "save"}}),
+        ),
     ],
     "--recompute-norm": [("--recompute-norm", dict(options={"recompute": "norm"}))],
-    "--recompute-norm-num-layers": [("--recompute-norm-num-layers 1", dict(error="1 of 4 layers"))],
-    "--enable-recompute-layers-per-pp-rank": [
-        ("--enable-recompute-layers-per-pp-rank --recompute-granularity full", dict(says="the same number")),
-        ("--enable-recompute-layers-per-pp-rank", dict(says="nothing to count")),
+    "--recompute-norm-num-layers": [
         (
-            "--enable-recompute-layers-per-pp-rank --recompute-granularity full "
-            "--num-layers-per-virtual-pipeline-stage 1",
-            dict(error="with virtual stages"),
-        ),
+            "--recompute-norm --recompute-activation-function --recompute-norm-num-layers 3",
+            dict(
+                options={
+                    "recompute": {
+                        "policy": "activation_function+norm",
+                        "layers.3.*norm": "save",
+                        "layers.3.self_attention.*norm": "save",
+                    }
+                }
+            ),
+        )
+    ],
+    "--enable-recompute-layers-per-pp-rank": [
+        ("--enable-recompute-layers-per-pp-rank", dict(says="the same number")),
+        (f"--enable-recompute-layers-per-pp-rank {TWO_STAGES} --recompute-method block", dict(says="number i v + s")),
+        (f"--enable-recompute-layers-per-pp-rank {TWO_STAGES}", dict(error="give --recompute-method block")),
     ],
     "--swap-attention": [
         (
@@ -386,7 +435,17 @@ MEMORY = {
             ),
         ),
         ("--swap-attention --recompute-granularity full", dict(says="recomputed whole keeps none of it")),
-        ("--swap-attention --recompute-norm", dict(error="remove one of the two")),
+        ("--swap-attention --swap-modules post_norm", dict(error="names no part of a layer")),
+        (
+            "--swap-attention --recompute-norm",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {"policy": "norm", "layers.*.self_attention": "offload"},
+                }
+            ),
+        ),
     ],
     "--swap-modules": [
         (
@@ -419,6 +478,33 @@ MEMORY = {
     "--recompute-mla-up-proj": [
         ("--recompute-mla-up-proj", dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
         ("--recompute-mla-up-proj --recompute-granularity full", dict(recompute_granularity="full")),
+    ],
+    "--recompute-in-bubble": [
+        (f"--recompute-in-bubble {VIRTUAL}", dict(says="recomputes the others early")),
+        ("--recompute-in-bubble", dict(error="give --num-layers-per-virtual-pipeline-stage")),
+        (f"--recompute-in-bubble {VIRTUAL} {WHOLE}", dict(error="remove --recompute-granularity")),
+        (f"--recompute-in-bubble {VIRTUAL} --swap-attention", dict(error="--swap-attention beside it")),
+        (f"--recompute-in-bubble {VIRTUAL} --recompute-in-advance", dict(error="--recompute-in-advance beside it")),
+    ],
+    "--recompute-in-advance": [
+        (f"--recompute-in-advance {VIRTUAL} {WHOLE}", dict(says="before their gradient is waited for")),
+        (f"--recompute-in-advance {WHOLE}", dict(error="give --num-layers-per-virtual-pipeline-stage")),
+        (f"--recompute-in-advance {VIRTUAL}", dict(error="give --recompute-granularity full and method block")),
+    ],
+    "--moe-zero-memory": [
+        (f"--moe-zero-memory level0 {EXCHANGED}", dict(says="level0: experts keep their first product")),
+        (f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity full", dict(says="not recomputed whole")),
+        (
+            f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity selective --recompute-modules moe_act",
+            dict(error="--recompute-modules moe_act makes the same again"),
+        ),
+        (f"--moe-zero-memory level0 --moe-fb-overlap {NARROW} {EXCHANGED}", dict(error="--moe-fb-overlap beside it")),
+        ("--moe-zero-memory level0", dict(error="give --moe-token-dispatcher-type alltoall")),
+    ],
+    "--moe-zero-memory-num-layers": [
+        (f"--moe-zero-memory level1 --moe-zero-memory-num-layers 2 {EXCHANGED}", dict(says="level1 in 2 layers")),
+        (f"--moe-zero-memory level0 --moe-zero-memory-num-layers 2 {EXCHANGED}", dict(says="no effect: level0")),
+        ("--moe-zero-memory-num-layers 2", dict(error="give that too")),
     ],
     "--loss-compute-mode": [("--loss-compute-mode chunk", dict(says="chunks"))],
     "--loss-chunk-size": [("--loss-chunk-size 512", dict(says="fusion.linear_cross_entropy"))],

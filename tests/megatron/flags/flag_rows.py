@@ -42,17 +42,11 @@ REFUSED = {
     --print-expert-load
     """,
     "Transformer Engine": """
-    --moe-fb-overlap --fp8-format=hif8 --fp8-recipe=groupwise --fp8-recipe=mxfp8-32x32 --fp8-reuse-quantized-weight
+    --fp8-format=hif8 --fp8-recipe=groupwise --fp8-recipe=mxfp8-32x32 --fp8-reuse-quantized-weight
     --te-comparison-with-bf16 --te-comparison-with-cpu --te-gmm-mode=performance
     """,
     "overlap.mc2_experts": """
     --moe-alltoall-mc2 --moe-bmm-mc2
-    """,
-    "HCCL_BUFFSIZE": """
-    --hccl-group-buffer=some --hccl-group-buffer-adaptive
-    """,
-    "HCCL_OP_EXPANSION_MODE": """
-    --hccl-op-mode=some
     """,
     "--moe-router-load-balancing-type global_aux_loss": """
     --use-global-aux-loss
@@ -85,7 +79,7 @@ REFUSED = {
     --layerwise-disaggregated-training
     """,
     "--num-layers-per-virtual-pipeline-stage": """
-    --schedules-method=dualpipev --recompute-in-bubble --recompute-in-advance --use-nanopipe
+    --schedules-method=dualpipev --use-nanopipe
     """,
     "--pipeline-model-parallel-size": """
     --use-multiparameter-pipeline-model-parallel
@@ -97,9 +91,6 @@ REFUSED = {
     """,
     "mindspeed-fx plan": """
     --automated-pipeline-perf --auto-settings
-    """,
-    "--recompute-granularity selective": """
-    --moe-zero-memory=level0
     """,
     "--optimizer-cpu-offload": """
     --virtual-optimizer=some --compress-optimizer
@@ -187,9 +178,6 @@ SETTINGS = {
     "--disable-gloo-group": """
     --hccl-slice-size=10485762
     """,
-    "--hccl-group-buffer-adaptive": """
-    --hccl-ep-group-buffer-adaptive-factor=-0.5
-    """,
     "--aiqos": """
     --aiqos-enable-roce --aiqos-mode=some --aiqos-schedule=some
     """,
@@ -220,9 +208,6 @@ SETTINGS = {
     """,
     "--moe-adaptive-recompute-activation": """
     --moe-adaptive-recompute-activation-scale=2.5
-    """,
-    "--moe-zero-memory": """
-    --moe-zero-memory-num-layers=2
     """,
     "--position-embedding-type alibi": """
     --alibi-fusion-attn-type=2 --alibi-diagonal-opposite --square-alibi-mask --fill-neg-inf

@@ -55,6 +55,7 @@ class Row:
         narrow: the script's own 16-bit type: the largest relative distance of a loss from ``eager``, of the eager and
             of the compiled run in that type, and the same of the gradient norms.
         narrow_error: the last line of a run in that type that failed.
+        is_recomputed_early: --recompute-in-advance or --recompute-in-bubble.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Row:
     eager: dict[str, float] = field(default_factory=dict)
     narrow: list[float] = field(default_factory=list)
     narrow_error: str = ""
+    is_recomputed_early: bool = False
 
     @property
     def narrow_passes(self) -> bool:
@@ -97,9 +99,12 @@ class Row:
 
     @property
     def one_graph(self) -> bool:
-        """No chunk in several graphs; chunks of a rank that are alike may share one."""
-        pairs = list(zip(self.graphs, self.chunks))
-        return bool(pairs) and len(self.graphs) == len(self.chunks) and all(0 < g <= c for g, c in pairs)
+        """No chunk in several graphs; chunks of a rank that are alike may share one.
+
+        A chunk that is recomputed early has a second, which keeps nothing.
+        """
+        pairs, most = list(zip(self.graphs, self.chunks)), 2 if self.is_recomputed_early else 1
+        return bool(pairs) and len(self.graphs) == len(self.chunks) and all(0 < g <= most * c for g, c in pairs)
 
 
 def refusals(args: list[str]) -> tuple[list[str], list[str]]:
@@ -143,6 +148,7 @@ def compare(row: Row, args: list[str]) -> Row:
     """Run compiled, and fill ``row`` with what that gives beside its eager values."""
     compiled = runner.run(args, row.world, environ=COMPILED, seconds=SECONDS)
     row.graphs, row.chunks = compiled.graphs, compiled.chunks
+    row.is_recomputed_early = bool({"--recompute-in-advance", "--recompute-in-bubble"} & {*args})
     row.error = _last_line(compiled.error, "compiled")
     row.difference = None if row.error else largest_difference(row.eager, values_of(compiled))
     return row

@@ -1,0 +1,64 @@
+"""Which layers of a chunk are recomputed, whole or in parts, as MindSpeed counts them.
+
+Layer i of virtual stage s, of v, has the number i, and i v + s with ``--enable-recompute-layers-per-pp-rank``. Layers
+with a number below ``--recompute-num-layers`` are recomputed whole; of those behind them the first n their activation
+function, or their norms.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mindspeed_fx.megatron.flags.flag import get
+
+STAGE = "mindspeed_vp_stage"
+"""The argument that says of which virtual stage options are asked for; 0 without it."""
+PARTS = {
+    "activation_function": ("recompute_activation_function", ["layers.{}.mlp"]),
+    "norm": ("recompute_norm", ["layers.{}.*norm", "layers.{}.self_attention.*norm"]),
+}
+"""Policy -> its flag, and the modules of a layer that it is about."""
+
+
+def with_stage(args: Namespace, stage: int) -> Namespace:
+    """The arguments, for the chunk of a virtual stage."""
+    return Namespace(**{**vars(args), STAGE: stage})
+
+
+def count_in_chunk(args: Namespace, count: int) -> int:
+    """How many layers of the chunk have a number below ``count``."""
+    if not get(args, "enable_recompute_layers_per_pp_rank"):
+        return count
+    stages = get(args, "virtual_pipeline_model_parallel_size") or 1  # Megatron sets it when it checks its arguments
+    return max(0, -(-(count - getattr(args, STAGE, 0)) // stages))
+
+
+def whole_layers(args: Namespace) -> int:
+    """Layers of the chunk that are recomputed whole, from its first."""
+    if get(args, "recompute_granularity") != "full":
+        return 0
+    return count_in_chunk(args, get(args, "recompute_num_layers") or 0)
+
+
+def wishes(args: Namespace) -> dict[str, Any]:
+    """Option ``recompute`` for the policies of flags: empty, or a policy and the layers that it leaves out."""
+    parts = {policy: globs for policy, (flag, globs) in PARTS.items() if get(args, flag)}
+    if not parts:
+        return {}
+    result = {"policy": "+".join(parts)}
+    layers = _most_layers(args)
+    before = (get(args, "recompute_num_layers") or 0) if get(args, "recompute_granularity") == "full" else 0
+    for policy, globs in parts.items():
+        count = get(args, f"{PARTS[policy][0]}_num_layers")
+        first = layers if count is None else count_in_chunk(args, before + count)
+        result |= {glob.format(n): "save" for n in range(first, layers) for glob in globs}
+    return result
+
+
+def _most_layers(args: Namespace) -> int:
+    """No chunk has more."""
+    layers, ranks = get(args, "num_layers") or 0, get(args, "pipeline_model_parallel_size", 1)
+    if get(args, "pipeline_model_parallel_layout") is not None:
+        return layers
+    return -(-layers // (ranks * (get(args, "virtual_pipeline_model_parallel_size") or 1)))
