@@ -244,6 +244,8 @@ def _may_not_fit(x: DTensor, shape: Sequence[int]) -> bool:
     """
     if not x.requires_grad:
         return False
+    if x.device_mesh.ndim > 1 and any(p.is_replicate() for p in x.placements):
+        return True  # two mesh dimensions may divide the gradient
     for i, p in enumerate(x.placements):
         n = x.device_mesh.size(i)
         for d in range(x.ndim) if p.is_replicate() and n > 1 else ():
@@ -251,6 +253,10 @@ def _may_not_fit(x: DTensor, shape: Sequence[int]) -> bool:
             if x.shape[d] % n == 0 and x.shape[d] and _parts_as(x.shape, divided, x.device_mesh, shape) is None:
                 return True
     return False
+
+
+def _fits(x: DTensor, shape: torch.Size) -> bool:
+    return _parts_as(x.shape, x.placements, x.device_mesh, shape) is not None
 
 
 class _GradientFits(torch.autograd.Function):
@@ -264,7 +270,9 @@ class _GradientFits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
-        if grad is not None and _parts_as(grad.shape, grad.placements, grad.device_mesh, ctx.shape) is None:
+        if grad is None or grad.placements == ctx.placements:
+            return grad, None
+        if is_divided_twice(grad.placements) or not _fits(grad, ctx.shape):
             grad = grad.redistribute(placements=ctx.placements)
         return grad, None
 
