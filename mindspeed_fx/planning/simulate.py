@@ -36,6 +36,8 @@ class Simulation:
     forward: Counter = field(default_factory=Counter)
     """Collective -> how often it ran in the forward."""
     backward: Counter = field(default_factory=Counter)
+    whole: list[str] = field(default_factory=list)
+    """What the ranks cannot share evenly and the plan lets stay whole, with the reason."""
 
 
 def simulate(
@@ -147,7 +149,11 @@ def _run(
             if wanted:  # none under no_grad
                 torch.autograd.backward([o.sum() for o in wanted])
         result = Simulation(
-            torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs), {}, forward.counts, backward.counts
+            torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs),
+            {},
+            forward.counts,
+            backward.counts,
+            program.kept.reasons,
         )
         for name, (whole, part) in parameters.items():
             if part.grad is not None:

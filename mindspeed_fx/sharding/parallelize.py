@@ -15,7 +15,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
@@ -24,6 +24,7 @@ from mindspeed_fx.sharding.inputs import show_inputs_whole
 from mindspeed_fx.sharding.plan import Plan, ShardingError, check_patterns, placement_of
 from mindspeed_fx.sharding.presets import named_plan
 from mindspeed_fx.sharding.registry import INPUTS, LOCAL, PARAMETER, SHARDINGS, WHOLE, Sharding, shows_whole
+from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided
 from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
 
 _numbers = itertools.count()
@@ -116,8 +117,24 @@ def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tenso
     """
     where = f'plan "{plan.name}", parameter "{name}" of shape {tuple(p.shape)}'
     result = placements_of(placement_of(plan.parameters, name, "parameter"), mesh, p.ndim, where)
-    even(p.shape, result, mesh, where)
+    try:
+        even(p.shape, result, mesh, where)
+    except ShardingError:
+        if not plan.keep_whole:
+            raise
+        return _placements_kept_whole(plan, mesh, result, p)
     return result
+
+
+def _placements_kept_whole(plan: Plan, mesh: DeviceMesh, wanted: tuple, p: torch.Tensor) -> tuple:
+    """As evenly as it goes: what is gathered before use may be divided along any dimension, the rest stays whole."""
+    result = list(evenly_divided(p.shape, wanted, mesh))
+    for i, name in enumerate(mesh.mesh_dim_names or ()):
+        if plan.gather.get(name, "never") != "never" and result[i] != wanted[i]:
+            taken = {q.dim for q in result if q.is_shard()}
+            free = [d for d in range(p.ndim) if d not in taken and p.shape[d] and p.shape[d] % mesh.size(i) == 0]
+            result[i] = Shard(free[0]) if free else result[i]
+    return tuple(result)
 
 
 def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.Parameter], nn.Parameter]) -> nn.Module:

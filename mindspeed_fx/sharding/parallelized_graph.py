@@ -21,7 +21,7 @@ from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.op_sets import draws
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.sharding.constraint import operands
-from mindspeed_fx.sharding.plan import ShardingError, placement_of
+from mindspeed_fx.sharding.plan import ShardingError, parse_placement, placement_of
 from mindspeed_fx.sharding.registry import SHOWN, WHOLE_INPUT
 
 
@@ -246,15 +246,23 @@ def arguments_of(
 
 def input_value(node: fx.Node, x: torch.Tensor, result: ParallelizedGraph) -> Any:
     """An argument of the model, or a buffer: whole, and divided as the plan says."""
+    from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided
     from mindspeed_fx.sharding.spmd.program import Value
     from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
 
     name = argument_name(node)
     placed = {} if name is None else placement_of(result.plan.inputs, name, "input")
     where = f'plan "{result.plan.name}", input "{name}" of shape {tuple(x.shape)}'
-    placements = placements_of(placed, result.sharding.mesh, x.ndim, where)
-    even(x.shape, placements, result.sharding.mesh, where)
-    return Value(placements, x.shape, x.stride(), False)
+    mesh, kept = result.sharding.mesh, ""
+    try:
+        placements = placements_of(placed, mesh, x.ndim, where)
+        even(x.shape, placements, mesh, where)
+    except ShardingError as error:
+        if not result.plan.keep_whole:
+            raise
+        kept, possible = str(error), {d: w for d, w in placed.items() if (parse_placement(w, where) or 0) < x.ndim}
+        placements = evenly_divided(x.shape, placements_of(possible, mesh, x.ndim, where), mesh)
+    return Value(placements, x.shape, x.stride(), False, kept=kept)
 
 
 def argument_name(node: fx.Node) -> str | None:

@@ -87,6 +87,10 @@ class Plan:
     """What the backward recomputes, by a word of the option ``recompute`` ("full", "norm+activation_function"),
     collectives of the forward included; the backend does so unless that option or ``memory_budget`` is given. None: the
     backend's choice."""
+    keep_whole: bool = False
+    """Whether what the ranks cannot share evenly (a dimension, heads, a sequence of odd length) stays whole, is named
+    in the log and in the report of ``sharding.verify``, and the rest of the plan runs; else it is an error. Named plans
+    have it unless they are made with ``strict``."""
     microbatches: int | None = None
     """Parts of the batch that a step is taken over, by :func:`mindspeed_fx.accumulate` or the schedule of a pipeline.
     None: not said.
@@ -95,6 +99,8 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", tuple(self.mesh))
         self._whole_model()
+        if not isinstance(self.keep_whole, bool):
+            raise ShardingError(f'plan "{self.name}": keep_whole is {self.keep_whole!r}; valid: True, False')
         for key, stage in self.gather.items():
             if stage not in GATHERS:
                 raise ShardingError(
@@ -200,6 +206,7 @@ class Plan:
                     f'plans "{self.name}" and "{other.name}": {s} is {getattr(self, s)!r} and {getattr(other, s)!r}'
                 )
             merged[s] = said.pop() if said else None
+        merged["keep_whole"] = self.keep_whole and other.keep_whole
         return Plan(f"{self.name}+{other.name}", own + other.mesh, **merged)
 
     # ---------------------------------------------------------------- words in, words out

@@ -44,12 +44,15 @@ ATTENTION = "mindspeed.attention|mindspeed.varlen_attention|aten.scaled_dot_prod
 QKV = ("q|query", "k|key", "v|value")
 
 
-def named_plan(name: str, model: nn.Module) -> Plan:
+def named_plan(name: str, model: nn.Module, strict: bool = False) -> Plan:
     """The plan ``name`` for ``model``, or several joined by "+", outermost mesh dimension first ("zero3+tp_sp").
 
     Mesh dimensions are "dp" for zero1, zero2 and zero3, "tp" for tp and tp_sp, "tp_x" and "tp_y" for tp_2d, "cp" for
     ulysses, kv_allgather and ring, "cp_ring" and "cp_ulysses" for hybrid, "ep" for ep and ep_alltoall. "ring:4" and
     "hybrid:4" are rings of inner rings of four neighbours (:mod:`ring`).
+
+    Args:
+        strict: what the ranks cannot share evenly is an error; else it stays whole and is named (``Plan.keep_whole``).
 
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
@@ -67,7 +70,7 @@ def named_plan(name: str, model: nn.Module) -> Plan:
         if colon:
             new = dataclasses.replace(new, name=f"{part}:{number}", rings={new.mesh[0]: int(number)})
         plan = new if plan is None else new.combine(plan) if part.startswith("ep") else new + plan
-    return plan
+    return dataclasses.replace(plan, keep_whole=not strict)
 
 
 def tp(
@@ -87,10 +90,12 @@ def tp(
     parameters: dict[str, Mapping[str, str]] = {}
     modules: dict[str, Boundary] = {}
     for name, layer in columns.items():
-        parameters.update({f"{name}.{p}": {dim: "S(0)"} for p, _ in layer.named_parameters(recurse=False)})
+        parameters[f"{name}.weight"] = {dim: f"S({_out(layer)})"}
+        if layer.bias is not None:
+            parameters[f"{name}.bias"] = {dim: "S(0)"}
         modules[name] = Boundary(input={dim: "R"})
-    for name in rows:
-        parameters[f"{name}.weight"] = {dim: "S(1)"}
+    for name, layer in rows.items():
+        parameters[f"{name}.weight"] = {dim: f"S({1 - _out(layer)})"}
         modules[name] = Boundary(output=between)
     embeddings, heads = _vocabulary(model)
     for name in embeddings:
@@ -116,8 +121,8 @@ def tp_2d(model: nn.Module, other: Plan | None = None, x: str = "tp_x", y: str =
     Source: MindSpeed's high-dimension tensor parallelism (tp-2d); Xu et al. 2021, "An Efficient 2D Method".
     """
     columns, rows = _linears(model, "tp_2d")
-    parameters = {f"{n}.weight": {x: "S(0)", y: "S(1)"} for n in columns} | {
-        f"{n}.weight": {x: "S(1)", y: "S(0)"} for n in rows
+    parameters = {f"{n}.weight": {x: f"S({_out(m)})", y: f"S({1 - _out(m)})"} for n, m in columns.items()} | {
+        f"{n}.weight": {x: f"S({1 - _out(m)})", y: f"S({_out(m)})"} for n, m in rows.items()
     }
     parameters.update({f"{n}.bias": {x: "S(0)"} for n, layer in columns.items() if layer.bias is not None})
     modules = {n: Boundary(input={x: "R"}, output={y: "S(1)"}) for n in columns} | {
@@ -285,13 +290,33 @@ def _sequence(model: nn.Module, *dims: str) -> dict[str, dict[str, str]]:
     return {"*": dict.fromkeys(dims, "S(1)"), **{n: dict.fromkeys(dims, "R") for n in masks}}
 
 
-def _linears(model: nn.Module, plan: str) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+def whole_layers(model: nn.Module, plan: Plan) -> list[str]:
+    """Linear layers of which ``plan`` divides no weight: packed projections and those whose names say nothing."""
+    from mindspeed_fx.sharding.plan import placement_of
+
+    placed = {n: placement_of(plan.parameters, f"{n}.weight", "parameter") for n in _linear_layers(model)}
+    return [n for n, words in placed.items() if all(w == "R" for w in words.values())]
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Those of torch, and transformers' Conv1D of GPT-2, whose weight is [in, out]."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
+
+
+def _out(layer: nn.Module) -> int:
+    """The dimension of the weight that the results have."""
+    return 0 if isinstance(layer, nn.Linear) else 1
+
+
+def _linears(model: nn.Module, plan: str) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Columns and rows. One without the other is divided all the same: a row layer behind a packed projection takes its
+    part of what is whole."""
+    linears = _linear_layers(model)
     columns, rows = ({n: m for n, m in linears.items() if n.split(".")[-1] in names} for names in (COLUMN, ROW))
-    if not columns or not rows:
+    if not columns and not rows:
         raise ShardingError(
             f'plan "{plan}": '
-            "no pairs of column and row linear layers were recognized by name among "
+            "no column and row linear layers were recognized by name among "
             f"{', '.join(list(linears)[:12]) or 'no linear layers'}; "
             f"columns are called {', '.join(COLUMN)}, rows {', '.join(ROW)}; for other names write the plan yourself "
             "(docs/sharding.md)"

@@ -79,17 +79,18 @@ def flattened(m, x):
 BODIES = (unused_part, unused_parts_of_a_stack, constants, new_tensors, padded, checkpointed, flattened)
 
 
-def equal(model, mesh, plan, x):
-    loss = model(x)
+def equal(model, mesh, plan, *args):
+    loss = model(*args)
     model.zero_grad()
     loss.backward()
-    result = simulate(model, mesh, plan, x)
+    result = simulate(model, mesh, plan, *args)
     assert (result.outputs[0] - loss).abs() <= 1e-10 * loss.abs()
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert result.gradients.keys() == expected.keys(), "a gradient appeared or disappeared"
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0
         assert (result.gradients[name] - gradient).abs().max() <= 1e-10 * gradient.abs().max(), name
+    return result
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.presets import named_plan
 from tests.sharding.llama import Llama
 
 LAYERS, NORMS, PARAMETERS = 2, 5, 21
@@ -142,14 +143,16 @@ def test_a_z_loss(plan, mesh):
 ])  # fmt: skip
 def test_sizes_that_do_not_fit(plan, mesh, says):
     with pytest.raises(Exception) as error:
-        simulate(Llama(layers=1), mesh, plan, *batch())
+        model = Llama(layers=1)
+        simulate(model, mesh, named_plan(plan, model, strict=True), *batch())
     assert says in str(error.value)
 
 
 def test_error_names_module_and_line():
     """Six heads on four ranks: the width divides, the heads do not."""
     with pytest.raises(ShardingError) as error:
-        simulate(Llama(layers=1, hidden=48, heads=6, kv_heads=6), {"tp": 4}, "tp", *batch())
+        model = Llama(layers=1, hidden=48, heads=6, kv_heads=6)
+        simulate(model, {"tp": 4}, named_plan("tp", model, strict=True), *batch())
     assert 'module "layers.0.attention"' in str(error.value) and "llama.py" in str(error.value)
 
 

@@ -1,16 +1,19 @@
-"""Sizes that ranks cannot share evenly are refused under every named plan, by module or tensor, size and mesh
-dimension.
+"""Sizes that ranks cannot share evenly: whole and named under every named plan, and all else as on one device; refused
+by module or tensor, size and mesh dimension where the plan is strict.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.presets import named_plan, whole_layers
 from tests.sharding.llama import Llama
 from tests.sharding.mixtral import Mixtral
+from tests.sharding.test_any_model import equal
 
 HEADS = dict(hidden=24, heads=3, kv_heads=3)
 
@@ -19,62 +22,119 @@ def evenly(what, dim, size, ranks, over):
     return rf"{what}.* dimension {dim} has {size} elements, which {ranks} ranks of {over} cannot share evenly"
 
 
-@pytest.mark.parametrize(
-    "plan,mesh,sizes,batch,says",
-    [
-        (
-            "tp",
-            {"tp": 2},
-            HEADS,
-            (4, 16),
-            r'module "layers.0.attention".* divided along dimension 2 over 2 ranks of "tp", '
-            r"which cannot share it evenly as \(4, 16, 3, 8\)",
-        ),
-        ("tp", {"tp": 2}, dict(vocab=63), (4, 16), evenly('parameter "embed.weight"', 0, 63, 2, '"tp"')),
-        ("tp_sp", {"tp": 2}, {}, (4, 15), evenly('module "embed"', 1, 15, 2, '"tp"')),
-        (
-            "tp_2d",
-            {"tp_x": 2, "tp_y": 2},
-            HEADS,
-            (4, 16),
-            r'module "layers.0.attention".* over 2 ranks of "tp_x".* which cannot share it evenly as',
-        ),
-        ("ulysses", {"cp": 2}, HEADS, (4, 16), evenly('module "layers.0.attention"', 1, 3, 2, '"cp"')),
-        ("kv_allgather", {"cp": 2}, {}, (4, 15), evenly('input "ids"', 1, 15, 2, '"cp"')),
-        (
-            "ring",
-            {"cp": 2},
-            {},
-            (4, 14),
-            r'module "layers.0.attention".*14 elements do not divide into 4, for 2 ranks of "cp"',
-        ),
-        (
-            "hybrid",
-            {"cp_ring": 2, "cp_ulysses": 2},
-            {},
-            (4, 14),
-            evenly('input "ids"', 1, 14, 4, '"cp_ring", "cp_ulysses"'),
-        ),
-        ("zero1", {"dp": 2}, {}, (3, 16), evenly('input "ids"', 0, 3, 2, '"dp"')),
-        (
-            "zero2",
-            {"dp": 2},
-            dict(ffn=63),
-            (4, 16),
-            evenly('parameter "layers.0.mlp.gate_proj.weight"', 0, 63, 2, '"dp"'),
-        ),
-        (
-            "zero3",
-            {"dp": 2},
-            dict(ffn=63),
-            (4, 16),
-            evenly('parameter "layers.0.mlp.gate_proj.weight"', 0, 63, 2, '"dp"'),
-        ),
-        ("ep", {"ep": 2}, dict(experts=3), (4, 16), evenly('parameter "layers.0.mlp.experts.gate"', 0, 3, 2, '"ep"')),
-        ("ep_alltoall", {"ep": 2}, dict(experts=3), (3, 16), evenly("", 0, 3, 2, '"ep"')),
-    ],
-)
-def test_uneven_sizes_are_refused(plan, mesh, sizes, batch, says):
-    model = (Mixtral if plan.startswith("ep") else Llama)(1, **sizes).double()
+CASES = [
+    (
+        "tp",
+        {"tp": 2},
+        HEADS,
+        (4, 16),
+        r'module "layers.0.attention".* divided along dimension 2 over 2 ranks of "tp", '
+        r"which cannot share it evenly as \(4, 16, 3, 8\)",
+    ),
+    ("tp", {"tp": 2}, dict(vocab=63), (4, 16), evenly('parameter "embed.weight"', 0, 63, 2, '"tp"')),
+    ("tp_sp", {"tp": 2}, {}, (4, 15), evenly('module "embed"', 1, 15, 2, '"tp"')),
+    (
+        "tp_2d",
+        {"tp_x": 2, "tp_y": 2},
+        HEADS,
+        (4, 16),
+        r'module "layers.0.attention".* over 2 ranks of "tp_x".* which cannot share it evenly as',
+    ),
+    ("ulysses", {"cp": 2}, HEADS, (4, 16), evenly('module "layers.0.attention"', 1, 3, 2, '"cp"')),
+    ("kv_allgather", {"cp": 2}, {}, (4, 15), evenly('input "ids"', 1, 15, 2, '"cp"')),
+    (
+        "ring",
+        {"cp": 2},
+        {},
+        (4, 14),
+        r'module "layers.0.attention".*14 elements do not divide into 4, for 2 ranks of "cp"',
+    ),
+    (
+        "hybrid",
+        {"cp_ring": 2, "cp_ulysses": 2},
+        {},
+        (4, 14),
+        evenly('input "ids"', 1, 14, 4, '"cp_ring", "cp_ulysses"'),
+    ),
+    ("zero1", {"dp": 2}, {}, (3, 16), evenly('input "ids"', 0, 3, 2, '"dp"')),
+    (
+        "zero2",
+        {"dp": 2},
+        dict(ffn=63),
+        (4, 16),
+        evenly('parameter "layers.0.mlp.gate_proj.weight"', 0, 63, 2, '"dp"'),
+    ),
+    (
+        "zero3",
+        {"dp": 2},
+        dict(ffn=63),
+        (4, 16),
+        evenly('parameter "layers.0.mlp.gate_proj.weight"', 0, 63, 2, '"dp"'),
+    ),
+    ("ep", {"ep": 2}, dict(experts=3), (4, 16), evenly('parameter "layers.0.mlp.experts.gate"', 0, 3, 2, '"ep"')),
+    ("ep_alltoall", {"ep": 2}, dict(experts=3), (3, 16), evenly("", 0, 3, 2, '"ep"')),
+]
+
+
+def build(plan, sizes):
+    return (Mixtral if plan.startswith("ep") else Llama)(1, **sizes).double()
+
+
+@pytest.mark.parametrize("plan,mesh,sizes,batch,says", CASES)
+def test_uneven_sizes_are_refused_by_strict_plans(plan, mesh, sizes, batch, says):
+    model = build(plan, sizes)
     with pytest.raises(ShardingError, match=says):
-        simulate(model, mesh, plan, *(torch.randint(0, 60, batch) for _ in range(2)))
+        strict = named_plan(plan, model, strict=True)
+        simulate(model, mesh, strict, *(torch.randint(0, 60, batch) for _ in range(2)))
+
+
+QUICK = ("tp", "ulysses", "ring", "zero2", "ep")
+
+
+@pytest.mark.parametrize(
+    "plan,mesh,sizes,batch",
+    [pytest.param(*case[:4], marks=() if case[0] in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_uneven_sizes_stay_whole_and_are_named(plan, mesh, sizes, batch):
+    model = build(plan, sizes)
+    if batch[0] * batch[1] % 2:
+        batch = (4, 16)
+    ids, labels = (torch.randint(0, 60, batch) for _ in range(2))
+    result = equal(model, mesh, plan, ids, labels)
+    # What is gathered before use is divided along another dimension.
+    assert bool(result.whole) == (plan not in ("zero2", "zero3"))
+    assert all("evenly" in reason or "do not divide" in reason for reason in result.whole)
+
+
+def test_fewer_heads_of_keys_than_ranks_are_repeated():
+    """Two heads of keys for eight of queries on four ranks: each rank has the two queries and the one key they read."""
+    model = Llama(1, hidden=32, heads=8, kv_heads=2).double()
+    ids, labels = (torch.randint(0, 60, (4, 16)) for _ in range(2))
+    result = equal(model, {"cp": 4}, "ulysses", ids, labels)
+    assert len(result.whole) == 1 and "dimension 1 has 2 elements" in result.whole[0]
+
+
+class Packed(torch.nn.Module):
+    """Queries, keys and values in one projection, whose name no plan knows, and a row layer behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv_proj, self.o_proj = (
+            torch.nn.Embedding(64, 16),
+            torch.nn.Linear(16, 48),
+            torch.nn.Linear(16, 16),
+        )
+
+    def forward(self, ids, labels):
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv_proj(self.embed(ids)).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.o_proj(out).flatten(0, 1), labels.flatten() % 16)
+
+
+@pytest.mark.parametrize("plan", ["tp", pytest.param("tp_sp", marks=pytest.mark.slow)])
+def test_what_a_plan_cannot_divide_stays_whole(plan):
+    model = Packed().double()
+    named = named_plan(plan, model)
+    assert whole_layers(model, named) == ["qkv_proj"] and named.parameters["o_proj.weight"] == {"tp": "S(1)"}
+    ids, labels = (torch.randint(0, 60, (4, 16)) for _ in range(2))
+    equal(model, {"tp": 2}, named, ids, labels)

@@ -1,6 +1,6 @@
 """Hugging Face architectures under plans, every rank in one process: equal to one device, or refused in one clear line.
 
-    python -m tests.zoo.plans --write benchmarks/results/plans.md [ARCHITECTURE ...] [--plans tp ring ...]
+    python -m tests.zoo.plans --write docs/parallel_matrix.md --update [ARCHITECTURE ...] [--plans tp ring ...]
 
 Models are tiny, have two layers and random weights, and compute in float64 throughout (:func:`in_float64`): norms,
 softmax and losses that are written in float32 would round differently wherever a sum is taken in another order.
@@ -43,6 +43,13 @@ ARCHITECTURES: dict[str, str] = {
     "gpt2": "GPT2LMHeadModel",
     "phi3": "Phi3ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
 }
 """Type of the configuration -> class of the model."""
 
@@ -50,6 +57,10 @@ OWN: dict[str, dict[str, Any]] = {
     "bert": dict(type_vocab_size=2),
     "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"]),
     "gpt_oss": dict(layer_types=["sliding_attention", "full_attention"]),
+    "falcon": dict(alibi=False),
+    "mamba2": dict(num_heads=8, head_dim=8, n_groups=2, state_size=8, chunk_size=8),
+    "t5": dict(d_model=32, d_kv=8, d_ff=64, decoder_start_token_id=0, dropout_rate=0.0, num_decoder_layers=2),
+    "vit": dict(image_size=16, patch_size=4, num_labels=6),
     "qwen3_next": dict(
         layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=2,
@@ -66,7 +77,7 @@ PLANS: dict[str, tuple[str, dict[str, int]]] = {
     "kv_allgather": ("kv_allgather", {"cp": 2}),
     "ring": ("ring", {"cp": 2}),
     "hybrid": ("hybrid", {"cp_ring": 2, "cp_ulysses": 2}),
-    "zero1": ("zero1", {"dp": 2}),
+    "zero2": ("zero2", {"dp": 2}),
     "zero3": ("zero3", {"dp": 2}),
     "ep": ("ep", {"ep": 2}),
     "zero2+tp_sp": ("zero2+tp_sp", {"dp": 2, "tp": 2}),
@@ -75,7 +86,7 @@ PLANS: dict[str, tuple[str, dict[str, int]]] = {
 }
 """Column -> plan and mesh; "search" is what ``mindspeed_fx.plan`` finds for the mesh."""
 
-MIXTURES = ("olmoe", "gpt_oss", "qwen2_moe", "deepseek_v3", "qwen3_next")
+MIXTURES = ("olmoe", "gpt_oss", "qwen2_moe", "deepseek_v3", "qwen3_next", "mixtral")
 """Those that plan "ep" is for; the others have "zero2+tp_sp" in its place."""
 
 
@@ -118,7 +129,12 @@ def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.05)  # biases and sinks begin as zeros
     model.config._experts_implementation = "batched_mm"
-    model.loss_function = losses.ForMaskedLMLoss if name == "bert" else losses.ForCausalLMLoss
+    kind = {"bert": losses.ForMaskedLMLoss, "vit": losses.ForSequenceClassificationLoss}
+    model.loss_function = kind.get(name, losses.ForCausalLMLoss)
+    if name == "vit":
+        return LossOfImages(model), dict(
+            pixel_values=torch.randn(4, 3, 16, 16, dtype=torch.float64), labels=torch.arange(4)
+        )
     ids = torch.randint(3, 60, (4, 16))
     labels = ids.roll(1, 0).masked_fill(torch.arange(16) < 3, -100)
     return Loss(model), dict(input_ids=ids, labels=labels)
@@ -135,8 +151,16 @@ class Loss(torch.nn.Module):
         return self.model(input_ids=input_ids, labels=labels).loss
 
 
+class LossOfImages(Loss):
+    """The same of one that takes images."""
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(pixel_values=pixel_values, labels=labels).loss
+
+
 def cell(name: str, column: str) -> tuple[str, str]:
-    """("equal", largest error), ("refused", the line) or ("wrong" or "broken", what happened)."""
+    """("equal", largest error), ("whole", what stays whole while all is equal), ("refused", the line) or ("wrong" or
+    "broken", what happened)."""
     import mindspeed_fx
     from mindspeed_fx.errors import OptionError
 
@@ -159,7 +183,20 @@ def cell(name: str, column: str) -> tuple[str, str]:
         return (
             "refused" if isinstance(cause, OptionError) else "broken"
         ), f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
-    return compared(model, loss, result)
+    word, text = compared(model, loss, result)
+    whole = [*result.whole, *(layers_kept(model, column) if column in TENSOR else ())]
+    return ("whole", f"{len(whole)}: {whole[0]}") if word == "equal" and whole else (word, text)
+
+
+TENSOR = ("tp", "tp_sp", "tp_2d", "zero2+tp_sp")
+
+
+def layers_kept(model: torch.nn.Module, column: str) -> list[str]:
+    """Linear layers that a tensor parallel plan does not divide."""
+    from mindspeed_fx.sharding.presets import named_plan, whole_layers
+
+    name = column.split("+")[-1]
+    return [f'layer "{n}" is packed or of an unknown name' for n in whole_layers(model, named_plan(name, model))]
 
 
 def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[str, str]:
@@ -183,7 +220,7 @@ def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[s
 
 def columns(name: str) -> list[str]:
     without = "zero2+tp_sp" if name in MIXTURES else "ep"
-    return [c for c in PLANS if c != without]
+    return [c for c in PLANS if c not in (without, "search")]
 
 
 def checked(name: str, column: str, seconds: int) -> tuple[str, str]:
@@ -205,12 +242,15 @@ def checked(name: str, column: str, seconds: int) -> tuple[str, str]:
 def markdown(found: dict[tuple[str, str], tuple[str, str]]) -> str:
     """The table, and below it what was refused and why."""
     names = list(dict.fromkeys(n for n, _ in found))
-    counts = {word: sum(w == word for w, _ in found.values()) for word in ("equal", "refused", "wrong", "broken")}
+    counts = {
+        word: sum(w == word for w, _ in found.values()) for word in ("equal", "whole", "refused", "wrong", "broken")
+    }
     lines = ["# Hugging Face architectures under plans", "", __doc__.strip().splitlines()[0], ""]
     lines += [
         ", ".join(f"{n} {word}" for word, n in counts.items())
         + f" of {len(found)} cells. Equal: loss and every gradient to {TOLERANCE:.0e}, relative; the number is the "
-        "largest error.",
+        "largest error. Whole: equal, and the table below names how many things the plan does not divide, and the "
+        "first of them. Two layers, float64, all ranks in one process.",
         "",
     ]
     lines += ["| architecture | " + " | ".join(PLANS) + " |", "|---|" + "---|" * len(PLANS)]

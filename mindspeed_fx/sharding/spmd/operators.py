@@ -12,8 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, ring
+from mindspeed_fx.sharding.spmd.kept_whole import keep_whole
 from mindspeed_fx.sharding.spmd.parts import run_whole
+from mindspeed_fx.sharding.spmd.redistribute import placed_at
 
 aten = torch.ops.aten
 
@@ -220,9 +223,14 @@ def attention(
         inner: mesh dimension -> ranks of an inner ring.
     """
     if (dim := ring.over(q, k, v)) is not None:
-        return ring.attention(
-            q, k, v, dim, mask, causal, scale, window, softcap, sinks, known, (inner or {}).get(dim, 0)
-        ), None  # no pass reads the log-sum-exp, which would have to be sent back too
+        try:
+            return ring.attention(
+                q, k, v, dim, mask, causal, scale, window, softcap, sinks, known, (inner or {}).get(dim, 0)
+            ), None  # no pass reads the log-sum-exp, which would have to be sent back too
+        except ShardingError as error:
+            keep_whole(error)
+        k, v = (placed_at(t, [Replicate() if i == dim else p for i, p in enumerate(t.placements)]) for t in (k, v))
+    q, k, v = _shared_heads(q, k, v)
     if causal and _queries_divided(q, k):
         mask, causal, window = _rows_of_causal(q, k, mask, window), False, 0
     return torch.ops.mindspeed.attention(q, k, v, mask, causal, scale, window, softcap, sinks)
@@ -275,6 +283,23 @@ def scaled_dot_product_attention(
         q, k, v, attn_mask, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, known=known, inner=inner
     )[0]
     return out.squeeze(0) if lead < 0 else out
+
+
+def _shared_heads(q: DTensor, k: DTensor, v: DTensor) -> tuple[DTensor, DTensor, DTensor]:
+    """Where ranks have heads of ``q`` and all of the fewer ones of ``k`` and ``v``: these repeated until every rank has
+    those that its queries read, and divided alike; their gradients are summed over the copies.
+    """
+    over = [
+        i for i, p in enumerate(q.placements) if p == Shard(1) and k.placements[i] == v.placements[i] == Replicate()
+    ]
+    if not over or k.shape[1] == q.shape[1]:
+        return q, k, v
+    heads = math.lcm(k.shape[1], math.prod(q.device_mesh.size(i) for i, p in enumerate(q.placements) if p == Shard(1)))
+    heads = heads if q.shape[1] % heads == 0 else q.shape[1]
+    placed = [Shard(1) if i in over else p for i, p in enumerate(k.placements)]
+    repeated = (t.repeat_interleave(heads // t.shape[1], 1) if heads != t.shape[1] else t for t in (k, v))
+    k, v = (placed_at(t, placed) for t in repeated)
+    return q, k, v
 
 
 def _queries_divided(q: DTensor, k: DTensor) -> bool:

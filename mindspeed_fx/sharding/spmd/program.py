@@ -23,12 +23,13 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.report.source import source_line
-from mindspeed_fx.sharding.plan import Plan, ShardingError, matching
+from mindspeed_fx.sharding.plan import Plan, ShardingError, matching, placement_of
 from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, token_dispatch, vocabulary
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
+from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
 from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.redistribute import flatten, redistribute, reshape, reshape_as, unflatten
+from mindspeed_fx.sharding.spmd.redistribute import flatten, placements_of, redistribute, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
 
 aten = torch.ops.aten
@@ -47,6 +48,23 @@ class Value:
     """Of the parameter, or of an input of which each rank gives its part."""
     part: bool = False
     """Whether an input of the model is given as the part that ``placements`` say."""
+    kept: str = ""
+    """Why it is not divided as the plan says."""
+
+
+def _kept_parameter(value: Value, plan: Plan, mesh: DeviceMesh) -> str:
+    """Why a parameter is whole where the plan divides it; "" for others."""
+    if not value.parameter or not plan.keep_whole:
+        return ""
+    where = f'parameter "{value.name}" of shape {tuple(value.shape)}'
+    wanted = placements_of(placement_of(plan.parameters, value.name, "parameter"), mesh, len(value.shape), where)
+    dims = [
+        f'"{mesh.mesh_dim_names[i]}"' for i, p in enumerate(wanted) if p.is_shard() and value.placements[i] == WHOLE
+    ]
+    return f"{where}: the ranks of {', '.join(dims)} cannot share it evenly" if dims else ""
+
+
+WHOLE = Replicate()
 
 
 class Program(torch.nn.Module):
@@ -62,6 +80,10 @@ class Program(torch.nn.Module):
         self.plan, self.mesh, self.values = plan, mesh, values
         object.__setattr__(self, "known", known_masks(graph))
         object.__setattr__(self, "traffic", ExpectedCollectives(mesh))
+        object.__setattr__(self, "kept", KeptWhole(plan.keep_whole))
+        for value in values:
+            if value is not None and (reason := value.kept or _kept_parameter(value, plan, mesh)):
+                self.kept.note(reason)
         self.stages = {mesh.mesh_dim_names.index(name): stage for name, stage in plan.gather.items()}
         self.data = [dim for dim, stage in self.stages.items() if stage != "never"]
 
@@ -70,7 +92,9 @@ class Program(torch.nn.Module):
         object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
         arguments = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
         with fx.traceback.preserve_node_meta(), traffic.listening():
-            results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic).run(*arguments)
+            results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic, self.kept).run(
+                *arguments
+            )
         placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
         traffic.read(
             self.graph,
@@ -122,6 +146,7 @@ class _Planned(fx.Interpreter):
         known: dict[fx.Node, torch.Tensor],
         data: list[int],
         traffic: ExpectedCollectives,
+        kept: KeptWhole,
     ):
         super().__init__(graph, garbage_collect_values=False)
         self.extra_traceback, self.plan, self.mesh, self.known, self.data, self.traffic = (
@@ -132,10 +157,16 @@ class _Planned(fx.Interpreter):
             data,
             traffic,
         )
+        self.kept = kept
         self.inner = {mesh.mesh_dim_names.index(name): ranks for name, ranks in plan.rings.items()}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with self.kept.listening():
+            return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = self.traffic.node = n
+        self.kept.where = _where(n)
         try:
             value = self.traffic.values[n] = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
             check_dtype(n, value)
@@ -175,7 +206,9 @@ class _Planned(fx.Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if tracing.is_checkpoint(target):
             return dtensor.run_checkpointed(
-                lambda body: _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic), args, kwargs
+                lambda body: _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic, self.kept),
+                args,
+                kwargs,
             )
         if target is token_dispatch.unpermute_tokens:
             return token_dispatch.unpermute_tokens(*args)

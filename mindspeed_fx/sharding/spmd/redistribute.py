@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.sharding.plan import ShardingError, parse_placement
+from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided, keep_whole
 
 
 def placements_of(placed: Mapping[str, str], mesh: DeviceMesh, ndim: int, where: str) -> tuple[Placement, ...]:
@@ -36,7 +37,11 @@ def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
     for name, word in placed.items():
         i = x.device_mesh.mesh_dim_names.index(name)
         wanted[i] = placements_of({name: word}, x.device_mesh, x.ndim, where)[i]
-    even(x.shape, wanted, x.device_mesh, where)
+    try:
+        even(x.shape, wanted, x.device_mesh, where)
+    except ShardingError as error:
+        keep_whole(error)
+        wanted = list(evenly_divided(x.shape, wanted, x.device_mesh))
     return _Redistribute.apply(x, tuple(wanted))
 
 
@@ -113,7 +118,8 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
     if placements is not None and any(is_divided_twice(p) for p in (x.placements, placements)):
         return _Reshape.apply(x, whole, placements)
     try:
-        return x.reshape(shape)
+        result = x.reshape(shape)
+        return _GradientFits.apply(result, x.shape) if _may_not_fit(result, x.shape) else result
     except RuntimeError as e:
         if "unevenly" not in str(e):
             raise
@@ -124,10 +130,23 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
             for i, p in enumerate(x.placements)
             if dtensor.is_divided(p)
         )
-        raise ShardingError(
+        error = ShardingError(
             f"value of shape {tuple(x.shape)} is divided along {cut}, which cannot share it evenly as {tuple(shape)}; "
             "choose another number of ranks, or keep it whole (R)"
-        ) from e
+        )
+        error.__cause__ = e
+        keep_whole(error)
+        return placed_at(x, _placements_that_fit(x, whole)).reshape(shape)
+
+
+def _placements_that_fit(x: DTensor, shape: Sequence[int]) -> list[Placement]:
+    """Of ``x``, whole over as few mesh dimensions as a view as ``shape`` needs, inner ones first."""
+    placements = list(x.placements)
+    for i in reversed(range(len(placements))):
+        alone = [p if j == i else Replicate() for j, p in enumerate(x.placements)]
+        if dtensor.is_divided(placements[i]) and _parts_as(x.shape, alone, x.device_mesh, shape) is None:
+            placements[i] = Replicate()
+    return placements
 
 
 def is_divided_twice(placements: Sequence[Placement]) -> bool:
@@ -146,13 +165,19 @@ def placements_as(x: DTensor, shape: Sequence[int]) -> tuple[Placement, ...] | N
     divisor: then its parts are strided again. Tokens [batch * sequence] whose sequence is divided are so many pieces as
     a rank has sequences.
     """
-    placements = list(x.placements)
-    for old, new in _groups(x.shape, shape):
-        before, after = [x.shape[d] for d in old], [shape[d] for d in new]
-        for i, p in enumerate(x.placements):
+    return _parts_as(x.shape, x.placements, x.device_mesh, shape)
+
+
+def _parts_as(
+    sizes: Sequence[int], divided: Sequence[Placement], mesh: DeviceMesh, shape: Sequence[int]
+) -> tuple[Placement, ...] | None:
+    placements = list(divided)
+    for old, new in _groups(sizes, shape):
+        before, after = [sizes[d] for d in old], [shape[d] for d in new]
+        for i, p in enumerate(divided):
             if not dtensor.is_divided(p) or p.dim not in old:
                 continue
-            n, at = x.device_mesh.size(i), p.dim - old.start
+            n, at = mesh.size(i), p.dim - old.start
             pieces = math.prod(before[:at]) * (p.split_factor if dtensor.is_strided(p) else 1)
             result = _divided_dims(after, pieces, n)
             if result is None or before[at] % n:
@@ -211,6 +236,45 @@ def unflatten(x: DTensor, dim: int, sizes: list[int]) -> DTensor:
     known = math.prod(n for n in sizes if n != -1)
     parts = [x.shape[dim] // known if n == -1 else n for n in sizes]
     return reshape(x, [*x.shape[:dim], *parts, *x.shape[dim + 1 :]])
+
+
+def _may_not_fit(x: DTensor, shape: Sequence[int]) -> bool:
+    """Whether a gradient of ``x`` may come divided along a dimension that ranks cannot share once it is viewed as
+    ``shape``: the width of heads that are whole on every rank because their number is uneven.
+    """
+    if not x.requires_grad:
+        return False
+    if x.device_mesh.ndim > 1 and any(p.is_replicate() for p in x.placements):
+        return True  # two mesh dimensions may divide the gradient
+    for i, p in enumerate(x.placements):
+        n = x.device_mesh.size(i)
+        for d in range(x.ndim) if p.is_replicate() and n > 1 else ():
+            divided = [Shard(d) if j == i else Replicate() for j in range(x.device_mesh.ndim)]
+            if x.shape[d] % n == 0 and x.shape[d] and _parts_as(x.shape, divided, x.device_mesh, shape) is None:
+                return True
+    return False
+
+
+def _fits(x: DTensor, shape: torch.Size) -> bool:
+    return _parts_as(x.shape, x.placements, x.device_mesh, shape) is not None
+
+
+class _GradientFits(torch.autograd.Function):
+    """The identity; a gradient that cannot be viewed as ``shape`` in parts is placed as the value was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, shape: torch.Size) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.placements, ctx.shape = _without_sums(x.placements), shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
+        if grad is None or grad.placements == ctx.placements:
+            return grad, None
+        if is_divided_twice(grad.placements) or not _fits(grad, ctx.shape):
+            grad = grad.redistribute(placements=ctx.placements)
+        return grad, None
 
 
 class _Reshape(torch.autograd.Function):
