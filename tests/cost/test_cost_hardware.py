@@ -172,3 +172,13 @@ def test_an_unknown_npu_says_once_what_it_is_taken_for(driver, table, monkeypatc
     assert detect("npu") == detect("npu") == (table, "")
     messages = [str(w.message) for w in recwarn]
     assert len(messages) == 1 and driver in messages[0] and f"taken for {table}" in messages[0]
+
+
+def test_memory_of_scaled_dies_is_of_low_confidence():
+    """Memory of the dies of 950 is scaled from the published ones, which a report should say."""
+    assert (
+        hardware("ascend950pr_957d").memory_bandwidth.confidence
+        == "low"
+        == hardware("ascend950dt_9573").memory.confidence
+    )
+    assert hardware("ascend950pr").memory.confidence == "medium"

@@ -66,3 +66,12 @@ def test_a_flag_that_is_refused_is_not_said_to_work():
         if names and set(names) <= refused:
             told = "refused" in row[1] or "refused" in row[-1]
             assert told, row[0]
+
+
+def test_a_flag_that_works_is_not_said_to_be_refused():
+    """The other way: none of the flags of a row that is missing, or refused by name, is done."""
+    states = {f.name: f.state for f in flags.TABLE}
+    for row in FEATURE_ROWS:
+        known = [states[name] for name in re.findall(r"`(--[a-z0-9-]+)", row[1]) if name in states]
+        if known and (row[-1].startswith("missing") or "refused" in row[-1]):
+            assert "refused" in known, row[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mindspeed_fx.cost.device import Constant as C
 from mindspeed_fx.cost.device import Hardware, Tier
 
@@ -317,7 +319,7 @@ def _die_950(suffix: str, cores: int, cache: int) -> Hardware:
     fastest, share, full = (1.6, 3.226, 128) if suffix.startswith("PR") else (4.0, 1.25, 144)
     speed = fastest * share / SLOWER_MEMORY[fastest].get(suffix, share)
     title = f"Ascend950{suffix} (A5), {cores} cube cores"
-    return _ascend950(
+    device = _ascend950(
         f"ascend950{suffix.lower()}",
         title,
         cores,
@@ -327,6 +329,8 @@ def _die_950(suffix: str, cores: int, cache: int) -> Hardware:
         f"{SOC_TABLE}; scaled from the published 950{suffix[:2]}",
         cache,
     )
+    scaled = {name: getattr(device, name) for name in ("memory", "memory_bandwidth")}
+    return dataclasses.replace(device, **{n: C(c, c.unit, c.source, "low") for n, c in scaled.items()})
 
 
 DIES = tuple(_die_950(suffix, *sizes) for sizes, suffixes in DIES_950.items() for suffix in suffixes.split())
