@@ -67,18 +67,16 @@ def nothing(gm, context):
 """
 
 
-def test_a_second_process_hits_and_another_option_misses(tmp_path):
-    (first,) = run(tmp_path, {})
-    second, changed = run(tmp_path, {}, {"memory_budget": 0.5})
+def test_a_second_process_hits(tmp_path):
+    (first,), (second,) = run(tmp_path, {}), run(tmp_path, {})
     assert first["aot_miss"] == 1 and first["aot_bypass"] == 0 and first["fx_miss"] == 2
     assert second["aot_hit"] == 1 and second["aot_miss"] == 0 and second["fx_hit"] == 2 and second["fx_miss"] == 0
     assert second["grad"] == pytest.approx(first["grad"], rel=1e-6)
-    assert (changed["aot_hit"], changed["aot_miss"]) == (0, 1)
 
 
 @pytest.mark.slow
 def test_any_change_misses(tmp_path):
-    changes = ({"disable": ["fusion.swiglu"]}, {"level": 0})
+    changes = ({"disable": ["fusion.swiglu"]}, {"level": 0}, {"memory_budget": 0.5})
     _, dumped, *changed = run(tmp_path, {}, {"dump": str(tmp_path / "dump")}, *changes)
     assert dumped["aot_hit"] == dumped["fx_hit"] == 0
     assert "off: dump was asked for" in next((tmp_path / "dump/rank0").glob("graph*/index.md")).read_text()

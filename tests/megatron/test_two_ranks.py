@@ -162,10 +162,11 @@ def experts_over_two_ranks(rank):
 TENSOR_PARALLEL, EXPERT_PARALLEL = (mappings, losses, sequence_parallel), (experts_over_two_ranks,)
 
 
+# tensor and sequence parallelism in whole runs are in the usual tests: launch/test_pretrain.py, test_scripts.py
 @pytest.mark.parametrize(
     "checks",
     [
-        pytest.param(TENSOR_PARALLEL, id="tensor-parallel"),
+        pytest.param(TENSOR_PARALLEL, id="tensor-parallel", marks=pytest.mark.slow),
         pytest.param((plain_and_recomputed,), id="plain-and-recomputed", marks=pytest.mark.slow),
         pytest.param(EXPERT_PARALLEL, id="expert-parallel", marks=pytest.mark.slow),
     ],

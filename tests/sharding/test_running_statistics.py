@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 
 from tests import ranks
@@ -40,5 +41,6 @@ def worker(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_running_statistics_are_one_devices(tmp_path):
     ranks.spawn(worker, (str(tmp_path / "store"),))

@@ -18,9 +18,9 @@ FAST = (
     "system_tests__feature_tests__llama2_layerzero",
     "system_tests__pretrain_skip_train",
     # four
-    "gemma2__pretrain_gemma2_27b_ptd",
+    "llama2__pretrain_llama2_13b_pack_ptd",
     "magistral__pretrain_magistral_small_24b_A3_ptd",
-    "qwen25__pretrain_qwen25_72b_4k_pack_A3",
+    "qwen3__pretrain_qwen3_8b_4K_ptd",
     "seed_oss__pretrain_seed_oss_36b_ptd_2k_A3",
     "system_tests__llama2__pretrain_llama2_70B_4k_tp2_pp2_vpp1_dp2",
     "system_tests__llama3__pretrain_llama3_8b_ptd_adaptive_cp",
