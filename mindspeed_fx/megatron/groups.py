@@ -5,7 +5,6 @@ initialized.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from mindspeed_fx.compat import npu
 from mindspeed_fx.megatron import patches
 from mindspeed_fx.megatron.flags import group_options
+from mindspeed_fx.megatron.run_arguments import training_arguments
 
 
 def has_accelerator() -> bool:
@@ -100,8 +100,7 @@ NCCL_OPTIONS = "parallel_state:get_nccl_options"
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Any) -> Any:
     """``get_nccl_options``: HCCL's as the flags of the run have them; NCCL's on CUDA; else None."""
-    variables = sys.modules.get("megatron.training.global_vars")
-    args = None if variables is None else variables._GLOBAL_ARGS
+    args = training_arguments()
     config = {} if args is None else group_options.configurations(args).get(pg_name)
     options = npu.hccl_options(config) if config else None
     if options is None and torch.cuda.is_available():

@@ -6,7 +6,6 @@ names in checkpoints. Without the flags nothing is changed.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from typing import Any, Callable
 
@@ -17,6 +16,7 @@ from mindspeed_fx.megatron import capacity, patches, rope_scaling, zero_memory
 from mindspeed_fx.megatron.flags import recomputed
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
+from mindspeed_fx.megatron.run_arguments import training_arguments
 
 TARGET = "models.gpt.gpt_model:GPTModel.__init__"
 
@@ -24,15 +24,9 @@ TARGET = "models.gpt.gpt_model:GPTModel.__init__"
 def gpt_model_init(self: Any, *args: Any, **kwargs: Any) -> None:
     """``GPTModel.__init__`` with the parts that the flags of the run ask for."""
     patches.original(TARGET)(self, *args, **kwargs)
-    flags = _find_args()
+    flags = training_arguments()
     if flags is not None:
         add_parts(self, flags)
-
-
-def _find_args() -> Namespace | None:
-    """Megatron's arguments, where its training package has parsed any."""
-    variables = sys.modules.get("megatron.training.global_vars")
-    return None if variables is None else variables._GLOBAL_ARGS
 
 
 def add_parts(model: Any, args: Namespace) -> None:
@@ -57,7 +51,7 @@ def add_parts(model: Any, args: Namespace) -> None:
     if getattr(args, "fix_router", False):
         _fix_routers(model)
     if getattr(args, "enable_recompute_layers_per_pp_rank", False) and model.config.recompute_granularity == "full":
-        here = recomputed.with_stage(args, getattr(model, "vp_stage", None) or 0)
+        here = recomputed.with_stage(args, recomputed.stage_of(model))
         model.config.recompute_num_layers = recomputed.whole_layers(here)
     if getattr(args, "moe_zero_memory", "disable") != "disable":
         zero_memory.set_levels(model, args)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mindspeed_fx.errors import OptionError
+from mindspeed_fx.megatron.flags import recomputed
 
 FLAG = "--moe-zero-memory"
 LEVEL0, LEVEL1 = "level0", "level1"
@@ -90,10 +91,10 @@ def set_levels(model: Any, args: Namespace) -> None:
 
     config, stages = model.config, getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     count = getattr(args, "moe_zero_memory_num_layers", None)
-    stage = getattr(model, "vp_stage", None) or 0
+    stage = recomputed.stage_of(model)
     for index, layer in enumerate(model.decoder.layers):
-        if not isinstance(layer.mlp, MoELayer) or _is_recomputed(config, index):
-            continue
+        if not isinstance(layer.mlp, MoELayer) or recomputed.is_recomputed(config, index):
+            continue  # recomputed whole, it keeps nothing anyhow
         special = config.moe_latent_size or config.moe_router_padding_for_quantization or config.fp8 or config.fp4
         if special or type(layer.mlp.experts) is not SequentialMLP:
             kind = type(layer.mlp.experts).__name__
@@ -102,10 +103,3 @@ def set_levels(model: Any, args: Namespace) -> None:
         if level == LEVEL1 and count and index * stages + stage >= count:
             level = LEVEL0
         layer.mlp.zero_memory = layer.mlp.experts.zero_memory = level
-
-
-def _is_recomputed(config: Any, index: int) -> bool:
-    """Whether the layer is recomputed whole, and keeps nothing anyhow."""
-    if config.recompute_granularity != "full":
-        return False
-    return config.recompute_method != "block" or index < (config.recompute_num_layers or 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
+
+from mindspeed_fx.megatron.run_arguments import training_arguments
 
 ULYSSES, RING, HYBRID = "ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"
 ADAPTIVE, HYBRID_ADAPTIVE, GATHER = "adaptive_cp_algo", "hybrid_adaptive_cp_algo", "kvallgather_cp_algo"
@@ -152,9 +153,3 @@ def _setting(config: Any, name: str, default: Any) -> Any:
         if hasattr(source, name):
             return getattr(source, name)
     return default
-
-
-def training_arguments() -> Any:
-    """The namespace of Megatron's training script; None where there is none, or none yet."""
-    module = sys.modules.get("megatron.training.global_vars")
-    return getattr(module, "_GLOBAL_ARGS", None)

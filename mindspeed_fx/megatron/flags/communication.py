@@ -15,6 +15,7 @@ from mindspeed_fx.megatron.flags.flag import (
     NotDone,
     enable,
     get,
+    has_virtual_stages,
     number,
     setting,
     switch,
@@ -71,9 +72,7 @@ def _forward_beside_backward(args: Namespace) -> str:
     for flag in ("recompute_method", "recompute_num_layers", "moe_shared_expert_overlap", "schedules_method"):
         if get(args, flag):
             raise NotDone(f"Megatron's overlap is not done beside --{flag.replace('_', '-')}; remove one of the two")
-    if get(args, "pipeline_model_parallel_size", 1) > 1 and not (
-        get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank")
-    ):
+    if get(args, "pipeline_model_parallel_size", 1) > 1 and not has_virtual_stages(args):
         raise NotDone("with pipeline ranks it needs virtual stages; give --num-layers-per-virtual-pipeline-stage")
     if not overlaps_passes(args):
         return "no effect in float32, and without experts on other ranks: nothing is exchanged, or not overlapped"

@@ -169,6 +169,11 @@ def get(args: Namespace, attribute: str, default: Any = None) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+def has_virtual_stages(args: Namespace) -> bool:
+    """Whether a rank holds several stages of the pipeline."""
+    return bool(get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank"))
+
+
 def count_layers(args: Namespace) -> int:
     """The layers of the model.
 

@@ -16,6 +16,7 @@ from mindspeed_fx.megatron.flags.flag import (
     NotDone,
     count_layers,
     get,
+    has_virtual_stages,
     number,
     setting,
     switch,
@@ -25,11 +26,6 @@ from mindspeed_fx.megatron.flags.flag import (
 HOST = 'remove it, and give `MINDSPEED_FX_OPTIONS={"memory_budget": ..., "offload": true}` where memory is short'
 BUDGET = 'remove it, and give `MINDSPEED_FX_OPTIONS={"memory_budget": ...}`, which plans what is made again'
 STATES_ON_HOST = "remove it; Megatron's --optimizer-cpu-offload keeps optimizer states on the host"
-
-
-def _virtual_stages(args: Namespace) -> bool:
-    """Whether a rank holds several stages."""
-    return bool(get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank"))
 
 
 def _first_layers(flag: str, attribute: str) -> Any:
@@ -47,7 +43,7 @@ def _first_layers(flag: str, attribute: str) -> Any:
 
 def _per_rank(args: Namespace) -> str:
     """Layers to recompute, counted per rank: the same as per stage where a rank holds one."""
-    if not _virtual_stages(args):
+    if not has_virtual_stages(args):
         return "a rank holds one stage: the same number"
     if get(args, "recompute_granularity") == "full" and get(args, "recompute_method") != "block":
         raise NotDone("with virtual stages it counts layers one by one; give --recompute-method block")

@@ -14,6 +14,7 @@ from mindspeed_fx.megatron.flags.flag import (
     NotDone,
     count_layers,
     get,
+    has_virtual_stages,
     rename,
     setting,
     switch,
@@ -127,9 +128,7 @@ def _unaligned(args: Namespace) -> str:
 
 
 def _check_virtual(args: Namespace) -> None:
-    if get(args, "pipeline_model_parallel_size", 1) < 2 or not (
-        get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank")
-    ):
+    if get(args, "pipeline_model_parallel_size", 1) < 2 or not has_virtual_stages(args):
         raise NotDone("it is about virtual stages; give --num-layers-per-virtual-pipeline-stage")
     if overlaps_passes(args):
         raise NotDone("--moe-fb-overlap beside it, which has a schedule of its own; remove one of the two")

@@ -26,6 +26,18 @@ def with_stage(args: Namespace, stage: int) -> Namespace:
     return Namespace(**{**vars(args), STAGE: stage})
 
 
+def stage_of(model: Any) -> int:
+    """The virtual stage of a GPTModel."""
+    return getattr(model, "vp_stage", None) or 0
+
+
+def is_recomputed(config: Any, index: int) -> bool:
+    """Whether layer ``index`` of a chunk is recomputed whole, by the configuration of its model."""
+    if config.recompute_granularity != "full":
+        return False
+    return config.recompute_method != "block" or index < (config.recompute_num_layers or 0)
+
+
 def count_in_chunk(args: Namespace, count: int) -> int:
     """How many layers of the chunk have a number below ``count``."""
     if not get(args, "enable_recompute_layers_per_pp_rank"):

@@ -22,8 +22,8 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
     arguments = get_args()
     if wants_compile():
         for chunk in model:
-            stage = getattr(unwrap(chunk), "vp_stage", None) or 0
-            compile_chunk(chunk, flags.backend_options(recomputed.with_stage(arguments, stage)))
+            here = recomputed.with_stage(arguments, recomputed.stage_of(unwrap(chunk)))
+            compile_chunk(chunk, flags.backend_options(here))
     if getattr(arguments, "recompute_in_advance", False):
         ripipe.prepare(model, ripipe.ALWAYS, _is_whole, unwrap)
     elif getattr(arguments, "recompute_in_bubble", False):
@@ -33,8 +33,7 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
 
 def _is_whole(model: Any) -> bool:
     """Whether every layer is recomputed whole."""
-    config = model.config
-    return config.recompute_granularity == "full" and (config.recompute_num_layers or 0) >= len(model.decoder.layers)
+    return all(recomputed.is_recomputed(model.config, n) for n in range(len(model.decoder.layers)))
 
 
 def wants_compile() -> bool:

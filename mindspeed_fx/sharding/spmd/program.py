@@ -59,12 +59,11 @@ def _kept_parameter(value: Value, plan: Plan, mesh: DeviceMesh) -> str:
     where = f'parameter "{value.name}" of shape {tuple(value.shape)}'
     wanted = placements_of(placement_of(plan.parameters, value.name, "parameter"), mesh, len(value.shape), where)
     dims = [
-        f'"{mesh.mesh_dim_names[i]}"' for i, p in enumerate(wanted) if p.is_shard() and value.placements[i] == WHOLE
+        f'"{mesh.mesh_dim_names[i]}"'
+        for i, p in enumerate(wanted)
+        if p.is_shard() and value.placements[i].is_replicate()
     ]
     return f"{where}: the ranks of {', '.join(dims)} cannot share it evenly" if dims else ""
-
-
-WHOLE = Replicate()
 
 
 class Program(torch.nn.Module):

@@ -255,10 +255,6 @@ def _may_not_fit(x: DTensor, shape: Sequence[int]) -> bool:
     return False
 
 
-def _fits(x: DTensor, shape: torch.Size) -> bool:
-    return _parts_as(x.shape, x.placements, x.device_mesh, shape) is not None
-
-
 class _GradientFits(torch.autograd.Function):
     """The identity; a gradient that cannot be viewed as ``shape`` in parts is placed as the value was."""
 
@@ -272,7 +268,7 @@ class _GradientFits(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
         if grad is None or grad.placements == ctx.placements:
             return grad, None
-        if is_divided_twice(grad.placements) or not _fits(grad, ctx.shape):
+        if is_divided_twice(grad.placements) or placements_as(grad, ctx.shape) is None:
             grad = grad.redistribute(placements=ctx.placements)
         return grad, None
 

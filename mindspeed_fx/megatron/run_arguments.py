@@ -1,0 +1,12 @@
+"""The arguments of the run, as Megatron's training package has parsed them."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+
+
+def training_arguments() -> Namespace | None:
+    """The namespace of Megatron's training script; None where there is none, or none yet."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None)
