@@ -9,6 +9,7 @@ import runpy
 import sys
 from typing import Any
 
+from mindspeed_fx.planning.calibrate.command import add_calibrate
 from mindspeed_fx.planning.tune.command import add_tune
 
 
@@ -31,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     shown = (_add_explain, _add_doctor, _add_passes, _add_flags, _add_cross)
-    for add in (*shown, _add_plan, add_tune, _add_toolchain, _add_compare_dumps):
+    for add in (*shown, _add_plan, add_tune, add_calibrate, _add_toolchain, _add_compare_dumps):
         add(commands)
     return parser
 

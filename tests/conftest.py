@@ -9,6 +9,7 @@ ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
 )  # processes that tests start
+os.environ["MINDSPEED_FX_HARDWARE"] = os.path.join(ROOT, "build", "no_hardware")  # documented tables alone
 
 LONG = (
     "tests/test_cache.py",

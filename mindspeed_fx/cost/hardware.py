@@ -4,7 +4,8 @@
     hw.matrix_rate("bfloat16"), hw.memory_rate        # what a good kernel reaches: FLOP/s, bytes/s
     hw.matrix["bfloat16"].source                      # where the peak comes from
 
-Names are matched whatever their case, blanks, "-" and "_"; :func:`detect` finds the name of the device at hand.
+Names are matched whatever their case, blanks, "-" and "_"; :func:`detect` finds the name of the device at hand, whose
+table ``mindspeed-fx calibrate`` may have measured (:mod:`mindspeed_fx.cost.calibrated`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import warnings
 from typing import Any
 
+from mindspeed_fx.cost import calibrated
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.errors import OptionError, nearest
 
@@ -60,6 +62,8 @@ def hardware(name: "str | Hardware") -> Hardware:
     known = canonical(name) if isinstance(name, str) else None
     if known is None and isinstance(name, str) and _torch_npu_takes(name):
         known = substitute_of(name)
+    if known is None and isinstance(name, str):
+        known = next((_add(table) for table in calibrated.every() if table.name == name), None)
     if known is None:
         valid = names()
         raise OptionError(
@@ -67,6 +71,13 @@ def hardware(name: "str | Hardware") -> Hardware:
             f"{', '.join(valid)}{nearest(str(name).lower(), (*valid, *_tables()[1]))}"
         )
     return _tables()[0][known]
+
+
+def _add(table: calibrated.CalibratedTable) -> str:
+    """The name of a calibrated table, which :func:`hardware` knows from now on."""
+    if table.name not in _tables()[0]:
+        _tables()[0][table.name] = table.hardware(hardware(table.base))
+    return table.name
 
 
 def _torch_npu_takes(name: str) -> bool:
@@ -88,7 +99,7 @@ def substitute_of(name: str) -> str:
 
 
 def register(hw: Hardware, replace: bool = False) -> Hardware:
-    """Add a device of the user's own, for example what :func:`measure_cpu` found, under ``hw.name``.
+    """Add a device of the user's own under ``hw.name``; ``mindspeed-fx calibrate`` makes one of the device at hand.
 
     Raises:
         OptionError: the name is taken and ``replace`` is not set.
@@ -102,42 +113,39 @@ def register(hw: Hardware, replace: bool = False) -> Hardware:
 def detect(target: str) -> tuple[str | None, str]:
     """The name of the device at hand for ``target`` ("cpu", "cuda", "npu") and "", or None and why there is none.
 
-    Nothing is measured: the driver is asked for the device's name, and a processor is always "cpu". An Ascend device
-    without a table is taken for the nearest of its generation, which one warning says.
+    Nothing is measured: a table that was calibrated here comes first, then the driver is asked for the device's name,
+    and a processor is always "cpu". An Ascend device without a table is taken for the nearest of its generation, which
+    one warning says.
     """
-    if target == "cpu":
-        return "cpu", ""
     import torch
 
-    device = torch.cuda if target == "cuda" else getattr(torch, "npu", None)
-    example = f'options={{"hardware": "{"ascend910b2" if target == "npu" else "h100"}"}}'
-    if device is None or not device.is_available():
-        return None, f"no {target} device is here; name one: {example}"
+    if target != "cpu":
+        device = torch.cuda if target == "cuda" else getattr(torch, "npu", None)
+        example = f'options={{"hardware": "{"ascend910b2" if target == "npu" else "h100"}"}}'
+        if device is None or not device.is_available():
+            return None, f"no {target} device is here; name one: {example}"
     try:
-        result = device.get_device_name()
+        table = calibrated.find(target)
     except RuntimeError as e:
         return None, f"the {target} driver does not say its name ({e}); give it: {example}"
-    known = canonical(result)
-    if known is None and target == "npu":
-        known = substitute_of(result)
+    if table is not None:
+        return _add(table), ""
+    result = documented(target)
     return (
-        (known, "")
-        if known
-        else (None, f'no table for "{result}"; name the nearest of {", ".join(names())}: {example}')
+        (result, "")
+        if result
+        else (
+            None,
+            f'no table for "{calibrated.device_name(target)}"; `mindspeed-fx calibrate` makes one, or name the nearest '
+            f"of {', '.join(names())}: {example}",
+        )
     )
 
 
-def measure_cpu(name: str = "cpu-measured", seconds: float = 1.0) -> Hardware:
-    """A table for this machine, measured now with the threads that torch uses; not registered.
-
-    Args:
-        name: of the table.
-        seconds: time to spend, about; more is steadier.
-
-    Returns:
-        the documented "cpu" table with matrix, vector and memory rates and the launch cost replaced; efficiencies are
-        1, since what is measured is what is reached.
-    """
-    from mindspeed_fx.cost.tables.cpu import measure_device
-
-    return measure_device(hardware("cpu"), name, seconds)
+def documented(target: str) -> str | None:
+    """The name of the documented table for the device at hand; None where there is none."""
+    if target == "cpu":
+        return "cpu"
+    name = calibrated.device_name(target)
+    known = canonical(name)
+    return substitute_of(name) if known is None and target == "npu" else known
