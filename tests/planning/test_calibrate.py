@@ -154,8 +154,9 @@ def test_bad_arguments(arguments, message):
         calibrate(**arguments)
 
 
-def test_a_processor_is_measured(tmp_path, capsys):
+def test_a_processor_is_measured(tmp_path, capsys, monkeypatch):
     """The command on this machine: products and launches, saved, with their page; the fit explains what it saw."""
+    monkeypatch.setenv("MINDSPEED_FX_OPTIONS", json.dumps({"codegen": "eager"}))
     out, html = tmp_path / "table.json", tmp_path / "page.html"
     words = ["calibrate", "--device", "cpu", "--small", "--seconds", "2", "--kinds", "product,launch", "--dtypes"]
     assert cli.main([*words, "float32", "--accept-noise", "--out", str(out), "--page", str(html)]) == 0
