@@ -12,7 +12,7 @@ import datetime
 import platform
 import statistics
 import time
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -67,13 +67,14 @@ def rivals(
     inputs: dict[str, Any],
     loss_of: Callable[[Any], torch.Tensor],
     options: dict[str, Any] | None = None,
+    names: Sequence[str] = ("eager", "inductor", "mindspeed"),
     **compile_options: Any,
 ) -> dict[str, Step]:
     """One training step of ``model`` under eager, Inductor and mindspeed, each compiled and run once; ``options`` are
     mindspeed's.
     """
     steps = {}
-    for name in ("eager", "inductor", "mindspeed"):
+    for name in names:
         torch._dynamo.reset()
         own = {"options": options} if options and name == "mindspeed" else {}
         compiled = model if name == "eager" else torch.compile(model, backend=name, **compile_options, **own)

@@ -1,15 +1,16 @@
 """Training steps of whole models on CPU: eager, Inductor and mindspeed, interleaved.
 
     python -m benchmarks.whole_models [--rounds 7] [--models llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe]
-    [--attention eager,sdpa] [--seqs 512,2048]
+    [--attention eager,sdpa] [--seqs 512,2048] [--dtype float32] [--alternatives eager,inductor,mindspeed]
 
-Two layers, hidden 512, vocabulary 8192, float32; two sequences of 512 tokens or one of 2048. What is compiled returns
-the loss alone, as a training loop needs it. Hugging Face's models compute attention by hand ("eager") or call SDPA;
-Megatron-core's compute it by hand. The last lines are geometric means over the models.
+Two layers, hidden 512, vocabulary 8192, weights of --dtype; two sequences of 512 tokens or one of 2048. What is
+compiled returns the loss alone, as a training loop needs it. Hugging Face's models compute attention by hand ("eager")
+or call SDPA; Megatron-core's compute it by hand. The last lines are geometric means over the models.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import os
@@ -142,14 +143,15 @@ def _one_rank() -> None:
         parallel_state.initialize_model_parallel()
 
 
-def compare(name: str, attention: str, seq: int, rounds: int) -> tuple[float, float]:
+def compare(name: str, attention: str, seq: int, args: argparse.Namespace) -> tuple[float, float]:
     """(time, peak) of ours over Inductor's for one model."""
     torch.manual_seed(0)
     ids = torch.randint(0, VOCAB, (max(1, 1024 // seq), seq))
     model, inputs = megatron(name, ids) if name in MEGATRON else hugging_face(name, attention, ids)
-    steps = common.rivals(Loss(model), inputs, lambda loss: loss)
-    common.header(f"{name}, attention {attention}, {ids.shape[0]} x {seq} tokens")
-    times = common.interleaved(steps, rounds)
+    model = model.to(getattr(torch, args.dtype))
+    steps = common.rivals(Loss(model), inputs, lambda loss: loss, names=args.alternatives.split(","))
+    common.header(f"{name}, attention {attention}, {ids.shape[0]} x {seq} tokens, {args.dtype}")
+    times = common.interleaved(steps, args.rounds, args.warmup)
     peaks = {b: common.peak_bytes(step, common.gradient_bytes(model)) for b, step in steps.items()}
     common.table(times, peaks, "mindspeed")
     return statistics.median(times["mindspeed"]) / statistics.median(times["inductor"]), peaks["mindspeed"] / peaks[
@@ -169,13 +171,19 @@ def summary(what: str, ratios: list[tuple[float, float]]) -> None:
 
 def main() -> None:
     args = common.arguments(
-        rounds=7, models="llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe", attention="eager,sdpa", seqs="512,2048"
+        rounds=7,
+        warmup=2,
+        models="llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe",
+        attention="eager,sdpa",
+        seqs="512,2048",
+        dtype="float32",
+        alternatives="eager,inductor,mindspeed",
     )
     for attention in args.attention.split(","):
         names = [n for n in args.models.split(",") if attention == "eager" or n not in MEGATRON]
         results = []
         for seq in map(int, args.seqs.split(",")):
-            ratios = [compare(name, attention, seq, args.rounds) for name in names]
+            ratios = [compare(name, attention, seq, args) for name in names]
             summary(f"attention {attention}, {seq} tokens", ratios)
             results += ratios
         summary(f"attention {attention}", results)

@@ -23,6 +23,23 @@ def onednn_beats_blas() -> bool:
         return False
 
 
+@functools.cache
+def multiplies_narrow(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has matrix products of bfloat16 or float16 for this processor: AVX-512, AMX or another vendor's
+    instructions. ATen's products then run on them."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    ask = getattr(torch.ops.mkldnn, name, None)
+    return torch.backends.mkldnn.is_available() and ask is not None and ask()
+
+
+@functools.cache
+def multiplies_tiles(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies whole tiles of bfloat16 or float16 (AMX), which ATen's flash attention uses."""
+    name = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}[dtype]
+    ask = getattr(torch.cpu, name, None)
+    return ask is not None and ask()
+
+
 def has_kernel(operator: str, key: str) -> bool:
     """Whether ``operator``, as in "aten::mm", has a kernel of its own for a dispatch key, as in "Meta"."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)

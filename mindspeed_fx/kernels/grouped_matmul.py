@@ -15,6 +15,7 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, operator
+from mindspeed_fx.kernels.cpu.narrow_product import product_of
 
 
 def _split(offsets: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -52,7 +53,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # step.
     out = _allocate_rows(x, weight.shape[2], offsets)
     for (rows, result), matrix in zip(_split(offsets, x, out), weight):
-        torch.mm(rows, matrix, out=result)
+        product_of(rows, matrix, result)
     return out
 
 
@@ -78,10 +79,10 @@ def grouped_matmul_backward(
     dweight = torch.empty_like(weight) if need_weight else x.new_empty(0)
     if need_x:
         for (g, result), matrix in zip(_split(offsets, grad, dx), weight):
-            torch.mm(g, matrix.t(), out=result)
+            product_of(g, matrix.t(), result)
     if need_weight:
         for (g, rows), result in zip(_split(offsets, grad, x), dweight):
-            torch.mm(rows.t(), g, out=result)
+            product_of(rows.t(), g, result)
     return dx, dweight
 
 

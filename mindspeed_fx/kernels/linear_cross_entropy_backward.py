@@ -15,6 +15,7 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, size
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
+from mindspeed_fx.kernels.cpu import narrow_product
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, times_weight
 
 TILE = 8 * 2**20
@@ -56,7 +57,8 @@ def linear_cross_entropy_backward(
 
     Returns:
         gradients of hidden, weight and bias in their type, of size 0 where not needed. The gradient of the logits is
-        rounded to their type before the products, as unfused; sums over tiles are kept in the accumulation type.
+        rounded to their type before the products, as unfused, but where the products are our own; sums over tiles are
+        kept in the accumulation type.
     """
     wide, (tokens, vocab) = accumulation_dtype(logits.dtype), logits.shape
     dhidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if needed[0] else None
@@ -70,7 +72,8 @@ def linear_cross_entropy_backward(
     )
     dbias = torch.zeros(vocab, dtype=wide, device=logits.device) if needed[2] else None
     work = torch.empty(rows * columns, dtype=wide, device=logits.device)
-    short = None if wide == logits.dtype else torch.empty(rows * columns, dtype=logits.dtype, device=logits.device)
+    is_wide = wide == logits.dtype or narrow_product.problem(logits.dtype, logits.device.type) is None
+    short = None if is_wide else torch.empty(rows * columns, dtype=logits.dtype, device=logits.device)
     with torch.autocast(logits.device.type, enabled=False):  # what a caller's autocast would cast was cast before
         for top in range(0, tokens, rows):
             r = slice(top, min(tokens, top + rows))

@@ -1,7 +1,8 @@
 """The work of linear cross-entropy: losses and gradients, one chunk of rows of logits at a time.
 
 Sums over chunks are kept in float32 for 16-bit inputs, whose logits and their gradients are rounded to 16 bits as
-unfused ones are. What happens to one chunk is :mod:`mindspeed_fx.kernels.linear_cross_entropy_work`.
+unfused ones are, or, where our own products make them, not rounded. What happens to one chunk is
+:mod:`mindspeed_fx.kernels.linear_cross_entropy_work`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from mindspeed_fx.compat import fake
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.kernels.cpu import weight_gradient
+from mindspeed_fx.kernels.cpu import narrow_product, weight_gradient
 from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, full_chunk, onednn, work
 
 
@@ -44,7 +45,9 @@ def run_in_chunks(
     """
     wide, vocab = accumulation_dtype(hidden.dtype), weight.shape[0]
     losses = hidden.new_zeros(hidden.shape[0], dtype=wide)
-    dhidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needed[0] else None
+    # float16 waits for its scale in float32: before, gradients of a mean underflow.
+    like = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+    dhidden = torch.zeros(hidden.shape, dtype=like, device=hidden.device) if needed[0] else None
     dweight = torch.empty(weight.shape, dtype=wide, device=hidden.device) if needed[1] else None
     dbias = hidden.new_zeros(vocab, dtype=wide) if needed[2] else None
     scale, per_token = (1.0, upstream) if isinstance(upstream, Tensor) else (upstream, None)
@@ -57,7 +60,7 @@ def run_in_chunks(
             if dbias is not None:
                 dbias.add_(d.sum(0, dtype=wide), alpha=scale)
             if dhidden is not None:
-                dhidden[at] = times_weight(d, weight).mul_(scale)
+                dhidden[at] = times_weight(d, weight).to(dhidden.dtype).mul_(scale)
             if dweight is not None:
                 add_product(dweight, d, x, scale, first)
             first = False
@@ -114,6 +117,9 @@ def pieces(kept: Tensor, tokens: int, rows: int) -> Iterator[slice | Tensor]:
 
 
 def times_weight(d: Tensor, weight: Tensor) -> Tensor:
+    """``d @ weight``, in the type of ``d``, which may be float32 beside a narrow weight where our own products run."""
+    if d.dtype != weight.dtype:
+        return narrow_product.multiply(d, weight)
     return (
         torch.ops.mkldnn._linear_pointwise(d, weight.t(), None, "none", [], "")
         if onednn(d, weight)
@@ -123,6 +129,9 @@ def times_weight(d: Tensor, weight: Tensor) -> Tensor:
 
 def add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) -> None:
     """into [vocab, hidden] += scale d^T x; what ``into`` held does not count for the ``first``."""
+    if d.dtype != x.dtype:
+        narrow_product.multiply(d.t(), x, into, scale=scale, add=not first)
+        return
     if into.dtype == d.dtype:
         if into.is_contiguous() and weight_gradient.problem(d, x) is None:
             weight_gradient.weight_gradient(d, x, into, scale, add=not first)

@@ -1,8 +1,8 @@
 """What linear cross-entropy does with one chunk of logits: losses, and gradients in their place.
 
-Three ways, the best that can run: one Triton kernel on an accelerator; one function in C++ on cpu in float32; torch's
-operators elsewhere, with probabilities in a buffer of the accumulation type. Buffers are allocated once and reused: a
-fresh one costs more in page faults than what fills it.
+Three ways, the best that can run: one Triton kernel on an accelerator; one function in C++ on cpu, in float32 for
+float32, bfloat16 and float16; torch's operators elsewhere, with probabilities in a buffer of the accumulation type.
+Buffers are allocated once and reused: a fresh one costs more in page faults than what fills it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from mindspeed_fx.compat import cpp, dispatcher
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.kernels.cpu import narrow_product
 
 CHUNK = 64 * 2**20
 """Most bytes of one chunk of logits, in the accumulation type. Every chunk reads the weight twice and its gradient
@@ -67,8 +68,8 @@ class Linear(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Gradients of sum(upstream * losses) for the logits, in the type of the inputs and valid until the next call
-        (None where nobody needs them), and losses.
+        """Gradients of sum(upstream * losses) for the logits, in the type of the inputs or in float32, valid until the
+        next call (None where nobody needs them), and losses.
 
         Args:
             x: [n, hidden], n at most ``rows``; target: [n], int64, classes.
@@ -128,8 +129,8 @@ class InTriton(Linear):
 
 def in_cpp(dtype: torch.dtype, device: str) -> str | None:
     """Why the function in C++ does not run; None when it does once it is built, which begins here."""
-    if dtype != torch.float32 or device != "cpu":
-        return f"{dtype} on {device}; float32 on cpu only"
+    if dtype not in narrow_product.TYPES or device != "cpu":
+        return f"{dtype} on {device}; float32, bfloat16 and float16 on cpu only"
     if reason := cpp.problem():
         return reason
     cpp.start()
@@ -144,6 +145,9 @@ class InCpp(Linear):
         self.rows = max(small, min(ROWS, large))
         # What fits a block of oneDNN's becomes its own gradient; larger chunks are gathered in a buffer.
         self.own = onednn(hidden, self.weight)
+        # Products summed in float32 leave logits and their gradients unrounded; ATen's are rounded, as unfused.
+        is_rounded = hidden.dtype != torch.float32 and narrow_product.problem(hidden.dtype, "cpu") is not None
+        self.short = self.buffer(self.rows, hidden.dtype) if is_rounded else None
         self.block = full_chunk(tokens, vocab, torch.float32, BLOCK) if self.own else self.rows
         self.wide = (
             self.buffer(self.rows, torch.float32)
@@ -151,8 +155,15 @@ class InCpp(Linear):
             else None
         )
 
+    def product(self, x: Tensor, out: Tensor) -> Tensor:
+        if self.short is not None:
+            return out[: len(x)].copy_(super().product(x, self.short))
+        if x.dtype == torch.float32:
+            return super().product(x, out)
+        return narrow_product.multiply(x, self.weight.t(), out[: len(x)], self.bias)
+
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        losses, target = x.new_empty(len(x)), target.contiguous()
+        losses, target = x.new_empty(len(x), dtype=torch.float32), target.contiguous()
         upstream = None if upstream is None else upstream.to(torch.float32).contiguous()
         d = self.wide[: len(x)] if self.wide is not None else None
         for i in range(0, len(x), self.block):
@@ -164,7 +175,9 @@ class InCpp(Linear):
                 (logits if self.wide is None and self.gradients else d),
                 None,
             )  # two blocks at once would be as much again
-        return d if self.gradients else None, losses
+        if not self.gradients:
+            return None, losses
+        return d if self.short is None else self.short[: len(x)].copy_(d), losses
 
     def rows_of(
         self, logits: Tensor, into: Tensor | None, target: Tensor, upstream: Tensor | None, losses: Tensor

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.cpu import narrow_product
 from mindspeed_fx.kernels.linear_cross_entropy import _work
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, pieces, times_weight
 from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, CHUNK, full_chunk, onednn
@@ -93,11 +94,12 @@ def linear_logsumexp_backward(grad, grad_picked, grad_sums, hidden, weight, bias
         d.scatter_add_(1, own.clamp(min=0).unsqueeze(1), (grad_picked[at] * (own >= 0)).unsqueeze(1).to(wide))
         if grad_sums.numel():
             d.add_(grad_sums[at].unsqueeze(1))
-        d = (d if slope is None else d.mul_(slope)).to(hidden.dtype)
+        d = d if slope is None else d.mul_(slope)
+        d = d if narrow_product.problem(hidden.dtype, hidden.device.type) is None else d.to(hidden.dtype)
         if needed[2]:
             dbias += d.sum(0, dtype=wide)
         if needed[0]:
-            dhidden[at] = times_weight(d, weight)
+            dhidden[at] = times_weight(d, weight).to(hidden.dtype)
         if needed[1]:
             add_product(dweight, d, hidden[at], 1.0, first)
         first = False
@@ -123,13 +125,16 @@ def _chunks(
     with torch.autocast(hidden.device.type, enabled=False):  # what a caller's autocast would cast was cast before
         for at in pieces(kept, len(target), rows):
             x = hidden[at]
-            logits = (
-                torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-                if own
-                else torch.nn.functional.linear(x, weight, bias)
-            )
-            logits = logits.to(wide)
+            logits = _logits(x, weight, bias, own).to(wide)
             yield at, logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits, target[at]
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, own: bool) -> Tensor:
+    if own:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if narrow_product.problem(x.dtype, x.device.type) is None:
+        return narrow_product.multiply(x, weight.t(), x.new_empty(len(x), len(weight), dtype=torch.float32), bias)
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def _setup(ctx, inputs, output):

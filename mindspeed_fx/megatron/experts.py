@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_fx.kernels.cpu.narrow_product import product_of
 from mindspeed_fx.megatron import main_grad, patches, zero_memory
 from mindspeed_fx.training import gradient_ready
 
@@ -32,7 +33,7 @@ def _multiply(x: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
     out = x.new_zeros(x.shape[0], weights[0].shape[0])
     start = 0
     for weight, count in zip(weights, counts.tolist()):
-        torch.mm(x[start : start + count], weight.T, out=out[start : start + count])
+        product_of(x[start : start + count], weight.T, out[start : start + count])
         start += count
     return out
 
@@ -57,8 +58,9 @@ def grouped_linear_backward(
     start = 0
     for weight, count in zip(weights, counts.tolist()):
         rows = slice(start, start + count)
-        torch.mm(grad[rows], weight, out=to_x[rows])
-        to_weights.append(grad[rows].T.to(dtype) @ x[rows].to(dtype))
+        product_of(grad[rows], weight, to_x[rows])
+        to_weights.append(x.new_empty(weight.shape, dtype=dtype))
+        product_of(grad[rows].T, x[rows], to_weights[-1])
         start += count
     return [to_x, *to_weights]
 

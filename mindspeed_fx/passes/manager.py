@@ -80,6 +80,7 @@ PASSES = (
     Entry("lowering.bool_collectives",           "partitioned", 0, EXACT, "collectives change type before scheduling"),
     Entry("lowering.main_grad",                  "partitioned", 0, EXACT, "in-place gradients, before scheduling"),
     Entry("lowering.onednn",                     "partitioned", 1, CLOSE, "weight gradients, while products are whole"),
+    Entry("lowering.narrow_products",            "partitioned", 1, CLOSE, "as lowering.onednn, for 16-bit types"),
     Entry("overlap.split",                       "partitioned", 2, EXACT, "frees a linear's two backward products"),
     Entry("overlap.mc2",                         "partitioned", 2, CLOSE, "product and collective fused before chunks"),
     Entry("overlap.mc2_experts",                 "partitioned", 2, CLOSE, "the same for the products of experts"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_fx import kernels
-from mindspeed_fx.compat import cpp
+from mindspeed_fx.compat import cpp, dispatcher
 from mindspeed_fx.kernels.cpu import attention_flash
 from mindspeed_fx.kernels.cpu.weight_gradient import weight_gradient
 
@@ -124,10 +124,83 @@ def test_the_same_whatever_the_number_of_threads():
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_types_run_the_reference(dtype):
-    q, k, v = (torch.randn(1, 2, 9, 8).to(dtype) for _ in range(3))
-    assert "not float32" in attention_flash.supports(q, k, v)
+@served
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    SIZES,
+    SIZES,
+    st.sampled_from([(8, 8), (40, 24), (17, 33)]),
+    st.sampled_from([0, 0, 1, 50]),
+    st.sampled_from([0.0, 3.0]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, torch.bool, torch.float32, torch.bfloat16]),
+    st.sampled_from([(2, 1, 1), (1, 1, 0), (2, 3, 0), (1, 3, 1)]),
+    st.sampled_from([1, 2, 5]),
+)
+def test_narrow_types_are_the_reference_in_float32_rounded_once(
+    dtype, heads, queries, keys, dims, window, softcap, causal, sinks, kind, shape, threads
+):
+    """``shape`` of the mask: 2 of the batch, 3 of the heads, 0 of the queries; 1 is broadcast."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(queries * 1000 + keys)
+    q, grad = (torch.randn(2, heads[0], queries, d).to(dtype) for d in dims)
+    k, v = (torch.randn(2, heads[1], keys, d).to(dtype) for d in dims)
+    sizes = [{2: 2, 3: heads[0], 0: queries, 1: 1}[n] for n in shape] + [keys]
+    mask = None if kind is None else torch.rand(sizes) > 0.2 if kind == torch.bool else torch.randn(sizes).to(kind)
+    sinks = torch.randn(heads[0]).to(dtype) if sinks else None
+    settings = (causal, dims[0] ** -0.5, window if causal else 0, softcap)
+    have = ops.attention_flash(q, k, v, *settings, sinks, mask)
+    want = ops.attention(q, k, v, mask, *settings, sinks)
+    have = [*have, *ops.attention_flash_backward(grad, q, k, v, *have, *settings, mask)]
+    want = [*want, *ops.attention_backward(grad, q, k, v, *want, mask, *settings)]
+    for h, w in zip(have, want, strict=True):
+        assert h.shape == w.shape and h.dtype == w.dtype and h.transpose(1, 2).is_contiguous()
+        # Two float32 results of other rounding are at most one 16-bit number apart.
+        eps = max(torch.finfo(h.dtype).eps, 1e-5)
+        torch.testing.assert_close(h.float(), w.float(), rtol=2 * eps, atol=1e-5 + eps * float(w.abs().max()) / 4)
+
+
+@served
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_errors_are_at_most_those_of_aten(dtype):
+    q, k, v, grad = (torch.randn(2, 4, 200, 32).to(dtype) for _ in range(4))
+    aten = torch.ops.aten
+    have, exact = both(q, k, v, grad, True, 0.2, 0, 0.0, None)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=0.2)
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=0.2)
+    for h, a, w in zip(have, (out, lse, *gradients), exact, strict=True):
+        assert (h.double() - w).norm() <= 1.01 * (a.double() - w).norm() + 1e-6 * w.norm()
+
+
+@served
+def test_large_float16_scores_and_values_behave_as_in_float32():
+    q, k, v, grad = (torch.randn(1, 2, 80, 16).half() for _ in range(4))
+    q, k = q * 300, k * 300  # products beyond what float16 holds, which scores in float32 are not
+    have, want = both(q, k, v, grad, True, 1.0, 0, 0.0, None)
+    assert all(h.isfinite().all() for h in have[:2])
+    torch.testing.assert_close(have[0].double(), want[0], rtol=2e-3, atol=2e-3)
+    v[0, 0, 3, 5] = float("inf")  # infinity where its weight is not 0, NaN where it is
+    out, want = ops.attention_flash(q, k, v, True, 1.0)[0], ops.attention(q, k, v, None, True, 1.0)[0]
+    torch.testing.assert_close(out, want, equal_nan=True)
+
+
+def test_where_the_processor_multiplies_tiles_atens_kernel_serves(monkeypatch):
+    monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda dtype: True)
+    monkeypatch.setattr(cpp, "problem", lambda: None)
+    q = torch.empty(1, 2, 9, 8, device="meta", dtype=torch.bfloat16)
+    assert attention_flash.refusal(q, q, q) == "ATen's kernel multiplies tiles of torch.bfloat16 on this processor"
+    assert attention_flash.refusal(q, q, q, None, 4) is attention_flash.refusal(q, q, q, None, 0, 2.0) is None
+    assert attention_flash.refusal(*[q.float()] * 3) is None
+    assert attention_flash.refusal(*[q.float()] * 3, mask=q) == "a mask beside float32"
+    assert attention_flash.refusal(*[q.double()] * 3, mask=q).endswith("not all float32, bfloat16 or float16")
+
+
+def test_other_types_run_the_reference():
+    q, k, v = (torch.randn(1, 2, 9, 8).double() for _ in range(3))
+    assert "not all float32, bfloat16 or float16" in attention_flash.supports(q, k, v)
     for have, want in zip(ops.attention_flash(q, k, v, True, 0.3), ops.attention(q, k, v, None, True, 0.3)):
         assert torch.equal(have, want)
 

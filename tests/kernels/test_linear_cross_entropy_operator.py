@@ -171,7 +171,7 @@ def test_an_unknown_reduction_is_an_error():
 
 
 class Seen(TorchDispatchMode):
-    """The operators called, and the largest tensor any of them returned."""
+    """The operators called, and the largest tensor any of them returned, work buffers of products (flat) aside."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,14 @@ class Seen(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args))
         self.largest = max(
-            [self.largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))]
+            [
+                self.largest,
+                *(
+                    t.numel()
+                    for t in torch.utils._pytree.tree_leaves(out)
+                    if isinstance(t, torch.Tensor) and t.dim() > 1
+                ),
+            ]
         )
         return out
 

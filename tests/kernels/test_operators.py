@@ -247,14 +247,17 @@ def test_attention_in_blocks_computes_16_bit_inputs_in_float32(dtype):
         (512, {}, torch.float32, False, "blocks", "aten flash"),
         (128, {}, torch.float32, False, "aten flash", "aten flash"),
         (1024, {}, torch.float32, False, "aten flash", "aten flash"),
-        (512, {}, torch.bfloat16, True, "aten flash", "aten flash"),
+        (512, {}, torch.bfloat16, True, "C++", "C++"),
+        (512, {}, torch.float16, False, "aten flash", "aten flash"),
         (64, {"window": 8}, torch.float32, False, "blocks", "blocks"),
-        (64, {"softcap": 5.0}, torch.bfloat16, True, "blocks", "blocks"),
+        (64, {"softcap": 5.0}, torch.bfloat16, True, "C++", "C++"),
+        (64, {"softcap": 5.0}, torch.bfloat16, False, "blocks", "blocks"),
     ],
 )
 def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, built, backward, forward):
     monkeypatch.setattr(dispatcher, "onednn_beats_blas", lambda: True)
     monkeypatch.setattr(cpp, "problem", lambda: None if built else "not here")
+    monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda dtype: False)
     q, k, v, grad = (torch.empty(1, 4, seq, 16, dtype=dtype, device="meta") for _ in range(4))
     given = (None, True, 0.25, options.get("window", 0), options.get("softcap", 0.0))
     assert forward in kernels.REGISTRY[ops.attention.default].choose("cpu", (q, k, v, *given), {})[0].kernel
@@ -324,7 +327,11 @@ def test_a_kernel_that_cannot_says_why():
         (torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5), torch.ones(3, 3) > 0, False, 1.0),
         {},
     )
-    assert kernel is None and reasons[0].endswith("in C++: a mask") and "head_dim of v (5) is larger" in reasons[1]
+    assert (
+        kernel is None
+        and reasons[0].endswith("in C++: a mask beside float32")
+        and "head_dim of v (5) is larger" in reasons[1]
+    )
 
 
 def test_a_fully_masked_row_is_zero_and_has_no_gradient():

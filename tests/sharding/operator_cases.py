@@ -153,6 +153,8 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     )
     yield permuted * share.unsqueeze(-1)
     ops.gemm(torch.randn(tokens, h), torch.randn(h, d))
+    ops.narrow_product(torch.randn(tokens, h), torch.randn(h, d), torch.randn(d))
+    ops.narrow_product(torch.randn(b, s, h), torch.randn(b, h, d))
     for given, sums in ((bias, True), (None, False)):
         lse, picked, total = ops.linear_logsumexp(
             hidden, head, given, torch.where(target == -100, -2, target - 1), 2.0 if sums else 0.0, sums

@@ -19,6 +19,7 @@ void brgemm_release(bool vnni);
 namespace {
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
+constexpr int64_t ROWS = 64, DEPTH = 256, COLUMNS = 128;  // of a tile of a large product's result, and of one small product
 
 int64_t parts(int64_t of, int64_t size) { return (of + size - 1) / size; }
 

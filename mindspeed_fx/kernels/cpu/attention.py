@@ -17,23 +17,27 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _own_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
-    if mask is not None or (sinks is not None and sinks.dim() > 1):
-        return "a mask" if mask is not None else "a sink for each query"
-    return attention_flash.supports(q, k, v)
+    if sinks is not None and sinks.dim() > 1:
+        return "a sink for each query"
+    return attention_flash.refusal(q, k, v, mask, window, softcap)
 
 
 def _own_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
-    return _own_supports(q, k, v, mask, causal, scale) if grad.dtype == q.dtype else f"a gradient of type {grad.dtype}"
+    if grad.dtype != q.dtype:
+        return f"a gradient of type {grad.dtype}"
+    return _own_supports(q, k, v, mask, causal, scale, window, softcap)
 
 
 @attention.lower("cpu")("flash attention in C++", _own_supports)
 def _own(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
-    return attention_flash.attention_flash.overload(q, k, v, causal, scale, window, softcap, sinks)
+    return attention_flash.attention_flash.overload(q, k, v, causal, scale, window, softcap, sinks, mask)
 
 
 @attention_backward.lower("cpu")("flash attention backward in C++", _own_backward_supports)
 def _own_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
-    return attention_flash.attention_flash_backward.overload(grad, q, k, v, out, lse, causal, scale, window, softcap)
+    return attention_flash.attention_flash_backward.overload(
+        grad, q, k, v, out, lse, causal, scale, window, softcap, mask
+    )
 
 
 def _flash_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):

@@ -1,5 +1,5 @@
-"""Flash attention in float32 on CPU, from C++ of our own: causal or not, grouped-query, sliding window, soft-cap,
-sinks.
+"""Flash attention on CPU, computed in float32, from C++ of our own: causal or not, grouped-query, sliding window,
+soft-cap, sinks.
 
 ATen's flash kernel multiplies tiles with the BLAS, which unpacks its arguments for each tile, goes through 512 keys at
 a time whatever the diagonal leaves of them, and has neither windows nor soft-caps. Here tiles of 64 by 64 are
@@ -16,11 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import cpp
+from mindspeed_fx.compat import cpp, dispatcher
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels import attention
 from mindspeed_fx.kernels.base import operator
+from mindspeed_fx.kernels.sharding import along
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What is read and written, in the order of ``Type`` of cpu/_types.cpp; computed is in float32."""
+
+NARROW = TYPES[1:]
+ALLOWED = len(TYPES)
+"""Of a boolean mask, in the same order."""
 
 TILE = 64
 """Queries and keys of a tile: ``T`` of cpu/flash_attention.cpp."""
@@ -30,30 +38,45 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int64)
-            for name in "batch heads kv_heads queries keys dim v_dim causal window threads gradient_heads".split()
+            for name in "batch heads kv_heads queries keys dim v_dim causal window threads gradient_heads type".split()
         ),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        *((f"mask_{name}", ctypes.c_int64) for name in ("type", "batch", "head", "row")),
+        ("mask", ctypes.c_void_p),
     ]
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
     """Why the kernel cannot run on these, real or fake; None when it can. Begins to build it when it can."""
-    if not q.dtype == k.dtype == v.dtype == torch.float32:
-        return f"q, k and v have types {q.dtype}, {k.dtype}, {v.dtype}, not float32"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in TYPES:
+        return f"q, k and v have types {q.dtype}, {k.dtype}, {v.dtype}, not all float32, bfloat16 or float16"
+    if mask is not None and q.dtype == torch.float32:
+        return "a mask beside float32"
+    if mask is not None and mask.dtype not in (torch.bool, *TYPES):
+        return f"a mask of type {mask.dtype}"
     if reason := cpp.problem():
         return reason
     cpp.start()
     return None
 
 
-def _fake(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
+def refusal(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: int = 0, softcap: float = 0.0
+) -> str | None:
+    """Why the kernel is not to run on these: it cannot, or ATen's is the faster; None when it is."""
+    if q.dtype in NARROW and not (window or softcap) and dispatcher.multiplies_tiles(q.dtype):
+        return f"ATen's kernel multiplies tiles of {q.dtype} on this processor"
+    return supports(q, k, v, mask)
+
+
+def _fake(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None):
     return attention.fake(q, k, v, None, causal, scale)
 
 
 @operator(
     "attention_flash(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window=0, float softcap=0.0, Tensor? "
-    "sinks=None) -> (Tensor, Tensor)",
+    "sinks=None, Tensor? mask=None) -> (Tensor, Tensor)",
     _fake,
     opaque=True,
 )
@@ -66,12 +89,13 @@ def attention_flash(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention without a mask; arguments and results as those of ``mindspeed::attention``, whose reference runs where
+    """Attention; arguments and results as those of ``mindspeed::attention``, whose reference runs where
     the kernel cannot.
 
     Args:
-        q: [batch, heads, q_seq, dim], float32.
+        q: [batch, heads, q_seq, dim], float32, bfloat16 or float16.
         k: [batch, kv_heads, kv_seq, dim]; kv_heads divides heads.
         v: [batch, kv_heads, kv_seq, v_dim].
         causal: query i sees keys 0..i.
@@ -79,49 +103,53 @@ def attention_flash(
         window: with ``causal``, query i sees the last ``window`` keys up to its own; 0 for all.
         softcap: bound on the scores; 0 for none.
         sinks: [heads], one more score per head without a value, or None.
+        mask: boolean (True: attend) or additive float32, bfloat16 or float16, broadcast to [batch, heads, q_seq,
+            kv_seq]; with bfloat16 and float16 only. Or None.
 
     Returns:
         out [batch, heads, q_seq, v_dim] stored as [batch, q_seq, heads, v_dim]; lse [batch, heads, q_seq].
     """
-    if supports(q, k, v) or (kernel := cpp.function("attention_forward")) is None:
-        return attention.attention.reference(q, k, v, None, causal, scale, window, softcap, sinks)
+    if supports(q, k, v, mask) or (kernel := cpp.function("attention_forward")) is None:
+        return attention.attention.reference(q, k, v, mask, causal, scale, window, softcap, sinks)
     q, k, v = (_rows(x) for x in (q, k, v))
     out, lse = _fake(q, k, v, causal, scale)
-    sinks = None if sinks is None else sinks.to(q.dtype).contiguous()
-    packed = q.new_empty(v.shape[0] * v.shape[1] * v.shape[3] * -(-v.shape[2] // TILE) * TILE)
-    _call(kernel, _problem(q, k, v, causal, scale, window, softcap), q, k, v, out, lse, sinks, packed)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    packed = torch.empty(v.shape[0] * v.shape[1] * v.shape[3] * -(-v.shape[2] // TILE) * TILE, dtype=torch.float32)
+    problem, kept = _problem(q, k, v, causal, scale, window, softcap, mask)
+    _call(kernel, problem, q, k, v, out, lse, sinks, packed)
     return out, lse
 
 
-def _fake_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
+def _fake_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None):
     return attention.fake_backward(grad, q, k, v, out, lse, None, causal, scale)
 
 
 @operator(
     "attention_flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float "
-    "scale, int window=0, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    "scale, int window=0, float softcap=0.0, Tensor? mask=None) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
     opaque=True,
 )
-def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
+def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None):
     """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads,
     dim].
     """
-    if supports(q, k, v) or grad.dtype != q.dtype or (kernel := cpp.function("attention_backward")) is None:
-        return attention.attention_backward.reference(grad, q, k, v, out, lse, None, causal, scale, window, softcap)
+    if supports(q, k, v, mask) or grad.dtype != q.dtype or (kernel := cpp.function("attention_backward")) is None:
+        return attention.attention_backward.reference(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
     grad, q, k, v, out = (_rows(x) for x in (grad, q, k, v, out))
     dq, dk, dv = _fake_backward(grad, q, k, v, out, lse, causal, scale)
-    problem = _problem(q, k, v, causal, scale, window, softcap)
-    if problem.batch * problem.kv_heads >= problem.threads or problem.heads == problem.kv_heads:
+    problem, kept = _problem(q, k, v, causal, scale, window, softcap, mask)
+    shared = problem.batch * problem.kv_heads < problem.threads and problem.heads != problem.kv_heads
+    if not shared and q.dtype == torch.float32:
         _call(kernel, problem, grad, q, k, v, out, lse, dq, dk, dv)
         return dq, dk, dv
     # A thread takes whole heads: where those that share keys are too few, each query head gets gradients of its own
     # first.
-    problem.gradient_heads = problem.heads
-    each = [x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in (k, v)]
-    _call(kernel, problem, grad, q, k, v, out, lse, dq, *each)
-    for one, total in zip(each, (dk, dv)):
-        total.copy_(one.unflatten(1, (total.shape[1], -1)).sum(2))
+    problem.gradient_heads = problem.heads if shared else problem.kv_heads
+    wide = [x.new_empty((x.shape[0], problem.gradient_heads, *x.shape[2:]), dtype=torch.float32) for x in (k, v)]
+    _call(kernel, problem, grad, q, k, v, out, lse, dq, *wide)
+    for one, total in zip(wide, (dk, dv)):
+        total.copy_(one.unflatten(1, (total.shape[1], -1)).sum(2) if shared else one)
     return dq, dk, dv
 
 
@@ -129,9 +157,12 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, softcap: float) -> _Problem:
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, softcap: float, mask: Tensor | None
+) -> tuple[_Problem, Tensor | None]:
+    """The arguments, and the mask, which has to live as long as they do."""
     batch, heads, queries, dim = q.shape
-    return _Problem(
+    problem = _Problem(
         batch,
         heads,
         k.shape[1],
@@ -143,9 +174,17 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
         window if causal else 0,
         torch.get_num_threads(),
         k.shape[1],
+        TYPES.index(q.dtype),
         scale,
         softcap,
     )
+    if mask is not None:
+        mask = mask.expand(batch, heads, queries, k.shape[2])
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        problem.mask_type = ALLOWED if mask.dtype == torch.bool else TYPES.index(mask.dtype)
+        problem.mask_batch, problem.mask_head, problem.mask_row, _ = mask.stride()
+        problem.mask = mask.data_ptr()
+    return problem, mask
 
 
 def _call(kernel: Any, problem: _Problem, *tensors: Tensor | None) -> None:
@@ -158,29 +197,30 @@ def _call(kernel: Any, problem: _Problem, *tensors: Tensor | None) -> None:
 
 
 @attention_flash.shard
-def _sharding_rule(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
+def _sharding_rule(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None):
     return [
-        ([out, lse], [dq, dk, dv, s])
-        for out, lse, dq, dk, dv, _, s, _ in attention.attention_strategies(q, k, None, causal)
+        ([out, lse], [dq, dk, dv, s, m])
+        for out, lse, dq, dk, dv, m, s, _ in attention.attention_strategies(q, k, mask, causal)
     ]
 
 
 @attention_flash_backward.shard
-def _sharding_rule_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0):
+def _sharding_rule_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None):
     results = [
-        (grads, [o, dq, dk, dv, o, s])
-        for o, s, dq, dk, dv, *_, grads in attention.attention_strategies(q, k, None, causal)
+        (grads, [o, dq, dk, dv, o, s, m])
+        for o, s, dq, dk, dv, m, _, grads in attention.attention_strategies(q, k, mask, causal)
     ]
     # Some of the keys are enough, as in attention: the log-sum-exp and the result, of which the kernel makes rowsum(dO
     # * O), are of all.
-    return results if causal else [*results, ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED])]
+    keys = ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, along(mask, 3, 4)])
+    return results if causal else [*results, keys]
 
 
 @attention_flash.costs
-def _cost(out, q, k, v, causal, scale, window=0, softcap=0.0, sinks=None):
-    return cost.attention(out, q, k, v, causal, sinks, window=window)
+def _cost(out, q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None):
+    return cost.attention(out, q, k, v, causal, sinks, mask, window=window)
 
 
 @attention_flash_backward.costs
-def _backward_cost(out, grad, q, k, v, result, lse, causal, scale, window=0, softcap=0.0):
-    return cost.attention(out, q, k, v, causal, grad, result, lse, window=window, backward=True)
+def _backward_cost(out, grad, q, k, v, result, lse, causal, scale, window=0, softcap=0.0, mask=None):
+    return cost.attention(out, q, k, v, causal, grad, result, lse, mask, window=window, backward=True)

@@ -1,5 +1,7 @@
-// Flash attention in float32: forward, and backward from its log-sum-exp. See kernels/attention_flash.py.
+// Flash attention: forward, and backward from its log-sum-exp. See kernels/cpu/attention_flash.py.
 //
+// All is computed in float32. Tiles of another type E are widened where they enter, results rounded where they leave; the
+// gradients of keys and values, to which many tiles add, are float32 and the caller rounds them.
 // Tiles of scores are kept transposed, [key, query]: statistics of a query then lie side by side, so that every loop over
 // a tile is a plain vector loop and nothing is summed across a vector. Tiles are multiplied by oneDNN's small matrix
 // product, which is made for sizes at which the BLAS still unpacks its arguments.
@@ -8,22 +10,33 @@ namespace {
 
 constexpr int64_t T = 64;  // queries and keys of a tile: three tiles stay in a first-level cache of 48 KiB
 
+template <class E>
 struct View {  // [batch, head, row, *], the last dimension contiguous
-  float* data;
+  E* data;
   int64_t batch, head, row;
-  float* at(int64_t b, int64_t h, int64_t r = 0) const { return data + b * batch + h * head + r * row; }
+  E* at(int64_t b, int64_t h, int64_t r = 0) const { return data + b * batch + h * head + r * row; }
+};
+
+struct Mask {  // [batch, heads, queries, keys], the last dimension contiguous, any stride 0; or null
+  int64_t type, batch, head, row;
+  const void* data;
 };
 
 struct Problem {
-  int64_t batch, heads, kv_heads, queries, keys, dim, v_dim, causal, window, threads, gradient_heads;
+  int64_t batch, heads, kv_heads, queries, keys, dim, v_dim, causal, window, threads, gradient_heads, type;
   float scale, softcap;
+  Mask mask;
 };
 
-View view(int index, float* const* data, const int64_t* strides) {
-  return {data[index], strides[3 * index], strides[3 * index + 1], strides[3 * index + 2]};
+template <class E>
+View<E> view(int index, void* const* data, const int64_t* strides) {
+  return {static_cast<E*>(data[index]), strides[3 * index], strides[3 * index + 1], strides[3 * index + 2]};
 }
 
 int64_t tiles(int64_t rows) { return parts(rows, T); }
+
+template <class E>
+constexpr int64_t COPIES = std::is_same_v<E, float> ? 0 : 1;  // of a tile in float32
 
 struct Tile {
   int64_t q0, nq, k0, nk;
@@ -45,14 +58,33 @@ void hide(float* s, const Tile& t, const Problem& n) {
   }
 }
 
-}  // namespace
+// Adds a tile of the mask to the scores; ``work`` holds a tile.
+void add_mask(const Mask& m, int64_t b, int64_t h, const Tile& t, float* s, float* work) {
+  const auto add = [&](auto* type) {
+    const auto* from = static_cast<decltype(type)>(const_cast<void*>(m.data)) + b * m.batch + h * m.head + t.q0 * m.row + t.k0;
+    if (m.row == 0) {  // the same for every query
+      widen(from, t.nk, work);
+      for (int64_t y = 0; y < t.nk; ++y)
+        for (int64_t c = 0; c < t.nq; ++c) s[y * T + c] += work[y];
+      return;
+    }
+    transpose(from, m.row, t.nq, t.nk, work, T);
+    for (int64_t y = 0; y < t.nk; ++y)
+      for (int64_t c = 0; c < t.nq; ++c) s[y * T + c] += work[y * T + c];
+  };
+  if (m.type == ALLOWED)
+    add(static_cast<Allowed*>(nullptr));
+  else
+    with_type(m.type, add);
+}
 
 // data, strides: q, k, v, out, lse, sinks, packed [batch, kv_heads, tiles of keys, v_dim, T]; sinks may be null.
-extern "C" void attention_forward(const Problem* problem, float* const* data, const int64_t* strides) {
-  const Problem n = *problem;
-  const View q = view(0, data, strides), k = view(1, data, strides), v = view(2, data, strides), out = view(3, data, strides), lse = view(4, data, strides);
-  const float* sinks = data[5];
-  float* packed = data[6];
+template <class E>
+void forward(const Problem& n, void* const* data, const int64_t* strides) {
+  const View q = view<E>(0, data, strides), k = view<E>(1, data, strides), v = view<E>(2, data, strides), out = view<E>(3, data, strides);
+  const View lse = view<float>(4, data, strides);
+  const float* sinks = static_cast<const float*>(data[5]);
+  float* packed = static_cast<float*>(data[6]);
   const int64_t query_tiles = tiles(n.queries), key_tiles = tiles(n.keys), group = n.heads / n.kv_heads;
 #pragma omp parallel num_threads(n.threads)
   {
@@ -61,8 +93,8 @@ extern "C" void attention_forward(const Problem* problem, float* const* data, co
       for (int64_t h = 0; h < n.kv_heads; ++h)
         for (int64_t j = 0; j < key_tiles; ++j)
           transpose(v.at(b, h, j * T), v.row, std::min(T, n.keys - j * T), n.v_dim, packed + ((b * n.kv_heads + h) * key_tiles + j) * n.v_dim * T, T);
-    float* s = buffer(T * T + (n.dim + n.v_dim + 4) * T);
-    float *qt = s + T * T, *sum_v = qt + n.dim * T, *top = sum_v + n.v_dim * T, *sum = top + T, *shrink = sum + T, *high = shrink + T;
+    float* s = buffer(T * T + (COPIES<E> * std::max(n.dim, T) + n.dim + n.v_dim + 4) * T);
+    float *qt = s + T * T, *sum_v = qt + n.dim * T, *top = sum_v + n.v_dim * T, *sum = top + T, *shrink = sum + T, *high = shrink + T, *copy = high + T;
 #pragma omp for collapse(3) schedule(dynamic, 1)
     for (int64_t b = 0; b < n.batch; ++b)
       for (int64_t h = 0; h < n.heads; ++h)
@@ -75,9 +107,11 @@ extern "C" void attention_forward(const Problem* problem, float* const* data, co
           if (low == end) std::fill(sum_v, sum_v + n.v_dim * T, 0.0f);
           for (int64_t j = low; j < end; ++j) {
             const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
-            product(t.nk, nq, n.dim, k.at(b, h / group, t.k0), k.row, qt, T, s, T, false);
+            const auto [keys, key_row] = as_float(k.at(b, h / group, t.k0), k.row, t.nk, n.dim, copy);
+            product(t.nk, nq, n.dim, keys, key_row, qt, T, s, T, false);
             if (n.softcap)
               for (int64_t x = 0; x < t.nk * T; ++x) s[x] = n.softcap * tangent(s[x] / n.softcap);
+            if (n.mask.data) add_mask(n.mask, b, h, t, s, copy);
             hide(s, t, n);
             std::copy(top, top + T, high);
             for (int64_t y = 0; y < t.nk; ++y)
@@ -112,17 +146,19 @@ extern "C" void attention_forward(const Problem* problem, float* const* data, co
   }
 }
 
-// data, strides: grad, q, k, v, out, lse, dq, dk, dv. dk and dv have gradient_heads heads: a multiple of kv_heads that divides heads.
-extern "C" void attention_backward(const Problem* problem, float* const* data, const int64_t* strides) {
-  const Problem n = *problem;
-  const View grad = view(0, data, strides), q = view(1, data, strides), k = view(2, data, strides), v = view(3, data, strides), out = view(4, data, strides),
-             lse = view(5, data, strides), dq = view(6, data, strides), dk = view(7, data, strides), dv = view(8, data, strides);
+// data, strides: grad, q, k, v, out, lse, dq, dk, dv. dk and dv are float32 and have gradient_heads heads: a multiple of kv_heads that divides heads.
+template <class E>
+void backward(const Problem& n, void* const* data, const int64_t* strides) {
+  const View grad = view<E>(0, data, strides), q = view<E>(1, data, strides), k = view<E>(2, data, strides), v = view<E>(3, data, strides), out = view<E>(4, data, strides),
+             dq = view<E>(6, data, strides);
+  const View lse = view<float>(5, data, strides), dk = view<float>(7, data, strides), dv = view<float>(8, data, strides);
   const int64_t query_tiles = tiles(n.queries), key_tiles = tiles(n.keys), group = n.heads / n.gradient_heads, share = n.gradient_heads / n.kv_heads;
 #pragma omp parallel num_threads(n.threads)
   {
-    float* kt = buffer(key_tiles * T * n.dim + 3 * T * T + (2 * n.dim + n.v_dim + 2) * T);
+    float* kt = buffer(key_tiles * T * n.dim + 3 * T * T + (2 * n.dim + n.v_dim + 2 + COPIES<E> * (2 * n.dim + 3 * n.v_dim + T)) * T);
     float *p = kt + key_tiles * T * n.dim, *ds = p + T * T, *bend = ds + T * T, *qt = bend + T * T, *dqt = qt + n.dim * T, *gt = dqt + n.dim * T;
-    float *delta = gt + n.v_dim * T, *top = delta + T;
+    float *delta = gt + n.v_dim * T, *top = delta + T, *q_copy = top + T, *k_copy = q_copy + n.dim * T;
+    float *grad_copy = k_copy + n.dim * T, *out_copy = grad_copy + n.v_dim * T, *v_copy = out_copy + n.v_dim * T, *mask = v_copy + n.v_dim * T;
 #pragma omp for collapse(2) schedule(dynamic, 1)
     for (int64_t b = 0; b < n.batch; ++b)
       for (int64_t g = 0; g < n.gradient_heads; ++g) {
@@ -135,11 +171,13 @@ extern "C" void attention_backward(const Problem* problem, float* const* data, c
           for (int64_t i = 0; i < query_tiles; ++i) {
             const int64_t q0 = i * T, nq = std::min(T, n.queries - q0);
             const auto [low, end] = seen(n, q0, nq);
-            const float *qi = q.at(b, h, q0), *gi = grad.at(b, h, q0);
-            transpose(qi, q.row, nq, n.dim, qt, T, n.scale);
-            transpose(gi, grad.row, nq, n.v_dim, gt, T);
+            const auto [qi, q_row] = as_float(q.at(b, h, q0), q.row, nq, n.dim, q_copy);
+            const auto [gi, grad_row] = as_float(grad.at(b, h, q0), grad.row, nq, n.v_dim, grad_copy);
+            const auto [oi, out_row] = as_float(out.at(b, h, q0), out.row, nq, n.v_dim, out_copy);
+            transpose(qi, q_row, nq, n.dim, qt, T, n.scale);
+            transpose(gi, grad_row, nq, n.v_dim, gt, T);
             for (int64_t c = 0; c < nq; ++c) {
-              const float *o = out.at(b, h, q0 + c), *x = gi + c * grad.row, l = *lse.at(b, h, q0 + c);
+              const float *o = oi + c * out_row, *x = gi + c * grad_row, l = *lse.at(b, h, q0 + c);
               float total = 0.0f;
 #pragma omp simd reduction(+ : total)
               for (int64_t e = 0; e < n.v_dim; ++e) total += x[e] * o[e];
@@ -147,17 +185,20 @@ extern "C" void attention_backward(const Problem* problem, float* const* data, c
               top[c] = l == NEVER ? 0.0f : l;
             }
             if (low == end)
-              for (int64_t c = 0; c < nq; ++c) std::fill_n(dq.at(b, h, q0 + c), n.dim, 0.0f);
+              for (int64_t c = 0; c < nq; ++c) std::fill_n(dq.at(b, h, q0 + c), n.dim, E{});
             for (int64_t j = low; j < end; ++j) {
               const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
-              product(t.nk, nq, n.dim, k.at(b, g / share, t.k0), k.row, qt, T, p, T, false);
-              product(t.nk, nq, n.v_dim, v.at(b, g / share, t.k0), v.row, gt, T, ds, T, false);
+              const auto [keys, key_row] = as_float(k.at(b, g / share, t.k0), k.row, t.nk, n.dim, k_copy);
+              const auto [values, value_row] = as_float(v.at(b, g / share, t.k0), v.row, t.nk, n.v_dim, v_copy);
+              product(t.nk, nq, n.dim, keys, key_row, qt, T, p, T, false);
+              product(t.nk, nq, n.v_dim, values, value_row, gt, T, ds, T, false);
               if (n.softcap)
                 for (int64_t x = 0; x < t.nk * T; ++x) {
                   const float bent = tangent(p[x] / n.softcap);
                   p[x] = n.softcap * bent;
                   bend[x] = 1.0f - bent * bent;
                 }
+              if (n.mask.data) add_mask(n.mask, b, h, t, p, mask);
               hide(p, t, n);
               for (int64_t y = 0; y < t.nk; ++y)
                 for (int64_t c = 0; c < nq; ++c) {
@@ -168,8 +209,8 @@ extern "C" void attention_backward(const Problem* problem, float* const* data, c
               if (n.softcap)
                 for (int64_t x = 0; x < t.nk * T; ++x) ds[x] *= bend[x];
               const bool first = h == g * group && i == (n.causal ? j : 0);  // of the queries that see these keys
-              product(t.nk, n.v_dim, nq, p, T, gi, grad.row, dv.at(b, g, t.k0), dv.row, !first);
-              product(t.nk, n.dim, nq, ds, T, qi, q.row, dk.at(b, g, t.k0), dk.row, !first);
+              product(t.nk, n.v_dim, nq, p, T, gi, grad_row, dv.at(b, g, t.k0), dv.row, !first);
+              product(t.nk, n.dim, nq, ds, T, qi, q_row, dk.at(b, g, t.k0), dk.row, !first);
               product(n.dim, nq, t.nk, kt + j * T * n.dim, T, ds, T, dqt, T, j > low);
             }
             if (low != end) transpose(dqt, T, n.dim, nq, dq.at(b, h, q0), dq.row);
@@ -177,4 +218,14 @@ extern "C" void attention_backward(const Problem* problem, float* const* data, c
       }
     release(kt);
   }
+}
+
+}  // namespace
+
+extern "C" void attention_forward(const Problem* problem, void* const* data, const int64_t* strides) {
+  with_type(problem->type, [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(*problem, data, strides); });
+}
+
+extern "C" void attention_backward(const Problem* problem, void* const* data, const int64_t* strides) {
+  with_type(problem->type, [&](auto* type) { backward<std::remove_pointer_t<decltype(type)>>(*problem, data, strides); });
 }

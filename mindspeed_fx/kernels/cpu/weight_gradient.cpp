@@ -3,12 +3,6 @@
 // Every tile of a is transposed once, b is copied once into panels whose rows lie side by side, and both then stay in a
 // second-level cache for as long as they are used.
 
-namespace {
-
-constexpr int64_t ROWS = 64, DEPTH = 256, COLUMNS = 128;  // of a tile of the result, and of one product
-
-}  // namespace
-
 // packed: n * k floats.
 extern "C" void weight_gradient(int64_t m, int64_t n, int64_t k, const float* a, const float* b, float* out, float* packed, float scale, int64_t add, int64_t threads) {
   const int64_t row_tiles = parts(m, ROWS), panels = parts(n, COLUMNS), steps = parts(k, DEPTH);

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mindspeed_fx.kernels.cpu import attention_flash
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss
 from mindspeed_fx.passes.fusion.emit import attention as attention_emit
 from tests.models import explain, function_agrees
@@ -89,12 +90,19 @@ def test_few_rows_are_left_to_generated_code_with_the_reason():
     (torch.float32, 64, False, True), (torch.float32, 255, True, False), (torch.float32, 256, True, True),
     (torch.bfloat16, 767, False, False), (torch.float16, 768, True, True), (torch.float64, 8, False, True),
 ])  # fmt: skip
-def test_from_how_many_rows_on(dtype, rows, masked, kept):
+def test_from_how_many_rows_on(dtype, rows, masked, kept, monkeypatch):
+    monkeypatch.setattr(attention_flash, "refusal", lambda *_: "not on this processor")
     q = torch.empty(1, 1, rows, 8, dtype=dtype)
     if kept:
         return attention_emit._long_enough(q, masked)
     with pytest.raises(Miss, match=f"{rows} rows"):
         attention_emit._long_enough(q, masked)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_any_number_of_narrow_rows_where_our_own_kernel_runs(masked, monkeypatch):
+    monkeypatch.setattr(attention_flash, "refusal", lambda *_: None)
+    attention_emit._long_enough(torch.empty(1, 1, 8, 8, dtype=torch.bfloat16), masked)
 
 
 NOT_CAUSAL = {

@@ -13,6 +13,7 @@ from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.attention_seeded import attention_seeded
+from mindspeed_fx.kernels.cpu import attention_flash
 from mindspeed_fx.kernels.varlen_attention import varlen_attention
 from mindspeed_fx.passes.base import Context, Miss
 from mindspeed_fx.passes.fusion.analysis import alibi, mask
@@ -33,8 +34,8 @@ TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
 
 MASKED_ROWS, NARROW_ROWS = 256, 768
 """Attention of fewer rows is left to generated code: with a mask or documents (float32: 128 rows 1.1 to 1.3 of its
-time, 256 rows 0.8 to 1.0), and in 16 bits (128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows 0.5 to 0.7), forward and
-backward on two cores (benchmarks/attention_short.py)."""
+time, 256 rows 0.8 to 1.0), and in 16 bits where ATen's kernel runs (128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows
+0.5 to 0.7; ours from 64 rows on 0.05 to 0.3), forward and backward on two cores (benchmarks/attention_short.py)."""
 
 Emit = Callable[..., list[fx.Node]]
 
@@ -132,6 +133,8 @@ def _together(scores: Scores, bands: list[Band | None]) -> Band | None:
 def _long_enough(q: torch.Tensor, masked: bool) -> None:
     """Raises :class:`Miss` where generated code is as fast, or faster."""
     rows, narrow = match.hint(q.shape[2]), q.dtype.itemsize < 4
+    if narrow and attention_flash.refusal(q, q, q) is None:
+        return
     least = NARROW_ROWS if narrow else MASKED_ROWS if masked else 1
     if rows < least:
         what = f"{rows} rows in {q.dtype}".replace("torch.", "") if narrow else f"{rows} rows with a mask"
