@@ -1,0 +1,250 @@
+"""The gated delta rule, chunk by chunk: linear attention whose state forgets and corrects itself.
+
+Per head, with a state S [k_dim, v_dim] that starts at ``state`` and, token by token,
+
+    S <- e^g S;  S <- S + beta k (v - S^T k)^T;  out = scale S^T q
+
+Within a chunk of C tokens this is a triangular system. With c = cumsum(g), D_ij = e^(c_i - c_j) for i >= j,
+A = tril(beta k k^T, -1) * D and T = (I + A)^-1:
+
+    U = T (beta v);  W = T (beta k e^c);  N = U - W S
+    out = scale (q e^c) S + P N with P = scale q k^T * D;  S <- e^(c_C) S + (k e^(c_C - c))^T N
+
+Only the line of S goes from chunk to chunk; all else is a product for all chunks at once. Without g it is the delta
+rule. Sources: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (arXiv
+2406.06484); Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks" (arXiv 2412.06464), section 3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
+from mindspeed_fx.cost.operators import SPECIAL, once
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN, Block, block_gradients, head_blocks, spans
+
+CHUNK = 64
+"""Tokens of a chunk where the caller names none, as the models have it."""
+
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? state, float scale, float? norm_eps=None, "
+    f"int chunk={CHUNK}"
+)
+
+
+def _wide(*tensors: Tensor | None) -> torch.dtype:
+    """The type that is computed in: float32, or float64 where an argument has it."""
+    dtypes = {accumulation_dtype(x.dtype) for x in tensors if x is not None}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _like_bsnd(x: Tensor) -> Tensor:
+    """Empty, shaped as x [batch, heads, seq, ...] and stored as [batch, seq, heads, ...]."""
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _fake(q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+    size, wide = (k.shape[3], v.shape[3]), _wide(q, k, v, g, beta, state)
+    number = (v.shape[2] + SPAN * chunk - 1) // (SPAN * chunk)
+    return (
+        _like_bsnd(v),
+        v.new_empty((*v.shape[:2], *size), dtype=wide),
+        v.new_empty((*v.shape[:2], number, *size), dtype=wide),
+    )
+
+
+@operator(f"gated_delta_rule({SCHEMA}) -> (Tensor, Tensor, Tensor)", _fake, opaque=True)
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    state: Tensor | None,
+    scale: float,
+    norm_eps: float | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gated delta rule over a sequence; the formula stands at the top of this file.
+
+    Args:
+        q, k: [batch, k_heads, seq, k_dim], float; k_heads divides heads, and serves as many that follow each other.
+        v: [batch, heads, seq, v_dim].
+        g: [batch, heads, seq], the logarithm of what the state is multiplied with, at most 0; None: nothing is
+            forgotten (the delta rule).
+        beta: [batch, heads, seq], how much of a key's value is replaced.
+        state: [batch, heads, k_dim, v_dim] at the start; None: zeros.
+        scale: factor on q.
+        norm_eps: q and k become x / sqrt(sum(x^2) + norm_eps) first; None: they are taken as they are.
+        chunk: tokens of a chunk; the result does not depend on it but for rounding.
+
+    Returns:
+        out [batch, heads, seq, v_dim] of the type of v, stored as [batch, seq, heads, v_dim], and the state at the end
+        [batch, heads, k_dim, v_dim] in float32 (float64 where an argument is); of that type, too, for the gradient,
+        the states before each span of chunks [batch, heads, spans, k_dim, v_dim].
+
+    Raises:
+        ValueError: shapes that do not fit, or a chunk of no tokens.
+    """
+    _check(q, k, v, g, beta, state, chunk)
+    out, final, starts = _fake(q, k, v, g, beta, state, scale, norm_eps, chunk)
+    for heads in head_blocks(q, v, chunk):
+        start = final[heads.row, heads.values]
+        start = torch.zeros_like(start) if state is None else state[heads.row, heads.values].to(final.dtype)
+        for span in spans(heads, q.shape[2], chunk):
+            starts[heads.row, heads.values, span.number] = start
+            block = Block(span, q, k, v, g, beta, start, scale, norm_eps, final.dtype)
+            result = torch.empty_like(block.u)
+            for i in range(span.chunks):
+                torch.bmm(block.q_decayed[i], start, out=result[i])
+                block.u[i].baddbmm_(block.w[i], start, alpha=-1)
+                start = block.next_state(start, i)
+            result += block.scores() @ block.u
+            span.put(out, heads.values, result)
+        final[heads.row, heads.values] = start
+    return out, final, starts
+
+
+def _fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+    final = _fake(q, k, v, g, beta, state, scale, norm_eps, chunk)[1]
+    dg = v.new_empty(0) if g is None else _like_bsnd(g)
+    return *(_like_bsnd(x) for x in (q, k, v)), dg, _like_bsnd(beta), final if state is None else final.to(state.dtype)
+
+
+@operator(
+    f"gated_delta_rule_backward(Tensor grad, Tensor? grad_state, Tensor starts, {SCHEMA}) -> (Tensor, Tensor, Tensor, "
+    "Tensor, Tensor, Tensor)",
+    _fake_backward,
+    opaque=True,
+)
+def gated_delta_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+    """Gradients of q, k, v, g (empty without g), beta and the state at the start, each as its argument, the first five
+    stored with the sequence before the heads. ``grad`` is that of the result, ``grad_state`` that of the last state.
+
+    What stands inside a chunk is computed again; the states between chunks live for a block of heads alone.
+    """
+    _check(q, k, v, g, beta, state, chunk)
+    dq, dk, dv, dg, dbeta, dstate = _fake_backward(
+        grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps, chunk
+    )
+    wide = starts.dtype
+    for heads in head_blocks(q, v, chunk):
+        dstart = (
+            torch.zeros_like(starts[heads.row, heads.values, 0])
+            if grad_state is None
+            else grad_state[heads.row, heads.values].to(wide)
+        )
+        for span in reversed(spans(heads, q.shape[2], chunk)):
+            start = starts[heads.row, heads.values, span.number]
+            block = Block(span, q, k, v, g, beta, start, scale, norm_eps, wide)
+            dout = span.take(grad, heads.values, wide)
+            gradients, dstart = block_gradients(span, block, dout, dstart)
+            for into, own, x in zip(
+                (dq, dk, dv, dg, dbeta), (heads.keys, heads.keys, *[heads.values] * 3), gradients, strict=True
+            ):
+                if x is not None:
+                    span.put(into, own, x)
+        dstate[heads.row, heads.values] = dstart.to(dstate.dtype)
+    return dq, dk, dv, dg, dbeta, dstate
+
+
+def _check(q, k, v, g, beta, state, chunk):
+    heads = v.shape[1]
+    torch._check_value(chunk >= 1, lambda: f"gated_delta_rule: chunk={chunk}; valid: a number of tokens from 1 on")
+    torch._check_value(
+        q.shape[1] > 0 and heads % q.shape[1] == 0,
+        lambda: f"gated_delta_rule: {q.shape[1]} heads of keys; valid: a divisor of {heads}, the heads of values",
+    )
+    wanted = {
+        "k": (k, q.shape),
+        "v": (v, (q.shape[0], heads, q.shape[2], v.shape[3])),
+        "g": (g, v.shape[:3]),
+        "beta": (beta, v.shape[:3]),
+        "state": (state, (q.shape[0], heads, q.shape[3], v.shape[3])),
+    }
+    for name, (x, shape) in wanted.items():
+        torch._check_value(
+            x is None or tuple(x.shape) == tuple(shape),
+            lambda: f"gated_delta_rule: {name} is {list(x.shape)}; valid: {list(shape)}",  # noqa: B023
+        )
+
+
+# --------------------------------------------------------------------------- gradient, placements, cost
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.norm_eps, ctx.chunk = inputs
+    ctx.save_for_backward(output[2], *tensors)
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, grad_state, _grad_starts):
+    if grad is None and grad_state is None:
+        return (None,) * 9
+    starts, *tensors = ctx.saved_tensors
+    grad = torch.zeros_like(tensors[2]) if grad is None else grad
+    settings = ctx.scale, ctx.norm_eps, ctx.chunk
+    grads = torch.ops.mindspeed.gated_delta_rule_backward(grad, grad_state, starts, *tensors, *settings)
+    return *(x if need else None for x, need in zip(grads, ctx.needs_input_grad)), None, None, None
+
+
+torch.library.register_autograd("mindspeed::gated_delta_rule", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def _strategies(q, v):
+    """(q and k, their gradients, v and its like, the state, the states of spans, g and beta, their gradients): by
+    batch; by heads, those that share a key together; by the width of v. A sequence stays whole."""
+    yield 0, 0, 0, 0, 0, 0, 0
+    yield (1 if q.shape[1] == v.shape[1] else Even(1)), 1, 1, 1, 1, 1, 1
+    yield REPLICATED, PARTIAL, 3, 3, 4, REPLICATED, PARTIAL
+
+
+@gated_delta_rule.shard
+def _sharding_rule(q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+    return [
+        ([values, final, states], [keys, keys, values, gate, gate, final])
+        for keys, _, values, final, states, gate, _ in _strategies(q, v)
+    ]
+
+
+@gated_delta_rule_backward.shard
+def _sharding_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+    return [
+        (
+            [dkeys, dkeys, values, REPLICATED if g is None else dgate, dgate, final],
+            [values, final, states, keys, keys, values, gate, gate, final],
+        )
+        for keys, dkeys, values, final, states, gate, dgate in _strategies(q, v)
+    ]
+
+
+def _work(k, v, chunk):
+    """Matrix FLOP per token: (of a head of keys, of a head of values that the sequence's line of states needs, of one
+    otherwise); and vector FLOP of a head of values."""
+    d, e = k.shape[3], v.shape[3]
+    return 2 * chunk * d * 2, 2 * 2 * d * e, 2 * d * e + 2 * chunk * (d + 2 * e) + chunk * chunk, SPECIAL * chunk
+
+
+@gated_delta_rule.costs
+def _cost(out, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+    """Products of k k^T and q k^T per head of keys; W S, (k e^..)^T N, (q e^c) S, T (U, W), P N and the inverse."""
+    pairs, line, rest, vector = _work(k, v, chunk)
+    tokens, key_tokens = v.numel / v.shape[3], q.numel / q.shape[3]
+    flops = key_tokens * pairs + tokens * (line + rest)
+    return once(out, q, k, v, g, beta, state, flops=flops, vector=tokens * vector, dtype="float32")
+
+
+@gated_delta_rule_backward.costs
+def _backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+    """The forward's without (q e^c) S and P N; then per head five products with a state, T^T of two, and three of
+    chunk by chunk with a width of v; per head of keys three with a width of k."""
+    pairs, line, rest, vector = _work(k, v, chunk)
+    d, e = k.shape[3], v.shape[3]
+    tokens, key_tokens = v.numel / v.shape[3], q.numel / q.shape[3]
+    again = key_tokens * pairs + tokens * (line + rest - 2 * d * e - 2 * chunk * e)
+    new = key_tokens * 3 * 2 * chunk * d + tokens * (6 * 2 * d * e + 2 * chunk * (d + 4 * e))
+    tensors = (grad, grad_state, starts, q, k, v, g, beta, state)
+    return once(out, *tensors, flops=again + new, vector=3 * tokens * vector, dtype="float32", again=again)
