@@ -20,6 +20,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     experts,
     experts_npu,
     fusions,
+    gated_delta_net,
     groups,
     jit,
     linear,
@@ -51,6 +52,7 @@ def table() -> list[Patch]:
         + _data_parallel()
         + _optimizers()
         + _without_transformer_engine()
+        + gated_delta_net.table(_has_transformer_engine())
         + _in_graph()
         + without_cuda
         + (_with_accelerator() if has_accelerator() else _without_accelerator())

@@ -87,6 +87,10 @@ def tiny_gpt(
         multi_latent_attention=latent,
         qk_layernorm=latent,
     )
+    if made.experimental_attention_variant:
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        spec = variants.get_transformer_block_with_experimental_attention_variant_spec(made)
     return GPTModel(
         made,
         spec,

@@ -114,7 +114,8 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     for mask in (torch.rand(b, 1, s, s) < 0.3, torch.rand(1, n, 1, s) < 0.3):
         yield ops.scaled_masked_softmax(randn(b, n, s, s), mask, 0.3) ** 2
     keys, gates = (randn(b, kv, s, d), randn(b, kv, s, d)), (randn(b, n, s), torch.rand(b, n, s, dtype=torch.float64))
-    for given, state, eps in ((None, None, None), (-gates[1], randn(b, n, d, d + 1), 1e-6)):
+    for given, eps in ((None, None), (-gates[1], 1e-6)):
+        state = randn(b, n, d, d + 1)
         out, final, _ = ops.gated_delta_rule(*keys, randn(b, n, s, d + 1), given, gates[0] / 4, state, 0.3, eps, 4)
         yield out**2 + final.sum(-2, keepdim=True)
     tokens, classes = b * s, 2 * h
