@@ -51,8 +51,10 @@ def given() -> list[tuple]:
 def _by_size() -> list:
     """Names of the operators; those with tens of thousands of placements are slow."""
     names = sorted(o.name for o in REGISTRY.values() if not o.name.endswith("_triton"))
+    many = ("attention", "delta_rule")
     return [
-        pytest.param(n, marks=pytest.mark.slow) if "attention" in n and n.endswith("_backward") else n for n in names
+        pytest.param(n, marks=pytest.mark.slow) if any(m in n for m in many) and n.endswith("_backward") else n
+        for n in names
     ]
 
 
