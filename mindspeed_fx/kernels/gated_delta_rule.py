@@ -17,6 +17,8 @@ rule. Sources: Yang et al. 2024, "Parallelizing Linear Transformers with the Del
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -123,7 +125,7 @@ def gated_delta_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state,
     """Gradients of q, k, v, g (empty without g), beta and the state at the start, each as its argument, the first five
     stored with the sequence before the heads. ``grad`` is that of the result, ``grad_state`` that of the last state.
 
-    What stands inside a chunk is computed again; the states between chunks live for a block of heads alone.
+    What stands inside a chunk is computed again, a span of chunks at a time from the state before it, ``starts``.
     """
     _check(q, k, v, g, beta, state, chunk)
     dq, dk, dv, dg, dbeta, dstate = _fake_backward(
@@ -232,18 +234,18 @@ def _work(k, v, chunk):
 def _cost(out, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     """Products of k k^T and q k^T per head of keys; W S, (k e^..)^T N, (q e^c) S, T (U, W), P N and the inverse."""
     pairs, line, rest, vector = _work(k, v, chunk)
-    tokens, key_tokens = v.numel / v.shape[3], q.numel / q.shape[3]
+    tokens, key_tokens = math.prod(v.shape[:3]), math.prod(q.shape[:3])
     flops = key_tokens * pairs + tokens * (line + rest)
     return once(out, q, k, v, g, beta, state, flops=flops, vector=tokens * vector, dtype="float32")
 
 
 @gated_delta_rule_backward.costs
 def _backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
-    """The forward's without (q e^c) S and P N; then per head five products with a state, T^T of two, and three of
-    chunk by chunk with a width of v; per head of keys three with a width of k."""
+    """The forward's without (q e^c) S and P N; then six products with a state or its gradient, of chunk by chunk four
+    with the width of v and one with that of k; per head of keys three with the width of k."""
     pairs, line, rest, vector = _work(k, v, chunk)
     d, e = k.shape[3], v.shape[3]
-    tokens, key_tokens = v.numel / v.shape[3], q.numel / q.shape[3]
+    tokens, key_tokens = math.prod(v.shape[:3]), math.prod(q.shape[:3])
     again = key_tokens * pairs + tokens * (line + rest - 2 * d * e - 2 * chunk * e)
     new = key_tokens * 3 * 2 * chunk * d + tokens * (6 * 2 * d * e + 2 * chunk * (d + 4 * e))
     tensors = (grad, grad_state, starts, q, k, v, g, beta, state)

@@ -72,14 +72,13 @@ def spans(heads: Heads, seq: int, chunk: int) -> list[Span]:
 
 
 class Block:
-    """What is known of the chunks of a span before its first state is: letters as at the top of this file.
+    """What is known of the chunks of a span before its first state is.
 
-    n heads, c chunks of t tokens; what belongs to keys has n / shared heads, and is spread over those it serves by a
-    dimension of one.
+    n heads, c chunks of t tokens; what belongs to keys has n / shared heads.
     """
 
     def __init__(self, span, q, k, v, g, beta, start, scale, norm_eps, wide):
-        self.span, self.scale, self.wide, self.shared = span, scale, wide, v.shape[1] // q.shape[1]
+        self.scale, self.shared = scale, v.shape[1] // q.shape[1]
         self.q, self.q_root = _normalize(span.take(q, span.heads.keys, wide), norm_eps)
         self.k, self.k_root = _normalize(span.take(k, span.heads.keys, wide), norm_eps)
         self.v, self.beta = span.take(v, span.heads.values, wide), span.take(beta, span.heads.values, wide)
@@ -126,10 +125,11 @@ class Block:
         decay = self.decay.expand_as(self.system)
         return self.times_keys(decay, self.q @ self.k.transpose(2, 3)).mul_(self.scale)
 
-    def next_state(self, start: Tensor, i: int) -> Tensor:
-        """The state after chunk i, whose N stands in ``u``."""
-        start = start if self.last is None else start * self.last[i]
-        return start.baddbmm(self.k_decayed[i].transpose(1, 2), self.u[i])
+    def next_state(self, start: Tensor, i: int, out: Tensor | None = None) -> Tensor:
+        """The state after chunk i, whose N stands in ``u``, written to ``out`` if that is given."""
+        out = torch.empty_like(start) if out is None else out
+        out = out.copy_(start) if self.last is None else torch.mul(start, self.last[i], out=out)
+        return out.baddbmm_(self.k_decayed[i].transpose(1, 2), self.u[i])
 
 
 def _normalize(x: Tensor, eps: float | None) -> tuple[Tensor, Tensor | None]:
@@ -147,12 +147,12 @@ def _normalize_backward(grad: Tensor, x: Tensor, root: Tensor | None) -> Tensor:
 
 def block_gradients(span, block, dout, dlast):
     """Gradients of q, k, v, g and beta in chunks, and of the first state."""
-    states = block.u.new_empty((*block.u.shape[:2], *block.start.shape[1:]))
-    start = block.start
+    states = block.u.new_empty((span.chunks, *block.start.shape))
+    states[0] = block.start
     for i in range(span.chunks):
-        states[i] = start
-        block.u[i].baddbmm_(block.w[i], start, alpha=-1)
-        start = block.next_state(start, i)
+        block.u[i].baddbmm_(block.w[i], states[i], alpha=-1)
+        if i + 1 < span.chunks:
+            block.next_state(states[i], i, out=states[i + 1])
     new_v, scores = block.u, block.scores()
     # From here on a chunk's N has the gradient ``dnew_v``; that of its k e^(c_C - c) needs the state's gradient too.
     dnew_v, dk_decayed = scores.transpose(2, 3) @ dout, torch.empty_like(block.k_decayed)
@@ -162,7 +162,7 @@ def block_gradients(span, block, dout, dlast):
         dnew_v[i].baddbmm_(block.k_decayed[i], dlast)
         torch.bmm(new_v[i], dlast.transpose(1, 2), out=dk_decayed[i])
         if block.last is not None:
-            drest[i, :, 0, 0] = (dlast * states[i]).sum((1, 2))
+            torch.bmm(dlast.flatten(1).unsqueeze(1), states[i].flatten(1).unsqueeze(2), out=drest[i])
             dlast = dlast * block.last[i]
         dlast = read[i].baddbmm_(block.w[i].transpose(1, 2), dnew_v[i], alpha=-1).add_(dlast)
     dscores, dq_decayed = dout @ new_v.transpose(2, 3), dout @ states.transpose(2, 3)
