@@ -1,6 +1,6 @@
-"""Attention on CPU, causal, float32: ATen's flash kernel, blocks of rows, and our flash kernel in C++, interleaved.
+"""Attention on CPU, causal: ATen's flash kernel, blocks of rows, and our flash kernel in C++, interleaved.
 
-python -m benchmarks.attention_cpu --rounds 15
+python -m benchmarks.attention_cpu --rounds 15 --dtype float32
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ aten, ops = torch.ops.aten, torch.ops.mindspeed
 
 
 def main() -> None:
-    args = common.arguments(rounds=15)
-    common.header("attention, causal, float32; ratios are those of our kernel")
+    args = common.arguments(rounds=15, dtype="float32")
+    dtype = getattr(torch, args.dtype)
+    common.header(f"attention, causal, {args.dtype}; ratios are those of our kernel")
     print(
         f"{'':<9}{'batch, heads, kv heads, seq, dim':<34}{'flash ms':>10}{'blocks ms':>11}{'own ms':>9}"
         f"{'own/flash':>11}{'own/blocks':>12}"
     )
     for batch, heads, kv_heads, seq, dim in SHAPES:
-        q, grad = (torch.randn(batch, seq, heads, dim).transpose(1, 2) for _ in range(2))
-        k, v = (torch.randn(batch, seq, kv_heads, dim).transpose(1, 2) for _ in range(2))
+        q, grad = (torch.randn(batch, seq, heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
+        k, v = (torch.randn(batch, seq, kv_heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
         scale = dim**-0.5
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
         forward = {
