@@ -1,4 +1,4 @@
-"""The gated delta rule of Hugging Face's Qwen3-Next on CPU, forward and backward, against Inductor on the same spelling.
+"""The gated delta rule of Hugging Face's Qwen3-Next on CPU, forward and backward, beside Inductor on that spelling.
 
     python -m benchmarks.gated_delta_rule [--rounds 7] [--seq 2048] [--k_heads 4] [--heads 8] [--dim 128]
 
