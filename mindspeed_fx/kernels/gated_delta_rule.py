@@ -223,6 +223,11 @@ def _sharding_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state, s
     ]
 
 
+def _computed_tokens(x, chunk):
+    """Of every head of x together; the last chunk is computed whole."""
+    return math.prod(x.shape[:2]) * -(-x.shape[2] // chunk) * chunk
+
+
 def _work(k, v, chunk):
     """Matrix FLOP per token: (of a head of keys, of a head of values that the sequence's line of states needs, of one
     otherwise); and vector FLOP of a head of values."""
@@ -234,19 +239,21 @@ def _work(k, v, chunk):
 def _cost(out, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     """Products of k k^T and q k^T per head of keys; W S, (k e^..)^T N, (q e^c) S, T (U, W), P N and the inverse."""
     pairs, line, rest, vector = _work(k, v, chunk)
-    tokens, key_tokens = math.prod(v.shape[:3]), math.prod(q.shape[:3])
+    tokens, key_tokens = (_computed_tokens(x, chunk) for x in (v, q))
     flops = key_tokens * pairs + tokens * (line + rest)
     return once(out, q, k, v, g, beta, state, flops=flops, vector=tokens * vector, dtype="float32")
 
 
 @gated_delta_rule_backward.costs
 def _backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
-    """The forward's without (q e^c) S and P N; then six products with a state or its gradient, of chunk by chunk four
-    with the width of v and one with that of k; per head of keys three with the width of k."""
+    """The forward's without (q e^c) S, P N and the state after a span; then six products with a state or its gradient,
+    of chunk by chunk four with the width of v and one with that of k, with gates one of a state with its gradient; per
+    head of keys three with the width of k."""
     pairs, line, rest, vector = _work(k, v, chunk)
     d, e = k.shape[3], v.shape[3]
-    tokens, key_tokens = math.prod(v.shape[:3]), math.prod(q.shape[:3])
-    again = key_tokens * pairs + tokens * (line + rest - 2 * d * e - 2 * chunk * e)
+    tokens, key_tokens = (_computed_tokens(x, chunk) for x in (v, q))
+    again = key_tokens * pairs + tokens * (line + rest - 2 * d * e - 2 * chunk * e) - 2 * chunk * starts.numel
     new = key_tokens * 3 * 2 * chunk * d + tokens * (6 * 2 * d * e + 2 * chunk * (d + 4 * e))
+    new += 0 if g is None else tokens // chunk * 2 * d * e
     tensors = (grad, grad_state, starts, q, k, v, g, beta, state)
     return once(out, *tensors, flops=again + new, vector=3 * tokens * vector, dtype="float32", again=again)

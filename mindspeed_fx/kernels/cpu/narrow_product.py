@@ -61,7 +61,7 @@ def multiply(
     Args:
         a: [m, k] or [batch, m, k], float32, bfloat16 or float16, in any layout.
         b: [k, n] or [batch, k, n], of any of these types.
-        out: [m, n] or [batch, m, n], its rows contiguous; a new tensor of the type of ``a`` where it is None.
+        out: [m, n] or [batch, m, n], in any layout; a new tensor of the type of ``a`` where it is None.
         bias: [n], of any of these types, or None.
         scale: factor on the product.
         add: add to what is in ``out``.
@@ -74,6 +74,11 @@ def multiply(
     kernel = cpp.function("narrow_product") if is_served else None
     if kernel is None:
         return _in_torch(a, b, out, bias, scale, add)
+    if _layout(out)[-1] != 1:
+        if bias is not None or _layout(out)[-2] != 1:
+            return _in_torch(a, b, out, bias, scale, add)
+        multiply(b.mT, a.mT, out.mT, scale=scale, add=add)  # the kernel writes rows
+        return out
     a, b = _one_stride(a), _one_stride(b)
     bias = None if bias is None else bias.float().contiguous()
     *batch, m, k = a.shape
