@@ -94,6 +94,7 @@ def prepare() -> None:
 
     mindspeed_fx.megatron_adaptor.apply()
     import gpt_builders  # noqa: F401
+    import megatron.core.tokenizers.text  # noqa: F401
     import megatron.training.training  # noqa: F401
     import model_provider  # noqa: F401
 

@@ -14,7 +14,7 @@ from mindspeed_fx.compat import fx_graph
 from mindspeed_fx.graph.collectives import is_start, kind
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context
-from mindspeed_fx.passes.overlap.chunking import windows
+from mindspeed_fx.passes.overlap.chunking import chunk_search, windows
 from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import disjoint
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec, shares, through_view
@@ -138,6 +138,24 @@ def test_the_model_cuts_what_pays(eight):
     first, second = (float(report.notes[0].split(" ms")[k].split(" ")[-1]) for k in (0, 1))
     assert second < 0.99 * first
     gm.graph.lint()
+
+
+@pytest.mark.parametrize("sizes", [None, LARGE])
+def test_no_order_is_searched_where_a_bound_says_that_none_is_shorter(eight, monkeypatch, sizes):
+    """Of layers of some rows all chunks are launches; those of a large one are tried."""
+    searched, bounds = [], []
+
+    def schedule(graph, **limits):
+        searched.append(chunk_search_schedule(graph, **limits))
+        bounds.append(graph.highest_bound)
+        return searched[-1]
+
+    chunk_search_schedule = chunk_search.schedule
+    monkeypatch.setattr(chunk_search, "schedule", schedule)
+    report = overlap_decompose(layers.graph(PROGRAMS["sequence"], sizes, torch.bfloat16), context())
+    assert "ways tried" in report.notes[0] and " 0 ways" not in report.notes[0]
+    assert (len(searched) > 1) == (sizes is LARGE)
+    assert all(bound < searched[0].seconds for bound in bounds[1:])
 
 
 def repeated(x, norm, up, down):

@@ -208,19 +208,26 @@ class Trials:
                     put,
                 )
 
-        return self.step(edit) if chosen else self.plain.seconds
+        return self.step(edit, below=self.plain.seconds) if chosen else self.plain.seconds
 
-    def step(self, edit: Callable[[fx.GraphModule, Callable[[fx.Node], fx.Node]], None]) -> float | None:
-        """Modelled step of an edited copy of the graph; None where memory does not allow it.
+    def step(
+        self, edit: Callable[[fx.GraphModule, Callable[[fx.Node], fx.Node]], None], below: float = float("inf")
+    ) -> float | None:
+        """Modelled step of an edited copy of the graph; None where memory does not allow it, or no order of it can be
+        shorter than ``below``.
 
         Args:
             edit: called with the copy, and with what gives the copy's node for the graph's.
+            below: seconds; where a bound is not under them no order is searched, as where chunks add more launches
+                than there is time.
         """
         copy = fx_graph.copy_graph(self.gm)
         nodes = list(copy.graph.nodes)
         edit(copy, lambda n: nodes[self.places[n]])
         self.size += len(copy.graph.nodes)
         work = self.tasks(copy).tasks
+        if work.highest_bound >= below:
+            return None
         order = leaner(work, self.limit)
         if order is None:
             return None
