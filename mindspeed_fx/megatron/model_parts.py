@@ -55,9 +55,11 @@ def add_parts(model: Any, args: Namespace) -> None:
         model.config.recompute_num_layers = recomputed.whole_layers(here)
     if getattr(args, "moe_zero_memory", "disable") != "disable":
         zero_memory.set_levels(model, args)
+    if getattr(args, "full_attention_interval", 0):
+        _change_delta_nets(model)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero
         for norm in (m for m in model.modules() if isinstance(m, OffsetRMSNorm)):
-            norm.start = 1.0
+            norm.start, norm.is_wide = 1.0, getattr(args, "rmsnorm_weight_in_fp32", False)
             norm.reset_parameters()
 
 
@@ -117,6 +119,16 @@ def _add_to_main_grads(model: Any) -> None:
         for expert in experts.local_experts:
             expert.linear_fc1.gradient_accumulation_fusion = True
             expert.linear_fc2.gradient_accumulation_fusion = True
+
+
+def _change_delta_nets(model: Any) -> None:
+    """MindSpeed-LLM's draw A of [0, 16), Megatron's of [1, 16); their norms have no offset."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    for net in (m for m in model.modules() if isinstance(m, GatedDeltaNet)):
+        net.out_norm = nn.RMSNorm(net.value_head_dim, eps=net.config.layernorm_epsilon).to(net.A_log)
+        net.A_init_range = (0, 16)
+        net.reset_parameters()
 
 
 def _fix_routers(model: Any) -> None:

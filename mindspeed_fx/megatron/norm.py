@@ -14,14 +14,20 @@ class OffsetRMSNorm(torch.nn.RMSNorm):
 
     Attributes:
         start: what the weights are at first.
+        is_wide: whether the sum with one is float32 too, and not in the type of the weights.
     """
 
     start = 0.0
+    is_wide = False
 
     def reset_parameters(self) -> None:
         init.constant_(self.weight, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_wide:
+            kind = torch.promote_types(x.dtype, torch.float32)
+            wide = functional.rms_norm(x.to(kind), self.normalized_shape, 1 + self.weight.to(kind), self.eps)
+            return wide.to(x.dtype)
         return functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 

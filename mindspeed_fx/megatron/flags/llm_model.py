@@ -21,6 +21,7 @@ SPECS = {
     "gemma2_spec": AFTER,
     "grok_spec": AFTER,
     "minimax_spec": "the norms of queries and keys are over all heads of Megatron's own layers",
+    "qwen3_next_spec": "delta nets between attention with a gate, by --full-attention-interval",
 }
 """Layer specs of MindSpeed-LLM whose layers are Megatron's own, or nearly."""
 
@@ -46,6 +47,8 @@ def _spec(args: Namespace) -> str:
         if get(args, "tensor_model_parallel_size", 1) > 1:
             raise NotDone("norms over all heads want them on one rank; give --tensor-model-parallel-size 1")
         args.mindspeed_layers = ALL_HEADS
+    if name == "qwen3_next_spec" and not get(args, "full_attention_interval"):
+        raise NotDone("qwen3_next_spec is read with --full-attention-interval; give it")
     args.spec = None
     if get(args, "num_experts") and not get(args, "first_k_dense_replace"):
         args.moe_layer_freq = 1  # such a spec has experts in every layer
@@ -286,9 +289,7 @@ FLAGS = [
         llm=True,
     ),
     _absent("--share-kvstates", "layers share keys and values"),
-    _absent("--no-enable-linear-qkv", "queries, keys and values by three projections"),
     _absent("--input-layernorm-in-fp32", "the first norm of a layer in float32"),
-    _absent("--rmsnorm-weight-in-fp32", "weights of norms in float32", "Megatron keeps all weights in one type"),
     _absent("--init-norm-weight-in-fp32", "weights of norms in float32", "Megatron keeps all weights in one type"),
     _absent("--enable-mla-scale-q-lora", "scaled queries of latent attention"),
     _absent("--enable-mla-scale-kv-lora", "scaled keys and values of latent attention"),

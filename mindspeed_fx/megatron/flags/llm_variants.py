@@ -1,4 +1,4 @@
-"""Models of MindSpeed-LLM that Megatron's flags do not build: sparse attention, delta rules, DeepSeek-V4, mixers."""
+"""Models of MindSpeed-LLM that Megatron's flags do not build: sparse attention and DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from mindspeed_fx.megatron.flags.flag import REFUSED, Flag, added, setting, swit
 SPARSE = (
     "MindSpeed-LLM's indexer was not compared with Megatron's; use Megatron's "
     "`--experimental-attention-variant dsa` with its --dsa-indexer flags"
-)
-DELTA = (
-    "MindSpeed-LLM's delta rule was not compared with Megatron's; use Megatron's "
-    "`--experimental-attention-variant gated_delta_net`"
 )
 FOUR = "DeepSeek-V4's layers are not Megatron's; register them with --spec"
 
@@ -41,23 +37,6 @@ FLAGS = [
         ("--max-batch-size", 4, int),
     ),
     switch("--use-sparse-flash-attn", REFUSED, "sparse attention by one kernel", SPARSE, llm=True),
-    Flag(
-        "--full-attention-interval",
-        REFUSED,
-        "every how many layers have attention",
-        DELTA,
-        type=int,
-        default=0,
-        llm=True,
-    ),
-    *_settings("--full-attention-interval", ("--use-triton-gdn", False, None)),
-    *_settings(
-        "--full-attention-interval",
-        ("--mamba-chunk-size", 256, int),
-        ("--mamba-d-conv", 4, int),
-        ("--mamba-d-ssm", None, int),
-        ("--mamba-expand", 1, int),
-    ),
     added("--position-embedding-type", "deepseek4", REFUSED, "DeepSeek-V4's rotation", FOUR, llm=True),
     switch("--kv-compress", REFUSED, "keys and values of DeepSeek-V4 compressed", FOUR, llm=True),
     *_settings(

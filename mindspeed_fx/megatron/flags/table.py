@@ -7,6 +7,7 @@ from mindspeed_fx.megatron.flags import (
     former_names,
     fusion,
     llm_data,
+    llm_delta,
     llm_model,
     llm_parts,
     llm_variants,
@@ -26,6 +27,7 @@ SUBJECTS: dict[str, list[Flag]] = {
     "Names of before": former_names.FLAGS,  # they give their value to a flag of today, so they come first
     "The model (MindSpeed-LLM)": llm_model.FLAGS,  # --spec before --first-k-dense-replace, which outweighs it
     "Parts of models (MindSpeed-LLM)": llm_parts.FLAGS,  # after --spec, which says what layers there are
+    "Delta nets (MindSpeed-LLM)": llm_delta.FLAGS,
     "Other models (MindSpeed-LLM)": llm_variants.FLAGS,
     "Experts": moe.FLAGS,  # layers with experts before --noop-layers, which counts them
     "Communication": communication.FLAGS,

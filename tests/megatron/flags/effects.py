@@ -21,6 +21,13 @@ LONGROPE = (
     "--rope-scaling-type longrope --rope-scaling-original-max-position-embeddings 64 --position-embedding-type rope "
     "--long-factor 1.5,3.5,4.5,9.5 --short-factor 1,1.25,1.5,2"
 )
+DELTA = "--full-attention-interval 3 --swiglu"
+DELTA_SETS = dict(
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq=3,
+    linear_conv_kernel_dim=5,
+    attention_output_gate=True,
+)
 LLAMA3 = "--rope-scaling-type llama3 --low-freq-factor 1 --high-freq-factor 4 --original-max-position-embeddings 8192"
 PRE = "--moe-router-load-balancing-type"
 CONTEXT = dict(says="context parallel size 1")
@@ -61,6 +68,8 @@ MODEL = {
         (f"--spec {SPEC}.minicpm_spec layer_spec", dict(error="give --multi-latent-attention")),
         (f"--spec {SPEC}.minimax_spec layer_spec", dict(spec=None, mindspeed_layers="all_heads")),
         (f"--spec {SPEC}.minimax_spec s --tensor-model-parallel-size 2", dict(error="on one rank")),
+        (f"--spec {SPEC}.qwen3_next_spec layer_spec {DELTA}", dict(spec=None, linear_attention_freq=3)),
+        (f"--spec {SPEC}.qwen3_next_spec layer_spec", dict(error="--full-attention-interval; give it")),
         (f"--spec {SPEC}.phi35_moe_spec layer_spec", dict(error="phi35_moe_spec are not Megatron's own")),
         ("--spec mine.layers spec", dict(spec=["mine.layers", "spec"])),
     ],
@@ -133,6 +142,25 @@ PARTS = {
     "--add-rmsnorm-offset": [
         ("--add-rmsnorm-offset --normalization RMSNorm", dict(layernorm_zero_centered_gamma=True)),
         ("--add-rmsnorm-offset", dict(says="no effect")),
+    ],
+    "--full-attention-interval": [
+        (f"{DELTA} --mamba-d-conv 5", DELTA_SETS),
+        (f"{DELTA} --experimental-attention-variant dsa", dict(error="asks for other layers")),
+        (f"{DELTA} --tensor-model-parallel-size 2", dict(error="give --tensor-model-parallel-size 1")),
+        (f"{DELTA} --context-parallel-size 2", dict(error="give --context-parallel-size 1")),
+        (f"{DELTA} {MLA}", dict(error="remove --multi-latent-attention")),
+        (f"{DELTA} --mtp-num-layers 1", dict(error="remove --mtp-num-layers")),
+        (f"{DELTA} --noop-layers 0", dict(error="remove --noop-layers")),
+        ("--full-attention-interval 3", dict(error="give --swiglu")),
+    ],
+    "--no-enable-linear-qkv": [
+        (f"{DELTA} --no-enable-linear-qkv", dict(says="the rows of the three")),
+        ("--no-enable-linear-qkv", dict(error="none without it; remove the flag")),
+    ],
+    "--rmsnorm-weight-in-fp32": [
+        ("--rmsnorm-weight-in-fp32 --add-rmsnorm-offset --normalization RMSNorm", dict(says="add their offset")),
+        ("--rmsnorm-weight-in-fp32 --normalization RMSNorm", dict(says="norms multiply in float32")),
+        ("--rmsnorm-weight-in-fp32", dict(says="no effect without --normalization")),
     ],
     "--post-norm": [
         (f"--spec {SPEC}.gemma2_spec layer_spec --post-norm", dict(says="post_mlp_layernorm in every layer")),

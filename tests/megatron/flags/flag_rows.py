@@ -12,8 +12,8 @@ REFUSED = {
     --use-ema
     """,
     "--spec": """
-    --add-output-layer-bias --no-post-layer-norm --share-kvstates --no-enable-linear-qkv
-    --input-layernorm-in-fp32 --rmsnorm-weight-in-fp32 --init-norm-weight-in-fp32 --enable-mla-scale-q-lora
+    --add-output-layer-bias --no-post-layer-norm --share-kvstates
+    --input-layernorm-in-fp32 --init-norm-weight-in-fp32 --enable-mla-scale-q-lora
     --enable-mla-scale-kv-lora --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
     --mtp-spec=some
     """,
@@ -25,9 +25,6 @@ REFUSED = {
     """,
     "--experimental-attention-variant dsa": """
     --enable-dsa-indexer --use-sparse-flash-attn
-    """,
-    "--experimental-attention-variant gated_delta_net": """
-    --full-attention-interval=2
     """,
     "--moe-expert-capacity-factor": """
     --moe-model-type=deepspeed_moe

@@ -20,6 +20,7 @@ RUNS = {
 RUNS |= {
     "--profile": "--profile",
     "--disable-gloo-group": "--disable-gloo-group",
+    "--full-attention-interval": "--full-attention-interval=2 --swiglu",
     "--rope-scaling-type": "--rope-scaling-type=plm",
 }
 

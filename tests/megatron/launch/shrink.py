@@ -189,6 +189,7 @@ def _widths(args: Arguments, mesh: Mesh) -> None:
     for flag in ("--short-factor", "--long-factor"):
         if flag in args:  # one for every second channel of a head
             args.put(flag, ",".join(args[flag][0].split(",")[:8]))
+    args.lower("--full-attention-interval", 2)
     args.put("--seq-length", 64)
     args.put("--max-position-embeddings", 64)
     args.lower("--rope-scaling-original-max-position-embeddings", 16)
