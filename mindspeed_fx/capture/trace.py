@@ -107,6 +107,10 @@ class _Recorder(fx.Interpreter):
             return tracing.switch_autocast(target, args)
         if tracing.is_data(target):
             return args[0].detach()  # what ``.data`` gives is a tensor that no tracer has seen made
+        if target is torch.autograd.grad:
+            # Before autograd there are no operators for it: recorded, the engine's calls would be differentiable where
+            # eager's are not, and the results that it saved would be constants.
+            raise CaptureError(f"{self.node.name} takes gradients inside the graph (torch.autograd.grad)")
         if tracing.is_higher_order(target):
             return tracing.record_opaque(target, args, kwargs, example_value(self.node))
         recorded = tracing.count_recorded()

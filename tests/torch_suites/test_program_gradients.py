@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import mindspeed_fx
 from tests.torch_suites.torch_programs import Table, leaves
 
 TABLE = Table()
@@ -210,6 +211,68 @@ def test_autograd_traced_into_the_graph():
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         compiled = torch.compile(f, backend="mindspeed", options={"level": 2, "codegen": "eager"})
         torch.testing.assert_close(compiled(x.detach(), w)[0], f(x.detach(), w)[0])
+
+
+def slope(x, w):
+    """The derivative that is returned is a number to eager, not a function of ``w``."""
+    (g,) = torch.autograd.grad((w.pow(3) * x).sum(), w)
+    return (g * w).sum()
+
+
+def slope_of_saved_results(x, w):
+    (g,) = torch.autograd.grad((w.exp() * x.tanh()).sum(), w, retain_graph=True)
+    return (g * w).sum()
+
+
+def penalty(x, w):
+    """A gradient penalty: the loss holds a derivative that is differentiated again."""
+    hidden = torch.nn.functional.softmax(x * w, -1)
+    (g,) = torch.autograd.grad((hidden * hidden.exp()).sum(), w, create_graph=True)
+    return (g.square() * w.sigmoid()).sum()
+
+
+def penalty_weighted(x, w):
+    y = x * w.exp()
+    (g,) = torch.autograd.grad(y, w, grad_outputs=w.cos(), create_graph=True)
+    return g.square().sum() + y.sum()
+
+
+@pytest.mark.parametrize("level", [2, 0])
+@pytest.mark.parametrize("f", [slope, slope_of_saved_results, penalty, penalty_weighted])
+def test_gradients_taken_inside_the_graph(f, level):
+    seen = []
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(f, backend="mindspeed", options={"level": level, "codegen": "eager"}, fullgraph=True)
+        for g in (f, compiled):
+            x, w = leaves((4, 3), (4, 3))()
+            loss = g(x, w)
+            loss.backward()
+            assert w.grad is not None
+            seen.append((loss.detach(), w.grad, x.grad))
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_backward_inside_the_graph():
+    def step(x, w):
+        loss = torch.nn.functional.silu(x.detach() * w).exp().sum()
+        loss.backward()
+        return loss.detach()
+
+    seen = []
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(step, backend="mindspeed", options={"level": 2, "codegen": "eager"}, fullgraph=True)
+        for g in (step, compiled):
+            x, w = leaves((4, 3), (4, 3))()
+            losses = [g(x, w), g(x, w)]
+            seen.append((losses, w.grad))
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_a_graph_that_takes_gradients_says_that_it_is_not_captured():
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        report = mindspeed_fx.explain(penalty, *leaves((4, 3), (4, 3))(), options={"level": 2, "codegen": "eager"})
+    reason = report.skipped("fusion.layer_norm")[0].reason
+    assert "takes gradients inside the graph" in reason and "is not captured" in reason
 
 
 def test_gradients_that_are_not_contiguous():
