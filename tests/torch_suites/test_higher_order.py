@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.foreach_map import foreach_map
 
 from tests.torch_suites.torch_programs import OPTIONS, assert_same, leaves
 
@@ -56,9 +57,15 @@ def nested(x):
     )
 
 
-@pytest.mark.parametrize("f", [branch, mapped, associative, nested])
+def pairs(x, y):
+    """Compiled optimizers call it for lists of parameters of several shapes."""
+    return tuple(foreach_map(lambda a, b: (a * b).sin() + b, [x, x[0]], [y, y[0]]))
+
+
+@pytest.mark.parametrize("f", [branch, mapped, associative, nested, pairs])
 def test_values_and_gradients(f):
-    assert_same(f, leaves((4, 3), (3,)) if f is mapped else leaves((4, 3)))
+    shapes = {mapped: ((4, 3), (3,)), pairs: ((4, 3), (4, 3))}
+    assert_same(f, leaves(*shapes.get(f, ((4, 3),))))
 
 
 @pytest.mark.parametrize("f", [loop, scanned])
