@@ -1,6 +1,6 @@
 """Equal 16-bit sums become one sum and its copies.
 
-Two layers whose results are added have biases with one gradient (parallel attention and MLP of GPT-NeoX, Falcon, Phi);
+Two layers whose results are added have biases with one gradient (attention and MLP side by side in GPT-NeoX);
 AOTAutograd keeps its sums apart, for each is an output. Inductor (torch 2.13) puts both into one loop of C++ and
 declares the sum's 16-bit value twice in it, which does not compile. Without generated code nothing is wrong, and
 nothing is rewritten.
