@@ -98,6 +98,8 @@ class Calls:
     calls: list[Call] = field(default_factory=list)
     outputs: set[str] = field(default_factory=set)
     """Keys of the memory that the graph returns, or changes of what it was given."""
+    returned: dict[str, str] = field(default_factory=dict)
+    """Name of a node that the graph returns -> key of its memory; under that name a backward takes what is saved."""
     hints: dict[sympy.Symbol, int] = field(default_factory=dict)
     """Values the symbols had while tracing."""
     notes: list[str] = field(default_factory=list)
@@ -124,7 +126,7 @@ class Calls:
             )
             for c in self.calls
         ]
-        return Calls(results, self.outputs, self.hints, self.notes)
+        return Calls(results, self.outputs, self.returned, self.hints, self.notes)
 
 
 def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
@@ -157,9 +159,10 @@ class _Reader:
             if node not in live and node.op != "placeholder":
                 continue
             if node.op == "output":
-                self.result.outputs |= {
-                    s.key for s in tensors(*pytree.tree_leaves(fx.map_arg(node.args, self.values.get)))
-                }
+                for result in node.all_input_nodes:
+                    keys = {s.key for s in tensors(self.values.get(result))}
+                    self.result.outputs |= keys
+                    self.result.returned |= dict.fromkeys([result.name], next(iter(keys))) if len(keys) == 1 else {}
             elif node.op in ("placeholder", "get_attr"):
                 value = node.meta.get("val", node.meta.get("example_value"))
                 self.values[node] = self._specs(

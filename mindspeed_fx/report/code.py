@@ -1,5 +1,5 @@
-"""Graphs as code that a person can read: one call a line, with type and shape, under the line of the model it comes
-from.
+"""Graphs as code that a person can read: one call a line, with type and shape, under the module and the line of the
+model that it comes from.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.report.source import source_line
 
 _SHORT = {
@@ -42,8 +43,8 @@ def readable(gm: fx.GraphModule, name: str = "graph") -> str:
             if isinstance(value, fx.GraphModule):
                 nested.append((node.name, value))
                 continue
-        here = source_line(node)
-        if here and here != origin:
+        here = f"[{module_path(node)}] {source_line(node)}"
+        if here not in ("[] ", origin):
             lines += ["", f"    # {here}"]
             origin = here
         lines.append("    " + _line(node))

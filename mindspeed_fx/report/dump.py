@@ -63,10 +63,23 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
             "# mindspeed_fx dump\n\n"
             + "".join(f"- [{g.parent.relative_to(root)}]({g.relative_to(root)})\n" for g in graphs),
         )
-        _write(root / "index.html", index_page([str(g.parent.relative_to(root)) for g in graphs]))
+        _write(root / "index.html", index_page(_metadata_of(root, [g.parent for g in graphs])))
     except OSError as e:
         raise OSError(f'option "dump": cannot write to {directory!r}: {e}') from e
     return folder
+
+
+def _metadata_of(root: pathlib.Path, folders: list[pathlib.Path]) -> list[tuple[str, dict[str, Any]]]:
+    """Folder below ``root`` and its metadata; another rank's that is being written now is left out, and its rank
+    writes the index again."""
+    results = []
+    for folder in folders:
+        try:
+            values = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        results.append((str(folder.relative_to(root)), values))
+    return results
 
 
 def clear(directory: str, rank: int) -> None:

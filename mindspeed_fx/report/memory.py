@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Mapping, Sequence
 
+from mindspeed_fx.report import svg
+
 _COLORS = ("#6e7781", "#0969da", "#1a7f37", "#bf8700", "#8250df")
 _WIDTH, _HEIGHT, _LEFT, _TOP = 960, 300, 70, 34
 MIB = 2**20
@@ -75,32 +77,28 @@ def picture(curves: Mapping[str, Curve]) -> str:
         color = _COLORS[n % len(_COLORS)]
         x, y = _scales(len(c.bytes), top)
         points = " ".join(f"{x(t):.1f},{y(b):.1f}" for t, b in _corners(c.bytes))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        parts.append(svg.element("polyline", points=points, fill="none", stroke=color, stroke_width=1.5))
+        words = f"{title}: peak {c.peak / MIB:.2f} MiB at {c.where}"
         if c.bytes:
-            t = c.bytes.index(c.peak)
+            at = svg.element("title", escape(words))
+            parts.append(svg.element("circle", at, cx=x(c.bytes.index(c.peak)), cy=y(c.peak), r=4, fill=color))
+            begins = svg.element("title", escape(f"{title}: the backward begins"))
             parts.append(
-                f'<circle cx="{x(t):.1f}" cy="{y(c.peak):.1f}" r="4" '
-                f'fill="{color}"><title>{escape(f"{title}: {c.peak / MIB:.2f} MiB at {c.where}")}</title></circle>'
+                svg.element(
+                    "line",
+                    begins,
+                    x1=x(c.forward),
+                    x2=x(c.forward),
+                    y1=_TOP,
+                    y2=_TOP + _HEIGHT,
+                    stroke=color,
+                    stroke_dasharray="3 3",
+                )
             )
-            parts.append(
-                f'<line x1="{x(c.forward):.1f}" x2="{x(c.forward):.1f}" y1="{_TOP}" y2="{_TOP + _HEIGHT}" '
-                f'stroke="{color}" stroke-dasharray="3 3"><title>{escape(title)}: the backward begins</title></line>'
-            )
-        parts.append(
-            f'<text x="{_LEFT + 8}" y="{14 + 14 * n}" '
-            f'fill="{color}">{escape(f"{title}: peak {c.peak / MIB:.2f} MiB at {c.where}")}</text>'
-        )
-    last = list(curves.values())[-1]
-    parts += _layers(last)
-    parts += [
-        f'<text x="4" y="{_TOP + 10}" fill="currentColor">{top / MIB:.1f} MiB</text>',
-        f'<text x="4" y="{_TOP + _HEIGHT}" fill="currentColor">0</text>',
-    ]
-    height = _TOP + _HEIGHT + 30
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="100%" '
-        f'font-family="system-ui, sans-serif" font-size="11" role="img">{"".join(parts)}</svg>'
-    )
+        parts.append(svg.text(_LEFT + 8, 14 + 14 * n, words, color))
+    parts += _layers(list(curves.values())[-1])
+    parts += [svg.text(4, _TOP + 10, f"{top / MIB:.1f} MiB"), svg.text(4, _TOP + _HEIGHT, "0")]
+    return svg.picture(_WIDTH, _TOP + _HEIGHT + 30, parts, "Memory over the calls of the step")
 
 
 def pareto(points: Sequence[tuple[float, int]]) -> str:
@@ -171,7 +169,5 @@ def _layers(curve: Curve) -> list[str]:
         match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
         if match and match[1] != before:
             before = match[1]
-            parts.append(
-                f'<text x="{x(t):.1f}" y="{_TOP + _HEIGHT + 14}" fill="currentColor" font-size="9">{before}</text>'
-            )
+            parts.append(svg.text(x(t), _TOP + _HEIGHT + 14, before, font_size=9))
     return parts

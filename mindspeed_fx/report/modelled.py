@@ -101,15 +101,14 @@ def estimated(record: GraphRecord, stage: str, hardware: str | None = None) -> A
     return Estimate(calls, device(name), record.effective["codegen"] == "inductor", calls.hints)
 
 
+def estimates(record: GraphRecord) -> dict[str, Any]:
+    """Stage -> :class:`mindspeed_fx.cost.graph.Estimate`; {} where no hardware is known or nothing was kept."""
+    return {} if _hardware_name(record) is None else {stage: estimated(record, stage) for stage in record.calls}
+
+
 def modelled_rows(record: GraphRecord) -> list[dict[str, Any]]:
     """One row for each stage, ready for JSON; [] where no hardware is known or nothing was kept."""
-    if _hardware_name(record) is None:
-        return []
-    results = []
-    for stage in record.calls:
-        result = estimated(record, stage)
-        results.append({"stage": stage, **result.summary(), "operators": result.by_operator()})
-    return results
+    return [{"stage": s, **e.summary(), "operators": e.by_operator()} for s, e in estimates(record).items()]
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import functools
 import json
-from html import escape
 from typing import Any, Mapping
+
+from mindspeed_fx.report import svg
 
 _COLORS = {
     "compute": "#0969da",
@@ -66,7 +67,7 @@ def picture(timelines: Mapping[str, Any]) -> str:
     for name, timeline in timelines.items():
         lost = timeline.exposed_seconds
         parts.append(
-            _text(
+            svg.text(
                 0,
                 y + 11,
                 f"{name}: {timeline.seconds * 1e3:.3f} ms, {lost * 1e3:.3f} ms of communication exposed, peak "
@@ -76,32 +77,21 @@ def picture(timelines: Mapping[str, Any]) -> str:
         y += _LANE
         tracks = _lanes(timeline)
         for lane, n in tracks.items():
-            parts.append(_text(0, y + n * (_LANE + 2) + 11, lane[:16]))
+            parts.append(svg.text(0, y + n * (_LANE + 2) + 11, lane[:16]))
         scale = (_WIDTH - _LEFT) / longest
         for resource, begin, end, kind, title in _blocks(timeline, longest / (_WIDTH - _LEFT)):
             width = max((end - begin) * scale, 0.4)
             at = y + tracks[resource] * (_LANE + 2)
-            parts.append(
-                f'<rect x="{_LEFT + begin * scale:.1f}" y="{at}" width="{width:.1f}" height="{_LANE}" '
-                f'fill="{_color(kind)}"><title>{escape(title)}</title></rect>'
-            )
+            parts.append(svg.rect(_LEFT + begin * scale, at, width, _LANE, _color(kind), title))
         y += len(tracks) * (_LANE + 2) + 4
         if peak and timeline.memory:
-            parts.append(
-                _text(0, y + 11, "memory")
-                + f'<path d="{_curve(timeline, y, scale, peak)}" fill="#8888" stroke="none"/>'
-            )
+            curve = svg.element("path", d=_curve(timeline, y, scale, peak), fill="#8888", stroke="none")
+            parts += [svg.text(0, y + 11, "memory"), curve]
             y += _MEMORY + 6
         y += 10
-    legend = "".join(
-        f'<rect x="{_LEFT + 130 * n}" y="{y}" width="10" height="10" fill="{c}"/>'
-        + _text(_LEFT + 130 * n + 14, y + 10, k)
-        for n, (k, c) in enumerate(_COLORS.items())
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 16}" width="100%" '
-        f'font-family="system-ui, sans-serif" font-size="11" role="img">{"".join(parts)}{legend}</svg>'
-    )
+    for n, (kind, color) in enumerate(_COLORS.items()):
+        parts += [svg.rect(_LEFT + 130 * n, y, 10, 10, color), svg.text(_LEFT + 130 * n + 14, y + 10, kind)]
+    return svg.picture(_WIDTH, y + 16, parts, "Modelled timeline of the step")
 
 
 def png(timelines: Mapping[str, Any], path: str) -> None:
@@ -183,7 +173,3 @@ def _curve(timeline: Any, y: float, scale: float, peak: int) -> str:
 
 def _color(kind: str) -> str:
     return next((c for k, c in _COLORS.items() if kind.startswith(k)), _COLORS["other"])
-
-
-def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x}" y="{y}" fill="currentColor">{escape(text)}</text>'

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from html import escape
 from typing import Any, Mapping, Sequence
 
+from mindspeed_fx.report import svg
 from mindspeed_fx.sharding.expected import Send
 
 ROW, INDENT, WIDTH, WORDS = 24, 18, 1040, 330
@@ -25,30 +25,24 @@ def picture(parameters: Mapping[str, Mapping[str, str]], gather: Mapping[str, st
         messages: what its edges need.
     """
     rows = _rows(parameters, gather, messages)
-    height = ROW * (len(rows) + 2)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        'font-family="sans-serif" font-size="12">'
-    ]
+    parts = []
     for k, (word, color) in enumerate(COLORS.items()):
-        parts.append(
-            f'<rect x="{10 + 170 * k}" y="4" width="14" height="14" fill="{color}"/><text x="{30 + 170 * k}" y="15" '
-            f'fill="currentColor">{escape(word)}</text>'
-        )
+        parts += [svg.rect(10 + 170 * k, 4, 14, 14, color), svg.text(30 + 170 * k, 15, word)]
     for i, (depth, label, kind, placed, sent) in enumerate(rows, 1):
         x, y = 10 + INDENT * depth, ROW * i + 4
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{WORDS - INDENT * depth}" height="{ROW - 6}" rx="3" '
-            f'fill="{COLORS.get(kind, "none")}" stroke="#999"/><text x="{x + 6}" y="{y + 13}" '
-            f'fill="{"#222" if kind else "currentColor"}">{escape(label)}</text>'
-        )
-        parts.append(f'<text x="{WORDS + 20}" y="{y + 13}" fill="currentColor">{escape(placed)}</text>')
+        width = WORDS - INDENT * depth
+        parts += [
+            svg.rect(x, y, width, ROW - 6, COLORS.get(kind, "none"), rx=3, stroke="#999"),
+            svg.text(x + 6, y + 13, label, "#222" if kind else "currentColor"),
+            svg.text(WORDS + 20, y + 13, placed),
+        ]
         if sent:
-            parts.append(
-                f'<path d="M{WORDS + 190} {y + 9} h16 m-5 -4 l5 4 l-5 4" stroke="#b2182b" fill="none"/><text '
-                f'x="{WORDS + 212}" y="{y + 13}" fill="#b2182b">{escape(sent)}</text>'
-            )
-    return "".join([*parts, "</svg>"])
+            arrow = f"M{WORDS + 190} {y + 9} h16 m-5 -4 l5 4 l-5 4"
+            parts += [
+                svg.element("path", d=arrow, stroke="#b2182b", fill="none"),
+                svg.text(WORDS + 212, y + 13, sent, "#b2182b"),
+            ]
+    return svg.picture(WIDTH, ROW * (len(rows) + 2), parts, "The plan's modules, placements and messages")
 
 
 def _rows(

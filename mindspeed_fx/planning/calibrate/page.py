@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from mindspeed_fx.planning.calibrate import Calibration
 from mindspeed_fx.planning.calibrate.fitting import spread_of_kind
-
-TEMPLATE = """<!doctype html>
-<meta charset="utf-8"><title>{{ title }}</title>
-<style>
-body { font: 14px/1.4 sans-serif; margin: 2em; max-width: 70em }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .15em .8em; text-align: left }
-tr:nth-child(even) { background: #f4f4f4 }
-.bar { display: inline-block; height: .8em; background: #4878b0 } .low { background: #c05030 }
-</style>
-<h1>{{ title }}</h1>
-<p>{{ note }}. In the cost model: <code>{{ name }}</code>; what was not measured is {{ base }}'s.</p>
-{% for heading, table in tables %}
-<h2>{{ heading }}</h2>
-<table><tr>{% for column in table[0] %}<th>{{ column }}{% endfor %}</tr>
-{% for row in table %}<tr>{% for column, value in row.items() %}<td>{{ value }}
-{% if column == "error" %}<span class="bar{{ " low" if value[0] == "-" }}" style="width:{{ value[1:-1] }}px"></span>
-{% endif %}{% endfor %}</tr>
-{% endfor %}</table>
-{% endfor %}
-"""
+from mindspeed_fx.report.html import page, table
 
 
 def constants_of(result: Calibration) -> list[dict[str, str]]:
@@ -80,16 +63,11 @@ def text(result: Calibration) -> str:
 
 def html(result: Calibration) -> str:
     """One page without links to others."""
-    from jinja2 import Environment
-
-    return (
-        Environment(autoescape=True)
-        .from_string(TEMPLATE)
-        .render(
-            title=f"mindspeed-fx calibrate: {result.table.device}",
-            note=result.table.note,
-            name=result.table.name,
-            base=result.table.base,
-            tables=[("Constants", constants_of(result)), ("Timings", rows_of(result))],
-        )
+    title = escape(f"mindspeed-fx calibrate: {result.table.device}")
+    body = (
+        f"<h1>{title}</h1><p>{escape(result.table.note)}. In the cost model: <code>{escape(result.table.name)}</code>; "
+        f"what was not measured is {escape(result.table.base)}'s.</p>"
     )
+    for heading, rows in (("Constants", constants_of(result)), ("Timings", rows_of(result))):
+        body += f"<h2>{heading}</h2>{table(rows[0], [row.values() for row in rows])}"
+    return page(f"mindspeed-fx calibrate: {result.table.device}", body)

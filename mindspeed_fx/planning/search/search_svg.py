@@ -9,6 +9,8 @@ import html
 from typing import Any
 
 from mindspeed_fx.planning.search.strategy_space import SUMMED, P, R
+from mindspeed_fx.report import svg
+from mindspeed_fx.report.html import page
 
 ROW, WIDTH, LEFT = 26, 1080, 330
 COLORS = {
@@ -48,48 +50,38 @@ def picture(plan: Any) -> str:
                 )
             )
     slowest = max((r[3] for r in rows), default=1.0) or 1.0
-    body, y = [], 10
+    parts, y = [], 10
+    for k, (word, color) in enumerate(COLORS.items()):
+        parts += [svg.rect(10 + 110 * k, y, 14, 14, color), svg.text(30 + 110 * k, y + 11, word)]
+    y += ROW
     for module, op, kind, seconds, words in rows:
-        if not op:
-            body.append(f'<text x="10" y="{y + 18}" class="head">{html.escape(module)}</text>')
+        if op:
+            width = max(4.0, (WIDTH - LEFT - 380) * seconds / slowest)
+            title = f"{module} {op}: {kind}, {seconds * 1e3:.3f} ms"
+            parts += [
+                svg.text(20, y + 17, module),
+                svg.rect(LEFT, y + 3, width, ROW - 6, COLORS[kind], title),
+                svg.text(LEFT + width + 6, y + 17, f"{op}, {seconds * 1e3:.2f} ms"),
+            ]
         else:
-            width = max(4, (WIDTH - LEFT - 380) * seconds / slowest)
-            body.append(
-                f'<text x="20" y="{y + 17}">{html.escape(module)}</text><rect x="{LEFT}" y="{y + 3}" '
-                f'width="{width:.1f}" height="{ROW - 6}" '
-                f'fill="{COLORS[kind]}">'
-                f"<title>{html.escape(f'{module} {op}: {kind}, {seconds * 1e3:.3f} ms')}</title></rect>"
-            )
-            body.append(
-                f'<text x="{LEFT + width + 6:.1f}" y="{y + 17}">{html.escape(op)}, {seconds * 1e3:.2f} ms</text>'
-            )
+            parts.append(svg.text(10, y + 18, module, font_weight="bold", font_size=13))
         y += ROW
         for text in words:
-            body.append(
-                f'<path d="M{LEFT - 12} {y - 6} v14 h10" class="edge"/><text x="{LEFT + 6}" y="{y + 13}" '
-                f'class="move">{html.escape(text)}</text>'
-            )
+            parts += [
+                svg.element("path", d=f"M{LEFT - 12} {y - 6} v14 h10", stroke="#b2182b", fill="none"),
+                svg.text(LEFT + 6, y + 13, text, "#b2182b"),
+            ]
             y += ROW - 6
-    legend = "".join(f'<span style="background:{c}">{k}</span>' for k, c in COLORS.items())
-    return f"""<!doctype html><meta charset="utf-8"><title>plan {html.escape(plan.name)}</title>
-<style>
-body{{font:14px sans-serif;margin:24px}}
-text{{font-size:12px}}
-.head{{font-weight:bold;font-size:14px}}
-.move{{fill:#b2182b}}
-.edge{{stroke:#b2182b;fill:none}}
-span{{padding:3px 10px;margin-right:6px}}
-pre{{background:#f4f4f4;padding:12px;overflow:auto}}
-</style>
-<h1>{html.escape(plan.name)}</h1>
-<p>Modelled: {plan.seconds * 1e3:.1f} ms a step ({plan.interval[0] * 1e3:.1f} to {plan.interval[1] * 1e3:.1f}),
-{plan.memory / 2**30:.1f} GiB a device.
-Bars: forward and backward of one operator on one rank; colors: what tp divides.</p>
-<p>{legend}</p>
-<svg width="{WIDTH}" height="{y + 10}" xmlns="http://www.w3.org/2000/svg">{"".join(body)}</svg>
-<h2>Numbers</h2><pre>{html.escape(str(plan))}</pre>
-<h2>Plan</h2><pre>{html.escape(plan.text(json_format=True))}</pre>
-"""
+    plan_svg = svg.picture(WIDTH, y + 10, parts, f"Operators of the plan {plan.name} by time, and its messages")
+    low, high = (seconds * 1e3 for seconds in plan.interval)
+    return page(
+        f"plan {plan.name}",
+        f"<h1>{html.escape(plan.name)}</h1>"
+        f"<p>Modelled: {plan.seconds * 1e3:.1f} ms a step ({low:.1f} to {high:.1f}), {plan.memory / 2**30:.1f} GiB a "
+        "device. Bars: forward and backward of one operator on one rank; colors: what tp divides.</p>"
+        f'<div class="wide">{plan_svg}</div><h2>Numbers</h2><pre>{html.escape(str(plan))}</pre>'
+        f"<h2>Plan</h2><pre>{html.escape(plan.text(json_format=True))}</pre>",
+    )
 
 
 def _kind(plan: Any, strategy: Any) -> str:

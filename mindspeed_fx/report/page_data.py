@@ -1,0 +1,121 @@
+"""What a graph's page shows beyond its text, as plain values for the page's script: kernels with module, time and
+bytes, the device's roofs, memory over the step, sites and near misses, and the code of every pass as differences."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from typing import Any, Iterable
+
+from mindspeed_fx.report import modelled
+from mindspeed_fx.report.diffs import diff_text, is_changed
+from mindspeed_fx.report.records import GraphRecord
+from mindspeed_fx.report.step_memory import StepMemory, step_memory
+
+LIVE = 40
+"""Results alive at the peak that the page lists."""
+
+
+class Names:
+    """Texts that repeat, by number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self.numbers)
+
+
+def page_data(record: GraphRecord) -> dict[str, Any]:
+    """The values of one graph, ready for JSON. Seconds are modelled; without known hardware there are none."""
+    names = Names()
+    estimates = modelled.estimates(record)
+    memory = step_memory(estimates)
+    values = {
+        "meaning": modelled.MEANING,
+        "kernels": {stage: _kernels(estimate, names) for stage, estimate in estimates.items()},
+        "roofs": _roofs(next(iter(estimates.values()))) if estimates else None,
+        "memory": _memory(memory, names) if memory else None,
+        "passes": [_pass(run, names) for run in record.runs],
+        "codes": record.stages,
+        "first": {run.stage: run.before for run in reversed(record.runs) if run.before is not None},
+    }
+    return {**values, "names": names.texts}
+
+
+def packed(values: Any) -> str:
+    """JSON of ``values``, compressed, as text for a script element."""
+    return base64.b64encode(gzip.compress(json.dumps(values, separators=(",", ":")).encode(), 6, mtime=0)).decode()
+
+
+def _kernels(estimate: Any, names: Names) -> list[list[Any]]:
+    """Name, operator, module, microseconds, FLOP, bytes, what bounds it: a row for each kernel."""
+    return [
+        [
+            n.name,
+            names(n.operator),
+            names(n.module),
+            round(n.seconds * 1e6, 3),
+            int(estimate.value(n.cost.flops)),
+            int(estimate.value(n.cost.bytes)),
+            names(n.bound),
+        ]
+        for n in estimate.nodes
+    ]
+
+
+def _roofs(estimate: Any) -> dict[str, Any]:
+    """Peaks of the device in FLOP/s and B/s: of matrix products in the types that the graph has, of vectors, of the
+    memory."""
+    hw = estimate.hardware
+    dtypes = dict.fromkeys(n.cost.dtype for n in estimate.nodes if n.cost.matrix)
+    matrix = {f"products, {d}": float(hw.matrix[hw.substitute("matrix", d)]) for d in dtypes}
+    return {"device": hw.title, "peaks": matrix, "bandwidth": float(hw.memory_bandwidth)}
+
+
+def _memory(memory: StepMemory, names: Names) -> dict[str, Any]:
+    curve = memory.curve
+    return {
+        "bytes": curve.bytes,
+        "labels": [[names(module), names(operator)] for module, operator in curve.labels],
+        "forward": curve.forward,
+        "live": [[x.name, names(x.operator), names(x.module), x.bytes] for x in memory.live[:LIVE]],
+        "others": [len(memory.live[LIVE:]), sum(x.bytes for x in memory.live[LIVE:])],
+    }
+
+
+def _pass(run: Any, names: Names) -> dict[str, Any]:
+    return {
+        "name": run.report.name,
+        "stage": run.stage,
+        "sites": [[names(s.operator), names(s.module), names(s.source)] for s in run.report.rewrites],
+        "skips": [[names(s.reason), names(s.module), names(s.source)] for s in run.report.skipped],
+        "diff": diff_text(run) if is_changed(run) else "",
+    }
+
+
+def differences_of_ranks(rows: Iterable[dict[str, Any]]) -> dict[int, list[str]]:
+    """Graph -> passes whose rewrites are not as many on every rank.
+
+    Args:
+        rows: of every dumped graph ``rank``, ``index`` and ``counts``.
+    """
+    counts: dict[int, dict[str, dict[int, int]]] = {}
+    ranks: dict[int, set[int]] = {}
+    for row in rows:
+        ranks.setdefault(row["index"], set()).add(row["rank"])
+        for name, count in row["counts"].items():
+            counts.setdefault(row["index"], {}).setdefault(name, {})[row["rank"]] = count
+    results: dict[int, list[str]] = {}
+    for index, passes in counts.items():
+        for name, by_rank in passes.items():
+            numbers = {rank: by_rank.get(rank, 0) for rank in sorted(ranks[index])}
+            if len(set(numbers.values())) > 1:
+                words = ", ".join(f"rank {rank}: {number}" for rank, number in numbers.items())
+                results.setdefault(index, []).append(f"{name} ({words})")
+    return results

@@ -1,0 +1,200 @@
+"""The HTML page of a graph: its values, and the page itself in a browser where chromium and selenium are installed."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html.parser
+import json
+import re
+import shutil
+import time
+
+import pytest
+import torch
+
+from mindspeed_fx.report.html import index_page, table
+from mindspeed_fx.report.page_data import differences_of_ranks
+from tests.models import Llama, explain, tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("dump")
+    explain(Llama(), *tokens(), hardware="cpu").save(str(root))
+    return root / "rank0" / "graph0"
+
+
+class Balanced(html.parser.HTMLParser):
+    void = {"meta", "br", "input", "link"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [v for k, v in attrs if k in ("src", "href")]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def values_of(page):
+    packed = re.search(r'id="data">([^<]*)<', page)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def test_a_page_is_self_contained_and_has_the_values_of_its_views(folder):
+    page = (folder / "report.html").read_text()
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == [] and parser.links == [] and 'name="viewport"' in page and "fusion.swiglu" in page
+    values = values_of(page)
+    names = values["names"]
+    kernels = [(names[op], names[module]) for _, op, module, *_ in values["kernels"]["forward"]]
+    assert ("mindspeed.swiglu", "blocks.1") in kernels and set(values["kernels"]) == {"captured", "forward", "backward"}
+    assert values["roofs"]["peaks"] and values["memory"]["live"]
+    swiglu = next(p for p in values["passes"] if p["name"] == "fusion.swiglu")
+    assert [names[module] for _, module, _ in swiglu["sites"]] == ["blocks.0", "blocks.1"] and swiglu["diff"]
+    assert len(page) < 3_000_000
+
+
+def test_text_of_a_model_is_escaped():
+    drawn = table(["a"], [["<b>&"]])
+    assert "&lt;b&gt;&amp;" in drawn and "<b>&" not in drawn
+
+
+def test_ranks_that_differ_are_named():
+    def rank(number, count):
+        report = {"report": {"skipped": []}}
+        return {
+            "rank": number,
+            "index": 0,
+            "counts": {"a": count, "b": 1},
+            "runs": [report],
+            "effective": {},
+            "modelled": [],
+        }
+
+    assert differences_of_ranks([rank(0, 2), rank(1, 2)]) == {}
+    assert differences_of_ranks([rank(0, 2), rank(1, 0)]) == {0: ["a (rank 0: 2, rank 1: 0)"]}
+    page = index_page([("rank0/graph0", rank(0, 2)), ("rank1/graph0", rank(1, 0))])
+    assert "a (rank 0: 2, rank 1: 0)" in page and 'href="rank1/graph0/report.html"' in page
+    same = index_page([("rank0/graph0", rank(0, 2)), ("rank1/graph0", rank(1, 2))])
+    assert "Every pass rewrote as many places on all 2 ranks" in same
+
+
+@pytest.fixture(scope="module")
+def browser():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (extra browser)")
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("chromium and chromedriver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for word in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--no-first-run",
+    ):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+def opened(browser, folder, width):
+    browser.set_window_size(width, 900)
+    browser.get(f"file://{folder}/report.html")
+    until = time.time() + 20
+    while browser.execute_script("return document.documentElement.dataset.ready") != "yes":
+        assert time.time() < until, browser.get_log("browser")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("width", [1400, 800, 400])
+def test_every_view_draws_without_errors_and_fits(browser, folder, width):
+    opened(browser, folder, width)
+    views = browser.execute_script("return [...document.querySelectorAll('#views button')].map(b => b.dataset.view)")
+    assert views == ["model", "roofline", "memory", "graph", "passes", "numbers"]
+    for view in views:
+        drawn = browser.execute_script(
+            f"""document.querySelector('#views button[data-view={view}]').click();
+            return [document.documentElement.scrollWidth - innerWidth,
+                    document.querySelector('#view-{view}').getBoundingClientRect().height]"""
+        )
+        assert drawn[0] <= 0 and drawn[1] > 100, (view, drawn)
+    assert browser.get_log("browser") == []
+
+
+def test_the_tree_sums_what_the_kernels_have(browser, folder):
+    opened(browser, folder, 1400)
+    rows = browser.execute_script(
+        "return [...document.querySelectorAll('#tree tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    values = values_of((folder / "report.html").read_text())
+    for column, stage in ((1, "captured"), (2, "forward"), (3, "backward")):
+        total = sum(k[3] for k in values["kernels"][stage])
+        assert float(rows[0][column].replace(",", "")) == pytest.approx(total, abs=0.06)
+    assert any(row[0].endswith("blocks") for row in rows)
+    browser.execute_script("document.getElementById('fold').click()")
+    found = "document.getElementById('find-module')"
+    browser.execute_script(f"{found}.value = 'blocks.1'; {found}.dispatchEvent(new Event('input'))")
+    time.sleep(0.1)
+    rows = browser.execute_script(
+        "return [...document.querySelectorAll('#tree tbody tr')].map(r => r.cells[0].textContent)"
+    )
+    assert any(r.endswith("1") for r in rows) and not any(r.endswith("0") for r in rows)
+
+
+def test_code_put_together_from_differences_is_that_of_the_dump(browser, folder):
+    opened(browser, folder, 1400)
+    texts = browser.execute_async_script(
+        "const done = arguments[0]; unpacked().then((d) => done(graphTexts(d).map((t) => [t.label, t.code()])))"
+    )
+    files = {
+        f"{stem}: {side}": p for side in ("before", "after") for p in folder.glob(f"*.{side}.py") for stem in [p.name]
+    }
+    compared = 0
+    for label, text in texts:
+        if label.startswith("final: "):
+            continue
+        number, side = label[:2], label.rpartition(": ")[2]
+        path = next(p for p in files.values() if p.name.startswith(f"{number}.") and p.name.endswith(f".{side}.py"))
+        assert text.rstrip("\n") == path.read_text().rstrip("\n"), label
+        compared += 1
+    assert compared >= 8
+
+
+def test_a_node_of_the_graph_shows_its_lines(browser, folder):
+    opened(browser, folder, 1400)
+    browser.execute_script("document.querySelector('#views button[data-view=graph]').click()")
+    note = browser.execute_script(
+        """const nodes = [...document.querySelectorAll('#graph .node')];
+        const node = nodes.find(n => n.textContent.includes('mindspeed.attention'));
+        node.dispatchEvent(new Event('focus')); return document.getElementById('graph-node').textContent"""
+    )
+    assert "mindspeed.attention" in note and "blocks.0" in note and "models.py" in note
+    edges = browser.execute_script("return document.querySelectorAll('#graph g > path').length")
+    assert edges > 10
+
+
+def test_passes_are_found_and_show_their_difference(browser, folder):
+    opened(browser, folder, 1400)
+    shown = browser.execute_script(
+        """document.querySelector('#views button[data-view=passes]').click();
+        const find = document.getElementById('find-pass');
+        find.value = 'swiglu_default'; find.dispatchEvent(new Event('input'));
+        const boxes = [...document.querySelectorAll('details.pass')].filter(b => !b.hidden);
+        boxes.forEach(b => { b.open = true; });
+        return boxes.map(b => b.textContent)"""
+    )
+    time.sleep(0.2)
+    added = browser.execute_script("return document.querySelectorAll('details.pass:not([hidden]) .row.add').length")
+    assert shown and all("fusion.rope " not in text for text in shown) and added >= 2
