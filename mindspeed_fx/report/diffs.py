@@ -13,10 +13,11 @@ def is_changed(run: PassRun) -> bool:
 
 
 def diff_text(run: PassRun) -> str:
-    """Unified diff of the code before and after a pass."""
-    return "".join(
-        difflib.unified_diff(run.before.splitlines(True), run.after.splitlines(True), "before", "after", n=3)
-    )
+    """Unified diff of the code before and after a pass; computed once for each run."""
+    if run.diff is None:
+        before, after = run.before.splitlines(True), run.after.splitlines(True)
+        run.diff = "".join(difflib.unified_diff(before, after, "before", "after", n=3))
+    return run.diff
 
 
 def lowered_counts(record: GraphRecord) -> dict[tuple[str, str, str, str], int]:

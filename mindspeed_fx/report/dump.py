@@ -140,8 +140,8 @@ def metadata(record: GraphRecord) -> dict[str, Any]:
     values = dataclasses.asdict(dataclasses.replace(record, calls={}, stages={}))
     del values["stages"], values["calls"], values["logged"]
     for run in values["runs"]:
-        run.pop("before")
-        run.pop("after")
+        for code in ("before", "after", "diff"):
+            run.pop(code)
         run["report"].pop("files")
         run["report"].pop("curves")
     return {**values, "counts": record.counts, "modelled": modelled_rows(record)}

@@ -77,6 +77,8 @@ class PassRun:
     after: str | None = None
     check: str = ""
     """Result of the numeric check; "" when it was not asked for."""
+    diff: str | None = None
+    """The unified diff of the two, once :func:`mindspeed_fx.report.diffs.diff_text` was asked for it."""
 
 
 @dataclass

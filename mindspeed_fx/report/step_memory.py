@@ -2,8 +2,9 @@
 
 What the step is given (parameters, inputs, states of the optimizer) is not counted. A result is alive from the kernel
 that makes it to the last that reads it, in the backward if it is saved for it; what a graph returns and no backward
-reads, to the end of the step. (Of what is both returned and saved the caller is taken to keep nothing.) Results inside a fused kernel are never in memory. Modelled from the graphs' sizes, not measured: an
-allocator's rounding and the kernels' own workspaces are not in it.
+reads, to the end of the step. (Of what is both returned and saved the caller is taken to keep nothing.) Results inside
+a fused kernel are never in memory. Modelled from the graphs' sizes, not measured: an allocator's rounding and the
+kernels' own workspaces are not in it.
 """
 
 from __future__ import annotations
